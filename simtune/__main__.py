@@ -1,0 +1,5 @@
+"""`python -m simtune`."""
+
+from simtune.cli import main
+
+main()

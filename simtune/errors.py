@@ -1,0 +1,59 @@
+"""Errors that simtune raises for its user.
+
+* SimtuneError            anything a user can act on; the command line prints it without a traceback
+  - UsageError            a request that cannot be carried out as put (exit code 2)
+  - SpecError             one or more problems in a file the user wrote (exit code 2)
+  - Infeasible            the question is well put and the answer is "no plan can do that" (exit code 3)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class SimtuneError(Exception):
+    """Base of all errors meant for the user. `exit_code` is what the command line returns."""
+
+    exit_code = 1
+
+
+class UsageError(SimtuneError):
+    """A request that cannot be carried out as put: a missing file, a folder in the way, an unknown name."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing wrong in one file: where it is, which key, which rule, and what to do about it."""
+
+    file: str
+    message: str
+    key: str = ""
+    line: int | None = None
+    column: int | None = None
+
+    def __str__(self) -> str:
+        place = self.file
+        if self.line is not None:
+            place += f":{self.line}"
+            if self.column is not None:
+                place += f":{self.column}"
+        return f"{place}: {self.key}: {self.message}" if self.key else f"{place}: {self.message}"
+
+
+class SpecError(SimtuneError):
+    """All problems found in a spec, trace or table, at once; `problems` holds them in file order."""
+
+    exit_code = 2
+
+    def __init__(self, problems: Sequence[Problem] | Problem) -> None:
+        self.problems = [problems] if isinstance(problems, Problem) else list(problems)
+        super().__init__("\n".join(str(p) for p in self.problems))
+
+
+class Infeasible(SimtuneError):
+    """No plan in the space asked about can do what was asked; the message says what is missing."""
+
+    exit_code = 3

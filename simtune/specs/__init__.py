@@ -1,0 +1,1 @@
+"""What users write: model, hardware, workload, plan, study."""

@@ -1,0 +1,208 @@
+"""What all specs share: strict pydantic models, and errors that name file, line, key, rule and remedy."""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from simtune.errors import Problem, SpecError, UsageError
+from simtune.specs import yamlfile
+
+T = TypeVar("T")
+
+Seq = Annotated[tuple[T, ...], Field(strict=False)]
+"""A YAML list read into a tuple; its items stay strictly typed."""
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+Dtype = Literal["fp32", "bf16", "fp16", "fp8", "int8"]
+
+DTYPE_BYTES: dict[str, float] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1}
+
+
+class Part(BaseModel):
+    """Any block inside a spec: immutable, no unknown keys, no silent conversions."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, populate_by_name=True)
+
+
+class Spec(Part):
+    """A file of its own. `KIND` is the word in `schema: simtune/<kind>@1`."""
+
+    KIND: ClassVar[str]
+    name: Name
+
+    @classmethod
+    def schema_id(cls) -> str:
+        return f"simtune/{cls.KIND}@1"
+
+    @classmethod
+    def from_document(cls, document: yamlfile.Document) -> Self:
+        """Validate parsed YAML. Raises SpecError with every problem of the file at once."""
+        data = document.data
+        if not isinstance(data, dict):
+            raise SpecError(Problem(document.file, f"a {cls.KIND} spec was expected, not {_kind_of(data)}", "", 1, 1))
+        data = dict(data)
+        problems = []
+        found = data.pop("schema", None)
+        if found != cls.schema_id():
+            line, column = document.position(["schema"])
+            message = f"must be {cls.schema_id()}" + ("" if found is None else f", found {found!r}")
+            problems.append(Problem(document.file, message, "schema", line, column))
+        try:
+            spec = cls.model_validate(data)
+        except ValidationError as error:
+            problems += _problems(cls, error, document)
+        if problems:
+            raise SpecError(sorted(problems, key=lambda p: (p.line or 0, p.column or 0)))
+        return spec
+
+    @classmethod
+    def from_text(cls, text: str, file: str = "<text>") -> Self:
+        return cls.from_document(yamlfile.parse(text, file))
+
+    @classmethod
+    def from_file(cls, path: Path) -> Self:
+        return cls.from_text(yamlfile.read_text(path), str(path))
+
+    def to_data(self) -> dict[str, Any]:
+        """Plain data as it would be written to YAML: schema first, settings left at None omitted."""
+        return {"schema": self.schema_id(), **self.model_dump(mode="json", by_alias=True, exclude_none=True)}
+
+    def to_yaml(self, comment: str = "") -> str:
+        return yamlfile.dump(self.to_data(), comment)
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """`, did you mean x?` or nothing."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f", did you mean {close[0]}?" if close else ""
+
+
+def override(document: yamlfile.Document, settings: Sequence[str]) -> yamlfile.Document:
+    """Apply `key.sub=value` settings (values are YAML) to a parsed file. Raises UsageError for a bad setting."""
+    data = document.data
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals or not key:
+            raise UsageError(f"--set {setting}: write it as key=value, for example --set arrivals.rate_rps=8")
+        data = _with(data, key.split("."), yamlfile.scalar(text), setting)
+    return yamlfile.Document(document.file, data, document.node)
+
+
+def _with(data: Any, path: Sequence[str], value: Any, setting: str) -> Any:
+    if not path:
+        return value
+    head, rest = path[0], path[1:]
+    if isinstance(data, list):
+        if not head.isdigit() or int(head) >= len(data):
+            raise UsageError(f"--set {setting}: {head!r} is not an index into a list of {len(data)}")
+        return [_with(x, rest, value, setting) if i == int(head) else x for i, x in enumerate(data)]
+    if isinstance(data, dict):
+        return {**data, head: _with(data.get(head, {}), rest, value, setting)}
+    raise UsageError(f"--set {setting}: {head!r} cannot be set inside {_kind_of(data)}")
+
+
+def _kind_of(value: Any) -> str:
+    if value is None:
+        return "nothing"
+    return {dict: "a mapping", list: "a list", str: f"the text {value!r}", bool: f"{str(value).lower()}"}.get(
+        type(value), f"the number {value!r}"
+    )
+
+
+def _problems(model: type[BaseModel], error: ValidationError, document: yamlfile.Document) -> list[Problem]:
+    problems = []
+    for item in error.errors(include_url=False):
+        loc = [part for part in item["loc"] if part != "[key]"]
+        if item["type"] == "too_short" and len(item["input"]) > item["ctx"]["actual_length"]:
+            continue  # pydantic counts only good items; the bad ones are reported on their own
+        shown, node = [], document.data
+        for i, part in enumerate(loc):
+            # Leave out the tags of unions, which are no keys of the file; a missing key is last and stays.
+            missing = item["type"] == "missing" and i == len(loc) - 1
+            if isinstance(node, dict) and part not in node and not missing:
+                continue
+            shown.append(str(part))
+            known = node if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ()
+            node = node[part] if part in known else None
+        line, column = document.position(loc)
+        problems.append(Problem(document.file, _message(model, item), ".".join(shown), line, column))
+    return problems
+
+
+def _message(model: type[BaseModel], item: Any) -> str:
+    kind, given = item["type"], item["input"]
+    if kind == "extra_forbidden":
+        known = _keys_at(model, item["loc"][:-1])
+        hint = suggest(str(item["loc"][-1]), known)
+        return f"unknown key{hint}" if hint else f"unknown key; known here: {', '.join(sorted(known))}"
+    if kind == "missing":
+        return "is required and missing"
+    if kind == "union_tag_not_found":
+        return f"needs a `kind`: one of {item['ctx'].get('expected_tags', '') or _tags(model, item['loc'])}"
+    if kind == "union_tag_invalid":
+        expected = [t.strip(" '") for t in item["ctx"]["expected_tags"].split(",")]
+        return (
+            f"unknown kind {item['ctx']['tag']!r}: one of {', '.join(expected)}{suggest(item['ctx']['tag'], expected)}"
+        )
+    if kind == "literal_error":
+        expected = [t.strip(" '") for t in item["ctx"]["expected"].replace(" or ", ",").split(",")]
+        return f"must be one of {', '.join(expected)}, not {given!r}{suggest(str(given), expected)}"
+    if kind == "value_error":
+        return str(item["ctx"]["error"])
+    message = str(item["msg"]).replace("Input should", "must").replace("valid tuple", "list")
+    message = message.replace("String should", "must").replace("Tuple should", "must")
+    if kind.endswith("_type") or kind in ("string_pattern_mismatch",):
+        return f"{message}, not {_kind_of(given)}"
+    return f"{message} (found {given!r})" if not isinstance(given, (dict, list)) else message
+
+
+def _tags(model: type[BaseModel], loc: Sequence[str | int]) -> str:
+    return ", ".join(sorted(tag for variant in _types_at(model, loc) for tag in _kind_tags(variant)))
+
+
+def _keys_at(model: type[BaseModel], loc: Sequence[str | int]) -> set[str]:
+    keys: set[str] = set()
+    for found in _types_at(model, loc):
+        keys |= {f.alias or name for name, f in found.model_fields.items()}
+    return keys
+
+
+def _types_at(model: type[BaseModel], loc: Sequence[str | int]) -> list[type[BaseModel]]:
+    """The spec blocks that may stand at `loc`, following the annotations and the tags pydantic puts into loc."""
+    here: list[Any] = [model]
+    for part in loc:
+        step: list[Any] = []
+        for kind in (k for h in here for k in _variants(h)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                if part in _kind_tags(kind):
+                    step.append(kind)
+                for name, field in kind.model_fields.items():
+                    if part in (name, field.alias):
+                        step.append(field.annotation)
+            elif get_origin(kind) in (tuple, list, dict):
+                step.append(get_args(kind)[-1] if get_origin(kind) is dict else get_args(kind)[0])
+        here = step
+    return [k for h in here for k in _variants(h) if isinstance(k, type) and issubclass(k, BaseModel)]
+
+
+def _variants(annotation: Any) -> list[Any]:
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _variants(get_args(annotation)[0])
+    if origin in (Union, types.UnionType):
+        return [v for a in get_args(annotation) for v in _variants(a)]
+    return [annotation]
+
+
+def _kind_tags(model: type[BaseModel]) -> tuple[str, ...]:
+    field = model.model_fields.get("kind")
+    return get_args(field.annotation) if field is not None else ()

@@ -1,0 +1,170 @@
+"""Finding specs by name: the user's folders first, then what is built in.
+
+A reference with a slash, or ending in .yaml, .yml or .json, is a path; anything else is a name. Names are looked up as
+NAME.yaml or NAME/profile.yaml in the folders of SIMTUNE_PATH (separated as in PATH), then among the built-in ones.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import TypeVar
+
+from simtune.errors import UsageError
+from simtune.specs import hf, yamlfile
+from simtune.specs.base import Spec, override, suggest
+from simtune.specs.hardware import Hardware
+from simtune.specs.model import Model
+from simtune.specs.plan import Plan
+from simtune.specs.study import Study
+from simtune.specs.traces import Trace, read_trace
+from simtune.specs.workload import TraceArrivals, TraceLengths, Workload
+
+S = TypeVar("S", bound=Spec)
+
+KINDS: dict[str, type[Spec]] = {c.KIND: c for c in (Model, Hardware, Workload, Plan, Study)}
+FOLDERS = {"model": "models", "hardware": "hwprofiles", "workload": "workloads"}
+_SPEC_SUFFIXES = (".yaml", ".yml", ".json")
+_TRACE_SUFFIXES = (".csv", ".jsonl", ".csv.gz", ".jsonl.gz")
+
+
+def names(kind: str) -> list[str]:
+    """Names that can be loaded without a path, the user's and the built-in ones."""
+    return sorted({name for name, _ in _named_files(kind)})
+
+
+def load_model(reference: str, settings: Sequence[str] = ()) -> Model:
+    """A model by name, from a spec, or from a Hugging Face config.json (or the folder that holds it)."""
+    path = _locate("model", reference)
+    if path.is_dir():
+        path = path / "config.json"
+    document = override(yamlfile.parse(yamlfile.read_text(path), str(path)), settings)
+    if path.suffix == ".json" and isinstance(document.data, dict) and "schema" not in document.data:
+        return hf.from_config(document, path.resolve().parent.name if path.name == "config.json" else path.stem)
+    return Model.from_document(document)
+
+
+def load_hardware(reference: str, settings: Sequence[str] = ()) -> Hardware:
+    path = _locate("hardware", reference)
+    return _read(Hardware, path / "profile.yaml" if path.is_dir() else path, settings)
+
+
+def load_workload(reference: str, settings: Sequence[str] = ()) -> tuple[Workload, Trace | None]:
+    """A workload by name, from a spec, or a published trace file as it is; with the trace it replays, if any."""
+    path = _locate("workload", reference)
+    if path.name.endswith(_TRACE_SUFFIXES):
+        trace = read_trace(path)
+        workload = Workload(
+            name=path.name.split(".")[0],
+            requests=len(trace),
+            arrivals=TraceArrivals(),
+            prompt=TraceLengths(),
+            output=TraceLengths(),
+            trace=str(path),
+        )
+        if settings:
+            document = yamlfile.Document(str(path), workload.to_data(), None)
+            workload = Workload.from_document(override(document, settings))
+        return workload, trace
+    workload = _read(Workload, path, settings)
+    return workload, read_trace(path.parent / workload.trace) if workload.trace else None
+
+
+def load_plan(reference: str, settings: Sequence[str] = ()) -> Plan:
+    return _read(Plan, Path(reference), settings)
+
+
+def load_study(reference: str, settings: Sequence[str] = ()) -> Study:
+    return _read(Study, Path(reference), settings)
+
+
+def load(reference: str) -> Spec:
+    """Any spec, by path or by built-in name; what a file is, is found in its `schema`."""
+    kind = _kind(reference)
+    if kind == "model":
+        return load_model(reference)
+    if kind == "hardware":
+        return load_hardware(reference)
+    if kind == "workload":
+        return load_workload(reference)[0]
+    return _read(KINDS[kind], Path(reference), ())
+
+
+def _kind(reference: str) -> str:
+    if not _is_path(reference):
+        for kind in FOLDERS:
+            if reference in names(kind):
+                return kind
+        known = [name for kind in FOLDERS for name in names(kind)]
+        raise UsageError(
+            f"nothing built in is called {reference!r}{suggest(reference, known)} `simtune list` shows what is; "
+            "a file is given by its path, for example ./mine.yaml"
+        )
+    path = Path(reference)
+    if path.name.endswith(_TRACE_SUFFIXES):
+        return "workload"
+    if path.is_dir():
+        return "hardware" if (path / "profile.yaml").exists() else "model"
+    data = yamlfile.parse(yamlfile.read_text(path), str(path)).data
+    schema = data.get("schema") if isinstance(data, dict) else None
+    if schema is None and path.suffix == ".json":
+        return "model"
+    for kind, spec in KINDS.items():
+        if schema == spec.schema_id():
+            return kind
+    known = [spec.schema_id() for spec in KINDS.values()]
+    hint = suggest(str(schema), known)
+    raise UsageError(f"{path}: `schema` is {schema!r}{hint or '; it must be one of ' + ', '.join(known)}")
+
+
+def _read(kind: type[S], path: Path, settings: Sequence[str]) -> S:
+    return kind.from_document(override(yamlfile.parse(yamlfile.read_text(path), str(path)), settings))
+
+
+def _is_path(reference: str) -> bool:
+    return "/" in reference or os.sep in reference or reference.endswith((*_SPEC_SUFFIXES, *_TRACE_SUFFIXES))
+
+
+def beside(folder: Path, reference: str) -> str:
+    """A reference found in a file of `folder`: names stay, relative paths are taken from there."""
+    return str(folder / reference) if _is_path(reference) else reference
+
+
+def _locate(kind: str, reference: str) -> Path:
+    if _is_path(reference):
+        return Path(reference)
+    for name, path in _named_files(kind):
+        if name == reference:
+            return path
+    known = names(kind)
+    raise UsageError(
+        f"no {kind} is called {reference!r}{suggest(reference, known)} Known: {', '.join(known)}. "
+        "A file is given by its path, for example ./mine.yaml"
+    )
+
+
+def _named_files(kind: str) -> Iterator[tuple[str, Path]]:
+    folders = [Path(p) for p in os.environ.get("SIMTUNE_PATH", "").split(os.pathsep) if p]
+    folders.append(Path(str(resources.files("simtune") / FOLDERS[kind])))
+    for folder in folders:
+        if not folder.is_dir():
+            continue
+        for path in sorted(folder.iterdir()):
+            if (path / "profile.yaml").is_file():
+                yield path.name, path / "profile.yaml"
+            elif path.suffix in (".yaml", ".yml") and path.is_file() and _schema_of(path) == KINDS[kind].schema_id():
+                yield path.stem, path
+
+
+def _schema_of(path: Path) -> str | None:
+    """The schema line without parsing the whole file: user folders may hold anything."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            for line in file:
+                if line.startswith("schema:"):
+                    return line.split(":", 1)[1].strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return None

@@ -1,0 +1,307 @@
+"""A model spec from a Hugging Face config.json, read as it is.
+
+Only architectures listed here are read, because the meaning and the default of a key differ between them.
+What would change a layer's cost and is not modelled (latent attention, linear or state-space layers, another
+quantisation than fp8) is an error that names the key, never a silent approximation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Literal
+
+from simtune.errors import Problem, SpecError
+from simtune.specs.base import suggest
+from simtune.specs.model import Model
+from simtune.specs.yamlfile import Document
+
+
+@dataclass(frozen=True, slots=True)
+class _Architecture:
+    """How one architecture reads its config.
+
+    window: what an integer `sliding_window` means without `layer_types`: nothing this architecture knows,
+    every layer, the layers from max_window_layers on if use_sliding_window, or only layer_types can tell.
+    expert_size: the key of an expert's width; None is a dense model. own_head_dim: head_dim has a default of
+    its own, so it must be given. tied: tie_word_embeddings when the key is absent.
+    """
+
+    window: Literal["unknown", "every", "switched", "listed"]
+    expert_size: str | None = None
+    own_head_dim: bool = False
+    tied: bool = False
+
+
+ARCHITECTURES: dict[str, _Architecture] = {
+    "LlamaForCausalLM": _Architecture("unknown"),
+    "MistralForCausalLM": _Architecture("every"),
+    "Mistral3ForConditionalGeneration": _Architecture("every"),
+    "MixtralForCausalLM": _Architecture("every", expert_size="intermediate_size"),
+    "Phi3ForCausalLM": _Architecture("every"),
+    "Qwen2ForCausalLM": _Architecture("switched"),
+    "Qwen2MoeForCausalLM": _Architecture("switched", expert_size="moe_intermediate_size"),
+    "Qwen3ForCausalLM": _Architecture("switched", own_head_dim=True),
+    "Qwen3MoeForCausalLM": _Architecture("switched", expert_size="moe_intermediate_size", own_head_dim=True),
+    "GemmaForCausalLM": _Architecture("unknown", own_head_dim=True, tied=True),
+    "Gemma2ForCausalLM": _Architecture("listed", own_head_dim=True, tied=True),
+    "Gemma3ForCausalLM": _Architecture("listed", own_head_dim=True, tied=True),
+    "Gemma3ForConditionalGeneration": _Architecture("listed", own_head_dim=True, tied=True),
+}
+
+ALIASES = {
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "experts_per_token": (
+        "num_experts_per_tok",
+        "top_k_experts",
+        "experts_per_token",
+        "num_experts_per_token",
+    ),
+    "dtype": ("dtype", "torch_dtype"),
+    "quantization": ("quantization_config", "compression_config"),
+}
+
+DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+NOT_MODELLED = {
+    "kv_lora_rank": "latent attention (MLA)",
+    "index_topk": "sparse attention",
+    "first_k_dense_replace": "dense first layers of a mixture of experts",
+    "n_shared_experts": "shared experts counted in units",
+    "full_attention_interval": "linear attention between full layers",
+    "linear_num_value_heads": "linear attention",
+    "attention_chunk_size": "chunked attention",
+    "hybrid_override_pattern": "layers of mixed kinds",
+    "layers_block_type": "layers of mixed kinds",
+    "block_configs": "layers of differing shapes",
+    "attn_layer_period": "state-space layers",
+    "mamba_d_state": "state-space layers",
+    "ssm_cfg": "state-space layers",
+    "conv_L_cache": "convolution layers",
+    "num_kv_shared_layers": "layers that share a KV cache",
+}
+"""Keys whose presence (not null, 0, false or empty) means a layer kind that costs differently."""
+
+
+def from_config(document: Document, name: str) -> Model:
+    """The Model that a Hugging Face config.json describes. Raises SpecError with every problem found.
+
+    A multimodal config is read for its language part (`text_config`), and `source` says so.
+    """
+    if not isinstance(document.data, dict):
+        message = "a Hugging Face config.json was expected: a JSON object"
+        raise SpecError(Problem(document.file, message, "", 1, 1))
+    config = _Config(document)
+    architecture_name, architecture = config.architecture()
+    config.refuse_not_modelled()
+    config.refuse_contradictions()
+    heads = config.count("num_attention_heads")
+    # Llama's own default is one KV head per query head; elsewhere the default is some other number.
+    default = heads if architecture_name.startswith("Llama") else None
+    kv_heads = config.count("num_key_value_heads", default=default)
+    given = architecture.own_head_dim or config.get("head_dim") is not None
+    head_dim = config.count("head_dim") if given else None
+    num_layers = config.count("num_hidden_layers")
+    windows = _windows(config, architecture, architecture_name, num_layers)
+    feed_forward = _feed_forward(config, architecture, num_layers)
+    dtype = config.choice("dtype", DTYPES)
+    hidden_size = config.count("hidden_size")
+    language_part = "" if config.nested is None else ", language part only"
+    spec: dict[str, Any] = {
+        "schema": Model.schema_id(),
+        "name": name,
+        "source": f"Hugging Face config.json of a {architecture_name}{language_part}",
+        "hidden_size": hidden_size,
+        "vocab_size": config.count("vocab_size"),
+        "max_position": config.count("max_position_embeddings"),
+        "tie_embeddings": config.flag("tie_word_embeddings", architecture.tied),
+        "dtype": dtype,
+        "weight_dtype": _quantised(config) or dtype,
+    }
+    config.raise_if_any()
+
+    if head_dim is None:
+        if hidden_size % heads:
+            config.problem("hidden_size", f"{hidden_size} is no multiple of {heads} heads; give head_dim")
+        config.raise_if_any()
+        head_dim = hidden_size // heads
+    spec["layers"] = [
+        {
+            "count": len(list(equal)),
+            "attention": {
+                **({"kind": "full"} if window is None else {"kind": "sliding", "window": window}),
+                "heads": heads,
+                "kv_heads": kv_heads,
+                "head_dim": head_dim,
+            },
+            "feed_forward": feed_forward_,
+        }
+        for (window, feed_forward_), equal in groupby(zip(windows, feed_forward, strict=True))
+    ]
+    return Model.from_document(Document(document.file, spec, None))
+
+
+def _windows(
+    config: _Config, architecture: _Architecture, architecture_name: str, num_layers: int
+) -> Sequence[int | None]:
+    """The sliding window of each layer in tokens; None is full attention."""
+    kinds = config.get("layer_types")
+    if kinds is not None:
+        return _listed_windows(config, kinds, num_layers)
+    full: list[int | None] = [None] * num_layers
+    if config.get("sliding_window") is None or not config.flag("use_sliding_window", architecture.window != "switched"):
+        return full
+    window = config.count("sliding_window")
+    if architecture.window == "every":
+        return [window] * num_layers
+    if architecture.window == "switched":
+        first = config.count("max_window_layers", minimum=0)
+        return [window if i >= first else None for i in range(num_layers)]
+    if architecture.window == "listed":
+        config.problem("layer_types", "is missing: which layers use sliding_window? write one kind for each layer")
+    else:
+        config.problem("sliding_window", f"is not known for a {architecture_name}; set it to null or give layer_types")
+    return full
+
+
+def _listed_windows(config: _Config, kinds: Any, num_layers: int) -> Sequence[int | None]:
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        given = f"{len(kinds)} kinds" if isinstance(kinds, list) else repr(kinds)
+        config.problem("layer_types", f"must be a list of {num_layers} layer kinds, not {given}")
+        return [None] * num_layers
+    known = ("full_attention", "sliding_attention")
+    for kind in sorted({str(kind) for kind in kinds if kind not in known}):
+        config.problem("layer_types", f"the layer kind {kind} is not modelled; modelled: {', '.join(known)}")
+    window = config.count("sliding_window") if "sliding_attention" in kinds else None
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def _feed_forward(config: _Config, architecture: _Architecture, num_layers: int) -> list[dict[str, Any]]:
+    """The feed-forward block of each layer."""
+    if architecture.expert_size is None:
+        if config.get(*ALIASES["experts"]):
+            config.problem(config.key(*ALIASES["experts"]), "experts are not known for this dense architecture")
+        return [{"kind": "dense", "intermediate_size": config.count("intermediate_size")}] * num_layers
+    experts = config.count(*ALIASES["experts"])
+    per_token = config.count(*ALIASES["experts_per_token"])
+    moe = {
+        "kind": "moe",
+        "experts": experts,
+        "experts_per_token": per_token,
+        "intermediate_size": config.count(architecture.expert_size),
+        "shared_intermediate_size": config.count("shared_expert_intermediate_size", default=0, minimum=0),
+    }
+    step = config.count("decoder_sparse_step", default=1)
+    dense_layers = config.get("mlp_only_layers") or []
+    if not isinstance(dense_layers, list):
+        config.problem("mlp_only_layers", f"must be a list of layer numbers, not {dense_layers!r}")
+        dense_layers = []
+    is_dense = [i in dense_layers or (i + 1) % step != 0 for i in range(num_layers)]
+    dense = {"kind": "dense", "intermediate_size": config.count("intermediate_size")} if any(is_dense) else moe
+    return [dense if d else moe for d in is_dense]
+
+
+def _quantised(config: _Config) -> str | None:
+    """The dtype of quantised weights, None when they are not quantised."""
+    found = config.get(*ALIASES["quantization"])
+    if not found:
+        return None
+    method = found.get("quant_method") if isinstance(found, dict) else found
+    if method == "fp8":
+        return "fp8"
+    config.problem(config.key(*ALIASES["quantization"]), f"the method {method} is not modelled; modelled: fp8")
+    return None
+
+
+class _Config:
+    """Reads keys with their aliases, the language part first, and collects what is wrong."""
+
+    def __init__(self, document: Document) -> None:
+        self.data: dict[str, Any] = document.data
+        nested = self.data.get("text_config")
+        self.nested: dict[str, Any] | None = nested if isinstance(nested, dict) else None
+        self.document = document
+        self.problems: list[Problem] = []
+
+    def key(self, *names: str) -> str:
+        """The name that stands in the file, or the first."""
+        for part in (self.nested or {}, self.data):
+            for name in names:
+                if part.get(name) is not None:
+                    return name
+        return names[0]
+
+    def get(self, *names: str) -> Any:
+        """The value under one of these names; null is as good as absent."""
+        name = self.key(*names)
+        value = (self.nested or {}).get(name)
+        return self.data.get(name) if value is None else value
+
+    def problem(self, key: str, message: str) -> None:
+        part = [] if self.nested is None or key in self.data else ["text_config"]
+        line, column = self.document.position([*part, key])
+        self.problems.append(Problem(self.document.file, message, ".".join([*part, key]), line, column))
+
+    def raise_if_any(self) -> None:
+        if self.problems:
+            raise SpecError(sorted(self.problems, key=lambda p: (p.line or 0, p.column or 0)))
+
+    def count(self, *names: str, default: int | None = None, minimum: int = 1) -> int:
+        """A whole number. A wrong or missing one is reported and stands in as the minimum, at least 1."""
+        value = self.get(*names)
+        if value is None and default is not None:
+            return default
+        if type(value) is int and value >= minimum:
+            return value
+        if value is None:
+            others = f" (also read: {', '.join(names[1:])})" if len(names) > 1 else ""
+            self.problem(names[0], f"is required and missing{others}")
+        else:
+            self.problem(self.key(*names), f"must be a whole number of at least {minimum}, not {value!r}")
+        return max(minimum, 1)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.get(name)
+        if value is None or isinstance(value, bool):
+            return default if value is None else value
+        self.problem(name, f"must be true or false, not {value!r}")
+        return default
+
+    def choice(self, what: str, values: dict[str, str]) -> str:
+        names = ALIASES[what]
+        value = self.get(*names)
+        if isinstance(value, str) and value in values:
+            return values[value]
+        known = ", ".join(values)
+        if value is None:
+            self.problem(names[0], f"is required and missing (also read: {', '.join(names[1:])}): one of {known}")
+        else:
+            self.problem(self.key(*names), f"must be one of {known}, not {value!r}")
+        return next(iter(values.values()))
+
+    def architecture(self) -> tuple[str, _Architecture]:
+        """Raises SpecError at once: without a known architecture no other key has a meaning."""
+        found = self.data.get("architectures")
+        if not isinstance(found, list) or len(found) != 1:
+            self.problem("architectures", f"must be a list with the one architecture of the model, not {found!r}")
+        elif str(found[0]) not in ARCHITECTURES:
+            hint = suggest(str(found[0]), ARCHITECTURES)
+            known = ", ".join(ARCHITECTURES)
+            self.problem("architectures", f"{found[0]} is not modelled{hint}; modelled: {known}")
+        self.raise_if_any()
+        name = str(self.data["architectures"][0])
+        return name, ARCHITECTURES[name]
+
+    def refuse_not_modelled(self) -> None:
+        for key, meaning in NOT_MODELLED.items():
+            if self.get(key):
+                self.problem(key, f"{meaning}: not modelled")
+
+    def refuse_contradictions(self) -> None:
+        for names in ALIASES.values():
+            given = {name: self.get(name) for name in names if self.get(name) is not None}
+            first, *others = given or ("",)
+            for other in others:
+                if given[other] != given[first]:
+                    self.problem(other, f"{given[other]!r} contradicts {first}, which is {given[first]!r}")

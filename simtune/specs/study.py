@@ -1,0 +1,52 @@
+"""Study: what `optimize` is asked. Model, hardware and how much of it, load, objective, search space."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from simtune.specs.base import Count, Part, Seq, Spec
+from simtune.specs.workload import Slo
+
+Objective = Literal["goodput_per_gpu", "goodput", "gpus", "e2el"]
+
+Choices = Annotated[Seq[Count], Field(min_length=1, strict=False)]
+
+
+class HardwareCount(Part):
+    """A hardware profile and how many devices of it may be used."""
+
+    profile: str
+    devices: Count
+
+
+class Search(Part):
+    """The space, and how finely it is searched."""
+
+    tp: Choices = (1, 2, 4, 8)
+    pp: Choices = (1, 2, 4)
+    max_num_seqs: Choices = (64, 128, 256, 512)
+    max_num_batched_tokens: Choices = (1024, 2048, 4096, 8192)
+    instances: Choices | None = Field(None, description="as many as the devices allow unless given")
+    requests: Count | None = Field(None, description="simulated per evaluation; the workload's own number unless given")
+    rate_tolerance: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.02, description="relative width at which the search for the highest rate stops"
+    )
+
+
+class Study(Spec):
+    """The question put to `simtune optimize`.
+
+    objective goodput_per_gpu and goodput look for the highest request rate that meets the SLO;
+    gpus (fewest devices) and e2el (lowest mean end-to-end latency) are judged at the workload's own rate.
+    """
+
+    KIND: ClassVar[str] = "study"
+    model: str
+    hardware: HardwareCount
+    workload: str
+    slo: Slo
+    objective: Objective = "goodput_per_gpu"
+    search: Search = Search()
+    seed: Annotated[int, Field(ge=0)] = 0

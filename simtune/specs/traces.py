@@ -1,0 +1,413 @@
+"""Request traces: who came when, with how many tokens.
+
+Three shapes of file are told apart by their content, plain or gzip-compressed:
+
+* CSV with a wall clock: `TIMESTAMP,ContextTokens,GeneratedTokens` (Azure LLM inference traces);
+* JSON lines: `timestamp` in milliseconds, `input_length`, `output_length`, `hash_ids` (Mooncake);
+* CSV with a header that names its columns as in `COLUMNS`; without an arrival column it is lengths only.
+
+Further columns are ignored. A trace with anything wrong in it is refused with all its problems, the first
+MAX_SHOWN of them in full.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import gzip
+import hashlib
+import io
+import json
+import re
+import reprlib
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simtune.errors import Problem, SpecError, UsageError
+from simtune.specs.workload import MAX_TOKENS, Lengths, Poisson, Quantiles, Workload
+
+MAX_SHOWN = 20
+MOONCAKE_BLOCK_TOKENS = 512
+
+COLUMNS = {
+    "arrival": ("arrival_s", "arrival_time_s", "arrived_at", "arrival_ms", "arrival_time_ms", "arrival_ns",
+                "arrival_time_ns", "timestamp"),
+    "prompt": ("prompt_tokens", "input_tokens", "context_tokens", "contexttokens", "num_prefill_tokens",
+               "input_length", "input_toks"),
+    "output": ("output_tokens", "generated_tokens", "generatedtokens", "completion_tokens",
+               "num_decode_tokens", "output_length", "output_toks"),
+}  # fmt: skip
+"""What columns may be called, whatever their case; the first name of each is simtune's own."""
+
+_WALL_CLOCK = re.compile(r"(19|20)\d\d-\d\d-\d\d[ T]\d\d:\d\d:\d\d(\.\d{1,9})?(Z|\+00:00)?")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trace:
+    """Requests in order of arrival. arrival_s counts from the first request; None in a lengths-only trace.
+
+    hash_ids names the prompt's blocks of block_tokens each: equal leading ids are a shared prefix.
+    """
+
+    file: str
+    sha256: str
+    arrival_s: NDArray[np.float64] | None
+    prompt_tokens: NDArray[np.int64]
+    output_tokens: NDArray[np.int64]
+    hash_ids: tuple[tuple[int, ...], ...] | None = None
+    block_tokens: int = MOONCAKE_BLOCK_TOKENS
+
+    def __len__(self) -> int:
+        return len(self.prompt_tokens)
+
+    @property
+    def rate_rps(self) -> float | None:
+        """Requests per second: one over the mean gap. None without arrival times or when all come at once."""
+        if self.arrival_s is None or not self.arrival_s[-1] > 0:
+            return None
+        return (len(self) - 1) / float(self.arrival_s[-1])
+
+
+def read_trace(path: Path) -> Trace:
+    """Read a trace file. Raises SpecError with the problems found, UsageError when it cannot be read."""
+    raw = _read_bytes(path)
+    problems = _Problems(str(path))
+    text = _text(path, raw, problems)
+    start = text.lstrip()[:1]
+    if start == "":
+        problems.stop("the file is empty; a trace has one request per line", None)
+    if start == "[":
+        problems.stop("a JSON list was found; write one JSON object per line (JSON lines)", 1)
+    table = _json_table(text, problems) if start == "{" else _csv_table(text, problems)
+    arrival_s = _arrival_s(table, problems)
+    prompt = _lengths(table, "prompt", problems)
+    output = _lengths(table, "output", problems)
+    hash_ids = _hash_ids(table, prompt, problems)
+    problems.raise_if_any()
+    prompt_tokens, output_tokens = prompt.astype(np.int64), output.astype(np.int64)
+    for column in (arrival_s, prompt_tokens, output_tokens):
+        if column is not None:
+            column.flags.writeable = False
+    digest = hashlib.sha256(raw).hexdigest()
+    return Trace(str(path), digest, arrival_s, prompt_tokens, output_tokens, hash_ids)
+
+
+# --- from a trace to a workload ---------------------------------------------------------------------------
+
+LEVELS = tuple(permille / 1000 for permille in (*range(0, 900, 25), *range(900, 990, 10), *range(990, 1000), 1000))
+"""Where `quantile_workload` keeps quantiles: closer together where lengths grow fastest."""
+
+
+def quantile_workload(trace: Trace, name: str, source: str) -> Workload:
+    """Poisson arrivals at the trace's mean rate, prompt and output lengths by their observed quantiles.
+
+    Burstiness and the dependence between prompt and output length are not kept; replay the trace for those.
+    Raises UsageError for a trace without a mean rate.
+    """
+    if trace.rate_rps is None:
+        raise UsageError(f"{trace.file}: has no arrival times to take a mean rate from")
+    return Workload(
+        name=name,
+        source=source,
+        arrivals=Poisson(rate_rps=trace.rate_rps),
+        prompt=_quantiles(trace.prompt_tokens),
+        output=_quantiles(trace.output_tokens),
+    )
+
+
+def _quantiles(tokens: NDArray[np.int64]) -> Lengths:
+    found = np.quantile(tokens, LEVELS, method="inverted_cdf")  # lengths that occur, not averages of two
+    return Quantiles(levels=LEVELS, tokens=tuple(found.astype(float).tolist()))
+
+
+# --- reading ----------------------------------------------------------------------------------------------
+
+
+class _Problems:
+    """Collects what is wrong with one file."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.found: list[Problem] = []
+
+    def add(self, message: str, line: int | None, key: str = "") -> None:
+        self.found.append(Problem(self.file, message, key, line))
+
+    def stop(self, message: str, line: int | None, key: str = "") -> None:
+        """Add a problem after which nothing else in the file can be judged."""
+        self.add(message, line, key)
+        self.raise_if_any()
+
+    def raise_if_any(self) -> None:
+        if not self.found:
+            return
+        shown = sorted(self.found, key=lambda p: p.line or 0)
+        if len(shown) > MAX_SHOWN:
+            more = Problem(self.file, f"... and {len(shown) - MAX_SHOWN} more")
+            shown = [*shown[:MAX_SHOWN], more]
+        raise SpecError(shown)
+
+
+@dataclass(slots=True)
+class _Table:
+    """The columns that were found: what each is called in the file, its values, and the line of each row."""
+
+    names: dict[str, str]
+    values: Mapping[str, Sequence[Any]]
+    lines: Sequence[int]
+    is_json: bool
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise UsageError(f"{path}: no such file") from None
+    except IsADirectoryError:
+        raise UsageError(f"{path}: is a folder, a file was expected") from None
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def _text(path: Path, raw: bytes, problems: _Problems) -> str:
+    if raw[:2] == b"\x1f\x8b":
+        try:
+            raw = gzip.decompress(raw)
+        except EOFError:
+            problems.stop("the gzip data end too early: the file is cut off; fetch it again", None)
+        except (gzip.BadGzipFile, zlib.error) as error:
+            problems.stop(f"the gzip data are damaged ({error}); fetch the file again", None)
+    elif path.suffix == ".gz" and raw:
+        problems.stop("is named .gz but is not gzip-compressed; compress it or drop the .gz", None)
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not a UTF-8 text file ({error.reason} at byte {error.start})") from None
+
+
+def _csv_table(text: str, problems: _Problems) -> _Table:
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    rows: list[list[str]] = []
+    lines: list[int] = []
+    try:
+        for row in reader:
+            if row:
+                rows.append(row)
+                lines.append(reader.line_num)
+    except csv.Error as error:
+        problems.stop(f"not valid CSV: {error}", reader.line_num)
+    header = [cell.strip() for cell in rows[0]]
+    names = _named_columns(header, problems, lines[0])
+    if len(rows) == 1:
+        problems.stop("the trace is empty: a header and no request", lines[0])
+    width = len(header)
+    if set(map(len, rows)) != {width}:
+        for row, line in zip(rows, lines, strict=True):
+            if len(row) != width:
+                cut = "; the file seems to be cut off" if line == lines[-1] and len(row) < width else ""
+                problems.add(f"has {len(row)} columns, the header has {width}{cut}", line)
+        whole = [i for i, row in enumerate(rows) if len(row) == width]
+        rows, lines = [rows[i] for i in whole], [lines[i] for i in whole]
+        if len(rows) == 1:
+            problems.raise_if_any()
+    columns = list(zip(*rows[1:], strict=True))
+    values = {field: columns[header.index(name)] for field, name in names.items()}
+    return _Table(names, values, lines[1:], is_json=False)
+
+
+def _json_table(text: str, problems: _Problems) -> _Table:
+    rows: list[dict[str, Any]] = []
+    lines: list[int] = []
+    texts = text.split("\n")
+    last = max(i for i, line in enumerate(texts, 1) if line and not line.isspace())
+    for i, line in enumerate(texts, 1):
+        if not line or line.isspace():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:  # RecursionError: thousands of nested lists
+            cut = "; the file seems to be cut off" if i == last else ""
+            problems.add(f"not valid JSON: {getattr(error, 'msg', error)}{cut}", i)
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+            lines.append(i)
+        else:
+            problems.add("must be a JSON object with one request", i)
+    if not rows:
+        problems.raise_if_any()
+    names = _named_columns(list(rows[0]), problems, lines[0])
+    if any("hash_ids" in row for row in rows):
+        names["hash_ids"] = "hash_ids"
+    whole = []
+    for i, row in enumerate(rows):
+        missing = [name for name in names.values() if name not in row]
+        for name in missing:
+            problems.add("is missing here", lines[i], name)
+        if not missing:
+            whole.append(i)
+    if len(whole) < len(rows):
+        rows, lines = [rows[i] for i in whole], [lines[i] for i in whole]
+    if not rows:
+        problems.raise_if_any()
+    values = {field: [row[name] for row in rows] for field, name in names.items()}
+    return _Table(names, values, lines, is_json=True)
+
+
+def _named_columns(header: Sequence[str], problems: _Problems, line: int) -> dict[str, str]:
+    """Field -> column name as written. Stops when a length column is missing or a name stands twice."""
+    if all(_is_number(cell) for cell in header):
+        problems.stop(f"the first line must name the columns, for example {_EXAMPLE_HEADER}", line)
+    names: dict[str, str] = {}
+    before = len(problems.found)
+    for field, known in COLUMNS.items():
+        found = [cell for cell in header if cell.lower() in known]
+        if len(found) > 1:
+            problems.add(f"{' and '.join(found)} both give the {field}; keep one of them", line, found[1])
+        if found:
+            names[field] = found[0]
+            continue
+        free = [cell for cell in header if not any(cell.lower() in k for k in COLUMNS.values())]
+        for cell in free:
+            close = difflib.get_close_matches(cell.lower(), known, n=1, cutoff=0.75)
+            if close:
+                problems.add(f"unknown column, did you mean {close[0]}?", line, cell)
+                break
+        else:
+            if field != "arrival":
+                problems.add(f"this column is missing; found: {', '.join(header)}", line, known[0])
+    if len(problems.found) > before:
+        problems.raise_if_any()
+    return names
+
+
+_EXAMPLE_HEADER = "arrival_s,prompt_tokens,output_tokens"
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _numbers(table: _Table, field: str, problems: _Problems) -> NDArray[np.float64]:
+    """The column as floats; what is no finite number is reported and becomes NaN."""
+    values, name = table.values[field], table.names[field]
+    wanted: tuple[type, ...] = (int, float) if table.is_json else (str,)
+    if set(map(type, values)).issubset(wanted):
+        try:
+            numbers = np.array(list(map(float, values)))
+            if np.isfinite(numbers).all():
+                return numbers
+        except (ValueError, OverflowError):
+            pass
+    numbers = np.full(len(values), np.nan)
+    for i, value in enumerate(values):
+        try:
+            if type(value) not in wanted:
+                raise ValueError
+            numbers[i] = float(value)
+            if not np.isfinite(numbers[i]):
+                raise ValueError
+        except (ValueError, OverflowError):
+            numbers[i] = np.nan
+            given = "an empty cell" if value == "" else reprlib.repr(value)
+            problems.add(f"must be a finite number, not {given}", table.lines[i], name)
+    return numbers
+
+
+def _lengths(table: _Table, field: str, problems: _Problems) -> NDArray[np.float64]:
+    numbers = _numbers(table, field, problems)
+    remedy = {
+        "prompt": "drop requests without a prompt",
+        "output": "drop requests that generated nothing, or give the first token its 1",
+    }[field]
+    wrong = (numbers < 1) | (numbers > MAX_TOKENS) | (numbers != np.floor(numbers)) & ~np.isnan(numbers)
+    for i in np.flatnonzero(wrong).tolist():
+        value = f"{numbers[i]:.17g}"
+        if numbers[i] != np.floor(numbers[i]):
+            message = f"must be a whole number of tokens, not {value}"
+        elif numbers[i] < 1:
+            message = f"must be at least 1 token, not {value}; {remedy}"
+        else:
+            message = f"must be at most {MAX_TOKENS} tokens, not {value}"
+        problems.add(message, table.lines[i], table.names[field])
+    return numbers
+
+
+def _arrival_s(table: _Table, problems: _Problems) -> NDArray[np.float64] | None:
+    if "arrival" not in table.names:
+        return None
+    name = table.names["arrival"].lower()
+    if name == "timestamp" and not table.is_json:
+        times, per_s = _wall_clock_ns(table, problems), 1e9
+    else:
+        times = _numbers(table, "arrival", problems)
+        per_s = 1e3 if name.endswith("_ms") or name == "timestamp" else 1e9 if name.endswith("_ns") else 1.0
+    good = np.flatnonzero(~np.isnan(times))
+    for k in np.flatnonzero(np.diff(times[good]) < 0).tolist():
+        before, here = good[k], good[k + 1]
+        values = table.values["arrival"]
+        earlier = f"{values[here]} is earlier than {values[before]} of line {table.lines[before]}"
+        problems.add(f"{earlier}; sort the rows by time", table.lines[here], table.names["arrival"])
+    since_first: NDArray[np.float64] = (times - times[0]) / per_s
+    return since_first
+
+
+def _wall_clock_ns(table: _Table, problems: _Problems) -> NDArray[np.float64]:
+    """Nanoseconds since the first good time (exact in a float for 100 days); NaN where reported."""
+    texts = [str(text).strip() for text in table.values["arrival"]]
+    times = np.full(len(texts), np.datetime64("NaT", "ns"))
+    try:
+        if not all(map(_WALL_CLOCK.fullmatch, texts)):
+            raise ValueError
+        times = np.array([_without_zone(text) for text in texts], dtype="datetime64[ns]")
+    except ValueError:
+        for i, text in enumerate(texts):
+            try:
+                if not _WALL_CLOCK.fullmatch(text):
+                    raise ValueError
+                times[i] = np.datetime64(_without_zone(text), "ns")
+            except ValueError:
+                message = (
+                    f"must be a time such as 2023-11-16 18:15:46.6805900 (UTC), not {text!r}; "
+                    "a column of plain numbers is called arrival_s or arrival_ms"
+                )
+                problems.add(message, table.lines[i], table.names["arrival"])
+    known = times[~np.isnat(times)]
+    if not len(known):
+        return np.full(len(texts), np.nan)
+    since: NDArray[np.float64] = (times - known[0]) / np.timedelta64(1, "ns")
+    return since
+
+
+def _without_zone(text: str) -> str:
+    return text.removesuffix("Z").removesuffix("+00:00")
+
+
+def _hash_ids(table: _Table, prompt: NDArray[np.float64], problems: _Problems) -> tuple[tuple[int, ...], ...] | None:
+    if "hash_ids" not in table.values:
+        return None
+    rows: list[tuple[int, ...]] = []
+    blocks = np.ceil(prompt / MOONCAKE_BLOCK_TOKENS).tolist()
+    for ids, most, line in zip(table.values["hash_ids"], blocks, table.lines, strict=True):
+        if not isinstance(ids, list) or not _all_integers(ids):
+            problems.add("must be a list of whole numbers", line, "hash_ids")
+        elif len(ids) > most:
+            message = f"has {len(ids)} ids, the prompt {most:.0f} blocks of {MOONCAKE_BLOCK_TOKENS} tokens"
+            problems.add(message, line, "hash_ids")
+        else:
+            rows.append(tuple(ids))
+    return tuple(rows)
+
+
+def _all_integers(values: Iterable[Any]) -> bool:
+    return set(map(type, values)) <= {int}

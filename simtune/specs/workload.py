@@ -1,0 +1,164 @@
+"""Workload spec: when requests arrive, how long they are, and what each class of them expects."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from simtune.specs.base import Count, Name, NonNegative, Part, Positive, Seq, Spec
+
+# --- arrivals ---------------------------------------------------------------------------------------------
+
+
+class Poisson(Part):
+    """Memoryless arrivals at a mean rate."""
+
+    kind: Literal["poisson"] = "poisson"
+    rate_rps: Positive
+
+
+class Gamma(Part):
+    """Gamma-distributed gaps: `cv` is the coefficient of variation, 1 is Poisson, above 1 is bursty."""
+
+    kind: Literal["gamma"] = "gamma"
+    rate_rps: Positive
+    cv: Positive
+
+
+class FixedInterval(Part):
+    """One request every 1 / rate_rps seconds."""
+
+    kind: Literal["fixed"] = "fixed"
+    rate_rps: Positive
+
+
+class ClosedLoop(Part):
+    """`users` clients; each waits for its answer, thinks for think_s, and asks again."""
+
+    kind: Literal["closed_loop"] = "closed_loop"
+    users: Count
+    think_s: NonNegative = 0.0
+
+
+class TraceArrivals(Part):
+    """Arrival times of the trace named in `trace`, replayed; rate_rps compresses or stretches them evenly."""
+
+    kind: Literal["trace"] = "trace"
+    rate_rps: Positive | None = None
+
+
+Arrivals = Annotated[Poisson | Gamma | FixedInterval | ClosedLoop | TraceArrivals, Field(discriminator="kind")]
+
+# --- lengths ----------------------------------------------------------------------------------------------
+
+MAX_TOKENS = 10**9
+Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+Level = Annotated[float, Field(ge=0, le=1)]
+Quantile = Annotated[float, Field(ge=1, le=MAX_TOKENS)]
+
+
+class FixedLength(Part):
+    kind: Literal["fixed"] = "fixed"
+    tokens: Tokens
+
+
+class Lognormal(Part):
+    """Lognormal lengths with the given mean and shape sigma, rounded up and clipped to [1, max_tokens]."""
+
+    kind: Literal["lognormal"] = "lognormal"
+    mean_tokens: Positive
+    sigma: Positive
+    max_tokens: Tokens
+
+
+class Quantiles(Part):
+    """Empirical lengths: `tokens[i]` is the quantile at `levels[i]`, linear in between.
+
+    levels run from 0 to 1 and rise strictly; tokens do not fall.
+    """
+
+    kind: Literal["quantiles"] = "quantiles"
+    levels: Annotated[Seq[Level], Field(min_length=2, strict=False)]
+    tokens: Annotated[Seq[Quantile], Field(min_length=2, strict=False)]
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if len(self.levels) != len(self.tokens):
+            raise ValueError(f"{len(self.levels)} levels but {len(self.tokens)} tokens")
+        if self.levels[0] != 0 or self.levels[-1] != 1:
+            raise ValueError("levels must run from 0 to 1")
+        if any(not a < b for a, b in zip(self.levels, self.levels[1:], strict=False)):
+            raise ValueError("levels must rise strictly")
+        if any(not a <= b for a, b in zip(self.tokens, self.tokens[1:], strict=False)):
+            raise ValueError("tokens must not fall")
+        return self
+
+
+class TraceLengths(Part):
+    """Lengths of the trace named in `trace`, in its order, repeated when more requests are asked for."""
+
+    kind: Literal["trace"] = "trace"
+
+
+Lengths = Annotated[FixedLength | Lognormal | Quantiles | TraceLengths, Field(discriminator="kind")]
+
+# --- service level objectives -----------------------------------------------------------------------------
+
+Statistic = Annotated[str, Field(pattern=r"^(mean|p(50|[5-9][0-9]|99\.[0-9]+))$")]
+
+
+class Slo(Part):
+    """Limits in seconds by statistic, e.g. ttft_s: {p99: 1.0}. An empty objective is always met."""
+
+    ttft_s: dict[Statistic, Positive] = Field(default_factory=dict)
+    tpot_s: dict[Statistic, Positive] = Field(default_factory=dict)
+    e2el_s: dict[Statistic, Positive] = Field(default_factory=dict)
+
+    def limits(self) -> list[tuple[str, str, float]]:
+        """(metric, statistic, limit in seconds), e.g. ("ttft", "p99", 1.0)."""
+        return [
+            (metric, statistic, limit)
+            for metric in ("ttft", "tpot", "e2el")
+            for statistic, limit in getattr(self, metric + "_s").items()
+        ]
+
+
+class RequestClass(Part):
+    """A share of the requests with its own lengths, objective and priority (smaller is sooner)."""
+
+    name: Name
+    share: Positive = 1.0
+    priority: int = 0
+    prompt: Lengths | None = None
+    output: Lengths | None = None
+    slo: Slo | None = None
+
+
+class Workload(Spec):
+    """Arrivals x lengths x classes. `requests` is how many are simulated unless the caller says otherwise."""
+
+    KIND: ClassVar[str] = "workload"
+    source: str | None = Field(None, description="where the numbers come from, with licence")
+    requests: Count = 8000
+    arrivals: Arrivals
+    prompt: Lengths
+    output: Lengths
+    trace: str | None = Field(None, description="trace file, relative to this file; needed by `kind: trace`")
+    classes: Annotated[Seq[RequestClass], Field(strict=False)] = ()
+
+    @field_validator("classes")
+    @classmethod
+    def _distinct(cls, classes: tuple[RequestClass, ...]) -> tuple[RequestClass, ...]:
+        names = [c.name for c in classes]
+        if len(set(names)) < len(names):
+            raise ValueError(f"class names must differ: {', '.join(names)}")
+        return classes
+
+    @model_validator(mode="after")
+    def _trace_named(self) -> Self:
+        lengths = [x for c in self.classes for x in (c.prompt, c.output) if x is not None]
+        uses = (self.arrivals, self.prompt, self.output, *lengths)
+        if self.trace is None and any(x.kind == "trace" for x in uses):
+            raise ValueError("kind: trace is used, so `trace` must name the file")
+        return self

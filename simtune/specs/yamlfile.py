@@ -1,0 +1,177 @@
+"""Strict YAML: what is written is what is read, and every value remembers its line and column.
+
+PyYAML follows YAML 1.1, where `1e9` is a string, `NO` is false, `12:30:00` is 45000 and a repeated key
+silently wins. Here numbers and booleans are those of YAML 1.2's core schema, nothing is a date, and a
+repeated key is an error. JSON files are read by the same door (JSON is YAML).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from simtune.errors import Problem, SpecError, UsageError
+
+_INT = re.compile(r"[-+]?[0-9]+$|0x[0-9a-fA-F]+$|0o[0-7]+$")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$")
+
+_BREAKS = re.compile(r"[\x85\u2028\u2029]")
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's own shape)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", _INT, list("-+0123456789"))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"(~|null|Null|NULL|)$"), ["~", "n", "N", ""])
+
+
+def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
+    return int(node.value, 0) if node.value[:2] in ("0x", "0o") else int(node.value)
+
+
+def _construct_float(loader: _Loader, node: yaml.ScalarNode) -> float:
+    return float(node.value.lower().replace(".inf", "inf").replace(".nan", "nan"))
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
+_Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A parsed file: plain Python `data`, and the node tree that knows where each value stands."""
+
+    file: str
+    data: Any
+    node: yaml.Node | None
+
+    def position(self, loc: Sequence[str | int]) -> tuple[int | None, int | None]:
+        """Line and column (from 1) of the deepest part of `loc` that stands in the file.
+
+        Parts that are not in the file are skipped: pydantic puts the tag of a chosen variant into its
+        locations, and a missing key has no place of its own but that of its parent.
+        """
+        if self.node is None:
+            return None, None
+        mark = self.node.start_mark
+        node: yaml.Node = self.node
+        for part in loc:
+            if isinstance(node, yaml.MappingNode):
+                for key, value in node.value:
+                    if key.value == str(part):
+                        mark, node = key.start_mark, value
+                        break
+            elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+                node = node.value[part]
+                mark = node.start_mark
+        return mark.line + 1, mark.column + 1
+
+
+def _duplicates(node: yaml.Node, file: str, prefix: str = "") -> list[Problem]:
+    problems: list[Problem] = []
+    if isinstance(node, yaml.MappingNode):
+        first: dict[str, int] = {}
+        for key, value in node.value:
+            name = str(key.value)
+            path = f"{prefix}{name}"
+            if name in first:
+                mark = key.start_mark
+                message = f"this key already stands at line {first[name]}; keep one of the two"
+                problems.append(Problem(file, message, path, mark.line + 1, mark.column + 1))
+            first.setdefault(name, key.start_mark.line + 1)
+            problems += _duplicates(value, file, path + ".")
+    elif isinstance(node, yaml.SequenceNode):
+        for i, item in enumerate(node.value):
+            problems += _duplicates(item, file, f"{prefix}{i}.")
+    return problems
+
+
+def parse(text: str, file: str) -> Document:
+    """Parse YAML or JSON text. Raises SpecError for a syntax error or a repeated key."""
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return Document(file, None, None)
+        problems = _duplicates(node, file)
+        if problems:
+            raise SpecError(problems)
+        return Document(file, loader.construct_document(node), node)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        line, column = (mark.line + 1, mark.column + 1) if mark else (None, None)
+        raise SpecError(Problem(file, f"not valid YAML: {error.problem}", "", line, column)) from None
+    except yaml.YAMLError as error:
+        raise SpecError(Problem(file, f"not valid YAML: {error}")) from None
+    except (ValueError, RecursionError) as error:  # thousands of digits or of nested lists
+        raise SpecError(Problem(file, f"not valid YAML: {error}")) from None
+
+
+def scalar(text: str) -> Any:
+    """The value of a YAML scalar or flow collection, as in `--set key=value`."""
+    return parse(text, "--set").data
+
+
+def read_text(path: Path) -> str:
+    """The text of a file. Raises UsageError naming the file and the reason when it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UsageError(f"{path}: no such file") from None
+    except IsADirectoryError:
+        raise UsageError(f"{path}: is a folder, a file was expected") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not a UTF-8 text file ({error.reason} at byte {error.start})") from None
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def dump(data: Any, comment: str = "") -> str:
+    """YAML text of plain data: keys in the order given, lists of scalars inline, floats read back exactly."""
+    head = "".join(f"# {line}\n" for line in comment.splitlines())
+    body = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+    return head + body
+
+
+class _Dumper(yaml.SafeDumper):
+    # Quote what any reader would take for something else than text, those of YAML 1.1 included.
+    yaml_implicit_resolvers = {  # noqa: RUF012 (PyYAML's own shape)
+        first: [
+            *yaml.SafeDumper.yaml_implicit_resolvers.get(first, []),
+            *_Loader.yaml_implicit_resolvers.get(first, []),
+        ]
+        for first in {*yaml.SafeDumper.yaml_implicit_resolvers, *_Loader.yaml_implicit_resolvers}
+    }
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _represent_float(dumper: _Dumper, value: float) -> yaml.ScalarNode:
+    text = repr(value).replace("inf", ".inf").replace("nan", ".nan")
+    return dumper.represent_scalar("tag:yaml.org,2002:float", text)
+
+
+def _represent_str(dumper: _Dumper, value: str) -> yaml.ScalarNode:
+    quoted = '"' if _BREAKS.search(value) else None  # only double quotes keep Unicode's line breaks
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=quoted)
+
+
+def _represent_list(dumper: _Dumper, value: list[Any]) -> yaml.SequenceNode:
+    scalars = not any(isinstance(item, (list, dict)) for item in value)
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=scalars)
+
+
+_Dumper.add_representer(float, _represent_float)
+_Dumper.add_representer(str, _represent_str)
+_Dumper.add_representer(list, _represent_list)

@@ -1,0 +1,163 @@
+"""The specs that come with simtune are valid, have the right size and are written as simtune writes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simtune.specs.base import Spec
+from simtune.specs.model import Model, MoeFeedForward
+from simtune.specs.plan import Batching, KvCache, Parallelism, Plan, Pool
+from simtune.specs.workload import (
+    ClosedLoop,
+    FixedInterval,
+    FixedLength,
+    Gamma,
+    Lognormal,
+    Poisson,
+    Quantiles,
+    RequestClass,
+    Slo,
+    TraceArrivals,
+    TraceLengths,
+    Workload,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+MODELS = sorted((ROOT / "models").glob("*.yaml"))
+WORKLOADS = sorted((ROOT / "workloads").glob("*.yaml"))
+
+# Parameters in units of 1e9, as the publishers' model cards and weight files state them.
+PUBLISHED_PARAMETERS = {
+    "llama-2-7b": 6.74,
+    "llama-2-70b": 68.98,
+    "llama-3.1-8b": 8.03,
+    "llama-3.1-70b": 70.55,
+    "codellama-34b": 33.74,
+    "qwen3-8b": 8.19,
+    "qwen3-32b": 32.76,
+    "qwen3-30b-a3b": 30.53,
+    "mixtral-8x7b": 46.70,
+    "vicuna-7b": 6.74,
+    "vicuna-13b": 13.02,
+}
+
+
+def parameters(model: Model) -> int:
+    """Entries of all matrices: embeddings, head, projections, feed-forward and routers."""
+    h = model.hidden_size
+    total = model.vocab_size * h * (1 if model.tie_embeddings else 2)
+    for group in model.layers:
+        attention, ff = group.attention, group.feed_forward
+        layer = 2 * h * attention.head_dim * (attention.heads + attention.kv_heads)
+        if isinstance(ff, MoeFeedForward):
+            layer += 3 * h * (ff.experts * ff.intermediate_size + ff.shared_intermediate_size) + h * ff.experts
+        else:
+            layer += (3 if ff.gated else 2) * h * ff.intermediate_size
+        total += group.count * layer
+    return total
+
+
+@pytest.mark.parametrize("path", MODELS, ids=lambda p: p.stem)
+def test_a_shipped_model_has_the_published_number_of_parameters(path: Path) -> None:
+    model = Model.from_file(path)
+    assert model.name == path.stem
+    assert model.source == f"published config.json of {model.hf}"
+    assert parameters(model) / 1e9 == pytest.approx(PUBLISHED_PARAMETERS[path.stem], rel=0.01)
+
+
+def test_every_published_count_is_that_of_a_shipped_model() -> None:
+    assert {path.stem for path in MODELS} == set(PUBLISHED_PARAMETERS)
+
+
+@pytest.mark.parametrize("path", MODELS + WORKLOADS, ids=lambda p: p.stem)
+def test_a_shipped_file_is_what_simtune_would_write(path: Path) -> None:
+    kind: type[Spec] = Model if path in MODELS else Workload
+    spec = kind.from_file(path)
+    text = path.read_text(encoding="utf-8")
+    comment = "\n".join(line[2:] for line in text.splitlines() if line.startswith("# "))
+    assert spec.to_yaml(comment) == text
+    assert kind.from_text(spec.to_yaml()) == spec
+
+
+# --- round trips of anything valid ------------------------------------------------------------------------
+
+NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,12}", fullmatch=True)
+COUNTS = st.integers(1, 10**6)
+RATES = st.floats(1e-6, 1e6)
+TEXTS = st.none() | st.text(max_size=20)
+
+
+@st.composite
+def quantiles(draw: st.DrawFn) -> Quantiles:
+    inner = draw(st.lists(st.floats(0, 1, exclude_min=True, exclude_max=True), max_size=5, unique=True))
+    tokens = draw(st.lists(st.floats(1, 1e6), min_size=len(inner) + 2, max_size=len(inner) + 2))
+    return Quantiles(levels=(0.0, *sorted(inner), 1.0), tokens=tuple(sorted(tokens)))
+
+
+LENGTHS = st.one_of(
+    st.builds(FixedLength, tokens=COUNTS),
+    st.builds(Lognormal, mean_tokens=RATES, sigma=RATES, max_tokens=COUNTS),
+    quantiles(),
+    st.just(TraceLengths()),
+)
+ARRIVALS = st.one_of(
+    st.builds(Poisson, rate_rps=RATES),
+    st.builds(Gamma, rate_rps=RATES, cv=RATES),
+    st.builds(FixedInterval, rate_rps=RATES),
+    st.builds(ClosedLoop, users=COUNTS, think_s=st.floats(0, 1e3)),
+    st.builds(TraceArrivals, rate_rps=st.none() | RATES),
+)
+LIMITS = st.dictionaries(st.sampled_from(["mean", "p50", "p90", "p99", "p99.9"]), RATES, max_size=3)
+CLASSES = st.builds(
+    RequestClass,
+    name=NAMES,
+    share=RATES,
+    priority=st.integers(-9, 9),
+    prompt=st.none() | LENGTHS,
+    output=st.none() | LENGTHS,
+    slo=st.none() | st.builds(Slo, ttft_s=LIMITS, tpot_s=LIMITS, e2el_s=LIMITS),
+)
+WORKLOAD = st.builds(
+    Workload,
+    name=NAMES,
+    source=TEXTS,
+    requests=COUNTS,
+    arrivals=ARRIVALS,
+    prompt=LENGTHS,
+    output=LENGTHS,
+    trace=st.just("t.csv") | st.text(min_size=1, max_size=20),
+    classes=st.lists(CLASSES, max_size=3, unique_by=lambda c: c.name).map(tuple),
+)
+PLAN = st.builds(
+    Plan,
+    name=NAMES,
+    model=st.text(max_size=20),
+    pools=st.builds(
+        Pool,
+        name=NAMES,
+        hardware=st.text(max_size=20),
+        instances=COUNTS,
+        parallelism=st.builds(Parallelism, tp=COUNTS, pp=COUNTS),
+        batching=st.builds(Batching, max_num_seqs=COUNTS, max_num_batched_tokens=COUNTS, chunked_prefill=st.booleans()),
+        kv_cache=st.builds(
+            KvCache,
+            dtype=st.none() | st.sampled_from(["bf16", "fp8"]),
+            block_size=COUNTS,
+            memory_utilization=st.floats(0, 1, exclude_min=True),
+            num_blocks=st.none() | COUNTS,
+        ),
+        async_scheduling=st.booleans(),
+        max_model_len=st.none() | COUNTS,
+    ).map(lambda pool: (pool,)),
+)
+
+
+@given(WORKLOAD | PLAN)
+def test_any_workload_or_plan_reads_back_as_itself(spec: Workload | Plan) -> None:
+    again = type(spec).from_text(spec.to_yaml("a comment"))
+    assert again == spec
+    assert again.to_yaml("a comment") == spec.to_yaml("a comment")
