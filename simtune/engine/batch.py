@@ -1,0 +1,126 @@
+"""The resident requests that decode, aged together.
+
+Every member gains one token per step, so nothing is written per token or per member: a member's context is what it had
+when it joined plus the steps since. The batch keeps three aggregates that answer every question a step asks:
+
+* the sum of contexts, for the cost model;
+* how many members stand at each residue of (context - steps) mod block_size, for the blocks that coming steps will
+  need: a member needs a new block when its context is a multiple of the block size, and whole cycles of block_size
+  steps need one block per member;
+* a heap of the steps at which members will be complete.
+
+Joining, leaving and finishing cost O(log members). After `notes: exact fast-forward`: with fixed membership any number
+of steps can be taken at once, exactly.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+from simtune.engine.request import Request
+
+
+class DecodeBatch:
+    """Members in order of joining. Times here are counts of steps taken by this batch."""
+
+    __slots__ = (
+        "_block_size",
+        "_completions",
+        "_joins",
+        "_members",
+        "_residues",
+        "context_tokens",
+        "count",
+        "steps",
+    )
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._residues = [0] * block_size
+        self._members: list[tuple[int, Request]] = []  # (join number, request); left members are swept lazily
+        self._completions: list[tuple[int, int, Request]] = []  # heap of (step, join number, request)
+        self._joins = 0
+        self.steps = 0
+        self.count = 0
+        self.context_tokens = 0
+        """Sum of the members' computed tokens."""
+
+    def __iter__(self) -> Iterator[Request]:
+        """Members in order of joining. For executors and tests: costs O(members)."""
+        return (request for joins, request in self._members if self._present(joins, request))
+
+    def join(self, request: Request) -> None:
+        self._joins += 1
+        request.joined = self.steps
+        request.joins = self._joins
+        self.count += 1
+        self.context_tokens += request.computed
+        self._residues[(request.computed - self.steps) % self._block_size] += 1
+        self._members.append((self._joins, request))
+        done = self.steps + request.output_tokens - request.emitted
+        heapq.heappush(self._completions, (done, self._joins, request))
+
+    def newest(self) -> Request:
+        members = self._members
+        while not self._present(*members[-1]):
+            members.pop()
+        return members[-1][1]
+
+    def leave(self, request: Request) -> None:
+        """Take a member out and bring its `computed` and `emitted` up to date."""
+        age = self.steps - request.joined
+        request.computed += age
+        request.emitted += age
+        request.joined = -1
+        self.count -= 1
+        self.context_tokens -= request.computed
+        self._residues[(request.computed - self.steps) % self._block_size] -= 1
+        if self.count * 2 + 16 < len(self._members):
+            self._members = [m for m in self._members if self._present(*m)]
+
+    def blocks_for(self, steps: int) -> int:
+        """New blocks the next `steps` steps need."""
+        cycles, rest = divmod(steps, self._block_size)
+        size, residues, now = self._block_size, self._residues, self.steps
+        return cycles * self.count + sum(residues[-(now + k) % size] for k in range(rest))
+
+    def steps_that_fit(self, free: int, limit: int) -> int:
+        """The largest number of steps, at most `limit`, whose new blocks number at most `free`."""
+        size, residues, now = self._block_size, self._residues, self.steps
+        cycles = free // self.count
+        if cycles * size >= limit:
+            return limit
+        free -= cycles * self.count
+        steps = cycles * size
+        while steps < limit:
+            free -= residues[-(now + steps) % size]
+            if free < 0:
+                break
+            steps += 1
+        return steps
+
+    def steps_to_completion(self) -> int:
+        """Steps until the first member is complete. The members' own affair: no policy decides by it."""
+        completions = self._completions
+        while not self._present(*completions[0][1:]):
+            heapq.heappop(completions)
+        return completions[0][0] - self.steps
+
+    def advance(self, steps: int) -> list[Request]:
+        """Age every member by `steps`; take out and return those that are complete, in order of joining."""
+        self.steps += steps
+        self.context_tokens += steps * self.count
+        finished: list[Request] = []
+        completions = self._completions
+        while completions and completions[0][0] <= self.steps:
+            done, joins, request = heapq.heappop(completions)
+            if self._present(joins, request):
+                assert done == self.steps, "a batch must not be advanced past a completion"
+                self.leave(request)
+                finished.append(request)
+        return finished
+
+    @staticmethod
+    def _present(joins: int, request: Request) -> bool:
+        return request.joined >= 0 and request.joins == joins

@@ -1,0 +1,26 @@
+"""The paged KV cache, as far as scheduling depends on it: how many blocks are free."""
+
+from __future__ import annotations
+
+
+class KvBlocks:
+    """A pool of `total` equal blocks of `block_size` tokens. Blocks are counted, not named."""
+
+    __slots__ = ("block_size", "free", "total")
+
+    def __init__(self, total: int, block_size: int) -> None:
+        if total < 1 or block_size < 1:
+            raise ValueError(f"total ({total}) and block_size ({block_size}) must be at least 1")
+        self.total = self.free = total
+        self.block_size = block_size
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def take(self, blocks: int) -> None:
+        assert blocks <= self.free, f"{blocks} blocks taken, {self.free} free"
+        self.free -= blocks
+
+    def give(self, blocks: int) -> None:
+        self.free += blocks
+        assert self.free <= self.total, f"{self.free} blocks free of {self.total}"

@@ -1,0 +1,153 @@
+"""The engine's promises that no log can show: laws for any load, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from simtune.engine import DecodeBatch, Request, VllmFcfs
+
+requests = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 40)), min_size=1, max_size=25)
+
+
+def engine(blocks: int, block_size: int, seqs: int, budget: int) -> VllmFcfs:
+    return VllmFcfs(
+        num_blocks=blocks,
+        block_size=block_size,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=max(budget, seqs),
+        max_model_len=blocks * block_size,
+    )
+
+
+@given(
+    load=requests,
+    blocks=st.integers(4, 40),
+    block_size=st.sampled_from([1, 4, 16]),
+    seqs=st.integers(1, 8),
+    budget=st.integers(1, 64),
+    repeat=st.booleans(),
+)
+@settings(max_examples=150, deadline=None)
+def test_budgets_hold_and_nothing_is_lost(
+    load: list[tuple[int, int]], blocks: int, block_size: int, seqs: int, budget: int, repeat: bool
+) -> None:
+    scheduler = engine(blocks, block_size, seqs, budget)
+    asked = [Request(i, p, o) for i, (p, o) in enumerate(load)]
+    accepted = [r for r in asked if scheduler.add(r)]
+    assert all(r.prompt_tokens + r.output_tokens > blocks * block_size for r in asked if r not in accepted)
+    done: list[Request] = []
+    first: list[Request] = []
+    while (step := scheduler.schedule()) is not None:
+        tokens = step.num_decodes + sum(c.tokens for c in step.chunks)
+        assert 0 < tokens <= scheduler.max_num_batched_tokens
+        assert step.num_decodes + len(step.chunks) <= seqs
+        assert all(c.tokens > 0 and c.past + c.tokens <= c.request.known_tokens for c in step.chunks)
+        residents = list(scheduler.decoding)
+        assert step.num_decodes == len(residents)
+        ages = [scheduler.decoding.steps - r.joined for r in residents]
+        contexts = [r.computed + age + 1 for r, age in zip(residents, ages, strict=True)]
+        assert step.context_tokens == sum(contexts)
+        progress = scheduler.complete(step.repeat if repeat else 1)
+        first += progress.first_token
+        done += progress.finished
+        holding = [r.computed + scheduler.decoding.steps - r.joined for r in scheduler.decoding]
+        if scheduler._prefilling is not None:
+            holding.append(scheduler._prefilling.computed)
+        assert scheduler.kv.free == blocks - sum(scheduler.kv.blocks_for(h) for h in holding)
+        assert len(done) + scheduler.num_running + len(scheduler.waiting) == len(accepted)
+    assert sorted(r.id for r in done) == [r.id for r in accepted]
+    assert sorted(r.id for r in first) == [r.id for r in accepted]
+    assert all(r.emitted == r.output_tokens for r in done)
+
+
+@given(load=requests, longer=st.integers(1, 30), seqs=st.integers(1, 6), budget=st.integers(1, 48))
+@settings(max_examples=100, deadline=None)
+def test_the_policy_never_reads_the_output_length(
+    load: list[tuple[int, int]], longer: int, seqs: int, budget: int
+) -> None:
+    """Two worlds that differ only in how long answers will be schedule alike until the first answer ends."""
+
+    def schedules(extra: int) -> list[tuple[int, tuple[tuple[int, int], ...], bool]]:
+        scheduler = engine(30, 4, seqs, budget)
+        for i, (prompt, output) in enumerate(load):
+            scheduler.add(Request(i, min(prompt, 40), min(output, 40) + extra))
+        log = []
+        while (step := scheduler.schedule()) is not None:
+            finished = bool(scheduler.complete().finished)
+            log.append((step.num_decodes, tuple((c.request.id, c.tokens) for c in step.chunks), finished))
+            if finished:
+                break
+        return log
+
+    short, long = schedules(0), schedules(longer)
+    assert [s[:2] for s in short] == [s[:2] for s in long][: len(short)]
+
+
+@given(
+    contexts=st.lists(st.integers(1, 50), min_size=1, max_size=12),
+    block_size=st.integers(1, 9),
+    before=st.integers(0, 20),
+    free=st.integers(0, 60),
+    limit=st.integers(1, 60),
+)
+@settings(max_examples=200, deadline=None)
+def test_block_demand_of_coming_steps(contexts: list[int], block_size: int, before: int, free: int, limit: int) -> None:
+    """The residue count against counting blocks request by request."""
+    batch = DecodeBatch(block_size)
+    for i, context in enumerate(contexts):
+        batch.join(Request(i, context, 1000, computed=context, emitted=1))
+    batch.advance(before)
+    now = [c + before for c in contexts]
+
+    def needed(steps: int) -> int:
+        return sum(-(-(c + steps) // block_size) - -(-c // block_size) for c in now)
+
+    assert [batch.blocks_for(n) for n in range(30)] == [needed(n) for n in range(30)]
+    fits = batch.steps_that_fit(free, limit)
+    assert fits == max(n for n in range(limit + 1) if needed(n) <= free)
+
+
+def test_a_batch_remembers_the_order_of_joining_and_forgets_who_left() -> None:
+    batch = DecodeBatch(16)
+    members = [Request(i, 10 * i + 1, 50, computed=10 * i + 1, emitted=1) for i in range(4)]
+    for member in members:
+        batch.join(member)
+    batch.advance(3)
+    batch.leave(members[1])
+    assert (members[1].computed, members[1].emitted) == (14, 4)
+    batch.join(members[1])  # preempted and back: now the newest
+    assert [r.id for r in batch] == [0, 2, 3, 1]
+    assert batch.newest() is members[1]
+    assert batch.context_tokens == sum((1 + 3, 21 + 3, 31 + 3, 14))
+    assert batch.steps_to_completion() == 46
+    assert [r.id for r in batch.advance(46)] == [0, 2, 3, 1]
+    assert batch.count == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_model_len": 161}, "one request of max_model_len"),
+        ({"max_num_batched_tokens": 3}, "must be at least max_num_seqs"),
+        ({"chunked_prefill": False}, "without chunked prefill"),
+    ],
+)
+def test_settings_that_would_wait_for_ever_are_refused(change: dict[str, int], message: str) -> None:
+    good = {
+        "num_blocks": 10,
+        "block_size": 16,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 160,
+    }
+    VllmFcfs(**good)
+    with pytest.raises(ValueError, match=message):
+        VllmFcfs(**{**good, **change})
+
+
+def test_a_request_that_could_outgrow_the_limit_is_refused() -> None:
+    scheduler = engine(10, 16, 4, 64)
+    assert not scheduler.add(Request(0, 100, 61))
+    assert scheduler.add(Request(1, 100, 60))
