@@ -1,0 +1,69 @@
+"""Compiled costs of Llama-3.1-8B on one H100: time to build, time per question, and their own error.
+
+pytest benchmarks/costs -m benchmark_only
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from simtune.costs.compiled import CompiledCosts, compile_costs
+from simtune.costs.iteration import Batch, StepModel
+from simtune.costs.ticks import TICKS_PER_SECOND
+from simtune.specs.catalog import load_hardware, load_model
+from simtune.specs.plan import Batching, Pool
+
+pytestmark = pytest.mark.benchmark_only
+
+MODEL, HARDWARE, LONGEST = load_model("llama-3.1-8b"), load_hardware("h100-sxm"), 131072
+POOL = Pool(hardware="h100-sxm", instances=1, batching=Batching(max_num_seqs=256, max_num_batched_tokens=8192))
+
+
+def build() -> CompiledCosts:
+    return compile_costs(MODEL, HARDWARE, POOL, LONGEST)
+
+
+def mean_s(benchmark: BenchmarkFixture) -> float:
+    assert benchmark.stats is not None
+    return float(benchmark.stats["mean"])
+
+
+def test_building_the_tables(benchmark: BenchmarkFixture) -> None:
+    benchmark(build)
+    assert mean_s(benchmark) < 0.2
+
+
+def test_building_one_row(benchmark: BenchmarkFixture) -> None:
+    costs, numbers = build(), itertools.cycle(range(1, 257))
+    benchmark(lambda: costs._row(next(numbers)))
+    assert mean_s(benchmark) < 1e-3
+
+
+def test_a_decode_step(benchmark: BenchmarkFixture) -> None:
+    costs = build()
+    costs.decode(128, 128 * 1000)
+    benchmark(costs.decode, 128, 128 * 1000)
+    assert mean_s(benchmark) < 5e-6
+
+
+def test_a_step_with_two_chunks(benchmark: BenchmarkFixture) -> None:
+    costs, chunks = build(), ((0, 700), (2048, 1024))
+    costs.mixed(128, 128 * 1000, chunks, 129)
+    benchmark(costs.mixed, 128, 128 * 1000, chunks, 129)
+    assert mean_s(benchmark) < 5e-6
+
+
+def test_error_against_the_step_model() -> None:
+    costs, step_model, rng = build(), StepModel(MODEL, HARDWARE, POOL), np.random.default_rng(0)
+    errors = []
+    for _ in range(2000):
+        count = int(rng.integers(1, 257))
+        context = int(count * np.exp(rng.uniform(0, np.log(LONGEST))))
+        exact = step_model.seconds(Batch(count, context, (), count))
+        errors.append(abs(costs.decode(count, context)[0] / TICKS_PER_SECOND / exact - 1))
+    print(f"error median {np.median(errors):.2e} p90 {np.quantile(errors, 0.9):.2e} max {max(errors):.2e}")  # noqa: T201
+    assert max(errors) < 1e-3

@@ -1,0 +1,238 @@
+"""A deployment's step costs frozen into integer tables: about a microsecond per question, exact under jumps.
+
+`CompiledCosts` tabulates `StepModel` once: `linear` per number of tokens, `head` per number of sampled
+rows, `prefill` per prompt length, and for each number of decodes, when first asked, a row of decode
+attention: knots over the mean context, eight per octave, with whole ticks at the knots and whole ticks per
+context token between them. Because both are integers, a pure decode step is exactly affine in the context
+tokens between two knots, which is what `simtune.costs.protocol.StepCosts` asks for.
+
+`LinearCosts` is the same face on four numbers, for oracles and for users with a formula of their own.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simtune.costs.iteration import StepModel
+from simtune.costs.operators import Array
+from simtune.costs.protocol import UNBOUNDED
+from simtune.costs.ticks import TICKS_PER_SECOND, to_ticks
+from simtune.specs.hardware import Hardware
+from simtune.specs.model import Model
+from simtune.specs.plan import Pool
+
+KNOTS_PER_OCTAVE = 8
+
+
+class _Row(NamedTuple):
+    """Decode attention of one number of decodes, piecewise affine in the context tokens of the step."""
+
+    starts: list[int]  # context tokens at the knots, ascending
+    ticks: list[int]  # at the knots
+    slopes: list[int]  # ticks per context token from each knot on
+
+
+def compile_costs(model: Model, hardware: Hardware, pool: Pool, max_model_len: int) -> CompiledCosts:
+    """The step costs of one instance of the pool for requests of up to max_model_len tokens.
+
+    Raises Infeasible when the model cannot be sharded as the pool asks, or the profile lacks an operator or
+    link.
+    """
+    return CompiledCosts(StepModel(model, hardware, pool), pool, max_model_len)
+
+
+class CompiledCosts:
+    """Step costs of one instance; see the module. Answers for any batch within the pool's limits."""
+
+    def __init__(self, step_model: StepModel, pool: Pool, max_model_len: int) -> None:
+        self._model = step_model
+        self._async = pool.async_scheduling
+        self._max_num_seqs = pool.batching.max_num_seqs
+        budget = max(pool.batching.max_num_batched_tokens, self._max_num_seqs)
+        tokens = np.arange(1, budget + 1, dtype=np.float64)
+        samples = np.arange(1, self._max_num_seqs + 1, dtype=np.float64)
+        lengths = np.arange(1, max_model_len + 1, dtype=np.float64)
+        self._linear = [0, *_ticks(_total(step_model.linear(tokens)))]
+        self._head = [0, *_ticks(_total(step_model.head(samples)))]
+        self._prefill = [0, *_ticks(step_model.prefill(lengths))]
+        self._chunk = to_ticks(step_model.prefill_overhead_s)
+        self._host = [to_ticks(step_model.host_s(n)) for n in range(self._max_num_seqs + 1)]
+        windows = {shape.window for shape in step_model.attention if shape.window is not None}
+        self._contexts = _knots(max_model_len, windows)
+        self._rows: list[_Row | None] = [None] * (self._max_num_seqs + 1)
+        self._context_cost_s: float | None = None
+
+    def decode(self, num_decodes: int, context_tokens: int) -> tuple[int, int, int]:
+        """See `simtune.costs.protocol.StepCosts.decode`."""
+        starts, values, slopes = self._rows[num_decodes] or self._row(num_decodes)
+        at = bisect_right(starts, context_tokens, 1) - 1
+        per_token = slopes[at]
+        ticks = values[at] + per_token * (context_tokens - starts[at])
+        ticks += self._linear[num_decodes] + self._head[num_decodes]
+        slope = per_token * num_decodes
+        at += 1
+        span = -((context_tokens - starts[at]) // num_decodes) if at < len(starts) else UNBOUNDED
+        host = self._host[num_decodes]
+        if not self._async:
+            return ticks + host, slope, span
+        if ticks >= host:
+            return ticks, slope, span
+        if slope:
+            span = min(span, (host - ticks) // slope + 1)
+        return host, 0, span
+
+    def mixed(self, num_decodes: int, context_tokens: int, chunks: Sequence[tuple[int, int]], num_samples: int) -> int:
+        """See `simtune.costs.protocol.StepCosts.mixed`."""
+        prefill = self._prefill
+        tokens = num_decodes
+        ticks = self._chunk * len(chunks) + self._head[num_samples]
+        for past, new in chunks:
+            tokens += new
+            ticks += prefill[past + new] - prefill[past]
+        ticks += self._linear[tokens]
+        if num_decodes:
+            starts, values, slopes = self._rows[num_decodes] or self._row(num_decodes)
+            at = bisect_right(starts, context_tokens, 1) - 1
+            ticks += values[at] + slopes[at] * (context_tokens - starts[at])
+        host = self._host[num_decodes + len(chunks)]
+        if self._async:
+            return ticks if ticks > host else host
+        return ticks + host
+
+    def _row(self, num_decodes: int) -> _Row:
+        contexts = self._contexts
+        ticks = np.rint(self._model.decode(num_decodes, contexts) * TICKS_PER_SECOND).astype(np.int64)
+        starts = contexts.astype(np.int64) * num_decodes
+        # Rounded down, so that no segment ends above the knot it leads to.
+        slopes = np.diff(ticks) // np.diff(starts)
+        row = _Row(starts[:-1].tolist(), ticks[:-1].tolist(), slopes.tolist())
+        self._rows[num_decodes] = row
+        return row
+
+    # What a bound on capacity needs. Each is at most what `decode` and `mixed` charge, so that for every step
+    #   time >= max over (c0, c1) of c0 + c1 m  +  context_cost_s C  +  head_cost_s n  +  its share of prefill
+    # with m tokens, C context tokens and n sampled rows; the host is left out, which only lowers the bound.
+
+    def linear_minorants(self) -> list[tuple[float, float]]:
+        """Lines c0 + c1 m in seconds, none above what a step's m tokens take.
+
+        They are the lower convex hull, less its edges that are within 0.1 % of parallel to the one before.
+        """
+        hull: list[tuple[int, int]] = []
+        for point in enumerate(self._linear[1:], start=1):
+            while len(hull) > 1 and _turns_down(hull[-2], hull[-1], point):
+                hull.pop()
+            hull.append(point)
+        if len(hull) == 1:
+            return [(hull[0][1] / TICKS_PER_SECOND, 0.0)]
+        lines: list[tuple[float, float]] = []
+        for (m0, t0), (m1, t1) in pairwise(hull):
+            c1 = (t1 - t0) / (m1 - m0) / TICKS_PER_SECOND
+            if not lines or c1 > 1.001 * lines[-1][1]:
+                lines.append((t0 / TICKS_PER_SECOND - c1 * m0, c1))
+        return lines
+
+    def context_cost_s(self) -> float:
+        """The largest c with decode attention >= c C for all batches within the pool's limits.
+
+        Attention is affine between knots, so the ratio is smallest at an end of some segment.
+        """
+        if self._context_cost_s is not None:
+            return self._context_cost_s
+        last, lowest = int(self._contexts[-1]), float("inf")
+        for num_decodes in range(1, self._max_num_seqs + 1):
+            starts, values, slopes = (np.array(column) for column in self._rows[num_decodes] or self._row(num_decodes))
+            ends = np.append(starts[1:], last * num_decodes)
+            at_ends = (values + slopes * (ends - starts)) / ends
+            lowest = min(lowest, float((values / starts).min()), float(at_ends.min()))
+        self._context_cost_s = lowest / TICKS_PER_SECOND
+        return self._context_cost_s
+
+    def prefill_cost_s(self, prompt_tokens: NDArray[np.integer]) -> Array:
+        """Attention seconds of whole prompts, however they are cut into chunks.
+
+        The differences of the chunks add up to the whole; the overhead of at least one chunk comes on top.
+        Prompts longer than max_model_len count as if they were that long.
+        """
+        lengths = np.minimum(prompt_tokens, len(self._prefill) - 1)
+        whole: Array = (np.array(self._prefill)[lengths] + self._chunk) / TICKS_PER_SECOND
+        return whole
+
+    def head_cost_s(self) -> float:
+        """The largest c with head and sampling >= c n for all numbers n of sampled rows."""
+        return min(ticks / n for n, ticks in enumerate(self._head[1:], start=1)) / TICKS_PER_SECOND
+
+
+@dataclass(frozen=True)
+class LinearCosts:
+    """t = step + per_token m + per_context C + per_pair A in seconds, for m tokens and C context tokens.
+
+    A is the number of pairs of tokens that prefill attention relates: t p + t (t + 1) / 2 for a chunk of t
+    tokens after p cached ones. The four numbers are rounded to ticks.
+    """
+
+    step_s: float
+    per_token_s: float = 0.0
+    per_context_s: float = 0.0
+    per_pair_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        four = (self.step_s, self.per_token_s, self.per_context_s, self.per_pair_s)
+        if min(four) < 0:
+            raise ValueError(f"times cannot be negative: {four}")
+
+    @cached_property
+    def _four_ticks(self) -> tuple[int, int, int, int]:
+        return (
+            to_ticks(self.step_s),
+            to_ticks(self.per_token_s),
+            to_ticks(self.per_context_s),
+            to_ticks(self.per_pair_s),
+        )
+
+    def decode(self, num_decodes: int, context_tokens: int) -> tuple[int, int, int]:
+        """See `simtune.costs.protocol.StepCosts.decode`; the form holds for ever."""
+        step, per_token, per_context, _ = self._four_ticks
+        return (
+            step + per_token * num_decodes + per_context * context_tokens,
+            per_context * num_decodes,
+            UNBOUNDED,
+        )
+
+    def mixed(self, num_decodes: int, context_tokens: int, chunks: Sequence[tuple[int, int]], num_samples: int) -> int:
+        """See `simtune.costs.protocol.StepCosts.mixed`; sampling is free."""
+        step, per_token, per_context, per_pair = self._four_ticks
+        tokens = num_decodes + sum(new for _, new in chunks)
+        pairs = sum(new * past + new * (new + 1) // 2 for past, new in chunks)
+        return step + per_token * tokens + per_context * context_tokens + per_pair * pairs
+
+
+def _total(by_kind: dict[str, Array]) -> Array:
+    total: Array = np.sum(list(by_kind.values()), axis=0)
+    return total
+
+
+def _ticks(seconds: Array) -> list[int]:
+    ticks: list[int] = np.rint(seconds * TICKS_PER_SECOND).astype(np.int64).tolist()
+    return ticks
+
+
+def _knots(longest: int, windows: set[int]) -> Array:
+    """Whole context lengths from 1 to `longest` (at least 2), geometric, and every window's edge."""
+    longest = max(2, longest)
+    count = round(KNOTS_PER_OCTAVE * np.log2(longest)) + 1
+    knots = set(np.rint(np.geomspace(1, longest, count)).astype(int).tolist())
+    return np.array(sorted(knots | {w for w in windows if w < longest}), dtype=np.float64)
+
+
+def _turns_down(a: tuple[int, int], b: tuple[int, int], c: tuple[int, int]) -> bool:
+    """Whether b lies on or above the line from a to c."""
+    return (b[1] - a[1]) * (c[0] - a[0]) >= (c[1] - a[1]) * (b[0] - a[0])

@@ -1,0 +1,39 @@
+"""What the simulator asks of a cost model. Anything with these two methods can drive it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+UNBOUNDED = 1 << 60
+"""A number of steps that no run reaches: the span of a form that holds for ever."""
+
+
+class StepCosts(Protocol):
+    """Duration of engine steps in integer ticks (`simtune.costs.ticks`).
+
+    `context_tokens` is the number of KV tokens the decodes of a step read: the sum over decoding sequences
+    of tokens already computed, plus one each. It grows by `num_decodes` per step while nobody joins or
+    leaves.
+
+    Two laws let many steps be taken as one jump that is exact to the tick:
+
+    * `mixed(b, c, [], b) == decode(b, c)[0]`
+    * with `first, slope, span = decode(b, c)`, `decode(b, c + k * b)[0] == first + k * slope` for 0 <= k <
+      span
+    """
+
+    def decode(self, num_decodes: int, context_tokens: int) -> tuple[int, int, int]:
+        """(ticks of the next pure decode step, ticks each further step takes longer, steps for which that
+        holds).
+
+        The third number is at least 1. `num_decodes` must be at least 1.
+        """
+        ...
+
+    def mixed(self, num_decodes: int, context_tokens: int, chunks: Sequence[tuple[int, int]], num_samples: int) -> int:
+        """Ticks of one step with prefill chunks (past tokens, new tokens).
+
+        `num_samples` sequences get a token: all decodes, and every chunk that completes its prompt.
+        """
+        ...

@@ -1,0 +1,185 @@
+"""Compiled costs: exact under jumps, close to what they were compiled from, and above their own bounds."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from simtune.costs.compiled import CompiledCosts, LinearCosts, compile_costs
+from simtune.costs.iteration import Batch, StepModel
+from simtune.costs.protocol import UNBOUNDED, StepCosts
+from simtune.costs.ticks import TICKS_PER_SECOND, to_ticks
+from simtune.specs.model import DenseFeedForward
+from tests.costs.made_up import hardware, model, pool
+
+SEQS, BUDGET, LONGEST = 48, 700, 3000
+
+# (window, overlap_p, host seconds per step and per sequence, asynchronous); the host matters never to always
+WORLDS = [
+    (None, 1.0, 0.0, 0.0, True),
+    (None, 2.7, 1e-4, 8e-5, True),
+    (256, 1.3, 2e-4, 3e-6, True),
+    (None, 2.0, 1.0, 0.0, True),
+    (256, 5.0, 3e-4, 1e-6, False),
+]
+
+
+@cache
+def compiled(world: int) -> tuple[CompiledCosts, StepModel]:
+    window, overlap_p, step_s, per_sequence_s, asynchronous = WORLDS[world]
+    device = hardware(host_step_s=step_s, host_per_sequence_s=per_sequence_s, overlap_p=overlap_p)
+    plan = pool(tp=2, max_num_seqs=SEQS, budget=BUDGET, asynchronous=asynchronous)
+    costs = compile_costs(model(window=window), device, plan, LONGEST)
+    return costs, StepModel(model(window=window), device, plan)
+
+
+worlds = st.integers(0, len(WORLDS) - 1)
+
+
+@st.composite
+def decodes(draw: st.DrawFn, least: int = 1) -> tuple[int, int]:
+    """A number of decodes and their context tokens."""
+    count = draw(st.integers(least, SEQS))
+    return count, draw(st.integers(count, count * LONGEST)) if count else 0
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Batch:
+    """Any step within the limits: decodes, chunks, or both."""
+    count, context = draw(decodes(least=0))
+    chunks, room = [], BUDGET - count
+    for _ in range(draw(st.integers(0 if count else 1, min(4, SEQS - count)) if count < SEQS else st.just(0))):
+        new = draw(st.integers(1, max(1, room // 2)))
+        chunks.append((draw(st.integers(0, LONGEST - new)), new))
+        room -= new
+    return Batch(count, context, tuple(chunks), draw(st.integers(count, count + len(chunks))))
+
+
+def ticks(costs: StepCosts, step: Batch) -> int:
+    return costs.mixed(step.num_decodes, step.context_tokens, step.chunks, step.num_samples)
+
+
+def linear(world: int) -> LinearCosts:
+    return LinearCosts(step_s=1e-3 * (world + 1), per_token_s=1e-6, per_context_s=1e-9 * world, per_pair_s=1e-12)
+
+
+any_costs: st.SearchStrategy[StepCosts] = worlds.map(lambda world: compiled(world)[0]) | worlds.map(linear)
+
+
+class TestLawsOfStepCosts:
+    """What `simtune.costs.protocol.StepCosts` promises, for every cost model here."""
+
+    @given(costs=any_costs, batch=decodes())
+    def test_a_step_without_chunks_is_a_decode_step(self, costs: StepCosts, batch: tuple[int, int]) -> None:
+        assert costs.mixed(*batch, [], batch[0]) == costs.decode(*batch)[0]
+
+    @given(costs=any_costs, batch=decodes(), data=st.data())
+    def test_a_jump_lands_where_single_steps_do(
+        self, costs: StepCosts, batch: tuple[int, int], data: st.DataObject
+    ) -> None:
+        count, context = batch
+        first, slope, span = costs.decode(count, context)
+        assert span >= 1
+        last = min(span, 5000) - 1
+        for k in {0, last, data.draw(st.integers(0, last))}:
+            assert costs.decode(count, context + k * count)[0] == first + k * slope
+
+    @given(costs=any_costs, step=steps())
+    def test_ticks_are_whole_and_work_takes_time(self, costs: StepCosts, step: Batch) -> None:
+        assert type(ticks(costs, step)) is int
+        assert ticks(costs, step) > 0
+        if step.num_decodes:
+            assert {type(n) for n in costs.decode(step.num_decodes, step.context_tokens)} == {int}
+
+
+class TestCompiledCosts:
+    @given(world=worlds, step=steps())
+    def test_close_to_the_step_model(self, world: int, step: Batch) -> None:
+        costs, step_model = compiled(world)
+        assert ticks(costs, step) / TICKS_PER_SECOND == pytest.approx(step_model.seconds(step), rel=1e-3)
+
+    @given(world=worlds, step=steps())
+    def test_never_below_its_bounds(self, world: int, step: Batch) -> None:
+        costs, _ = compiled(world)
+        floor = max(c0 + c1 * step.num_tokens for c0, c1 in costs.linear_minorants())
+        floor += costs.context_cost_s() * step.context_tokens + costs.head_cost_s() * step.num_samples
+        assert ticks(costs, step) / TICKS_PER_SECOND >= floor * (1 - 1e-9)
+
+    @given(world=worlds, length=st.integers(1, LONGEST), data=st.data())
+    def test_prompts_cost_at_least_their_bound_however_they_are_cut(
+        self, world: int, length: int, data: st.DataObject
+    ) -> None:
+        costs, _ = compiled(world)
+        lines, spent, past = costs.linear_minorants(), 0.0, 0
+        while past < length:
+            new = data.draw(st.integers(1, min(BUDGET, length - past)))
+            new = max(new, min(length - past, BUDGET // 3))  # not too many chunks
+            alone = costs.mixed(0, 0, [(past, new)], 0) / TICKS_PER_SECOND
+            spent += alone - max(c0 + c1 * new for c0, c1 in lines)
+            past += new
+        assert spent >= costs.prefill_cost_s(np.array([length]))[0] * (1 - 1e-9) - 1e-15
+
+    def test_the_context_bound_keeps_most_of_the_slope(self) -> None:
+        costs, step_model = compiled(0)
+        low, high = step_model.decode(SEQS, np.array([LONGEST / 2, LONGEST]))
+        slope = (high - low) / (SEQS * LONGEST / 2)
+        assert 0.9 * slope < costs.context_cost_s() < 1.5 * slope
+
+    def test_the_minorants_follow_a_convex_table(self) -> None:
+        """Reading weights bounds small steps, computing bounds large ones: no single line does for both."""
+        device = hardware(flops_per_s=1e14, bytes_per_s=1e12, overlap_p=6.0, overhead_s=1e-9)
+        wide = DenseFeedForward(intermediate_size=8192)
+        large, plan = model(hidden=2048, feed_forward=wide), pool(max_num_seqs=SEQS, budget=4000)
+        lines = compile_costs(large, device, plan, LONGEST).linear_minorants()
+        assert 2 <= len(lines) < 100
+        tokens = np.array([1, 1024, 4000])
+        exact = np.sum(list(StepModel(large, device, plan).linear(tokens).values()), axis=0)
+        best = [max(c0 + c1 * m for c0, c1 in lines) for m in tokens.tolist()]
+        assert best == pytest.approx(exact.tolist(), rel=5e-3)
+        for c0, c1 in lines:
+            one_line = np.array([c0 + c1 * m for m in tokens.tolist()])
+            assert (one_line < 0.9 * exact).any()
+
+    @settings(deadline=None)
+    @given(world=worlds, count=st.integers(1, SEQS))
+    def test_longer_contexts_never_take_less(self, world: int, count: int) -> None:
+        costs, _ = compiled(world)
+        times = [costs.decode(count, count * mean)[0] for mean in range(1, LONGEST, 37)]
+        assert times == sorted(times)
+
+    @pytest.mark.parametrize("count", [1, 13, SEQS])
+    def test_a_walk_by_jumps_is_the_walk_by_steps(self, count: int) -> None:
+        """From one token of context to 3,000, over every knot and past where the GPU outgrows the host."""
+        for world in range(len(WORLDS)):
+            costs, _ = compiled(world)
+            jumps: list[int] = []
+            while len(jumps) < LONGEST:
+                first, slope, span = costs.decode(count, count * (len(jumps) + 1))
+                jumps += [first + k * slope for k in range(min(span, LONGEST - len(jumps)))]
+            assert jumps == [costs.decode(count, count * (k + 1))[0] for k in range(LONGEST)]
+        hidden, grown = (compiled(1)[0].decode(count, count * mean)[1] for mean in (1, LONGEST))
+        assert hidden == 0 < grown, "the host is in the way at first and not at last"
+
+    def test_a_window_ends_the_growth_on_the_token(self) -> None:
+        costs, _ = compiled(4)  # window 256, synchronous
+        _, slope, span = costs.decode(10, 10 * 255)
+        assert slope > 0
+        assert span == 1, "the next step reads 256 tokens each"
+        assert costs.decode(10, 10 * 256)[1] == 0
+
+
+class TestLinearCosts:
+    def test_by_hand(self) -> None:
+        costs = LinearCosts(step_s=0.5, per_token_s=0.25, per_context_s=0.125, per_pair_s=0.0625)
+        # 2 decodes over 7 tokens; chunks of 3 new after 4 cached (12 + 6 pairs) and 2 new (3 pairs)
+        seconds = 0.5 + 0.25 * (2 + 3 + 2) + 0.125 * 7 + 0.0625 * (18 + 3)
+        assert costs.mixed(2, 7, [(4, 3), (0, 2)], 3) == to_ticks(seconds)
+        assert costs.decode(2, 7) == (to_ticks(0.5 + 0.5 + 0.875), to_ticks(0.25), UNBOUNDED)
+
+    def test_time_does_not_run_backwards(self) -> None:
+        with pytest.raises(ValueError, match="negative"):
+            LinearCosts(step_s=1.0, per_token_s=-1e-9)
