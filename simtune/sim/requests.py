@@ -1,0 +1,235 @@
+"""The requests of a workload, drawn so that plans are compared on the same ones.
+
+Each purpose (arrivals, prompt lengths, output lengths, classes) has its own random stream, keyed by the seed,
+and request i takes exactly the i-th uniform of each, turned into a value by the inverse of its distribution.
+So a request's gap, lengths and class depend on the seed and on i alone: asking for more requests appends to
+the stream, and another rate scales the same arrival pattern.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import compress
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simtune.errors import UsageError
+from simtune.specs.traces import MOONCAKE_BLOCK_TOKENS, Trace
+from simtune.specs.workload import (
+    Arrivals,
+    ClosedLoop,
+    FixedInterval,
+    FixedLength,
+    Gamma,
+    Lengths,
+    Lognormal,
+    Poisson,
+    Quantiles,
+    RequestClass,
+    Slo,
+    TraceArrivals,
+    TraceLengths,
+    Workload,
+)
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+# Keys of the random streams: changing one changes every result.
+_ARRIVALS, _PROMPT, _OUTPUT, _CLASS = range(4)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestStream:
+    """Requests in order of arrival, one array item each.
+
+    arrival_s is None in a closed loop: there `users` clients each wait for their answer, think for think_s
+    and send the next request of the stream. class_index points into class_names and slos. hash_ids, when the
+    prompt lengths come from a trace that has them, names each prompt's blocks of block_tokens; () where
+    nothing is shared.
+    """
+
+    arrival_s: Floats | None
+    prompt_tokens: Ints
+    output_tokens: Ints
+    class_index: Ints
+    priority: Ints
+    class_names: tuple[str, ...]
+    slos: tuple[Slo | None, ...]
+    hash_ids: tuple[tuple[int, ...], ...] | None = None
+    block_tokens: int = MOONCAKE_BLOCK_TOKENS
+    users: int | None = None
+    think_s: float = 0.0
+
+    def __len__(self) -> int:
+        return len(self.prompt_tokens)
+
+    @property
+    def offered_rate_rps(self) -> float | None:
+        """Mean arrival rate, one over the mean gap; None for a closed loop and for a single instant."""
+        if self.arrival_s is None or len(self) < 2:
+            return None
+        span = float(self.arrival_s[-1] - self.arrival_s[0])
+        return (len(self) - 1) / span if span > 0 else None
+
+    def at_rate(self, rate_rps: float) -> RequestStream:
+        """The same requests in the same pattern, stretched so that their mean rate is exactly rate_rps.
+
+        Raises UsageError for a stream that has no rate: a closed loop, or requests that all come at once.
+        """
+        if self.arrival_s is None or self.offered_rate_rps is None:
+            raise UsageError("requests that come in a closed loop or all at once have no rate to change")
+        return replace(self, arrival_s=self.arrival_s * (self.offered_rate_rps / rate_rps))
+
+    def share_of(self, some: int, lanes: int) -> RequestStream:
+        """What the first `some` of `lanes` lanes see of this stream under round robin."""
+        mine = np.arange(len(self)) % lanes < some
+        return replace(
+            self,
+            arrival_s=None if self.arrival_s is None else self.arrival_s[mine],
+            prompt_tokens=self.prompt_tokens[mine],
+            output_tokens=self.output_tokens[mine],
+            class_index=self.class_index[mine],
+            priority=self.priority[mine],
+            hash_ids=None if self.hash_ids is None else tuple(compress(self.hash_ids, mine.tolist())),
+        )
+
+
+def build_stream(
+    workload: Workload, trace: Trace | None, *, requests: int, seed: int, rate_rps: float | None = None
+) -> RequestStream:
+    """The first `requests` requests of a workload. rate_rps replaces the workload's own mean rate.
+
+    A trace is repeated end to end when more requests are asked for than it has; a repeat shares no prefix
+    with the round before. Raises UsageError when the workload needs a trace that is not given or has no
+    arrival times, and when a rate is asked of a closed loop.
+    """
+    if requests < 1:
+        raise UsageError(f"at least one request is needed, not {requests}")
+    if seed < 0:
+        raise UsageError(f"the seed must not be negative: {seed}")
+    if rate_rps is not None and not 0 < rate_rps < math.inf:
+        raise UsageError(f"the request rate must be positive and finite, not {rate_rps} requests/s")
+
+    classes = workload.classes or (RequestClass(name="default"),)
+    class_index = _classes(classes, seed, requests)
+    prompts = [c.prompt or workload.prompt for c in classes]
+    outputs = [c.output or workload.output for c in classes]
+    arrivals = workload.arrivals
+    return RequestStream(
+        arrival_s=_arrival_s(workload.name, arrivals, trace, seed, requests, rate_rps),
+        prompt_tokens=_lengths(prompts, class_index, _uniforms(seed, _PROMPT, requests), trace, "prompt"),
+        output_tokens=_lengths(outputs, class_index, _uniforms(seed, _OUTPUT, requests), trace, "output"),
+        class_index=class_index,
+        priority=np.array([c.priority for c in classes], dtype=np.int64)[class_index],
+        class_names=tuple(c.name for c in classes),
+        slos=tuple(c.slo for c in classes),
+        hash_ids=_hash_ids(prompts, class_index, trace),
+        block_tokens=trace.block_tokens if trace else MOONCAKE_BLOCK_TOKENS,
+        users=arrivals.users if isinstance(arrivals, ClosedLoop) else None,
+        think_s=arrivals.think_s if isinstance(arrivals, ClosedLoop) else 0.0,
+    )
+
+
+def _uniforms(seed: int, purpose: int, requests: int) -> Floats:
+    """One uniform in [0, 1) per request: draw i of the stream (seed, purpose)."""
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, purpose)))).random(requests)
+
+
+def _classes(classes: Sequence[RequestClass], seed: int, requests: int) -> Ints:
+    if len(classes) == 1:
+        return np.zeros(requests, dtype=np.int64)
+    upper = np.cumsum([c.share for c in classes])
+    drawn = _uniforms(seed, _CLASS, requests) * upper[-1]
+    index: Ints = np.minimum(np.searchsorted(upper, drawn, side="right"), len(classes) - 1)
+    return index
+
+
+# --- arrivals ---------------------------------------------------------------------------------------------
+
+
+def _arrival_s(
+    name: str, arrivals: Arrivals, trace: Trace | None, seed: int, requests: int, rate_rps: float | None
+) -> Floats | None:
+    """Arrival times at rate 1, divided by the rate: another rate is the same pattern, stretched."""
+    if isinstance(arrivals, ClosedLoop):
+        if rate_rps is not None:
+            raise UsageError(f"{name}: a closed loop has no request rate; change arrivals.users instead")
+        return None
+    if isinstance(arrivals, TraceArrivals):
+        return _trace_arrival_s(arrivals, _needed(trace), requests, rate_rps)
+    unit: Floats
+    match arrivals:
+        case Poisson():
+            unit = np.cumsum(-np.log1p(-_uniforms(seed, _ARRIVALS, requests)))
+        case Gamma(cv=cv):
+            from scipy.special import gammaincinv
+
+            unit = np.cumsum(gammaincinv(cv**-2, _uniforms(seed, _ARRIVALS, requests)) * cv**2)
+        case FixedInterval():
+            unit = np.arange(requests, dtype=np.float64)
+    return unit / (rate_rps or arrivals.rate_rps)
+
+
+def _trace_arrival_s(arrivals: TraceArrivals, trace: Trace, requests: int, rate_rps: float | None) -> Floats:
+    if trace.arrival_s is None:
+        raise UsageError(f"{trace.file}: has no arrival times; use arrivals of another kind with its lengths")
+    wanted = rate_rps or arrivals.rate_rps
+    if requests <= len(trace) and wanted is None:
+        return trace.arrival_s[:requests]
+    if trace.rate_rps is None:
+        raise UsageError(f"{trace.file}: all requests come at once, so it can be neither stretched nor repeated")
+    round_, row = np.divmod(np.arange(requests), len(trace))
+    times: Floats = trace.arrival_s[row] + round_ * (len(trace) / trace.rate_rps)
+    return times if wanted is None else times * (trace.rate_rps / wanted)
+
+
+# --- lengths ----------------------------------------------------------------------------------------------
+
+
+def _lengths(by_class: Sequence[Lengths], class_index: Ints, uniforms: Floats, trace: Trace | None, side: str) -> Ints:
+    if all(lengths is by_class[0] for lengths in by_class):
+        return _sample(by_class[0], uniforms, trace, side)
+    samples = np.stack([_sample(lengths, uniforms, trace, side) for lengths in by_class])
+    tokens: Ints = samples[class_index, np.arange(len(uniforms))]
+    return tokens
+
+
+def _sample(lengths: Lengths, uniforms: Floats, trace: Trace | None, side: str) -> Ints:
+    match lengths:
+        case FixedLength(tokens=tokens):
+            return np.full(len(uniforms), tokens, dtype=np.int64)
+        case Lognormal(mean_tokens=mean, sigma=sigma, max_tokens=most):
+            from scipy.special import ndtri
+
+            log_tokens = math.log(mean) - sigma**2 / 2 + sigma * ndtri(uniforms)
+            drawn = np.ceil(np.exp(np.minimum(log_tokens, math.log(most))))
+            return np.clip(drawn, 1, most).astype(np.int64)
+        case Quantiles(levels=levels, tokens=quantiles):
+            return np.rint(np.interp(uniforms, levels, quantiles)).astype(np.int64)
+        case TraceLengths():
+            column = _needed(trace).prompt_tokens if side == "prompt" else _needed(trace).output_tokens
+            return column[np.arange(len(uniforms)) % len(column)]
+
+
+def _hash_ids(prompts: Sequence[Lengths], class_index: Ints, trace: Trace | None) -> tuple[tuple[int, ...], ...] | None:
+    if trace is None or trace.hash_ids is None:
+        return None
+    from_trace = [isinstance(p, TraceLengths) for p in prompts]
+    if not any(from_trace):
+        return None
+    ids, rows = trace.hash_ids, len(trace)
+    apart = 1 + max((max(row, default=0) for row in ids), default=0)  # ids of one round, all below this
+    return tuple(
+        () if not from_trace[k] else ids[i] if i < rows else tuple(x + i // rows * apart for x in ids[i % rows])
+        for i, k in enumerate(class_index.tolist())
+    )
+
+
+def _needed(trace: Trace | None) -> Trace:
+    if trace is None:
+        raise UsageError("the workload replays a trace (kind: trace), but no trace was read for it")
+    return trace

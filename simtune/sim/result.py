@@ -1,0 +1,305 @@
+"""What a simulation says: columns per request, and the statistics people ask of them.
+
+TTFT is first token - arrival, TPOT is (finish - first token) / (output tokens - 1), undefined for one-token answers,
+E2EL is finish - arrival, queue is first scheduled - arrival; all in seconds. Percentiles interpolate linearly between
+order statistics. As vLLM's benchmark client counts them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simtune.costs.ticks import TICKS_PER_SECOND
+from simtune.sim.requests import RequestStream
+from simtune.sim.world import Outcome
+from simtune.specs.workload import Slo
+
+Column = NDArray[np.float64]
+
+METRICS = ("ttft", "tpot", "e2el", "queue")
+
+
+@dataclass(frozen=True)
+class Limit:
+    """One line of a service level objective and how a run stands to it."""
+
+    request_class: str | None
+    metric: str
+    statistic: str
+    limit_s: float
+    value_s: float | None
+
+    @property
+    def met(self) -> bool:
+        return self.value_s is not None and self.value_s <= self.limit_s
+
+    def __str__(self) -> str:
+        value = "unbounded" if self.value_s is None else f"{self.value_s * 1e3:,.1f} ms"
+        where = f" of class {self.request_class}" if self.request_class else ""
+        return f"{self.metric.upper()} {self.statistic}{where} {value} (limit {self.limit_s * 1e3:,.1f} ms)"
+
+
+@dataclass
+class Result:
+    """Columns in order of request number, NaN where something never came."""
+
+    stream: RequestStream
+    outcome: Outcome
+    num_gpus: int
+    """GPUs of the whole deployment."""
+    slo: Slo = field(default_factory=Slo)
+    offered_rate_rps: float | None = None
+    """Mean arrival rate at the deployment; None for a closed loop and for a single instant."""
+    scale: float = 1.0
+    """How many equal and independent lanes each simulated one stands for; throughputs are those of all of them."""
+
+    @cached_property
+    def arrival_s(self) -> Column:
+        return _seconds(self.outcome.arrival)
+
+    @cached_property
+    def scheduled_s(self) -> Column:
+        return _seconds(self.outcome.scheduled)
+
+    @cached_property
+    def first_token_s(self) -> Column:
+        return _seconds(self.outcome.first_token)
+
+    @cached_property
+    def finish_s(self) -> Column:
+        return _seconds(self.outcome.finish)
+
+    @cached_property
+    def ttft_s(self) -> Column:
+        return self.first_token_s - self.arrival_s
+
+    @cached_property
+    def queue_s(self) -> Column:
+        return self.scheduled_s - self.arrival_s
+
+    @cached_property
+    def e2el_s(self) -> Column:
+        return self.finish_s - self.arrival_s
+
+    @cached_property
+    def tpot_s(self) -> Column:
+        gaps = self.stream.output_tokens - 1.0
+        tpot = np.full(len(gaps), np.nan)
+        np.divide(self.finish_s - self.first_token_s, gaps, out=tpot, where=gaps > 0)
+        return tpot
+
+    @cached_property
+    def completed(self) -> NDArray[np.bool_]:
+        return self.outcome.finish >= 0
+
+    @property
+    def refused(self) -> int:
+        """Requests that exceed max_model_len; 0 for a run that was stopped early, where it cannot be told."""
+        return 0 if self.outcome.aborted else int((~self.completed).sum())
+
+    @cached_property
+    def duration_s(self) -> float:
+        """From the first arrival to the last finish; 0 when nothing finished."""
+        if not self.completed.any():
+            return 0.0
+        return float(np.nanmax(self.finish_s) - self.arrival_s[self.outcome.arrival >= 0].min())
+
+    @cached_property
+    def saturated(self) -> bool:
+        """Whether requests pile up: over the second half of the arrivals the waiting queue grows without turning.
+
+        The second half is cut into ten batches and a line laid through their mean queue lengths; the system counts as
+        saturated when that line rises by more than 2 % of the arrivals and by more than three of its standard errors.
+        A closed loop cannot saturate: its users wait. Of a run that was stopped early it is not known.
+        """
+        waiting = self.outcome.waiting_at_arrival[len(self.arrival_s) // 2 :]
+        if self.stream.arrival_s is None or len(waiting) < 20 or self.outcome.aborted:
+            return False
+        size = len(waiting) // 10
+        y = waiting[: 10 * size].reshape(10, size).mean(axis=1)
+        x = np.arange(10.0)
+        slope, intercept = np.polyfit(x, y, 1)
+        residual = float(np.sum((y - intercept - slope * x) ** 2))
+        error = math.sqrt(residual / 8 / float(np.sum((x - x.mean()) ** 2)))
+        return bool(slope / size > 0.02 and slope > 3 * error)
+
+    def values(self, metric: str, request_class: int | None = None) -> Column:
+        """Finite values of one of METRICS, of one class or of all."""
+        column: Column = getattr(self, metric + "_s")
+        keep = np.isfinite(column)
+        if request_class is not None:
+            keep &= self.stream.class_index == request_class
+        return column[keep]
+
+    def statistic(self, metric: str, statistic: str) -> float | None:
+        """`mean` or a percentile such as `p99` of one of METRICS; None when no request has a value."""
+        values = self.values(metric)
+        return statistic_of(values, statistic) if len(values) else None
+
+    @cached_property
+    def limits(self) -> list[Limit]:
+        """Every line of the objective, the run's own and those of classes that have one."""
+        lines = []
+        for index, name, slo in self._objectives():
+            for metric, statistic, limit in slo.limits():
+                values = self.values(metric, index)
+                value = statistic_of(values, statistic) if len(values) and not self.saturated else None
+                lines.append(Limit(name, metric, statistic, limit, value))
+        return lines
+
+    @property
+    def meets_slo(self) -> bool:
+        """All lines hold, nothing was refused, the system is not saturated, and the run was not stopped for misses."""
+        if self.outcome.aborted or self.saturated or self.refused:
+            return False
+        return all(limit.met for limit in self.limits)
+
+    @cached_property
+    def good(self) -> NDArray[np.bool_]:
+        """Requests that were answered within every limit that applies to them.
+
+        A single request is held to the widest limit of each metric (that of the highest percentile).
+        """
+        good = self.completed.copy()
+        for index, _, slo in self._objectives():
+            for metric in ("ttft", "tpot", "e2el"):
+                limits = [limit for m, _, limit in slo.limits() if m == metric]
+                if limits:
+                    late = getattr(self, metric + "_s") > max(limits)
+                    good &= ~(late if index is None else late & (self.stream.class_index == index))
+        return good
+
+    @property
+    def slo_attainment(self) -> float | None:
+        """Share of the finished requests answered within every limit that applies to them."""
+        finished = int(self.completed.sum())
+        return float(self.good.sum()) / finished if finished else None
+
+    @property
+    def goodput_rps(self) -> float | None:
+        """Requests per second answered within their limits: offered rate times attainment."""
+        if self.offered_rate_rps is not None:
+            return self.offered_rate_rps * (self.slo_attainment or 0.0)
+        return float(self.good.sum()) / self.duration_s if self.duration_s > 0 else None
+
+    def _objectives(self) -> list[tuple[int | None, str | None, Slo]]:
+        return objectives(self.stream, self.slo)
+
+    def summary(self) -> dict[str, Any]:
+        """Plain data for `summary.json`; None stands for a number that does not exist or is unbounded."""
+        completed, duration = self.completed, self.duration_s
+        output = int(self.stream.output_tokens[completed].sum())
+        total = output + int(self.stream.prompt_tokens[completed].sum())
+        tpot = self.values("tpot")
+
+        def per_second(x: float) -> float | None:
+            return x * self.scale / duration if duration > 0 else None
+
+        output_rate = per_second(output)
+        return {
+            "requests": len(completed),
+            "completed": int(completed.sum()),
+            "refused": self.refused,
+            "preemptions": int(self.outcome.preemptions.sum()),
+            "duration_s": duration,
+            "saturated": self.saturated,
+            "offered_rate_rps": self.offered_rate_rps,
+            "request_throughput_rps": per_second(int(completed.sum())),
+            "goodput_rps": self.goodput_rps,
+            "slo_attainment": self.slo_attainment,
+            "output_tokens_per_s": output_rate,
+            "total_tokens_per_s": per_second(total),
+            "output_tokens_per_s_per_gpu": None if output_rate is None else output_rate / self.num_gpus,
+            "output_tokens_per_s_per_user": 1 / float(tpot.mean()) if len(tpot) and tpot.mean() > 0 else None,
+            "num_gpus": self.num_gpus,
+            "metrics": {metric: _block(self.values(metric)) for metric in METRICS},
+            "slo": [
+                {
+                    "class": limit.request_class,
+                    "metric": limit.metric,
+                    "statistic": limit.statistic,
+                    "limit_s": limit.limit_s,
+                    "value_s": limit.value_s,
+                    "met": limit.met,
+                }
+                for limit in self.limits
+            ],
+            "quantiles": {m + "_s": quantiles(self.values(m)) for m in ("ttft", "tpot", "e2el")},
+        }
+
+
+def objectives(stream: RequestStream, slo: Slo) -> list[tuple[int | None, str | None, Slo]]:
+    """(class index, class name, objective): one for all requests, or one per class where classes have their own."""
+    if all(own is None for own in stream.slos):
+        return [(None, None, slo)]
+    return [
+        (index, name, slo if own is None else own)
+        for index, (name, own) in enumerate(zip(stream.class_names, stream.slos, strict=True))
+    ]
+
+
+class MissBudget:
+    """Tells a run to stop once so many requests are late that a percentile cannot meet its limit any more.
+
+    The p-th percentile of n values lies above the limit as soon as n - floor((n - 1) p) of them do, so the verdict is
+    the one the whole run would give. Means are not watched: late requests may still be made up for.
+    """
+
+    def __init__(self, stream: RequestStream, slo: Slo) -> None:
+        self._class_of = stream.class_index.tolist()
+        self._gaps = (stream.output_tokens - 1).tolist()
+        self._lines: list[tuple[int | None, str, int]] = []
+        self._left: list[int] = []
+        for index, _, objective in objectives(stream, slo):
+            of_class = np.ones(len(stream), dtype=bool) if index is None else stream.class_index == index
+            for metric, statistic, limit in objective.limits():
+                if statistic != "mean":
+                    n = int((of_class & (stream.output_tokens > 1)).sum() if metric == "tpot" else of_class.sum())
+                    self._lines.append((index, metric, math.floor(limit * TICKS_PER_SECOND)))
+                    self._left.append(n - math.floor((n - 1) * float(statistic[1:]) / 100))
+
+    def __call__(self, request: int, arrival: int, first_token: int, finish: int) -> bool:
+        """Account for a finished request (times in ticks); True once a limit is lost for good."""
+        for line, (index, metric, limit) in enumerate(self._lines):
+            if index is not None and index != self._class_of[request]:
+                continue
+            if metric == "ttft":
+                late = first_token - arrival > limit
+            elif metric == "e2el":
+                late = finish - arrival > limit
+            else:
+                late = finish - first_token > limit * self._gaps[request]
+            if late:
+                self._left[line] -= 1
+                if self._left[line] <= 0:
+                    return True
+        return False
+
+
+def statistic_of(values: Column, statistic: str) -> float:
+    """`mean` or a percentile such as `p99` or `p99.9` of non-empty values."""
+    return float(values.mean()) if statistic == "mean" else float(np.percentile(values, float(statistic[1:])))
+
+
+def quantiles(values: Column) -> list[float]:
+    """The 101 quantiles at 0, 1, ..., 100 %; empty when there are no values."""
+    return [float(q) for q in np.percentile(values, np.arange(101))] if len(values) else []
+
+
+def _block(values: Column) -> dict[str, Any]:
+    block: dict[str, Any] = {"unit": "s", "count": len(values)}
+    if len(values):
+        block |= {"mean": float(values.mean()), "std": float(values.std()), "min": float(values.min())}
+        block |= {f"p{p}": float(np.percentile(values, p)) for p in (50, 90, 95, 99)}
+        block["max"] = float(values.max())
+    return block
+
+
+def _seconds(ticks: NDArray[np.int64]) -> Column:
+    return np.where(ticks >= 0, ticks / TICKS_PER_SECOND, np.nan)

@@ -1,0 +1,127 @@
+"""Statistics, objectives, saturation, and the early end of a lost run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from simtune.costs.compiled import LinearCosts
+from simtune.engine import VllmFcfs
+from simtune.sim.requests import RequestStream
+from simtune.sim.result import MissBudget, Result
+from simtune.sim.world import Lane, World
+from simtune.specs.workload import Slo
+from tests.sim.worlds import Setting, settings, stream_of
+
+
+def served(stream: RequestStream, slo: Slo | None = None, step_s: float = 1.0, seqs: int = 4) -> Result:
+    scheduler = VllmFcfs(
+        num_blocks=10**6, block_size=16, max_num_seqs=seqs, max_num_batched_tokens=8192, max_model_len=8192
+    )
+    outcome = World([Lane(scheduler, LinearCosts(step_s=step_s))], stream).run()
+    return Result(stream, outcome, 2, slo or Slo(), stream.offered_rate_rps)
+
+
+def test_latencies_are_those_of_the_field() -> None:
+    """Two requests in steps of one second: A of 3 tokens from 0 on, B of 1 token from 0.5 on."""
+    result = served(stream_of([0.0, 0.5], [10, 20], [3, 1]))
+    assert result.ttft_s.tolist() == [1.0, 1.5]
+    assert result.tpot_s[0] == 1.0
+    assert np.isnan(result.tpot_s[1]), "one token has no time per further token"
+    assert result.e2el_s.tolist() == [3.0, 1.5]
+    assert result.queue_s.tolist() == [0.0, 0.5]
+    summary = result.summary()
+    assert summary["metrics"]["tpot"]["count"] == 1
+    assert summary["duration_s"] == 3.0
+    assert summary["output_tokens_per_s"] == pytest.approx(4 / 3)
+    assert summary["output_tokens_per_s_per_gpu"] == pytest.approx(2 / 3)
+    assert summary["offered_rate_rps"] == 2.0
+
+
+def test_objectives_by_class_and_statistic() -> None:
+    stream = replace(
+        stream_of([0.0, 0.0, 10.0, 10.0], [1] * 4, [1, 3, 1, 3]),
+        class_index=np.array([0, 1, 0, 1]),
+        class_names=("fast", "slow"),
+        slos=(Slo(ttft_s={"p50": 0.9}), None),
+    )
+    result = served(stream, Slo(e2el_s={"p99": 5.0, "mean": 2.0}))
+    assert [(x.request_class, x.metric, x.statistic, x.met) for x in result.limits] == [
+        ("fast", "ttft", "p50", False),
+        ("slow", "e2el", "p99", True),
+        ("slow", "e2el", "mean", False),
+    ]
+    assert not result.meets_slo
+    # Single requests are held to the widest limit of a metric: 5 s, not the 2 s of the mean.
+    assert result.good.tolist() == [False, True, False, True]
+    assert result.slo_attainment == 0.5
+    assert "TTFT p50 of class fast 1,000.0 ms (limit 900.0 ms)" in str(result.limits[0])
+
+
+def test_refused_requests_spoil_the_objective() -> None:
+    result = served(stream_of([0.0, 1.0], [10, 9000], [1, 1]), Slo(ttft_s={"p99": 100.0}))
+    assert result.refused == 1
+    assert not result.meets_slo
+
+
+@pytest.mark.parametrize(("load", "piles_up"), [(0.5, False), (0.8, False), (1.1, True), (1.5, True)])
+def test_overload_is_called_saturated(load: float, piles_up: bool) -> None:
+    gaps = np.random.default_rng(4).exponential(1 / load, 3000)
+    result = served(stream_of(np.cumsum(gaps).tolist(), [5] * 3000, [1] * 3000), seqs=1)
+    assert result.saturated is piles_up
+    assert result.meets_slo is not piles_up
+    if piles_up:
+        assert all(limit.value_s is None for limit in replace_slo(result, Slo(ttft_s={"p99": 1e6})).limits)
+
+
+def replace_slo(result: Result, slo: Slo) -> Result:
+    return Result(result.stream, result.outcome, result.num_gpus, slo)
+
+
+@given(
+    settings(),
+    st.sampled_from(["ttft_s", "tpot_s", "e2el_s"]),
+    st.sampled_from(["p50", "p90", "p99"]),
+    st.floats(1e-3, 2.0),
+)
+@hypothesis_settings(max_examples=150, deadline=None)
+def test_giving_up_early_never_changes_the_verdict(world: Setting, metric: str, statistic: str, limit: float) -> None:
+    slo = Slo(**{metric: {statistic: limit}})
+    lanes = lambda: [  # noqa: E731
+        Lane(
+            VllmFcfs(
+                num_blocks=world.blocks,
+                block_size=world.block_size,
+                max_num_seqs=world.seqs,
+                max_num_batched_tokens=world.budget,
+                max_model_len=world.blocks * world.block_size,
+            ),
+            world.costs,
+        )
+        for _ in range(world.lanes)
+    ]
+    whole = Result(world.stream, World(lanes(), world.stream).run(), 1, slo)
+    early = Result(world.stream, World(lanes(), world.stream, stop_when=MissBudget(world.stream, slo)).run(), 1, slo)
+    if whole.refused:
+        return
+    missed = any(not line.met for line in whole.limits if line.value_s is not None)
+    if early.outcome.aborted:
+        assert missed
+    else:
+        assert early.outcome.finish.tolist() == whole.outcome.finish.tolist()
+    if missed and not whole.saturated:
+        assert early.outcome.aborted
+
+
+def test_a_summary_has_no_nan_and_no_number_that_does_not_exist() -> None:
+    import json
+
+    result = served(stream_of([0.0], [9000], [1]))
+    text = json.dumps(result.summary(), allow_nan=False)
+    assert '"request_throughput_rps": null' in text
+    assert result.summary()["metrics"]["ttft"] == {"unit": "s", "count": 0}

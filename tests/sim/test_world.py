@@ -1,0 +1,128 @@
+"""Jumps, single steps and the plain oracle tell the same story to the last tick, and the story is possible."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import HealthCheck, event, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from simtune.costs.compiled import LinearCosts
+from simtune.costs.ticks import TICKS_PER_SECOND
+from simtune.sim.world import Outcome
+from tests.sim.worlds import Setting, settings, stream_of
+
+COLUMNS = ("scheduled", "first_token", "finish", "preemptions")
+
+many = hypothesis_settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def columns(outcome: Outcome) -> dict[str, list[int]]:
+    return {name: getattr(outcome, name).tolist() for name in COLUMNS}
+
+
+@given(settings())
+@many
+def test_jumps_equal_steps_equal_the_plain_engine(world: Setting) -> None:
+    jumped, stepped, plain = world.run(), world.run(single_steps=True), world.run_plainly()
+    assert columns(jumped) == columns(stepped) == plain
+    assert jumped.steps == stepped.steps
+    assert jumped.events <= stepped.events
+    event(f"preemptions: {min(3, int(jumped.preemptions.sum()))}+")
+    event(f"events saved: {10 * (stepped.events - jumped.events) // stepped.events}0 %")
+
+
+@given(settings(closed=True))
+@hypothesis_settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_closed_loops_too(world: Setting) -> None:
+    jumped, stepped = world.run(), world.run(single_steps=True)
+    assert columns(jumped) == columns(stepped)
+    assert jumped.arrival.tolist() == stepped.arrival.tolist()
+    # Never more requests under way than users.
+    users, done = world.stream.users, jumped.finish >= 0
+    assert users is not None
+    for t in jumped.arrival[done]:
+        under_way = done & (jumped.arrival <= t) & (jumped.finish > t)
+        assert under_way.sum() <= users
+
+
+@given(settings() | settings(closed=True))
+@many
+def test_invariants(world: Setting) -> None:
+    outcome = world.run(record=True)
+    fits = world.stream.prompt_tokens + world.stream.output_tokens <= world.blocks * world.block_size
+    # Conserved: every request that fits is finished, every other one refused.
+    assert ((outcome.finish >= 0) == fits).all()
+    done = outcome.finish >= 0
+    assert (outcome.arrival[done] <= outcome.scheduled[done]).all()
+    assert (outcome.scheduled[done] < outcome.first_token[done]).all()
+    one = world.stream.output_tokens == 1
+    assert (outcome.first_token[done & ~one] < outcome.finish[done & ~one]).all()
+    assert (outcome.first_token[done & one] == outcome.finish[done & one]).all()
+    ends: dict[int, int] = {}
+    for r in outcome.records:
+        assert ends.get(r.lane, 0) <= r.start < r.end, "a lane does one thing at a time, and time goes on"
+        ends[r.lane] = r.end
+        assert r.num_decodes + r.prefill_tokens <= world.budget
+        assert r.running <= world.seqs
+        assert 0 <= r.free_blocks <= world.blocks
+    # First-come-first-served on every lane, as far as nobody was preempted.
+    for lane in range(world.lanes):
+        mine = done & (outcome.lane == lane) & (outcome.preemptions == 0)
+        assert (np.diff(outcome.scheduled[mine]) >= 0).all()
+
+
+@given(settings())
+@hypothesis_settings(max_examples=50, deadline=None)
+def test_round_robin_lanes_do_not_disturb_each_other(world: Setting) -> None:
+    together = world.run()
+    for lane in range(world.lanes):
+        mine = np.arange(lane, len(world.stream), world.lanes)
+        if len(mine) == 0:
+            continue
+        arrival = world.stream.arrival_s
+        assert arrival is not None
+        own = stream_of(arrival[mine], world.stream.prompt_tokens[mine], world.stream.output_tokens[mine])
+        alone = Setting(world.blocks, world.block_size, world.seqs, world.budget, 1, world.costs, own).run()
+        assert alone.finish.tolist() == together.finish[mine].tolist()
+
+
+def test_a_tiny_world_by_hand() -> None:
+    """Steps of 1 s whatever they do. Budget 4: the second prompt is cut, the third waits for a seat."""
+    stream = stream_of([0.0, 0.0, 0.5], [3, 4, 1], [3, 1, 2])
+    world = Setting(100, 1, 2, 4, 1, LinearCosts(step_s=1.0), stream)
+    outcome = world.run(record=True)
+
+    def seconds(ticks: np.ndarray) -> list[float]:
+        return (ticks / TICKS_PER_SECOND).tolist()
+
+    # t=0: 3 tokens of A, 1 of B.  t=1: A decodes, 3 of B: B is done at 2.  t=2: A decodes, C's prompt: A done at 3.
+    # t=3: C decodes and is done at 4.
+    assert seconds(outcome.scheduled) == [0, 0, 2]
+    assert seconds(outcome.first_token) == [1, 2, 3]
+    assert seconds(outcome.finish) == [3, 2, 4]
+    assert [(r.num_decodes, r.prefill_tokens, r.waiting) for r in outcome.records] == [
+        (0, 4, 1), (1, 3, 1), (1, 1, 0), (1, 0, 0),
+    ]  # fmt: skip
+
+
+def test_at_one_instant_steps_end_before_arrivals_and_arrivals_before_scheduling() -> None:
+    """B arrives exactly when a step of A's jump ends: B is in the very next step."""
+    stream = stream_of([0.0, 3.0], [1, 1], [10, 1])
+    outcome = Setting(100, 1, 4, 4, 1, LinearCosts(step_s=1.0), stream).run(record=True)
+    assert outcome.scheduled.tolist()[1] == 3 * TICKS_PER_SECOND
+    assert [(r.steps, r.num_decodes, r.prefill_tokens) for r in outcome.records] == [
+        (1, 0, 1), (2, 1, 0), (1, 1, 1), (6, 1, 0),
+    ]  # fmt: skip
+
+
+@given(st.integers(0, 2**30), st.integers(0, 2**20), st.integers(1, 2**50))
+def test_cutting_a_jump_finds_the_step_in_which_the_arrival_falls(first: int, slope: int, elapsed: int) -> None:
+    from simtune.engine import VllmFcfs
+    from simtune.sim.world import Lane, _elapsed, _repetitions_reaching
+
+    scheduler = VllmFcfs(num_blocks=1, block_size=1, max_num_seqs=1, max_num_batched_tokens=1, max_model_len=1)
+    lane = Lane(scheduler, LinearCosts(1.0), first=first + 1, slope=slope)
+    n = _repetitions_reaching(lane, elapsed)
+    assert _elapsed(lane, n) >= elapsed
+    assert n == 1 or _elapsed(lane, n - 1) < elapsed

@@ -1,0 +1,154 @@
+"""Random small worlds, and a plain clock over the plain engine to compare the simulator with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from hypothesis import strategies as st
+
+from simtune.costs.compiled import LinearCosts
+from simtune.costs.protocol import UNBOUNDED, StepCosts
+from simtune.costs.ticks import TICKS_PER_SECOND
+from simtune.engine import VllmFcfs
+from simtune.sim.requests import RequestStream
+from simtune.sim.world import Lane, Outcome, World
+from tests.engine.plain import PlainEngine, PlainRequest
+
+
+@dataclass(frozen=True)
+class Kinked:
+    """Costs that are affine only in pieces: a kink at every `every` context tokens, as in compiled tables."""
+
+    base: LinearCosts
+    every: int
+
+    def decode(self, num_decodes: int, context_tokens: int) -> tuple[int, int, int]:
+        first, slope, _ = self.base.decode(num_decodes, context_tokens)
+        piece = context_tokens // self.every
+        span = -(-((piece + 1) * self.every - context_tokens) // num_decodes)
+        return first + 1000 * piece * piece, slope, min(span, UNBOUNDED)
+
+    def mixed(self, num_decodes: int, context_tokens: int, chunks: Sequence[tuple[int, int]], num_samples: int) -> int:
+        kinks = (context_tokens // self.every) ** 2 if num_decodes else 0
+        return self.base.mixed(num_decodes, context_tokens, chunks, num_samples) + 1000 * kinks
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One world: engine settings, costs, lanes and a stream."""
+
+    blocks: int
+    block_size: int
+    seqs: int
+    budget: int
+    lanes: int
+    costs: StepCosts
+    stream: RequestStream
+
+    def run(self, *, single_steps: bool = False, record: bool = False) -> Outcome:
+        lanes = [
+            Lane(
+                VllmFcfs(
+                    num_blocks=self.blocks,
+                    block_size=self.block_size,
+                    max_num_seqs=self.seqs,
+                    max_num_batched_tokens=self.budget,
+                    max_model_len=self.blocks * self.block_size,
+                ),
+                self.costs,
+            )
+            for _ in range(self.lanes)
+        ]
+        return World(lanes, self.stream, single_steps=single_steps, record=record).run()
+
+    def run_plainly(self) -> dict[str, list[int]]:
+        """Open loop only: every lane on its own, one engine step after the other."""
+        n = len(self.stream)
+        assert self.stream.arrival_s is not None
+        arrival = np.rint(self.stream.arrival_s * TICKS_PER_SECOND).astype(np.int64).tolist()
+        out = {name: [-1] * n for name in ("scheduled", "first_token", "finish")} | {"preemptions": [0] * n}
+        for lane in range(self.lanes):
+            coming = [
+                PlainRequest(i, int(self.stream.prompt_tokens[i]), int(self.stream.output_tokens[i]))
+                for i in range(lane, n, self.lanes)
+                if self.stream.prompt_tokens[i] + self.stream.output_tokens[i] <= self.blocks * self.block_size
+            ]
+            everyone = {r.id: r for r in coming}
+            engine, now = PlainEngine(self.blocks, self.block_size, self.seqs, self.budget), 0
+            while coming or engine.waiting or engine.running:
+                if not (engine.waiting or engine.running):
+                    now = max(now, arrival[coming[0].id])
+                while coming and arrival[coming[0].id] <= now:
+                    engine.add(coming.pop(0))
+                step = engine.step()
+                for i in step.scheduled:
+                    if out["scheduled"][i] < 0:
+                        out["scheduled"][i] = now
+                decodes = set(step.decodes)
+                chunks = [(step.past[i], t) for i, t in step.scheduled.items() if i not in decodes]
+                context = sum(step.past[i] + 1 for i in decodes)
+                sampled = len(decodes) + sum(
+                    step.past[i] + t == everyone[i].known - (i in step.first or everyone[i].decoding)
+                    for i, t in step.scheduled.items()
+                    if i not in decodes
+                )
+                now += self.costs.mixed(len(decodes), context, chunks, sampled)
+                for i in step.first:
+                    out["first_token"][i] = now
+                for i in step.finished:
+                    out["finish"][i] = now
+            for r in everyone.values():
+                out["preemptions"][r.id] = r.preemptions
+        return out
+
+
+def stream_of(
+    arrival_s: Sequence[float] | None,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    *,
+    users: int = 0,
+    think_s: float = 0.0,
+) -> RequestStream:
+    n = len(prompt)
+    return RequestStream(
+        arrival_s=None if arrival_s is None else np.array(arrival_s, dtype=np.float64),
+        prompt_tokens=np.array(prompt, dtype=np.int64),
+        output_tokens=np.array(output, dtype=np.int64),
+        class_index=np.zeros(n, dtype=np.int64),
+        priority=np.zeros(n, dtype=np.int64),
+        class_names=("default",),
+        slos=(None,),
+        users=users or None,
+        think_s=think_s,
+    )
+
+
+@st.composite
+def settings(draw: st.DrawFn, closed: bool = False) -> Setting:
+    """Tight memory is common, so that preemptions happen; arrivals often coincide with one another."""
+    block_size = draw(st.sampled_from([1, 2, 4, 16]))
+    blocks = draw(st.sampled_from([8, 12, 20, 60, 400]))
+    seqs = draw(st.integers(1, 12))
+    budget = max(seqs, draw(st.sampled_from([1, 8, 24, 64, 512])))
+    n = draw(st.integers(1, 40))
+    longest = blocks * block_size
+    prompt = draw(st.lists(st.integers(1, max(1, longest // 2)), min_size=n, max_size=n))
+    output = draw(st.lists(st.integers(1, max(1, longest // 2)), min_size=n, max_size=n))
+    base = LinearCosts(
+        step_s=draw(st.sampled_from([1e-3, 7e-3])),
+        per_token_s=draw(st.sampled_from([0.0, 2e-5])),
+        per_context_s=draw(st.sampled_from([0.0, 3e-7, 1e-5])),
+        per_pair_s=draw(st.sampled_from([0.0, 1e-8])),
+    )
+    costs: StepCosts = base if draw(st.booleans()) else Kinked(base, draw(st.sampled_from([7, 64])))
+    lanes = draw(st.integers(1, 3))
+    if closed:
+        users = draw(st.integers(1, 8))
+        stream = stream_of(None, prompt, output, users=users, think_s=draw(st.sampled_from([0.0, 0.004])))
+    else:
+        gaps = draw(st.lists(st.sampled_from([0.0, 1e-3, 3.3e-3, 0.02, 0.3]), min_size=n, max_size=n))
+        stream = stream_of(np.cumsum(gaps).tolist(), prompt, output)
+    return Setting(blocks, block_size, seqs, budget, lanes, costs, stream)
