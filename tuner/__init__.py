@@ -1,0 +1,5 @@
+"""Finding the schedule: enumerate what fits, drop what cannot win, simulate the rest, keep the reasons."""
+
+from simtune.tuner.search import Row, Tuned, optimize
+
+__all__ = ["Row", "Tuned", "optimize"]

@@ -1,0 +1,52 @@
+"""How much a plan could serve at the very best: a necessary condition, safe to prune with.
+
+Capacity (notes: theory 3.3; its terms are those of Li, Dai and Peng, arXiv 2504.07347, for tokens and of Nie, Si and
+Zhou, arXiv 2605.04595, for memory). A request of P prompt and O output tokens keeps its lane busy, averaged over the
+load and whatever the schedule, for at least
+
+    w = c0 * I + c1 * E[P + n] + c2 * E[g] + E[prefill attention of P] + E[O] * head
+
+    n = O - 1 decode steps, g = nP + n(n+1)/2 context tokens read over them,
+    I = max(E[n] / max_num_seqs, E[P + n] / max_num_batched_tokens, E[g] / KV tokens)   iterations per request
+
+where c0 + c1*m is any line below the step time as a function of the tokens m in the step, and c2 any number below the
+decode attention time per context token. More requests per second than lanes / w pile up without end.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from simtune.costs.compiled import CompiledCosts
+from simtune.sim.requests import RequestStream
+from simtune.sim.world import Lane
+
+
+class Capacity:
+    """What lanes with the given costs can do for the load of `stream`; requests beyond max_model_len cost nothing."""
+
+    def __init__(self, costs: CompiledCosts, stream: RequestStream, max_model_len: int) -> None:
+        fits = stream.prompt_tokens + stream.output_tokens <= max_model_len
+        prompt = np.where(fits, stream.prompt_tokens, 0).astype(float)
+        output = np.where(fits, stream.output_tokens, 0).astype(float)
+        decodes = np.maximum(output - 1, 0)
+        self._decodes = float(decodes.mean())
+        self._tokens = float((prompt + decodes).mean())
+        self._context = float((decodes * prompt + decodes * (decodes + 1) / 2).mean())
+        self._lines = costs.linear_minorants()
+        self._other_s = (
+            costs.context_cost_s() * self._context
+            + float(costs.prefill_cost_s(stream.prompt_tokens[fits]).sum()) / len(fits)
+            + float(output.mean()) * costs.head_cost_s()
+        )
+
+    def rps(self, lanes: list[Lane]) -> float:
+        """Requests per second that no schedule on these equal lanes can exceed."""
+        scheduler = lanes[0].scheduler
+        iterations = max(
+            self._decodes / scheduler.max_num_seqs,
+            self._tokens / scheduler.max_num_batched_tokens,
+            self._context / (scheduler.kv.total * scheduler.kv.block_size),
+        )
+        linear_s = max(c0 * iterations + c1 * self._tokens for c0, c1 in self._lines)
+        return len(lanes) / (linear_s + self._other_s)

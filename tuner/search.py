@@ -1,0 +1,437 @@
+"""The search: shape by shape, most promising first, each candidate judged by simulation on the same requests.
+
+For a rate objective every shape (tp x pp x instances) finds the highest request rate at which one of its members meets
+the SLO. The members are tried in order of their capacity bound; each is first tried just above the best rate so far, so
+most cost one simulation, and only one that passes there is bisected up to its own bound. Shapes whose bound cannot beat
+the best of the shapes before them are dropped unsimulated.
+
+Shapes are taken in waves of WAVE, and only what earlier waves found prunes, so the answer does not depend on how many
+processes work on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from simtune.costs.compiled import CompiledCosts, compile_costs
+from simtune.errors import Infeasible, UsageError
+from simtune.sim.deployment import Deployment, check, deploy, length_limit
+from simtune.sim.requests import RequestStream, build_stream
+from simtune.sim.result import Result
+from simtune.specs.hardware import Hardware
+from simtune.specs.model import Model
+from simtune.specs.study import Study
+from simtune.specs.traces import Trace
+from simtune.specs.workload import ClosedLoop, Workload
+from simtune.tuner.bounds import Capacity
+from simtune.tuner.parallel import executor, ordered_map
+from simtune.tuner.space import Candidate, Shape, members, shapes
+
+WAVE = 4
+SAMPLED_LANES = 4
+"""Of wide deployments this many lanes are simulated while searching; the chosen plan is confirmed on all of them."""
+RATE_OBJECTIVES = ("goodput_per_gpu", "goodput")
+UNITS = {"goodput_per_gpu": "requests/s/GPU", "goodput": "requests/s", "gpus": "GPUs", "e2el": "s"}
+
+
+@dataclass(frozen=True)
+class Question:
+    """A study with everything it names loaded. What workers are sent."""
+
+    study: Study
+    model: Model
+    hardware: Hardware
+    workload: Workload
+    trace: Trace | None
+
+    @property
+    def requests(self) -> int:
+        return self.study.search.requests or self.workload.requests
+
+    @property
+    def searches_rate(self) -> bool:
+        return self.study.objective in RATE_OBJECTIVES
+
+    def stream(self, lanes: int, rate_rps: float | None = None) -> RequestStream:
+        """Requests for a deployment of so many lanes, of which some, seeing `requests` of them, will be simulated."""
+        requests = self.requests
+        if not isinstance(self.workload.arrivals, ClosedLoop):
+            requests = -(-requests * lanes // min(lanes, SAMPLED_LANES))
+        stream = build_stream(self.workload, self.trace, requests=requests, seed=self.study.seed)
+        return stream if rate_rps is None else stream.at_rate(rate_rps)
+
+    def judge(self, deployment: Deployment, rate_rps: float | None) -> Result:
+        """Whether a deployment meets the SLO, judged by some of its lanes; ends as soon as it cannot any more."""
+        stream = self.stream(deployment.num_lanes, rate_rps)
+        return deployment.simulate(stream, self.study.slo, lanes=SAMPLED_LANES, stop_when_lost=True)
+
+    def watch(self, deployment: Deployment, rate_rps: float | None) -> Result:
+        """The same to the end."""
+        stream = self.stream(deployment.num_lanes, rate_rps)
+        return deployment.simulate(stream, self.study.slo, lanes=SAMPLED_LANES)
+
+
+@dataclass
+class Row:
+    """A candidate and its fate. Numbers are those of the last simulation at `rate_rps`; None where there was none."""
+
+    candidate: Candidate
+    status: str
+    reason: str
+    kv_blocks: int | None = None
+    rate_bound_rps: float | None = None
+    rate_rps: float | None = None
+    simulations: int = 0
+    summary: dict[str, object] = field(default_factory=dict)
+
+    def take(self, result: Result, rate_rps: float | None) -> None:
+        """Remember what a simulation of this candidate showed."""
+        summary = result.summary()
+        del summary["quantiles"]
+        self.summary, self.rate_rps = summary, rate_rps or result.offered_rate_rps
+
+    def number(self, key: str) -> float | None:
+        value = self.summary.get(key)
+        return float(value) if isinstance(value, (int, float)) else None
+
+    def statistic(self, metric: str, statistic: str) -> float | None:
+        metrics = self.summary.get("metrics")
+        block = metrics.get(metric, {}) if isinstance(metrics, dict) else {}
+        return block.get(statistic)
+
+    def value(self, objective: str) -> float:
+        """The objective, larger is better, of a candidate that met its SLO."""
+        gpus = self.candidate.shape.num_gpus
+        if objective in RATE_OBJECTIVES:
+            assert self.rate_rps is not None
+            return self.rate_rps / (gpus if objective == "goodput_per_gpu" else 1)
+        if objective == "gpus":
+            return -float(gpus)
+        return -(self.statistic("e2el", "mean") or float("inf"))
+
+
+@dataclass
+class Tuned:
+    """The answer of a search: the chosen plan first, then everybody else with the reason it lost."""
+
+    question: Question
+    rows: list[Row]
+    deployment: Deployment
+    result: Result
+    interrupted: bool = False
+
+    @property
+    def chosen(self) -> Row:
+        return self.rows[0]
+
+    @property
+    def value(self) -> float:
+        """The objective of the chosen plan in its own unit (UNITS)."""
+        return abs(self.chosen.value(self.question.study.objective))
+
+    def runners_up(self, most: int = 3) -> list[Row]:
+        """The best candidates of other shapes that meet the SLO."""
+        return [r for r in self.rows[1:] if r.status == "feasible"][:most]
+
+
+Progress = Callable[[int, int, "Row | None"], None]
+
+
+def optimize(question: Question, *, jobs: int | None = None, progress: Progress | None = None) -> Tuned:
+    """Search the study's space. Raises Infeasible, saying what stood in the way, when no plan meets the SLO.
+
+    `jobs` processes work on shapes side by side (default: one per core); the answer does not depend on it.
+    `progress(done, total, best so far)` is told after every shape. An interrupt (Ctrl-C) ends the search with what it
+    has, marked `interrupted`, or is passed on when nothing was found yet.
+    """
+    study = question.study
+    if question.searches_rate and isinstance(question.workload.arrivals, ClosedLoop):
+        raise UsageError(
+            f"{study.name}: objective {study.objective} looks for a request rate, but workload "
+            f"{question.workload.name} is a closed loop; use objective e2el or gpus"
+        )
+    if not study.slo.limits() and not any(c.slo for c in question.workload.classes) and question.searches_rate:
+        raise UsageError(f"{study.name}: objective {study.objective} needs an slo with at least one limit")
+    space = shapes(study)
+    if not space:
+        raise Infeasible(f"{study.name}: no tp x pp of the search space fits {study.hardware.devices} devices")
+    most_lanes = max(shape.instances * shape.pp for shape in space)
+    max_model_len = length_limit(question.model, question.stream(most_lanes))
+    rows: list[Row] = []
+    best: Row | None = None
+    interrupted = False
+    with executor(jobs, min(WAVE, len(space))) as pool:
+        try:
+            ordered = _by_promise(question, space, max_model_len)
+            for start in range(0, len(ordered), WAVE):
+                wave = [Task(question, shape, max_model_len, best) for shape in ordered[start : start + WAVE]]
+                for found in ordered_map(pool, Task.run, wave):
+                    rows += found
+                    best = _best([*([best] if best else []), *found], study)
+                    if progress is not None:
+                        progress(len({r.candidate.shape for r in rows}), len(space), best)
+        except KeyboardInterrupt:
+            if best is None:
+                raise
+            interrupted = True
+    chosen, deployment, result = _confirm(question, rows, max_model_len)
+    return Tuned(question, _ranked(rows, chosen, study.objective), deployment, result, interrupted)
+
+
+def _confirm(question: Question, rows: list[Row], max_model_len: int) -> tuple[Row, Deployment, Result]:
+    """Simulate all lanes of the best candidate, not some of them; if that misses the SLO, take its verdict back.
+
+    A rate is taken back by one step of the tolerance, a verdict at a given load altogether; then the best is chosen
+    anew.
+    """
+    study = question.study
+    while (best := _best(rows, study)) is not None:
+        deployment = deploy(best.candidate.plan(study, max_model_len), question.model, question.hardware)
+        rate = best.rate_rps if question.searches_rate else None
+        result = deployment.simulate(question.stream(deployment.num_lanes, rate), study.slo, record=True)
+        best.simulations += 1
+        if result.meets_slo:
+            best.take(result, rate)
+            return best, deployment, result
+        if best.rate_rps is not None and question.searches_rate:
+            best.rate_rps /= 1 + study.search.rate_tolerance
+        else:
+            best.take(result, rate)
+            best.status, best.reason = "infeasible", _violation(result)
+    raise Infeasible(_why_none(study, rows))
+
+
+@dataclass(frozen=True)
+class Task:
+    """One shape to search, knowing the best candidate of earlier waves."""
+
+    question: Question
+    shape: Shape
+    max_model_len: int
+    best: Row | None
+
+    def run(self) -> list[Row]:
+        return [*_ShapeSearch(self).run()]
+
+
+class _ShapeSearch:
+    """The members of one shape, their shared cost tables, and the best rate found among them."""
+
+    def __init__(self, task: Task) -> None:
+        self.q, self.shape, self.max_model_len = task.question, task.shape, task.max_model_len
+        self.study, self.best = task.question.study, task.best
+        self.leader: Row | None = None
+        self.stream = self.q.stream(self.shape.instances * self.shape.pp)
+
+    def run(self) -> Iterator[Row]:
+        deployments = []
+        for candidate, row in self._fitting():
+            if row is not None:
+                yield row
+            else:
+                deployments.append((candidate, self._deploy(candidate)))
+        if not deployments:
+            return
+        capacity = Capacity(self.costs, self.stream, self.max_model_len)
+        bounded = [(capacity.rps(deployment.lanes()), candidate, deployment) for candidate, deployment in deployments]
+        bounded.sort(key=lambda b: (-b[0], b[1]))
+        judge = self._judge_by_rate if self.q.searches_rate else self._judge_at_load
+        for bound, candidate, deployment in bounded:
+            row = Row(candidate, "pruned", "", deployment.memory.num_blocks, bound)
+            judge(row, deployment)
+            yield row
+
+    def _fitting(self) -> Iterator[tuple[Candidate, Row | None]]:
+        """Members whose memory adds up, and rows for those that an engine would refuse."""
+        fitting = []
+        for candidate in members(self.study, self.shape):
+            try:
+                check(candidate.plan(self.study, self.max_model_len).pools[0], self.q.model, self.q.hardware)
+                fitting.append(candidate)
+            except Infeasible as error:
+                yield candidate, Row(candidate, "does_not_fit", str(error))
+        if fitting:
+            # One set of tables serves all members: they differ only in how far into them they may go.
+            widest = replace(
+                fitting[0],
+                max_num_seqs=max(c.max_num_seqs for c in fitting),
+                max_num_batched_tokens=max(c.max_num_batched_tokens for c in fitting),
+            )
+            (pool,) = widest.plan(self.study, self.max_model_len).pools
+            self.costs: CompiledCosts = compile_costs(self.q.model, self.q.hardware, pool, self.max_model_len)
+        for candidate in fitting:
+            yield candidate, None
+
+    def _deploy(self, candidate: Candidate) -> Deployment:
+        plan = candidate.plan(self.study, self.max_model_len)
+        return deploy(plan, self.q.model, self.q.hardware, self.costs)
+
+    # --- highest rate that meets the SLO ------------------------------------------------------------------
+
+    def _judge_by_rate(self, row: Row, deployment: Deployment) -> None:
+        bound = row.rate_bound_rps
+        assert bound is not None
+        if self._cannot_win(row, bound):
+            return
+        step = 1 + self.study.search.rate_tolerance
+        if self.leader is not None:
+            assert self.leader.rate_rps is not None
+            low = self.leader.rate_rps * step
+            result = self._try(row, deployment, low)
+            if not result.meets_slo:
+                row.status, row.reason = "infeasible", f"at {low:.4g} requests/s: {_violation(result)}"
+                return
+        else:
+            # Nobody of this shape has met the SLO yet: find a first rate that does, from above.
+            low = bound / 2
+            result = self._try(row, deployment, low)
+            while not result.meets_slo and low > bound / 100:
+                low /= 4
+                result = self._try(row, deployment, low)
+            if not result.meets_slo:
+                row.status, row.reason = "infeasible", f"even at {low:.3g} requests/s: {_violation(result)}"
+                return
+        high, kept = bound, result
+        while high > low * step:
+            middle = (low * high) ** 0.5
+            result = self._try(row, deployment, middle)
+            if result.meets_slo:
+                low, kept = middle, result
+            else:
+                high = middle
+        row.take(kept, low)
+        row.status, row.reason = "feasible", ""
+        self.leader = row
+
+    def _cannot_win(self, row: Row, bound: float) -> bool:
+        """Drop a candidate whose bound beats neither the leader of its shape nor the best of earlier waves."""
+        for rival in (self.best, self.leader):
+            if rival is None:
+                continue
+            to_beat = rival.value(self.study.objective)
+            if self.study.objective == "goodput_per_gpu":
+                to_beat *= self.shape.num_gpus
+            if bound <= to_beat * (1 + self.study.search.rate_tolerance):
+                row.reason = (
+                    f"cannot exceed {bound:.4g} requests/s (capacity bound); {rival.candidate.name} reached "
+                    f"{rival.rate_rps:.4g} requests/s on {rival.candidate.shape.num_gpus} GPUs"
+                )
+                return True
+        return False
+
+    def _try(self, row: Row, deployment: Deployment, rate_rps: float) -> Result:
+        row.simulations += 1
+        result = self.q.judge(deployment, rate_rps)
+        row.take(result, rate_rps)
+        return result
+
+    # --- at the load asked for ----------------------------------------------------------------------------
+
+    def _judge_at_load(self, row: Row, deployment: Deployment) -> None:
+        fewest = self.best if self.study.objective == "gpus" else None
+        if fewest is not None and fewest.candidate.shape.num_gpus < self.shape.num_gpus:
+            row.reason = f"needs {self.shape.num_gpus} GPUs; {fewest.candidate.name} needs fewer"
+            return
+        offered = self.stream.offered_rate_rps
+        assert row.rate_bound_rps is not None
+        if offered is not None and row.rate_bound_rps < offered:
+            row.reason = (
+                f"cannot exceed {row.rate_bound_rps:.4g} requests/s (capacity bound); {offered:.4g} are offered"
+            )
+            return
+        row.simulations += 1
+        result = self.q.watch(deployment, None)
+        row.take(result, None)
+        if result.meets_slo:
+            row.status, row.reason = "feasible", ""
+        else:
+            row.status, row.reason = "infeasible", _violation(result)
+
+
+def _violation(result: Result) -> str:
+    if result.refused:
+        return f"{result.refused} requests exceed max_model_len"
+    if result.saturated:
+        return "saturated: requests pile up faster than they are served"
+    missed = "; ".join(str(limit) for limit in result.limits if not limit.met)
+    if result.outcome.aborted:
+        missed += f", given up after {int(result.completed.sum()):,} of {len(result.stream):,} requests"
+    return missed
+
+
+def _by_promise(question: Question, space: list[Shape], max_model_len: int) -> list[Shape]:
+    """Shapes in the order in which they are worth trying: fewest GPUs first where these are counted, else the
+    simplest cut first (small tp x pp leaves most of the hardware to batching)."""
+    if question.study.objective == "gpus":
+        return sorted(space, key=lambda s: (s.num_gpus, s.tp * s.pp, s.pp))
+    return sorted(space, key=lambda s: (s.tp * s.pp, s.pp))
+
+
+def _best(rows: Sequence[Row], study: Study) -> Row | None:
+    """The best candidate that meets the SLO.
+
+    Rates are only known to within the search's tolerance; among those that near to the highest, the one with the fewest
+    GPUs per instance is taken: it is the simplest to run, and what pipelines lose is modelled least well.
+    """
+    feasible = [r for r in rows if r.status == "feasible"]
+    if not feasible:
+        return None
+    highest = max(feasible, key=lambda r: _merit(r, study.objective))
+    if study.objective in RATE_OBJECTIVES:
+        enough = highest.value(study.objective) / (1 + study.search.rate_tolerance)
+        near = [r for r in feasible if r.value(study.objective) >= enough]
+        fewest = min(r.candidate.shape.gpus_per_instance for r in near)
+        near = [r for r in near if r.candidate.shape.gpus_per_instance == fewest]
+        highest = max(near, key=lambda r: _merit(r, study.objective))
+    return highest
+
+
+def _merit(row: Row, objective: str) -> tuple[float, float, float]:
+    """Objective first; then lower mean end-to-end latency, then fewer GPUs. Earlier rows win ties."""
+    return row.value(objective), -(row.statistic("e2el", "mean") or 0.0), -float(row.candidate.shape.num_gpus)
+
+
+def _ranked(rows: list[Row], best: Row, objective: str) -> list[Row]:
+    """The chosen row first, then the others that meet the SLO by merit, then the rest by their bound."""
+    feasible = [r for r in rows if r.status == "feasible" and r is not best]
+    feasible.sort(key=lambda r: _merit(r, objective), reverse=True)
+    rest = [r for r in rows if r.status != "feasible"]
+    rest.sort(key=lambda r: (r.status != "infeasible", r.status == "does_not_fit", -(r.rate_bound_rps or 0)))
+    best.status = "chosen"
+    best.reason = _praise(best, objective)
+    for row in feasible:
+        row.reason = _reason(row, best, objective)
+    return [best, *feasible, *rest]
+
+
+def _praise(row: Row, objective: str) -> str:
+    if objective in RATE_OBJECTIVES:
+        return f"meets the SLO up to {row.rate_rps:.4g} requests/s, {row.value(objective):.4g} {UNITS[objective]}"
+    if objective == "gpus":
+        return f"meets the SLO on {row.candidate.shape.num_gpus} GPUs"
+    return f"meets the SLO with a mean end-to-end latency of {-row.value(objective):.4g} s"
+
+
+def _reason(row: Row, best: Row, objective: str) -> str:
+    if objective == "gpus":
+        more = row.candidate.shape.num_gpus - best.candidate.shape.num_gpus
+        return f"needs {more} GPUs more" if more else "as many GPUs, but a longer mean end-to-end latency"
+    mine, theirs = row.value(objective), best.value(objective)
+    if objective in RATE_OBJECTIVES:
+        if mine > theirs:
+            return f"{mine:.4g} {UNITS[objective]}, within the tolerance, but more GPUs per instance"
+        return f"{mine:.4g} {UNITS[objective]}, {1 - mine / theirs:.1%} less than the chosen plan"
+    return f"mean end-to-end latency {-mine:.4g} s, {mine / theirs - 1:.1%} more than the chosen plan"
+
+
+def _why_none(study: Study, rows: list[Row]) -> str:
+    fit = [r for r in rows if r.status != "does_not_fit"]
+    if not fit:
+        shown = sorted(rows, key=lambda r: (-r.candidate.shape.tp * r.candidate.shape.pp, r.candidate))[0]
+        return f"{study.name}: no plan fits the hardware. The widest one, {shown.candidate.name}: {shown.reason}"
+    shown = max(fit, key=lambda r: (r.number("slo_attainment") or 0.0, r.rate_bound_rps or 0.0))
+    return (
+        f"{study.name}: {len(fit)} plans fit, none meets the SLO. The nearest, {shown.candidate.name}, {shown.reason}. "
+        "Relax the SLO, lower the load, or allow more or faster devices"
+    )

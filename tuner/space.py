@@ -1,0 +1,77 @@
+"""The plans a study asks about."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+
+from simtune.specs.plan import Batching, Parallelism, Plan, Pool
+from simtune.specs.study import Study
+
+
+@dataclass(frozen=True, order=True)
+class Shape:
+    """How GPUs are cut into instances. Candidates of one shape share their compiled costs."""
+
+    tp: int
+    pp: int
+    instances: int
+
+    @property
+    def gpus_per_instance(self) -> int:
+        return self.tp * self.pp
+
+    @property
+    def num_gpus(self) -> int:
+        return self.gpus_per_instance * self.instances
+
+
+@dataclass(frozen=True, order=True)
+class Candidate:
+    """One point of the search space."""
+
+    shape: Shape
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+    @property
+    def name(self) -> str:
+        s = self.shape
+        return f"tp{s.tp}-pp{s.pp}-x{s.instances}-s{self.max_num_seqs}-t{self.max_num_batched_tokens}"
+
+    def plan(self, study: Study, max_model_len: int) -> Plan:
+        pool = Pool(
+            hardware=study.hardware.profile,
+            instances=self.shape.instances,
+            parallelism=Parallelism(tp=self.shape.tp, pp=self.shape.pp),
+            batching=Batching(max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_num_batched_tokens),
+            max_model_len=max_model_len,
+        )
+        return Plan(name=self.name, model=study.model, pools=(pool,))
+
+
+def shapes(study: Study) -> list[Shape]:
+    """Every tp x pp that the devices allow, with the instances asked for: by default as many as fit.
+
+    When the fewest GPUs are wanted, every number of instances is a shape of its own.
+    """
+    devices, search = study.hardware.devices, study.search
+    found = set()
+    for tp, pp in product(search.tp, search.pp):
+        most = devices // (tp * pp)
+        if search.instances is not None:
+            counts = [n for n in search.instances if n <= most]
+        elif study.objective == "gpus":
+            counts = list(range(1, most + 1))
+        else:
+            counts = [most] if most else []
+        found |= {Shape(tp, pp, n) for n in counts}
+    return sorted(found)
+
+
+def members(study: Study, shape: Shape) -> list[Candidate]:
+    search = study.search
+    return sorted(
+        Candidate(shape, seqs, tokens)
+        for seqs, tokens in set(product(search.max_num_seqs, search.max_num_batched_tokens))
+    )
