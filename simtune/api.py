@@ -1,0 +1,108 @@
+"""simtune from Python: load specs, simulate a plan, optimize a study."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from simtune.sim.deployment import Deployment, default_plan, deploy
+from simtune.sim.requests import build_stream
+from simtune.sim.result import Result
+from simtune.specs.catalog import (
+    beside,
+    load,
+    load_hardware,
+    load_model,
+    load_plan,
+    load_study,
+    load_workload,
+)
+from simtune.specs.plan import Plan
+from simtune.specs.traces import Trace
+from simtune.specs.workload import Workload
+from simtune.tuner.search import Question, Tuned
+from simtune.tuner.search import optimize as _search
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A simulated plan with everything it was made of."""
+
+    deployment: Deployment
+    workload: Workload
+    trace: Trace | None
+    result: Result
+
+
+def run(
+    model: str,
+    hardware: str,
+    workload: str,
+    plan: str | Plan | None = None,
+    *,
+    rate_rps: float | None = None,
+    requests: int | None = None,
+    seed: int = 0,
+    settings: Mapping[str, Sequence[str]] | None = None,
+    record: bool = False,
+) -> Ran:
+    """Load by name or path, deploy and simulate; see `simulate`. `settings` override fields by spec."""
+    given = settings or {}
+    m = load_model(model, given.get("model", ()))
+    h = load_hardware(hardware, given.get("hardware", ()))
+    w, trace = load_workload(workload, given.get("workload", ()))
+    stream = build_stream(w, trace, requests=requests or w.requests, seed=seed, rate_rps=rate_rps)
+    if plan is None:
+        plan = default_plan(m, h, stream)
+        if given.get("plan"):
+            plan = _overridden(plan, given["plan"])
+    elif isinstance(plan, str):
+        plan = load_plan(plan, given.get("plan", ()))
+    deployment = deploy(plan, m, h)
+    return Ran(deployment, w, trace, deployment.simulate(stream, record=record))
+
+
+def _overridden(plan: Plan, settings: Sequence[str]) -> Plan:
+    from simtune.specs.base import override
+    from simtune.specs.yamlfile import Document
+
+    return Plan.from_document(override(Document("<default plan>", plan.to_data(), None), settings))
+
+
+def simulate(
+    model: str,
+    hardware: str,
+    workload: str,
+    plan: str | Plan | None = None,
+    *,
+    rate_rps: float | None = None,
+    requests: int | None = None,
+    seed: int = 0,
+) -> Result:
+    """Simulate a plan under a load; all four by name or path, the plan also as an object.
+
+    Without a plan: one instance on the fewest GPUs that fit, with vLLM's defaults. `rate_rps` and `requests` replace
+    the workload's own. Raises SpecError, UsageError or Infeasible, each with the remedy.
+    """
+    return run(model, hardware, workload, plan, rate_rps=rate_rps, requests=requests, seed=seed).result
+
+
+def load_question(study: str, settings: Sequence[str] = ()) -> Question:
+    """A study with everything it names. Names in it that are paths are relative to the study's folder."""
+    spec = load_study(study, settings)
+    folder = Path(study).parent
+    workload, trace = load_workload(beside(folder, spec.workload))
+    model, hardware = (
+        load_model(beside(folder, spec.model)),
+        load_hardware(beside(folder, spec.hardware.profile)),
+    )
+    return Question(spec, model, hardware, workload, trace)
+
+
+def optimize(study: str, *, jobs: int | None = None, settings: Sequence[str] = ()) -> Tuned:
+    """Search the best plan for a study file; see `simtune.tuner.search.optimize`."""
+    return _search(load_question(study, settings), jobs=jobs)
+
+
+__all__ = ["Ran", "load", "load_question", "optimize", "run", "simulate"]

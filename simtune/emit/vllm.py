@@ -1,0 +1,202 @@
+"""A plan as vLLM reads it: one settings file per pool, and a script that starts every instance."""
+
+from __future__ import annotations
+
+import shlex
+
+from simtune.errors import UsageError
+from simtune.specs import yamlfile
+from simtune.specs.model import Model
+from simtune.specs.plan import Plan, Pool
+
+VLLM_VERSION = "0.32.0"
+
+OPTIONS: dict[str, type] = {
+    "tensor-parallel-size": int,
+    "pipeline-parallel-size": int,
+    "max-num-seqs": int,
+    "max-num-batched-tokens": int,
+    "max-model-len": int,
+    "gpu-memory-utilization": float,
+    "num-gpu-blocks-override": int,
+    "block-size": int,
+    "kv-cache-dtype": str,
+    "scheduling-policy": str,
+    "enable-chunked-prefill": bool,
+    "enable-prefix-caching": bool,
+    "async-scheduling": bool,
+}
+"""The long options of `vllm serve` that are written here, and the type of their value.
+
+Named as in the argument parser of that version. A bool has a twin `no-<option>`.
+"""
+
+_WRITTEN = f"Written by simtune with the option names of vLLM {VLLM_VERSION}."
+_SCHEDULING_POLICY = {"vllm-fcfs": "fcfs"}
+
+
+def emit(plan: Plan, model: Model, devices_per_node: int = 8) -> dict[str, str]:
+    """Text by file name: `engine/vllm-<pool>.yaml` for each pool, and `engine/launch.sh`.
+
+    A pool's file is used as `vllm serve MODEL --config FILE`. Raises UsageError, with every reason, when vLLM
+    would refuse the plan.
+    """
+    problems = [f"{plan.name}: pool {p.name}: {why}" for p in plan.pools for why in _refusals(p, model)]
+    if problems:
+        raise UsageError("\n".join(problems))
+    files = {f"engine/{_file(p)}": _settings_text(plan, p, model) for p in plan.pools}
+    files["engine/launch.sh"] = _launch_script(plan, model, devices_per_node)
+    return files
+
+
+def _file(pool: Pool) -> str:
+    return f"vllm-{pool.name}.yaml"
+
+
+def _kv_cache_dtype(pool: Pool, model: Model) -> str | None:
+    """vLLM's word for the dtype of the KV cache, None where it has none."""
+    dtype = pool.kv_cache.dtype
+    if dtype is None or dtype == model.dtype:
+        return "auto"
+    return dtype if dtype == "fp8" else None
+
+
+def _max_model_len(pool: Pool, model: Model) -> int:
+    return model.max_position if pool.max_model_len is None else pool.max_model_len
+
+
+def _refusals(pool: Pool, model: Model) -> list[str]:
+    """What vLLM would not start with, in its own terms."""
+    found = []
+    batching, tp, pp = pool.batching, pool.parallelism.tp, pool.parallelism.pp
+    if _kv_cache_dtype(pool, model) is None:
+        found.append(
+            f"kv_cache.dtype: vLLM cannot keep a {pool.kv_cache.dtype} cache for a {model.dtype} model; "
+            f"leave it out ({model.dtype}) or use fp8"
+        )
+    if batching.max_num_batched_tokens < batching.max_num_seqs:
+        found.append(
+            f"batching: vLLM wants max_num_batched_tokens ({batching.max_num_batched_tokens}) "
+            f"to be at least max_num_seqs ({batching.max_num_seqs})"
+        )
+    if not batching.chunked_prefill and batching.max_num_batched_tokens < _max_model_len(pool, model):
+        found.append(
+            f"batching: without chunked_prefill vLLM wants max_num_batched_tokens "
+            f"({batching.max_num_batched_tokens}) to be at least max_model_len "
+            f"({_max_model_len(pool, model)})"
+        )
+    for heads in sorted({group.attention.heads for group in model.layers}):
+        if heads % tp:
+            found.append(f"parallelism.tp: {tp} does not divide the {heads} attention heads of {model.name}")
+    if pp > model.num_layers:
+        found.append(f"parallelism.pp: {pp} stages for the {model.num_layers} layers of {model.name}")
+    return found
+
+
+def _settings(pool: Pool, model: Model) -> dict[str, int | float | str | bool]:
+    settings: dict[str, int | float | str | bool | None] = {
+        "tensor-parallel-size": pool.parallelism.tp,
+        "pipeline-parallel-size": pool.parallelism.pp,
+        "max-num-seqs": pool.batching.max_num_seqs,
+        "max-num-batched-tokens": pool.batching.max_num_batched_tokens,
+        "max-model-len": _max_model_len(pool, model),
+        "gpu-memory-utilization": pool.kv_cache.memory_utilization,
+        "num-gpu-blocks-override": pool.kv_cache.num_blocks,
+        "block-size": pool.kv_cache.block_size,
+        "kv-cache-dtype": _kv_cache_dtype(pool, model),
+        "scheduling-policy": _SCHEDULING_POLICY[pool.batching.policy],
+        "enable-chunked-prefill": pool.batching.chunked_prefill,
+        "enable-prefix-caching": False,  # the simulated KV cache shares no prefixes
+        "async-scheduling": pool.async_scheduling,
+    }
+    given = {option: value for option, value in settings.items() if value is not None}
+    assert all(isinstance(value, OPTIONS[option]) for option, value in given.items())
+    # `option: false` is dropped without a word by some vLLM versions; `no-option: true` is understood by all.
+    return {f"no-{o}" if v is False else o: True if v is False else v for o, v in given.items()}
+
+
+def _settings_text(plan: Plan, pool: Pool, model: Model) -> str:
+    comment = f"Plan {plan.name}, pool {pool.name}. {_WRITTEN}\nUse: vllm serve MODEL --config {_file(pool)}"
+    return yamlfile.dump(_settings(pool, model), comment)
+
+
+def _nodes(plan: Plan, devices_per_node: int) -> list[list[str]]:
+    """The `start` lines of each node: instances in plan order, none of them across two nodes."""
+    nodes: list[list[str]] = [[]]
+    device = 0
+    for pool in plan.pools:
+        need = pool.parallelism.devices
+        for _ in range(pool.instances):
+            if device + need > devices_per_node:
+                nodes.append([])
+                device = 0
+            visible = ",".join(str(d) for d in range(device, device + need))
+            nodes[-1].append(f"start {_file(pool)} {visible} $((PORT + {len(nodes[-1])}))")
+            device += need
+    return nodes
+
+
+_FUNCTIONS = """
+PORT="${PORT:-8000}"
+here="$(cd "$(dirname "$0")" && pwd)"
+pids=
+
+start() {  # settings file, devices, port
+    CUDA_VISIBLE_DEVICES="$2" vllm serve "$MODEL" --config "$here/$1" --port "$3" &
+    pids="$pids $!"
+}
+
+trap 'kill $pids 2>/dev/null || :' EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+"""
+
+_WAIT = """
+# The script ends when an instance it waits for fails, and takes the others down with it.
+for pid in $pids; do wait "$pid"; done"""
+
+
+def _launch_script(plan: Plan, model: Model, devices_per_node: int) -> str:
+    """POSIX shell. Ports count up from PORT on each node; hosts are never guessed."""
+    lines = ["#!/bin/sh", f"# Starts plan {plan.name}. {_WRITTEN}"]
+    for pool in plan.pools:
+        tp, pp = pool.parallelism.tp, pool.parallelism.pp
+        lines.append(f"# Pool {pool.name}: {pool.instances} x (tp {tp}, pp {pp}) on {pool.hardware!r}.")
+        if pool.parallelism.devices > devices_per_node:
+            return "\n".join([*lines, *_spans_nodes(pool, devices_per_node), ""])
+    nodes = _nodes(plan, devices_per_node)
+    lines += [
+        "# The plan sends requests to its instances in turn: the balancer before them is yours to choose.",
+        "#",
+        "# MODEL  what vLLM loads",
+        "# PORT   port of the first instance on this node, 8000 unless given; the others follow it",
+    ]
+    if len(nodes) > 1:
+        lines += [
+            f"# NODE   which node this is, 0 to {len(nodes) - 1}, for a node has {devices_per_node} devices",
+            f"#        and the plan {plan.num_devices}: run it on {len(nodes)} hosts, each with its NODE",
+        ]
+    lines += ["set -eu", ""]
+    if model.hf is None:
+        lines.append(f': "${{MODEL:?set MODEL to what vLLM should load as {model.name}}}"')
+    else:
+        lines.append(f'[ -n "${{MODEL:-}}" ] || MODEL={shlex.quote(model.hf)}')
+    lines.append(_FUNCTIONS)
+    if len(nodes) == 1:
+        lines += nodes[0]
+    else:
+        lines.append('case "${NODE:?set NODE to the number of this node, from 0}" in')
+        for node, starts in enumerate(nodes):
+            lines += [f"{node})", *(f"    {line}" for line in starts), "    ;;"]
+        lines += [f'*) echo "NODE must be 0 to {len(nodes) - 1}" >&2; exit 2 ;;', "esac"]
+    return "\n".join([*lines, _WAIT, ""])
+
+
+def _spans_nodes(pool: Pool, devices_per_node: int) -> list[str]:
+    need = pool.parallelism.devices
+    return [
+        f"# An instance of pool {pool.name} needs {need} devices, a node has {devices_per_node}.",
+        "# vLLM must then be told its hosts, which a plan does not know: see its page on multi-node serving.",
+        f'echo "an instance of pool {pool.name} spans nodes: start it with {_file(pool)} by hand" >&2',
+        "exit 1",
+    ]

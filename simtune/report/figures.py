@@ -1,0 +1,357 @@
+"""Draws the info tuples: Plotly figures as plain data, and the HTML fragment of one.
+
+Colours are of middle lightness, so that they read on white and on black; text and grid lines get theirs from
+the style sheet of the page. Whatever a user named is escaped: Plotly takes labels for HTML.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from simtune.report.info import BreakdownInfo, Cdf, Curve, ParetoInfo, Point, ms, number, percent
+from simtune.report.run import Timeline
+
+Figure = dict[str, Any]
+
+COLOURS = ("#3d7edb", "#e0803c", "#2a9d78", "#c0549a", "#8b72d8", "#b59a2d", "#3aa0b5", "#d0605e")
+GREY = "#8a909b"
+RED = "#d64545"
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
+LOG_TICKS = [digit * 10**power for power in range(7) for digit in (1, 3)]
+HATCHED = ("data-sheet", "assumed")  # provenances that nobody measured
+
+
+def fragment(figure: Figure, name: str, height_px: int) -> str:
+    """HTML of one figure under a fixed id; the page brings plotly.js."""
+    from plotly.io import to_html
+
+    return str(
+        to_html(
+            figure,
+            full_html=False,
+            include_plotlyjs=False,
+            div_id=name,
+            validate=False,
+            default_height=f"{height_px}px",
+            config={"displayModeBar": False, "responsive": True},
+        )
+    )
+
+
+def plotly_js() -> str:
+    from plotly.offline import get_plotlyjs
+
+    return str(get_plotlyjs())
+
+
+def _colour(i: int) -> str:
+    return COLOURS[i % len(COLOURS)]
+
+
+def _line(series: int) -> Figure:
+    """The chosen plan, which is series 0, stands out."""
+    return {"color": _colour(series), "width": 3 if series == 0 else 1.5}
+
+
+def _axis(title: str, **more: Any) -> Figure:
+    return {
+        "title": {"text": title, "standoff": 8, "font": {"size": 13}},
+        "tickformat": ",",
+        "automargin": True,
+        "gridcolor": GREY,
+        "zeroline": False,
+        "ticks": "",
+        **more,
+    }
+
+
+def _layout(x: Figure, y: Figure, **more: Any) -> Figure:
+    return {
+        "font": {"family": FONT, "size": 13, "color": GREY},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "margin": {"l": 8, "r": 12, "t": 16, "b": 8},
+        "hoverlabel": {
+            "bgcolor": "#1d2129",
+            "bordercolor": "#1d2129",
+            "font": {"family": FONT, "color": "#f4f5f7"},
+        },
+        "legend": {
+            "orientation": "h",
+            "x": 0,
+            "xanchor": "left",
+            "y": -0.2,
+            "yanchor": "top",
+            "traceorder": "normal",
+        },
+        "xaxis": x,
+        "yaxis": y,
+        **more,
+    }
+
+
+def pareto_figure(info: ParetoInfo) -> Figure:
+    """Tokens/s/GPU against tokens/s/user: front joined, dominated faded, infeasible apart, chosen a star."""
+    feasible = [*info.front, *info.dominated]
+    families = sorted({(p.candidate.tp, p.candidate.pp) for p in feasible})
+    data = [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "name": "Pareto front",
+            "x": [p.x for p in info.front],
+            "y": [p.y for p in info.front],
+            "line": {"color": GREY, "width": 1.5, "dash": "dot"},
+            "hoverinfo": "skip",
+        }
+    ]
+    for i, (tp, pp) in enumerate(families):
+        family, name = (tp, pp), f"tp {tp} × pp {pp}"
+        on, off = (
+            [p for p in group if (p.candidate.tp, p.candidate.pp) == family] for group in (info.front, info.dominated)
+        )
+        data.append(_points(off, name, size=8, color=_colour(i), opacity=0.35, showlegend=not on))
+        if on:
+            data.append(_points(on, name, size=11, color=_colour(i), opacity=1.0))
+    if info.infeasible:
+        data.append(_points(info.infeasible, "infeasible", size=8, color=GREY, symbol="x-thin-open"))
+    chosen = [p for p in feasible if p.candidate.status == "chosen"]
+    if chosen:
+        colour = _colour(families.index((chosen[0].candidate.tp, chosen[0].candidate.pp)))
+        data.append(_points(chosen, "chosen", size=20, color=colour, symbol="star"))
+    return {
+        "data": data,
+        "layout": _layout(
+            _axis("output tokens/s per user"),
+            _axis("output tokens/s per GPU"),
+            hovermode="closest",
+        ),
+    }
+
+
+def _points(points: Sequence[Point], name: str, showlegend: bool = True, opacity: float = 1.0, **marker: Any) -> Figure:
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": name,
+        "legendgroup": name,
+        "showlegend": showlegend,
+        "x": [p.x for p in points],
+        "y": [p.y for p in points],
+        "opacity": opacity,
+        "marker": {"line": {"width": 1.5, "color": marker["color"]}, **marker},
+        "hovertext": [_hover(p) for p in points],
+        "hoverinfo": "text",
+    }
+
+
+def _hover(p: Point) -> str:
+    c = p.candidate
+    lines = [
+        f"<b>{escape(c.candidate)}</b>",
+        f"{number(p.x)} tokens/s per user, {number(p.y)} per GPU",
+        f"goodput {number(c.goodput_rps)} requests/s on {c.num_gpus} GPUs",
+        f"p99 TTFT {ms(c.ttft_p99_s)} ms, p99 TPOT {ms(c.tpot_p99_s)} ms",
+    ]
+    if c.reason:
+        lines.append(escape(c.reason))
+    return "<br>".join(lines)
+
+
+def sweep_figure(curves: Sequence[Curve], series: Mapping[str, int]) -> Figure:
+    """Goodput against offered rate, each knee circled; the dashed line is goodput = rate."""
+    top = max(max(c.goodput_rps) for c in curves)
+    data: list[Figure] = [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "name": "all in time",
+            "x": [0, top * 1.1],
+            "y": [0, top * 1.1],
+            "line": {"color": GREY, "width": 1, "dash": "dash"},
+            "hoverinfo": "skip",
+        }
+    ]
+    for c in curves:
+        hover = [
+            f"<b>{escape(c.candidate)}</b><br>goodput {number(g)} of {number(r)} requests/s offered"
+            f"<br>SLO attainment {percent(a)}{'<br>saturated' if s else ''}"
+            for r, g, a, s in zip(c.rate_rps, c.goodput_rps, c.attainment, c.saturated, strict=True)
+        ]
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "lines+markers",
+                "name": escape(c.candidate),
+                "x": list(c.rate_rps),
+                "y": list(c.goodput_rps),
+                "line": _line(series[c.candidate]),
+                "marker": {"size": 7, "symbol": ["x" if s else "circle" for s in c.saturated]},
+                "cliponaxis": False,
+                "hovertext": hover,
+                "hoverinfo": "text",
+            }
+        )
+    knees = [(series[c.candidate], c.rate_rps[c.knee], c.goodput_rps[c.knee]) for c in curves if c.knee is not None]
+    if knees:
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "markers+text",
+                "name": "knee",
+                "x": [x for _, x, _ in knees],
+                "y": [y for _, _, y in knees],
+                "text": [f"knee {number(x)} " if i == 0 else "" for i, x, _ in knees],
+                "textposition": "top left",
+                "marker": {
+                    "size": 16,
+                    "symbol": "circle-open",
+                    "color": [_colour(i) for i, _, _ in knees],
+                    "line": {"width": 2},
+                },
+                "hoverinfo": "skip",
+            }
+        )
+    return {
+        "data": data,
+        "layout": _layout(
+            _axis("offered requests/s", rangemode="tozero"),
+            _axis("goodput, requests/s", rangemode="tozero"),
+            hovermode="closest",
+        ),
+    }
+
+
+def cdf_figure(info: Cdf, series: Mapping[str, int]) -> Figure:
+    """Share of requests at or below a latency; limits are vertical lines, marked at their level."""
+    data: list[Figure] = [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "name": escape(name),
+            "x": list(values),
+            "y": [100 * i / (len(values) - 1) for i in range(len(values))],
+            "line": _line(series[name]),
+            "hovertemplate": "%{y:.0f} % within %{x:,.4~g} ms<extra></extra>",
+        }
+        for name, values in info.curves
+    ]
+    for x in info.limits:
+        level = [] if x.level is None else [100 * x.level]
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "lines+markers",
+                "name": escape(x.label),
+                "x": [x.ms] * (2 + len(level)),
+                "y": [0, *level, 100],
+                "line": {"color": RED, "width": 1.5, "dash": "dash"},
+                "marker": {
+                    "size": [0, *(9 for _ in level), 0],
+                    "symbol": "diamond",
+                    "color": RED,
+                    "line": {"width": 0},
+                },
+                "hovertext": escape(x.label),
+                "hoverinfo": "text",
+            }
+        )
+    return {
+        "data": data,
+        "layout": _layout(
+            _axis(
+                f"{info.title}, ms",
+                **({"type": "log", "tickvals": LOG_TICKS} if info.logarithmic else {"rangemode": "tozero"}),
+            ),
+            _axis("requests", range=[0, 103], ticksuffix=" %", dtick=25),
+            hovermode="closest",
+        ),
+    }
+
+
+def breakdown_figure(info: BreakdownInfo) -> Figure:
+    """One bar per step, stacked by operator; hatched where nobody measured."""
+    operators = list(dict.fromkeys(layer.operator for layer in info.layers))
+    rows = list(range(len(info.labels)))
+    data: list[Figure] = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": escape(f"{layer.operator}, {layer.provenance}"),
+            "x": list(layer.ms),
+            "y": rows,
+            "width": 0.46,
+            "marker": {
+                "color": _colour(operators.index(layer.operator)),
+                "pattern": {"shape": "/" if layer.provenance in HATCHED else "", "size": 5, "solidity": 0.35},
+            },
+            "hovertext": [
+                f"<b>{escape(layer.operator)}</b> {number(x)} ms<br>{escape(layer.provenance)}" for x in layer.ms
+            ],
+            "hoverinfo": "text",
+        }
+        for layer in info.layers
+    ]
+    labels = [
+        {
+            "text": escape(label),
+            "x": 0,
+            "xref": "x",
+            "xanchor": "left",
+            "y": row,
+            "yshift": 19,
+            "yanchor": "bottom",
+            "align": "left",
+            "font": {"size": 12},
+            "showarrow": False,
+        }
+        for row, label in zip(rows, info.labels, strict=True)
+    ]
+    return {
+        "data": data,
+        "layout": _layout(
+            _axis("ms per step", showgrid=False),
+            {"visible": False, "range": [len(rows) - 0.5, -0.85], "fixedrange": True},
+            barmode="stack",
+            hovermode="closest",
+            annotations=labels,
+        ),
+    }
+
+
+def timeline_figure(t: Timeline) -> Figure:
+    """Running and waiting requests above, used KV blocks below, over simulated time."""
+
+    def line(name: str, values: Sequence[float], colour: str, **more: Any) -> Figure:
+        width = {"color": colour, "width": 1.5, "shape": "hv"}
+        return {
+            "type": "scatter",
+            "mode": "lines",
+            "name": name,
+            "x": list(t.t_s),
+            "y": list(values),
+            "line": width,
+        } | more
+
+    return {
+        "data": [
+            line("running", t.running, COLOURS[0]),
+            line("waiting", t.waiting, COLOURS[1]),
+            line(
+                "KV blocks used",
+                [100 * share for share in t.kv_used],
+                COLOURS[2],
+                yaxis="y2",
+                fill="tozeroy",
+                fillcolor="rgba(42,157,120,0.18)",
+            ),
+        ],
+        "layout": _layout(
+            _axis("simulated time, s", anchor="y2"),
+            _axis("requests", domain=[0.42, 1], rangemode="tozero"),
+            yaxis2=_axis("KV blocks", domain=[0, 0.32], range=[0, 103], ticksuffix=" %", dtick=50),
+            hovermode="x unified",
+        ),
+    }

@@ -1,0 +1,401 @@
+"""What the report shows, computed before anything is drawn: small tuples that tests can look at.
+
+Seconds come in; milliseconds, percent and words go out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from simtune.report.run import Candidate, Run, SloResult, Summary
+from simtune.specs.base import Spec
+
+FOLLOWS = 0.95
+"""Goodput follows the offered rate while it is at least this share of it; beyond lies the knee."""
+
+# --- numbers as a human reads them ------------------------------------------------------------------------
+
+ABSENT = "–"
+NO_BREAK = "\u00a0"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """At least `digits` significant digits, never in exponents; whole numbers as they are."""
+    if value is None:
+        return ABSENT
+    if isinstance(value, int) or value == 0:
+        return f"{value:,.0f}"
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{decimals}f}"
+
+
+def ms(seconds: float | None) -> str:
+    return ABSENT if seconds is None else number(seconds * 1e3)
+
+
+def percent(share: float | None) -> str:
+    """One decimal; what is not quite all is never rounded up to 100 %."""
+    if share is None:
+        return ABSENT
+    text = f"{share * 100:.1f} %"
+    return "> 99.9 %" if share < 1 and text == "100.0 %" else text
+
+
+def gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"
+
+
+def plural(count: int, word: str) -> str:
+    return f"{count:,} {word}" if count == 1 else f"{count:,} {word}s"
+
+
+# --- words ------------------------------------------------------------------------------------------------
+
+METRIC_NAMES = {"ttft": "TTFT", "tpot": "TPOT", "e2el": "E2EL", "queue": "Queueing"}
+
+
+def limit(slo: SloResult) -> str:
+    """`p99 TTFT ≤ 1,000 ms`, with the class where a limit belongs to one; it is not broken across lines."""
+    metric = METRIC_NAMES.get(slo.metric, slo.metric)
+    text = f"{slo.statistic} {metric} ≤ {slo.limit_s * 1e3:,.6g} ms".replace(" ", NO_BREAK)
+    return text if slo.request_class is None else f"{text} for {slo.request_class}"
+
+
+def _listed(words: Sequence[str]) -> str:
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def chosen_name(run: Run) -> str:
+    """What the chosen plan is called in tables, sweep and quantiles."""
+    return next((c.candidate for c in run.candidates if c.status == "chosen"), run.summary.plan.name)
+
+
+def headline(run: Run) -> str:
+    """One sentence: which plan, what it achieves, per GPU, under which limits."""
+    s = run.summary
+    pool = s.plan.pools[0]
+    each = pool.parallelism.tp * pool.parallelism.pp
+    plan = f"{chosen_name(run)} ({plural(pool.instances, 'instance')} of {s.model} on {plural(each, 'GPU')}"
+    plan += " each)" if pool.instances > 1 else ")"
+    if s.saturated:
+        offered = "its load" if s.offered_rate_rps is None else f"{number(s.offered_rate_rps)} requests/s"
+        done = "" if s.request_throughput_rps is None else f": it finishes {number(s.request_throughput_rps)} a second"
+        return f"{plan} cannot keep up with {offered}{done}."
+    if s.slo and not all(x.met for x in s.slo):
+        missed = _listed([f"{limit(x)} (it reaches {ms(x.value_s)} ms)" for x in s.slo if not x.met])
+        rate = "" if s.offered_rate_rps is None else f" at {number(s.offered_rate_rps)} requests/s"
+        return f"{plan} misses {missed}{rate}."
+    rate_rps = s.goodput_rps if s.slo else s.request_throughput_rps
+    within = f"within {_listed([limit(x) for x in s.slo])}" if s.slo else "with no latency limit set"
+    if rate_rps is None:
+        return f"{plan} runs {within}."
+    return f"{plan} serves {number(rate_rps)} requests/s, {number(rate_rps / s.num_gpus)} per GPU, {within}."
+
+
+def _objective_figure(s: Summary) -> list[tuple[str, str, str]]:
+    if s.objective is None:
+        return []
+    words = {"goodput_per_gpu": "goodput per GPU", "e2el": "mean E2EL", "gpus": "GPUs needed"}
+    in_seconds = s.objective.unit == "s"
+    return [
+        (
+            words.get(s.objective.name, s.objective.name),
+            ms(s.objective.value) if in_seconds else number(s.objective.value),
+            "ms" if in_seconds else s.objective.unit,
+        )
+    ]
+
+
+def key_figures(s: Summary) -> list[tuple[str, str, str]]:
+    """(label, value, unit) of what is known."""
+    latencies = () if s.saturated else ("ttft", "tpot")  # of a growing queue they say nothing
+    figures = [
+        *_objective_figure(s),
+        ("offered", number(s.offered_rate_rps), "requests/s"),
+        ("goodput", number(s.goodput_rps), "requests/s"),
+        ("SLO attainment", percent(s.slo_attainment), "of requests"),
+        ("output per GPU", number(s.output_tokens_per_s_per_gpu), "tokens/s"),
+        ("output per user", number(s.output_tokens_per_s_per_user), "tokens/s"),
+        *((f"{METRIC_NAMES[x]} p99", ms(s.metrics[x].p99), "ms") for x in latencies if x in s.metrics),
+        ("GPUs", number(s.num_gpus), s.hardware.device),
+        ("simulated", number(s.requests), "requests"),
+        ("preemptions", number(s.preemptions), ""),
+    ]
+    return [figure for figure in figures if figure[1] != ABSENT]
+
+
+def latency_rows(s: Summary) -> list[tuple[str, ...]]:
+    """metric, then mean, p50, p90, p95, p99, max in milliseconds, and how many requests were counted."""
+    found = [(METRIC_NAMES[name], s.metrics[name]) for name in METRIC_NAMES if name in s.metrics]
+    return [(name, *(ms(v) for v in (m.mean, m.p50, m.p90, m.p95, m.p99, m.max)), number(m.count)) for name, m in found]
+
+
+def settings(data: Mapping[str, Any], spec: type[Spec]) -> list[tuple[str, str]]:
+    """What a spec says, each by its key in the file (`search.tp`, `1, 2, 4`), in the order of `spec`."""
+    ordered = {key: data[key] for key in (*spec.model_fields, *data) if key in data}
+    return [(key, text) for key, text in _flat(ordered, "") if key != "schema"]
+
+
+def _flat(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping) and value:
+        for name, below in value.items():
+            yield from _flat(below, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
+        for i, below in enumerate(value):
+            yield from _flat(below, f"{key}.{i}")
+    elif isinstance(value, list):
+        yield key, ", ".join(str(item) for item in value)
+    elif isinstance(value, bool):
+        yield key, str(value).lower()
+    elif value is not None:
+        yield key, "none" if value == {} else str(value)
+
+
+# --- candidates -------------------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """A candidate beside the chosen one, and why it lost."""
+
+    candidate: Candidate
+    why: str
+
+
+_OBJECTIVES: dict[str, tuple[str, str, bool]] = {
+    "goodput_per_gpu": ("goodput_rps_per_gpu", "goodput per GPU", True),
+    "goodput": ("goodput_rps", "goodput", True),
+    "gpus": ("num_gpus", "GPUs", False),
+}
+
+
+def runners_up(run: Run, at_most: int = 6) -> list[Row]:
+    """The chosen candidate, then the best of the simulated others: feasible before infeasible, by rank."""
+    chosen = [c for c in run.candidates if c.status == "chosen"]
+    others = [c for c in run.candidates if c.status in ("feasible", "infeasible")]
+    others.sort(key=lambda c: (c.status, math.inf if c.rank is None else c.rank))
+    return [Row(c, c.reason or "chosen") for c in chosen] + [
+        Row(c, why_lost(c, chosen[0] if chosen else None, run.summary)) for c in others[:at_most]
+    ]
+
+
+def why_lost(candidate: Candidate, chosen: Candidate | None, s: Summary) -> str:
+    """The search's own reason, or how much worse the candidate is by the objective."""
+    if candidate.reason or chosen is None or s.objective is None or s.objective.name not in _OBJECTIVES:
+        return candidate.reason or "ranked after the chosen plan"
+    field, words, more_is_better = _OBJECTIVES[s.objective.name]
+    mine, best = getattr(candidate, field), getattr(chosen, field)
+    if mine is None or not best:
+        return f"{words} not known"
+    worse = (best - mine if more_is_better else mine - best) / best
+    if worse < 5e-4:
+        return f"no better in {words}"
+    return f"{worse * 100:.1f} % {'less' if more_is_better else 'more'} {words}"
+
+
+def status_counts(candidates: Sequence[Candidate]) -> str:
+    """`48 candidates: 1 chosen, 12 feasible, 35 pruned`."""
+    names = {"does_not_fit": "do not fit in memory"}
+    counts = [
+        (sum(c.status == status for c in candidates), names.get(status, status))
+        for status in ("chosen", "feasible", "infeasible", "pruned", "does_not_fit")
+    ]
+    return f"{plural(len(candidates), 'candidate')}: " + ", ".join(f"{n:,} {name}" for n, name in counts if n)
+
+
+class Point(NamedTuple):
+    """A simulated candidate in the plane of tokens/s/user (x) and tokens/s/GPU (y)."""
+
+    x: float
+    y: float
+    candidate: Candidate
+
+
+class ParetoInfo(NamedTuple):
+    """`front` rises in x and falls in y, `dominated` is feasible but beaten, `unknown` not simulated."""
+
+    front: tuple[Point, ...]
+    dominated: tuple[Point, ...]
+    infeasible: tuple[Point, ...]
+    unknown: int
+
+
+def pareto(candidates: Sequence[Candidate]) -> ParetoInfo:
+    """Feasible candidates that no other feasible one equals or beats in both coordinates and beats in one."""
+    points = [
+        Point(c.output_tokens_per_s_per_user, c.output_tokens_per_s_per_gpu, c)
+        for c in candidates
+        if c.output_tokens_per_s_per_user is not None and c.output_tokens_per_s_per_gpu is not None
+    ]
+    feasible = [p for p in points if p.candidate.status in ("chosen", "feasible")]
+    front: list[Point] = []
+    dominated: list[Point] = []
+    for p in sorted(feasible, key=lambda p: (-p.x, -p.y)):
+        if not front or p.y > front[-1].y or (p.x, p.y) == (front[-1].x, front[-1].y):
+            front.append(p)
+        else:
+            dominated.append(p)
+    infeasible = [p for p in points if p.candidate.status == "infeasible"]
+    unknown = len(candidates) - len(feasible) - len(infeasible)
+    return ParetoInfo(tuple(reversed(front)), tuple(dominated), tuple(infeasible), unknown)
+
+
+# --- curves -----------------------------------------------------------------------------------------------
+
+
+def series(run: Run) -> dict[str, int]:
+    """A number, and so a colour, for each plan drawn as a curve in any figure; the chosen one is 0."""
+    s = run.summary
+    names = [
+        chosen_name(run),
+        *(r.candidate for r in s.runners_up or ()),
+        *(p.candidate for p in s.sweep or ()),
+    ]
+    return {name: i for i, name in enumerate(dict.fromkeys(names))}
+
+
+class Curve(NamedTuple):
+    """Goodput against offered rate of one candidate, rates rising; `knee` is an index or None."""
+
+    candidate: str
+    rate_rps: tuple[float, ...]
+    goodput_rps: tuple[float, ...]
+    attainment: tuple[float | None, ...]
+    saturated: tuple[bool, ...]
+    knee: int | None
+
+
+def sweep_curves(run: Run) -> list[Curve]:
+    """One curve per candidate of the sweep, in the order of `series`."""
+    points = run.summary.sweep or ()
+    curves = []
+    for name in series(run):
+        mine = sorted((p for p in points if p.candidate == name), key=lambda p: p.rate_rps)
+        if mine:
+            rates, goodputs = tuple(p.rate_rps for p in mine), tuple(p.goodput_rps for p in mine)
+            attainment, saturated = tuple(p.slo_attainment for p in mine), tuple(p.saturated for p in mine)
+            curves.append(Curve(name, rates, goodputs, attainment, saturated, knee(rates, goodputs, saturated)))
+    return curves
+
+
+def knee(rates: Sequence[float], goodputs: Sequence[float], saturated: Sequence[bool]) -> int | None:
+    """Index of the last of the rising rates up to which goodput follows without saturation, or None."""
+    last = None
+    for i, (rate, goodput, overloaded) in enumerate(zip(rates, goodputs, saturated, strict=True)):
+        if overloaded or goodput < FOLLOWS * rate:
+            break
+        last = i
+    return last
+
+
+class Limit(NamedTuple):
+    """A limit to draw on a CDF; `level` is None for a mean, which is no point of the distribution."""
+
+    label: str
+    ms: float
+    level: float | None
+
+
+class Cdf(NamedTuple):
+    """Curves of one metric: milliseconds at evenly spaced levels from 0 to 1."""
+
+    title: str
+    curves: tuple[tuple[str, tuple[float, ...]], ...]
+    limits: tuple[Limit, ...]
+    logarithmic: bool
+
+
+def cdfs(run: Run) -> list[Cdf]:
+    """TTFT and TPOT of the chosen plan and the runners-up, with the limits on them."""
+    s = run.summary
+    if s.quantiles is None:
+        return []
+    name, others = chosen_name(run), s.runners_up or ()
+    found = {
+        "ttft": [(name, s.quantiles.ttft_s), *((r.candidate, r.ttft_quantiles_s) for r in others)],
+        "tpot": [(name, s.quantiles.tpot_s), *((r.candidate, r.tpot_quantiles_s) for r in others)],
+    }
+    return [
+        _cdf(s, metric, [(who, values) for who, values in curves if len(values) > 1])
+        for metric, curves in found.items()
+        if len(curves[0][1]) > 1
+    ]
+
+
+def _cdf(s: Summary, metric: str, curves: Sequence[tuple[str, Sequence[float]]]) -> Cdf:
+    in_ms = tuple((name, tuple(v * 1e3 for v in values)) for name, values in curves)
+    limits = tuple(Limit(limit(x), x.limit_s * 1e3, _level(x.statistic)) for x in s.slo if x.metric == metric)
+    # A logarithmic axis where one curve's tail is far from its middle, and no value forbids it.
+    wide = any(values[-1] > 20 * values[len(values) // 2] for _, values in in_ms)
+    return Cdf(METRIC_NAMES[metric], in_ms, limits, wide and all(values[0] > 0 for _, values in in_ms))
+
+
+def _level(statistic: str) -> float | None:
+    return float(statistic[1:]) / 100 if statistic.startswith("p") else None
+
+
+# --- where time and memory go -----------------------------------------------------------------------------
+
+
+class Layer(NamedTuple):
+    """One operator across the steps of a breakdown; `ms[i]` belongs to step i."""
+
+    operator: str
+    provenance: str
+    ms: tuple[float, ...]
+
+
+class BreakdownInfo(NamedTuple):
+    """`labels` name each step with its total."""
+
+    labels: tuple[str, ...]
+    layers: tuple[Layer, ...]
+
+
+def breakdown(s: Summary) -> BreakdownInfo:
+    """Steps as stacks of operators; an operator whose provenance differs between steps is two layers."""
+    steps = s.breakdown or ()
+    keys = list(dict.fromkeys((p.operator, p.provenance) for step in steps for p in step.parts))
+    layers = tuple(
+        Layer(
+            *key,
+            tuple(sum(1e3 * p.seconds for p in x.parts if (p.operator, p.provenance) == key) for x in steps),
+        )
+        for key in keys
+    )
+    labels = tuple(f"{x.step}: {ms(sum(p.seconds for p in x.parts))} ms" for x in steps)
+    return BreakdownInfo(labels, layers)
+
+
+class Memory(NamedTuple):
+    """Parts of one device's memory as (name, size, share of all), and what the KV part holds."""
+
+    parts: tuple[tuple[str, str, float], ...]
+    holds: str
+
+
+def memory(s: Summary) -> Memory | None:
+    m = s.memory
+    if m is None:
+        return None
+    sizes = [
+        ("weights", m.weights_bytes),
+        ("KV cache", m.kv_bytes),
+        ("activations and other", m.other_bytes),
+    ]
+    free_bytes = m.total_bytes - sum(size for _, size in sizes)
+    if free_bytes > 0:
+        sizes.append(("left free", free_bytes))
+    tokens = int(m.kv_bytes / m.kv_bytes_per_token)
+    return Memory(
+        tuple((name, gib(size), size / m.total_bytes) for name, size in sizes),
+        f"{m.num_blocks:,} KV blocks, about {tokens:,} tokens, on one device of {gib(m.total_bytes)}",
+    )
+
+
+def quality_rows(s: Summary) -> list[tuple[str, ...]]:
+    """operator, median, p90 and largest hold-out error, provenance, source."""
+    return [
+        (o.key, percent(o.median), percent(o.p90), percent(o.max), o.provenance, o.source) for o in s.hardware.operators
+    ]

@@ -1,0 +1,79 @@
+"""The report: one HTML page that opens offline, with the same bytes for the same run."""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from pathlib import Path
+
+from simtune import __version__
+from simtune.report import figures, info
+from simtune.report.run import Candidate, Run, read_run
+from simtune.specs.plan import Plan
+from simtune.specs.study import Study
+
+
+def render(run: Path) -> str:
+    """The page of a run directory written by `optimize` or `simulate`.
+
+    Raises UsageError when `run` is no run directory, SpecError when one of its files is damaged.
+    """
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
+    found = read_run(run)
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string((files("simtune.report") / "report.html.j2").read_text("utf-8"))
+    s = found.summary
+    return template.render(
+        s=s,
+        run=found,
+        info=info,
+        Plan=Plan,
+        Study=Study,
+        version=__version__,
+        figures={name: Markup(html) for name, html in _figures(found).items()},
+        candidate_cells=candidate_cells,
+        summary_json=Markup(_json_in_html(found)),
+        plotly_js=Markup(figures.plotly_js()),
+    )
+
+
+def _figures(run: Run) -> dict[str, str]:
+    """HTML by figure name, for what the run directory has data for."""
+    s = run.summary
+    drawn, series = {}, info.series(run)
+    pareto, curves, steps = info.pareto(run.candidates), info.sweep_curves(run), info.breakdown(s)
+    if pareto.front or pareto.infeasible:
+        drawn["pareto"] = (figures.pareto_figure(pareto), 460)
+    if curves:
+        drawn["sweep"] = (figures.sweep_figure(curves, series), 440)
+    for cdf in info.cdfs(run):
+        drawn[f"cdf-{cdf.title.lower()}"] = (figures.cdf_figure(cdf, series), 420)
+    if steps.labels:
+        drawn["breakdown"] = (figures.breakdown_figure(steps), 150 + 70 * len(steps.labels))
+    if s.timeline and s.timeline.t_s:
+        drawn["timeline"] = (figures.timeline_figure(s.timeline), 440)
+    return {name: figures.fragment(figure, name, height) for name, (figure, height) in drawn.items()}
+
+
+def candidate_cells(c: Candidate) -> list[str]:
+    """The row of one candidate as the tables show it, latencies in milliseconds."""
+    return [
+        info.number(c.rank),
+        c.candidate,
+        c.status.replace("_", " "),
+        info.number(c.num_gpus),
+        info.number(c.goodput_rps),
+        info.number(c.goodput_rps_per_gpu),
+        info.number(c.output_tokens_per_s_per_gpu),
+        info.number(c.output_tokens_per_s_per_user),
+        info.ms(c.ttft_p99_s),
+        info.ms(c.tpot_p99_s),
+        info.percent(c.slo_attainment),
+    ]
+
+
+def _json_in_html(run: Run) -> str:
+    """The summary as JSON that cannot end the script element it stands in."""
+    return json.dumps(run.data, sort_keys=True, allow_nan=False).replace("<", "\\u003c")

@@ -1,0 +1,371 @@
+"""The run directory: what `optimize` and `simulate` leave behind.
+
+All files are made first and put into a folder beside the target, which then takes its name: a run directory is there
+whole or not at all. Same inputs, same seed, same bytes; the time of day stands in manifest.json only.
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import hashlib
+import io
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from simtune import __version__
+from simtune.costs.iteration import Batch, StepModel
+from simtune.costs.ticks import TICKS_PER_SECOND
+from simtune.emit import vllm
+from simtune.errors import UsageError
+from simtune.report.page import render
+from simtune.report.timeline import StepRecord, chrome_trace
+from simtune.sim.deployment import Deployment
+from simtune.sim.result import Result
+from simtune.specs.base import Spec
+from simtune.specs.traces import Trace
+from simtune.tuner.curves import curves
+from simtune.tuner.search import UNITS, Row, Tuned
+
+MANIFEST = "manifest.json"
+SUMMARY_SCHEMA = "simtune/summary@1"
+CANDIDATE_COLUMNS = (
+    "rank", "candidate", "tp", "pp", "instances", "num_gpus", "max_num_seqs", "max_num_batched_tokens",
+    "status", "reason", "kv_blocks", "rate_bound_rps", "rate_rps", "goodput_rps", "goodput_rps_per_gpu",
+    "output_tokens_per_s_per_gpu", "output_tokens_per_s_per_user", "ttft_mean_s", "ttft_p99_s",
+    "tpot_mean_s", "tpot_p99_s", "slo_attainment", "saturated", "simulations",
+)  # fmt: skip
+
+REQUEST_COLUMNS = (
+    "request", "class", "lane", "prompt_tokens", "output_tokens", "arrival_s", "scheduled_s", "first_token_s",
+    "finish_s", "ttft_s", "tpot_s", "e2el_s", "preemptions", "good",
+)  # fmt: skip
+
+Files = dict[str, str | bytes]
+
+
+# --- writing ----------------------------------------------------------------------------------------------
+
+
+def claim(out: Path, force: bool) -> None:
+    """Check, before any work, that a run directory can be written at `out`. Raises UsageError if not.
+
+    A folder that exists is only replaced with `force`, and only if it is empty or an earlier run.
+    """
+    if out.exists() or out.is_symlink():
+        if not out.is_dir():
+            raise UsageError(f"{out}: is a file; name a folder for the run")
+        if any(out.iterdir()):
+            if not (out / MANIFEST).is_file():
+                raise UsageError(f"{out}: is not empty and no earlier run (it has no {MANIFEST}); name another folder")
+            if not force:
+                raise UsageError(f"{out}: holds an earlier run; give --force to replace it, or name another folder")
+    folder = out.absolute().parent
+    while not folder.exists():
+        folder = folder.parent
+    try:
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(f"{out}: cannot be written ({error.strerror}); name a folder you may write to") from None
+
+
+def write(out: Path, files: Mapping[str, str | bytes]) -> None:
+    """Put all files into `out` at once, replacing what `claim` allowed to be replaced. Raises UsageError."""
+    parent = out.absolute().parent
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=parent))
+        try:
+            for name, content in files.items():
+                path = folder / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content if isinstance(content, bytes) else content.encode())
+                if name.endswith(".sh"):
+                    path.chmod(0o755)
+            folder.chmod(0o755)
+            if out.exists():
+                old = Path(tempfile.mkdtemp(prefix=f".{out.name}-old-", dir=parent))
+                out.rename(old / "run")
+                folder.rename(out)
+                shutil.rmtree(old)
+            else:
+                folder.rename(out)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+    except OSError as error:
+        raise UsageError(f"{out}: cannot be written ({error.strerror})") from None
+
+
+def complete(files: Files, manifest: dict[str, Any]) -> Files:
+    """Add the report, drawn from the other files alone, and the manifest."""
+    with tempfile.TemporaryDirectory() as folder:
+        draft = Path(folder) / "run"
+        write(draft, files)
+        files["report.html"] = render(draft)
+    files[MANIFEST] = _json(manifest)
+    return files
+
+
+# --- contents ---------------------------------------------------------------------------------------------
+
+
+def of_simulation(deployment: Deployment, result: Result, name: str, seed: int) -> Files:
+    """plan.yaml, engine/, summary.json, requests.csv and trace.json.gz of one simulated plan."""
+    summary = {
+        "schema": SUMMARY_SCHEMA,
+        "name": name,
+        "seed": seed,
+        "study": None,
+        "objective": None,
+        "sweep": None,
+        "runners_up": None,
+        **_common(deployment, result),
+    }
+    return {
+        "plan.yaml": deployment.plan.to_yaml("Written by simtune; read by simtune simulate."),
+        **vllm.emit(deployment.plan, deployment.model, deployment.hardware.device.devices_per_node),
+        "summary.json": _json(summary),
+        "requests.csv": _requests_csv(result),
+        "trace.json.gz": chrome_trace(_step_records(deployment, result)),
+    }
+
+
+def of_study(tuned: Tuned, *, jobs: int | None = None) -> Files:
+    """The same for the chosen plan of a study, with all candidates, the runners-up and the goodput curves."""
+    question = tuned.question
+    study = question.study
+    files = of_simulation(tuned.deployment, tuned.result, study.name, study.seed)
+    chosen, *others = curves(tuned, jobs=jobs)
+    summary = {
+        "schema": SUMMARY_SCHEMA,
+        "name": study.name,
+        "seed": study.seed,
+        "study": study.to_data(),
+        "interrupted": tuned.interrupted,
+        "objective": {"name": study.objective, "unit": UNITS[study.objective], "value": tuned.value},
+        "sweep": [
+            {"candidate": curve.candidate, **asdict(point)} for curve in (chosen, *others) for point in curve.points
+        ]
+        or None,
+        "runners_up": [
+            {
+                "candidate": curve.candidate,
+                "ttft_quantiles_s": curve.ttft_quantiles_s,
+                "tpot_quantiles_s": curve.tpot_quantiles_s,
+            }
+            for curve in others
+        ],
+        **_common(tuned.deployment, tuned.result),
+    }
+    files["summary.json"] = _json(summary)
+    files["candidates.csv"] = _candidates_csv(tuned.rows)
+    return files
+
+
+def manifest(command: Sequence[str], inputs: Sequence[Spec], trace: Trace | None, seed: int) -> dict[str, Any]:
+    """What is needed to do it again: versions, command, hashes of all inputs as they were understood."""
+    packages = ("click", "jinja2", "numpy", "plotly", "pydantic", "pyyaml", "rich", "scipy")
+    hashes = {f"{spec.KIND}:{spec.name}": hashlib.sha256(spec.to_yaml().encode()).hexdigest() for spec in inputs}
+    return {
+        "schema": "simtune/manifest@1",
+        "simtune": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: metadata.version(name) for name in packages},
+        "command": list(command),
+        "seed": seed,
+        "inputs": hashes,
+        "trace": {"file": Path(trace.file).name, "sha256": trace.sha256} if trace else None,
+        "written": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _common(deployment: Deployment, result: Result) -> dict[str, Any]:
+    memory, hardware = deployment.memory, deployment.hardware
+    return {
+        **result.summary(),
+        "plan": deployment.plan.to_data(),
+        "model": deployment.model.name,
+        "hardware": {
+            "name": hardware.name,
+            "engine": hardware.engine,
+            "device": hardware.device.name,
+            "validated": None,
+            "operators": [
+                {
+                    "key": key,
+                    "median": operator.hold_out[0].median if operator.hold_out else None,
+                    "p90": operator.hold_out[0].p90 if operator.hold_out else None,
+                    "max": operator.hold_out[0].max if operator.hold_out else None,
+                    "provenance": operator.provenance.kind,
+                    "source": operator.provenance.source,
+                }
+                for key, operator in hardware.operators.items()
+            ],
+        },
+        "memory": {
+            "total_bytes": memory.total_bytes,
+            "weights_bytes": memory.weights_bytes,
+            "kv_bytes": memory.kv_bytes,
+            "other_bytes": memory.other_bytes,
+            "kv_bytes_per_token": memory.kv_bytes_per_token,
+            "num_blocks": memory.num_blocks,
+        },
+        "breakdown": _breakdown(deployment, result),
+        "timeline": _timeline(deployment, result),
+    }
+
+
+def _breakdown(deployment: Deployment, result: Result) -> list[dict[str, Any]]:
+    """Where the time of a typical decode step goes, and of one that also carries a full budget of prompt tokens.
+
+    Typical is the mean over simulated time of the decode batch, at the requests' mean context.
+    """
+    (pool,) = deployment.plan.pools
+    step_model = StepModel(deployment.model, deployment.hardware, pool)
+    busy = [r for r in result.outcome.records if r.num_decodes]
+    weight = sum(r.end - r.start for r in busy)
+    decodes = max(1, round(sum(r.num_decodes * (r.end - r.start) for r in busy) / weight)) if weight else 1
+    stream = result.stream
+    context = round(float((stream.prompt_tokens + stream.output_tokens / 2).mean()))
+    room = min(pool.batching.max_num_batched_tokens - decodes, int(stream.prompt_tokens.max()))
+    steps = [(f"decode: {decodes:,} sequences at {context:,} tokens", Batch(decodes, decodes * context, ()))]
+    if room > 0:
+        label = f"mixed: the same and {room:,} prompt tokens"
+        steps.append((label, Batch(decodes, decodes * context, ((0, room),), decodes)))
+    provenance: dict[str, str] = {o.kind: o.provenance.kind for o in deployment.hardware.operators.values()}
+    provenance |= {"send": "data-sheet", "head": provenance.get("gemm", "assumed"), "sampling": "assumed"}
+    return [
+        {
+            "step": label,
+            "parts": [
+                {"operator": kind, "seconds": seconds, "provenance": provenance.get(kind, "assumed")}
+                for kind, seconds in step_model.breakdown(batch).items()
+            ],
+        }
+        for label, batch in steps
+    ]
+
+
+def _timeline(deployment: Deployment, result: Result, points: int = 400) -> dict[str, list[float]]:
+    """Running, waiting and KV use of the whole deployment, sampled at even times."""
+    records = result.outcome.records
+    if not records:
+        return {"t_s": [], "running": [], "waiting": [], "kv_used": []}
+    lanes = 1 + max(r.lane for r in records)
+    grid = np.linspace(0, max(r.end for r in records), points)
+    total_blocks = deployment.memory.num_blocks // deployment.plan.pools[0].parallelism.pp
+    running, waiting, used = np.zeros(points), np.zeros(points), np.zeros(points)
+    for lane in range(lanes):
+        mine = [r for r in records if r.lane == lane]
+        if not mine:
+            continue
+        at = np.searchsorted([r.start for r in mine], grid, side="right") - 1
+        inside = (at >= 0) & (grid < np.array([r.end for r in mine])[at])
+        running += np.where(inside, np.array([r.running for r in mine])[at], 0)
+        waiting += np.where(inside, np.array([r.waiting for r in mine])[at], 0)
+        used += np.where(inside, 1 - np.array([r.free_blocks for r in mine])[at] / total_blocks, 0)
+    return {
+        "t_s": (grid / TICKS_PER_SECOND).tolist(),
+        "running": running.tolist(),
+        "waiting": waiting.tolist(),
+        "kv_used": (used / lanes).tolist(),
+    }
+
+
+def _step_records(deployment: Deployment, result: Result) -> list[StepRecord]:
+    instances = deployment.plan.pools[0].instances
+    return [
+        StepRecord(
+            instance=r.lane % instances,
+            lane=r.lane // instances,
+            start_s=r.start / TICKS_PER_SECOND,
+            end_s=r.end / TICKS_PER_SECOND,
+            steps=r.steps,
+            num_decodes=r.num_decodes,
+            prefill_tokens=r.prefill_tokens,
+            running=r.running,
+            waiting=r.waiting,
+            free_blocks=r.free_blocks,
+        )
+        for r in result.outcome.records
+    ]
+
+
+def _candidates_csv(rows: Sequence[Row]) -> str:
+    table = []
+    for rank, row in enumerate(rows, start=1):
+        shape, goodput = row.candidate.shape, row.number("goodput_rps")
+        cells: dict[str, object] = {
+            "rank": rank,
+            "candidate": row.candidate.name,
+            "tp": shape.tp,
+            "pp": shape.pp,
+            "instances": shape.instances,
+            "num_gpus": shape.num_gpus,
+            "max_num_seqs": row.candidate.max_num_seqs,
+            "max_num_batched_tokens": row.candidate.max_num_batched_tokens,
+            "status": row.status,
+            "reason": row.reason,
+            "kv_blocks": row.kv_blocks,
+            "rate_bound_rps": row.rate_bound_rps,
+            "rate_rps": row.rate_rps,
+            "goodput_rps_per_gpu": None if goodput is None else goodput / shape.num_gpus,
+            "ttft_mean_s": row.statistic("ttft", "mean"),
+            "ttft_p99_s": row.statistic("ttft", "p99"),
+            "tpot_mean_s": row.statistic("tpot", "mean"),
+            "tpot_p99_s": row.statistic("tpot", "p99"),
+            "simulations": row.simulations,
+        }
+        table.append([cells.get(column, row.summary.get(column)) for column in CANDIDATE_COLUMNS])
+    return _csv(CANDIDATE_COLUMNS, table)
+
+
+def _requests_csv(result: Result) -> str:
+    stream, outcome = result.stream, result.outcome
+    columns: list[Sequence[Any]] = [
+        range(len(stream)),
+        [stream.class_names[i] for i in stream.class_index.tolist()],
+        outcome.lane.tolist(),
+        stream.prompt_tokens.tolist(),
+        stream.output_tokens.tolist(),
+    ]
+    times = (
+        result.arrival_s, result.scheduled_s, result.first_token_s, result.finish_s,
+        result.ttft_s, result.tpot_s, result.e2el_s,
+    )  # fmt: skip
+    columns += [[None if x != x else x for x in column.tolist()] for column in times]
+    columns += [outcome.preemptions.tolist(), result.good.tolist()]
+    return _csv(REQUEST_COLUMNS, list(zip(*columns, strict=True)))
+
+
+def _csv(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """CSV with exact floats, true/false, and nothing where a number does not exist."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(header)
+    for row in rows:
+        writer.writerow([str(x).lower() if isinstance(x, bool) else x for x in row])
+    return text.getvalue()
+
+
+def _json(data: Any) -> str:
+    return json.dumps(data, indent=1, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def command_line() -> list[str]:
+    """The command as typed, without the path of the program."""
+    return [os.path.basename(sys.argv[0]), *sys.argv[1:]]

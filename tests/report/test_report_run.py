@@ -1,0 +1,160 @@
+"""A damaged run directory is refused with the file, the place and the rule."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simtune.errors import SpecError, UsageError
+from simtune.report.run import Candidate, read_run
+
+RunMaker = Callable[..., Path]
+
+
+def damage(run: Path, file: str, old: str, new: str) -> Path:
+    text = (run / file).read_text()
+    assert old in text
+    (run / file).write_text(text.replace(old, new, 1))
+    return run
+
+
+def line_of(run: Path, file: str, text: str) -> int:
+    return 1 + next(i for i, line in enumerate((run / file).read_text().splitlines()) if text in line)
+
+
+def test_what_is_written_is_what_is_read(make_run: RunMaker, optimized: Any) -> None:
+    summary, rows = optimized
+    run = read_run(make_run())
+    assert run.data == summary
+    assert run.summary.slo[0].limit_s == 1.0
+    assert [c.candidate for c in run.candidates] == [row["candidate"] for row in rows]
+    first, last = run.candidates[0], run.candidates[-1]
+    assert (first.status, first.rank, first.saturated) == ("chosen", 1, False)
+    assert first.goodput_rps == rows[0]["goodput_rps"]
+    assert (last.rank, last.goodput_rps, last.saturated, last.kv_blocks) == (None, None, None, None)
+
+
+def test_keys_and_columns_of_later_versions_are_let_through(make_run: RunMaker) -> None:
+    run = make_run(something_new={"a": 1})
+    text = (run / "candidates.csv").read_text().splitlines()
+    (run / "candidates.csv").write_text("\n".join([text[0] + ",new", *(line + ",1" for line in text[1:])]) + "\n")
+    assert len(read_run(run).candidates) == len(text) - 1
+
+
+def test_a_folder_that_is_no_run_directory(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no such folder"):
+        read_run(tmp_path / "absent")
+    with pytest.raises(UsageError, match=r"holds no summary\.json"):
+        read_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "key", "words"),
+    [
+        ({"num_gpus": 0}, "num_gpus", "greater than or equal to 1"),
+        ({"schema": "simtune/summary@2"}, "schema", "simtune/summary@1"),
+        ({"saturated": "no"}, "saturated", "boolean"),
+        ({"plan": {"name": "p", "pools": []}}, "plan.pools", "at least 1"),
+        (
+            {"timeline": {"t_s": [0.0], "running": [], "waiting": [], "kv_used": []}},
+            "timeline",
+            "equally long",
+        ),
+        ({"slo_attainment": 1.5}, "slo_attainment", "less than or equal to 1"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_line(
+    make_run: RunMaker, changed: dict[str, Any], key: str, words: str
+) -> None:
+    run = make_run(**changed)
+    with pytest.raises(SpecError) as caught:
+        read_run(run)
+    (problem,) = caught.value.problems
+    assert problem.file == str(run / "summary.json")
+    assert problem.key == key
+    assert words in problem.message
+    assert problem.line == line_of(run, "summary.json", f'"{key.split(".")[-1]}"')
+
+
+def test_a_missing_key_is_named(make_run: RunMaker) -> None:
+    run = make_run()
+    data = json.loads((run / "summary.json").read_text())
+    del data["metrics"], data["saturated"]
+    (run / "summary.json").write_text(json.dumps(data))
+    with pytest.raises(SpecError) as caught:
+        read_run(run)
+    assert {p.key for p in caught.value.problems} == {"metrics", "saturated"}
+
+
+def test_text_that_is_not_json(make_run: RunMaker) -> None:
+    run = damage(make_run(), "summary.json", '"preemptions": 0,', '"preemptions": ,')
+    with pytest.raises(SpecError, match=r"summary\.json:\d+:\d+: not valid JSON") as caught:
+        read_run(run)
+    assert caught.value.problems[0].line == line_of(run, "summary.json", '"preemptions"')
+
+
+@pytest.mark.parametrize("word", ["NaN", "Infinity"])
+def test_numbers_that_json_does_not_have(make_run: RunMaker, word: str) -> None:
+    run = damage(make_run(), "summary.json", '"preemptions": 0,', f'"preemptions": {word},')
+    with pytest.raises(SpecError, match=f"{word} is not JSON"):
+        read_run(run)
+
+
+def test_a_summary_that_is_no_mapping(make_run: RunMaker) -> None:
+    run = make_run()
+    (run / "summary.json").write_text("[]")
+    with pytest.raises(SpecError, match=r"summary\.json"):
+        read_run(run)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "rule"),
+    [
+        ("status", "best", "must be one of chosen, feasible"),
+        ("tp", "two", "must be a whole number, not 'two'"),
+        ("tp", "", "must be a whole number, not ''"),
+        ("goodput_rps", "nan", "must be a number or empty, not 'nan'"),
+        ("saturated", "maybe", "must be true, false or empty"),
+        ("candidate", "", "must be a name"),
+    ],
+)
+def test_a_wrong_cell_is_named_with_line_and_column(
+    make_run: RunMaker, optimized: Any, column: str, value: str, rule: str
+) -> None:
+    rows = [dict(row) for row in optimized[1]]
+    rows[2][column] = value
+    with pytest.raises(SpecError) as caught:
+        read_run(make_run(candidates=rows))
+    (problem,) = caught.value.problems
+    assert problem.file.endswith("candidates.csv")
+    assert (problem.key, problem.line) == (column, 4)
+    assert problem.message.startswith(rule)
+
+
+def test_all_wrong_cells_are_told_at_once(make_run: RunMaker, optimized: Any) -> None:
+    rows = [{**row, "tp": "x"} for row in optimized[1]]
+    with pytest.raises(SpecError) as caught:
+        read_run(make_run(candidates=rows))
+    assert len(caught.value.problems) == len(rows)
+
+
+def test_a_table_without_a_column_or_with_a_ragged_row(make_run: RunMaker) -> None:
+    with pytest.raises(SpecError, match="lacks the columns kv_blocks"):
+        read_run(damage(make_run(), "candidates.csv", ",kv_blocks,", ",blocks,"))
+    ragged = make_run()
+    with (ragged / "candidates.csv").open("a") as file:
+        file.write("1,2,3\n")
+    with pytest.raises(SpecError, match=f"3 cells under a header of {len(Candidate._fields)}"):
+        read_run(ragged)
+
+
+def test_a_table_cut_off_inside_a_quoted_cell(make_run: RunMaker) -> None:
+    run = make_run()
+    with (run / "candidates.csv").open("a") as file:
+        file.write('1,"unfinished')
+    with pytest.raises(SpecError, match="not valid CSV"):
+        read_run(run)
