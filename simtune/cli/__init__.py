@@ -1,0 +1,85 @@
+"""The command line: parses, calls the library, prints. One module per verb, imported only when called.
+
+Data goes to stdout, words and progress to stderr, progress only on a terminal. Exit codes: 0 ok, 1 error, 2 bad usage
+or spec, 3 no feasible plan or saturated, 4 outside tolerance, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from typing import Any
+
+import click
+
+from simtune import __version__
+from simtune.errors import SimtuneError
+
+VERBS = {
+    "optimize": "Find the best schedule for a study, and write plan, engine configs and report.",
+    "simulate": "Run one plan under one load.",
+    "fit": "Fit a hardware profile from tables others measured.",
+    "report": "Draw the report of a run directory again.",
+    "list": "List what is built in.",
+    "show": "Print a spec, with what follows from it.",
+    "check": "Check spec and trace files.",
+    "schema": "Print the JSON schema of a kind of spec.",
+}
+
+
+class _Verbs(click.Group):
+    """Loads a verb's module when it is called, so that --help stays quick."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in VERBS:
+            return None
+        command: click.Command = getattr(importlib.import_module(f"simtune.cli.{name}"), name)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in VERBS and not args[0].startswith("-"):
+            close = difflib.get_close_matches(args[0], VERBS, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            ctx.fail(f"No such command {args[0]!r}.{hint}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(VERBS.items()))
+
+
+@click.group(
+    cls=_Verbs,
+    context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "SIMTUNE"},
+    epilog="Exit codes: 0 ok, 1 error, 2 bad usage or spec, 3 no feasible plan or saturated, 130 interrupted.",
+)
+@click.version_option(__version__, prog_name="simtune")
+def cli() -> None:
+    """Which inference schedule should this model run on this hardware under this load?"""
+
+
+def main(args: list[str] | None = None) -> Any:
+    """Entry point of the `simtune` command."""
+    try:
+        code = cli.main(args, standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except click.exceptions.Exit as error:
+        sys.exit(error.exit_code)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted; nothing was written", err=True)
+        sys.exit(130)
+    except SimtuneError as error:
+        click.echo(str(error), err=True)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(1)

@@ -1,0 +1,30 @@
+"""simtune check: are these files right?"""
+
+from __future__ import annotations
+
+import click
+
+from simtune.cli.output import json_option, print_json
+
+
+@click.command()
+@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@json_option
+def check(files: tuple[str, ...], as_json: bool) -> int:
+    """Check spec and trace FILEs: every problem of every file, with line and remedy. Exits with 2 if there is one."""
+    from simtune.errors import SimtuneError
+    from simtune.specs import catalog
+
+    problems = {}
+    for file in files:
+        try:
+            catalog.load(file if "/" in file else f"./{file}")
+        except SimtuneError as error:
+            problems[file] = str(error).splitlines()
+    if as_json:
+        print_json({"ok": not problems, "problems": problems})
+    else:
+        for file in files:
+            for line in problems.get(file, [f"{file}: ok"]):
+                click.echo(line, err=file in problems)
+    return 2 if problems else 0

@@ -1,0 +1,27 @@
+"""simtune list: what is built in."""
+
+from __future__ import annotations
+
+import click
+
+from simtune.cli.output import json_option, print_json
+
+
+@click.command("list")
+@click.argument("kind", required=False, type=click.Choice(["model", "hardware", "workload"]))
+@json_option
+def list_(kind: str | None, as_json: bool) -> None:
+    """List models, hardware profiles and workloads that can be used by name; all, or of one KIND."""
+    from simtune.specs import catalog
+
+    found = {k: catalog.names(k) for k in ([kind] if kind else catalog.FOLDERS)}
+    if as_json:
+        print_json(found)
+        return
+    for k, names in found.items():
+        click.echo(f"{k}:")
+        for name in names:
+            click.echo(f"  {name}")
+
+
+list = list_

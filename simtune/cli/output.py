@@ -1,0 +1,92 @@
+"""What verbs share: options, tables, JSON, progress."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON document on stdout instead of a table."
+)
+set_option = click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Override a field, e.g. workload.arrivals.rate_rps=8.",
+)
+force_option = click.option("--force", is_flag=True, help="Replace an earlier run in the output folder.")
+quiet_option = click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
+seed_option = click.option("--seed", type=click.IntRange(min=0), default=None, help="Seed of all random streams.")
+out_option = click.option("--out", type=click.Path(path_type=Path), default=None, help="Run directory to write.")
+
+
+def print_json(document: Any) -> None:
+    """One JSON document on stdout; never NaN."""
+    click.echo(json.dumps(document, indent=2, sort_keys=True, allow_nan=False))
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table on stdout; the first column left-aligned, the others right-aligned."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)
+    console.print(table)
+
+
+def split_settings(settings: Sequence[str], allowed: Sequence[str]) -> dict[str, list[str]]:
+    """`workload.arrivals.rate_rps=8` under its spec's name. Raises click.BadParameter for another first word."""
+    by_spec: dict[str, list[str]] = {name: [] for name in allowed}
+    for setting in settings:
+        spec, dot, rest = setting.partition(".")
+        if spec not in by_spec or not dot:
+            raise click.BadParameter(
+                f"{setting}: begin with one of {', '.join(a + '.' for a in allowed)}", param_hint="--set"
+            )
+        by_spec[spec].append(rest)
+    return by_spec
+
+
+@contextmanager
+def progress(total_of: str, quiet: bool) -> Iterator[Callable[[int, int, str], None]]:
+    """Yields update(done, total, words). Shows nothing unless stderr is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield lambda done, total, words: None
+        return
+    columns = (
+        TextColumn(total_of),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total, words: bar.update(task, completed=done, total=total, description=words)
+
+
+def milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:,.1f}"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None else f"{value:,.{digits}g}" if abs(value) < 1000 else f"{value:,.0f}"
