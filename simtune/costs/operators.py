@@ -66,9 +66,10 @@ class Gemm(OperatorTerms):
 
     With fewer tiles of 128 x 128 outputs than a quarter of the processors, a tile walks along k alone, and
     kernels split a long k over idle processors only at the price of a second pass: time grows with k up to
-    about 3,072 and then stays. The study counts waves of tiles here; their fitted cost is next to nothing,
-    and this term takes the p90 error on held-back rows from 28 to 14 % (H100, whose residuals suggested it)
-    and from 29 to 25 % (A100).
+    about 3,072 and then stays. Counting waves of tiles instead, as for attention, gets a fitted cost of next
+    to nothing; this term takes the p90 error on held-back rows from 28 to 14 % on the H100 table whose
+    residuals suggested it. On three tables that had no say in it, it changes nothing much, a p90 of 19.5, 13.3
+    and 14.3 % becoming 19.2, 13.2 and 13.7 %: benchmarks/costs/test_gemm_form.py.
     """
 
     shape = ("m", "n", "k")

@@ -12,8 +12,8 @@ engines of an instance with it. A lane runs a step as often as the scheduler say
 says its time is affine, in one event. An arrival that the scheduler would notice cuts such a jump at the end of the
 step in which it falls.
 
-The event queue is a plain heap: one entry per jump and per arrival, ordered by (tick, phase, number). It is a third of
-the code of the same thing on simpy (processes, interrupts and their tie-breaks), and faster: benchmarks/sim/.
+The event queue is a plain heap: one entry per jump and per arrival, ordered by (tick, phase, number), so that the order
+above is the key itself. The same events on simpy take about seven times as long: benchmarks/sim/.
 """
 
 from __future__ import annotations

@@ -1,0 +1,165 @@
+"""How fast the simulator is: jumps against single steps, a heap against simpy, a whole trace in a whole process.
+
+    make bench        or        python -m pytest benchmarks/sim -m benchmark_only -s
+
+Ratios are of CPU seconds, medians of several runs in one process on one machine; nothing is asserted about time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from simtune.api import load_hardware, load_model
+from simtune.sim.deployment import Deployment, default_plan, deploy
+from simtune.sim.requests import RequestStream, build_stream
+from simtune.sim.world import Outcome, World
+from simtune.specs.workload import Lognormal, Poisson, Workload
+from tests.conftest import DATA
+
+pytestmark = pytest.mark.benchmark_only
+
+LOADS = {
+    "chat": (8.0, 900, 250),
+    "reasoning": (0.8, 600, 4000),
+    "code completion": (8.0, 2000, 30),
+}
+"""Requests per second, mean prompt tokens, mean output tokens."""
+
+
+def cpu_s(work: Callable[[], Any], rounds: int = 5) -> float:
+    times = []
+    for _ in range(rounds):
+        start = time.process_time()
+        work()
+        times.append(time.process_time() - start)
+    return statistics.median(times)
+
+
+def world(load: str, requests: int) -> tuple[Deployment, RequestStream]:
+    rate, prompt, output = LOADS[load]
+    workload = Workload(
+        name="load",
+        arrivals=Poisson(rate_rps=rate),
+        prompt=Lognormal(mean_tokens=prompt, sigma=0.8, max_tokens=30_000),
+        output=Lognormal(mean_tokens=output, sigma=0.8, max_tokens=30_000),
+    )
+    stream = build_stream(workload, None, requests=requests, seed=1)
+    model, hardware = load_model("llama-3.1-8b"), load_hardware("h100-sxm")
+    return deploy(default_plan(model, hardware, stream), model, hardware), stream
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_jumps_against_single_steps(load: str, benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    deployment, stream = world(load, 2000)
+
+    def run(single_steps: bool) -> Outcome:
+        return World(deployment.lanes(), stream, single_steps=single_steps).run()
+
+    jumped, stepped = run(False), run(True)
+    assert jumped.finish.tolist() == stepped.finish.tolist()
+    slow = cpu_s(lambda: run(True), rounds=3)
+    fast = cpu_s(lambda: run(False))
+    benchmark.extra_info.update(events=jumped.events, steps=jumped.steps, ratio=slow / fast)
+    benchmark.pedantic(lambda: run(False), rounds=3)
+    with capsys.disabled():
+        print(
+            f"\n{load}: 2,000 requests, {jumped.steps:,} steps in {jumped.events:,} events; "
+            f"single steps {slow:.2f} s, jumps {fast:.3f} s CPU: {slow / fast:.0f} x"
+        )
+
+
+def test_a_heap_against_simpy(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """The event loop alone, without engine or costs: 100,000 timed events of 8 lanes, every third one interrupted."""
+    import simpy
+
+    lanes, rounds = 8, 12_500
+    gaps = np.random.default_rng(0).integers(1, 1000, (lanes, rounds)).tolist()
+
+    def with_heap() -> int:
+        heap: list[tuple[int, int, int, int]] = []
+        numbers = done = 0
+        valid = [0] * lanes
+        left = [iter(g) for g in gaps]
+        for lane in range(lanes):
+            numbers += 1
+            valid[lane] = numbers
+            heapq.heappush(heap, (next(left[lane]), 0, numbers, lane))
+        while heap:
+            now, _, number, lane = heapq.heappop(heap)
+            if valid[lane] != number:
+                continue
+            done += 1
+            gap = next(left[lane], None)
+            if gap is None:
+                continue
+            if done % 3 == 0:  # a jump that will be cut short
+                numbers += 1
+                heapq.heappush(heap, (now + 2 * gap, 0, numbers, lane))
+            numbers += 1
+            valid[lane] = numbers
+            heapq.heappush(heap, (now + gap, 0, numbers, lane))
+        return done
+
+    def with_simpy() -> int:
+        environment = simpy.Environment()
+        done = 0
+
+        def lane(own: list[int]) -> Generator[Any, Any, None]:
+            nonlocal done
+            for gap in own:
+                if done % 3 == 0:
+                    environment.process(cutter(environment.active_process, gap))
+                    with contextlib.suppress(simpy.Interrupt):
+                        yield environment.timeout(2 * gap)
+                else:
+                    yield environment.timeout(gap)
+                done += 1
+
+        def cutter(victim: Any, gap: int) -> Generator[Any, Any, None]:
+            yield environment.timeout(gap)
+            victim.interrupt()
+
+        for own in gaps:
+            environment.process(lane(own))
+        environment.run()
+        return done
+
+    assert with_heap() == with_simpy() == lanes * rounds
+    ours, theirs = cpu_s(with_heap), cpu_s(with_simpy, rounds=3)
+    benchmark.extra_info.update(ratio=theirs / ours)
+    benchmark.pedantic(with_heap, rounds=3)
+    with capsys.disabled():
+        print(f"\n100,000 events: simpy {theirs:.2f} s, heap {ours:.3f} s CPU: {theirs / ours:.1f} x")
+
+
+def test_the_azure_conversation_trace_in_a_whole_process(capsys: pytest.CaptureFixture[str]) -> None:
+    trace = DATA / "traces" / "azure_2023_conv.csv.gz"
+    if not trace.is_file():
+        pytest.skip(f"{trace} is absent")
+    command = [sys.executable, "-m", "simtune", "simulate", "--json"]
+    command += ["--model", "llama-3.1-8b", "--hardware", "h100-sxm", "--workload", str(trace)]
+    seconds = []
+    for _ in range(5):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        answer = subprocess.run(command, capture_output=True, check=True).stdout
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        assert json.loads(answer)["completed"] == 12_000
+    with capsys.disabled():
+        print(
+            f"\n12,000 requests of the Azure conversation trace, whole process: "
+            f"{statistics.median(seconds):.2f} CPU s, "
+            f"{after.ru_maxrss / 1024:.0f} MiB at most"
+        )

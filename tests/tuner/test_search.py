@@ -1,0 +1,242 @@
+"""The search against exhaustive trial, its bound against the simulator, and its answers when there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from simtune.errors import Infeasible, UsageError
+from simtune.sim.deployment import deploy
+from simtune.specs.catalog import load_hardware, load_model
+from simtune.specs.study import HardwareCount, Search, Study
+from simtune.specs.workload import ClosedLoop, FixedLength, Lognormal, Poisson, RequestClass, Slo, Workload
+from simtune.tuner import curves as curves_module
+from simtune.tuner.bounds import Capacity
+from simtune.tuner.search import Question, optimize
+from simtune.tuner.space import Candidate, Shape, members, shapes
+
+MODEL, HARDWARE = load_model("llama-3.1-8b"), load_hardware("h100-sxm")
+
+LOAD = Workload(
+    name="load",
+    requests=400,
+    arrivals=Poisson(rate_rps=4.0),
+    prompt=Lognormal(mean_tokens=900, sigma=0.7, max_tokens=6000),
+    output=Lognormal(mean_tokens=120, sigma=0.8, max_tokens=1500),
+)
+
+
+def question(
+    *, slo: Slo | None = None, workload: Workload = LOAD, devices: int = 2, model: Any = MODEL, **given: Any
+) -> Question:
+    search = {"tp": (1, 2), "pp": (1, 2), "max_num_seqs": (8, 64), "max_num_batched_tokens": (512, 2048)}
+    objective = given.pop("objective", "goodput_per_gpu")
+    study = Study(
+        name="study",
+        model=model.name,
+        hardware=HardwareCount(profile="h100-sxm", devices=devices),
+        workload=workload.name,
+        slo=slo or Slo(ttft_s={"p99": 0.5}, tpot_s={"p99": 0.025}),
+        objective=objective,
+        search=Search(**{**search, **given}),
+    )
+    return Question(study, model, HARDWARE, workload, None)
+
+
+def candidates(q: Question) -> Iterator[Candidate]:
+    return (c for shape in shapes(q.study) for c in members(q.study, shape))
+
+
+def test_finds_what_exhaustive_trial_finds() -> None:
+    """Every candidate on a fine ladder of rates: none does better than the chosen one by more than the tolerances."""
+    q = question()
+    tuned = optimize(q, jobs=1)
+    tolerance = 1 + q.study.search.rate_tolerance
+    best = 0.0
+    for candidate in candidates(q):
+        deployment = deploy(candidate.plan(q.study, tuned.deployment.max_model_len), q.model, q.hardware)
+        rate = tuned.value * candidate.shape.num_gpus / tolerance**6
+        while q.judge(deployment, rate * tolerance).meets_slo:
+            rate *= tolerance
+            best = max(best, rate / candidate.shape.num_gpus)
+    assert best <= tuned.value * tolerance**3
+    assert tuned.result.meets_slo
+    assert tuned.result.offered_rate_rps == pytest.approx(tuned.value * tuned.chosen.candidate.shape.num_gpus)
+
+
+def test_every_candidate_is_kept_with_a_reason() -> None:
+    q = question(max_num_seqs=(8, 64, 1024))
+    tuned = optimize(q, jobs=1)
+    assert sorted(r.candidate.name for r in tuned.rows) == sorted(c.name for c in candidates(q))
+    assert all(r.reason for r in tuned.rows)
+    assert [r.status for r in tuned.rows].count("chosen") == 1
+    assert tuned.rows[0].status == "chosen"
+    # 1,024 seats do not go with a budget of 512 tokens: an engine would refuse it.
+    refused = [r for r in tuned.rows if r.status == "does_not_fit"]
+    assert {r.candidate.max_num_batched_tokens for r in refused} == {512}
+    for row in tuned.rows:
+        if row.status in ("chosen", "feasible"):
+            assert row.rate_rps is not None
+            assert row.rate_bound_rps is not None
+            assert row.rate_rps <= row.rate_bound_rps * (1 + 1e-9)
+
+
+def test_the_answer_does_not_depend_on_the_number_of_processes() -> None:
+    q = question(max_num_seqs=(64,), max_num_batched_tokens=(512, 2048))
+    alone, together = optimize(q, jobs=1), optimize(q, jobs=2)
+    assert [(r.candidate, r.status, r.reason, r.summary) for r in alone.rows] == [
+        (r.candidate, r.status, r.reason, r.summary) for r in together.rows
+    ]
+
+
+@pytest.mark.parametrize("objective", ["gpus", "e2el"])
+def test_objectives_at_a_given_load(objective: str) -> None:
+    q = question(
+        objective=objective,
+        devices=4,
+        tp=(1, 2, 4),
+        pp=(1,),
+        workload=LOAD.model_copy(update={"arrivals": Poisson(rate_rps=25.0)}),
+    )
+    tuned = optimize(q, jobs=1)
+    assert tuned.result.meets_slo
+    assert tuned.result.offered_rate_rps == pytest.approx(25.0, rel=0.15)
+    judged = {
+        c.name: q.watch(deploy(c.plan(q.study, tuned.deployment.max_model_len), q.model, q.hardware), None)
+        for c in candidates(q)
+    }
+    meeting = {name for name, result in judged.items() if result.meets_slo}
+    if objective == "gpus":
+        fewest = min(c.shape.num_gpus for c in candidates(q) if c.name in meeting)
+        assert tuned.chosen.candidate.shape.num_gpus == tuned.value == fewest
+        assert fewest > 1, "the load was to need more than one GPU"
+    else:
+        assert tuned.value == pytest.approx(min(float(judged[name].e2el_s.mean()) for name in meeting), rel=0.05)
+
+
+def test_a_closed_loop_has_no_rate_to_look_for_but_can_be_judged() -> None:
+    users = LOAD.model_copy(update={"arrivals": ClosedLoop(users=20)})
+    with pytest.raises(UsageError, match="closed loop; use objective"):
+        optimize(question(workload=users), jobs=1)
+    tuned = optimize(question(workload=users, objective="e2el", tp=(1,), pp=(1,)), jobs=1)
+    assert tuned.result.meets_slo
+    assert tuned.result.offered_rate_rps is None
+
+
+def test_classes_are_held_to_their_own_objectives() -> None:
+    classes = (
+        RequestClass(name="interactive", share=3, slo=Slo(tpot_s={"p99": 0.012})),
+        RequestClass(name="bulk", share=1, output=FixedLength(tokens=300)),
+    )
+    q = question(workload=LOAD.model_copy(update={"classes": classes}), tp=(1,), pp=(1,), devices=1)
+    tuned, loose = optimize(q, jobs=1), optimize(question(tp=(1,), pp=(1,), devices=1), jobs=1)
+    assert {limit.request_class for limit in tuned.result.limits} == {"interactive", "bulk"}
+    assert tuned.value < loose.value
+
+
+def test_says_what_stood_in_the_way() -> None:
+    with pytest.raises(
+        Infeasible, match=r"none meets the SLO\. The nearest, tp\S+, .*TPOT p99 .* ms \(limit 0\.1 ms\)"
+    ):
+        optimize(question(slo=Slo(tpot_s={"p99": 0.0001})), jobs=1)
+    with pytest.raises(Infeasible, match="no tp x pp of the search space fits 1 devices"):
+        optimize(question(devices=1, tp=(2,)), jobs=1)
+    large = load_model("llama-3.1-70b")
+    with pytest.raises(Infeasible, match=r"no plan fits the hardware\. The widest one, tp1-pp1-\S+: .* GiB"):
+        optimize(question(model=large, devices=1, tp=(1,), pp=(1,)), jobs=1)
+    with pytest.raises(UsageError, match="needs an slo"):
+        optimize(question(slo=Slo()), jobs=1)
+
+
+def test_an_interrupt_keeps_what_was_found() -> None:
+    calls: list[int] = []
+
+    def interrupt(done: int, total: int, best: Any) -> None:
+        calls.append(done)
+        if best is not None:
+            raise KeyboardInterrupt
+
+    tuned = optimize(question(devices=2), jobs=1, progress=interrupt)
+    assert tuned.interrupted
+    assert len({r.candidate.shape for r in tuned.rows}) == len(calls) < len(shapes(question().study))
+    assert tuned.result.meets_slo
+
+
+def test_curves_are_of_the_chosen_plan_and_its_rivals() -> None:
+    q = question()
+    tuned = optimize(q, jobs=1)
+    found = curves_module.curves(tuned, jobs=1)
+    assert found[0].candidate == tuned.chosen.candidate.name
+    cuts = [c.candidate.split("-x")[0] for c in found]
+    assert len(set(cuts)) == len(cuts), "one per tp x pp"
+    for curve in found:
+        rates = [p.rate_rps for p in curve.points]
+        assert rates == sorted(rates)
+        assert len(rates) == len(curves_module.FRACTIONS)
+        assert len(curve.ttft_quantiles_s) == 101
+    light, heavy = found[0].points[0], found[0].points[-1]
+    assert light.slo_attainment == 1.0
+    assert light.goodput_rps == pytest.approx(light.rate_rps)
+    assert heavy.goodput_rps is not None
+    assert heavy.goodput_rps < 0.9 * heavy.rate_rps
+
+
+@given(
+    seqs=st.sampled_from([1, 4, 32, 256]),
+    tokens=st.sampled_from([256, 1024, 8192]),
+    tp=st.sampled_from([1, 2]),
+    prompt=st.sampled_from([20, 400, 3000]),
+    output=st.sampled_from([1, 30, 500]),
+    seed=st.integers(0, 5),
+)
+@hypothesis_settings(max_examples=60)
+def test_no_schedule_beats_the_capacity_bound(
+    seqs: int, tokens: int, tp: int, prompt: int, output: int, seed: int
+) -> None:
+    """All requests at once, so that the engine is never idle: what it serves per second stays below the bound."""
+    load = LOAD.model_copy(
+        update={
+            "arrivals": Poisson(rate_rps=1e6),
+            "prompt": Lognormal(mean_tokens=prompt, sigma=0.5, max_tokens=6000),
+            "output": Lognormal(mean_tokens=output, sigma=0.5, max_tokens=2000),
+        }
+    )
+    q = replace(question(workload=load), study=question(workload=load).study.model_copy(update={"seed": seed}))
+    candidate = Candidate(Shape(tp, 1, 1), seqs, max(seqs, tokens))
+    deployment = deploy(candidate.plan(q.study, 8192), q.model, q.hardware)
+    stream = q.stream(1)
+    bound = Capacity(deployment.costs, stream, 8192).rps(deployment.lanes())
+    served = len(stream) / deployment.simulate(stream).duration_s
+    assert served <= bound * (1 + 1e-9)
+
+
+def test_the_bound_is_not_idle_talk() -> None:
+    """Under saturation the best engine settings reach a good part of the bound."""
+    load = LOAD.model_copy(update={"arrivals": Poisson(rate_rps=1e6), "requests": 3000})
+    q = question(workload=load)
+    deployment = deploy(Candidate(Shape(1, 1, 1), 256, 2048).plan(q.study, 8192), q.model, q.hardware)
+    stream = q.stream(1)
+    bound = Capacity(deployment.costs, stream, 8192).rps(deployment.lanes())
+    assert len(stream) / deployment.simulate(stream).duration_s > 0.6 * bound
+
+
+def test_some_lanes_stand_for_all() -> None:
+    """Some lanes of a wide deployment give the statistics of all of them, within what fewer requests allow."""
+    q = question(devices=8, workload=LOAD.model_copy(update={"requests": 4000}))
+    candidate = next(c for c in candidates(q) if c.shape == Shape(1, 1, 8))
+    deployment = deploy(candidate.plan(q.study, 8192), q.model, q.hardware)
+    stream = q.stream(8, 20.0)
+    some, all_of_them = deployment.simulate(stream, lanes=4), deployment.simulate(stream)
+    assert len(some.stream) == len(all_of_them.stream) / 2
+    assert some.offered_rate_rps == all_of_them.offered_rate_rps
+    for metric in ("ttft", "tpot", "e2el"):
+        ours, theirs = some.statistic(metric, "mean"), all_of_them.statistic(metric, "mean")
+        assert ours == pytest.approx(theirs, rel=0.05)
+    ours, theirs = some.summary()["output_tokens_per_s"], all_of_them.summary()["output_tokens_per_s"]
+    assert ours == pytest.approx(theirs, rel=0.05)
