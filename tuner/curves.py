@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from simtune.sim.deployment import deploy
 from simtune.sim.result import Result, quantiles
-from simtune.tuner.parallel import executor, ordered_map
+from simtune.parallel import executor, ordered_map
 from simtune.tuner.search import Question, Row, Tuned
 
 FRACTIONS = (0.2, 0.5, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5)

@@ -25,7 +25,7 @@ from simtune.specs.study import Study
 from simtune.specs.traces import Trace
 from simtune.specs.workload import ClosedLoop, Workload
 from simtune.tuner.bounds import Capacity
-from simtune.tuner.parallel import executor, ordered_map
+from simtune.parallel import executor, ordered_map
 from simtune.tuner.space import Candidate, Shape, members, shapes
 
 WAVE = 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from simtune.costs.compiled import compile_costs
@@ -95,16 +96,25 @@ class Deployment:
         return result
 
 
-def deploy(plan: Plan, model: Model, hardware: Hardware, costs: StepCosts | None = None) -> Deployment:
+def deploy(
+    plan: Plan,
+    model: Model,
+    hardware: Hardware,
+    costs: StepCosts | None = None,
+    *,
+    factors: Mapping[str, float] | None = None,
+) -> Deployment:
     """Check that the plan is possible and compile its costs, unless compiled ones are given.
 
-    Raises Infeasible, saying what is missing, when the model does not fit or the plan contradicts itself.
+    `factors` multiply the times of operator kinds (`simtune.costs.iteration.KINDS`), to draw a world in which they
+    are off. Raises Infeasible, saying what is missing, when the model does not fit or the plan contradicts itself.
     """
     (pool,) = plan.pools
     max_model_len = pool.max_model_len or model.max_position
     memory = check(pool, model, hardware)
     if costs is None:
-        costs = compile_costs(model, hardware, pool, max_model_len)
+        given = {} if factors is None else {"factors": factors}
+        costs = compile_costs(model, hardware, pool, max_model_len, **given)
     return Deployment(plan, model, hardware, memory, costs, max_model_len, pool)
 
 
