@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from simtune.parallel import executor, ordered_map
 from simtune.sim.deployment import deploy
 from simtune.sim.result import Result, quantiles
-from simtune.parallel import executor, ordered_map
 from simtune.tuner.search import Question, Row, Tuned
 
 FRACTIONS = (0.2, 0.5, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from simtune.costs.compiled import CompiledCosts, compile_costs
 from simtune.errors import Infeasible, UsageError
+from simtune.parallel import executor, ordered_map
 from simtune.sim.deployment import Deployment, check, deploy, length_limit
 from simtune.sim.requests import RequestStream, build_stream
 from simtune.sim.result import Result
@@ -25,7 +26,6 @@ from simtune.specs.study import Study
 from simtune.specs.traces import Trace
 from simtune.specs.workload import ClosedLoop, Workload
 from simtune.tuner.bounds import Capacity
-from simtune.parallel import executor, ordered_map
 from simtune.tuner.space import Candidate, Shape, members, shapes
 
 WAVE = 4
