@@ -8,6 +8,9 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+# Before numpy is loaded: on busy machines the threads of small matrix products only wait for one another.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 # The same examples on every machine, and no time limit on shared ones; HYPOTHESIS_PROFILE=explore looks further.
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("explore", deadline=None)

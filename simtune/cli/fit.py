@@ -1,16 +1,14 @@
-"""simtune fit: a hardware profile from tables others measured."""
+"""simtune fit: a hardware profile from tables others measured, or from another profile and a data sheet."""
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
 from pathlib import Path
 
 import click
 
+from simtune.cli.output import json_option, print_json, print_table, progress, quiet_option, write_file
 from simtune.errors import UsageError
-from simtune.specs.hardware import Hardware
+from simtune.specs.hardware import ARRAYS, Hardware
 
 COMMENT = """Fitted by `simtune fit`; edit the facts and fit again rather than this file.
 Only fitted numbers are stored here. The tables they come from, and their licences, are named under each
@@ -18,7 +16,7 @@ operator."""
 
 
 @click.command()
-@click.argument("sources", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="SOURCE...")
+@click.argument("sources", nargs=-1, type=click.Path(path_type=Path), metavar="[SOURCE]...")
 @click.option(
     "--facts",
     required=True,
@@ -29,74 +27,83 @@ operator."""
     "--out",
     required=True,
     type=click.Path(path_type=Path),
-    help="Folder to write profile.yaml into; made if absent.",
+    help="Folder to write profile.yaml and arrays.npz into; made if absent.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a table.")
+@click.option(
+    "--transfer-from",
+    "source_profile",
+    metavar="PROFILE",
+    help="Instead of tables: scale the fit of this measured profile by the ratio of the data sheets.",
+)
+@click.option("--allow-device", is_flag=True, help="Use tables measured on another device than the facts name.")
+@json_option
 @click.option("--force", is_flag=True, help="Replace a profile that is already there.")
-def fit(sources: tuple[Path, ...], facts: Path, out: Path, as_json: bool, force: bool) -> None:
+@quiet_option
+def fit(
+    sources: tuple[Path, ...],
+    facts: Path,
+    out: Path,
+    source_profile: str | None,
+    allow_device: bool,
+    as_json: bool,
+    force: bool,
+    quiet: bool,
+) -> None:
     """Fit a hardware profile from published tables of operator times.
 
-    A SOURCE is a table or a folder of tables: AIConfigurator (GEMM, attention, MoE, custom all-reduce) and
-    Vidur (mlp.csv, cpu_overheads.csv), plain or gzipped. Each fit is tested on rows it did not see; the
-    errors printed are those.
+    A SOURCE is a table or a folder of tables, as CSV (plain or gzipped), Parquet or measurements.jsonl: of
+    AIConfigurator, Vidur, LLMServingSim or simtune itself. Of two sources that have an operator the first one given
+    provides it. Each fit is tested on rows it did not see; the errors printed are those.
     """
     from simtune.costs.profile import Facts, build
     from simtune.costs.tables import read_tables
+    from simtune.costs.transfer import transfer
+    from simtune.specs import catalog
 
+    if bool(sources) == bool(source_profile):
+        raise click.UsageError("give tables to fit (SOURCE...), or a profile to transfer from (--transfer-from)")
     target = out / "profile.yaml"
     if target.exists() and not force:
         raise UsageError(f"{target}: there is a profile already; give --force to replace it")
     known = Facts.from_file(facts)
-    tables = read_tables(sources)
-    for note in tables.notes:
-        click.echo(note, err=True)
-    hardware = build(tables, known)
-    _write(target, hardware.to_yaml(COMMENT))
+    if source_profile:
+        hardware = transfer(catalog.load_hardware(source_profile), known)
+    else:
+        tables = read_tables(sources)
+        for note in tables.notes:
+            click.echo(note, err=True)
+        with progress("fitting", quiet) as update:
+            hardware = build(tables, known, allow_device=allow_device, progress=update)
+    # The profile comes last: where it is, its arrays are.
+    write_file(out / ARRAYS, hardware.arrays.to_bytes())
+    write_file(target, hardware.to_yaml(COMMENT))
     if as_json:
-        click.echo(json.dumps({"written": str(target), "profile": hardware.to_data()}, allow_nan=False, indent=2))
+        print_json({"written": str(target), "profile": hardware.to_data()})
     else:
         _show(hardware, target)
 
 
-def _write(target: Path, text: str) -> None:
-    """Whole or not at all: write beside the target, then rename."""
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        try:
-            with open(handle, "w", encoding="utf-8") as stream:
-                stream.write(text)
-            os.chmod(name, 0o644)
-            os.replace(name, target)
-        except BaseException:
-            os.unlink(name)
-            raise
-    except OSError as error:
-        raise UsageError(f"{target}: cannot be written ({error.strerror})") from None
-
-
 def _show(hardware: Hardware, target: Path) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"{hardware.name}: errors on rows the fit did not see")
-    table.add_column("operator")
-    table.add_column("points", justify="right")
-    table.add_column("split")
-    for name in ("train", "test", "median %", "p90 %", "max %"):
-        table.add_column(name, justify="right")
+    rows = []
     for key, operator in hardware.operators.items():
-        for row, errors in enumerate(operator.hold_out):
-            table.add_row(
-                "" if row else key,
-                "" if row else f"{operator.provenance.points:,}",
-                errors.split,
-                f"{errors.train_points:,}",
-                f"{errors.test_points:,}",
-                *(f"{100 * e:.1f}" for e in (errors.median, errors.p90, errors.max)),
+        for at, errors in enumerate(operator.hold_out):
+            rows.append(
+                (
+                    "" if at else key,
+                    errors.split,
+                    f"{errors.train_points:,}",
+                    f"{errors.test_points:,}",
+                    *(f"{100 * e:.1f}" for e in (errors.median, errors.p90, errors.max)),
+                    "-" if errors.coverage is None else f"{100 * errors.coverage:.0f}",
+                )
             )
-    console = Console()
-    console.print(table)
+    columns = ("operator", "rows held back", "train", "test", "median %", "p90 %", "max %", "in 90 % interval %")
+    print_table(f"{hardware.name}: errors on rows the fit did not see", columns, rows)
+    print_table(
+        "rows of the tables",
+        ("operator", "what became of them"),
+        [(key, operator.provenance.note or "") for key, operator in hardware.operators.items()],
+    )
     host = hardware.host
-    console.print(f"host: {1e3 * host.step_s:.2f} ms per step + {1e6 * host.per_sequence_s:.1f} us per sequence")
-    console.print(f"wrote {target}", soft_wrap=True)
+    click.echo(f"host: {1e3 * host.step_s:.2f} ms per step + {1e6 * host.per_sequence_s:.1f} us per sequence")
+    click.echo(f"wrote {target}")

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+
+from simtune.errors import UsageError
+
+if TYPE_CHECKING:
+    from simtune.sim.deployment import Deployment
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -26,6 +34,28 @@ force_option = click.option("--force", is_flag=True, help="Replace an earlier ru
 quiet_option = click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
 seed_option = click.option("--seed", type=click.IntRange(min=0), default=None, help="Seed of all random streams.")
 out_option = click.option("--out", type=click.Path(path_type=Path), default=None, help="Run directory to write.")
+
+
+def command_line() -> list[str]:
+    """The command as it can be typed again."""
+    return ["simtune", *sys.argv[1:]]
+
+
+def write_file(target: Path, content: str | bytes) -> None:
+    """Whole or not at all: write beside the target, then rename. Raises UsageError."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        try:
+            with open(handle, "wb") as stream:
+                stream.write(content.encode() if isinstance(content, str) else content)
+            os.chmod(name, 0o644)
+            os.replace(name, target)
+        except BaseException:
+            os.unlink(name)
+            raise
+    except OSError as error:
+        raise UsageError(f"{target}: cannot be written ({error.strerror})") from None
 
 
 def print_json(document: Any) -> None:
@@ -90,3 +120,13 @@ def milliseconds(seconds: float | None) -> str:
 
 def number(value: float | None, digits: int = 3) -> str:
     return "-" if value is None else f"{value:,.{digits}g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def note_estimates(deployment: Deployment) -> None:
+    """Say on stderr which operators the answer leans on without a table.
+
+    Sampling has none on any device and is small: the report says so, here it would only be noise.
+    """
+    estimated = [key for key in deployment.estimated if not key.startswith("sampling")]
+    if estimated:
+        click.echo(f"note: estimated from the data sheet, not fitted: {', '.join(estimated)}", err=True)

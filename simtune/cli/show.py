@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 import click
 
-from simtune.cli.output import json_option, print_json, print_table
+from simtune.cli.output import json_option, print_json, print_table, write_file
+from simtune.errors import UsageError
+
+if TYPE_CHECKING:
+    from simtune.specs.hardware import Hardware, Operator
 
 
 @click.command()
 @click.argument("reference", metavar="NAME_OR_FILE")
 @json_option
-def show(reference: str, as_json: bool) -> None:
+@click.option(
+    "--html",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Of a hardware profile: write one page with plots of its fits.",
+)
+@click.option("--force", is_flag=True, help="Replace FILE.")
+def show(reference: str, as_json: bool, html: Path | None, force: bool) -> None:
     """Print a spec by built-in name or file; of a hardware profile, also how far off its operators are."""
     from simtune.specs import catalog
     from simtune.specs.hardware import Hardware
 
     spec = catalog.load(reference)
+    if html is not None:
+        from simtune.report.hardware import render
+
+        if not isinstance(spec, Hardware):
+            raise UsageError(f"--html: {reference} is no hardware profile")
+        if html.exists() and not force:
+            raise UsageError(f"{html}: is there already; give --force to replace it")
+        write_file(html, render(spec))
+        click.echo(f"wrote {html}", err=True)
     if as_json:
         print_json(spec.to_data())
     elif isinstance(spec, Hardware):
@@ -24,29 +48,29 @@ def show(reference: str, as_json: bool) -> None:
         click.echo(spec.to_yaml(), nl=False)
 
 
-def _show_hardware(hardware: object) -> None:
-    from simtune.specs.hardware import Hardware
+def _show_hardware(hardware: Hardware) -> None:
+    from simtune.costs.operators import OPERATORS
+    from simtune.costs.predict import Z90, typical_log_sd
+    from simtune.report.hardware import facts
 
-    assert isinstance(hardware, Hardware)
-    device = hardware.device
-    click.echo(f"{hardware.name}: {device.name}, kernels of {hardware.engine}")
-    click.echo(
-        f"data sheet: {device.memory_bytes / 2**30:.1f} GiB visible, {device.memory_bytes_per_s / 1e12:.2f} TB/s, "
-        + ", ".join(f"{dtype} {rate / 1e12:.0f} TFLOP/s" for dtype, rate in device.flops_per_s.items())
-        + f" ({device.source})"
-    )
+    click.echo(f"{hardware.name}: {hardware.device.name}")
+    for key, value in facts(hardware):
+        click.echo(f"  {key}: {value}")
     rows = []
     for key, operator in hardware.operators.items():
         base = operator.base
+        coverage = operator.interval.coverage if operator.interval is not None else None
         rows.append(
             (
                 key,
-                f"{base.flops_per_s / 1e12:.1f}",
+                f"{base.flops_per_s / 1e12:.1f}" if OPERATORS[operator.kind].computes else "-",
                 f"{base.bytes_per_s / 1e12:.2f}",
                 f"{base.overhead_s * 1e6:.2f}",
                 f"{base.block_s * 1e6:.3f}",
                 f"{base.overlap_p:.2f}",
-                " ".join(f"{h.split} {h.median:.1%}/{h.p90:.1%}" for h in operator.hold_out),
+                f"× or ÷ {math.exp(Z90 * typical_log_sd(operator)):.2f}",
+                "-" if coverage is None else f"{coverage:.0%}",
+                _errors(operator),
                 operator.provenance.kind,
             )
         )
@@ -57,14 +81,30 @@ def _show_hardware(hardware: object) -> None:
         "overhead us",
         "block us",
         "p",
-        "hold-out error median/p90",
+        "90 % interval",
+        "covers",
+        "held back: median/p90",
         "provenance",
     )
     print_table("fitted operators", columns, rows)
-    for source in sorted({f"{o.provenance.source} ({o.provenance.licence})" for o in hardware.operators.values()}):
+    errors = [
+        (f"{key}, {h.split}", *(f"{100 * x:.1f}" for x in (h.median, h.p90, h.max)))
+        for key, operator in hardware.operators.items()
+        for h in operator.hold_out
+    ]
+    if errors:
+        print_table("errors on rows held back, %", ("operator, rows held back", "median", "p90", "max"), errors)
+    for source in dict.fromkeys(
+        f"{o.provenance.source} ({o.provenance.licence or 'own'})" for o in hardware.operators.values()
+    ):
         click.echo(f"source: {source}")
-    host = hardware.host
-    click.echo(
-        f"host: {host.step_s * 1e3:.2f} ms per step + {host.per_sequence_s * 1e6:.1f} us per sequence, "
-        f"{host.provenance.kind} ({host.provenance.source})"
-    )
+    for key, operator in hardware.operators.items():
+        if operator.provenance.note:
+            click.echo(f"{key}: {operator.provenance.note}")
+
+
+def _errors(operator: Operator) -> str:
+    if not operator.hold_out:
+        return "-"
+    first = operator.hold_out[0]
+    return f"{first.median:.1%}/{first.p90:.1%}"

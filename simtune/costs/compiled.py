@@ -6,22 +6,29 @@ attention: knots over the mean context, eight per octave, with whole ticks at th
 context token between them. Because both are integers, a pure decode step is exactly affine in the context
 tokens between two knots, which is what `simtune.costs.protocol.StepCosts` asks for.
 
+Base times are tabulated densely. What residuals and curves add to them costs a thousand times more to
+evaluate and is smooth: its logarithm is taken on knots, summed over all operators of a table, and
+interpolated. Two things a residual may do on noisy data are not let through: decode attention that falls with
+the context, and prefill attention that falls with the length of the prompt. Where they do, a table follows the
+middle between what it has reached before and what it comes down to later (`_rising`), so that no chunk of a
+prompt takes less than no time.
+
 `LinearCosts` is the same face on four numbers, for oracles and for users with a formula of their own.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from simtune.costs.iteration import StepModel
+from simtune.costs.iteration import StepModel, padded_tokens
 from simtune.costs.operators import Array
 from simtune.costs.protocol import UNBOUNDED
 from simtune.costs.ticks import TICKS_PER_SECOND, to_ticks
@@ -30,6 +37,7 @@ from simtune.specs.model import Model
 from simtune.specs.plan import Pool
 
 KNOTS_PER_OCTAVE = 8
+CORRECTION_KNOTS_PER_OCTAVE = 4
 
 
 class _Row(NamedTuple):
@@ -40,35 +48,71 @@ class _Row(NamedTuple):
     slopes: list[int]  # ticks per context token from each knot on
 
 
-def compile_costs(model: Model, hardware: Hardware, pool: Pool, max_model_len: int) -> CompiledCosts:
+def compile_costs(
+    model: Model, hardware: Hardware, pool: Pool, max_model_len: int, factors: Mapping[str, float] | None = None
+) -> CompiledCosts:
     """The step costs of one instance of the pool for requests of up to max_model_len tokens.
 
-    Raises Infeasible when the model cannot be sharded as the pool asks, or the profile lacks an operator or
+    `factors` multiply the times of kinds (`simtune.costs.iteration.KINDS`), to draw a world in which they are
+    off. Raises Infeasible when the model cannot be sharded as the pool asks, or the profile lacks an operator or
     link.
     """
-    return CompiledCosts(StepModel(model, hardware, pool), pool, max_model_len)
+    return CompiledCosts(model, hardware, pool, max_model_len, factors)
+
+
+def _uncorrected(hardware: Hardware) -> Hardware:
+    """The same operators by their base parameters alone."""
+    nothing = {"residual": None, "curves": ()}
+    operators = {key: operator.model_copy(update=nothing) for key, operator in hardware.operators.items()}
+    return hardware.model_copy(update={"operators": operators})
 
 
 class CompiledCosts:
-    """Step costs of one instance; see the module. Answers for any batch within the pool's limits."""
+    """Step costs of one instance; see the module. Answers for any batch within the pool's limits.
 
-    def __init__(self, step_model: StepModel, pool: Pool, max_model_len: int) -> None:
-        self._model = step_model
-        self._async = pool.async_scheduling
+    What goes to another process is what it was compiled from; it is compiled there again.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        hardware: Hardware,
+        pool: Pool,
+        max_model_len: int,
+        factors: Mapping[str, float] | None = None,
+    ) -> None:
+        self._compiled_from = (model, hardware, pool, max_model_len, factors)
+        self._model = self._plain = step_model = StepModel(model, hardware, pool, factors=factors)
+        if any(operator.residual or operator.curves for operator in hardware.operators.values()):
+            self._plain = StepModel(model, _uncorrected(hardware), pool, factors=factors)
         self._max_num_seqs = pool.batching.max_num_seqs
         budget = max(pool.batching.max_num_batched_tokens, self._max_num_seqs)
         tokens = np.arange(1, budget + 1, dtype=np.float64)
         samples = np.arange(1, self._max_num_seqs + 1, dtype=np.float64)
         lengths = np.arange(1, max_model_len + 1, dtype=np.float64)
-        self._linear = [0, *_ticks(_total(step_model.linear(tokens)))]
-        self._head = [0, *_ticks(_total(step_model.head(samples)))]
-        self._prefill = [0, *_ticks(step_model.prefill(lengths))]
-        self._chunk = to_ticks(step_model.prefill_overhead_s)
-        self._host = [to_ticks(step_model.host_s(n)) for n in range(self._max_num_seqs + 1)]
-        windows = {shape.window for shape in step_model.attention if shape.window is not None}
-        self._contexts = _knots(max_model_len, windows)
+        overhead_s = step_model.prefill_overhead_s
+        padded = padded_tokens(tokens) if pool.cuda_graphs else tokens
+        linear = self._dense(lambda model, x: _total(model.linear(x)), padded)
+        prefill = self._dense(lambda model, x: model.prefill(x) + overhead_s, lengths) - overhead_s
+        prefill = _rising(np.maximum(prefill, 0))
+        past = self._dense(lambda model, x: model.past(x), lengths)
+        self._linear = [0, *_ticks(linear)]
+        self._head = [0, *_ticks(self._dense(lambda model, x: _total(model.head(x)), samples))]
+        self._prefill = [0, *_ticks(prefill)]
+        # What a chunk after so many cached tokens is not charged: their prefill, less what it does again for them.
+        self._cached = [0, *_ticks(prefill - past)]
+        self._chunk = to_ticks(overhead_s)
+        # A step takes max(GPU, floor) + after: the host hides behind the GPU or comes after it.
+        launch = to_ticks(step_model.launch_s)
+        host = [to_ticks(step_model.host_s(n)) for n in range(self._max_num_seqs + 1)]
+        self._floor = [max(launch, ticks) if pool.async_scheduling else launch for ticks in host]
+        self._after = [0 if pool.async_scheduling else ticks for ticks in host]
+        self._contexts = _knots(KNOTS_PER_OCTAVE, max_model_len, step_model.windows)
         self._rows: list[_Row | None] = [None] * (self._max_num_seqs + 1)
         self._context_cost_s: float | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CompiledCosts, self._compiled_from
 
     def decode(self, num_decodes: int, context_tokens: int) -> tuple[int, int, int]:
         """See `simtune.costs.protocol.StepCosts.decode`."""
@@ -80,36 +124,67 @@ class CompiledCosts:
         slope = per_token * num_decodes
         at += 1
         span = -((context_tokens - starts[at]) // num_decodes) if at < len(starts) else UNBOUNDED
-        host = self._host[num_decodes]
-        if not self._async:
-            return ticks + host, slope, span
-        if ticks >= host:
-            return ticks, slope, span
+        floor, after = self._floor[num_decodes], self._after[num_decodes]
+        if ticks >= floor:
+            return ticks + after, slope, span
         if slope:
-            span = min(span, (host - ticks) // slope + 1)
-        return host, 0, span
+            span = min(span, (floor - ticks) // slope + 1)
+        return floor + after, 0, span
 
     def mixed(self, num_decodes: int, context_tokens: int, chunks: Sequence[tuple[int, int]], num_samples: int) -> int:
         """See `simtune.costs.protocol.StepCosts.mixed`."""
-        prefill = self._prefill
+        prefill, cached = self._prefill, self._cached
         tokens = num_decodes
         ticks = self._chunk * len(chunks) + self._head[num_samples]
         for past, new in chunks:
             tokens += new
-            ticks += prefill[past + new] - prefill[past]
+            ticks += prefill[past + new] - cached[past]
         ticks += self._linear[tokens]
         if num_decodes:
             starts, values, slopes = self._rows[num_decodes] or self._row(num_decodes)
             at = bisect_right(starts, context_tokens, 1) - 1
             ticks += values[at] + slopes[at] * (context_tokens - starts[at])
-        host = self._host[num_decodes + len(chunks)]
-        if self._async:
-            return ticks if ticks > host else host
-        return ticks + host
+        num_seqs = num_decodes + len(chunks)
+        floor = self._floor[num_seqs]
+        return (ticks if ticks > floor else floor) + self._after[num_seqs]
+
+    def _dense(self, seconds: Callable[[StepModel, Array], Array], x: Array) -> Array:
+        """Seconds at all x: the plain model's, times what the step model makes of them at knots among the x."""
+        plain = seconds(self._plain, x)
+        if self._plain is self._model:
+            return plain
+        knots = _sizes(x)
+        at_knots = seconds(self._plain, knots)
+        some = at_knots > 0
+        ratio = np.where(some, seconds(self._model, knots) / np.where(some, at_knots, 1), 1)
+        corrected: Array = plain * np.exp(np.interp(np.log(x), np.log(knots), np.log(ratio)))
+        return corrected
+
+    @cached_property
+    def _decode_correction(self) -> tuple[Array, Array, Array]:
+        """(log numbers of decodes, log contexts, log ratio of the step model to the plain one at both)."""
+        counts = _knots(CORRECTION_KNOTS_PER_OCTAVE, self._max_num_seqs, set())
+        contexts = _knots(CORRECTION_KNOTS_PER_OCTAVE, int(self._contexts[-1]), self._model.windows)
+        ratio = [self._model.decode(int(n), contexts) / self._plain.decode(int(n), contexts) for n in counts]
+        return np.log(counts), np.log(contexts), np.log(ratio)
+
+    def _decode_s(self, num_decodes: int, contexts: Array) -> Array:
+        """Seconds of decode attention: base times what was interpolated between numbers of decodes, then
+        between contexts.
+        """
+        plain = self._plain.decode(num_decodes, contexts)
+        if self._plain is self._model:
+            return plain
+        counts, log_contexts, log_ratio = self._decode_correction
+        above = min(max(1, int(np.searchsorted(counts, np.log(num_decodes)))), len(counts) - 1)
+        share = (np.log(num_decodes) - counts[above - 1]) / (counts[above] - counts[above - 1])
+        at_count = (1 - share) * log_ratio[above - 1] + share * log_ratio[above]
+        corrected: Array = plain * np.exp(np.interp(np.log(contexts), log_contexts, at_count))
+        return _rising(corrected)
 
     def _row(self, num_decodes: int) -> _Row:
         contexts = self._contexts
-        ticks = np.rint(self._model.decode(num_decodes, contexts) * TICKS_PER_SECOND).astype(np.int64)
+        ticks = np.rint(self._decode_s(num_decodes, contexts) * TICKS_PER_SECOND).astype(np.int64)
         starts = contexts.astype(np.int64) * num_decodes
         # Rounded down, so that no segment ends above the knot it leads to.
         slopes = np.diff(ticks) // np.diff(starts)
@@ -122,23 +197,25 @@ class CompiledCosts:
     # with m tokens, C context tokens and n sampled rows; the host is left out, which only lowers the bound.
 
     def linear_minorants(self) -> list[tuple[float, float]]:
-        """Lines c0 + c1 m in seconds, none above what a step's m tokens take.
+        """Lines c0 + c1 m in seconds, c0 and c1 >= 0, none above what a step's m tokens take.
 
-        They are the lower convex hull, less its edges that are within 0.1 % of parallel to the one before.
+        They are the lower convex hull of the largest non-decreasing table below the one charged, less its edges
+        that are within 0.1 % of parallel to the one before. Edges that would meet the axis below zero give way to
+        the steepest line through the origin.
         """
+        table = np.minimum.accumulate(np.array(self._linear[:0:-1]))[::-1]
+        steepest = float((table / np.arange(1, len(table) + 1)).min())
         hull: list[tuple[int, int]] = []
-        for point in enumerate(self._linear[1:], start=1):
+        for point in enumerate(table.tolist(), start=1):
             while len(hull) > 1 and _turns_down(hull[-2], hull[-1], point):
                 hull.pop()
             hull.append(point)
-        if len(hull) == 1:
-            return [(hull[0][1] / TICKS_PER_SECOND, 0.0)]
-        lines: list[tuple[float, float]] = []
+        lines = [(float(hull[0][1]), 0.0)]
         for (m0, t0), (m1, t1) in pairwise(hull):
-            c1 = (t1 - t0) / (m1 - m0) / TICKS_PER_SECOND
-            if not lines or c1 > 1.001 * lines[-1][1]:
-                lines.append((t0 / TICKS_PER_SECOND - c1 * m0, c1))
-        return lines
+            c1 = min((t1 - t0) / (m1 - m0), steepest)
+            if c1 > 1.001 * lines[-1][1]:
+                lines.append((max(0.0, t0 - c1 * m0), c1))
+        return [(c0 / TICKS_PER_SECOND, c1 / TICKS_PER_SECOND) for c0, c1 in lines]
 
     def context_cost_s(self) -> float:
         """The largest c with decode attention >= c C for all batches within the pool's limits.
@@ -220,17 +297,36 @@ def _total(by_kind: dict[str, Array]) -> Array:
     return total
 
 
+def _rising(values: Array) -> Array:
+    """Never falling: the mean of the running maximum and of the minimum still to come, both the values themselves
+    where these rise.
+    """
+    reached, to_come = np.maximum.accumulate(values), np.minimum.accumulate(values[::-1])[::-1]
+    return (reached + to_come) / 2
+
+
 def _ticks(seconds: Array) -> list[int]:
     ticks: list[int] = np.rint(seconds * TICKS_PER_SECOND).astype(np.int64).tolist()
     return ticks
 
 
-def _knots(longest: int, windows: set[int]) -> Array:
-    """Whole context lengths from 1 to `longest` (at least 2), geometric, and every window's edge."""
+def _knots(per_octave: int, longest: int, windows: set[int]) -> Array:
+    """Whole numbers from 1 to `longest` (at least 2), geometric, and every window's edge."""
     longest = max(2, longest)
-    count = round(KNOTS_PER_OCTAVE * np.log2(longest)) + 1
+    count = round(per_octave * np.log2(longest)) + 1
     knots = set(np.rint(np.geomspace(1, longest, count)).astype(int).tolist())
     return np.array(sorted(knots | {w for w in windows if w < longest}), dtype=np.float64)
+
+
+def _sizes(x: Array) -> Array:
+    """Knots among ascending sizes: all of them where few, eight per octave, and both sides of every tile of
+    128 rows up to 8,192.
+    """
+    sizes = np.unique(x)
+    edges = np.arange(128, 8193, 128)
+    wanted = np.concatenate([sizes[:64], edges, edges + 1, _knots(KNOTS_PER_OCTAVE, int(sizes[-1]), set())])
+    at = np.searchsorted(sizes, wanted[wanted <= sizes[-1]])
+    return np.unique(sizes[at])
 
 
 def _turns_down(a: tuple[int, int], b: tuple[int, int], c: tuple[int, int]) -> bool:

@@ -1,26 +1,321 @@
-"""Fit the base parameters of one operator to measured times, and say how far off the fit is on times it did
-not see.
+"""Fit one operator to measured times, and say how far off the fit is on times it did not see.
+
+Four steps, each optional but the first: the base parameters; curves for what has one size only; a Gaussian
+process on the log residuals of the rest; and an interval calibrated on times left out of the fit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from simtune.costs.operators import OPERATORS, Array, Setting, Terms
-from simtune.costs.predict import base_seconds
+from simtune.costs import curve
+from simtune.costs.operators import OPERATORS, Array, Setting, Shape, Terms
+from simtune.costs.predict import LEVEL, Z90, Predictor, base_seconds
+from simtune.costs.residual import MAX_POINTS, Process, cover, features, fit_process
 from simtune.costs.tables import HostTable, Table, take
-from simtune.specs.hardware import BaseFit, HoldOut
+from simtune.specs.hardware import BaseFit, Curve, HoldOut, Interval, Operator, OperatorKind, Provenance, Residual
 
 TRAIN_POINTS = 200
 TEST_POINTS = 3000
+BASE_POINTS = 2000
+"""Rows the base is fitted on; more of them change its parameters by less than a per cent."""
 
+CALIBRATION_POINTS = 1000
+_FOLDS = 5
+_SMALLEST_SD = 1e-4
+_FEWEST = 15  # points for which a residual or a curve per group is worth having, and rows a split must test
 _SCALE = 0.1  # deviations of 10 % and more count linearly
 _SHEET_SHARE = 0.7  # kernels reach about 70 % of the data sheet
 _PRIOR_SD = np.array([0.7, 0.7, 0.5, 1.5, 1.0])  # of log flops_per_s, bytes_per_s, overhead_s, block_s, overlap_p - 1
 _STARTS = (0.0, -1.5, 1.0)  # shifts of both log rates from the prior
 _MAX_EVALUATIONS = 200
+_DIGITS = 6
+
+Rows = NDArray[np.intp]
+Mask = NDArray[np.bool_]
+
+
+class Split(NamedTuple):
+    """A way to hold rows back: which ones, none of them trained on, where training takes from all the others.
+
+    `random` has no held rows of its own: it tests on whatever was not trained on.
+    """
+
+    name: str
+    held: Callable[[Shape, np.random.Generator], Mask] | None
+
+
+def unseen(*names: str) -> Split:
+    """A fifth of all combinations of these parameters held back whole."""
+
+    def fifth(shape: Shape, rng: np.random.Generator) -> Mask:
+        _, group = np.unique(np.column_stack([shape[name] for name in names]), axis=0, return_inverse=True)
+        group = group.ravel()
+        held: Mask = np.isin(group, rng.permutation(group.max() + 1)[: (group.max() + 1) // 5])
+        return held
+
+    return Split(f"unseen ({', '.join(names)})", fifth)
+
+
+def above(what: str, limit: float, *names: str) -> Split:
+    """Rows with any of these parameters above the limit held back."""
+
+    def held(shape: Shape, rng: np.random.Generator) -> Mask:
+        beyond: Mask = np.max([shape[name] for name in names], axis=0) > limit
+        return beyond
+
+    return Split(f"{what} > {limit:g} trained below", held)
+
+
+def _every_second(shape: Shape, rng: np.random.Generator) -> Mask:
+    """Every second size of every group but the smallest and the largest."""
+    sizes = shape["bytes"]
+    held = np.zeros(len(sizes), dtype=np.bool_)
+    for n in np.unique(shape["devices"]):
+        rows = np.flatnonzero(shape["devices"] == n)
+        held[rows[np.argsort(sizes[rows])][1:-1:2]] = True
+    return held
+
+
+RANDOM = Split("random", None)
+EVERY_SECOND = Split("every second size", _every_second)
+_COLLECTIVE = (EVERY_SECOND, above("devices", 4, "devices"))
+
+SPLITS: dict[OperatorKind, tuple[Split, ...]] = {
+    "gemm": (RANDOM, unseen("n", "k"), above("dims", 8192, "n", "k")),
+    "prefill_attention": (RANDOM, above("tokens", 4096, "tokens")),
+    "decode_attention": (RANDOM, above("batch", 64, "batch"), above("context", 8192, "context")),
+    "mla_prefill": (RANDOM, above("tokens", 4096, "tokens")),
+    "mla_decode": (RANDOM, above("batch", 64, "batch"), above("context", 8192, "context")),
+    "moe": (RANDOM, unseen("hidden", "intermediate", "experts_per_token", "experts")),
+    "all_reduce": _COLLECTIVE,
+    "all_gather": _COLLECTIVE,
+    "reduce_scatter": _COLLECTIVE,
+    "all_to_all": _COLLECTIVE,
+}
+"""How a fit of each kind is tested; kinds not named here on random rows."""
+
+
+def fit_operator(
+    table: Table, processors: int, flops_per_s: float, bytes_per_s: float, provenance: Provenance
+) -> tuple[Operator, dict[str, NDArray[Any]]]:
+    """The operator of a table with all its hold-out errors, and the arrays of its residual by name.
+
+    The rates are those of the data sheet. Tables that the user measured keep their points as exact curves;
+    of others only fitted numbers are kept.
+    """
+    sheet = (processors, flops_per_s, bytes_per_s)
+    operator, arrays = _fit(table, *sheet, provenance)
+    splits = SPLITS.get(table.kind, (RANDOM,))
+    errors = [e for split in splits if (e := hold_out(table, *sheet, split)) is not None]
+    found: dict[str, Any] = {"hold_out": tuple(errors)}
+    if operator.interval is not None and errors:
+        found["interval"] = operator.interval.model_copy(update={"coverage": errors[0].coverage})
+    return operator.model_copy(update=found), arrays
+
+
+def hold_out(
+    table: Table,
+    processors: int,
+    flops_per_s: float,
+    bytes_per_s: float,
+    split: Split = RANDOM,
+    *,
+    train_points: int = TRAIN_POINTS,
+    seed: int = 0,
+) -> HoldOut | None:
+    """Errors of a fit on `train_points` random rows (at most half of them for a random split) of those a split
+    leaves to it, on up to 3,000 others; None if it leaves or tests fewer than a dozen.
+    """
+    train, test = split_rows(table, split, train_points, seed)
+    if min(len(train), len(test)) < _FEWEST:
+        return None
+    fitted = fit_predictor(take(table, train), processors, flops_per_s, bytes_per_s)
+    held_back = take(table, test)
+    ratio = fitted.seconds(**held_back.shape) / held_back.seconds
+    error = np.abs(ratio - 1)
+    covered = np.abs(np.log(ratio)) <= Z90 * fitted.log_sd(**held_back.shape)
+    return HoldOut(
+        split=split.name,
+        train_points=len(train),
+        test_points=len(test),
+        median=round(float(np.median(error)), 4),
+        p90=round(float(np.quantile(error, 0.9)), 4),
+        max=round(float(error.max()), 4),
+        coverage=round(float(covered.mean()), 4),
+    )
+
+
+def split_rows(table: Table, split: Split, train_points: int = TRAIN_POINTS, seed: int = 0) -> tuple[Rows, Rows]:
+    """(train, test) rows of a split, disjoint."""
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(len(table))
+    if split.held is None:
+        count = min(train_points, len(table) // 2)
+        return order[:count], order[count:][:TEST_POINTS]
+    held = split.held(table.shape, rng)
+    return order[~held[order]][:train_points], order[held[order]][:TEST_POINTS]
+
+
+def fit_predictor(table: Table, processors: int, flops_per_s: float, bytes_per_s: float) -> Predictor:
+    """What `fit_operator` would ship for this table, ready to predict."""
+    nobody = Provenance(kind="assumed", source="a test")
+    operator, arrays = _fit(table, processors, flops_per_s, bytes_per_s, nobody)
+    return Predictor(operator, processors, arrays)
+
+
+def _fit(
+    table: Table, processors: int, flops_per_s: float, bytes_per_s: float, provenance: Provenance
+) -> tuple[Operator, dict[str, NDArray[Any]]]:
+    setting = Setting.of(processors, table.dtype, table.kv_dtype)
+    base = fit_base(_sample(table), processors, flops_per_s, bytes_per_s)
+    lines = _lines(table, setting)
+    residual: Residual | None = None
+    arrays: dict[str, NDArray[Any]] = {}
+    if lines and table.kind != "gemm":
+        interval = _curve_interval(lines, table)
+    else:
+        chosen, rest = _points(table, setting)
+        process = _fit_process(chosen, base, setting)
+        if process is None:
+            interval = _flat_interval(np.log(table.seconds / _base_of(table, base, setting)))
+        else:
+            residual, arrays = process.spec(table.key)
+            scored = [(process, base, rest)] if len(rest) else _folds(chosen, setting, (flops_per_s, bytes_per_s))
+            interval = _residual_interval("split" if len(rest) else "folds", scored, setting)
+    operator = Operator(
+        kind=table.kind,
+        dtype=table.dtype,
+        kv_dtype=table.kv_dtype,
+        variant=table.variant,
+        base=base,
+        curves=tuple(_fit_curve(line, table) for line in lines),
+        residual=residual,
+        interval=interval,
+        box={name: (float(x.min()), float(x.max())) for name, x in table.shape.items()},
+        hold_out=(),
+        provenance=provenance,
+    )
+    return operator, arrays
+
+
+def _points(table: Table, setting: Setting) -> tuple[Table, Table]:
+    """The rows a residual is fitted on, and random ones of the others to calibrate its interval."""
+    if len(table) <= MAX_POINTS:
+        return table, take(table, np.empty(0, dtype=np.intp))
+    chosen = cover(features(table.kind, table.shape, setting), MAX_POINTS)
+    others = np.setdiff1d(np.arange(len(table)), chosen)
+    rest = np.random.default_rng(0).permutation(others)[:CALIBRATION_POINTS]
+    return take(table, np.sort(chosen)), take(table, rest)
+
+
+def _fit_process(table: Table, base: BaseFit, setting: Setting) -> Process | None:
+    if len(table) < _FEWEST:
+        return None
+    z = np.log(table.seconds / _base_of(table, base, setting))
+    return fit_process(features(table.kind, table.shape, setting), z)
+
+
+def _base_of(table: Table, base: BaseFit, setting: Setting) -> Array:
+    return base_seconds(OPERATORS[table.kind].terms(table.shape, setting), **base.model_dump())
+
+
+class _Line(NamedTuple):
+    """Rows that one curve goes through, in ascending x."""
+
+    at: dict[str, float]
+    x: Array
+    seconds: Array
+
+
+def _lines(table: Table, setting: Setting) -> list[_Line]:
+    """The rows of a table by what one curve shares; none for kinds that have no curves.
+
+    Matrix products have curves only where the user measured them: others' rows are not ours to keep.
+    """
+    if table.kind not in curve.CURVES or (table.kind == "gemm" and table.origin.kind != "measured"):
+        return []
+    shared = curve.CURVES[table.kind]
+    x = curve.along(table.kind, table.shape, OPERATORS[table.kind].terms(table.shape, setting))
+    values = np.column_stack([np.zeros(len(table)), *(table.shape[name] for name in shared)])
+    lines = []
+    for value in np.unique(values, axis=0):
+        rows = np.flatnonzero((values == value).all(1))
+        rows = rows[np.argsort(x[rows], kind="stable")]
+        if len(np.unique(x[rows])) >= curve.FEWEST:
+            at = dict(zip(shared, value[1:].tolist(), strict=True))
+            lines.append(_Line(at, x[rows], table.seconds[rows]))
+    return lines
+
+
+def _fit_curve(line: _Line, table: Table) -> Curve:
+    if table.origin.kind == "measured" and len(np.unique(line.x)) == len(line.x):
+        return curve.exact(*line)
+    return curve.fit_curve(*line, table.resolution_s)
+
+
+def _folds(table: Table, setting: Setting, sheet: tuple[float, float]) -> list[tuple[Process, BaseFit, Table]]:
+    """For each fifth of the rows, the fit of the other four fifths."""
+    order = np.random.default_rng(0).permutation(len(table))
+    folds = []
+    for part in np.array_split(order, _FOLDS):
+        kept = take(table, np.setdiff1d(order, part))
+        base = fit_base(kept, setting.processors, *sheet)
+        process = _fit_process(kept, base, setting)
+        if process is not None:
+            folds.append((process, base, take(table, part)))
+    return folds
+
+
+def _residual_interval(
+    method: Literal["folds", "split"], scored: list[tuple[Process, BaseFit, Table]], setting: Setting
+) -> Interval:
+    """From rows that the processes did not see: their log errors in units of the sd predicted there."""
+    scores, sds = [], []
+    for process, base, table in scored:
+        x = process.standardised(features(table.kind, table.shape, setting))
+        sds.append(process.sd(x))
+        scores.append(np.abs(np.log(table.seconds / _base_of(table, base, setting)) - process.mean(x)) / sds[-1])
+    quantile = conformal_quantile(np.concatenate(scores))
+    typical = float(np.median(np.concatenate(sds))) * quantile / Z90
+    return Interval(method=method, quantile=_short(quantile), log_sd=_short(typical))
+
+
+def _curve_interval(lines: list[_Line], table: Table) -> Interval:
+    """From every second row of every line, predicted by a curve through the others."""
+    off = []
+    for line in lines:
+        for first in (0, 1):
+            kept = _fit_curve(_Line(line.at, line.x[first::2], line.seconds[first::2]), table)
+            off.append(np.log(line.seconds[1 - first :: 2] / curve.seconds(kept, line.x[1 - first :: 2])))
+    return _flat_interval(np.concatenate(off))
+
+
+def _flat_interval(log_errors: Array) -> Interval:
+    log_sd = conformal_quantile(np.abs(log_errors)) / Z90
+    return Interval(method="split", quantile=_short(Z90), log_sd=_short(max(log_sd, _SMALLEST_SD)))
+
+
+def conformal_quantile(scores: Array, level: float = LEVEL) -> float:
+    """The ceil((n + 1) level) smallest of n scores, or their maximum: a new score is below it with probability
+    `level` if it is exchangeable with them.
+    """
+    rank = min(len(scores), int(np.ceil((len(scores) + 1) * level)))
+    return float(np.sort(scores)[rank - 1])
+
+
+def _sample(table: Table) -> Table:
+    rows = np.random.default_rng(0).permutation(len(table))[:BASE_POINTS]
+    return take(table, np.sort(rows))
+
+
+def _short(value: float) -> float:
+    """To six significant digits: more would only look exact."""
+    return float(f"{value:.{_DIGITS}g}")
 
 
 def fit_base(table: Table, processors: int, flops_per_s: float, bytes_per_s: float) -> BaseFit:
@@ -50,53 +345,13 @@ def fit_base(table: Table, processors: int, flops_per_s: float, bytes_per_s: flo
         for shift in _STARTS
     ]
     best = np.exp(min(fits, key=lambda fit: float(fit.cost)).x)
-    return BaseFit(flops_per_s=best[0], bytes_per_s=best[1], overhead_s=best[2], block_s=best[3], overlap_p=1 + best[4])
+    best[4] += 1
+    return BaseFit(**{name: _short(value) for name, value in zip(BaseFit.model_fields, best, strict=True)})
 
 
 def _seconds(terms: Terms, theta: Array) -> Array:
     flops_per_s, bytes_per_s, overhead_s, block_s, overlap = np.exp(theta)
     return base_seconds(terms, flops_per_s, bytes_per_s, overhead_s, block_s, 1 + overlap)
-
-
-def hold_out(
-    table: Table,
-    processors: int,
-    flops_per_s: float,
-    bytes_per_s: float,
-    *,
-    unseen: Sequence[str] = (),
-    train_points: int = TRAIN_POINTS,
-    seed: int = 0,
-) -> HoldOut:
-    """Errors of a fit on `train_points` random rows (at most half of them), on up to 3,000 rows it did not
-    see.
-
-    With `unseen` parameter names, a fifth of all their combinations is held back, and the test is on these
-    alone.
-    """
-    rng = np.random.default_rng(seed)
-    order = rng.permutation(len(table))
-    train, test = order, order
-    if unseen:
-        _, group = np.unique(np.column_stack([table.shape[name] for name in unseen]), axis=0, return_inverse=True)
-        group = group.ravel()
-        held = np.isin(group, rng.permutation(group.max() + 1)[: (group.max() + 1) // 5])
-        train, test = order[~held[order]], order[held[order]]
-    count = min(train_points, len(table) // 2)
-    train = train[:count]
-    test = (test if unseen else test[count:])[:TEST_POINTS]
-    fit = fit_base(take(table, train), processors, flops_per_s, bytes_per_s)
-    held_back = take(table, test)
-    terms = OPERATORS[table.kind].terms(held_back.shape, Setting.of(processors, table.dtype, table.kv_dtype))
-    error = np.abs(base_seconds(terms, **fit.model_dump()) / held_back.seconds - 1)
-    return HoldOut(
-        split="unseen (" + ", ".join(unseen) + ")" if unseen else "random",
-        train_points=len(train),
-        test_points=len(test),
-        median=float(np.median(error)),
-        p90=float(np.quantile(error, 0.9)),
-        max=float(error.max()),
-    )
 
 
 def fit_host(table: HostTable) -> tuple[float, float]:

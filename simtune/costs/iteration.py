@@ -4,43 +4,61 @@ A step with B decodes and some prefill chunks runs every matrix product once ove
 attention once over all decodes, prefill attention once per chunk, and the head over the rows that get a
 token:
 
-    T_gpu = linear(m) + decode(B, C / B) + sum of prefill(past + tokens) - prefill(past) + overhead +
-    head(samples)
+    T_gpu = linear(m) + decode(B, C / B) + sum of [prefill(past + tokens) - prefill(past) + past(past) +
+    overhead] + head(samples)
 
 summed over all layers and all pipeline stages. The tables were measured under CUDA graphs, so no launch
-cost is added, and token counts up to 512 are padded to the sizes for which vLLM captures graphs.
+cost is added, and token counts up to 512 are padded to the sizes for which vLLM captures graphs. Without
+graphs nothing is padded, and no step is shorter than the launches of its kernels: max(T_gpu, T_launch).
 Asynchronous engines hide the host: T = max(T_gpu, T_host); others add it. With pipeline parallelism T_gpu
 is the latency of one step through all stages and the sends between them.
 
+With expert parallelism, as vLLM does it without data parallelism, every rank has all tokens, computes what
+its own experts have to say, and the usual all-reduce adds that up; the step waits for the busiest rank
+(`simtune.costs.operators.moe.rank_load`). No all-to-all happens.
+
 Known leanings. To the slow side: a sliding window over sequences of unequal length is taken at their mean
-length. To the fast side: quantising activations is taken as fused into the norms, logits are computed for
-sampled rows only, and a pipeline stage that is longer than the others does not hold them up.
+length. To the fast side: activations are quantised inside norms and activation functions, and by a kernel of
+their own only behind attention; reading the past of a chunk of few tokens is not counted; logits are computed
+for sampled rows only; a pipeline stage that is longer than the others does not hold them up. Under the base
+form the mean context of a batch is enough (see `StepModel.decode`); a residual on top of it may make one long
+sequence alone slower than the batch at its mean, and that floor is not applied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
+from simtune.costs.layers import AttentionLayer, attention_layer
 from simtune.costs.operators import Array
+from simtune.costs.operators.moe import rank_load
 from simtune.costs.predict import Predictor, Profile
 from simtune.errors import Infeasible
 from simtune.specs.base import DTYPE_BYTES
-from simtune.specs.hardware import Hardware, Link
-from simtune.specs.model import DenseFeedForward, LayerGroup, Model, MoeFeedForward, SlidingAttention
+from simtune.specs.hardware import Hardware
+from simtune.specs.model import (
+    Attention,
+    DenseFeedForward,
+    FeedForward,
+    FullAttention,
+    LinearAttention,
+    Model,
+    MoeFeedForward,
+)
 from simtune.specs.plan import Parallelism, Pool
 
 CAPTURE_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 """Token counts for which vLLM captures CUDA graphs; a smaller step runs as the next larger one."""
 
-SAMPLING_S = 30e-6
-SAMPLING_PASSES = 4
-"""Sampling is assumed, not measured: 30 us of small kernels, and four passes over the logits in fp32 at
-data-sheet bandwidth (cast, temperature, softmax, draw). The study gives 20-40 us plus an unknown number of
-passes."""
+LAUNCH_S = 7.5e-6
+"""Of one kernel without a CUDA graph. Assumed: 5-10 us are usual where Python launches them."""
+
+_QUANTISED_ACTIVATIONS = ("fp8", "int8")
 
 KINDS = (
     "gemm",
@@ -78,13 +96,12 @@ class Batch:
         return self.num_decodes + len(self.chunks)
 
 
-class AttentionShape(NamedTuple):
-    """Attention of one layer on one tensor-parallel rank; window None is full attention."""
+class _Layers(NamedTuple):
+    """Equal layers, on one rank."""
 
-    heads: int
-    kv_heads: int
-    head_dim: int
-    window: int | None
+    attention: AttentionLayer
+    feed_forward: FeedForward
+    number: int
 
 
 class _Part(NamedTuple):
@@ -102,29 +119,34 @@ def check_parallelism(model: Model, parallelism: Parallelism) -> None:
     if pp > model.num_layers:
         raise Infeasible(f"model {model.name}: pp {pp} exceeds its {model.num_layers} layers")
     for group in model.layers:
-        heads, kv_heads = group.attention.heads, group.attention.kv_heads
+        heads, shared = group.attention.heads, _shared_heads(group.attention)
         if heads % tp:
             raise Infeasible(f"{where}: tp must divide the {heads} attention heads")
-        if max(kv_heads, tp) % min(kv_heads, tp):
-            raise Infeasible(f"{where}: tp must divide the {kv_heads} KV heads or be a multiple of their number")
-        for width in _widths(group):
+        if max(shared, tp) % min(shared, tp):
+            raise Infeasible(f"{where}: tp must divide the {shared} KV heads or be a multiple of their number")
+        for width in _split_widths(group.feed_forward, parallelism):
             if width % tp:
                 raise Infeasible(f"{where}: tp must divide the feed-forward width {width}")
+    experts = [g.feed_forward.experts for g in model.layers if isinstance(g.feed_forward, MoeFeedForward)]
+    if parallelism.expert_parallel and min(experts, default=tp) < tp:
+        raise Infeasible(f"{where}: expert_parallel needs an expert for every rank, and there are {min(experts)}")
+    if parallelism.expert_parallel and not experts:
+        raise Infeasible(f"model {model.name}: expert_parallel is for mixtures of experts, and it is none")
 
 
-def _widths(group: LayerGroup) -> list[int]:
-    feed_forward = group.feed_forward
-    widths = [feed_forward.intermediate_size]
-    if isinstance(feed_forward, MoeFeedForward) and feed_forward.shared_intermediate_size:
-        widths.append(feed_forward.shared_intermediate_size)
-    return widths
+def _shared_heads(attention: Attention) -> int:
+    """Heads that several query heads share, and that are repeated where they are fewer than ranks."""
+    if isinstance(attention, FullAttention):
+        return attention.kv_heads
+    return attention.key_heads if isinstance(attention, LinearAttention) else 1
 
 
-def attention_shape(group: LayerGroup, tp: int) -> AttentionShape:
-    """What one rank computes; KV heads are repeated where there are fewer of them than ranks."""
-    a = group.attention
-    window = a.window if isinstance(a, SlidingAttention) else None
-    return AttentionShape(a.heads // tp, max(1, a.kv_heads // tp), a.head_dim, window)
+def _split_widths(feed_forward: FeedForward, parallelism: Parallelism) -> list[int]:
+    """Widths that tp splits."""
+    if isinstance(feed_forward, DenseFeedForward):
+        return [feed_forward.intermediate_size]
+    experts = [] if parallelism.expert_parallel else [feed_forward.intermediate_size]
+    return [*experts, feed_forward.shared_intermediate_size]
 
 
 def padded_tokens(tokens: Array) -> Array:
@@ -137,11 +159,13 @@ def padded_tokens(tokens: Array) -> Array:
 class StepModel:
     """GPU and host time of the steps of one model on the devices of one pool.
 
-    Raises Infeasible when the model cannot be sharded as the pool asks, or the profile lacks an operator or
-    link.
+    `factors` multiply the times of kinds (`KINDS`), to draw a world in which they are off. Raises Infeasible
+    when the model cannot be sharded as the pool asks, or the profile lacks an operator or link.
     """
 
-    def __init__(self, model: Model, hardware: Hardware, pool: Pool) -> None:
+    def __init__(
+        self, model: Model, hardware: Hardware, pool: Pool, *, factors: Mapping[str, float] | None = None
+    ) -> None:
         check_parallelism(model, pool.parallelism)
         if pool.parallelism.tp > hardware.device.devices_per_node:
             raise Infeasible(
@@ -149,68 +173,83 @@ class StepModel:
                 "devices, and all-reduce was measured inside one node only; use a smaller tp and more pp"
             )
         self._model, self._hardware, self._pool = model, hardware, pool
+        self._factors = factors or {}
         self._tp = pool.parallelism.tp
         self._profile = Profile(hardware)
         self._row_bytes = model.hidden_size * DTYPE_BYTES[model.dtype]
+        equal: dict[tuple[Attention, FeedForward], int] = {}
+        for group in model.layers:
+            kind = (group.attention, group.feed_forward)
+            equal[kind] = equal.get(kind, 0) + group.count
+        self._layers = [
+            _Layers(attention_layer(model, attention, self._tp), feed_forward, count)
+            for (attention, feed_forward), count in equal.items()
+        ]
+        kv_dtype = pool.kv_cache.dtype or model.dtype
+        self._attention = [
+            (layers.number, layers.attention.costs(self._profile, model.dtype, kv_dtype)) for layers in self._layers
+        ]
         self._linear = self._linear_parts()
         self._head = self._head_parts()
+        windows = {layers.attention.window for layers in self._layers}
+        self.windows = {window for window in windows if window is not None}
+        """Sliding windows in tokens."""
+        self.prefill_overhead_s = self._factor("prefill_attention") * sum(
+            layers * costs.overhead_s for layers, costs in self._attention
+        )
+        """What each prefill chunk costs besides its share of `prefill` and its `past`."""
+        kernels = model.num_layers + sum(part.times for part in (*self._linear, *self._head))
+        self.launch_s = 0.0 if pool.cuda_graphs else LAUNCH_S * kernels
+        """What launching the kernels of a step takes where no graph does it; no step is shorter."""
 
-        kv_dtype = pool.kv_cache.dtype or model.dtype
-        self._decode = self._profile.predictor("decode_attention", model.dtype, kv_dtype=kv_dtype)
-        self._prefill = self._profile.predictor("prefill_attention", model.dtype, kv_dtype=kv_dtype)
-        self.attention: dict[AttentionShape, int] = {}
-        """Distinct attention shapes of one rank, with their numbers of layers."""
-        for group in model.layers:
-            shape = attention_shape(group, self._tp)
-            self.attention[shape] = self.attention.get(shape, 0) + group.count
-        self.prefill_overhead_s = model.num_layers * self._prefill.overhead_s
-        """What each prefill chunk costs besides its share of `prefill`."""
+    @property
+    def estimated(self) -> set[str]:
+        """Operators that no fit covers, by their keys in a profile: their times are off a data sheet."""
+        return set(self._profile.estimated)
 
     def linear(self, num_tokens: Array) -> dict[str, Array]:
         """Seconds per kind of all calls that depend on the number of tokens in the step only."""
-        return _by_kind(self._linear, padded_tokens(np.asarray(num_tokens, dtype=np.float64)))
+        tokens = np.asarray(num_tokens, dtype=np.float64)
+        return self._by_kind(self._linear, padded_tokens(tokens) if self._pool.cuda_graphs else tokens)
 
     def head(self, num_samples: Array) -> dict[str, Array]:
         """Seconds of the language-model head and of sampling, for at least one row each."""
-        return _by_kind(self._head, np.asarray(num_samples, dtype=np.float64))
+        return self._by_kind(self._head, np.asarray(num_samples, dtype=np.float64))
 
-    def decode(self, num_decodes: int, mean_context: Array) -> Array:
-        """Seconds of decode attention in all layers.
+    def decode(self, num_decodes: int, mean_context: Array, width: int = 1) -> Array:
+        """Seconds of decode attention in all layers, with `width` query tokens for each sequence.
 
         The mean is enough for sequences of unequal length: kernels split the KV evenly over processors, and
         under the base form the batch at its mean never takes less than its longest sequence alone.
         """
         context = np.asarray(mean_context, dtype=np.float64)
         total = np.zeros_like(context)
-        for shape, layers in self.attention.items():
-            total += layers * self._decode.seconds(
-                batch=num_decodes,
-                context=context,
-                heads=shape.heads,
-                kv_heads=shape.kv_heads,
-                head_dim=shape.head_dim,
-                window=context if shape.window is None else shape.window,
-            )
-        return total
+        for layers, costs in self._attention:
+            total += layers * costs.decode(num_decodes, context, width)
+        return self._factor("decode_attention") * total
 
     def prefill(self, num_tokens: Array) -> Array:
         """Seconds of causal attention over prompts of these lengths in all layers, less `prefill_overhead_s`.
 
-        A chunk of t tokens after p cached ones takes prefill(p + t) - prefill(p) + prefill_overhead_s.
+        A chunk of t tokens after p cached ones takes prefill(p + t) - prefill(p) + past(p) +
+        prefill_overhead_s.
         """
         tokens = np.asarray(num_tokens, dtype=np.float64)
         total = np.zeros_like(tokens)
-        for shape, layers in self.attention.items():
-            seconds = self._prefill.seconds(
-                batch=1,
-                tokens=tokens,
-                heads=shape.heads,
-                kv_heads=shape.kv_heads,
-                head_dim=shape.head_dim,
-                window=tokens if shape.window is None else shape.window,
-            )
-            total += layers * (seconds - self._prefill.overhead_s)
-        return total
+        for layers, costs in self._attention:
+            total += layers * costs.prefill(tokens)
+        return self._factor("prefill_attention") * total
+
+    def past(self, num_tokens: Array) -> Array:
+        """Seconds a chunk spends on so many cached tokens before it attends to them, in all layers.
+
+        Latent attention spells out their keys and values again; others have nothing to do.
+        """
+        tokens = np.asarray(num_tokens, dtype=np.float64)
+        total = np.zeros_like(tokens)
+        for layers, costs in self._attention:
+            total += layers * costs.past(tokens)
+        return self._factor("prefill_attention") * total
 
     def host_s(self, num_seqs: int) -> float:
         """Seconds the engine's host side needs for a step with this many sequences."""
@@ -230,23 +269,33 @@ class StepModel:
             parts["decode_attention"] = float(self.decode(batch.num_decodes, mean)[0])
         if batch.chunks:
             past, new = np.array(batch.chunks, dtype=np.float64).T
-            seconds = self.prefill(past + new) - self.prefill(past) + self.prefill_overhead_s
+            seconds = self.prefill(past + new) - self.prefill(past) + self.past(past) + self.prefill_overhead_s
             parts["prefill_attention"] = float(seconds.sum())
         return {kind: parts[kind] for kind in KINDS if kind in parts}
 
     def seconds(self, batch: Batch) -> float:
         """Seconds of one step, host included."""
-        gpu, host = sum(self.breakdown(batch).values()), self.host_s(batch.num_seqs)
+        gpu, host = max(sum(self.breakdown(batch).values()), self.launch_s), self.host_s(batch.num_seqs)
         return max(gpu, host) if self._pool.async_scheduling else gpu + host
+
+    def _factor(self, kind: str) -> float:
+        return self._factors.get(kind, 1.0)
+
+    def _by_kind(self, parts: Sequence[_Part], rows: Array) -> dict[str, Array]:
+        seconds: dict[str, Array] = {}
+        for part in parts:
+            seconds[part.kind] = seconds.get(part.kind, 0.0) + part.times * part.seconds(rows)
+        return {kind: self._factor(kind) * total for kind, total in seconds.items()}
 
     def _linear_parts(self) -> list[_Part]:
         model, tp = self._model, self._tp
         parts: list[_Part] = []
-        for group in model.layers:
-            parts += self._attention_parts(group) + self._feed_forward_parts(group)
-            parts.append(self._elementwise("norm", 2 * group.count, 4 * model.hidden_size))  # with the residual added
+        for attention, feed_forward, count in self._layers:
+            parts += self._attention_parts(attention, count)
+            parts += self._feed_forward_parts(feed_forward, count)
+            parts.append(self._elementwise("norm", 2 * count, 4 * model.hidden_size))  # with the residual added
             if tp > 1:
-                parts.append(self._all_reduce(2 * group.count))
+                parts.append(self._all_reduce(2 * count))
         parts.append(self._elementwise("add", 1, 2 * model.hidden_size))  # embedding: one row read, one written
         parts.append(self._elementwise("norm", 1, 4 * model.hidden_size))
         if tp > 1:
@@ -254,32 +303,36 @@ class StepModel:
         parts += self._send_parts()
         return parts
 
-    def _attention_parts(self, group: LayerGroup) -> list[_Part]:
-        hidden, layers, shape = self._model.hidden_size, group.count, attention_shape(group, self._tp)
-        qk = (shape.heads + shape.kv_heads) * shape.head_dim
-        qkv = qk + shape.kv_heads * shape.head_dim
-        return [
-            self._gemm(layers, qkv, hidden),
-            self._gemm(layers, hidden, shape.heads * shape.head_dim),
-            self._elementwise("rope", layers, 2 * qk),
-        ]
+    def _attention_parts(self, layer: AttentionLayer, layers: int) -> list[_Part]:
+        parts = [self._gemm(layers, n, k) for n, k in layer.products]
+        parts += [self._elementwise(variant, layers, width) for variant, width in layer.small]
+        if self._model.weight_dtype in _QUANTISED_ACTIVATIONS:
+            quantise, width = self._profile.predictor("quantise", self._model.weight_dtype), layer.output_width
+            parts.append(_Part("elementwise", layers, lambda m: quantise.seconds(m=m, k=width)))
+        return parts
 
-    def _feed_forward_parts(self, group: LayerGroup) -> list[_Part]:
-        feed_forward, layers = group.feed_forward, group.count
+    def _feed_forward_parts(self, feed_forward: FeedForward, layers: int) -> list[_Part]:
         if isinstance(feed_forward, DenseFeedForward):
             return self._dense_parts(layers, feed_forward.intermediate_size, feed_forward.gated)
         parts = [self._gemm(layers, feed_forward.experts, self._model.hidden_size, self._model.dtype)]
         if feed_forward.shared_intermediate_size:
             parts += self._dense_parts(layers, feed_forward.shared_intermediate_size, True)
         moe = self._profile.predictor("moe", self._model.weight_dtype)
+        experts, per_token, skew = feed_forward.experts, feed_forward.experts_per_token, feed_forward.routing_skew
+        ep = self._tp if self._pool.parallelism.expert_parallel else 1
         fixed = {
             "hidden": self._model.hidden_size,
-            "intermediate": feed_forward.intermediate_size // self._tp,
-            "experts_per_token": feed_forward.experts_per_token,
-            "experts": feed_forward.experts,
-            "ep": 1,
+            "intermediate": feed_forward.intermediate_size * ep // self._tp,
+            "experts_per_token": per_token,
+            "experts": experts,
+            "ep": ep,
+            "skew": skew,
         }
-        return [*parts, _Part("moe", layers, lambda m: moe.seconds(tokens=m, **fixed))]
+
+        def seconds(m: Array) -> Array:
+            return moe.seconds(tokens=m * rank_load(m, experts, per_token, ep, skew), **fixed)
+
+        return [*parts, _Part("moe", layers, seconds)]
 
     def _dense_parts(self, layers: int, intermediate: int, gated: bool) -> list[_Part]:
         hidden, width, factor = self._model.hidden_size, intermediate // self._tp, 2 if gated else 1
@@ -290,14 +343,17 @@ class StepModel:
         ]
 
     def _send_parts(self) -> list[_Part]:
-        parallelism = self._pool.parallelism
+        parallelism, dtype = self._pool.parallelism, self._model.dtype
         across = -(-parallelism.devices // self._hardware.device.devices_per_node) - 1
         parts = []
-        for name, times in (("intra_node", parallelism.pp - 1 - across), ("inter_node", across)):
+        for link, times in ((None, parallelism.pp - 1 - across), ("inter_node", across)):
             if times > 0:
-                link = self._link(name)
-                parts.append(_Part("send", times, self._transfer(link, self._row_bytes)))
+                send = self._profile.predictor("send_recv", dtype, variant=link)
+                parts.append(_Part("send", times, partial(self._send, send)))
         return parts
+
+    def _send(self, send: Predictor, rows: Array) -> Array:
+        return send.seconds(bytes=rows * self._row_bytes)
 
     def _head_parts(self) -> list[_Part]:
         model, tp = self._model, self._tp
@@ -305,10 +361,13 @@ class StepModel:
         gemm = self._gemm(1, vocab, model.hidden_size, model.dtype)
         parts = [_Part("head", 1, gemm.seconds)]
         if tp > 1:
-            gathered = vocab * (tp - 1) * DTYPE_BYTES[model.dtype]
-            parts.append(_Part("head", 1, self._transfer(self._link("intra_node"), gathered)))
-        pass_s = model.vocab_size * DTYPE_BYTES["fp32"] / self._hardware.device.memory_bytes_per_s
-        parts.append(_Part("sampling", 1, lambda n: SAMPLING_S + SAMPLING_PASSES * pass_s * n))
+            gather, row_bytes = (
+                self._profile.predictor("all_gather", model.dtype),
+                vocab * tp * DTYPE_BYTES[model.dtype],
+            )
+            parts.append(_Part("head", 1, lambda n: gather.seconds(devices=tp, bytes=n * row_bytes)))
+        sampling = self._profile.predictor("sampling", "fp32")
+        parts.append(_Part("sampling", 1, lambda n: sampling.seconds(rows=n, vocab=model.vocab_size)))
         return parts
 
     def _gemm(self, times: int, n: int, k: int, dtype: str | None = None) -> _Part:
@@ -320,24 +379,5 @@ class StepModel:
         return _Part("elementwise", times, lambda m: operator.seconds(rows=m, width=width))
 
     def _all_reduce(self, times: int) -> _Part:
-        all_reduce: Predictor = self._profile.predictor("all_reduce", self._model.dtype)
+        all_reduce = self._profile.predictor("all_reduce", self._model.dtype)
         return _Part("all_reduce", times, lambda m: all_reduce.seconds(devices=self._tp, bytes=m * self._row_bytes))
-
-    def _transfer(self, link: Link, bytes_per_row: float) -> Callable[[Array], Array]:
-        return lambda rows: link.latency_s + rows * (bytes_per_row / link.bytes_per_s)
-
-    def _link(self, name: str) -> Link:
-        link = self._hardware.links.get(name)
-        if link is None:
-            raise Infeasible(
-                f"hardware {self._hardware.name}: it has no link {name}, which tp {self._tp} pp "
-                f"{self._pool.parallelism.pp} needs; add links.{name} to its profile"
-            )
-        return link
-
-
-def _by_kind(parts: Sequence[_Part], rows: Array) -> dict[str, Array]:
-    seconds: dict[str, Array] = {}
-    for part in parts:
-        seconds[part.kind] = seconds.get(part.kind, 0.0) + part.times * part.seconds(rows)
-    return seconds

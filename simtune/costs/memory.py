@@ -4,13 +4,19 @@ Weights and KV bytes per token follow from the model and agree with published st
 %. What vLLM measures by a dummy run (activations, graphs, contexts) is `other_bytes`, a starting formula
 that no log has confirmed beyond one device: single-GPU logs imply 1.2-1.4 GiB, others 0.4-3 GiB. Where the
 KV cache is small, give `kv_cache.num_blocks` from a log of the engine itself.
+
+What a sequence needs however long it is, the states of linear attention, is set aside for max_num_seqs
+sequences. A sliding window is either counted like that, as a whole window for every seat, or in full for every
+token, whichever leaves more tokens; engines share one pool of pages among both and do at least as well as the
+better of the two.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from simtune.costs.iteration import attention_shape, check_parallelism
+from simtune.costs.iteration import check_parallelism
+from simtune.costs.layers import attention_layer
 from simtune.errors import Infeasible
 from simtune.specs.base import DTYPE_BYTES
 from simtune.specs.hardware import Hardware
@@ -34,6 +40,8 @@ class Memory:
     other_bytes: float
     kv_bytes: float
     """Left for the KV cache, or the size of the cache asked for by `kv_cache.num_blocks`."""
+    seat_bytes: float
+    """Set aside for max_num_seqs sequences, whatever their lengths: states, and windows where that is better."""
     kv_bytes_per_token: float
     block_size: int
     num_blocks: int
@@ -59,20 +67,21 @@ def stage_layers(model: Model, pp: int) -> list[list[LayerGroup]]:
 def weights_bytes(model: Model, parallelism: Parallelism, stage: int) -> float:
     """Bytes of weights on each rank of a pipeline stage, embeddings and head included where they stand.
 
-    Biases and quantisation scales are left out; they are below 1 %.
+    Biases and the scales of 8-bit weights are left out; they are below 1 %. With expert parallelism it is the
+    rank with the most experts.
     """
     tp, pp = parallelism.tp, parallelism.pp
     hidden = model.hidden_size
     plain, matrix = DTYPE_BYTES[model.dtype], DTYPE_BYTES[model.weight_dtype]
     total = 0.0
     for group in stage_layers(model, pp)[stage]:
-        shape = attention_shape(group, tp)
-        total += matrix * hidden * shape.head_dim * 2 * (shape.heads + shape.kv_heads)
+        total += matrix * sum(n * k for n, k in attention_layer(model, group.attention, tp).products)
         total += plain * 2 * hidden
         feed_forward = group.feed_forward
         if isinstance(feed_forward, MoeFeedForward):
-            gated = feed_forward.experts * feed_forward.intermediate_size + feed_forward.shared_intermediate_size
-            total += matrix * 3 * hidden * gated / tp + plain * hidden * feed_forward.experts
+            experts = -(-feed_forward.experts // tp) if parallelism.expert_parallel else feed_forward.experts / tp
+            gated = experts * feed_forward.intermediate_size + feed_forward.shared_intermediate_size / tp
+            total += matrix * 3 * hidden * gated + plain * hidden * feed_forward.experts
         else:
             total += matrix * (3 if feed_forward.gated else 2) * hidden * feed_forward.intermediate_size / tp
     embedding = plain * hidden * -(-model.vocab_size // tp)
@@ -83,12 +92,27 @@ def weights_bytes(model: Model, parallelism: Parallelism, stage: int) -> float:
 
 
 def kv_bytes_per_token(model: Model, parallelism: Parallelism, stage: int, kv_dtype: str) -> float:
-    """KV bytes one token takes on each rank of a stage. Sliding-window layers are counted in full."""
-    values = 0
+    """KV bytes one token takes on each rank of a stage, sliding windows counted in full."""
+    return _cache(model, parallelism, stage, kv_dtype, None)[0]
+
+
+def _cache(
+    model: Model, parallelism: Parallelism, stage: int, kv_dtype: str, longest: int | None
+) -> tuple[float, float]:
+    """(KV bytes per token, bytes per sequence besides) on each rank of a stage.
+
+    With `longest`, the most tokens a sequence has, sliding windows are counted per sequence.
+    """
+    per_token = per_sequence = 0.0
     for group in stage_layers(model, parallelism.pp)[stage]:
-        shape = attention_shape(group, parallelism.tp)
-        values += 2 * shape.kv_heads * shape.head_dim
-    return values * DTYPE_BYTES[kv_dtype]
+        layer = attention_layer(model, group.attention, parallelism.tp)
+        values = layer.values_per_token * DTYPE_BYTES[kv_dtype]
+        per_sequence += layer.state_bytes(model.dtype)
+        if longest is None or layer.window is None:
+            per_token += values
+        else:
+            per_sequence += values * min(layer.window, longest)
+    return per_token, per_sequence
 
 
 def other_bytes(model: Model, pool: Pool) -> float:
@@ -102,7 +126,8 @@ def other_bytes(model: Model, pool: Pool) -> float:
     samples = min(pool.batching.max_num_seqs, tokens)
     logits = 2 * DTYPE_BYTES["fp32"] * samples * model.vocab_size / tp
     communicators = COMMUNICATOR_BYTES * ((tp > 1) + (pp > 1))
-    return CONTEXT_BYTES + GRAPHS_BYTES + activations + logits + communicators
+    graphs = GRAPHS_BYTES if pool.cuda_graphs else 0.0
+    return CONTEXT_BYTES + graphs + activations + logits + communicators
 
 
 def _active_width(group: LayerGroup) -> int:
@@ -112,14 +137,14 @@ def _active_width(group: LayerGroup) -> int:
     return feed_forward.intermediate_size
 
 
-def kv_capacity(model: Model, hardware: Hardware, pool: Pool) -> Memory:
+def kv_capacity(model: Model, hardware: Hardware, pool: Pool, extra_weights_bytes: float = 0.0) -> Memory:
     """Memory of the tightest rank of one instance of the pool.
 
-    Raises Infeasible when not even one block is left for requests, saying how much is missing and what
-    would help.
+    `extra_weights_bytes` stand on every rank beside the model, such as a draft model's. Raises Infeasible when
+    not even one block is left for requests, saying how much is missing and what would help.
     """
     check_parallelism(model, pool.parallelism)
-    ranks = [_rank(model, hardware, pool, stage) for stage in range(pool.parallelism.pp)]
+    ranks = [_rank(model, hardware, pool, stage, extra_weights_bytes) for stage in range(pool.parallelism.pp)]
     tightest = min(ranks, key=lambda rank: rank.num_blocks)
     if tightest.num_blocks < 1:
         raise Infeasible(f"model {model.name} on {hardware.name}: {_shortage(pool, tightest)}")
@@ -131,22 +156,47 @@ def _shortage(pool: Pool, rank: Memory) -> str:
     if pool.kv_cache.num_blocks is not None:
         return f"kv_cache.num_blocks {pool.kv_cache.num_blocks} leaves none for requests; give at least 2"
     missing = 2 * rank.block_size * rank.kv_bytes_per_token - rank.kv_bytes
+    seats = f", {pool.batching.max_num_seqs} seats {rank.seat_bytes / GIB:.2f} GiB" if rank.seat_bytes else ""
     return (
         f"with tp {tp} pp {pp} {missing / GIB:.2f} GiB per device are missing: weights take "
-        f"{rank.weights_bytes / GIB:.2f} GiB and everything else {rank.other_bytes / GIB:.2f} GiB "
+        f"{rank.weights_bytes / GIB:.2f} GiB{seats} and everything else {rank.other_bytes / GIB:.2f} GiB "
         f"of {rank.utilization:.2f} x {rank.total_bytes / GIB:.2f} GiB; more tp or pp, fp8 weights, a higher "
         "kv_cache.memory_utilization or a smaller batching.max_num_batched_tokens would help"
     )
 
 
-def _rank(model: Model, hardware: Hardware, pool: Pool, stage: int) -> Memory:
-    kv_cache, parallelism = pool.kv_cache, pool.parallelism
-    weights = weights_bytes(model, parallelism, stage)
+def _rank(model: Model, hardware: Hardware, pool: Pool, stage: int, extra_weights_bytes: float) -> Memory:
+    """One rank of a stage, windows counted the better way."""
+    longest = pool.max_model_len or model.max_position
+    kv_dtype = pool.kv_cache.dtype or model.dtype
+    counted = {_cache(model, pool.parallelism, stage, kv_dtype, limit) for limit in (None, longest)}
+    ranks = [_counted(model, hardware, pool, stage, extra_weights_bytes, *cache) for cache in counted]
+    return max(ranks, key=lambda rank: (rank.num_blocks, rank.kv_bytes))
+
+
+def _counted(
+    model: Model,
+    hardware: Hardware,
+    pool: Pool,
+    stage: int,
+    extra_weights_bytes: float,
+    per_token: float,
+    per_sequence: float,
+) -> Memory:
+    kv_cache, max_num_seqs = pool.kv_cache, pool.batching.max_num_seqs
+    weights = weights_bytes(model, pool.parallelism, stage) + extra_weights_bytes
     other = other_bytes(model, pool)
-    per_token = kv_bytes_per_token(model, parallelism, stage, kv_cache.dtype or model.dtype)
     total = hardware.device.memory_bytes
-    kv_bytes = kv_cache.memory_utilization * total - weights - other
-    blocks = int(kv_bytes // (kv_cache.block_size * per_token))
+    seats = max_num_seqs * per_sequence
+    kv_bytes = kv_cache.memory_utilization * total - weights - other - seats
+    if per_token == 0 and kv_bytes >= 0:
+        # Nothing grows with the tokens: all seats hold requests of any length. They are the cache.
+        blocks = 1 + max_num_seqs * -(-(pool.max_model_len or model.max_position) // kv_cache.block_size)
+        kv_bytes, seats = seats, 0.0
+        per_token = kv_bytes / (blocks * kv_cache.block_size)
+    else:
+        per_token = per_token or per_sequence / kv_cache.block_size
+        blocks = int(kv_bytes // (kv_cache.block_size * per_token))
     if kv_cache.num_blocks is not None:
         blocks = kv_cache.num_blocks
         kv_bytes = blocks * kv_cache.block_size * per_token
@@ -156,6 +206,7 @@ def _rank(model: Model, hardware: Hardware, pool: Pool, stage: int) -> Memory:
         weights_bytes=weights,
         other_bytes=other,
         kv_bytes=kv_bytes,
+        seat_bytes=seats,
         kv_bytes_per_token=per_token,
         block_size=kv_cache.block_size,
         num_blocks=max(0, blocks - 1),

@@ -1,18 +1,36 @@
-"""Predicted seconds of one operator, and the way to find the right operator in a hardware profile.
+"""Predicted seconds of one operator, how far off they may be, and the way to find the right operator in a
+hardware profile.
 
 Everything downstream calls `Predictor.seconds(**shape)` and nothing else, whatever stands behind it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cached_property
+from statistics import NormalDist, median
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from simtune.costs import curve
+from simtune.costs.estimate import estimate
 from simtune.costs.operators import OPERATORS, Array, Setting, Terms, operator_key
-from simtune.errors import Infeasible
-from simtune.specs.hardware import BaseFit, Hardware, Operator, OperatorKind
+from simtune.costs.residual import Process, features
+from simtune.errors import Infeasible, Problem, SpecError
+from simtune.specs.hardware import ARRAYS, Arrays, Hardware, Operator, OperatorKind
+
+LEVEL = 0.9
+Z90 = NormalDist().inv_cdf((1 + LEVEL) / 2)
+
+OUTSIDE = 1.5
+"""Intervals outside the measured box are this much wider. No method is valid there; see the study's coverage
+of 77-97 % at a nominal 90 %."""
+
+DATA_SHEET_LOG_SD = 0.35
+"""Log error where nothing was measured: 75 % of the data sheet's rates plus 5 us are 9-16 % off at the median
+and 30-76 % at p90 over five GPUs (the study's table of transfers), and log(1.76) = 0.35 x 1.645."""
 
 _SAME_KERNELS = {"fp16": "bf16"}
 """Both are two bytes wide and run at the same rate on every device with tables here."""
@@ -32,41 +50,120 @@ def base_seconds(
 
 
 class Predictor:
-    """Time of one operator as a function of its shape parameters (`simtune.costs.operators`)."""
+    """Time of one operator as a function of its shape parameters (`simtune.costs.operators`).
 
-    def __init__(self, operator: Operator, processors: int) -> None:
+    A measured curve through the shape answers where there is one; otherwise the base times what the residual
+    process says. Outside the measured box that correction fades to nothing within the process's own lengths, and
+    the base is left; there is no step at the edge, where the base alone is up to three times as far off
+    (benchmarks/costs/test_outside.py). `arrays` are those of the profile. Raises SpecError when they do not fit
+    the operator.
+    """
+
+    def __init__(self, operator: Operator, processors: int, arrays: Mapping[str, NDArray[Any]] | None = None) -> None:
+        self.operator = operator
         self.overhead_s = operator.base.overhead_s
-        self._base = operator.base
-        self._box = operator.box
-        self._operator = OPERATORS[operator.kind]
+        self._base = operator.base.model_dump()
+        self._terms_of = OPERATORS[operator.kind]
         self._setting = Setting.of(processors, operator.dtype, operator.kv_dtype)
+        self._arrays = Arrays({}) if arrays is None else arrays
+        shared = curve.CURVES.get(operator.kind, ())
+        self._curves = {tuple(c.at[name] for name in shared): c for c in operator.curves}
+        self._shared = shared
 
     def seconds(self, **shape: ArrayLike) -> Array:
         """Seconds of calls of these shapes; scalars and arrays broadcast against each other."""
-        fit: BaseFit = self._base
-        return base_seconds(
-            self._operator.terms(self._arrays(shape), self._setting),
-            fit.flops_per_s,
-            fit.bytes_per_s,
-            fit.overhead_s,
-            fit.block_s,
-            fit.overlap_p,
-        )
+        x = self._columns(shape)
+        terms = self._terms_of.terms(x, self._setting)
+        base = np.asarray(base_seconds(terms, **self._base))
+        if self._process is not None:
+            work = terms.bytes > 0  # a call without work takes its overhead, no more
+            base[work] *= np.exp(self._process.mean(self._standardised(x, work)))
+        return self._along_curves(x, terms, base) if self._curves else base
 
     def inside(self, **shape: ArrayLike) -> NDArray[np.bool_]:
-        """Whether every parameter lies within the range that was measured; outside it the fit
-        extrapolates.
+        """Whether every parameter lies within the range that was measured, and collectives have a measured
+        number of devices; elsewhere the fit extrapolates.
         """
-        arrays = self._arrays(shape)
-        inside = np.ones(np.broadcast_shapes(*(x.shape for x in arrays.values())), dtype=np.bool_)
-        for name, (low, high) in self._box.items():
-            inside &= (arrays[name] >= low) & (arrays[name] <= high)
+        x = self._columns(shape)
+        inside = self._in_box(x)
+        if self._shared == ("devices",) and self._curves:
+            inside &= np.isin(x["devices"], [n for (n,) in self._curves])
         return inside
 
-    def _arrays(self, shape: dict[str, Any]) -> dict[str, Array]:
-        assert set(shape) == set(self._operator.shape), f"{sorted(shape)} given, {self._operator.shape} wanted"
-        arrays = np.broadcast_arrays(*(np.asarray(shape[name], dtype=np.float64) for name in self._operator.shape))
-        return dict(zip(self._operator.shape, arrays, strict=True))
+    def log_sd(self, **shape: ArrayLike) -> Array:
+        """Standard deviation of log(measured / predicted), so scaled that 1.645 of it hold 90 %.
+
+        Normalised by conformal scores of points that the fit did not see, and half as wide again outside the
+        measured box. An operator that nobody measured gets `DATA_SHEET_LOG_SD`.
+        """
+        x = self._columns(shape)
+        interval = self.operator.interval
+        sd = np.full(next(iter(x.values())).shape, typical_log_sd(self.operator))
+        if interval is not None and self._process is not None:
+            everywhere = np.ones(sd.shape, dtype=np.bool_)
+            sd[...] = interval.quantile / Z90 * self._process.sd(self._standardised(x, everywhere)).reshape(sd.shape)
+        return np.where(self.inside(**shape), sd, OUTSIDE * sd)
+
+    def interval(self, *, level: float = LEVEL, **shape: ArrayLike) -> tuple[Array, Array]:
+        """(low, high) seconds that hold a measured time with probability `level`.
+
+        Calibrated at 90 %; other levels assume a normal log error.
+        """
+        seconds = self.seconds(**shape)
+        factor = np.exp(NormalDist().inv_cdf((1 + level) / 2) * self.log_sd(**shape))
+        return seconds / factor, seconds * factor
+
+    @cached_property
+    def _process(self) -> Process | None:
+        spec = self.operator.residual
+        if spec is None:
+            return None
+        try:
+            return Process.load(spec, self._arrays[f"{spec.array}.points"], self._arrays[f"{spec.array}.weights"])
+        except ValueError as error:
+            raise SpecError(Problem(ARRAYS, str(error))) from None
+
+    def _standardised(self, x: dict[str, Array], calls: NDArray[np.bool_]) -> Array:
+        """(calls, features) of the residual process."""
+        assert self._process is not None
+        chosen = {name: column[calls] for name, column in x.items()}
+        return self._process.standardised(features(self.operator.kind, chosen, self._setting))
+
+    def _along_curves(self, x: dict[str, Array], terms: Terms, seconds: Array) -> Array:
+        at = curve.along(self.operator.kind, x, terms)
+        if self._shared == ("devices",):
+            by_devices = {int(n): c for (n,), c in self._curves.items()}
+            for n in np.unique(x["devices"]):
+                rows = x["devices"] == n
+                seconds[rows] = curve.seconds_of_group(by_devices, int(n), at[rows])
+            return seconds
+        for values, one in self._curves.items():
+            rows = np.ones(seconds.shape, dtype=np.bool_)
+            for name, value in zip(self._shared, values, strict=True):
+                rows &= x[name] == value
+            if rows.any():
+                seconds[rows] = curve.seconds(one, at[rows])
+        return seconds
+
+    def _in_box(self, x: dict[str, Array]) -> NDArray[np.bool_]:
+        inside = np.ones(next(iter(x.values())).shape, dtype=np.bool_)
+        for name, (low, high) in self.operator.box.items():
+            inside &= (x[name] >= low) & (x[name] <= high)
+        return inside
+
+    def _columns(self, shape: dict[str, Any]) -> dict[str, Array]:
+        assert set(shape) == set(self._terms_of.shape), f"{sorted(shape)} given, {self._terms_of.shape} wanted"
+        arrays = np.broadcast_arrays(*(np.asarray(shape[name], dtype=np.float64) for name in self._terms_of.shape))
+        return dict(zip(self._terms_of.shape, arrays, strict=True))
+
+
+def typical_log_sd(operator: Operator) -> float:
+    """Standard deviation of the log error of an operator inside its box, one number."""
+    if operator.interval is not None:
+        return operator.interval.log_sd
+    if operator.hold_out:
+        return float(np.log1p(operator.hold_out[0].p90)) / Z90
+    return DATA_SHEET_LOG_SD
 
 
 class Profile:
@@ -74,14 +171,16 @@ class Profile:
 
     def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
+        self.estimated: set[str] = set()
+        """Keys of the operators asked for that no fit covers: their times are off the data sheet."""
 
     def predictor(
         self, kind: OperatorKind, dtype: str, *, kv_dtype: str | None = None, variant: str | None = None
     ) -> Predictor:
-        """The predictor of an operator. Raises Infeasible naming the operator the profile lacks, and the
-        remedy.
+        """The predictor of an operator; from the data sheet where the profile has no fit of it.
 
-        fp16 is answered from the bf16 tables.
+        fp16 is answered from the bf16 tables. Raises Infeasible naming the operator, and the remedy, where the
+        device has no rate for its dtype.
         """
         dtype = _SAME_KERNELS.get(dtype, dtype)
         if kv_dtype is not None:
@@ -89,10 +188,27 @@ class Profile:
         key = operator_key(kind, dtype, kv_dtype, variant)
         operator = self.hardware.operators.get(key)
         if operator is None:
+            operator = estimate(kind, dtype, self.hardware, kv_dtype=kv_dtype, variant=variant)
+            self.estimated.add(key)
+        if operator is None:
             has = ", ".join(sorted(k for k in self.hardware.operators if k.startswith(kind)))
             raise Infeasible(
                 f"hardware {self.hardware.name}: no operator {key}, which this model needs; "
                 + (f"of that kind it has {has}" if has else f"it has no {kind} operator at all")
-                + "; choose another dtype or hardware, or fit one from tables with `simtune fit`"
+                + f", and its data sheet no rate for {dtype}; choose another dtype or hardware, or fit one from tables "
+                "with `simtune fit`"
             )
-        return Predictor(operator, self.hardware.device.processors)
+        return Predictor(operator, self.hardware.device.processors, self.hardware.arrays)
+
+    def kind_log_sd(self) -> dict[str, float]:
+        """Typical log error of each kind in a step's breakdown (`simtune.costs.iteration.KINDS`): the median
+        over the profile's operators of that kind.
+
+        One error is shared by all calls of a kind, so this is what a world is drawn with. The head is a matrix
+        product; sends between stages, and sampling where the profile has none, rest on data sheets.
+        """
+        found: dict[str, list[float]] = {}
+        for operator in self.hardware.operators.values():
+            found.setdefault(operator.kind, []).append(typical_log_sd(operator))
+        sds = {"send": DATA_SHEET_LOG_SD, "sampling": DATA_SHEET_LOG_SD} | {k: median(v) for k, v in found.items()}
+        return sds | ({"head": sds["gemm"]} if "gemm" in sds else {})

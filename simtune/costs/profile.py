@@ -1,27 +1,27 @@
-"""A hardware profile from tables: every operator fitted, its errors on held-back rows, and where the
-numbers come from.
-"""
+"""A hardware profile from tables: operators fitted, their errors on held-back rows, where the numbers come from."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
-import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
-from simtune.costs.fit import fit_base, fit_host, hold_out
-from simtune.costs.tables import Table, Tables, take
+from simtune.costs.fit import BASE_POINTS, fit_host, fit_operator
+from simtune.costs.operators import OPERATORS
+from simtune.costs.tables import Table, Tables, account, designation
+from simtune.costs.tables.screen import Sheet, screen
 from simtune.errors import UsageError
 from simtune.specs.base import Name, Spec
-from simtune.specs.hardware import Device, Hardware, HoldOut, Host, Link, Operator, Provenance
-
-FIT_POINTS = 2000
-"""Rows the final fit uses; more of them change the parameters by less than a per cent."""
+from simtune.specs.hardware import Arrays, Device, Hardware, Host, Link, Operator, Provenance
 
 DIGITS = 6
 
-_UNSEEN = {"gemm": ("n", "k")}
-"""Parameters of which whole combinations are held back too: the sizes of a model that nobody measured."""
+_COMPUTES_IN = {"int4": "bf16"}
+"""4-bit weights are spelled out and multiplied in 16 bits."""
+
+Progress = Callable[[int, int, str], None]
 
 
 class Facts(Spec):
@@ -34,73 +34,78 @@ class Facts(Spec):
     host_note: str | None = Field(None, description="what to know about the host's table, such as another machine")
 
 
-def build(tables: Tables, facts: Facts) -> Hardware:
-    """Fit every operator found. Raises UsageError when the facts lack a peak rate that a table needs."""
+def build(
+    tables: Tables, facts: Facts, *, allow_device: bool = False, progress: Progress = lambda done, total, words: None
+) -> Hardware:
+    """Screen and fit every operator found; what was done to the rows goes into its provenance.
+
+    `progress(done, total, words)` is called before each operator. Raises UsageError when the facts lack a rate or link
+    that a table needs, when a table cannot be of such a device or in its unit, or was measured on another device than
+    the facts name (unless `allow_device`).
+    """
+    if not allow_device:
+        _same_device(tables, facts)
+    operators: dict[str, Operator] = {}
+    arrays: dict[str, NDArray[Any]] = {}
+    for done, (key, table) in enumerate(tables.operators.items()):
+        progress(done, len(tables.operators), key)
+        sheet = data_sheet(table, facts)
+        clean = screen(table, sheet)
+        operators[key], found = fit_operator(
+            clean, sheet.processors, sheet.flops_per_s, sheet.bytes_per_s, _provenance(clean)
+        )
+        arrays |= found
     return Hardware(
         name=facts.name,
         engine=facts.engine,
         device=facts.device,
         links=facts.links,
         host=_host(tables, facts),
-        operators={key: _operator(table, facts) for key, table in tables.operators.items()},
-    )
+        operators=operators,
+    ).with_arrays(Arrays(arrays))
 
 
-def _operator(table: Table, facts: Facts) -> Operator:
-    processors = facts.device.processors
-    flops_per_s, bytes_per_s = _data_sheet(table, facts)
-    fit = fit_base(_sample(table), processors, flops_per_s, bytes_per_s)
-    splits = [(), _UNSEEN[table.kind]] if table.kind in _UNSEEN else [()]
-    errors = [hold_out(table, processors, flops_per_s, bytes_per_s, unseen=unseen) for unseen in splits]
-    return Operator(
-        kind=table.kind,
-        dtype=table.dtype,
-        kv_dtype=table.kv_dtype,
-        variant=table.variant,
-        base=fit.model_copy(update={name: _short(value) for name, value in fit.model_dump().items()}),
-        box={name: (float(x.min()), float(x.max())) for name, x in table.shape.items()},
-        hold_out=tuple(_rounded(e) for e in errors),
-        provenance=_provenance(table),
-    )
-
-
-def _sample(table: Table) -> Table:
-    rows = np.random.default_rng(0).permutation(len(table))[:FIT_POINTS]
-    return take(table, np.sort(rows))
-
-
-def _data_sheet(table: Table, facts: Facts) -> tuple[float, float]:
-    """Peak flops and bytes per second that the operator is judged by."""
-    device = facts.device
-    if table.kind == "all_reduce":
+def data_sheet(table: Table, facts: Facts) -> Sheet:
+    """The rates of the data sheet that an operator is judged by. Raises UsageError where the facts lack them."""
+    device, operator = facts.device, OPERATORS[table.kind]
+    bytes_per_s = device.memory_bytes_per_s
+    if operator.link:
         link = facts.links.get("intra_node")
         if link is None:
             raise UsageError(f"{facts.name}: the facts need links.intra_node for the table of {table.key}")
-        return max(device.flops_per_s.values()), link.bytes_per_s
-    flops_per_s = device.flops_per_s.get(table.dtype)
+        bytes_per_s = link.bytes_per_s
+    dtype = _COMPUTES_IN.get(table.dtype, table.dtype)
+    flops_per_s = device.flops_per_s.get(dtype)  # type: ignore[call-overload]
+    if not operator.computes:
+        flops_per_s = max(device.flops_per_s.values())
     if flops_per_s is None:
-        raise UsageError(f"{facts.name}: the facts need device.flops_per_s.{table.dtype} for the table of {table.key}")
-    return flops_per_s, device.memory_bytes_per_s
+        raise UsageError(f"{facts.name}: the facts need device.flops_per_s.{dtype} for the table of {table.key}")
+    return Sheet(device.processors, flops_per_s, bytes_per_s)
+
+
+def _same_device(tables: Tables, facts: Facts) -> None:
+    for table in tables.operators.values():
+        if table.device is not None and designation(table.device) != designation(facts.device.name):
+            raise UsageError(
+                f"{table.key}: {', '.join(table.files)} was measured on {table.device}, the facts are of "
+                f"{facts.device.name}; give the tables of that device, or --allow-device if they are"
+            )
 
 
 def _provenance(table: Table) -> Provenance:
-    notes = []
-    if len(table) > FIT_POINTS:
-        notes.append(f"fitted on {FIT_POINTS} random rows of {len(table)}")
-    if table.merged:
-        notes.append(f"{table.merged} repeated rows merged by median")
-    if table.left_out:
-        notes.append(f"{table.left_out} rows without a positive time left out")
+    notes = [account(table)]
+    if len(table) > BASE_POINTS:
+        notes.append(f"base fitted on {BASE_POINTS:,} random rows")
     if table.resolution_s:
         notes.append(f"times were rounded to {table.resolution_s:g} s")
     return Provenance(
-        kind="published-tables",
+        kind=table.origin.kind,
         source=f"{table.origin.name}: {', '.join(table.files)}",
         licence=table.origin.licence,
         device=table.device,
         software=table.software,
         points=len(table),
-        note="; ".join(notes) or None,
+        note="; ".join(notes),
     )
 
 
@@ -123,7 +128,3 @@ def _host(tables: Tables, facts: Facts) -> Host:
 def _short(value: float) -> float:
     """To six significant digits: more would only look exact."""
     return float(f"{value:.{DIGITS}g}")
-
-
-def _rounded(errors: HoldOut) -> HoldOut:
-    return errors.model_copy(update={name: round(getattr(errors, name), 4) for name in ("median", "p90", "max")})

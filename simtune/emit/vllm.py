@@ -14,6 +14,7 @@ VLLM_VERSION = "0.32.0"
 OPTIONS: dict[str, type] = {
     "tensor-parallel-size": int,
     "pipeline-parallel-size": int,
+    "enable-expert-parallel": bool,
     "max-num-seqs": int,
     "max-num-batched-tokens": int,
     "max-model-len": int,
@@ -25,6 +26,7 @@ OPTIONS: dict[str, type] = {
     "enable-chunked-prefill": bool,
     "enable-prefix-caching": bool,
     "async-scheduling": bool,
+    "enforce-eager": bool,
 }
 """The long options of `vllm serve` that are written here, and the type of their value.
 
@@ -90,6 +92,8 @@ def _refusals(pool: Pool, model: Model) -> list[str]:
             found.append(f"parallelism.tp: {tp} does not divide the {heads} attention heads of {model.name}")
     if pp > model.num_layers:
         found.append(f"parallelism.pp: {pp} stages for the {model.num_layers} layers of {model.name}")
+    if pool.parallelism.expert_parallel and not any(group.feed_forward.kind == "moe" for group in model.layers):
+        found.append(f"parallelism.expert_parallel: {model.name} is no mixture of experts")
     return found
 
 
@@ -97,6 +101,7 @@ def _settings(pool: Pool, model: Model) -> dict[str, int | float | str | bool]:
     settings: dict[str, int | float | str | bool | None] = {
         "tensor-parallel-size": pool.parallelism.tp,
         "pipeline-parallel-size": pool.parallelism.pp,
+        "enable-expert-parallel": pool.parallelism.expert_parallel or None,
         "max-num-seqs": pool.batching.max_num_seqs,
         "max-num-batched-tokens": pool.batching.max_num_batched_tokens,
         "max-model-len": _max_model_len(pool, model),
@@ -108,6 +113,7 @@ def _settings(pool: Pool, model: Model) -> dict[str, int | float | str | bool]:
         "enable-chunked-prefill": pool.batching.chunked_prefill,
         "enable-prefix-caching": False,  # the simulated KV cache shares no prefixes
         "async-scheduling": pool.async_scheduling,
+        "enforce-eager": not pool.cuda_graphs or None,
     }
     given = {option: value for option, value in settings.items() if value is not None}
     assert all(isinstance(value, OPTIONS[option]) for option, value in given.items())

@@ -127,9 +127,36 @@ def key_figures(s: Summary) -> list[tuple[str, str, str]]:
 
 
 def latency_rows(s: Summary) -> list[tuple[str, ...]]:
-    """metric, then mean, p50, p90, p95, p99, max in milliseconds, and how many requests were counted."""
-    found = [(METRIC_NAMES[name], s.metrics[name]) for name in METRIC_NAMES if name in s.metrics]
-    return [(name, *(ms(v) for v in (m.mean, m.p50, m.p90, m.p95, m.p99, m.max)), number(m.count)) for name, m in found]
+    """metric, then mean, p50, p90, p95, p99, max in milliseconds with their intervals, and the requests counted."""
+    rows = []
+    for metric, name in METRIC_NAMES.items():
+        if metric in s.metrics:
+            m = s.metrics[metric]
+            cells = (ms(getattr(m, x)) + _interval(s, metric, x) for x in ("mean", "p50", "p90", "p95", "p99", "max"))
+            rows.append((name, *cells, number(m.count)))
+    return rows
+
+
+def _interval(s: Summary, metric: str, statistic: str) -> str:
+    """` (low-high)` in milliseconds where worlds were drawn."""
+    bounds = s.uncertainty.of("metrics", metric, statistic) if s.uncertainty else None
+    if bounds is None:
+        return ""
+    low, high = (ms(x) if x is not None else "unbounded" for x in bounds)
+    return f" ({low}–{high})"
+
+
+def uncertainty_note(s: Summary) -> str | None:
+    """What the intervals are, and how often the verdict would differ; None where no worlds were drawn."""
+    u = s.uncertainty
+    if u is None:
+        return None
+    return (
+        f"In brackets: the middle {percent(u.level)} of {number(u.worlds)} worlds in which each kind of operator is "
+        "off by one common error, as large as on points held back from its fit. "
+        f"{percent(u.slo_probability)} of these worlds meet every limit, "
+        f"{percent(u.saturated_probability)} are saturated."
+    )
 
 
 def settings(data: Mapping[str, Any], spec: type[Spec]) -> list[tuple[str, str]]:

@@ -40,6 +40,7 @@ class HardwareFacts(_Block):
     engine: str
     device: str
     operators: Seq[OperatorQuality]
+    estimated: Seq[str] = Field((), description="operators without a table, estimated from the data sheet")
     validated: str | None = Field(description="by what and how far off; null when never")
 
 
@@ -149,6 +150,23 @@ class PlanFacts(_Block):
     pools: Annotated[Seq[_Pool], Field(min_length=1, strict=False)]
 
 
+class UncertaintyFacts(_Block):
+    """Intervals over worlds in which operator times are off; nested like the summary, None where unbounded."""
+
+    worlds: Count
+    level: Share
+    saturated_probability: Share
+    slo_probability: Share
+    intervals: dict[str, Any]
+
+    def of(self, *keys: str) -> tuple[float | None, float | None] | None:
+        """The interval of the number at these nested keys, if there is one."""
+        found: Any = self.intervals
+        for key in keys:
+            found = found.get(key) if isinstance(found, dict) else None
+        return (found[0], found[1]) if isinstance(found, list) and len(found) == 2 else None
+
+
 class Summary(_Block):
     """`summary.json` as far as the report shows it. Seconds, requests per second, bytes."""
 
@@ -180,6 +198,7 @@ class Summary(_Block):
     quantiles: Quantiles | None = None
     breakdown: Seq[StepTime] | None = None
     timeline: Timeline | None = None
+    uncertainty: UncertaintyFacts | None = None
 
 
 Status = Literal["chosen", "feasible", "infeasible", "pruned", "does_not_fit"]

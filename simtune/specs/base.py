@@ -22,9 +22,11 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
-Dtype = Literal["fp32", "bf16", "fp16", "fp8", "int8"]
+Dtype = Literal["fp32", "bf16", "fp16", "fp8", "int8", "int4"]
+FloatDtype = Literal["fp32", "bf16", "fp16"]
 
-DTYPE_BYTES: dict[str, float] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1}
+DTYPE_BYTES: dict[str, float] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1, "int4": 0.53}
+"""Bytes per value. 4-bit values come in groups of 128 that share a 16-bit scale and a zero point."""
 
 
 class Part(BaseModel):
@@ -94,7 +96,8 @@ def override(document: yamlfile.Document, settings: Sequence[str]) -> yamlfile.D
         if not equals or not key:
             raise UsageError(f"--set {setting}: write it as key=value, for example --set arrivals.rate_rps=8")
         data = _with(data, key.split("."), yamlfile.scalar(text), setting)
-    return yamlfile.Document(document.file, data, document.node)
+    keys = tuple(tuple(setting.partition("=")[0].split(".")) for setting in settings)
+    return yamlfile.Document(document.file, data, document.node, document.overridden + keys)
 
 
 def _with(data: Any, path: Sequence[str], value: Any, setting: str) -> Any:
@@ -133,8 +136,11 @@ def _problems(model: type[BaseModel], error: ValidationError, document: yamlfile
             shown.append(str(part))
             known = node if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ()
             node = node[part] if part in known else None
-        line, column = document.position(loc)
-        problems.append(Problem(document.file, _message(model, item), ".".join(shown), line, column))
+        key, message = ".".join(shown), _message(model, item)
+        if any(tuple(shown[: len(path)]) == path for path in document.overridden):
+            problems.append(Problem("--set", message, key))
+        else:
+            problems.append(Problem(document.file, message, key, *document.position(loc)))
     return problems
 
 

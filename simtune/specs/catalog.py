@@ -99,7 +99,7 @@ def _kind(reference: str) -> str:
                 return kind
         known = [name for kind in FOLDERS for name in names(kind)]
         raise UsageError(
-            f"nothing built in is called {reference!r}{suggest(reference, known)} `simtune list` shows what is; "
+            f"nothing built in is called {reference!r}{suggest(reference, known) or '.'} `simtune list` shows what is; "
             "a file is given by its path, for example ./mine.yaml"
         )
     path = Path(reference)
@@ -140,7 +140,7 @@ def _locate(kind: str, reference: str) -> Path:
             return path
     known = names(kind)
     raise UsageError(
-        f"no {kind} is called {reference!r}{suggest(reference, known)} Known: {', '.join(known)}. "
+        f"no {kind} is called {reference!r}{suggest(reference, known) or '.'} Known: {', '.join(known)}. "
         "A file is given by its path, for example ./mine.yaml"
     )
 
@@ -164,7 +164,7 @@ def _schema_of(path: Path) -> str | None:
         with path.open(encoding="utf-8") as file:
             for line in file:
                 if line.startswith("schema:"):
-                    return line.split(":", 1)[1].strip()
+                    return line.split(":", 1)[1].split("#")[0].strip(" \t\n'\"")
     except (OSError, UnicodeDecodeError):
         return None
     return None

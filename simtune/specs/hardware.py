@@ -2,13 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+import io
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr, model_validator
 
+from simtune.errors import Problem, SpecError
+from simtune.specs import yamlfile
 from simtune.specs.base import Count, Dtype, Name, NonNegative, Part, Positive, Seq, Spec
 
-OperatorKind = Literal["gemm", "prefill_attention", "decode_attention", "moe", "elementwise", "all_reduce"]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+OperatorKind = Literal[
+    "gemm",
+    "quantise",
+    "prefill_attention",
+    "decode_attention",
+    "tree_attention",
+    "mla_prefill",
+    "mla_decode",
+    "linear_prefill",
+    "linear_decode",
+    "moe",
+    "elementwise",
+    "sampling",
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "send_recv",
+    "kv_transfer",
+]
+
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Range = Annotated[Seq[float], Field(min_length=2, max_length=2, strict=False)]
 
 
 class Provenance(Part):
@@ -30,6 +61,7 @@ class Device(Part):
     vendor: str
     memory_bytes: Positive = Field(description="memory an engine can see")
     memory_bytes_per_s: Positive
+    architecture: str | None = Field(None, description="whose kernels it runs, as compilers name it: sm_90, gfx942")
     processors: Count = Field(description="streaming multiprocessors, or 1 for a CPU")
     flops_per_s: dict[Dtype, Positive] = Field(description="dense peak by dtype")
     devices_per_node: Count = 8
@@ -68,19 +100,81 @@ class HoldOut(Part):
     median: NonNegative
     p90: NonNegative
     max: NonNegative
+    coverage: Share | None = Field(None, description="share of the test points inside their 90 % interval")
+
+
+class Residual(Part):
+    """Gaussian process on log(measured / base): Matern-3/2 with one length per feature, and noise.
+
+    Features are those of `simtune.costs.residual`, standardised by `centre` and `spread`. The points it was
+    fitted on and their weights are the arrays `<array>.points` and `<array>.weights` beside the profile.
+    """
+
+    features: Annotated[Seq[str], Field(min_length=1)]
+    centre: Seq[float]
+    spread: Seq[Positive]
+    length: Seq[Positive] = Field(description="in standardised units: the farther from data, the more the base rules")
+    signal: Positive = Field(description="standard deviation of the log residual far from data")
+    noise: Positive = Field(description="standard deviation of the log time of one point")
+    clamp: Range = Field(description="smallest and largest correction, as a logarithm")
+    points: Count
+    array: str
+
+    @model_validator(mode="after")
+    def _one_per_feature(self) -> Self:
+        if not len(self.features) == len(self.centre) == len(self.spread) == len(self.length):
+            raise ValueError("features, centre, spread and length must be of one size")
+        return self
+
+
+class Curve(Part):
+    """Seconds along one line of shapes: straight in log-log between knots.
+
+    Beyond the last knot time goes on linearly, with the slope of the last two; before the first it is
+    constant.
+    """
+
+    at: dict[str, float] = Field(default_factory=dict, description="the shape parameters the whole curve shares")
+    x: Annotated[Seq[Positive], Field(min_length=2)] = Field(description="bytes moved, or rows of a matrix product")
+    seconds: Annotated[Seq[Positive], Field(min_length=2)]
+
+    @model_validator(mode="after")
+    def _ascending(self) -> Self:
+        if len(self.x) != len(self.seconds):
+            raise ValueError("x and seconds must be of one size")
+        if any(a >= b for a, b in zip(self.x, self.x[1:], strict=False)):
+            raise ValueError("x must ascend")
+        return self
+
+
+class Interval(Part):
+    """How far off a prediction may be: with 90 % confidence the log error is within quantile x sd.
+
+    The sd is that of the residual process at the shape in question; without a residual it is `log_sd`.
+    """
+
+    method: Literal["folds", "split"] = Field(
+        description="what calibrated it: fifths of the points, each predicted from the others, or rows kept back"
+    )
+    quantile: Positive = Field(description="90 % quantile of |log(measured / predicted)| / sd")
+    log_sd: Positive = Field(description="standard deviation of the log error, typical inside the measured box")
+    coverage: Share | None = Field(None, description="share of held-back rows inside their 90 % interval")
 
 
 class Operator(Part):
-    """One fitted operator: kind and dtype, base parameters, measured box, hold-out errors, provenance."""
+    """One fitted operator: kind and dtype, base parameters, curves and residual on top of them, measured box,
+    how far off it may be, provenance.
+    """
 
     kind: OperatorKind
     dtype: Dtype
     kv_dtype: Dtype | None = None
     variant: str | None = Field(None, description="which member of a family: norm, activation, rope, add")
     base: BaseFit
-    box: dict[str, Annotated[Seq[float], Field(min_length=2, max_length=2, strict=False)]] = Field(
-        description="smallest and largest measured value of each shape parameter"
-    )
+    curves: Seq[Curve] = ()
+    residual: Residual | None = None
+    interval: Interval | None = None
+    box: dict[str, Range] = Field(description="smallest and largest measured value of each shape parameter")
     hold_out: Seq[HoldOut]
     provenance: Provenance
 
@@ -93,6 +187,80 @@ class Host(Part):
     provenance: Provenance
 
 
+ARRAYS = "arrays.npz"
+
+
+class Arrays(Mapping[str, "NDArray[Any]"]):
+    """Named numeric arrays that cannot be written to, given or read from an .npz file when first needed.
+
+    Nothing is ever unpickled from the file. Raises SpecError naming the file when it cannot be read. What goes to
+    another process is the content, read or not.
+    """
+
+    def __init__(self, content: Mapping[str, NDArray[Any]] | None = None, path: Path | None = None) -> None:
+        self._path = path
+        self._content = None if content is None else {name: _frozen(array) for name, array in content.items()}
+
+    def _read(self) -> dict[str, NDArray[Any]]:
+        if self._content is None:
+            import zipfile
+
+            import numpy as np
+
+            assert self._path is not None
+            try:
+                with np.load(self._path, allow_pickle=False) as file:
+                    self._content = {name: _frozen(file[name]) for name in file.files}
+            except FileNotFoundError:
+                self._content = {}
+            except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+                raise SpecError(Problem(str(self._path), f"cannot be read as an array file: {error}")) from None
+        return self._content
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        found = self._read().get(name)
+        if found is None:
+            where = self._path or ARRAYS
+            raise SpecError(Problem(str(where), f"array {name} is missing: copy the file along with its profile.yaml"))
+        return found
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._read()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read())
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Arrays):
+            return NotImplemented
+        mine, theirs = self._read(), other._read()
+        return mine.keys() == theirs.keys() and all(
+            a.shape == theirs[name].shape and bool((a == theirs[name]).all()) for name, a in mine.items()
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[type[Arrays], tuple[dict[str, NDArray[Any]]]]:
+        return Arrays, (self._read(),)
+
+    def to_bytes(self) -> bytes:
+        """The .npz file: the same bytes for the same arrays."""
+        import numpy as np
+
+        file = io.BytesIO()
+        np.savez(file, **dict(sorted(self._read().items())))  # type: ignore[arg-type]  # the names are the arrays'
+        return file.getvalue()
+
+
+def _frozen(array: NDArray[Any]) -> NDArray[Any]:
+    array = array.copy()
+    array.flags.writeable = False
+    return array
+
+
 class Hardware(Spec):
     """A device type as the cost model sees it."""
 
@@ -102,3 +270,21 @@ class Hardware(Spec):
     links: dict[Name, Link] = Field(default_factory=dict, description="intra_node, inter_node, host")
     host: Host
     operators: dict[str, Operator]
+
+    _arrays: Arrays = PrivateAttr(default_factory=lambda: Arrays({}))
+
+    @classmethod
+    def from_document(cls, document: yamlfile.Document) -> Self:
+        """See `Spec`; the arrays stay in arrays.npz beside the file until somebody asks for one."""
+        hardware = super().from_document(document)
+        return hardware.with_arrays(Arrays(path=Path(document.file).with_name(ARRAYS)))
+
+    @property
+    def arrays(self) -> Arrays:
+        """Points and weights of the residuals; see `Residual`."""
+        return self._arrays
+
+    def with_arrays(self, arrays: Arrays) -> Self:
+        copy = self.model_copy()
+        copy._arrays = arrays
+        return copy

@@ -1,8 +1,8 @@
 """A model spec from a Hugging Face config.json, read as it is.
 
 Only architectures listed here are read, because the meaning and the default of a key differ between them.
-What would change a layer's cost and is not modelled (latent attention, linear or state-space layers, another
-quantisation than fp8) is an error that names the key, never a silent approximation.
+What would change a layer's cost and is not modelled (sparse attention, state-space layers of other models,
+another quantisation than fp8 and 4-bit weights) is an error that names the key, never a silent approximation.
 """
 
 from __future__ import annotations
@@ -25,14 +25,25 @@ class _Architecture:
     window: what an integer `sliding_window` means without `layer_types`: nothing this architecture knows,
     every layer, the layers from max_window_layers on if use_sliding_window, or only layer_types can tell.
     expert_size: the key of an expert's width; None is a dense model. own_head_dim: head_dim has a default of
-    its own, so it must be given. tied: tie_word_embeddings when the key is absent.
+    its own, so it must be given. tied: tie_word_embeddings when the key is absent. latent: its attention is MLA.
+    hybrid: its layers are gated attention and gated delta nets. knows: keys of `NOT_MODELLED` it gives a meaning.
     """
 
     window: Literal["unknown", "every", "switched", "listed"]
     expert_size: str | None = None
     own_head_dim: bool = False
     tied: bool = False
+    latent: bool = False
+    hybrid: bool = False
+    knows: tuple[str, ...] = ()
 
+
+_DEEPSEEK = _Architecture(
+    "unknown",
+    expert_size="moe_intermediate_size",
+    latent=True,
+    knows=("kv_lora_rank", "first_k_dense_replace", "n_shared_experts"),
+)
 
 ARCHITECTURES: dict[str, _Architecture] = {
     "LlamaForCausalLM": _Architecture("unknown"),
@@ -44,6 +55,15 @@ ARCHITECTURES: dict[str, _Architecture] = {
     "Qwen2MoeForCausalLM": _Architecture("switched", expert_size="moe_intermediate_size"),
     "Qwen3ForCausalLM": _Architecture("switched", own_head_dim=True),
     "Qwen3MoeForCausalLM": _Architecture("switched", expert_size="moe_intermediate_size", own_head_dim=True),
+    "Qwen3NextForCausalLM": _Architecture(
+        "unknown",
+        expert_size="moe_intermediate_size",
+        own_head_dim=True,
+        hybrid=True,
+        knows=("linear_num_value_heads", "full_attention_interval"),
+    ),
+    "DeepseekV2ForCausalLM": _DEEPSEEK,
+    "DeepseekV3ForCausalLM": _DEEPSEEK,
     "GemmaForCausalLM": _Architecture("unknown", own_head_dim=True, tied=True),
     "Gemma2ForCausalLM": _Architecture("listed", own_head_dim=True, tied=True),
     "Gemma3ForCausalLM": _Architecture("listed", own_head_dim=True, tied=True),
@@ -94,25 +114,23 @@ def from_config(document: Document, name: str) -> Model:
         raise SpecError(Problem(document.file, message, "", 1, 1))
     config = _Config(document)
     architecture_name, architecture = config.architecture()
-    config.refuse_not_modelled()
+    config.refuse_not_modelled(architecture)
     config.refuse_contradictions()
-    heads = config.count("num_attention_heads")
-    # Llama's own default is one KV head per query head; elsewhere the default is some other number.
-    default = heads if architecture_name.startswith("Llama") else None
-    kv_heads = config.count("num_key_value_heads", default=default)
-    given = architecture.own_head_dim or config.get("head_dim") is not None
-    head_dim = config.count("head_dim") if given else None
     num_layers = config.count("num_hidden_layers")
-    windows = _windows(config, architecture, architecture_name, num_layers)
+    if architecture.latent:
+        attention = [_latent(config)] * num_layers
+    elif architecture.hybrid:
+        attention = _hybrid(config, num_layers)
+    else:
+        attention = _softmax(config, architecture, architecture_name, num_layers)
     feed_forward = _feed_forward(config, architecture, num_layers)
     dtype = config.choice("dtype", DTYPES)
-    hidden_size = config.count("hidden_size")
     language_part = "" if config.nested is None else ", language part only"
     spec: dict[str, Any] = {
         "schema": Model.schema_id(),
         "name": name,
         "source": f"Hugging Face config.json of a {architecture_name}{language_part}",
-        "hidden_size": hidden_size,
+        "hidden_size": config.count("hidden_size"),
         "vocab_size": config.count("vocab_size"),
         "max_position": config.count("max_position_embeddings"),
         "tie_embeddings": config.flag("tie_word_embeddings", architecture.tied),
@@ -120,26 +138,72 @@ def from_config(document: Document, name: str) -> Model:
         "weight_dtype": _quantised(config) or dtype,
     }
     config.raise_if_any()
-
-    if head_dim is None:
-        if hidden_size % heads:
-            config.problem("hidden_size", f"{hidden_size} is no multiple of {heads} heads; give head_dim")
-        config.raise_if_any()
-        head_dim = hidden_size // heads
     spec["layers"] = [
-        {
-            "count": len(list(equal)),
-            "attention": {
-                **({"kind": "full"} if window is None else {"kind": "sliding", "window": window}),
-                "heads": heads,
-                "kv_heads": kv_heads,
-                "head_dim": head_dim,
-            },
-            "feed_forward": feed_forward_,
-        }
-        for (window, feed_forward_), equal in groupby(zip(windows, feed_forward, strict=True))
+        {"count": len(list(equal)), "attention": attention_, "feed_forward": feed_forward_}
+        for (attention_, feed_forward_), equal in groupby(zip(attention, feed_forward, strict=True))
     ]
     return Model.from_document(Document(document.file, spec, None))
+
+
+def _softmax(
+    config: _Config, architecture: _Architecture, architecture_name: str, num_layers: int
+) -> list[dict[str, Any]]:
+    """The attention of each layer: full, or over a sliding window."""
+    heads = config.count("num_attention_heads")
+    # Llama's own default is one KV head per query head; elsewhere the default is some other number.
+    default = heads if architecture_name.startswith("Llama") else None
+    shape = {"heads": heads, "kv_heads": config.count("num_key_value_heads", default=default)}
+    windows = _windows(config, architecture, architecture_name, num_layers)
+    shape["head_dim"] = _head_dim(config, architecture, heads)
+    return [
+        {**({"kind": "full"} if window is None else {"kind": "sliding", "window": window}), **shape}
+        for window in windows
+    ]
+
+
+def _head_dim(config: _Config, architecture: _Architecture, heads: int) -> int:
+    if architecture.own_head_dim or config.get("head_dim") is not None:
+        return config.count("head_dim")
+    hidden_size = config.get("hidden_size")
+    if type(hidden_size) is int and hidden_size > 0 and hidden_size % heads:
+        config.problem("hidden_size", f"{hidden_size} is no multiple of {heads} heads; give head_dim")
+    return max(1, hidden_size // heads) if type(hidden_size) is int else 1
+
+
+def _latent(config: _Config) -> dict[str, Any]:
+    """The attention of every layer of a DeepSeek model. A q_lora_rank of null projects queries directly."""
+    return {
+        "kind": "mla",
+        "heads": config.count("num_attention_heads"),
+        "q_lora_rank": None if config.get("q_lora_rank") is None else config.count("q_lora_rank"),
+        **{key: config.count(key) for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")},
+    }
+
+
+def _hybrid(config: _Config, num_layers: int) -> list[dict[str, Any]]:
+    """The attention of each layer of a Qwen3-Next model, by layer_types or every full_attention_interval-th full."""
+    full = {
+        "kind": "full",
+        "heads": config.count("num_attention_heads"),
+        "kv_heads": config.count("num_key_value_heads"),
+        "head_dim": config.count("head_dim"),
+        "output_gate": True,
+    }
+    linear = {
+        "kind": "linear",
+        "heads": config.count("linear_num_value_heads"),
+        "key_heads": config.count("linear_num_key_heads"),
+        "key_dim": config.count("linear_key_head_dim"),
+        "value_dim": config.count("linear_value_head_dim"),
+        "conv_width": config.count("linear_conv_kernel_dim"),
+    }
+    kinds = config.get("layer_types")
+    if kinds is None:
+        interval = config.count("full_attention_interval")
+        return [full if (i + 1) % interval == 0 else linear for i in range(num_layers)]
+    if not config.check_layer_types(kinds, num_layers, ("full_attention", "linear_attention")):
+        return [full] * num_layers
+    return [linear if kind == "linear_attention" else full for kind in kinds]
 
 
 def _windows(
@@ -166,13 +230,8 @@ def _windows(
 
 
 def _listed_windows(config: _Config, kinds: Any, num_layers: int) -> Sequence[int | None]:
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        given = f"{len(kinds)} kinds" if isinstance(kinds, list) else repr(kinds)
-        config.problem("layer_types", f"must be a list of {num_layers} layer kinds, not {given}")
+    if not config.check_layer_types(kinds, num_layers, ("full_attention", "sliding_attention")):
         return [None] * num_layers
-    known = ("full_attention", "sliding_attention")
-    for kind in sorted({str(kind) for kind in kinds if kind not in known}):
-        config.problem("layer_types", f"the layer kind {kind} is not modelled; modelled: {', '.join(known)}")
     window = config.count("sliding_window") if "sliding_attention" in kinds else None
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
@@ -183,21 +242,31 @@ def _feed_forward(config: _Config, architecture: _Architecture, num_layers: int)
         if config.get(*ALIASES["experts"]):
             config.problem(config.key(*ALIASES["experts"]), "experts are not known for this dense architecture")
         return [{"kind": "dense", "intermediate_size": config.count("intermediate_size")}] * num_layers
-    experts = config.count(*ALIASES["experts"])
-    per_token = config.count(*ALIASES["experts_per_token"])
+    size = config.count(architecture.expert_size)
+    if architecture.latent:  # its shared experts are as wide as the others, and counted
+        shared = size * config.count("n_shared_experts", default=0, minimum=0)
+    else:
+        shared = config.count("shared_expert_intermediate_size", default=0, minimum=0)
     moe = {
         "kind": "moe",
-        "experts": experts,
-        "experts_per_token": per_token,
-        "intermediate_size": config.count(architecture.expert_size),
-        "shared_intermediate_size": config.count("shared_expert_intermediate_size", default=0, minimum=0),
+        "experts": config.count(*ALIASES["experts"]),
+        "experts_per_token": config.count(*ALIASES["experts_per_token"]),
+        "intermediate_size": size,
+        "shared_intermediate_size": shared,
     }
+    if architecture.latent:
+        first = config.count("first_k_dense_replace", default=0, minimum=0)
+        step = config.count("moe_layer_freq", default=1)
+        return _mixed(config, moe, [i < first or i % step != 0 for i in range(num_layers)])
     step = config.count("decoder_sparse_step", default=1)
     dense_layers = config.get("mlp_only_layers") or []
     if not isinstance(dense_layers, list):
         config.problem("mlp_only_layers", f"must be a list of layer numbers, not {dense_layers!r}")
         dense_layers = []
-    is_dense = [i in dense_layers or (i + 1) % step != 0 for i in range(num_layers)]
+    return _mixed(config, moe, [i in dense_layers or (i + 1) % step != 0 for i in range(num_layers)])
+
+
+def _mixed(config: _Config, moe: dict[str, Any], is_dense: list[bool]) -> list[dict[str, Any]]:
     dense = {"kind": "dense", "intermediate_size": config.count("intermediate_size")} if any(is_dense) else moe
     return [dense if d else moe for d in is_dense]
 
@@ -210,7 +279,12 @@ def _quantised(config: _Config) -> str | None:
     method = found.get("quant_method") if isinstance(found, dict) else found
     if method == "fp8":
         return "fp8"
-    config.problem(config.key(*ALIASES["quantization"]), f"the method {method} is not modelled; modelled: fp8")
+    bits = found.get("bits") if isinstance(found, dict) else None
+    if method in ("awq", "gptq") and bits == 4:
+        return "int4"
+    told = method if bits is None else f"{method} with {bits} bits"
+    known = "fp8, awq and gptq with 4 bits"
+    config.problem(config.key(*ALIASES["quantization"]), f"the method {told} is not modelled; modelled: {known}")
     return None
 
 
@@ -293,9 +367,19 @@ class _Config:
         name = str(self.data["architectures"][0])
         return name, ARCHITECTURES[name]
 
-    def refuse_not_modelled(self) -> None:
+    def check_layer_types(self, kinds: Any, num_layers: int, known: tuple[str, ...]) -> bool:
+        """Whether they are one known kind for each layer; what is wrong with them is reported."""
+        if not isinstance(kinds, list) or len(kinds) != num_layers:
+            given = f"{len(kinds)} kinds" if isinstance(kinds, list) else repr(kinds)
+            self.problem("layer_types", f"must be a list of {num_layers} layer kinds, not {given}")
+            return False
+        for kind in sorted({str(kind) for kind in kinds if kind not in known}):
+            self.problem("layer_types", f"the layer kind {kind} is not modelled; modelled: {', '.join(known)}")
+        return True
+
+    def refuse_not_modelled(self, architecture: _Architecture) -> None:
         for key, meaning in NOT_MODELLED.items():
-            if self.get(key):
+            if self.get(key) and key not in architecture.knows:
                 self.problem(key, f"{meaning}: not modelled")
 
     def refuse_contradictions(self) -> None:

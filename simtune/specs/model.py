@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from simtune.specs.base import Count, Dtype, Part, Seq, Spec
+from simtune.specs.base import Count, Dtype, FloatDtype, NonNegative, Part, Seq, Spec
 
 
 class FullAttention(Part):
@@ -16,6 +16,7 @@ class FullAttention(Part):
     heads: Count
     kv_heads: Count
     head_dim: Count
+    output_gate: bool = Field(False, description="a gate as wide as the queries, projected along with them")
 
     @model_validator(mode="after")
     def _grouped(self) -> Self:
@@ -31,7 +32,60 @@ class SlidingAttention(FullAttention):
     window: Count
 
 
-Attention = Annotated[FullAttention | SlidingAttention, Field(discriminator="kind")]
+class MlaAttention(Part):
+    """Latent attention (MLA): heads share one cached vector of kv_lora_rank + qk_rope_head_dim values a token.
+
+    Named as in the configs of DeepSeek V2 and V3. Queries pass through q_lora_rank values unless it is left out.
+    """
+
+    kind: Literal["mla"] = "mla"
+    heads: Count
+    q_lora_rank: Count | None = None
+    kv_lora_rank: Count
+    qk_nope_head_dim: Count
+    qk_rope_head_dim: Count
+    v_head_dim: Count
+
+    @property
+    def cached_values(self) -> int:
+        """Values per token and layer in the KV cache, the same on every tensor-parallel rank."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+
+class LinearAttention(Part):
+    """Linear attention or a state-space layer: a state of heads x key_dim x value_dim values per sequence.
+
+    In a gated delta net `heads` are the value heads. In Mamba2 they are its heads, `key_heads` its groups,
+    key_dim its state size, value_dim its head dimension, and there is one gate a head instead of two. A
+    convolution over the last conv_width tokens runs before it.
+    """
+
+    kind: Literal["linear"] = "linear"
+    heads: Count
+    key_heads: Count
+    key_dim: Count
+    value_dim: Count
+    conv_width: Count = 4
+    gates: Annotated[int, Field(ge=1, le=2)] = Field(2, description="per head: 2 in a gated delta net, 1 in Mamba2")
+    state_dtype: FloatDtype = "fp32"
+
+    @property
+    def conv_channels(self) -> int:
+        return 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
+
+    @property
+    def in_width(self) -> int:
+        """Columns of the projections into the layer: keys, queries, values, the output gate and the gates."""
+        return self.conv_channels + self.heads * self.value_dim + self.gates * self.heads
+
+    @model_validator(mode="after")
+    def _grouped(self) -> Self:
+        if self.heads % self.key_heads:
+            raise ValueError(f"heads ({self.heads}) must be a multiple of key_heads ({self.key_heads})")
+        return self
+
+
+Attention = Annotated[FullAttention | SlidingAttention | MlaAttention | LinearAttention, Field(discriminator="kind")]
 
 
 class DenseFeedForward(Part):
@@ -50,6 +104,7 @@ class MoeFeedForward(Part):
     experts_per_token: Count
     intermediate_size: Count
     shared_intermediate_size: Annotated[int, Field(ge=0)] = 0
+    routing_skew: NonNegative = Field(0.0, description="Zipf exponent of how often experts are chosen; 0: all alike")
 
     @model_validator(mode="after")
     def _enough(self) -> Self:
@@ -79,8 +134,10 @@ class Model(Spec):
     vocab_size: Count
     max_position: Count = Field(description="longest context in tokens")
     tie_embeddings: bool = False
-    dtype: Dtype = Field("bf16", description="dtype of activations and of the KV cache unless a plan says otherwise")
-    weight_dtype: Dtype = Field("bf16", description="dtype of the matrices inside the layers")
+    dtype: FloatDtype = Field("bf16", description="dtype of activations, and of the KV cache unless a plan differs")
+    weight_dtype: Dtype = Field(
+        "bf16", description="dtype of the matrices inside the layers; fp8 and int8 quantise activations too, int4 not"
+    )
     layers: Annotated[Seq[LayerGroup], Field(min_length=1, strict=False)]
 
     @property

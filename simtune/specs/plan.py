@@ -6,7 +6,9 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from simtune.specs.base import Count, Dtype, Name, Part, Seq, Spec
+from simtune.specs.base import Count, Name, Part, Seq, Spec
+
+KvDtype = Literal["fp32", "bf16", "fp16", "fp8", "int8"]
 
 
 class Parallelism(Part):
@@ -14,6 +16,7 @@ class Parallelism(Part):
 
     tp: Count = 1
     pp: Count = 1
+    expert_parallel: bool = Field(False, description="whole experts on each of the tp ranks, instead of their slices")
 
     @property
     def devices(self) -> int:
@@ -32,7 +35,7 @@ class Batching(Part):
 class KvCache(Part):
     """The paged KV cache. `num_blocks` overrides what memory accounting would give, per pipeline rank."""
 
-    dtype: Dtype | None = Field(None, description="the model's own dtype unless given")
+    dtype: KvDtype | None = Field(None, description="the model's own dtype unless given")
     block_size: Count = 16
     memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.92
     num_blocks: Count | None = None
@@ -49,6 +52,7 @@ class Pool(Part):
     batching: Batching
     kv_cache: KvCache = KvCache()
     async_scheduling: bool = True
+    cuda_graphs: bool = Field(True, description="false: every kernel is launched on its own, as enforce-eager does")
     max_model_len: Count | None = Field(None, description="longest prompt + output; the model's limit unless given")
 
 

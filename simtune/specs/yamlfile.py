@@ -54,6 +54,8 @@ class Document:
     file: str
     data: Any
     node: yaml.Node | None
+    overridden: tuple[tuple[str, ...], ...] = ()
+    """Keys whose values were set from outside the file: what is wrong with them is not the file's fault."""
 
     def position(self, loc: Sequence[str | int]) -> tuple[int | None, int | None]:
         """Line and column (from 1) of the deepest part of `loc` that stands in the file.

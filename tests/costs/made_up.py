@@ -112,15 +112,18 @@ def pool(
     max_num_seqs: int = 64,
     budget: int = 512,
     asynchronous: bool = True,
+    cuda_graphs: bool = True,
+    expert_parallel: bool = False,
     kv_cache: KvCache | None = None,
     max_model_len: int | None = None,
 ) -> Pool:
     return Pool(
         hardware="made-up",
         instances=1,
-        parallelism=Parallelism(tp=tp, pp=pp),
+        parallelism=Parallelism(tp=tp, pp=pp, expert_parallel=expert_parallel),
         batching=Batching(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget),
         kv_cache=kv_cache or KvCache(),
         async_scheduling=asynchronous,
+        cuda_graphs=cuda_graphs,
         max_model_len=max_model_len,
     )

@@ -10,7 +10,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from simtune.cli.fit import fit
+from simtune.costs.predict import Profile
 from simtune.errors import SpecError, UsageError
+from simtune.specs.catalog import load_hardware
 from simtune.specs.hardware import Hardware
 
 FACTS = """\
@@ -18,7 +20,7 @@ schema: simtune/device@1
 name: made-up
 engine: none 1.0
 device:
-  name: Made-up 1
+  name: Made-up X1
   vendor: nobody
   memory_bytes: 1e9
   memory_bytes_per_s: 1e12
@@ -38,7 +40,7 @@ def tables(tmp_path: Path) -> Path:
         for n in (512, 1024, 4096, 8192):
             for k in (512, 1024, 4096, 8192):
                 seconds = 3e-6 + np.hypot(2 * m * n * k / 6e13, 2 * (m * k + n * k + m * n) / 8e11)
-                lines.append(f"V,1,X,bfloat16,{m},{n},{k},{1e3 * float(seconds)}")
+                lines.append(f"V,1,X1,bfloat16,{m},{n},{k},{1e3 * float(seconds)}")
     (folder / "gemm.csv").write_text("\n".join(lines) + "\n")
     (tmp_path / "facts.yaml").write_text(FACTS)
     return folder
@@ -59,14 +61,23 @@ def test_writes_a_profile_and_shows_its_errors(tables: Path) -> None:
     assert profile.host.provenance.kind == "assumed", "there was no table of host times"
     assert "gemm.bf16" in result.stdout
     assert "p90" in result.stdout
-    assert [path.name for path in written.parent.iterdir()] == ["profile.yaml"], "no temporary file is left"
+    names = {path.name for path in written.parent.iterdir()}
+    assert names == {"profile.yaml", "arrays.npz"}, "no temporary file is left"
+
+
+def test_the_written_profile_predicts_the_table(tables: Path) -> None:
+    run(tables)
+    gemm = Profile(load_hardware(str(tables.parent / "out"))).predictor("gemm", "bf16")
+    expected = 3e-6 + np.hypot(2 * 64 * 1024 * 4096 / 6e13, 2 * (64 * 4096 + 1024 * 4096 + 64 * 1024) / 8e11)
+    assert gemm.seconds(m=64, n=1024, k=4096) == pytest.approx(expected, rel=0.05)
 
 
 def test_same_tables_same_bytes(tables: Path) -> None:
     run(tables)
-    first = (tables.parent / "out" / "profile.yaml").read_bytes()
+    files = [tables.parent / "out" / name for name in ("profile.yaml", "arrays.npz")]
+    first = [path.read_bytes() for path in files]
     assert run(tables, "--force").exit_code == 0
-    assert (tables.parent / "out" / "profile.yaml").read_bytes() == first
+    assert [path.read_bytes() for path in files] == first
 
 
 def test_json_is_one_document(tables: Path) -> None:
@@ -76,6 +87,19 @@ def test_json_is_one_document(tables: Path) -> None:
     assert document["profile"]["name"] == "made-up"
     assert document["written"].endswith("profile.yaml")
     assert "other.csv: passed over" in result.stderr
+
+
+def test_what_became_of_the_rows_is_printed_and_stored(tables: Path) -> None:
+    with (tables / "gemm.csv").open("a") as file:
+        file.write("V,1,X1,bfloat16,64,1024,1024,0\n")  # no time
+        file.write("V,1,X1,bfloat16,64,4096,4096,9.5\n")  # 160 times shorter before
+        file.write("V,1,X1,bfloat16,100,4096,4096,9.5\n")  # 150 times longer than its neighbours
+    told = json.loads(run(tables, "--json").stdout)["profile"]["operators"]["gemm.bf16"]["provenance"]["note"]
+    assert told.startswith("83 rows read, 79 used; 1 merged with another row of the same shape (median); 1 shapes have")
+    assert "1 left out: no positive time; " in told
+    assert "2 left out: more than 8 times off the rows around them" in told
+    shown = run(tables, "--force").stdout
+    assert "83 rows read, 79 used" in shown
 
 
 def test_an_existing_profile_is_kept(tables: Path) -> None:
@@ -97,3 +121,20 @@ def test_facts_that_do_not_suffice(tables: Path) -> None:
     assert isinstance(result.exception, SpecError)
     assert "did you mean processors?" in str(result.exception)
     assert not (tables.parent / "out").exists()
+
+
+def test_tables_of_another_device_need_a_word(tables: Path) -> None:
+    (tables.parent / "facts.yaml").write_text(FACTS.replace("Made-up X1", "Made-up X2"))
+    refused = run(tables)
+    assert isinstance(refused.exception, UsageError)
+    assert refused.exception.exit_code == 2
+    assert "gemm.csv was measured on X1, the facts are of Made-up X2" in str(refused.exception)
+    assert run(tables, "--allow-device").exit_code == 0
+
+
+def test_tables_or_a_profile_but_not_both(tables: Path) -> None:
+    assert run(tables, "--transfer-from", "h100-sxm").exit_code == 2
+    facts = tables.parent / "facts.yaml"
+    neither = CliRunner().invoke(fit, ["--facts", str(facts), "--out", str(tables.parent / "out")])
+    assert neither.exit_code == 2
+    assert "--transfer-from" in neither.output

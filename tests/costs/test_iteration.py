@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simtune.costs.iteration import SAMPLING_PASSES, SAMPLING_S, Batch, StepModel, padded_tokens
+from simtune.costs.compiled import compile_costs
+from simtune.costs.iteration import LAUNCH_S, Batch, StepModel, padded_tokens
+from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.errors import Infeasible
-from simtune.specs.model import DenseFeedForward
+from simtune.specs.model import DenseFeedForward, FullAttention, LinearAttention, MlaAttention, Model
 from simtune.specs.plan import KvCache
 from tests.costs.made_up import hardware, model, moe, pool
 
@@ -27,6 +29,11 @@ def gemm(m: int, n: int, k: int) -> float:
     """bf16; one tile on eight processors leaves half a block of a k of 3,072."""
     tiles = math.ceil(m / 128) * math.ceil(n / 128)
     return call(2 * m * n * k, 2 * (m * k + n * k + m * n), min(1, k / 3072) * max(0, 1 - 4 * tiles / 8))
+
+
+def sheet(overhead_s: float, moved: float, bytes_per_s: float = 1e9) -> float:
+    """What no operator of the made-up device covers: 70 % of its data sheet."""
+    return overhead_s + moved / (0.7 * bytes_per_s)
 
 
 def elementwise(rows: int, width: int) -> float:
@@ -47,7 +54,8 @@ def test_decode_step_of_a_dense_model() -> None:
     attention = call(4 * 3 * 4 * 16 * 10, 2 * 2 * 3 * 2 * 10 * 16 + 2 * 2 * 3 * 4 * 16, 0)
     assert step["decode_attention"] == pytest.approx(2 * attention)
     assert step["head"] == pytest.approx(gemm(3, 256, 64))
-    assert step["sampling"] == pytest.approx(SAMPLING_S + SAMPLING_PASSES * 3 * 256 * 4 / 1e9)
+    # four passes over three rows of 256 logits in fp32, and a tenth of a nanosecond a row
+    assert step["sampling"] == pytest.approx(sheet(30e-6, 4 * 3 * 256 * 4) + 3e-10)
     assert set(step) == {"gemm", "elementwise", "decode_attention", "head", "sampling"}
 
 
@@ -76,7 +84,8 @@ def test_tensor_parallel_ranks_take_their_share_and_reduce() -> None:
     assert step["gemm"] == pytest.approx(2 * layer)
     reduce = call(0, 2 * 3 / 4 * 4 * 64 * 2, 3)  # ring of four, 4 tokens of 64 values in bf16
     assert step["all_reduce"] == pytest.approx((2 * 2 + 1) * reduce), "two a layer, and one for the embedding"
-    gather = 1e-5 + 4 * 64 * 3 * 2 / 1e8  # logits of 64 tokens of the vocabulary from three others
+    # logits of 64 tokens of the vocabulary from three others, and 1 us for each of these
+    gather = sheet(6e-6, 4 * 64 * 3 * 2, 1e8) + 3 * US
     assert step["head"] == pytest.approx(gemm(4, 64, 64) + gather)
 
 
@@ -84,7 +93,7 @@ def test_pipeline_stages_add_sends_and_nothing_else() -> None:
     batch = Batch(4, 40, (), 4)
     one = StepModel(model(), hardware(), pool()).breakdown(batch)
     two = StepModel(model(), hardware(), pool(pp=2)).breakdown(batch)
-    assert two.pop("send") == pytest.approx(1e-5 + 4 * 64 * 2 / 1e8)
+    assert two.pop("send") == pytest.approx(sheet(1e-5, 4 * 64 * 2, 1e8)), "the link's latency, 70 % of its rate"
     assert two == one
 
 
@@ -167,11 +176,154 @@ def test_impossible_sharding_is_refused(sizes: dict[str, object], tp: int, pp: i
         StepModel(model(**sizes), hardware(), pool(tp=tp, pp=pp))  # type: ignore[arg-type]
 
 
-def test_a_missing_operator_is_named_with_the_remedy() -> None:
+def test_what_nobody_measured_is_estimated_and_said() -> None:
+    """Sampling here, the gathering of logits over ranks, and an fp8 cache that no table covers."""
+    step = StepModel(model(), hardware(), pool(tp=2, kv_cache=KvCache(dtype="fp8")))
+    step.breakdown(Batch(2, 20, ((0, 9),), 2))
+    attention = {"decode_attention.bf16.kv-fp8", "prefill_attention.bf16.kv-fp8"}
+    assert step.estimated == {"sampling.fp32", "all_gather.bf16", *attention}
+    assert StepModel(model(), hardware(), pool()).estimated == {"sampling.fp32"}
+
+
+def test_a_dtype_the_device_lacks_is_refused_with_the_remedy() -> None:
+    eight_bit = model().model_copy(update={"weight_dtype": "int8"})
+    with pytest.raises(Infeasible, match=r"made-up: no operator gemm\.int8.*it has gemm\.bf16.*simtune fit"):
+        StepModel(eight_bit, hardware(), pool())
     profile = hardware()
+    device = profile.device.model_copy(update={"flops_per_s": {"fp8": 2e12}})
     operators = {key: value for key, value in profile.operators.items() if not key.startswith("moe")}
-    without = profile.model_copy(update={"operators": operators})
-    with pytest.raises(Infeasible, match=r"made-up: no operator moe\.bf16.*no moe operator at all.*simtune fit"):
+    without = profile.model_copy(update={"operators": operators, "device": device})
+    with pytest.raises(
+        Infeasible, match=r"no operator moe\.bf16.*no moe operator at all, and its data sheet no rate for bf16"
+    ):
         StepModel(model(feed_forward=moe()), without, pool())
-    with pytest.raises(Infeasible, match=r"no operator decode_attention\.bf16\.kv-fp8.*it has decode_attention\.bf16"):
-        StepModel(model(), profile, pool(kv_cache=KvCache(dtype="fp8")))
+
+
+def test_without_graphs_nothing_is_padded_and_no_step_beats_its_launches() -> None:
+    graphs, eager = (StepModel(model(), hardware(), pool(cuda_graphs=on)) for on in (True, False))
+    batch = Batch(3, 30, (), 3)
+    assert eager.breakdown(batch)["gemm"] < graphs.breakdown(batch)["gemm"], "three tokens are not run as four"
+    assert eager.breakdown(Batch(4, 40, (), 4)) == graphs.breakdown(Batch(4, 40, (), 4))
+    # per layer: 4 products, 2 norms, rope, activation, attention; embedding, last norm, head, sampling
+    assert eager.launch_s == pytest.approx((2 * 9 + 4) * LAUNCH_S)
+    assert graphs.launch_s == 0
+    gpu = sum(eager.breakdown(batch).values())
+    assert gpu > eager.launch_s, "the made-up device is slow"
+    assert eager.seconds(batch) == pytest.approx(gpu)
+    fast = hardware(bytes_per_s=1e15, overhead_s=1e-9, block_s=1e-12)
+    assert StepModel(model(), fast, pool(cuda_graphs=False)).seconds(batch) == pytest.approx(22 * LAUNCH_S)
+
+
+def test_a_draft_is_verified_against_one_reading_of_the_cache() -> None:
+    step = StepModel(model(), hardware(), pool())
+    one, eight = (step.decode(3, np.array([1000.0]), width)[0] for width in (1, 8))
+    kv, q = 2 * 2 * 3 * 2 * 1000 * 16, 2 * 2 * 3 * 4 * 16
+    assert one == pytest.approx(2 * call(4 * 3 * 4 * 16 * 1000, kv + q))
+    # the made-up device has no operator for trees: 70 % of its sheet, p = 3, 11 us
+    flops, moved = 8 * 4 * 3 * 4 * 16 * 1000 / 0.7e12, (kv + 8 * q) / 0.7e9
+    assert eight == pytest.approx(2 * (11e-6 + (flops**3 + moved**3) ** (1 / 3)), rel=1e-6)
+    assert "tree_attention.bf16" in step.estimated
+
+
+# --- latent attention, states, experts on ranks -----------------------------------------------------------
+
+
+def with_attention(attention: object) -> Model:
+    tiny = model()
+    return tiny.model_copy(update={"layers": (tiny.layers[0].model_copy(update={"attention": attention}),)})
+
+
+MLA = MlaAttention(heads=4, q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16)
+LINEAR = LinearAttention(heads=4, key_heads=2, key_dim=16, value_dim=32, conv_width=4)
+
+
+def test_latent_attention_by_hand() -> None:
+    """Two ranks, two heads each: latents and cache are on both, the rest is shared out."""
+    parts = StepModel(with_attention(MLA), hardware(), pool(tp=2))
+    step = parts.breakdown(Batch(4, 4000, (), 4))
+    into, spread = gemm(4, 24 + 32 + 8, 64), gemm(4, 2 * (16 + 8), 24) + gemm(4, 2 * (16 + 16), 32)
+    dense = gemm(4, 2 * 64, 64) + gemm(4, 64, 64)
+    assert step["gemm"] == pytest.approx(2 * (into + spread + gemm(4, 64, 2 * 16) + dense))
+    # scores over 40 values, sums over 32; the cache of 40 values is read once
+    flops, moved = 2 * 4 * 2 * 1000 * 72 / 0.7e12, (2 * 4 * 1000 * 40 + 2 * 4 * 2 * 72) / 0.7e9
+    assert step["decode_attention"] == pytest.approx(2 * (11e-6 + (flops**3 + moved**3) ** (1 / 3)), rel=1e-6)
+
+    whole = parts.breakdown(Batch(chunks=((0, 96),)))["prefill_attention"]
+    first = parts.breakdown(Batch(chunks=((0, 64),)))["prefill_attention"]
+    second = parts.breakdown(Batch(chunks=((64, 32),)))["prefill_attention"]
+    again = gemm(64, 2 * (16 + 16), 32)
+    assert first + second == pytest.approx(whole + 2 * (12e-6 + again)), "the past is spelled out again"
+
+
+def test_a_state_costs_the_same_however_long_the_context() -> None:
+    step = StepModel(with_attention(LINEAR), hardware(), pool())
+    decode = step.decode(3, np.array([1.0, 100.0, 100_000.0]))
+    states = 2 * 4 * 3 * 4 * 16 * 32  # fp32, read and written
+    flops, moved = 4 * 3 * 4 * 16 * 32 / 0.7e12, (states + 2 * 2 * 3 * 4 * (16 + 32)) / 0.7e9
+    wave = 1e-7 * (math.ceil(3 * 4 / 8) - 1)
+    assert decode == pytest.approx([2 * (4e-6 + (flops**3 + moved**3) ** (1 / 3) + wave)] * 3, rel=1e-6)
+    prompts = step.prefill(np.array([1000.0, 2000.0, 3000.0]))
+    assert prompts[2] - prompts[1] == pytest.approx(prompts[1] - prompts[0], rel=0.01), "linear in tokens"
+    # keys, queries, values, gate of 4 x 32 and two gates a head; a convolution and a gated norm beside two norms
+    products = gemm(4, 2 * 2 * 16 + 2 * 4 * 32 + 2 * 4, 64) + gemm(4, 64, 4 * 32)
+    dense = gemm(4, 2 * 128, 64) + gemm(4, 64, 128)
+    assert step.breakdown(Batch(4, 40, (), 4))["gemm"] == pytest.approx(2 * (products + dense))
+    assert step.estimated >= {"linear_decode.bf16.kv-fp32", "linear_prefill.bf16.kv-fp32", "elementwise.conv.bf16"}
+
+
+def test_experts_on_ranks_wait_for_the_busiest() -> None:
+    wide = model(feed_forward=moe())
+    sliced = StepModel(wide, hardware(), pool(tp=4)).breakdown(Batch(64, 640, (), 64))
+    whole = StepModel(wide, hardware(), pool(tp=4, expert_parallel=True)).breakdown(Batch(64, 640, (), 64))
+    assert {**whole, "moe": 0} == {**sliced, "moe": 0}, "the same all-reduce adds the experts up"
+    # 2 of 8 experts a rank; 64 x 2 / 4 = 32 rows each on average, 1 + sqrt(2 ln 4 / 32) times that on the busiest
+    load = 1 + math.sqrt(2 * math.log(4) / 32)
+    tokens, matrices = 64 * load, 3 * 64 * 32
+    active = 8 * (1 - (1 - 2 / 8) ** tokens) / 4
+    rows = tokens * 2 / 4
+    moved = 2 * active * matrices + 2 * (rows * (2 * 64 + 3 * 32) + 2 * tokens * 64)
+    blocks = active * (2 * 32 + 64) / 128 / 8
+    assert whole["moe"] == pytest.approx(2 * call(2 * rows * matrices, moved, blocks))
+
+
+def test_skewed_routing_wakes_fewer_experts() -> None:
+    even, skewed = (model(feed_forward=moe().model_copy(update={"routing_skew": a})) for a in (0.0, 1.5))
+    times = [StepModel(m, hardware(), pool()).breakdown(Batch(4, 40, (), 4))["moe"] for m in (even, skewed)]
+    assert times[1] < times[0]
+
+
+def test_activations_are_quantised_behind_attention() -> None:
+    eight_bit = model().model_copy(update={"weight_dtype": "fp8"})
+    plain, quantised = (StepModel(m, hardware(), pool()).breakdown(Batch(4, 40, (), 4)) for m in (model(), eight_bit))
+    kernel = sheet(2e-6, 3 * 4 * 64) + 4e-10
+    assert quantised["elementwise"] == pytest.approx(plain["elementwise"] + 2 * kernel)
+    int4 = StepModel(model().model_copy(update={"weight_dtype": "int4"}), hardware(), pool())
+    assert int4.breakdown(Batch(4, 40, (), 4))["elementwise"] == plain["elementwise"], "activations stay 16 bits"
+    assert "gemm.int4" in int4.estimated, "a kernel of its own, never the bf16 one"
+
+
+def test_a_gated_layer_projects_its_gate_along_with_the_queries() -> None:
+    gated = with_attention(FullAttention(heads=4, kv_heads=2, head_dim=16, output_gate=True))
+    step = StepModel(gated, hardware(), pool()).breakdown(Batch(4, 40, (), 4))
+    plain = StepModel(model(), hardware(), pool()).breakdown(Batch(4, 40, (), 4))
+    assert step["gemm"] - plain["gemm"] == pytest.approx(2 * (gemm(4, (8 + 2 + 2) * 16, 64) - gemm(4, 8 * 16, 64)))
+    assert step["elementwise"] - plain["elementwise"] == pytest.approx(2 * elementwise(4, 3 * 64))
+
+
+@pytest.mark.parametrize("attention", [MLA, LINEAR])
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_compiled_costs_follow_every_kind(attention: object, asynchronous: bool, cuda_graphs: bool) -> None:
+    """Chunks after a past, the floor of launches and the host: the tables say what the step model says."""
+    fast = hardware(host_step_s=1e-4, bytes_per_s=1e14, overhead_s=1e-7, block_s=1e-12)
+    plan = pool(asynchronous=asynchronous, cuda_graphs=cuda_graphs)
+    step = StepModel(with_attention(attention), fast, plan)
+    costs = compile_costs(with_attention(attention), fast, plan, 4096)
+    for batch in (Batch(3, 300, (), 3), Batch(2, 200, ((0, 64), (1000, 50)), 3), Batch(0, 0, ((4000, 9),), 1)):
+        ticks = costs.mixed(batch.num_decodes, batch.context_tokens, batch.chunks, batch.num_samples)
+        assert ticks == pytest.approx(step.seconds(batch) * TICKS_PER_SECOND, rel=1e-3)
+    first, slope, span = costs.decode(3, 300)
+    assert first == costs.mixed(3, 300, (), 3)
+    for k in (1, 2, 100, min(span, 1000) - 1):
+        if k < span:
+            assert costs.decode(3, 300 + 3 * k)[0] == first + k * slope

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from simtune.costs.memory import (
     GIB,
+    GRAPHS_BYTES,
     kv_bytes_per_token,
     kv_capacity,
     stage_layers,
@@ -13,7 +19,16 @@ from simtune.costs.memory import (
 )
 from simtune.errors import Infeasible
 from simtune.specs.catalog import load_hardware, load_model
-from simtune.specs.model import DenseFeedForward, FullAttention, LayerGroup, Model, MoeFeedForward
+from simtune.specs.model import (
+    DenseFeedForward,
+    FullAttention,
+    LayerGroup,
+    LinearAttention,
+    MlaAttention,
+    Model,
+    MoeFeedForward,
+    SlidingAttention,
+)
 from simtune.specs.plan import Batching, KvCache, Parallelism, Pool
 from tests.costs.made_up import hardware, model, moe, pool
 
@@ -75,6 +90,118 @@ def test_weights_by_hand() -> None:
     sparse = weights_bytes(model(layers=1, feed_forward=moe(shared=48)), Parallelism(tp=2), 0)
     rank = 64 * 16 * 2 * (2 + 1) + 3 * 64 * (8 * 32 + 48) // 2 + 64 * 8 + 2 * 64
     assert sparse == 2 * (rank + 2 * 128 * 64 + 64)
+
+
+def test_cache_of_deepseek_v3_is_the_published_one_on_every_rank() -> None:
+    """70 KB a token, as its authors say (arXiv 2505.09343); tensor parallelism does not split it."""
+    deepseek = load_model("deepseek-v3")
+    for tp in (1, 8):
+        assert kv_bytes_per_token(deepseek, Parallelism(tp=tp), 0, "bf16") == 70272
+    assert kv_bytes_per_token(deepseek, Parallelism(tp=8), 0, "fp8") == 70272 / 2
+
+
+def with_attention(attention: object, layers: int = 2) -> Model:
+    tiny = model(layers=layers)
+    return tiny.model_copy(update={"layers": (tiny.layers[0].model_copy(update={"attention": attention}),)})
+
+
+def test_weights_of_latent_attention_by_hand() -> None:
+    """The products into the latents are on both ranks whole, the others are shared out by heads."""
+    mla = MlaAttention(heads=4, q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=20)
+    attention = 64 * (24 + 32 + 8) + 2 * (16 + 8) * 24 + 2 * (16 + 20) * 32 + 2 * 20 * 64
+    rank = attention + 3 * 64 * 64 + 2 * 64
+    assert weights_bytes(with_attention(mla), Parallelism(tp=2), 0) == 2 * (2 * rank + 2 * 128 * 64 + 64)
+    direct = mla.model_copy(update={"q_lora_rank": None})
+    fewer = weights_bytes(with_attention(mla), Parallelism(), 0) - weights_bytes(
+        with_attention(direct), Parallelism(), 0
+    )
+    assert fewer == 2 * 2 * (64 * 24 + 4 * 24 * 24 - 64 * 4 * 24)
+
+
+def test_experts_on_ranks_are_whole_and_the_fullest_rank_counts() -> None:
+    """Eight experts on two ranks take what their halves would; on three ranks one has three of them."""
+    both = [weights_bytes(model(feed_forward=moe()), Parallelism(tp=2, expert_parallel=ep), 0) for ep in (False, True)]
+    assert both[0] == both[1]
+    three = model(
+        heads=6, kv_heads=3, feed_forward=MoeFeedForward(experts=8, experts_per_token=2, intermediate_size=30)
+    )
+    halves, whole = (weights_bytes(three, Parallelism(tp=3, expert_parallel=ep), 0) for ep in (False, True))
+    assert whole - halves == pytest.approx(2 * 2 * 3 * 64 * 30 * (3 - 8 / 3))
+
+
+def test_four_bit_weights_carry_their_scales() -> None:
+    eight, four = (
+        weights_bytes(model().model_copy(update={"weight_dtype": dtype}), Parallelism(), 0)
+        for dtype in ("int8", "int4")
+    )
+    matrices = 2 * (64 * 16 * 2 * (4 + 2) + 3 * 64 * 128)
+    assert eight - four == pytest.approx((1 - 0.53) * matrices)
+
+
+def test_states_are_set_aside_for_every_seat() -> None:
+    """One linear and one full layer: 4 x 16 x 32 values in fp32 and three inputs of the convolution a sequence."""
+    tiny = model(layers=1)
+    linear = LinearAttention(heads=4, key_heads=2, key_dim=16, value_dim=32, conv_width=4)
+    mixed = tiny.model_copy(
+        update={"layers": (tiny.layers[0], tiny.layers[0].model_copy(update={"attention": linear}))}
+    )
+    device, plan = hardware(memory_bytes=8 * GIB), pool(max_num_seqs=50)
+    state = 4 * 16 * 32 * 4 + 3 * (2 * 2 * 16 + 4 * 32) * 2
+    memory = kv_capacity(mixed, device, plan)
+    assert memory.seat_bytes == 50 * state
+    assert memory.kv_bytes_per_token == 2 * 2 * 16 * 2, "only the full layer grows"
+    room = 0.92 * 8 * GIB - memory.weights_bytes - memory.other_bytes - memory.seat_bytes
+    assert memory.num_blocks == room // (16 * memory.kv_bytes_per_token) - 1
+
+
+def test_a_model_of_states_alone_holds_every_seat_at_any_length() -> None:
+    linear = with_attention(LinearAttention(heads=4, key_heads=2, key_dim=16, value_dim=32))
+    plan = pool(max_num_seqs=50, max_model_len=1000)
+    memory = kv_capacity(linear, hardware(memory_bytes=8 * GIB), plan)
+    assert memory.num_blocks == 50 * math.ceil(1000 / 16)
+    assert memory.kv_bytes == 50 * 2 * (4 * 16 * 32 * 4 + 3 * (2 * 2 * 16 + 4 * 32) * 2)
+    assert memory.kv_bytes_per_token * (memory.num_blocks + 1) * 16 == pytest.approx(memory.kv_bytes)
+    with pytest.raises(Infeasible, match=r"GiB per device are missing.*100000000 seats"):
+        kv_capacity(linear, hardware(memory_bytes=8 * GIB), pool(max_num_seqs=100_000_000, budget=100_000_000))
+
+
+@given(seats=st.integers(1, 600), window=st.integers(16, 4096), longest=st.integers(512, 4096))
+def test_windows_never_leave_fewer_tokens_than_counting_them_in_full(seats: int, window: int, longest: int) -> None:
+    """Half of the layers slide: each seat's window is set aside where that leaves more tokens."""
+    sliding = SlidingAttention(heads=4, kv_heads=2, head_dim=16, window=window)
+    tiny = model(layers=1)
+    mixed = tiny.model_copy(
+        update={"layers": (tiny.layers[0], tiny.layers[0].model_copy(update={"attention": sliding}))}
+    )
+    device, plan = hardware(memory_bytes=2 * GIB), pool(max_num_seqs=seats, budget=1024, max_model_len=longest)
+    full, memory = kv_capacity(model(layers=2), device, plan), kv_capacity(mixed, device, plan)
+    assert memory.num_blocks >= full.num_blocks
+    layer = 2 * 2 * 16 * 2
+    aside = seats * min(window, longest) * layer
+    room = full.kv_bytes
+    assert memory.num_blocks == max(int(room // (16 * 2 * layer)), int((room - aside) // (16 * layer))) - 1
+    assert memory.seat_bytes in (0, aside)
+
+
+def test_graphs_and_a_draft_model_take_their_share() -> None:
+    device = hardware(memory_bytes=8 * GIB)
+    graphs, eager = (kv_capacity(model(), device, pool(cuda_graphs=on)) for on in (True, False))
+    assert eager.kv_bytes - graphs.kv_bytes == pytest.approx(GRAPHS_BYTES)
+    draft = kv_capacity(model(), device, pool(), extra_weights_bytes=GIB)
+    assert graphs.kv_bytes - draft.kv_bytes == GIB
+    assert draft.weights_bytes - graphs.weights_bytes == GIB
+
+
+@pytest.mark.parametrize(
+    ("tp", "sizes", "words"),
+    [
+        (2, {}, "expert_parallel is for mixtures of experts, and it is none"),
+        (16, {"heads": 16, "kv_heads": 16, "feed_forward": moe()}, "needs an expert for every rank"),
+    ],
+)
+def test_experts_that_cannot_be_spread_are_refused(tp: int, sizes: dict[str, Any], words: str) -> None:
+    with pytest.raises(Infeasible, match=words):
+        kv_capacity(model(**sizes), hardware(), pool(tp=tp, expert_parallel=True))
 
 
 def test_layers_are_spread_evenly_over_stages() -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import builtins
 import gzip
+import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from simtune.costs.tables import read_tables
+from simtune.costs.operators import OPERATORS
+from simtune.costs.tables import Table, account, designation, read_tables
 from simtune.errors import SpecError, UsageError
 
 GEMM = "framework,version,device,gemm_dtype,m,n,k,latency"
@@ -21,7 +26,19 @@ MOE = (
     "distribution,latency"
 )
 ALL_REDUCE = "framework,version,allreduce_dtype,num_gpus,message_size,latency,backend"
-MLP_TIMES = ("input_layernorm", "post_attention_layernorm", "mlp_act", "attn_rope", "add")
+NCCL = "framework,version,op_name,nccl_dtype,num_gpus,message_size,latency"
+MLP_TIMES = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "mlp_act",
+    "attn_rope",
+    "add",
+    "attn_pre_proj",
+    "attn_post_proj",
+    "mlp_up_proj",
+    "mlp_down_proj",
+    "emb",
+)
 MLP = "n_head,n_kv_head,n_embd,n_expanded_embd,use_gated_mlp,num_tokens,num_tensor_parallel_workers," + ",".join(
     f"time_stats.{name}.median" for name in MLP_TIMES
 )
@@ -29,23 +46,35 @@ HOST = (
     "batch_size,schedule_median,prepare_inputs_launch_median,sampler_launch_median,process_model_outputs_median,"
     "model_execution_e2e_median"
 )
+VIDUR_ATTENTION = (
+    "time_stats.attn_prefill.median,time_stats.attn_decode.median,n_embd,n_q_head,n_kv_head,block_size,"
+    "num_tensor_parallel_workers,batch_size,prefill_chunk_size,kv_cache_size,is_prefill"
+)
 
 
 def write(folder: Path, name: str, *lines: str) -> Path:
     path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
     text = "\n".join(lines) + "\n"
     path.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
     return path
 
 
+def shape_of(table: Table) -> dict[str, list[float]]:
+    return {name: column.tolist() for name, column in table.shape.items()}
+
+
+# AIConfigurator
+
+
 def test_gemm_milliseconds_become_seconds(tmp_path: Path) -> None:
-    path = write(tmp_path, "gemm.csv.gz", GEMM, "VLLM,1.0,X,bfloat16,8,64,32,0.25", "VLLM,1.0,X,fp8,8,64,32,0.125")
+    path = write(tmp_path, "gemm.csv.gz", GEMM, "VLLM,1.0,X1,bfloat16,8,64,32,0.25", "VLLM,1.0,X1,fp8,8,64,32,0.125")
     operators = read_tables([path]).operators
     assert set(operators) == {"gemm.bf16", "gemm.fp8"}
     table = operators["gemm.bf16"]
-    assert {name: column.tolist() for name, column in table.shape.items()} == {"m": [8], "n": [64], "k": [32]}
+    assert shape_of(table) == {"m": [8], "n": [64], "k": [32]}
     assert table.seconds.tolist() == [0.25e-3]
-    assert (table.software, table.device, table.origin.licence) == ("VLLM 1.0", "X", "Apache-2.0")
+    assert (table.software, table.device, table.origin.licence) == ("VLLM 1.0", "X1", "Apache-2.0")
 
 
 def test_attention_lengths_and_windows(tmp_path: Path) -> None:
@@ -54,31 +83,33 @@ def test_attention_lengths_and_windows(tmp_path: Path) -> None:
         "attention.csv",
         ATTENTION,
         "V,1,context_attention,2,512,8,4,128,bfloat16,bfloat16,0,128,1",
-        "V,1,context_attention,2,512,8,4,128,bfloat16,bfloat16,256,0,1",  # over a cached prefix
+        "V,1,context_attention,2,512,8,4,128,bfloat16,bfloat16,256,0,1",
         "V,1,generation_attention,3,1,8,4,128,bfloat16,fp8,1023,0,1",
         "V,1,generation_attention,3,1,8,4,128,bfloat16,fp8,63,128,1",
+        "V,1,encoder_attention,3,1,8,4,128,bfloat16,fp8,63,128,1",
     )
     found = read_tables([path])
     prefill = found.operators["prefill_attention.bf16"]
-    assert (prefill.shape["tokens"].tolist(), prefill.shape["window"].tolist()) == ([512], [128])
+    assert prefill.shape["tokens"].tolist() == [512, 512]
+    assert prefill.shape["context"].tolist() == [512, 768], "the cached prefix counts as context"
+    assert prefill.shape["window"].tolist() == [128, 768]
     decode = found.operators["decode_attention.bf16.kv-fp8"]
     assert decode.shape["context"].tolist() == [64, 1024], "cached tokens and the new one"
     assert decode.shape["window"].tolist() == [64, 1024], "a window longer than the context is none"
-    assert found.notes == ["attention.csv: 1 rows left out: prefill over a cached prefix"]
+    assert found.notes == ["attention.csv: 1 rows belong to no operator: unknown op_name"]
 
 
 def test_moe_is_sharded_by_width_and_balanced(tmp_path: Path) -> None:
     row = "V,1,bfloat16,16,1024,4096,2,8,4,2"
     path = write(tmp_path, "moe.csv", MOE, f"{row},balanced,2", f"{row},power_law_1.2,3")
-    found = read_tables([path])
-    table = found.operators["moe.bf16"]
+    table = read_tables([path]).operators["moe.bf16"]
     assert table.shape["intermediate"].tolist() == [1024]
-    assert table.shape["ep"].tolist() == [2]
+    assert (table.shape["ep"].tolist(), table.shape["skew"].tolist()) == ([2], [0])
     assert table.seconds.tolist() == [2e-3]
-    assert found.notes == ["moe.csv: 1 rows left out: skewed routing"]
+    assert table.left_out == {"skewed routing": 1}
 
 
-def test_all_reduce_counts_elements_and_keeps_graph_rows(tmp_path: Path) -> None:
+def test_custom_all_reduce_counts_elements_and_keeps_graph_rows(tmp_path: Path) -> None:
     path = write(
         tmp_path,
         "all_reduce.csv",
@@ -88,23 +119,123 @@ def test_all_reduce_counts_elements_and_keeps_graph_rows(tmp_path: Path) -> None
     )
     table = read_tables([path]).operators["all_reduce.bf16"]
     assert (table.shape["bytes"].tolist(), table.seconds.tolist()) == ([2048], [5e-6])
+    assert account(table) == "2 rows read, 1 used; 1 left out: launched eagerly"
+
+
+def test_nccl_counts_elements_of_every_dtype(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        "nccl.csv",
+        NCCL,
+        "T,2,all_gather,half,8,1024,0.02",
+        "T,2,all_gather,int8,8,2048,0.02",
+        "T,2,alltoall,half,2,512,0.01",
+        "T,2,reduce_scatter,half,2,512,0.01",
+        "T,2,all_reduce,half,2,512,0.01",
+        "T,2,broadcast,half,2,512,0.01",
+    )
+    found = read_tables([path])
+    assert set(found.operators) == {
+        *("all_gather.bf16", "all_gather.int8", "all_to_all.bf16", "reduce_scatter.bf16"),
+        "all_reduce.bf16",  # NCCL's stands in where there is no other
+    }
+    assert found.operators["all_gather.bf16"].shape["bytes"].tolist() == [2048]
+    assert found.operators["all_gather.int8"].shape["bytes"].tolist() == [2048]
+    assert found.notes == ["nccl.csv: 1 rows belong to no operator: unknown op_name"]
+
+
+def test_nccl_stands_beside_the_custom_all_reduce(tmp_path: Path) -> None:
+    write(tmp_path, "a.csv", ALL_REDUCE, "V,1,bfloat16,4,1024,0.005,vllm_graph")
+    write(tmp_path, "b.csv", NCCL, "T,2,all_reduce,half,4,1024,0.02")
+    operators = read_tables([tmp_path]).operators
+    assert operators["all_reduce.bf16"].seconds.tolist() == [5e-6]
+    assert operators["all_reduce.nccl.bf16"].seconds.tolist() == [20e-6]
+
+
+@pytest.mark.parametrize("name", ["a100_sxm", "h100_sxm"])
+@pytest.mark.parametrize("kind", ["all_gather", "all_to_all", "reduce_scatter", "all_reduce"])
+def test_equal_bytes_take_equal_time_whatever_the_dtype(name: str, kind: str, data_dir: Path) -> None:
+    """What tells that message_size counts elements: taken as bytes, half would be twice as slow as int8."""
+    found = read_tables([data_dir / "profiles" / "aiconfigurator" / name / "nccl_2.27.3.csv.gz"]).operators
+    half, int8 = found[f"{kind}.bf16"], found[f"{kind}.int8"]
+    assert half.shape["bytes"].tolist() == int8.shape["bytes"].tolist()
+    large = half.shape["bytes"] >= 1 << 24
+    ratio = half.seconds[large] / int8.seconds[large]
+    assert 0.9 < np.median(ratio) < 1.1
+
+
+# Vidur
 
 
 def test_vidur_widths_follow_from_the_model(tmp_path: Path) -> None:
-    # 8 heads and 2 KV heads of 16 in 128, feed-forward 512, two ranks, times of 10..50 us
-    path = write(tmp_path, "mlp.csv", MLP, "8,2,128,512,True,64,2,0.010,0.020,0.030,0.040,0.050")
-    operators = read_tables([path]).operators
-    width = {key.split(".")[1]: table.shape["width"].tolist() for key, table in operators.items()}
+    # 8 heads and 2 KV heads of 16 in 128, feed-forward 512, two ranks, times of 10..100 us
+    times = ",".join(f"{t / 100:.3f}" for t in range(1, 11))
+    path = write(tmp_path, "mlp.csv", MLP, f"8,2,128,512,True,64,2,{times}")
+    found = read_tables([path])
+    width = {key: table.shape["width"].tolist() for key, table in found.operators.items() if "elementwise" in key}
     assert width == {
-        "norm": [2 * 128],
-        "activation": [3 * 512 / 2],
-        "rope": [2 * (8 / 2 + 2 / 2) * 16],
-        "add": [3 * 128],
+        "elementwise.norm.bf16": [2 * 128],
+        "elementwise.activation.bf16": [3 * 512 / 2],
+        "elementwise.rope.bf16": [2 * (8 / 2 + 2 / 2) * 16],
+        "elementwise.add.bf16": [3 * 128],
     }
-    norm = operators["elementwise.norm.bf16"]
+    norm = found.operators["elementwise.norm.bf16"]
     assert norm.seconds == pytest.approx([15e-6]), "the two norms measure one shape: their median"
     assert (norm.merged, norm.resolution_s) == (1, 1e-6)
-    assert operators["elementwise.add.bf16"].seconds == pytest.approx([50e-6])
+    assert norm.conflicts.shapes == 1
+    assert norm.conflicts.worst == pytest.approx(2)
+    assert found.operators["elementwise.add.bf16"].seconds == pytest.approx([50e-6])
+    assert found.notes == ["mlp.csv: 1 rows belong to no operator: no operator for the embedding"]
+
+
+def test_vidur_projections_are_products(tmp_path: Path) -> None:
+    times = ",".join(f"{t / 100:.3f}" for t in range(1, 11))
+    gemm = read_tables([write(tmp_path, "mlp.csv", MLP, f"8,2,128,512,True,64,2,{times}")]).operators["gemm.bf16"]
+    seconds = {(n, k): t for n, k, t in zip(gemm.shape["n"], gemm.shape["k"], gemm.seconds, strict=True)}
+    assert seconds == pytest.approx(
+        {
+            ((8 / 2 + 2 * 1) * 16, 128): 60e-6,  # queries and one KV head of each kind on a rank
+            (128, 128 / 2): 70e-6,
+            (2 * 512 / 2, 128): 80e-6,  # gate and up at once
+            (128, 512 / 2): 90e-6,
+        }
+    )
+    assert gemm.shape["m"].tolist() == [64] * 4
+
+
+def test_vidur_attention_tells_prefill_from_decode(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        "attention.csv",
+        VIDUR_ATTENTION,
+        "0.5,,8192,64,8,16,2,1,128,256,True",
+        ",0.1,8192,64,8,16,2,4,0,1023,False",
+    )
+    operators = read_tables([path]).operators
+    assert shape_of(operators["prefill_attention.bf16"]) == {
+        **{"batch": [1], "tokens": [128], "context": [384], "heads": [32], "kv_heads": [4], "head_dim": [128]},
+        "window": [384],
+    }
+    decode = operators["decode_attention.bf16"]
+    assert (decode.shape["batch"].tolist(), decode.shape["context"].tolist()) == ([4], [1024])
+    assert decode.seconds == pytest.approx([100e-6])
+
+
+def test_vidur_collectives_stay_inside_a_node(tmp_path: Path) -> None:
+    for kind in ("all_reduce", "send_recv"):
+        write(
+            tmp_path,
+            f"{kind}.csv",
+            f"time_stats.{kind}.median,num_workers,size,devices_per_node",
+            "0.05,2,2048,2",
+            "0.50,2,2048,1",
+        )
+    operators = read_tables([tmp_path]).operators
+    assert shape_of(operators["all_reduce.bf16"]) == {"devices": [2], "bytes": [2048]}
+    assert shape_of(operators["send_recv.bf16"]) == {"bytes": [2048]}
+    for table in operators.values():
+        assert table.seconds.tolist() == [50e-6]
+        assert "1 left out: between nodes" in account(table)
 
 
 def test_host_time_is_the_sum_of_its_parts(tmp_path: Path) -> None:
@@ -116,39 +247,254 @@ def test_host_time_is_the_sum_of_its_parts(tmp_path: Path) -> None:
     assert table.seconds == pytest.approx([1.0e-3, 1.4e-3])
 
 
-def test_repeated_shapes_count_once_with_their_median(tmp_path: Path) -> None:
+# LLMServingSim
+
+
+def test_first_layout_of_llmservingsim_counts_nanoseconds(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        "Llama-3.1-70B_tp4_layers.csv",
+        "layer_name,input,kv_cache,tp_size,latency(ns)",
+        "q_proj,16,0,4,16000",
+        "k_proj,16,0,4,8000",
+        "act_fn,16,0,4,4000",
+        "attn,16,0,4,6000",
+        "embedding,16,0,4,3000",
+    )
+    found = read_tables([path])
+    gemm = found.operators["gemm.bf16"]
+    assert dict(zip(gemm.shape["n"], gemm.seconds, strict=True)) == pytest.approx({2048: 16e-6, 256: 8e-6})
+    assert gemm.shape["k"].tolist() == [8192, 8192]
+    assert found.operators["elementwise.activation.bf16"].shape["width"].tolist() == [2 * 28672 / 4]
+    attention = found.operators["prefill_attention.bf16"]
+    assert (attention.shape["heads"].tolist(), attention.shape["kv_heads"].tolist()) == ([16], [2])
+    assert found.notes == [f"{path.name}: 1 rows belong to no operator: no operator for the layer embedding"]
+
+
+def test_present_layout_of_llmservingsim_takes_the_model_from_its_meta_file(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        "bf16/meta.yaml",
+        "model: meta-llama/Llama-3.1-8B",
+        "variant: bf16",
+        "gpu: NVIDIA GeForce RTX 4090",
+        "vllm_version: 0.19.0",
+    )
+    write(tmp_path, "bf16/tp2/dense.csv", "layer,tokens,time_us", "gate_up_proj,8,250.5", "act_fn,8,3")
+    write(tmp_path, "bf16/tp2/per_sequence.csv", "layer,sequences,time_us", "lm_head,4,1100", "sampler,4,27")
+    write(
+        tmp_path,
+        "bf16/tp2/attention.csv",
+        "prefill_chunk,kv_prefill,n_decode,kv_decode,time_us",
+        "0,0,3,1023,9",
+        "128,256,0,0,12",
+        "128,256,3,1023,20",
+    )
+    write(tmp_path, "bf16/tp2/skew.csv", "regime,n,t_skew_us", "pure,2,53")
+    found = read_tables([tmp_path])
+    gemm = found.operators["gemm.bf16"]
+    rows = sorted(zip(gemm.shape["m"], gemm.shape["n"], gemm.shape["k"], gemm.seconds, strict=True))
+    assert rows == [(4, 128256 / 2, 4096, pytest.approx(1100e-6)), (8, 14336, 4096, pytest.approx(250.5e-6))]
+    assert found.operators["elementwise.activation.bf16"].shape["width"].tolist() == [3 * 14336 / 2]
+    assert shape_of(found.operators["decode_attention.bf16"]) == {
+        **{"batch": [3], "context": [1024], "heads": [16], "kv_heads": [4], "head_dim": [128], "window": [1024]},
+    }
+    prefill = found.operators["prefill_attention.bf16"]
+    assert (prefill.shape["tokens"].tolist(), prefill.shape["context"].tolist()) == ([128], [384])
+    assert (gemm.device, gemm.software) == ("NVIDIA GeForce RTX 4090", "vLLM 0.19.0, eager")
+    assert [note.split(": ", 1) for note in found.notes] == [
+        ["attention.csv", "1 rows belong to no operator: prefill and decode mixed in one kernel"],
+        [
+            "per_sequence.csv",
+            "1 rows belong to no operator: greedy sampling, which says nothing of sampling with a temperature",
+        ],
+        [
+            "skew.csv",
+            "1 rows belong to no operator: batches of unequal context lengths, for which there is no operator",
+        ],
+    ]
+
+
+def test_layers_of_nobody_are_refused(tmp_path: Path) -> None:
+    rows = ("layer,tokens,time_us", "o_proj,8,250")
+    with pytest.raises(SpecError, match=r"whose layers are these\? .*llama-3\.1-8b"):
+        read_tables([write(tmp_path, "tp1/dense.csv", *rows)])
+    with pytest.raises(SpecError, match=r"on how many ranks\?"):
+        read_tables([write(tmp_path, "Llama-3.1-8B_dense.csv", *rows)])
+    with pytest.raises(SpecError, match="only dense models with one kind of layer"):
+        read_tables([write(tmp_path, "Mixtral-8x7B_tp1_dense.csv", *rows)])
+    write(tmp_path, "q/meta.yaml", "model: meta-llama/Llama-3.1-8B", "variant: fp8")
+    with pytest.raises(SpecError, match=r"meta\.yaml: variant: only bf16 and fp16"):
+        read_tables([write(tmp_path, "q/tp1_dense.csv", *rows)])
+
+
+# simtune's own measurements
+
+HEADER = {"schema": "simtune/measurements@1", "device": "NVIDIA H200", "driver": "570.1", "torch": "2.11.0"}
+POINT = {"kind": "gemm", "dtype": "bf16", "shape": {"m": 8, "n": 64, "k": 32}, "seconds": 1e-5, "mad": 1e-8}
+
+
+def measurements(folder: Path, *lines: dict[str, Any] | str) -> Path:
+    text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
+    path = folder / "measurements.jsonl"
+    path.write_text(text)
+    return path
+
+
+def test_own_measurements_are_measured(tmp_path: Path) -> None:
+    noisy = POINT | {"shape": {"m": 16, "n": 64, "k": 32}, "mad": 2e-6}
+    rope = {
+        "kind": "elementwise",
+        "dtype": "bf16",
+        "variant": "rope",
+        "shape": {"rows": 4, "width": 8},
+        "seconds": 1e-6,
+    }
+    path = measurements(tmp_path, HEADER, POINT | {"kernel": "nvjet", "n": 9}, noisy, rope, '{"kind": "ge')
+    found = read_tables([path])
+    gemm = found.operators["gemm.bf16"]
+    assert (gemm.origin.kind, gemm.origin.licence) == ("measured", None)
+    assert (gemm.device, gemm.software) == ("NVIDIA H200", "torch 2.11.0, driver 570.1; kernels nvjet")
+    assert account(gemm) == "2 rows read, 1 used; 1 left out: spread of more than 5 %"
+    assert found.operators["elementwise.rope.bf16"].seconds.tolist() == [1e-6]
+    assert found.notes == ["measurements.jsonl: 1 rows belong to no operator: a last line cut short"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (({"schema": "simtune/plan@1"},), r"jsonl:1: schema: must be simtune/measurements@1, found 'simtune/plan@1'"),
+        (({"schema": "simtune/measurements@1"}, POINT), r"jsonl:1: device: is missing"),
+        ((HEADER, "{]", POINT), r"jsonl:2:2: is not JSON"),
+        ((HEADER, POINT | {"kind": "gem"}), r"jsonl:2: kind: "),
+        ((HEADER, POINT | {"shape": {"m": 8}}), r"jsonl:2: shape: of gemm must name m, n, k; it names m"),
+        ((HEADER, POINT | {"seconds": "fast"}), r"jsonl:2: seconds: must be a valid number"),
+    ],
+)
+def test_malformed_measurements_say_where(tmp_path: Path, lines: tuple[dict[str, Any] | str, ...], words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        read_tables([measurements(tmp_path, *lines)])
+
+
+# Parquet
+
+
+def test_parquet_is_read_as_csv_is(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="the parquet extra is not installed")
+    from pyarrow import parquet
+
+    columns = {"gemm_dtype": ["bfloat16", "fp8"], "m": [8, 16], "n": [64, 64], "k": [32, 32], "latency": [0.25, None]}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "gemm_perf.parquet")
+    found = read_tables([tmp_path])
+    assert shape_of(found.operators["gemm.bf16"]) == {"m": [8], "n": [64], "k": [32]}
+    assert found.notes == ["gemm.fp8: no row can be used: 1 rows read, 0 used; 1 left out: no positive time"]
+    (tmp_path / "gemm_perf.parquet").write_bytes(b"no parquet")
+    with pytest.raises(SpecError, match="cannot be read as a Parquet table"):
+        read_tables([tmp_path])
+
+
+def test_parquet_without_its_extra_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *more: Any, **named: Any) -> Any:
+        if name.split(".")[0] == "pyarrow":
+            raise ImportError(name)
+        return real(name, *more, **named)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    for name in [name for name in sys.modules if name.split(".")[0] == "pyarrow"]:
+        monkeypatch.delitem(sys.modules, name)
+    path = tmp_path / "gemm_perf.parquet"
+    path.write_bytes(b"PAR1")
+    with pytest.raises(UsageError, match=r"gemm_perf\.parquet: .*pip install 'simtune\[parquet\]'"):
+        read_tables([path])
+
+
+# What is common
+
+
+def test_repeated_shapes_count_once_and_contradictions_are_told(tmp_path: Path) -> None:
     rows = [f"V,1,X,bfloat16,8,64,32,{latency}" for latency in (1, 2, 900)]
-    first = write(tmp_path, "a.csv", GEMM, *rows, "V,1,X,bfloat16,16,64,32,7")
+    steady = [f"V,1,X,bfloat16,16,64,32,{latency}" for latency in (7, 7.5)]
+    first = write(tmp_path, "a.csv", GEMM, *rows, *steady)
     second = write(tmp_path, "b.csv", GEMM, "V,1,X,bfloat16,8,64,32,4")
     table = read_tables([first, second]).operators["gemm.bf16"]
     assert table.shape["m"].tolist() == [8, 16]
-    assert table.seconds == pytest.approx([3e-3, 7e-3])
-    assert table.merged == 3
+    assert table.seconds == pytest.approx([3e-3, 7.25e-3])
     assert table.files == ("a.csv", "b.csv")
+    assert account(table) == (
+        "6 rows read, 2 used; 4 merged with another row of the same shape (median); 1 shapes have times that differ by "
+        "more than 10 %, the worst by a factor of 900"
+    )
+
+
+def test_of_two_collections_the_first_given_is_taken(tmp_path: Path) -> None:
+    ours = write(tmp_path, "gemm.csv", GEMM, "V,1,X,bfloat16,8,64,32,1")
+    times = ",".join(f"{t / 100:.3f}" for t in range(1, 11))
+    theirs = write(tmp_path, "mlp.csv", MLP, f"8,2,128,512,True,64,2,{times}")
+    first, second = (read_tables(order).operators["gemm.bf16"] for order in ([ours, theirs], [theirs, ours]))
+    assert first.origin.name.startswith("AIConfigurator")
+    assert account(first).endswith(
+        "4 left out: of Vidur (microsoft/vidur), since another source given before it has it"
+    )
+    assert second.origin.name.startswith("Vidur")
+    assert sum(second.left_out.values()) == 1
 
 
 def test_rows_without_a_time_are_counted(tmp_path: Path) -> None:
     rows = [f"V,1,X,bfloat16,{m},64,32,{t}" for m, t in enumerate(("0.0", "-1", "nan", "", "inf", "2"), start=1)]
-    table = read_tables([write(tmp_path, "gemm.csv", GEMM, *rows)]).operators["gemm.bf16"]
-    assert table.left_out == 5
+    table = read_tables([write(tmp_path, "gemm.csv", GEMM, *rows, "V,1,X,bfloat16,,64,32,1")]).operators["gemm.bf16"]
+    assert table.left_out == {"no positive time": 5, "no positive shape": 1}
     assert table.shape["m"].tolist() == [6]
+    assert table.read == 7
+
+
+def test_whole_microseconds_were_rounded(tmp_path: Path) -> None:
+    rows = [f"V,1,X,bfloat16,{m},64,32,{m / 1000}" for m in range(1, 31)]
+    assert read_tables([write(tmp_path, "a.csv", GEMM, *rows)]).operators["gemm.bf16"].resolution_s == 1e-6
+    rows[7] = "V,1,X,bfloat16,8,64,32,0.0081"
+    assert read_tables([write(tmp_path, "b.csv", GEMM, *rows)]).operators["gemm.bf16"].resolution_s == 0
 
 
 def test_dtypes_without_a_model_are_noted(tmp_path: Path) -> None:
     path = write(tmp_path, "gemm.csv", GEMM, "V,1,X,fp8_block,8,64,32,1", "V,1,X,bfloat16,8,64,32,1")
     found = read_tables([path])
     assert set(found.operators) == {"gemm.bf16"}
-    assert found.notes == ["gemm.csv: 1 rows left out: gemm_dtype fp8_block"]
+    assert found.notes == ["gemm.csv: 1 rows belong to no operator: gemm_dtype fp8_block"]
 
 
 def test_a_folder_is_searched_and_strangers_are_noted(tmp_path: Path) -> None:
-    (tmp_path / "deep").mkdir()
-    write(tmp_path / "deep", "gemm.csv.gz", GEMM, "V,1,X,bfloat16,8,64,32,1")
+    write(tmp_path, "deep/gemm.csv.gz", GEMM, "V,1,X,bfloat16,8,64,32,1")
     write(tmp_path, "other.csv", "a,b", "1,2")
     write(tmp_path, "notes.txt", "not a table")
     found = read_tables([tmp_path])
     assert set(found.operators) == {"gemm.bf16"}
     assert found.notes == ["other.csv: passed over, not a known table"]
+
+
+def test_tables_of_two_devices_are_not_mixed(tmp_path: Path) -> None:
+    write(tmp_path, "a.csv", GEMM, "V,1,NVIDIA A100-SXM4-80GB,bfloat16,8,64,32,1")
+    write(tmp_path, "b.csv", GEMM, "V,1,NVIDIA H100 80GB HBM3,bfloat16,8,64,32,1")
+    with pytest.raises(UsageError, match=r"gemm\.bf16: tables of several devices: .* in a\.csv, .* in b\.csv"):
+        read_tables([tmp_path])
+    both = write(tmp_path, "c.csv", GEMM, "V,1,NVIDIA A100,bfloat16,8,64,32,1", "V,1,NVIDIA H100,bfloat16,8,64,32,1")
+    with pytest.raises(SpecError, match=r"c\.csv: device: holds rows of several devices \(NVIDIA A100, NVIDIA H100\)"):
+        read_tables([both])
+
+
+@pytest.mark.parametrize(
+    ("name", "chip"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 SXM5 80GB", "H100"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA GeForce RTX 4090", "4090"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("Intel Xeon", "INTEL XEON"),
+    ],
+)
+def test_a_device_is_known_by_its_chip(name: str, chip: str) -> None:
+    assert designation(name) == chip
 
 
 @pytest.mark.parametrize(
@@ -162,7 +508,7 @@ def test_a_folder_is_searched_and_strangers_are_noted(tmp_path: Path) -> None:
         ((GEMM, "V,1,X,bfloat16,8,64,32"), r"gemm\.csv:2: has 7 values, the header names 8"),
         (("gemm_dtype,m,n,latency", "bfloat16,8,64,1"), r"gemm\.csv:1: k: column is missing"),
         (("gemm_dtype,m,n,k", "bfloat16,8,64,2"), r"gemm\.csv:1: latency: column is missing"),
-        (("a,b", "1,2"), "not a known table"),
+        (("a,b", "1,2"), r"not a known table: one with the column gemm_dtype \(AIConfigurator\)"),
         ((), "not a known table"),
     ],
 )
@@ -187,4 +533,12 @@ def test_a_hundred_thousand_rows(data_dir: Path) -> None:
     found = read_tables([path])
     assert len(found.operators["gemm.bf16"]) == len(found.operators["gemm.fp8"]) == 35742
     assert np.isfinite(found.operators["gemm.bf16"].seconds).all()
-    assert found.notes == [f"{path.name}: 29519 rows left out: gemm_dtype fp8_block"]
+    assert found.notes == [f"{path.name}: 29,519 rows belong to no operator: gemm_dtype fp8_block"]
+
+
+@pytest.mark.parametrize("source", ["aiconfigurator/a100_sxm", "vidur/a100", "vidur/h100", "llmservingsim/rtx4090"])
+def test_every_row_of_the_published_tables_is_accounted_for(source: str, data_dir: Path) -> None:
+    for key, table in read_tables([data_dir / "profiles" / source]).operators.items():
+        assert len(table) + table.merged + sum(table.left_out.values()) == table.read
+        assert set(table.shape) == set(OPERATORS[table.kind].shape), key
+        assert all(np.isfinite(x).all() for x in table.shape.values()), key

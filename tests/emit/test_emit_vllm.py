@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from simtune.emit.vllm import OPTIONS, VLLM_VERSION, emit
 from simtune.errors import UsageError
-from simtune.specs.model import Model
+from simtune.specs.model import Model, MoeFeedForward
 from simtune.specs.plan import Plan
 
 MODEL = Model.from_text(
@@ -83,6 +83,20 @@ def test_what_the_plan_leaves_open_is_settled_as_the_simulation_settles_it() -> 
     assert settings["kv-cache-dtype"] == "auto"
     assert settings["async-scheduling"] is True
     assert "num-gpu-blocks-override" not in settings
+
+
+def test_experts_on_ranks_and_eager_launches_are_said_only_when_wanted() -> None:
+    experts = MODEL.layers[0].model_copy(
+        update={"feed_forward": MoeFeedForward(experts=8, experts_per_token=2, intermediate_size=1024)}
+    )
+    sparse = MODEL.model_copy(update={"layers": (experts,)})
+    wanted = plan_of(parallelism={"tp": 2, "expert_parallel": True}, cuda_graphs=False)
+    settings = settings_of(wanted, sparse)
+    assert settings["enable-expert-parallel"] is True
+    assert settings["enforce-eager"] is True
+    assert set(settings) - set(settings_of(plan_of(), sparse)) == {"enable-expert-parallel", "enforce-eager"}
+    with pytest.raises(UsageError, match=r"parallelism\.expert_parallel: tiny is no mixture of experts"):
+        emit(wanted, MODEL)
 
 
 @given(

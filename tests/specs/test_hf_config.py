@@ -8,10 +8,20 @@ from typing import Any
 
 import pytest
 
+from simtune.costs.memory import weights_bytes
 from simtune.errors import SpecError
 from simtune.specs import yamlfile
 from simtune.specs.hf import ALIASES, ARCHITECTURES, NOT_MODELLED, from_config
-from simtune.specs.model import DenseFeedForward, FullAttention, Model, MoeFeedForward, SlidingAttention
+from simtune.specs.model import (
+    DenseFeedForward,
+    FullAttention,
+    LinearAttention,
+    MlaAttention,
+    Model,
+    MoeFeedForward,
+    SlidingAttention,
+)
+from simtune.specs.plan import Parallelism
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -133,12 +143,72 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }
 
 
+PUBLISHED["deepseek-v3"] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "first_k_dense_replace": 3,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+QWEN3_NEXT = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "decoder_sparse_step": 1,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 512,
+    "num_attention_heads": 16,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 2,
+    "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 151936,
+}
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_config_gives_the_shipped_model(name: str) -> None:
     shipped = Model.from_file(ROOT / "models" / f"{name}.yaml")
     model = from_config(yamlfile.parse(json.dumps(PUBLISHED[name]), "config.json"), name)
     assert model.source == f"Hugging Face config.json of a {PUBLISHED[name]['architectures'][0]}"
     assert model.model_copy(update={"hf": shipped.hf, "source": shipped.source}) == shipped
+
+
+def test_the_published_config_of_qwen3_next_gives_80_billion_parameters() -> None:
+    model = read(QWEN3_NEXT)
+    assert [g.attention.kind for g in model.layers] == ["linear", "full"] * 12
+    assert [g.count for g in model.layers] == [3, 1] * 12
+    assert weights_bytes(model, Parallelism(), 0) / 2 == pytest.approx(80e9, rel=0.01)
 
 
 # --- keys and their meaning -------------------------------------------------------------------------------
@@ -199,9 +269,14 @@ def test_embeddings_are_tied_as_the_architecture_would_have_it() -> None:
 def test_fp8_weights_are_read_and_other_quantisation_is_refused_by_name() -> None:
     fp8 = read({**TINY, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}})
     assert (fp8.dtype, fp8.weight_dtype) == ("bf16", "fp8")
+    for method in ("awq", "gptq"):
+        four = read({**TINY, "quantization_config": {"quant_method": method, "bits": 4, "group_size": 128}})
+        assert (four.dtype, four.weight_dtype) == ("bf16", "int4")
+        (told,) = refusal({**TINY, "quantization_config": {"quant_method": method, "bits": 8}})
+        assert f"quantization_config: the method {method} with 8 bits is not modelled" in told
     for method in ("awq", "mxfp4", "compressed-tensors"):
         (told,) = refusal({**TINY, "quantization_config": {"quant_method": method}})
-        assert told.endswith(f"quantization_config: the method {method} is not modelled; modelled: fp8")
+        assert f"quantization_config: the method {method} is not modelled; modelled: fp8, awq and gptq with" in told
 
 
 def test_a_mixture_of_experts_may_have_dense_layers_and_a_shared_expert() -> None:
@@ -307,6 +382,72 @@ def test_equal_neighbours_are_one_group_and_order_is_kept() -> None:
 def test_windows_that_cannot_be_told_are_refused(architecture: str, keys: dict[str, Any], told: str) -> None:
     (line,) = refusal({**TINY, **keys, "architectures": [architecture]})
     assert told in line
+
+
+# --- latent and linear attention --------------------------------------------------------------------------
+
+LATENT = {
+    **{key: value for key, value in TINY.items() if key != "num_key_value_heads"},
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+}
+HYBRID = {
+    **MOE,
+    "architectures": ["Qwen3NextForCausalLM"],
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 16,
+}
+
+
+def test_a_latent_model_has_dense_layers_first_and_shared_experts_counted() -> None:
+    mla = MlaAttention(heads=4, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16)
+    moe = MoeFeedForward(experts=8, experts_per_token=2, intermediate_size=48, shared_intermediate_size=96)
+    model = read(LATENT)
+    assert [(g.count, g.attention, g.feed_forward) for g in model.layers] == [
+        (1, mla, DenseFeedForward(intermediate_size=160)),
+        (3, mla, moe),
+    ]
+    assert read({**LATENT, "q_lora_rank": 24}).layers[0].attention == mla.model_copy(update={"q_lora_rank": 24})
+    (group,) = read({**LATENT, "first_k_dense_replace": 0, "n_shared_experts": None}).layers
+    assert group.feed_forward == moe.model_copy(update={"shared_intermediate_size": 0})
+    every_second = read({**LATENT, "num_hidden_layers": 5, "moe_layer_freq": 2})
+    assert [g.feed_forward.kind for g in every_second.layers] == ["dense", "moe", "dense", "moe"]
+    assert [g.count for g in every_second.layers] == [2, 1, 1, 1], "the layers whose number is a multiple of two"
+
+
+def test_a_hybrid_model_says_which_layers_are_linear() -> None:
+    linear = LinearAttention(heads=4, key_heads=2, key_dim=8, value_dim=16, conv_width=4)
+    full = FullAttention(heads=4, kv_heads=2, head_dim=32, output_gate=True)
+    by_interval = read({**HYBRID, "full_attention_interval": 2})
+    assert [(g.count, g.attention) for g in by_interval.layers] == [(1, linear), (1, full)] * 2
+    kinds = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
+    by_list = read({**HYBRID, "layer_types": kinds, "full_attention_interval": 2})
+    assert [(g.count, g.attention) for g in by_list.layers] == [(2, linear), (1, full), (1, linear)]
+    (told,) = refusal({**HYBRID, "layer_types": [*kinds[:3], "sliding_attention"]})
+    assert told.endswith("sliding_attention is not modelled; modelled: full_attention, linear_attention")
+    assert "full_attention_interval: is required and missing" in refusal(HYBRID)[0]
+
+
+def test_sparse_attention_of_a_latent_model_is_still_refused() -> None:
+    (told,) = refusal({**LATENT, "index_topk": 2048})
+    assert told.endswith("index_topk: sparse attention: not modelled")
+
+
+@pytest.mark.parametrize("key", ["kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"])
+def test_a_latent_model_lacking_a_size_is_refused(key: str) -> None:
+    assert f"{key}: is required and missing" in refusal(without(LATENT, key))[0]
 
 
 # --- refusals ---------------------------------------------------------------------------------------------

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from simtune.costs.memory import weights_bytes
 from simtune.specs.base import Spec
-from simtune.specs.model import Model, MoeFeedForward
+from simtune.specs.model import Model
 from simtune.specs.plan import Batching, KvCache, Parallelism, Plan, Pool
 from simtune.specs.workload import (
     ClosedLoop,
@@ -43,22 +44,14 @@ PUBLISHED_PARAMETERS = {
     "mixtral-8x7b": 46.70,
     "vicuna-7b": 6.74,
     "vicuna-13b": 13.02,
+    "deepseek-v3": 671.03,
 }
 
 
-def parameters(model: Model) -> int:
+def parameters(model: Model) -> float:
     """Entries of all matrices: embeddings, head, projections, feed-forward and routers."""
-    h = model.hidden_size
-    total = model.vocab_size * h * (1 if model.tie_embeddings else 2)
-    for group in model.layers:
-        attention, ff = group.attention, group.feed_forward
-        layer = 2 * h * attention.head_dim * (attention.heads + attention.kv_heads)
-        if isinstance(ff, MoeFeedForward):
-            layer += 3 * h * (ff.experts * ff.intermediate_size + ff.shared_intermediate_size) + h * ff.experts
-        else:
-            layer += (3 if ff.gated else 2) * h * ff.intermediate_size
-        total += group.count * layer
-    return total
+    plain = model.model_copy(update={"dtype": "bf16", "weight_dtype": "bf16"})
+    return weights_bytes(plain, Parallelism(), 0) / 2
 
 
 @pytest.mark.parametrize("path", MODELS, ids=lambda p: p.stem)

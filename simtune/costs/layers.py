@@ -1,0 +1,243 @@
+"""What attention layers of each kind are made of on one tensor-parallel rank.
+
+A layer names its matrix products, its small operations, what it keeps per token and per sequence, and the
+time of its attention proper. The same lists give the time of a step (`simtune.costs.iteration`) and the
+memory of a rank (`simtune.costs.memory`). A new attention kind is a class here and a line in `_LAYERS`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from simtune.costs.operators import Array
+from simtune.costs.predict import Profile
+from simtune.specs.base import DTYPE_BYTES
+from simtune.specs.model import Attention, FullAttention, LinearAttention, MlaAttention, Model, SlidingAttention
+
+
+class AttentionCosts(NamedTuple):
+    """Seconds of the attention of one layer, its matrix products and small operations not included."""
+
+    decode: Callable[[int, Array, int], Array]
+    """Of a number of sequences, their mean context and the query tokens of each: 1, or a draft's width."""
+    prefill: Callable[[Array], Array]
+    """Of whole prompts of these lengths, less the overhead of a call."""
+    overhead_s: float
+    """Of a call for one prefill chunk, however short."""
+    past: Callable[[Array], Array]
+    """Of what a chunk has to do again for so many cached tokens, before it attends to them."""
+
+
+class AttentionLayer(ABC):
+    """One attention layer on one tensor-parallel rank."""
+
+    @property
+    @abstractmethod
+    def products(self) -> list[tuple[int, int]]:
+        """(n, k) of the matrix products that all tokens of a step pass through; n k weights each."""
+
+    @property
+    @abstractmethod
+    def small(self) -> list[tuple[str, int]]:
+        """Elementwise operations: (variant, values read or written per token)."""
+
+    @property
+    @abstractmethod
+    def output_width(self) -> int:
+        """Values per token that go into the last product."""
+
+    @property
+    def values_per_token(self) -> int:
+        """Values each token leaves in the KV cache."""
+        return 0
+
+    @property
+    def window(self) -> int | None:
+        """Tokens after which the cache need not grow; None is never."""
+        return None
+
+    def state_bytes(self, dtype: str) -> float:
+        """Bytes each sequence needs however long it is."""
+        return 0.0
+
+    @abstractmethod
+    def costs(self, profile: Profile, dtype: str, kv_dtype: str) -> AttentionCosts:
+        """Its times on a device. Raises Infeasible where the profile cannot tell them."""
+
+
+class _Softmax(AttentionLayer):
+    def __init__(self, model: Model, attention: FullAttention, tp: int) -> None:
+        self._hidden = model.hidden_size
+        self._heads, self._head_dim = attention.heads // tp, attention.head_dim
+        # KV heads are repeated where there are fewer of them than ranks.
+        self._kv_heads = max(1, attention.kv_heads // tp)
+        self._gate = attention.output_gate
+        self._window = attention.window if isinstance(attention, SlidingAttention) else None
+
+    @property
+    def products(self) -> list[tuple[int, int]]:
+        q, kv = self._heads * self._head_dim, self._kv_heads * self._head_dim
+        return [(q * (1 + self._gate) + 2 * kv, self._hidden), (self._hidden, q)]
+
+    @property
+    def small(self) -> list[tuple[str, int]]:
+        rope = ("rope", 2 * (self._heads + self._kv_heads) * self._head_dim)
+        return [rope, ("activation", 3 * self.output_width)] if self._gate else [rope]
+
+    @property
+    def output_width(self) -> int:
+        return self._heads * self._head_dim
+
+    @property
+    def values_per_token(self) -> int:
+        return 2 * self._kv_heads * self._head_dim
+
+    @property
+    def window(self) -> int | None:
+        return self._window
+
+    def costs(self, profile: Profile, dtype: str, kv_dtype: str) -> AttentionCosts:
+        decode = profile.predictor("decode_attention", dtype, kv_dtype=kv_dtype)
+        prefill = profile.predictor("prefill_attention", dtype, kv_dtype=kv_dtype)
+        shape = {"heads": self._heads, "kv_heads": self._kv_heads, "head_dim": self._head_dim}
+
+        def window(context: Array) -> Array | int:
+            return context if self._window is None else self._window
+
+        def decode_s(batch: int, context: Array, width: int) -> Array:
+            call: dict[str, Any] = {"batch": batch, "context": context, "window": window(context), **shape}
+            if width == 1:
+                return decode.seconds(**call)
+            return profile.predictor("tree_attention", dtype, kv_dtype=kv_dtype).seconds(width=width, **call)
+
+        def prefill_s(tokens: Array) -> Array:
+            seconds = prefill.seconds(batch=1, tokens=tokens, context=tokens, window=window(tokens), **shape)
+            return seconds - prefill.overhead_s
+
+        return AttentionCosts(decode_s, prefill_s, prefill.overhead_s, np.zeros_like)
+
+
+class _Mla(AttentionLayer):
+    """Prefill spells keys and values out for every head; decode works on the latents (absorbed).
+
+    The product that does either is the same and counted once over all tokens. What no rank shares: the
+    products into the latents, and the cache.
+    """
+
+    def __init__(self, model: Model, attention: MlaAttention, tp: int) -> None:
+        self._hidden, self._attention, self._heads = model.hidden_size, attention, attention.heads // tp
+        self._weight_dtype = model.weight_dtype
+
+    @property
+    def products(self) -> list[tuple[int, int]]:
+        a, hidden = self._attention, self._hidden
+        q = self._heads * (a.qk_nope_head_dim + a.qk_rope_head_dim)
+        if a.q_lora_rank is None:
+            into = [(q, hidden), (a.cached_values, hidden)]
+        else:
+            into = [(a.q_lora_rank + a.cached_values, hidden), (q, a.q_lora_rank)]
+        return [*into, self._spell_out, (hidden, self.output_width)]
+
+    @property
+    def _spell_out(self) -> tuple[int, int]:
+        a = self._attention
+        return self._heads * (a.qk_nope_head_dim + a.v_head_dim), a.kv_lora_rank
+
+    @property
+    def small(self) -> list[tuple[str, int]]:
+        a = self._attention
+        return [
+            ("norm", 2 * ((a.q_lora_rank or 0) + a.kv_lora_rank)),
+            ("rope", 2 * (self._heads + 1) * a.qk_rope_head_dim),
+        ]
+
+    @property
+    def output_width(self) -> int:
+        return self._heads * self._attention.v_head_dim
+
+    @property
+    def values_per_token(self) -> int:
+        return self._attention.cached_values
+
+    def costs(self, profile: Profile, dtype: str, kv_dtype: str) -> AttentionCosts:
+        a, heads = self._attention, self._heads
+        decode = profile.predictor("mla_decode", dtype, kv_dtype=kv_dtype)
+        prefill = profile.predictor("mla_prefill", dtype, kv_dtype=kv_dtype)
+        gemm = profile.predictor("gemm", self._weight_dtype)
+        n, k = self._spell_out
+
+        def decode_s(batch: int, context: Array, width: int) -> Array:
+            # All heads of all query tokens read the same cache: a draft is so many more heads.
+            call = {"heads": heads * width, "latent": a.kv_lora_rank, "rope": a.qk_rope_head_dim}
+            return decode.seconds(batch=batch, context=context, **call)
+
+        def prefill_s(tokens: Array) -> Array:
+            qk_dim = a.qk_nope_head_dim + a.qk_rope_head_dim
+            seconds = prefill.seconds(batch=1, tokens=tokens, heads=heads, qk_dim=qk_dim, v_dim=a.v_head_dim)
+            return seconds - prefill.overhead_s
+
+        def past_s(tokens: Array) -> Array:
+            return np.where(tokens > 0, gemm.seconds(m=np.maximum(tokens, 1), n=n, k=k), 0.0)
+
+        return AttentionCosts(decode_s, prefill_s, prefill.overhead_s, past_s)
+
+
+class _Linear(AttentionLayer):
+    def __init__(self, model: Model, attention: LinearAttention, tp: int) -> None:
+        self._hidden = model.hidden_size
+        self._rank = attention.model_copy(
+            update={"heads": attention.heads // tp, "key_heads": max(1, attention.key_heads // tp)}
+        )
+
+    @property
+    def products(self) -> list[tuple[int, int]]:
+        return [(self._rank.in_width, self._hidden), (self._hidden, self.output_width)]
+
+    @property
+    def small(self) -> list[tuple[str, int]]:
+        # The convolution reads as many inputs as it is wide and writes one; the norm is gated.
+        return [("conv", self._rank.conv_channels * (self._rank.conv_width + 1)), ("norm", 3 * self.output_width)]
+
+    @property
+    def output_width(self) -> int:
+        return self._rank.heads * self._rank.value_dim
+
+    def state_bytes(self, dtype: str) -> float:
+        a = self._rank
+        states = DTYPE_BYTES[a.state_dtype] * a.heads * a.key_dim * a.value_dim
+        return states + DTYPE_BYTES[dtype] * a.conv_channels * (a.conv_width - 1)
+
+    def costs(self, profile: Profile, dtype: str, kv_dtype: str) -> AttentionCosts:
+        a = self._rank
+        decode = profile.predictor("linear_decode", dtype, kv_dtype=a.state_dtype)
+        prefill = profile.predictor("linear_prefill", dtype, kv_dtype=a.state_dtype)
+        shape = {"heads": a.heads, "key_dim": a.key_dim, "value_dim": a.value_dim}
+        # Every chunk fetches and stores the state.
+        overhead_s = float(prefill.seconds(batch=1, tokens=0, **shape))
+
+        def decode_s(batch: int, context: Array, width: int) -> Array:
+            if width == 1:
+                return np.broadcast_to(decode.seconds(batch=batch, **shape), context.shape)
+            return np.broadcast_to(prefill.seconds(batch=batch, tokens=width, **shape), context.shape)
+
+        def prefill_s(tokens: Array) -> Array:
+            return prefill.seconds(batch=1, tokens=tokens, **shape) - overhead_s
+
+        return AttentionCosts(decode_s, prefill_s, overhead_s, np.zeros_like)
+
+
+_LAYERS: dict[type[Any], Callable[[Model, Any, int], AttentionLayer]] = {
+    FullAttention: _Softmax,
+    SlidingAttention: _Softmax,
+    MlaAttention: _Mla,
+    LinearAttention: _Linear,
+}
+
+
+def attention_layer(model: Model, attention: Attention, tp: int) -> AttentionLayer:
+    """One layer of a model's attention on one of tp ranks."""
+    return _LAYERS[type(attention)](model, attention, tp)

@@ -1,0 +1,51 @@
+"""Operators: which shapes describe a call, and how much work the shape implies.
+
+Each operator kind turns shapes into three numbers, the terms of the fitted time
+(`simtune.specs.hardware.BaseFit`): flops, bytes moved to and from memory (or over the link), and `blocks`,
+the serial units whose fixed cost a roofline does not see. All in SI units, on numpy arrays of equal length.
+The formulas are those of section 3 of the cost-model study on H200, A100 and H100 tables; a new kind is a
+class in the file of its family and a line in `OPERATORS`.
+"""
+
+from __future__ import annotations
+
+from simtune.costs.operators.attention import DecodeAttention, MlaDecode, MlaPrefill, PrefillAttention, TreeAttention
+from simtune.costs.operators.base import Array, OperatorTerms, Setting, Shape, Terms
+from simtune.costs.operators.communication import AllReduce, KvTransfer, OnePass, SendRecv
+from simtune.costs.operators.matrix import Gemm, Quantise
+from simtune.costs.operators.moe import Moe
+from simtune.costs.operators.small import Elementwise, Sampling
+from simtune.costs.operators.state import LinearDecode, LinearPrefill
+from simtune.specs.hardware import OperatorKind
+
+__all__ = ["OPERATORS", "Array", "OperatorTerms", "Setting", "Shape", "Terms", "operator_key"]
+
+OPERATORS: dict[OperatorKind, OperatorTerms] = {
+    "gemm": Gemm(),
+    "quantise": Quantise(),
+    "prefill_attention": PrefillAttention(),
+    "decode_attention": DecodeAttention(),
+    "tree_attention": TreeAttention(),
+    "mla_prefill": MlaPrefill(),
+    "mla_decode": MlaDecode(),
+    "linear_prefill": LinearPrefill(),
+    "linear_decode": LinearDecode(),
+    "moe": Moe(),
+    "elementwise": Elementwise(),
+    "sampling": Sampling(),
+    "all_reduce": AllReduce(),
+    "all_gather": OnePass(),
+    "reduce_scatter": OnePass(),
+    "all_to_all": OnePass(),
+    "send_recv": SendRecv(),
+    "kv_transfer": KvTransfer(),
+}
+
+
+def operator_key(kind: str, dtype: str, kv_dtype: str | None = None, variant: str | None = None) -> str:
+    """Its name in a hardware profile: gemm.bf16, decode_attention.bf16.kv-fp8, elementwise.norm.bf16."""
+    parts = [kind] if variant is None else [kind, variant]
+    parts.append(dtype)
+    if kv_dtype is not None and kv_dtype != dtype:
+        parts.append(f"kv-{kv_dtype}")
+    return ".".join(parts)

@@ -1,0 +1,127 @@
+"""Softmax attention: prefill, decode and verification of drafts; with grouped heads, and latent (MLA)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from simtune.costs.operators.base import Array, OperatorTerms, Setting, Shape, Terms, ceil_div
+
+
+class PrefillAttention(OperatorTerms):
+    """Causal attention of the last `tokens` of `context` tokens in each of `batch` sequences.
+
+    context == tokens is a whole prompt; context > tokens is a chunk whose past is cached. `window` is how many
+    of the latest tokens a query sees; window >= context is full attention. A block is 128 query rows of one KV
+    head, per processor.
+    """
+
+    shape = ("batch", "tokens", "context", "heads", "kv_heads", "head_dim", "window")
+    overhead_s = 12e-6
+    block_s = 1e-6
+    overlap = 0.5
+
+    def terms(self, x: Shape, setting: Setting) -> Terms:
+        b, s, c, h, hk, d = (x[name] for name in self.shape[:-1])
+        pairs = _pairs(c, x["window"]) - _pairs(c - s, x["window"])
+        read = np.minimum(c, s + x["window"])
+        return Terms(
+            4 * b * h * d * pairs,
+            2 * b * d * (setting.dtype_bytes * h * s + setting.kv_bytes * hk * read),
+            b * hk * ceil_div(s * (h / hk), 128) * (d / 128) / setting.processors,
+        )
+
+
+def _pairs(tokens: Array, window: Array) -> Array:
+    """Pairs of a query and a key it sees among the first so many tokens."""
+    w = np.minimum(window, tokens)
+    pairs: Array = w * (w + 1) / 2 + (tokens - w) * w
+    return pairs
+
+
+class DecodeAttention(OperatorTerms):
+    """One new token for each of `batch` sequences whose KV is `context` tokens long, itself included.
+
+    A block is one more wave of (sequence, KV head) pairs than the first: each costs microseconds however
+    short.
+    """
+
+    shape = ("batch", "context", "heads", "kv_heads", "head_dim", "window")
+    overhead_s = 11e-6
+    block_s = 3e-6
+    overlap = 2.0
+
+    def terms(self, x: Shape, setting: Setting) -> Terms:
+        b, h, hk, d = x["batch"], x["heads"], x["kv_heads"], x["head_dim"]
+        w = np.minimum(x["window"], x["context"])
+        return Terms(
+            4 * b * h * d * w,
+            2 * setting.kv_bytes * b * hk * w * d + 2 * setting.dtype_bytes * b * h * d,
+            ceil_div(b * hk, setting.processors) - 1,
+        )
+
+
+class TreeAttention(OperatorTerms):
+    """`width` query tokens for each of `batch` sequences, all against the same `context` tokens of KV.
+
+    This is how a draft is verified: the KV is read once however wide the draft, and the flops grow with it, so
+    that the intensity is about width x heads / kv_heads flops a byte of 16-bit KV. `context` includes the
+    draft itself; which of its own tokens a draft token sees (a chain or a tree) is too little to count. With
+    width 1 it is decode attention. A block is one more wave of tiles of 128 query rows of one KV head.
+    """
+
+    shape = ("batch", "width", "context", "heads", "kv_heads", "head_dim", "window")
+    overhead_s = 11e-6
+    block_s = 3e-6
+    overlap = 2.0
+
+    def terms(self, x: Shape, setting: Setting) -> Terms:
+        b, q, h, hk, d = x["batch"], x["width"], x["heads"], x["kv_heads"], x["head_dim"]
+        w = np.minimum(x["window"], x["context"])
+        tiles = ceil_div(q * (h / hk), 128)
+        return Terms(
+            4 * b * q * h * d * w,
+            2 * setting.kv_bytes * b * hk * w * d + 2 * setting.dtype_bytes * b * q * h * d,
+            ceil_div(b * hk * tiles, setting.processors) - 1,
+        )
+
+
+class MlaPrefill(OperatorTerms):
+    """Latent attention over whole prompts, its keys and values spelled out for every head (192 and 128 wide in
+    DeepSeek V2 and V3). A block is 128 query rows of one head, per processor.
+    """
+
+    shape = ("batch", "tokens", "heads", "qk_dim", "v_dim")
+    overhead_s = 12e-6
+    block_s = 1e-6
+    overlap = 0.5
+
+    def terms(self, x: Shape, setting: Setting) -> Terms:
+        b, s, h, qk, v = (x[name] for name in self.shape)
+        return Terms(
+            2 * b * h * (qk + v) * s * (s + 1) / 2,
+            2 * setting.dtype_bytes * b * s * h * (qk + v),
+            b * h * ceil_div(s, 128) * (v / 128) / setting.processors,
+        )
+
+
+class MlaDecode(OperatorTerms):
+    """Latent attention of one new token for each of `batch` sequences, absorbed: every head reads the same
+    cache of `latent` + `rope` values a token (512 + 64), scores it in full and sums its `latent` part.
+
+    The cache is not split over tensor-parallel ranks: `heads` is what one rank has, the bytes are the same on
+    each. A block is one more wave of (sequence, 64 heads) pairs than the first.
+    """
+
+    shape = ("batch", "context", "heads", "latent", "rope")
+    overhead_s = 11e-6
+    block_s = 3e-6
+    overlap = 2.0
+
+    def terms(self, x: Shape, setting: Setting) -> Terms:
+        b, s, h, latent, rope = (x[name] for name in self.shape)
+        cached, touched = latent + rope, 2 * latent + rope
+        return Terms(
+            2 * b * h * s * touched,
+            setting.kv_bytes * b * s * cached + setting.dtype_bytes * b * h * touched,
+            ceil_div(b * ceil_div(h, 64), setting.processors) - 1,
+        )

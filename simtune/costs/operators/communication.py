@@ -1,0 +1,68 @@
+"""What moves bytes between devices: collectives, point to point, and the transfer of a KV cache."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from simtune.costs.operators.base import OperatorTerms, Setting, Shape, Terms
+
+
+class AllReduce(OperatorTerms):
+    """Sum of `bytes` bytes over `devices` devices, moving the bytes of a ring. A block is one further
+    device.
+    """
+
+    shape = ("devices", "bytes")
+    overhead_s = 6e-6
+    block_s = 1e-6
+    overlap = 0.5
+    computes = False
+    link = True
+
+    def terms(self, x: Shape, setting: Setting) -> Terms:
+        n, size = x["devices"], x["bytes"]
+        return Terms(np.zeros_like(size), 2 * (n - 1) / n * size, n - 1)
+
+
+class OnePass(AllReduce):
+    """All-gather, reduce-scatter and all-to-all: half an all-reduce, so half its bytes move.
+
+    `bytes` is the whole of what is gathered (the output of a rank), scattered (its input), or sent by one rank
+    to all ranks, itself included.
+    """
+
+    def terms(self, x: Shape, setting: Setting) -> Terms:
+        n, size = x["devices"], x["bytes"]
+        return Terms(np.zeros_like(size), (n - 1) / n * size, n - 1)
+
+
+class SendRecv(OperatorTerms):
+    """`bytes` bytes from one device to another. It has no blocks."""
+
+    shape = ("bytes",)
+    overhead_s = 10e-6
+    block_s = 1e-6
+    overlap = 0.5
+    computes = False
+    link = True
+
+    def terms(self, x: Shape, setting: Setting) -> Terms:
+        return Terms(np.zeros_like(x["bytes"]), x["bytes"], np.zeros_like(x["bytes"]))
+
+
+class KvTransfer(OperatorTerms):
+    """A KV cache of `bytes` bytes to another instance, in `descriptors` pieces. A block is one descriptor.
+
+    Setting up takes milliseconds (3 ms for NIXL, vllm issue 23780) and every descriptor 0.3 to 3 us; unless it
+    is packed there are blocks x layers x 2 of them, and they cost more than the link.
+    """
+
+    shape = ("descriptors", "bytes")
+    overhead_s = 3e-3
+    block_s = 1e-6
+    overlap = 0.5
+    computes = False
+    link = True
+
+    def terms(self, x: Shape, setting: Setting) -> Terms:
+        return Terms(np.zeros_like(x["bytes"]), x["bytes"], x["descriptors"])

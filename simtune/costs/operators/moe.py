@@ -1,0 +1,94 @@
+"""Mixtures of experts: which experts a batch wakes, how unevenly ranks are loaded, and the grouped product."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from simtune.costs.operators.base import Array, OperatorTerms, Setting, Shape, Terms
+
+
+def active_experts(tokens: Array, experts: Array, experts_per_token: Array, skew: Array) -> Array:
+    """Expected number of distinct experts that so many tokens visit: sum over experts of 1 - (1 - p)^tokens."""
+    tokens, experts, experts_per_token, skew = np.broadcast_arrays(tokens, experts, experts_per_token, skew)
+    active = np.array(experts * (1 - (1 - experts_per_token / experts) ** tokens))
+    for e, k, a in set(zip(experts[skew > 0], experts_per_token[skew > 0], skew[skew > 0], strict=True)):
+        rows = (experts == e) & (experts_per_token == k) & (skew == a)
+        missed = 1 - visit_probabilities(int(e), int(k), float(a))
+        powers, where = np.unique(tokens[rows], return_inverse=True)
+        active[rows] = np.array([np.sum(1 - missed**t) for t in powers])[where]
+    return active
+
+
+@lru_cache(maxsize=256)
+def visit_probabilities(experts: int, experts_per_token: int, skew: float) -> Array:
+    """How likely a token visits each expert, the busiest first; they add up to experts_per_token.
+
+    A token draws its experts one after the other without repetition, expert i with weight i^-skew (Zipf; 0 is
+    uniform). Drawing is a race of exponential clocks that is stopped when k have rung: p = 1 - exp(-weight x
+    time), with the time at which k are expected to. The number of distinct experts that follows (8 to 512
+    experts, skews up to 1.5, 1 to 256 tokens) is 0.1 % off Monte Carlo at the median and -1 to +3 % at the
+    worst; weights cut off at 1 instead are up to 7 % low.
+    """
+    from scipy.optimize import brentq
+
+    weights = np.arange(1, experts + 1, dtype=np.float64) ** -skew
+    if experts_per_token == experts:
+        return np.ones(experts)
+
+    def excess(log_time: float) -> float:
+        return float(-np.expm1(-weights * np.exp(log_time)).sum()) - experts_per_token
+
+    highest = np.log(40 * experts) + skew * np.log(experts)
+    time = np.exp(brentq(excess, -20.0, highest))
+    probabilities: Array = -np.expm1(-weights * time)
+    return probabilities
+
+
+def rank_load(tokens: Array, experts: int, experts_per_token: int, ep: int, skew: float) -> Array:
+    """Rows on the busiest of `ep` ranks over the mean: what a step of expert parallelism waits for.
+
+    Random routing alone gives about 1 + sqrt(2 ln(ep) / mean), with mean = tokens x k / ep rows a rank. Under
+    skew the rank that holds the busiest expert has an average share of the others beside it. The two are
+    added; no rank gets more than all tokens on every expert it may hold.
+    """
+    if ep == 1:
+        return np.ones_like(tokens)
+    local = experts / ep
+    busiest = float(visit_probabilities(experts, experts_per_token, skew)[0])
+    others = (experts_per_token - busiest) / (experts - 1) * (local - 1)
+    mean = tokens * experts_per_token / ep
+    load = (busiest + others) * ep / experts_per_token + np.sqrt(2 * np.log(ep) / mean)
+    most = min(local, experts_per_token) * ep / experts_per_token
+    capped: Array = np.minimum(load, most)
+    return capped
+
+
+class Moe(OperatorTerms):
+    """`tokens` tokens through `experts_per_token` of `experts` gated experts, fused, on one of `ep` ranks.
+
+    `intermediate` is the width on one rank; `ep` ranks share the experts among them, evenly loaded. `skew` is
+    the Zipf exponent of how often experts are chosen, 0 being all alike (`active_experts`). The dtype is that
+    of the weights' kernel, as for `Gemm`.
+    """
+
+    shape = ("tokens", "hidden", "intermediate", "experts_per_token", "experts", "ep", "skew")
+    overhead_s = 20e-6
+    block_s = 1e-6
+    overlap = 0.5
+
+    def terms(self, x: Shape, setting: Setting) -> Terms:
+        m, hidden, inter, k, e, ep, skew = (x[name] for name in self.shape)
+        local = e / ep
+        hit = active_experts(m, e, k, skew) / ep
+        active = np.minimum(np.maximum(hit, np.minimum(1, local)), local)
+        rows = m * k / ep
+        matrices = 3 * hidden * inter
+        activation_bytes = 2.0
+        return Terms(
+            2 * rows * matrices,
+            setting.dtype_bytes * active * matrices
+            + activation_bytes * (rows * (2 * hidden + 3 * inter) + 2 * m * hidden),
+            np.maximum(active, rows / 64) * (2 * inter + hidden) / 128 / setting.processors,
+        )

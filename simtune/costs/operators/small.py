@@ -1,0 +1,43 @@
+"""What only moves bytes in memory: norms, activations, rotary embedding, addition, sampling."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from simtune.costs.operators.base import OperatorTerms, Setting, Shape, Terms
+
+
+class Elementwise(OperatorTerms):
+    """Norms, activations, rotary embedding, addition: `rows` tokens, `width` elements read or written each.
+
+    A block is one row; its own cost beyond the bytes is a fraction of a nanosecond.
+    """
+
+    shape = ("rows", "width")
+    overhead_s = 2e-6
+    block_s = 1e-10
+    overlap = 2.0
+    computes = False
+
+    def terms(self, x: Shape, setting: Setting) -> Terms:
+        rows, width = x["rows"], x["width"]
+        return Terms(np.zeros_like(rows), setting.dtype_bytes * rows * width, rows)
+
+
+class Sampling(OperatorTerms):
+    """A token for each of `rows` rows of `vocab` logits: cast, temperature, softmax and draw, one pass over
+    the logits each. A block is one row.
+
+    That there are four passes, and 30 us of small kernels around them, is assumed: 20-40 us and an unknown
+    number of passes are what is known. A sort for top-k or top-p comes on top.
+    """
+
+    shape = ("rows", "vocab")
+    overhead_s = 30e-6
+    block_s = 1e-10
+    overlap = 2.0
+    computes = False
+
+    def terms(self, x: Shape, setting: Setting) -> Terms:
+        rows, vocab = x["rows"], x["vocab"]
+        return Terms(np.zeros_like(rows), 4 * setting.dtype_bytes * rows * vocab, rows)

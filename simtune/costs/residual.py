@@ -1,0 +1,305 @@
+"""What the base form misses: an exact Gaussian process on the logarithm of measured over base.
+
+    z = log(measured / base) ~ GP(0, signal^2 k(r)) + noise,   k(r) = (1 + sqrt(3) r) exp(-sqrt(3) r)
+
+with r^2 the sum of ((x - x') / length)^2 over the standardised features of the operator kind (`features`), one
+length each. Far from the points the correction is zero and the base rules. Signal, noise and lengths maximise
+the marginal likelihood times weak priors. One form for every operator; the choice and its rivals are in the
+cost-model study (200 points of GEMM, prefill, decode and MoE tables of H200, A100 and L40S).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simtune.costs.operators import OPERATORS, Array, Setting, Shape
+from simtune.specs.hardware import OperatorKind, Residual
+
+MAX_POINTS = 500
+"""Points a process keeps: its fit takes points^3, its answer points."""
+
+CLIP = 3.0  # a time off the base by more than a factor 20 is an outlier and counts as that much
+_CLAMP = (0.01, 0.99)  # quantiles of the residuals fitted that no correction passes
+_MAX_ITERATIONS = 40
+_LENGTH, _NOISE = (0.5, 1.5), (np.log(0.03), 1.0)  # priors of the logarithms: mean, standard deviation
+_BOUNDS = {"length": (-3.0, 4.0), "signal": (-5.0, 1.5), "noise": (-6.0, -1.0)}  # of the logarithms
+_BATCH = 4096  # shapes per matrix of kernel values
+_ROOT3 = np.sqrt(3.0)
+
+
+def _gemm(x: Shape, setting: Setting) -> dict[str, Array]:
+    tiles = np.ceil(x["m"] / 128) * np.ceil(x["n"] / 128)
+    waves = np.ceil(tiles / setting.processors) * setting.processors / tiles
+    return {"m": np.log2(x["m"]), "n": np.log2(x["n"]), "k": np.log2(x["k"]), "wave loss": np.log2(waves)}
+
+
+def _attention(x: Shape, setting: Setting) -> dict[str, Array]:
+    logs = {name: np.log2(x[name]) for name in x if name not in ("kv_heads", "window")}
+    logs["group"] = np.log2(x["heads"] / x["kv_heads"])
+    logs["window"] = np.log2(np.minimum(x["window"], x["context"]) / x["context"])
+    return logs
+
+
+def _prefill(x: Shape, setting: Setting) -> dict[str, Array]:
+    logs = _attention(x, setting)
+    return logs | {"context": logs["context"] - logs["tokens"]}  # zero for whole prompts
+
+
+def _moe(x: Shape, setting: Setting) -> dict[str, Array]:
+    logs = {name: np.log2(x[name]) for name in ("tokens", "hidden", "intermediate", "experts_per_token")}
+    logs["local experts"] = np.log2(x["experts"] / x["ep"])
+    hit = x["experts"] * (1 - (1 - x["experts_per_token"] / x["experts"]) ** x["tokens"])
+    logs["tokens per expert"] = np.log2(x["tokens"] * x["experts_per_token"] / np.maximum(hit, 1))
+    return logs | ({"skew": x["skew"]} if "skew" in x else {})
+
+
+_FEATURES: dict[OperatorKind, Callable[[Shape, Setting], dict[str, Array]]] = {
+    "gemm": _gemm,
+    "prefill_attention": _prefill,
+    "decode_attention": _attention,
+    "tree_attention": _attention,
+    "moe": _moe,
+}
+"""Kinds whose residual depends on more than the logarithms of their shape parameters."""
+
+
+def features(kind: OperatorKind, x: Shape, setting: Setting) -> dict[str, Array]:
+    """What the residual of an operator may depend on, one array per feature."""
+    if kind in _FEATURES:
+        return _FEATURES[kind](x, setting)
+    return {name: np.log2(np.maximum(x[name], 1)) for name in OPERATORS[kind].shape}
+
+
+class Hyper(NamedTuple):
+    """Standard deviations of signal and noise, and lengths in standardised units."""
+
+    length: Array
+    signal: float
+    noise: float
+
+    def kernel(self, squares: Array) -> Array:
+        """Covariance of the signal at points so far apart: squared scaled distances."""
+        r = _ROOT3 * np.sqrt(np.maximum(squares, 0))
+        kernel: Array = self.signal**2 * (1 + r) * np.exp(-r)
+        return kernel
+
+
+@dataclass(frozen=True)
+class Process:
+    """A fitted Gaussian process. `points` (n, d) are standardised; `weights` (n) are K^-1 z."""
+
+    names: tuple[str, ...]
+    centre: Array
+    spread: Array
+    hyper: Hyper
+    clamp: tuple[float, float]
+    points: Array
+    weights: Array
+
+    @classmethod
+    def load(cls, spec: Residual, points: NDArray[Any], weights: NDArray[Any]) -> Process:
+        """Raises ValueError when the arrays are not those of the spec."""
+        if points.shape != (spec.points, len(spec.features)) or weights.shape != (spec.points,):
+            raise ValueError(
+                f"{spec.array}: points {points.shape} and weights {weights.shape} are not those of a residual with "
+                f"{spec.points} points and {len(spec.features)} features"
+            )
+        return cls(
+            spec.features,
+            np.array(spec.centre),
+            np.array(spec.spread),
+            Hyper(np.array(spec.length), spec.signal, spec.noise),
+            (spec.clamp[0], spec.clamp[1]),
+            points.astype(np.float64),
+            weights.astype(np.float64),
+        )
+
+    def spec(self, array: str) -> tuple[Residual, dict[str, NDArray[Any]]]:
+        """What `load` reads: numbers for the profile, and the arrays by name."""
+        residual = Residual(
+            features=self.names,
+            centre=tuple(self.centre.tolist()),
+            spread=tuple(self.spread.tolist()),
+            length=tuple(self.hyper.length.tolist()),
+            signal=self.hyper.signal,
+            noise=self.hyper.noise,
+            clamp=self.clamp,
+            points=len(self.points),
+            array=array,
+        )
+        return residual, {f"{array}.points": self.points.astype(np.float32), f"{array}.weights": self.weights}
+
+    def standardised(self, by_name: dict[str, Array]) -> Array:
+        """(points, features) of shapes given by feature name."""
+        return (np.stack([by_name[name] for name in self.names], axis=-1) - self.centre) / self.spread
+
+    def mean(self, x: Array) -> Array:
+        """Expected log(measured / base) at standardised features (points, d), within the clamp."""
+        mean = np.concatenate([self._covariance(part) @ self.weights for part in _batches(x)])
+        return mean.clip(*self.clamp)
+
+    def sd(self, x: Array) -> Array:
+        """Standard deviation of the log of one more measurement there, noise included."""
+        from scipy.linalg import solve_triangular
+
+        prior = self.hyper.signal**2 + self.hyper.noise**2
+        whitened = [solve_triangular(self._factor, self._covariance(part).T, lower=True) for part in _batches(x)]
+        known = np.concatenate([(part**2).sum(0) for part in whitened])
+        return np.sqrt(np.maximum(prior - known, self.hyper.noise**2))
+
+    def left_out(self) -> tuple[Array, Array]:
+        """Residual and sd of every point as predicted from all the others, hyperparameters kept."""
+        inverse = _inverse(self._factor)
+        sd = 1 / np.sqrt(np.diag(inverse))
+        return self.weights * sd**2, sd
+
+    @cached_property
+    def _factor(self) -> Array:
+        return _cholesky(self._covariance(self.points), self.hyper.noise)
+
+    def _covariance(self, x: Array) -> Array:
+        a, b = x / self.hyper.length, self.points / self.hyper.length
+        squares = (a * a).sum(1)[:, None] + (b * b).sum(1) - 2 * a @ b.T
+        return self.hyper.kernel(squares)
+
+
+def fit_process(by_name: dict[str, Array], z: Array) -> Process | None:
+    """The process of log residuals z at shapes given by their features; None if no feature varies.
+
+    Takes time with the cube of the number of points; see `cover` for choosing `MAX_POINTS` of them.
+    """
+    from scipy.linalg import cho_solve
+
+    names = _varying(by_name)
+    if not names:
+        return None
+    raw = np.stack([by_name[name] for name in names], axis=-1)
+    centre, spread = _short(raw.mean(0)), _short(raw.std(0))
+    x = ((raw - centre) / spread).astype(np.float32).astype(np.float64)  # as it will be stored
+    z = np.clip(z, -CLIP, CLIP)
+    hyper = _most_likely(x, z)
+    clamp = _short(np.quantile(z, _CLAMP))
+    process = Process(names, centre, spread, hyper, (float(clamp[0]), float(clamp[1])), x, np.zeros(len(x)))
+    return replace(process, weights=cho_solve((process._factor, True), z))
+
+
+def cover(by_name: dict[str, Array], count: int) -> NDArray[np.intp]:
+    """`count` of the shapes that cover all of them, by `maximin` in their standardised features."""
+    raw = np.stack([by_name[name] for name in _varying(by_name)], axis=-1)
+    return maximin((raw - raw.mean(0)) / raw.std(0), count)
+
+
+def _varying(by_name: dict[str, Array]) -> tuple[str, ...]:
+    return tuple(name for name, x in by_name.items() if np.ptp(x) > 1e-9)
+
+
+def maximin(x: Array, count: int) -> NDArray[np.intp]:
+    """Rows that cover the rest well: from the one nearest the centre on, always the farthest from those
+    chosen.
+    """
+    chosen = np.empty(count, dtype=np.intp)
+    at = int(((x - x.mean(0)) ** 2).sum(1).argmin())
+    nearest = np.full(len(x), np.inf)
+    for i in range(count):
+        chosen[i] = at
+        nearest = np.minimum(nearest, ((x - x[at]) ** 2).sum(1))
+        at = int(nearest.argmax())
+    return chosen
+
+
+def _most_likely(x: Array, z: Array) -> Hyper:
+    from scipy.optimize import minimize
+
+    size = x.shape[1]
+    start = np.array([_LENGTH[0]] * size + [np.log(max(0.05, z.std())), _NOISE[0]])
+    bounds = [_BOUNDS["length"]] * size + [_BOUNDS["signal"], _BOUNDS["noise"]]
+    squares = pair_squares(x)
+    found = minimize(
+        negative_log_posterior,
+        start,
+        args=(squares, z),
+        jac=True,
+        method="L-BFGS-B",
+        bounds=bounds,
+        options={"maxiter": _MAX_ITERATIONS},
+    )
+    length, signal, noise = _split(np.exp(found.x))
+    return Hyper(_short(length), float(_short(signal)), float(_short(noise)))
+
+
+def pair_squares(x: Array) -> Array:
+    """(d, pairs) squared differences of all pairs of different points, feature by feature."""
+    i, j = np.tril_indices(len(x), -1)
+    return ((x[i] - x[j]) ** 2).T.copy()
+
+
+def negative_log_posterior(theta: Array, squares: Array, z: Array) -> tuple[float, Array]:
+    """-log p(z | theta) p(theta) up to a constant, and its gradient.
+
+    theta: the logarithms of the lengths, of the signal and of the noise. With Q = w w^T - K^-1 and w = K^-1 z,
+    the derivative of the likelihood is -1/2 tr(Q dK/dtheta).
+    """
+    from scipy.linalg import cho_solve
+
+    n = len(z)
+    length, signal, noise = _split(np.exp(theta))
+    scaled = _ROOT3 * np.sqrt(length**-2 @ squares)
+    decay = np.exp(-scaled)
+    below = np.tril_indices(n, -1)
+    kernel = np.zeros((n, n))
+    kernel[below] = signal**2 * (1 + scaled) * decay
+    kernel[np.diag_indices(n)] = signal**2
+    factor = _cholesky(kernel, noise)
+    weights = cho_solve((factor, True), z)
+    inverse = _inverse(factor)
+    value = 0.5 * z @ weights + np.log(np.diag(factor)).sum()
+    q_diagonal = weights**2 - np.diag(inverse)
+    q = weights[below[0]] * weights[below[1]] - inverse[below]  # each stands for two elements of Q
+    gradient = np.concatenate(
+        [
+            -3 * signal**2 * (squares @ (q * decay)) / length**2,
+            [-2 * q @ kernel[below] - signal**2 * q_diagonal.sum(), -(noise**2) * q_diagonal.sum()],
+        ]
+    )
+    deviation = np.concatenate([(theta[:-2] - _LENGTH[0]) / _LENGTH[1], [0, (theta[-1] - _NOISE[0]) / _NOISE[1]]])
+    scale = np.concatenate([np.full(len(length), _LENGTH[1]), [1, _NOISE[1]]])
+    return float(value + 0.5 * deviation @ deviation), gradient + deviation / scale
+
+
+def _split(values: Array) -> tuple[Array, float, float]:
+    return values[:-2], float(values[-2]), float(values[-1])
+
+
+def _cholesky(kernel: Array, noise: float) -> Array:
+    """Lower factor of the covariance of measured points."""
+    from scipy.linalg import cholesky
+
+    covariance = kernel.copy()
+    covariance[np.diag_indices(len(kernel))] += noise**2
+    factor: Array = cholesky(covariance, lower=True, overwrite_a=True, check_finite=False)
+    return factor
+
+
+def _inverse(factor: Array) -> Array:
+    """Inverse of the matrix with this lower factor; only its lower half is filled in."""
+    from scipy.linalg.lapack import dpotri
+
+    inverse: Array
+    inverse, _ = dpotri(factor, lower=1)
+    return inverse
+
+
+def _batches(x: Array) -> list[Array]:
+    return [x[at : at + _BATCH] for at in range(0, len(x), _BATCH)] or [x]
+
+
+def _short(values: Any) -> Array:
+    """To six significant digits, as the profile will hold them."""
+    digits: Array = np.vectorize(lambda value: float(f"{value:.6g}"))(values)
+    return digits

@@ -1,0 +1,154 @@
+"""Tables of AIConfigurator: gemm, attention, moe, custom all-reduce and NCCL; CSV or Parquet, times in ms.
+
+Times are means of six replays of a CUDA graph, stored without a spread. `message_size` counts elements, in the NCCL
+table as in the custom one: its collector divides the bytes by the width of the dtype, and rows of half and int8 with
+equal bytes take equal times. An all_gather, reduce_scatter or alltoall of S bytes is one whose larger buffer holds S,
+as in nccl-tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from simtune.costs.operators import Array
+from simtune.costs.tables.common import AICONFIGURATOR, MS, Columns, Formats, Found, Mask, Table, finish, take
+from simtune.specs.base import DTYPE_BYTES, Dtype
+from simtune.specs.hardware import OperatorKind
+
+_DTYPES: dict[str, Dtype] = {"bfloat16": "bf16", "float16": "bf16", "half": "bf16", "fp8": "fp8"}
+"""The two 16-bit formats run at one speed, see `simtune.costs.predict`."""
+
+_MOE_DTYPES: dict[str, Dtype] = {**_DTYPES, "int4_wo": "int4"}
+_NCCL_DTYPES: dict[str, Dtype] = {**_DTYPES, "int8": "int8"}
+
+_NCCL: dict[str, tuple[OperatorKind, str | None]] = {
+    "all_reduce": ("all_reduce", "nccl"),
+    "all_gather": ("all_gather", None),
+    "reduce_scatter": ("reduce_scatter", None),
+    "alltoall": ("all_to_all", None),
+}
+
+
+def _gemm(columns: Columns) -> Found:
+    return _by_dtype(columns, "gemm", ("gemm_dtype",), {name: columns.numbers(name) for name in "mnk"})
+
+
+def _moe(columns: Columns) -> Found:
+    columns.require("distribution")
+    shape = {
+        "tokens": columns.numbers("num_tokens"),
+        "hidden": columns.numbers("hidden_size"),
+        "intermediate": columns.numbers("inter_size") / columns.numbers("moe_tp_size"),
+        "experts_per_token": columns.numbers("topk"),
+        "experts": columns.numbers("num_experts"),
+        "ep": columns.numbers("moe_ep_size"),
+        "skew": np.zeros(len(columns)),
+    }
+    skewed = ~columns.equal("distribution", "balanced")
+    return _by_dtype(columns, "moe", ("moe_dtype",), shape, {"skewed routing": skewed}, dtypes=_MOE_DTYPES)
+
+
+def _attention(columns: Columns) -> Found:
+    new, step = columns.numbers("isl"), columns.numbers("step")
+    window = columns.numbers("window_size") if "window_size" in columns.names else np.zeros(len(columns))
+    names = columns.text("op_name")
+    found = Found()
+    found.skip(sum(name not in ("context_attention", "generation_attention") for name in names), "unknown op_name")
+    context = new + step
+    kinds: tuple[tuple[str, OperatorKind, dict[str, Array]], ...] = (
+        ("context_attention", "prefill_attention", {"tokens": new}),
+        ("generation_attention", "decode_attention", {}),
+    )
+    for name, kind, tokens in kinds:
+        shape = {
+            "batch": columns.numbers("batch_size"),
+            **tokens,
+            "context": context,
+            "heads": columns.numbers("num_heads"),
+            "kv_heads": columns.numbers("num_key_value_heads"),
+            "head_dim": columns.numbers("head_dim"),
+            "window": np.where(window > 0, np.minimum(window, context), context),
+        }
+        rows = columns.equal("op_name", name)
+        part = _by_dtype(columns, kind, ("attn_dtype", "kv_cache_dtype"), shape, {}, rows)
+        found.tables += part.tables
+        for why, count in part.unused.items():
+            found.skip(count, why)
+    return found
+
+
+def _custom_all_reduce(columns: Columns) -> Found:
+    eager = np.array([not backend.endswith("graph") for backend in columns.text("backend")], dtype=np.bool_)
+    shape = {"devices": columns.numbers("num_gpus"), "bytes": _message_bytes(columns, "allreduce_dtype", _DTYPES)}
+    return _by_dtype(columns, "all_reduce", ("allreduce_dtype",), shape, {"launched eagerly": eager})
+
+
+def _nccl(columns: Columns) -> Found:
+    shape = {"devices": columns.numbers("num_gpus"), "bytes": _message_bytes(columns, "nccl_dtype", _NCCL_DTYPES)}
+    names = columns.text("op_name")
+    found = Found()
+    found.skip(sum(name not in _NCCL for name in names), "unknown op_name")
+    for name, (kind, variant) in _NCCL.items():
+        rows = columns.equal("op_name", name)
+        part = _by_dtype(columns, kind, ("nccl_dtype",), shape, {}, rows, variant, _NCCL_DTYPES)
+        found.tables += part.tables
+        for why, count in part.unused.items():
+            found.skip(count, why)
+    return found
+
+
+def _message_bytes(columns: Columns, dtype_column: str, dtypes: Mapping[str, Dtype]) -> Array:
+    widths = [DTYPE_BYTES[dtypes[d]] if d in dtypes else np.nan for d in columns.text(dtype_column)]
+    sizes: Array = columns.numbers("message_size") * np.array(widths)
+    return sizes
+
+
+def _by_dtype(
+    columns: Columns,
+    kind: OperatorKind,
+    dtype_columns: tuple[str, ...],
+    shape: dict[str, Array],
+    excluded: Mapping[str, Mask] | None = None,
+    rows: Mask | None = None,
+    variant: str | None = None,
+    dtypes: Mapping[str, Dtype] = _DTYPES,
+) -> Found:
+    """One table per dtype (and KV dtype) among `rows`; rows of dtypes that no model here has are counted."""
+    columns.require("latency")
+    seconds = columns.numbers("latency") * MS
+    software = " ".join(x for x in (columns.only("framework"), columns.only("version")) if x)
+    found = Found()
+    members: dict[tuple[str, ...], list[int]] = {}
+    for row, names in enumerate(zip(*(columns.text(name) for name in dtype_columns), strict=True)):
+        if rows is None or rows[row]:
+            members.setdefault(names, []).append(row)
+    for names, at in members.items():
+        if any(name not in dtypes for name in names):
+            found.skip(len(at), f"{dtype_columns[0]} {names[0]}" + "".join(f", KV {name}" for name in names[1:]))
+            continue
+        whole = Table(
+            kind=kind,
+            dtype=dtypes[names[0]],
+            kv_dtype=dtypes[names[1]] if len(names) > 1 else None,
+            variant=variant,
+            shape=shape,
+            seconds=seconds,
+            origin=AICONFIGURATOR,
+            files=(columns.file,),
+            device=columns.device(),
+            software=software or None,
+        )
+        index = np.array(at)
+        found.tables.append(finish(take(whole, index), {why: mask[index] for why, mask in (excluded or {}).items()}))
+    return found
+
+
+FORMATS: Formats = {
+    ("gemm_dtype",): _gemm,
+    ("attn_dtype",): _attention,
+    ("moe_dtype",): _moe,
+    ("allreduce_dtype",): _custom_all_reduce,
+    ("nccl_dtype",): _nccl,
+}

@@ -1,0 +1,319 @@
+"""What all readers of operator times share: columns of a file, tables of one operator, and one account of rows.
+
+A reader turns values into SI units and into the shape parameters of `simtune.costs.operators`. No row is dropped in
+silence: every row a table does not use is counted under a reason.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simtune.costs.operators import OPERATORS, Array, operator_key
+from simtune.errors import Problem, SpecError, UsageError
+from simtune.specs.base import Dtype
+from simtune.specs.hardware import OperatorKind
+
+Mask = NDArray[np.bool_]
+
+MS, US, NS = 1e-3, 1e-6, 1e-9
+
+_ROUNDED_ROWS = 20  # fewer rows may be whole microseconds by chance
+_MAY_BE_ZERO = ("skew",)
+_CONFLICT = 1.1  # times of one shape that differ by more than this contradict each other
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Who took the times, and under which licence they are published."""
+
+    name: str
+    licence: str | None
+    kind: Literal["measured", "published-tables"] = "published-tables"
+
+
+AICONFIGURATOR = Origin("AIConfigurator (NVIDIA, ai-dynamo/aiconfigurator)", "Apache-2.0")
+VIDUR = Origin("Vidur (microsoft/vidur)", "MIT")
+LLMSERVINGSIM = Origin("LLMServingSim (casys-kaist/LLMServingSim)", "MIT")
+
+
+@dataclass(frozen=True, slots=True)
+class Conflicts:
+    """Shapes measured several times with times that differ by more than 10 % and the rounding."""
+
+    shapes: int = 0
+    worst: float = 1.0
+    """Longest over shortest time of the shape that contradicts itself most."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Measured times of one operator: one row per shape, times in seconds.
+
+    `read` rows are those of the files that belong to the operator; len(self) + merged + sum(left_out) of them.
+    """
+
+    kind: OperatorKind
+    dtype: Dtype
+    shape: dict[str, Array]
+    seconds: Array
+    origin: Origin
+    files: tuple[str, ...]
+    kv_dtype: Dtype | None = None
+    variant: str | None = None
+    device: str | None = None
+    software: str | None = None
+    resolution_s: float = 0.0
+    """Step to which the times were rounded."""
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    """Rows that are not used, by reason."""
+    merged: int = 0
+    """Rows that measured a shape again; the median of its rows stands for it."""
+    conflicts: Conflicts = Conflicts()
+    remarks: tuple[str, ...] = ()
+    """What else was done to the rows."""
+
+    def __len__(self) -> int:
+        return len(self.seconds)
+
+    @property
+    def key(self) -> str:
+        return operator_key(self.kind, self.dtype, self.kv_dtype, self.variant)
+
+    @property
+    def read(self) -> int:
+        return len(self) + self.merged + sum(self.left_out.values())
+
+
+@dataclass(frozen=True)
+class HostTable:
+    """Measured host time per step, in seconds, for numbers of running sequences."""
+
+    num_seqs: Array
+    seconds: Array
+    origin: Origin
+    files: tuple[str, ...]
+
+
+@dataclass
+class Found:
+    """What one file holds: tables, and counts of rows that belong to no operator, by reason."""
+
+    tables: list[Table] = field(default_factory=list)
+    hosts: list[HostTable] = field(default_factory=list)
+    unused: dict[str, int] = field(default_factory=dict)
+
+    def skip(self, rows: int, why: str) -> None:
+        if rows:
+            self.unused[why] = self.unused.get(why, 0) + rows
+
+
+class Columns:
+    """A file as columns of cells, which remembers the line of every row."""
+
+    def __init__(self, path: Path, names: Sequence[str], columns: Sequence[Sequence[Any]], lines: Sequence[int]):
+        self.path = path
+        self.file = path.name
+        self.names = {name: at for at, name in enumerate(names)}
+        self._columns = columns
+        self._lines = lines
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def require(self, *names: str) -> None:
+        """Raises SpecError naming every column that is missing."""
+        missing = [name for name in names if name not in self.names]
+        if missing:
+            raise SpecError([Problem(str(self.path), "column is missing", name, 1) for name in missing])
+
+    def cells(self, name: str) -> Sequence[Any]:
+        self.require(name)
+        return self._columns[self.names[name]] if self._columns else ()
+
+    def text(self, name: str) -> list[str]:
+        return ["" if cell is None else str(cell) for cell in self.cells(name)]
+
+    def numbers(self, name: str) -> Array:
+        """A column of numbers; an empty cell is NaN. Raises SpecError at the first cell that is no number."""
+        cells = self.cells(name)
+        try:
+            return np.fromiter(map(float, cells), np.float64, len(cells))
+        except (ValueError, TypeError):
+            return np.array([self._number(cell, at, name) for at, cell in enumerate(cells)])
+
+    def _number(self, cell: Any, at: int, name: str) -> float:
+        if cell is None or (isinstance(cell, str) and not cell.strip()):
+            return float("nan")
+        try:
+            return float(cell)
+        except (ValueError, TypeError):
+            message = f"{cell!r} is not a number (field {self.names[name] + 1})"
+            raise SpecError(Problem(str(self.path), message, name, self._lines[at])) from None
+
+    def only(self, name: str) -> str | None:
+        """The value of a column where it is the same in all rows."""
+        values = set(self.text(name)) if name in self.names else set()
+        return values.pop() if len(values) == 1 else None
+
+    def device(self) -> str | None:
+        """The device all rows were measured on. Raises SpecError where they name several."""
+        names = sorted(set(self.text("device"))) if "device" in self.names else []
+        if len({designation(name) for name in names}) > 1:
+            message = f"holds rows of several devices ({', '.join(names)}); give each device a table of its own"
+            raise SpecError(Problem(str(self.path), message, "device"))
+        return names[0] if names else None
+
+    def equal(self, name: str, value: str) -> Mask:
+        return np.array([cell == value for cell in self.text(name)], dtype=np.bool_)
+
+
+Reader = Callable[[Columns], Found]
+Formats = Mapping[tuple[str, ...], Reader]
+"""The columns that tell a format, and its reader."""
+
+
+def read_csv(path: Path) -> Columns:
+    """A CSV file, plain or gzipped. Raises SpecError when it cannot be read or its rows are of unequal length."""
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", newline="") as stream:
+            rows = list(csv.reader(stream))
+    except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
+        raise SpecError(Problem(str(path), f"cannot be read as a CSV table: {error}")) from None
+    lines = [line for line, row in enumerate(rows[1:], start=2) if row]
+    body = [row for row in rows[1:] if row]
+    for line, row in zip(lines, body, strict=True):
+        if len(row) != len(rows[0]):
+            message = f"has {len(row)} values, the header names {len(rows[0])}"
+            raise SpecError(Problem(str(path), message, "", line))
+    return Columns(path, rows[0] if rows else (), list(zip(*body, strict=True)), lines)
+
+
+def read_parquet(path: Path) -> Columns:
+    """A Parquet file; row r counts as line r. Raises UsageError where pyarrow is not installed."""
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError:
+        raise UsageError(
+            f"{path}: reading Parquet needs pyarrow: pip install 'simtune[parquet]', or convert the file to CSV"
+        ) from None
+    try:
+        table = parquet.read_table(path)
+    except (OSError, ArrowException) as error:
+        raise SpecError(Problem(str(path), f"cannot be read as a Parquet table: {error}")) from None
+    columns = [column.to_pylist() for column in table.columns]
+    return Columns(path, table.column_names, columns, range(1, table.num_rows + 1))
+
+
+def designation(device: str) -> str:
+    """What tells a device from others in its various names: H100 of `NVIDIA H100 80GB HBM3`.
+
+    The first word with a digit that is no size of memory, no socket and no memory type; the whole name where there is
+    none. Variants of one chip (PCIe, SXM, NVL) are not told apart.
+    """
+    words = re.split(r"[^A-Z0-9.]+", device.upper())
+    told = [w for w in words if re.search(r"\d", w) and not re.fullmatch(r"\d+GI?B|HBM\d\w*|SXM\d?|GDDR\d\w*", w)]
+    return told[0] if told else " ".join(words)
+
+
+def finish(table: Table, excluded: Mapping[str, Mask] | None = None) -> Table:
+    """The table without the rows excluded for a reason, and without those whose time or shape is no positive number.
+
+    A row is counted under the first reason that holds. Where all times are whole microseconds, they were rounded.
+    """
+    times = np.isfinite(table.seconds) & (table.seconds > 0)
+    shapes: Mask = np.logical_and.reduce(
+        [np.isfinite(x) & ((x > 0) | (name in _MAY_BE_ZERO)) & (x >= 0) for name, x in table.shape.items()]
+    )
+    reasons = {**(excluded or {}), "no positive time": ~times, "no positive shape": ~shapes}
+    kept = np.ones(len(table), dtype=np.bool_)
+    left_out: dict[str, int] = {}
+    for why, rows in reasons.items():
+        hit = kept & rows
+        if hit.any():
+            left_out[why] = int(hit.sum())
+            kept &= ~hit
+    table = replace(take(table, np.flatnonzero(kept)), left_out=left_out)
+    if not table.resolution_s and len(table) >= _ROUNDED_ROWS:
+        steps = table.seconds / US
+        if np.abs(steps - np.round(steps)).max() < 1e-6:
+            table = replace(table, resolution_s=US)
+    return table
+
+
+def take(table: Table, rows: NDArray[np.intp]) -> Table:
+    """The table with these rows only."""
+    shape = {name: column[rows] for name, column in table.shape.items()}
+    return replace(table, shape=shape, seconds=table.seconds[rows])
+
+
+def merge(pieces: Sequence[Table]) -> Table:
+    """Pieces of one operator as one table, with one row per shape and its median time.
+
+    Raises UsageError where the pieces were measured on several devices.
+    """
+    first = pieces[0]
+    devices = {designation(p.device): p for p in pieces if p.device}
+    if len(devices) > 1:
+        raise UsageError(
+            f"{first.key}: tables of several devices: "
+            + ", ".join(f"{p.device} in {p.files[0]}" for p in devices.values())
+            + "; fit one device at a time"
+        )
+    left_out: dict[str, int] = {}
+    for piece in pieces:
+        for why, rows in piece.left_out.items():
+            left_out[why] = left_out.get(why, 0) + rows
+    pieces = [p for p in pieces if len(p)]
+    if not pieces:
+        return replace(first, left_out=left_out)
+    names = OPERATORS[first.kind].shape
+    shapes = np.column_stack([np.concatenate([p.shape[name] for p in pieces]) for name in names])
+    seconds = np.concatenate([p.seconds for p in pieces])
+    resolution_s = max(p.resolution_s for p in pieces)
+    unique, group, counts = np.unique(shapes, axis=0, return_inverse=True, return_counts=True)
+    ordered = seconds[np.lexsort((seconds, group.ravel()))]
+    start = np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(np.intp)
+    median = (ordered[start + (counts - 1) // 2] + ordered[start + counts // 2]) / 2
+    shortest, longest = ordered[start], ordered[start + counts - 1]
+    conflicting = longest - shortest > (_CONFLICT - 1) * shortest + resolution_s
+    return replace(
+        first,
+        shape={name: unique[:, at] for at, name in enumerate(names)},
+        seconds=median,
+        files=_union(name for p in pieces for name in p.files),
+        device=next((p.device for p in pieces if p.device), None),
+        software=", ".join(_union(p.software for p in pieces if p.software)) or None,
+        resolution_s=resolution_s,
+        left_out=left_out,
+        merged=len(seconds) - len(unique),
+        conflicts=Conflicts(
+            int(conflicting.sum()), float((longest / shortest)[conflicting].max()) if conflicting.any() else 1.0
+        ),
+    )
+
+
+def _union(names: Any) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(names))
+
+
+def account(table: Table) -> str:
+    """Where every row of the table went, in words."""
+    words = [f"{table.read:,} rows read, {len(table):,} used"]
+    if table.merged:
+        words.append(f"{table.merged:,} merged with another row of the same shape (median)")
+    if table.conflicts.shapes:
+        words.append(
+            f"{table.conflicts.shapes:,} shapes have times that differ by more than 10 %, "
+            f"the worst by a factor of {table.conflicts.worst:.3g}"
+        )
+    words += [f"{rows:,} left out: {why}" for why, rows in table.left_out.items()]
+    return "; ".join([*words, *table.remarks])

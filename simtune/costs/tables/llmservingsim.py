@@ -1,0 +1,240 @@
+"""Tables of LLMServingSim: layers.csv of its first layout (ns), and dense.csv, per_sequence.csv, attention.csv and
+skew.csv of its present one (us).
+
+They time the layers of one model, whose sizes they do not hold: the model is found by its name in a meta.yaml beside
+the table or in the path, among the models simtune knows, and the tensor parallelism in a column or as tpN in the path.
+Layers of the first layout are torch modules launched eagerly, so small ones take longer than an engine's kernels.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from simtune.costs.operators import Array
+from simtune.costs.tables.common import LLMSERVINGSIM, NS, US, Columns, Formats, Found, Mask, Table, finish, take
+from simtune.errors import Problem, SpecError
+from simtune.specs import catalog, yamlfile
+from simtune.specs.hardware import OperatorKind
+from simtune.specs.model import DenseFeedForward, FullAttention, Model
+
+_PARENTS = 4  # model/dtype/tp1/dense.csv
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What the surroundings of a table say about it."""
+
+    model: Model
+    path: Path
+    device: str | None
+    software: str | None
+
+    def layer(
+        self, name: str, tp: float, fused_activation: bool
+    ) -> tuple[OperatorKind, str | None, float, float] | None:
+        """A layer's operator: kind, variant, and n and k of a product or width and 0; None where there is none."""
+        group = self.model.layers[0]
+        attention, feed_forward = group.attention, group.feed_forward
+        assert isinstance(attention, FullAttention)
+        assert isinstance(feed_forward, DenseFeedForward)
+        hidden, inter, d = self.model.hidden_size, feed_forward.intermediate_size / tp, attention.head_dim
+        q, kv = attention.heads / tp * d, max(1, attention.kv_heads / tp) * d
+        products = {
+            "q_proj": (q, hidden),
+            "k_proj": (kv, hidden),
+            "v_proj": (kv, hidden),
+            "qkv_proj": (q + 2 * kv, hidden),
+            "o_proj": (hidden, q),
+            "gate_proj": (inter, hidden),
+            "up_proj": (inter, hidden),
+            "gate_up_proj": (2 * inter, hidden),
+            "down_proj": (hidden, inter),
+            "lm_head": (self.model.vocab_size / tp, hidden),
+        }
+        if name in products:
+            return "gemm", None, *products[name]
+        widths = {
+            "act_fn": ("activation", (3 if fused_activation else 2) * inter),
+            **dict.fromkeys(("rope", "rotary_emb"), ("rope", 2 * (q + kv))),
+            **dict.fromkeys(
+                ("layernorm", "input_layernorm", "post_layernorm", "final_layernorm"), ("norm", 2 * hidden)
+            ),
+        }
+        return ("elementwise", *widths[name], 0.0) if name in widths else None
+
+
+def _layers(columns: Columns) -> Found:
+    """First layout: every layer by tokens; `attn` is the attention of one whole prompt."""
+    source, tp = _source(columns), columns.numbers("tp_size")
+    tokens, past = columns.numbers("input"), columns.numbers("kv_cache")
+    seconds = columns.numbers("latency(ns)") * NS
+    found = Found()
+    for name, rows in _groups(columns, "layer_name"):
+        if name == "attn":
+            found.tables += [
+                _attention_rows(source, rows & (tp == t), t, np.ones(len(columns)), tokens, past, seconds)
+                for t in np.unique(tp[rows])
+            ]
+        else:
+            _add(found, source, name, rows, tp, tokens, seconds, False)
+    return found
+
+
+def _dense(columns: Columns) -> Found:
+    source = _source(columns)
+    tp = np.full(len(columns), _tensor_parallel(columns.path))
+    found = Found()
+    for name, rows in _groups(columns, "layer"):
+        _add(found, source, name, rows, tp, columns.numbers("tokens"), columns.numbers("time_us") * US, True)
+    return found
+
+
+def _per_sequence(columns: Columns) -> Found:
+    source = _source(columns)
+    tp = np.full(len(columns), _tensor_parallel(columns.path))
+    sequences, seconds = columns.numbers("sequences"), columns.numbers("time_us") * US
+    found = Found()
+    for name, rows in _groups(columns, "layer"):
+        if name == "sampler":
+            found.skip(int(rows.sum()), "greedy sampling, which says nothing of sampling with a temperature")
+        else:
+            _add(found, source, name, rows, tp, sequences, seconds, True)
+    return found
+
+
+def _attention(columns: Columns) -> Found:
+    """Present layout: one kernel over at most one prefill chunk and some decodes; the new token is not in kv_decode."""
+    source, tp = _source(columns), _tensor_parallel(columns.path)
+    chunk, decodes = columns.numbers("prefill_chunk"), columns.numbers("n_decode")
+    seconds, one = columns.numbers("time_us") * US, np.ones(len(columns))
+    found = Found()
+    found.skip(int(((chunk > 0) & (decodes > 0)).sum()), "prefill and decode mixed in one kernel")
+    found.skip(int(((chunk == 0) & (decodes == 0)).sum()), "an empty batch")
+    past = columns.numbers("kv_prefill")
+    found.tables += [
+        _attention_rows(source, (chunk > 0) & (decodes == 0), tp, one, chunk, past, seconds),
+        _attention_rows(source, (chunk == 0) & (decodes > 0), tp, decodes, None, columns.numbers("kv_decode"), seconds),
+    ]
+    return found
+
+
+def _skew(columns: Columns) -> Found:
+    found = Found()
+    found.skip(len(columns), "batches of unequal context lengths, for which there is no operator")
+    return found
+
+
+def _attention_rows(
+    source: _Source, rows: Mask, tp: float, batch: Array, tokens: Array | None, past: Array, seconds: Array
+) -> Table:
+    attention = source.model.layers[0].attention
+    assert isinstance(attention, FullAttention)
+    context = past + (1 if tokens is None else tokens)
+    shape = {
+        "batch": batch,
+        **({} if tokens is None else {"tokens": tokens}),
+        "context": context,
+        "heads": np.full(len(rows), attention.heads / tp),
+        "kv_heads": np.full(len(rows), max(1, attention.kv_heads / tp)),
+        "head_dim": np.full(len(rows), float(attention.head_dim)),
+        "window": context,
+    }
+    kind: OperatorKind = "decode_attention" if tokens is None else "prefill_attention"
+    return _finish(source, kind, None, shape, seconds, rows)
+
+
+def _add(
+    found: Found, source: _Source, name: str, rows: Mask, tp: Array, tokens: Array, seconds: Array, fused: bool
+) -> None:
+    for t in np.unique(tp[rows]):
+        operator, here = source.layer(name, float(t), fused), rows & (tp == t)
+        if operator is None:
+            found.skip(int(here.sum()), f"no operator for the layer {name}")
+            continue
+        kind, variant, wide, deep = operator
+        if kind == "gemm":
+            shape = {"m": tokens, "n": np.full(len(rows), wide), "k": np.full(len(rows), deep)}
+        else:
+            shape = {"rows": tokens, "width": np.full(len(rows), wide)}
+        found.tables.append(_finish(source, kind, variant, shape, seconds, here))
+
+
+def _finish(
+    source: _Source, kind: OperatorKind, variant: str | None, shape: dict[str, Array], seconds: Array, rows: Mask
+) -> Table:
+    table = Table(
+        kind,
+        "bf16",
+        shape,
+        seconds,
+        LLMSERVINGSIM,
+        (source.path.name,),
+        kv_dtype="bf16" if kind.endswith("attention") else None,
+        variant=variant,
+        device=source.device,
+        software=source.software,
+    )
+    return finish(take(table, np.flatnonzero(rows)))
+
+
+def _groups(columns: Columns, name: str) -> Iterable[tuple[str, Mask]]:
+    return ((value, columns.equal(name, value)) for value in dict.fromkeys(columns.text(name)))
+
+
+def _source(columns: Columns) -> _Source:
+    """Raises SpecError where no known model is named beside the table or in its path, or one of another kind."""
+    path = columns.path
+    meta = next((p for p in (path.with_name("meta.yaml"), path.parent.parent / "meta.yaml") if p.is_file()), None)
+    told = yamlfile.parse(yamlfile.read_text(meta), str(meta)).data if meta else {}
+    told = told if isinstance(told, dict) else {}
+    dtype = told.get("variant", "bf16")
+    if dtype not in ("bf16", "fp16"):
+        raise SpecError(Problem(str(meta), f"only bf16 and fp16 tables can be read, not {dtype}", "variant"))
+    model = _model(path, str(told.get("model", "")))
+    engine = told.get("vllm_version")
+    return _Source(model, path, told.get("gpu"), f"vLLM {engine}, eager" if engine else None)
+
+
+def _model(path: Path, told: str) -> Model:
+    known = sorted(catalog.names("model"), key=len, reverse=True)
+    words = [told.rsplit("/", 1)[-1], *(part for part in path.parts[: -_PARENTS - 2 : -1])]
+    for word in words:
+        for name in known:
+            if word.lower() == name or re.match(re.escape(name) + r"[_.]", word.lower()):
+                model = catalog.load_model(name)
+                layers = model.layers
+                if (
+                    len(layers) > 1
+                    or type(layers[0].attention) is not FullAttention
+                    or not isinstance(layers[0].feed_forward, DenseFeedForward)
+                ):
+                    message = f"model {name}: only dense models with one kind of layer can be read from such tables"
+                    raise SpecError(Problem(str(path), message))
+                return model
+    message = (
+        "whose layers are these? Name the model in the file name (Llama-3.1-8B_tp1_...), a folder, or `model:` of a "
+        f"meta.yaml beside it; known: {', '.join(sorted(known))}"
+    )
+    raise SpecError(Problem(str(path), message))
+
+
+def _tensor_parallel(path: Path) -> float:
+    for word in path.parts[: -_PARENTS - 2 : -1]:
+        found = re.search(r"(?:^|_)tp(\d+)(?:_|\.|$)", word)
+        if found:
+            return float(found[1])
+    raise SpecError(Problem(str(path), "on how many ranks? Name the file or its folder tp1, tp2, ..."))
+
+
+FORMATS: Formats = {
+    ("latency(ns)",): _layers,
+    ("layer", "tokens", "time_us"): _dense,
+    ("layer", "sequences", "time_us"): _per_sequence,
+    ("prefill_chunk", "n_decode", "time_us"): _attention,
+    ("t_skew_us",): _skew,
+}

@@ -1,0 +1,146 @@
+"""What is wrong with a table of times, judged by the data sheet of its device and by the rows around a row.
+
+Published tables hold single times that are tens of times off (a mean of six runs, one of which was interrupted), and
+tables in another unit than their neighbours. Neither shows in a merge; both would bend a fit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from simtune.costs.operators import OPERATORS, Array, Setting, Terms
+from simtune.costs.predict import base_seconds
+from simtune.costs.tables.common import Mask, Table, take
+from simtune.errors import UsageError
+
+OFF = 8.0
+"""A row this many times longer or shorter than its neighbours in shape is an outlier."""
+
+NEIGHBOURS = 8
+MANY = 0.05
+"""A larger share of strange rows is no accident but a table that was misread."""
+
+_SHEET_SHARE = 0.7  # what kernels reach of the data sheet; only differences between rows matter here
+_IMPOSSIBLE = 3.0  # caches let calls that fit into them pass the memory's rate
+_IMPOSSIBLE_LINK = 1.5  # sums inside a switch let an all-reduce pass its link's rate
+_UNITS = 100.0  # rows this far from the bulk of a table are in another unit
+_SLOW = 0.002  # best share of the data sheet below which a table with no time under a millisecond is in another unit
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """The device's data-sheet rates for one operator: flops and bytes per second (of the link where it has one)."""
+
+    processors: int
+    flops_per_s: float
+    bytes_per_s: float
+
+
+def screen(table: Table, sheet: Sheet) -> Table:
+    """The table without outliers and impossible rows, which are counted.
+
+    Message sizes that are too large for the link and possible as bytes per element are divided by it. Raises
+    UsageError for a table whose times cannot be in the unit its format says.
+    """
+    table = _possible(table, sheet)
+    table = _one_unit(table, sheet)
+    off = _off_neighbours(table, _expected(table, sheet))
+    if off.mean() > MANY:
+        raise UsageError(
+            f"{table.key}: {off.sum():,} of {len(table):,} rows are more than {OFF:g} times off their neighbours in "
+            f"shape; are several units or kernels mixed in {', '.join(table.files)}?"
+        )
+    return _without(table, off, f"more than {OFF:g} times off the rows around them")
+
+
+def _possible(table: Table, sheet: Sheet) -> Table:
+    link = OPERATORS[table.kind].link
+    limit = _IMPOSSIBLE_LINK if link else _IMPOSSIBLE
+    share = _share(table, sheet)
+    impossible = share > limit
+    if not impossible.any():
+        if share.max(initial=0.0) < _SLOW and table.seconds.min() > 1e-3:
+            raise UsageError(
+                f"{table.key}: no row is shorter than {1e3 * table.seconds.min():.3g} ms or reaches "
+                f"{share.max():.2%} of the data sheet; the times in {', '.join(table.files)} must be in a smaller unit"
+            )
+        return table
+    if impossible.mean() <= MANY:
+        return _without(table, impossible, f"more than {limit:g} times faster than the data sheet allows")
+    width = Setting.of(1, table.dtype, None).dtype_bytes
+    if link and width > 1:
+        smaller = replace(table, shape={**table.shape, "bytes": table.shape["bytes"] / width})
+        if not (_share(smaller, sheet) > limit).any():
+            why = f"message sizes taken as bytes: as elements {impossible.sum():,} rows would pass the rate of the link"
+
+            return replace(smaller, remarks=(*table.remarks, why))
+    what = "message sizes" if link else "times"
+    raise UsageError(
+        f"{table.key}: {impossible.sum():,} of {len(table):,} rows are up to {share.max():.3g} times faster than the "
+        f"data sheet allows; {what} in {', '.join(table.files)} must be in another unit, of another "
+        "device, or taken on data that stayed in a cache; leave the file out"
+    )
+
+
+def _share(table: Table, sheet: Sheet) -> Array:
+    """The data sheet's shortest time over the measured one."""
+    terms = _terms(table, sheet)
+    shortest: Array = np.maximum(terms.flops / sheet.flops_per_s, terms.bytes / sheet.bytes_per_s)
+    return shortest / table.seconds
+
+
+def _one_unit(table: Table, sheet: Sheet) -> Table:
+    deviation = _expected(table, sheet)
+    far = np.abs(deviation - np.median(deviation)) > np.log(_UNITS)
+    if far.mean() > MANY:
+        raise UsageError(
+            f"{table.key}: {far.sum():,} of {len(table):,} rows are more than {_UNITS:g} times off the others; are two "
+            f"units of time mixed in {', '.join(table.files)}?"
+        )
+    return table
+
+
+def _expected(table: Table, sheet: Sheet) -> Array:
+    """log(measured / a plain guess from the data sheet): only its differences mean something."""
+    operator = OPERATORS[table.kind]
+    overhead_s = 0.9 * float(np.quantile(table.seconds, 0.01))
+    guess = base_seconds(
+        _terms(table, sheet),
+        _SHEET_SHARE * sheet.flops_per_s,
+        _SHEET_SHARE * sheet.bytes_per_s,
+        overhead_s,
+        operator.block_s,
+        1 + operator.overlap,
+    )
+    return np.log(table.seconds / guess)
+
+
+def _off_neighbours(table: Table, deviation: Array) -> Mask:
+    """Rows whose deviation differs by more than log(8) from the median of the nearest rows in log shape."""
+    off = np.zeros(len(table), dtype=np.bool_)
+    if len(table) <= NEIGHBOURS:
+        return off
+    from scipy.spatial import cKDTree
+
+    logs = np.column_stack([np.log2(np.maximum(x, 1e-9)) for x in table.shape.values()])
+    spread = logs.std(axis=0)
+    points = logs[:, spread > 0] / spread[spread > 0]
+    suspects = np.flatnonzero(np.abs(deviation - np.median(deviation)) > np.log(OFF) / 2)
+    if len(suspects):
+        near = np.asarray(cKDTree(points).query(points[suspects], NEIGHBOURS + 1)[1])
+        around = np.median(deviation[near[:, 1:]], axis=1)
+        off[suspects] = np.abs(deviation[suspects] - around) > np.log(OFF)
+    return off
+
+
+def _terms(table: Table, sheet: Sheet) -> Terms:
+    return OPERATORS[table.kind].terms(table.shape, Setting.of(sheet.processors, table.dtype, table.kv_dtype))
+
+
+def _without(table: Table, rows: Mask, why: str) -> Table:
+    if not rows.any():
+        return table
+    left_out = {**table.left_out, why: table.left_out.get(why, 0) + int(rows.sum())}
+    return replace(take(table, np.flatnonzero(~rows)), left_out=left_out)

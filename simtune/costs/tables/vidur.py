@@ -1,0 +1,143 @@
+"""Tables of Vidur: mlp.csv, attention.csv (the layout without models), all_reduce.csv, send_recv.csv and
+cpu_overheads.csv; times in ms, medians of 20 (collectives: 3) repeats, mostly rounded to 1 us.
+
+Its kernels are those of 2024 in fp16; matrix products of the projections under tensor parallelism become GEMM rows.
+What crosses nodes is left out: it tells the network of one cluster, 7.8 GB/s in one and 36 GB/s in the other.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from simtune.costs.operators import Array
+from simtune.costs.tables.common import (
+    LLMSERVINGSIM,
+    MS,
+    US,
+    VIDUR,
+    Columns,
+    Formats,
+    Found,
+    HostTable,
+    Reader,
+    Table,
+    finish,
+)
+from simtune.specs.hardware import OperatorKind
+
+_HOST_PARTS = (
+    "schedule_median",
+    "prepare_inputs_launch_median",
+    "sampler_launch_median",
+    "process_model_outputs_median",
+)
+
+
+def _mlp(columns: Columns) -> Found:
+    tp = columns.numbers("num_tensor_parallel_workers")
+    hidden, heads = columns.numbers("n_embd"), columns.numbers("n_head")
+    kv_heads, inter = columns.numbers("n_kv_head"), columns.numbers("n_expanded_embd")
+    gated = columns.equal("use_gated_mlp", "True")
+    tokens, head_dim = columns.numbers("num_tokens"), hidden / heads
+    rotated = (heads / tp + np.maximum(1, kv_heads / tp)) * head_dim
+    widths = {
+        "input_layernorm": ("norm", 2 * hidden),
+        "post_attention_layernorm": ("norm", 2 * hidden),
+        "mlp_act": ("activation", np.where(gated, 3, 2) * inter / tp),
+        "attn_rope": ("rope", 2 * rotated),
+        "add": ("add", 3 * hidden),
+    }
+    products = {
+        "attn_pre_proj": ((heads / tp + 2 * np.maximum(1, kv_heads / tp)) * head_dim, hidden),
+        "attn_post_proj": (hidden, hidden / tp),
+        "mlp_up_proj": (np.where(gated, 2, 1) * inter / tp, hidden),
+        "mlp_down_proj": (hidden, inter / tp),
+    }
+    found = Found()
+    for name, (variant, width) in widths.items():
+        shape = {"rows": tokens, "width": width}
+        found.tables.append(_table(columns, "elementwise", name, shape, variant))
+    for name, (n, k) in products.items():
+        found.tables.append(_table(columns, "gemm", name, {"m": tokens, "n": n, "k": k}))
+    if "time_stats.emb.median" in columns.names:
+        found.skip(len(columns), "no operator for the embedding")
+    return found
+
+
+def _attention(columns: Columns) -> Found:
+    """One file for both phases; a prefill row is one chunk of one prompt over its cached past. The first layout of
+    LLMServingSim is the same but for the block size.
+    """
+    tp = columns.numbers("num_tensor_parallel_workers")
+    heads = columns.numbers("n_q_head")
+    prefill, past = columns.equal("is_prefill", "True"), columns.numbers("kv_cache_size")
+    batch = columns.numbers("batch_size")
+    origin = VIDUR if "block_size" in columns.names else LLMSERVINGSIM
+    found = Found()
+    kinds: tuple[tuple[OperatorKind, str, bool], ...] = (
+        ("prefill_attention", "attn_prefill", True),
+        ("decode_attention", "attn_decode", False),
+    )
+    for kind, name, wanted in kinds:
+        rows = np.flatnonzero(prefill == wanted)
+        tokens = columns.numbers("prefill_chunk_size") if wanted else np.ones(len(columns))
+        shape = {
+            "batch": batch,
+            **({"tokens": tokens} if wanted else {}),
+            "context": past + tokens,
+            "heads": heads / tp,
+            "kv_heads": np.maximum(1, columns.numbers("n_kv_head") / tp),
+            "head_dim": columns.numbers("n_embd") / heads,
+            "window": past + tokens,
+        }
+        here = {at: column[rows] for at, column in shape.items()}
+        seconds = columns.numbers(f"time_stats.{name}.median")[rows] * MS
+        found.tables.append(finish(Table(kind, "bf16", here, seconds, origin, (columns.file,), kv_dtype="bf16")))
+    return found
+
+
+def _collective(kind: OperatorKind) -> Reader:
+    def read(columns: Columns) -> Found:
+        devices, per_node = columns.numbers("num_workers"), columns.numbers("devices_per_node")
+        size = columns.numbers("size")
+        shape = {"bytes": size} if kind == "send_recv" else {"devices": devices, "bytes": size}
+        table = Table(
+            kind,
+            "bf16",
+            shape,
+            columns.numbers(f"time_stats.{kind}.median") * MS,
+            VIDUR,
+            (columns.file,),
+            variant="nccl" if kind == "all_reduce" else None,
+            resolution_s=US,
+        )
+        return Found([finish(table, {"between nodes: it is the cluster's network that they time": per_node < devices})])
+
+    return read
+
+
+def _host(columns: Columns) -> Found:
+    columns.require("batch_size", *_HOST_PARTS)
+    num_seqs = columns.numbers("batch_size")
+    seconds = np.sum([columns.numbers(name) for name in _HOST_PARTS], axis=0) * MS
+    usable = np.isfinite(seconds) & (seconds > 0) & (num_seqs > 0)
+    found = Found(hosts=[HostTable(num_seqs[usable], seconds[usable], VIDUR, (columns.file,))])
+    found.skip(int((~usable).sum()), "no positive time")
+    return found
+
+
+def _table(
+    columns: Columns, kind: OperatorKind, name: str, shape: dict[str, Array], variant: str | None = None
+) -> Table:
+    seconds = columns.numbers(f"time_stats.{name}.median") * MS
+    table = Table(kind, "bf16", shape, seconds, VIDUR, (columns.file,), variant=variant, resolution_s=US)
+    return finish(table)
+
+
+FORMATS: Formats = {
+    ("n_expanded_embd",): _mlp,
+    ("time_stats.attn_decode.median",): _attention,
+    ("time_stats.all_reduce.median",): _collective("all_reduce"),
+    ("time_stats.send_recv.median",): _collective("send_recv"),
+    ("sampler_launch_median",): _host,
+}

@@ -1,0 +1,287 @@
+"""The page of a hardware profile: what its fits say, beside the data sheet, and how far off they may be.
+
+As in the report, small tuples are computed first and drawn after. No row of a table is in a profile, so none is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from simtune import __version__
+from simtune.costs.operators import OPERATORS
+from simtune.costs.predict import LEVEL, OUTSIDE, Z90, Predictor, typical_log_sd
+from simtune.report import figures, info
+from simtune.report.figures import Figure
+from simtune.specs.hardware import Hardware, Operator, OperatorKind
+
+POINTS = 49
+
+SLICES: dict[OperatorKind, tuple[str, tuple[dict[str, float], ...]]] = {
+    "gemm": ("m", ({"n": 4096, "k": 4096}, {"n": 28672, "k": 8192})),
+    "prefill_attention": ("tokens", ({"batch": 1, "heads": 32, "kv_heads": 8, "head_dim": 128},)),
+    "decode_attention": (
+        "context",
+        tuple({"batch": b, "heads": 32, "kv_heads": 8, "head_dim": 128} for b in (1.0, 64.0)),
+    ),
+    "moe": (
+        "tokens",
+        ({"hidden": 4096, "intermediate": 14336, "experts_per_token": 2, "experts": 8, "ep": 1, "skew": 0},),
+    ),
+    "elementwise": ("rows", ({"width": 8192}, {"width": 24576})),
+    "all_reduce": ("bytes", tuple({"devices": n} for n in (2.0, 4.0, 8.0))),
+    "all_gather": ("bytes", tuple({"devices": n} for n in (2.0, 4.0, 8.0))),
+    "reduce_scatter": ("bytes", tuple({"devices": n} for n in (2.0, 4.0, 8.0))),
+    "all_to_all": ("bytes", tuple({"devices": n} for n in (2.0, 4.0, 8.0))),
+}
+"""Along which shape parameter a kind is drawn, and at which values of the others, moved into the measured box."""
+
+_FOLLOWS = {"prefill_attention": {"context": "tokens", "window": "tokens"}, "decode_attention": {"window": "context"}}
+"""Whole prompts, and no sliding window."""
+
+
+class Line(NamedTuple):
+    """Predicted seconds along one line of shapes inside the measured box, with the 90 % interval."""
+
+    label: str
+    x: tuple[float, ...]
+    seconds: tuple[float, ...]
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+
+
+class Fit(NamedTuple):
+    """One operator as the page shows it."""
+
+    key: str
+    along: str
+    lines: tuple[Line, ...]
+    row: tuple[str, ...]
+    note: str
+
+
+def headline(hardware: Hardware) -> str:
+    """What the page is about, in a sentence."""
+    counts: dict[str, int] = {}
+    for operator in hardware.operators.values():
+        counts[operator.provenance.kind] = counts.get(operator.provenance.kind, 0) + 1
+    words = {
+        "measured": "measured by simtune",
+        "published-tables": "fitted to published tables",
+        "data-sheet": "scaled by its data sheet from those of another device",
+        "assumed": "assumed",
+    }
+    parts = [f"{count} operators {words[kind]}" for kind, count in sorted(counts.items())]
+    return f"{hardware.device.name}: {', '.join(parts)}"
+
+
+class Rate(NamedTuple):
+    """A fitted rate over that of the data sheet; None where the operator has none."""
+
+    key: str
+    flops: float | None
+    bytes: float | None
+
+
+def fits(hardware: Hardware) -> list[Fit]:
+    """Every operator: lines to draw, the row of the table, and what became of its tables."""
+    return [_fit(hardware, key, operator) for key, operator in hardware.operators.items()]
+
+
+def _fit(hardware: Hardware, key: str, operator: Operator) -> Fit:
+    predictor = Predictor(operator, hardware.device.processors, hardware.arrays)
+    along, slices = SLICES.get(operator.kind, (_widest(operator), ({},)))
+    lines = tuple(dict.fromkeys(_line(predictor, operator, along, fixed) for fixed in slices))
+    base, p = operator.base, operator.provenance
+    row = (
+        key,
+        f"{base.flops_per_s / 1e12:,.0f}" if OPERATORS[operator.kind].computes else "-",
+        f"{base.bytes_per_s / 1e12:.2f}",
+        f"{1e6 * base.overhead_s:.1f}",
+        f"× or ÷ {np.exp(Z90 * typical_log_sd(operator)):.2f}",
+        "-" if operator.interval is None or operator.interval.coverage is None else f"{operator.interval.coverage:.0%}",
+        f"{p.points or 0:,}",
+        p.kind,
+    )
+    return Fit(key, along, lines, row, f"{p.source} ({p.licence or 'own'}). {p.note or ''}")
+
+
+def _widest(operator: Operator) -> str:
+    """The shape parameter whose box spans the most."""
+    return max(OPERATORS[operator.kind].shape, key=lambda n: _box(operator, n)[1] / max(_box(operator, n)[0], 1e-9))
+
+
+def _box(operator: Operator, name: str) -> tuple[float, float]:
+    low, high = operator.box.get(name, (1.0, 1024.0))
+    return low, high
+
+
+def _line(predictor: Predictor, operator: Operator, along: str, fixed: dict[str, float]) -> Line:
+    low, high = _box(operator, along)
+    x = np.unique(np.round(np.geomspace(max(low, 1), max(high, 2), POINTS)))
+    follows = _FOLLOWS.get(operator.kind, {})
+    shape: dict[str, Any] = {}
+    label = []
+    for name in OPERATORS[operator.kind].shape:
+        if name == along or name in follows:
+            shape[name] = x
+            continue
+        smallest, largest = _box(operator, name)
+        wanted = fixed.get(name, round(float(np.sqrt(max(smallest, 1e-9) * max(largest, 1e-9)))))
+        value = float(np.clip(wanted, smallest, largest))
+        shape[name] = np.full(len(x), value)
+        if smallest < largest:
+            label.append(f"{name} {value:,.6g}")
+    seconds = predictor.seconds(**shape)
+    below, above = predictor.interval(level=LEVEL, **shape)
+    return Line(", ".join(label), *(tuple(v.tolist()) for v in (x, seconds, below, above)))
+
+
+def rates(hardware: Hardware) -> list[Rate]:
+    """What the fits found of the data sheet's rates. Collectives are judged by the link inside a node."""
+    found = []
+    for key, operator in hardware.operators.items():
+        terms, device = OPERATORS[operator.kind], hardware.device
+        sheet: float | None = device.memory_bytes_per_s
+        if terms.link:
+            sheet = hardware.links["intra_node"].bytes_per_s if "intra_node" in hardware.links else None
+        peak = device.flops_per_s.get("bf16" if operator.dtype == "int4" else operator.dtype)
+        found.append(
+            Rate(
+                key,
+                operator.base.flops_per_s / peak if terms.computes and peak else None,
+                operator.base.bytes_per_s / sheet if sheet else None,
+            )
+        )
+    return found
+
+
+def facts(hardware: Hardware) -> list[tuple[str, str]]:
+    """The device's data sheet in words."""
+    d = hardware.device
+    rows = [
+        ("kernels of", hardware.engine),
+        ("architecture", d.architecture or "-"),
+        ("memory an engine sees", f"{info.gib(d.memory_bytes)}, {d.memory_bytes_per_s / 1e12:.3g} TB/s"),
+        ("processors", f"{d.processors:,}"),
+        ("dense peak, TFLOP/s", ", ".join(f"{dtype} {rate / 1e12:,.0f}" for dtype, rate in d.flops_per_s.items())),
+        ("source", d.source),
+    ]
+    rows += [(f"link {n}", f"{x.bytes_per_s / 1e9:,.0f} GB/s ({x.source})") for n, x in hardware.links.items()]
+    if d.price_per_hour_usd is not None:
+        rows.append(("price per hour", f"{d.price_per_hour_usd:.2f} USD ({d.price_source})"))
+    host = hardware.host
+    words = f"{1e3 * host.step_s:.2f} ms a step + {1e6 * host.per_sequence_s:.1f} us a sequence; {host.provenance.kind}"
+    return [*rows, ("host", f"{words} ({host.provenance.source}; {host.provenance.note or 'no note'})")]
+
+
+def line_figure(fit: Fit) -> Figure:
+    """Time against size, each line within its band."""
+    data: list[Figure] = []
+    for i, line in enumerate(fit.lines):
+        colour = figures.COLOURS[i % len(figures.COLOURS)]
+        band = {"x": line.x, "mode": "lines", "hoverinfo": "skip", "showlegend": False, "line": {"width": 0}}
+        data += [
+            {**band, "y": _us(line.low)},
+            {**band, "y": _us(line.high), "fill": "tonexty", "fillcolor": colour + "33"},
+            {
+                "x": line.x,
+                "y": _us(line.seconds),
+                "name": escape(line.label),
+                "mode": "lines",
+                "line": {"color": colour, "width": 2},
+                "hovertemplate": f"%{{x:,}} {escape(fit.along)}: %{{y:,.4g}} us<extra></extra>",
+            },
+        ]
+    sizes = figures._axis(fit.along, type="log", dtick=1, tickformat="~s" if fit.along == "bytes" else ",")
+    axes = (sizes, figures._axis("time, us", type="log", dtick=1))
+    return {"data": data, "layout": figures._layout(*axes, showlegend=len(fit.lines) > 1)}
+
+
+def _us(seconds: Sequence[float]) -> list[float]:
+    return [float(f"{1e6 * s:.5g}") for s in seconds]
+
+
+def rate_figure(found: Sequence[Rate]) -> Figure:
+    """Fitted rates as shares of the data sheet."""
+    shown = list(reversed(found))
+    data = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "y": [escape(r.key) for r in shown],
+            "x": [None if value is None else round(100 * value, 1) for value in values],
+            "name": name,
+            "marker": {"color": colour},
+            "hovertemplate": "%{y}: %{x:.0f} %<extra></extra>",
+        }
+        for name, values, colour in (
+            ("memory or link rate", [r.bytes for r in shown], figures.COLOURS[0]),
+            ("flops", [r.flops for r in shown], figures.COLOURS[1]),
+        )
+    ]
+    line = {"type": "line", "xref": "x", "yref": "paper", "x0": 100, "x1": 100, "y0": 0, "y1": 1}
+    shapes = [{**line, "line": {"color": figures.GREY, "dash": "dot"}}]
+    x = figures._axis("fitted rate, % of the data sheet", rangemode="tozero")
+    y = figures._axis("", tickformat="")
+    return {"data": data, "layout": figures._layout(x, y, barmode="group", shapes=shapes, legend=_legend_above())}
+
+
+def error_figure(hardware: Hardware) -> Figure | None:
+    """Median and p90 of every hold-out; None where no operator has one."""
+    rows = [(key, h) for key, o in hardware.operators.items() for h in o.hold_out]
+    if not rows:
+        return None
+    rows.reverse()
+    names = [escape(f"{key}: {h.split}") for key, h in rows]
+    data = [
+        {
+            "y": names,
+            "x": [round(100 * getattr(h, field), 2) for _, h in rows],
+            "name": name,
+            "mode": "markers",
+            "marker": {"color": figures.COLOURS[i], "size": 9, "symbol": symbol},
+            "hovertemplate": f"%{{y}}: {name} %{{x:.1f}} %<extra></extra>",
+        }
+        for i, (field, name, symbol) in enumerate(
+            (("median", "median", "circle"), ("p90", "90th percentile", "diamond"))
+        )
+    ]
+    ticks = [0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500]
+    x = figures._axis("error on rows the fit did not see, %", type="log", tickvals=ticks)
+    y = figures._axis("", tickformat="", type="category")
+    return {"data": data, "layout": figures._layout(x, y, legend=_legend_above())}
+
+
+def _legend_above() -> Figure:
+    return {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.01, "yanchor": "bottom"}
+
+
+def render(hardware: Hardware) -> str:
+    """One page that opens offline, with the same bytes for the same profile."""
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
+    shown, errors = fits(hardware), error_figure(hardware)
+    drawn = {f"fit-{i}": figures.fragment(line_figure(f), f"fit-{i}", 300) for i, f in enumerate(shown)}
+    drawn["rates"] = figures.fragment(rate_figure(rates(hardware)), "rates", 120 + 30 * len(shown))
+    if errors is not None:
+        splits = sum(len(o.hold_out) for o in hardware.operators.values())
+        drawn["errors"] = figures.fragment(errors, "errors", 120 + 22 * splits)
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string((files("simtune.report") / "hardware.html.j2").read_text("utf-8"))
+    return template.render(
+        hardware=hardware,
+        headline=headline(hardware),
+        facts=facts(hardware),
+        fits=shown,
+        kinds=sorted({o.provenance.kind for o in hardware.operators.values()}),
+        outside=OUTSIDE,
+        version=__version__,
+        figures={name: Markup(html) for name, html in drawn.items()},
+        plotly_js=Markup(figures.plotly_js()),
+    )

@@ -1,0 +1,254 @@
+"""Operator kinds by hand, and what must hold between them: bytes, flops and blocks of every family."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simtune.costs.estimate import estimate
+from simtune.costs.operators import OPERATORS, Setting, Terms
+from simtune.costs.operators.moe import active_experts, rank_load, visit_probabilities
+from simtune.costs.predict import Predictor
+from simtune.errors import Infeasible
+from simtune.specs.hardware import OperatorKind
+from tests.costs.made_up import hardware
+
+PROCESSORS = 8
+
+
+def terms(kind: OperatorKind, dtype: str = "bf16", kv_dtype: str | None = None, **shape: float) -> Terms:
+    """The terms of one call, as plain numbers."""
+    arrays = {name: np.array([float(value)]) for name, value in shape.items()}
+    found = OPERATORS[kind].terms(arrays, Setting.of(PROCESSORS, dtype, kv_dtype))
+    return Terms(*(float(x[0]) for x in found))  # type: ignore[arg-type]
+
+
+# --- matrix products --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "inputs", "weights", "outputs"),
+    [("bf16", 2, 2, 2), ("fp32", 4, 4, 4), ("fp8", 1, 1, 2), ("int8", 1, 1, 2), ("int4", 2, 0.53, 2)],
+)
+def test_bytes_of_a_matrix_product_by_dtype(dtype: str, inputs: float, weights: float, outputs: float) -> None:
+    m, n, k = 16, 4096, 1024
+    found = terms("gemm", dtype, m=m, n=n, k=k)
+    assert found.flops == 2 * m * n * k
+    assert found.bytes == pytest.approx(inputs * m * k + weights * n * k + outputs * m * n)
+
+
+def test_quantising_moves_three_bytes_a_value() -> None:
+    assert terms("quantise", "fp8", m=16, k=4096).bytes == 3 * 16 * 4096
+    assert terms("quantise", "int8", m=16, k=4096).flops == 0
+
+
+# --- softmax attention ------------------------------------------------------------------------------------
+
+
+def pairs(tokens: int, context: int, window: int) -> int:
+    """Pairs of a query among the last `tokens` and a key it sees, counted one by one."""
+    return sum(min(window, position + 1) for position in range(context - tokens, context))
+
+
+@given(past=st.integers(0, 60), tokens=st.integers(1, 60), window=st.integers(1, 130), group=st.sampled_from([1, 2, 8]))
+def test_prefill_counts_the_pairs_that_see_each_other(past: int, tokens: int, window: int, group: int) -> None:
+    context = past + tokens
+    shape = {"tokens": tokens, "context": context, "window": window, "batch": 3, "head_dim": 16}
+    found = terms("prefill_attention", heads=2 * group, kv_heads=2, **shape)
+    assert found.flops == 4 * 3 * 2 * group * 16 * pairs(tokens, context, window)
+    read = min(context, tokens + window)
+    assert found.bytes == 2 * 3 * 16 * 2 * (2 * group * tokens + 2 * read), "keys and values of the past are read"
+    assert found.blocks == 3 * 2 * math.ceil(tokens * group / 128) * (16 / 128) / PROCESSORS
+
+
+@given(past=st.integers(1, 500), tokens=st.integers(1, 500), window=st.integers(1, 1200))
+def test_flops_of_a_chunk_are_the_difference_of_whole_prompts(past: int, tokens: int, window: int) -> None:
+    shape = {"batch": 1, "heads": 8, "kv_heads": 2, "head_dim": 64, "window": window}
+
+    def flops(tokens: int, context: int) -> float:
+        return float(terms("prefill_attention", tokens=tokens, context=context, **shape).flops)
+
+    whole, before = flops(past + tokens, past + tokens), flops(past, past)
+    assert flops(tokens, past + tokens) == pytest.approx(whole - before)
+
+
+@given(batch=st.integers(1, 64), context=st.integers(1, 10_000), window=st.integers(1, 10_000), fp8=st.booleans())
+def test_a_draft_of_one_token_is_decode(batch: int, context: int, window: int, fp8: bool) -> None:
+    kv_dtype = "fp8" if fp8 else "bf16"
+    shape = {"batch": batch, "context": context, "heads": 32, "kv_heads": 8, "head_dim": 128, "window": window}
+    decode = terms("decode_attention", kv_dtype=kv_dtype, **shape)
+    assert terms("tree_attention", kv_dtype=kv_dtype, width=1, **shape) == decode
+
+
+def test_a_wider_draft_reads_the_same_keys() -> None:
+    shape = {"batch": 2, "context": 50_000, "heads": 64, "kv_heads": 8, "head_dim": 128, "window": 50_000}
+    one, eight = (terms("tree_attention", width=w, **shape) for w in (1, 8))
+    assert eight.flops == 8 * one.flops
+    assert eight.bytes - one.bytes == 2 * 2 * 2 * 7 * 64 * 128, "seven more queries and outputs"
+    assert eight.flops / eight.bytes == pytest.approx(8 * 8, rel=0.01), "group x width flops a byte of bf16 KV"
+
+
+def test_latent_decode_reads_one_cache_for_all_heads() -> None:
+    found = terms("mla_decode", kv_dtype="fp8", batch=4, context=1000, heads=128, latent=512, rope=64)
+    assert found.flops == 2 * 4 * 128 * 1000 * (576 + 512)
+    assert found.bytes == 4 * 1000 * 576 + 2 * 4 * 128 * (576 + 512)
+    assert found.blocks == math.ceil(4 * 2 / PROCESSORS) - 1
+    sharded = terms("mla_decode", kv_dtype="fp8", batch=4, context=1000, heads=16, latent=512, rope=64)
+    assert found.bytes - sharded.bytes == 2 * 4 * 112 * (576 + 512), "ranks share heads, not the cache"
+
+
+def test_latent_prefill_has_wider_keys_than_values() -> None:
+    found = terms("mla_prefill", batch=2, tokens=300, heads=16, qk_dim=192, v_dim=128)
+    assert found.flops == 2 * 2 * 16 * (192 + 128) * pairs(300, 300, 300)
+    assert found.bytes == 2 * 2 * 300 * 16 * 2 * (192 + 128)
+    assert found.blocks == 2 * 16 * 3 / PROCESSORS
+
+
+# --- states -----------------------------------------------------------------------------------------------
+
+
+def test_decode_of_a_linear_layer_moves_its_state_twice() -> None:
+    found = terms("linear_decode", kv_dtype="fp32", batch=5, heads=32, key_dim=128, value_dim=64)
+    assert found.bytes == 2 * (4 * 5 * 32 * 128 * 64) + 2 * 2 * 5 * 32 * (128 + 64)
+
+
+@given(tokens=st.integers(1, 100_000))
+def test_prefill_of_a_linear_layer_is_linear(tokens: int) -> None:
+    shape = {"batch": 1, "heads": 32, "key_dim": 128, "value_dim": 64}
+    one, two = (terms("linear_prefill", kv_dtype="fp32", tokens=t, **shape) for t in (tokens, 2 * tokens))
+    assert two.flops == 2 * one.flops
+    assert two.bytes < 2 * one.bytes, "the state is read and written once"
+
+
+# --- experts ----------------------------------------------------------------------------------------------
+
+
+def test_experts_hit_under_uniform_routing() -> None:
+    assert active_experts(np.array([16.0]), *np.array([[128.0], [8.0], [0.0]]))[0] == pytest.approx(82.4, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("experts", "per_token", "skew", "tokens"),
+    [(128, 8, 0.0, 16), (128, 8, 1.0, 16), (128, 8, 1.0, 64), (256, 8, 0.5, 16), (8, 2, 1.0, 4), (64, 6, 1.2, 32)],
+)
+def test_experts_hit_agree_with_monte_carlo(experts: int, per_token: int, skew: float, tokens: int) -> None:
+    """Every token draws its experts without repetition, expert i with weight i^-skew (the Gumbel trick)."""
+    rng = np.random.default_rng(0)
+    weights = -skew * np.log(np.arange(1, experts + 1))
+    drawn = np.argpartition(-(weights + rng.gumbel(size=(1000, tokens, experts))), per_token - 1)[..., :per_token]
+    hit = np.mean([len(np.unique(world)) for world in drawn])
+    found = active_experts(*(np.array([float(x)]) for x in (tokens, experts, per_token, skew)))[0]
+    assert found == pytest.approx(hit, rel=0.025)
+
+
+@given(experts=st.integers(2, 300), share=st.floats(0, 1), skew=st.floats(0.01, 3), tokens=st.integers(1, 2000))
+def test_skew_wakes_fewer_experts_and_never_too_few(experts: int, share: float, skew: float, tokens: int) -> None:
+    per_token = max(1, int(share * experts))
+    chances = visit_probabilities(experts, per_token, skew)
+    assert chances.sum() == pytest.approx(per_token)
+    assert np.all(np.diff(chances) <= 1e-12)
+    skewed, even = (
+        active_experts(*(np.array([float(x)]) for x in (tokens, experts, per_token, a)))[0] for a in (skew, 0.0)
+    )
+    assert per_token * (1 - 1e-9) <= skewed <= even * (1 + 1e-9) <= experts * (1 + 1e-9)
+
+
+def test_the_busiest_rank_by_monte_carlo() -> None:
+    """256 experts, 8 a token, uniform routing: the maximum over ranks of a random split."""
+    rng = np.random.default_rng(0)
+    for ep, tokens in ((4, 64), (8, 256), (8, 16)):
+        chosen = np.argsort(rng.random((300, tokens, 256)))[..., :8] // (256 // ep)
+        loads = np.array([np.bincount(world.ravel(), minlength=ep) for world in chosen])
+        measured = np.mean(loads.max(axis=1)) / (tokens * 8 / ep)
+        found = rank_load(np.array([float(tokens)]), 256, 8, ep, 0.0)[0]
+        assert measured <= found <= 1.25 * measured, "the formula is an upper estimate"
+
+
+@given(tokens=st.integers(1, 10_000), ep=st.sampled_from([1, 2, 4, 8]), skew=st.sampled_from([0.0, 0.5, 1.2]))
+def test_rank_load_is_between_even_and_all_on_one(tokens: int, ep: int, skew: float) -> None:
+    load = rank_load(np.array([float(tokens)]), 64, 6, ep, skew)[0]
+    assert 1 <= load <= ep
+    if ep > 1:
+        assert load <= rank_load(np.array([float(tokens)]), 64, 6, ep, skew + 0.5)[0] + 1e-12
+
+
+# --- communication ----------------------------------------------------------------------------------------
+
+
+def test_bytes_of_collectives() -> None:
+    whole = terms("all_reduce", devices=4, bytes=1000.0)
+    assert whole.bytes == 2 * 3 / 4 * 1000
+    for kind in ("all_gather", "reduce_scatter", "all_to_all"):
+        assert terms(kind, devices=4, bytes=1000.0).bytes == whole.bytes / 2  # type: ignore[arg-type]
+    assert terms("send_recv", bytes=1000.0).bytes == 1000
+
+
+def test_a_kv_transfer_pays_for_its_descriptors() -> None:
+    """5,000 tokens of Llama-3.1-8B in blocks of 16: 313 blocks x 32 layers x 2, 655 MB."""
+    profile = hardware()
+    operator = estimate("kv_transfer", "bf16", profile)
+    assert operator is not None
+    descriptors, size = 313 * 32 * 2, 5000 * 131072
+    seconds = Predictor(operator, PROCESSORS).seconds(descriptors=descriptors, bytes=size)
+    assert float(seconds) == pytest.approx(3e-3 + descriptors * 1e-6 + size / 0.7e8)
+
+
+# --- all kinds --------------------------------------------------------------------------------------------
+
+TYPICAL: dict[str, float] = {
+    "m": 64, "n": 4096, "k": 4096, "batch": 16, "tokens": 256, "context": 4096, "heads": 32, "kv_heads": 8,
+    "head_dim": 128, "window": 8192, "width": 4, "qk_dim": 192, "v_dim": 128, "latent": 512, "rope": 64,
+    "key_dim": 128, "value_dim": 128, "hidden": 4096, "intermediate": 1024, "experts_per_token": 4, "experts": 64,
+    "ep": 2, "skew": 0.5, "rows": 64, "vocab": 32000, "devices": 4, "bytes": 1e6, "descriptors": 100,
+}  # fmt: skip
+SAVING = {"skew", "ep", "kv_heads"}
+"""More of these is less work, or work of another shape: not part of the law below."""
+GROWING = [(kind, name) for kind, operator in OPERATORS.items() for name in operator.shape if name not in SAVING]
+
+
+@pytest.mark.parametrize(("kind", "name"), GROWING)
+@given(factor=st.floats(1, 16))
+def test_more_work_has_no_fewer_flops_or_bytes(kind: OperatorKind, name: str, factor: float) -> None:
+    shape = {each: TYPICAL[each] for each in OPERATORS[kind].shape}
+    upper = {"tokens": shape.get("context", math.inf) if kind == "prefill_attention" else math.inf}
+    larger = {**shape, name: min(shape[name] * factor, upper.get(name, math.inf))}
+    if kind == "prefill_attention" and name == "context":
+        larger["context"] = math.floor(larger["context"])
+    before, after = terms(kind, **shape), terms(kind, **larger)
+    assert after.flops >= before.flops * (1 - 1e-12)
+    assert after.bytes >= before.bytes * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("kind", OPERATORS)
+def test_every_kind_can_be_estimated_from_a_data_sheet(kind: OperatorKind) -> None:
+    operator = estimate(kind, "bf16", hardware())
+    assert operator is not None
+    assert operator.provenance.kind == "data-sheet"
+    assert "70%" in operator.provenance.source
+    assert not operator.box
+    assert not operator.hold_out
+    shape = {name: TYPICAL[name] for name in OPERATORS[kind].shape}
+    found = terms(kind, **shape)
+    ideal = max(found.flops / 1e12, found.bytes / (1e8 if OPERATORS[kind].link else 1e9))
+    seconds = float(Predictor(operator, PROCESSORS).seconds(**shape))
+    assert seconds >= (ideal / 0.7 + operator.base.overhead_s) * (1 - 1e-12)
+
+
+def test_estimates_need_a_rate_only_where_something_is_computed() -> None:
+    profile = hardware()
+    assert estimate("gemm", "int8", profile) is None, "the made-up device has no int8 rate"
+    assert estimate("moe", "int8", profile) is None
+    assert estimate("quantise", "int8", profile) is not None
+    assert estimate("sampling", "fp32", profile) is not None
+    four_bit = estimate("gemm", "int4", profile)
+    assert four_bit is not None
+    assert four_bit.base.flops_per_s == pytest.approx(0.7e12), "4-bit weights are multiplied in 16 bits"
+
+
+def test_an_estimate_of_a_missing_link_is_refused() -> None:
+    with pytest.raises(Infeasible, match=r"no link inter_node.*add links\.inter_node"):
+        estimate("send_recv", "bf16", hardware(), variant="inter_node")

@@ -1,0 +1,179 @@
+"""Predictors: which part of an operator answers, arrays beside the profile, and what errors say."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from simtune.costs.operators import Array
+from simtune.costs.predict import DATA_SHEET_LOG_SD, OUTSIDE, Predictor, Profile, typical_log_sd
+from simtune.errors import SpecError
+from simtune.specs.catalog import load_hardware
+from simtune.specs.hardware import Arrays, Curve, Hardware, HoldOut, Interval, Operator, Residual
+from tests.costs.made_up import hardware, operator
+
+POINTS = np.linspace(-1.5, 1.5, 16)
+
+
+def residual(height: float = 0.2) -> tuple[Residual, dict[str, Array]]:
+    """A correction of about `height` on m from 2^2 to 2^8, nothing far from there."""
+    spec = Residual(
+        features=("m",),
+        centre=(5.0,),
+        spread=(2.0,),
+        length=(0.5,),
+        signal=0.2,
+        noise=0.02,
+        clamp=(-0.3, 0.3),
+        points=16,
+        array="gemm.bf16",
+    )
+    r = np.sqrt(3) * np.abs(POINTS[:, None] - POINTS) / 0.5
+    covariance = 0.04 * (1 + r) * np.exp(-r) + 0.0004 * np.eye(16)
+    return spec, {"gemm.bf16.points": POINTS[:, None], "gemm.bf16.weights": np.linalg.solve(covariance, 16 * [height])}
+
+
+def corrected(**changes: object) -> Operator:
+    spec, _ = residual()
+    interval = Interval(method="split", quantile=2.0, log_sd=0.05)
+    box = {"m": (4.0, 256.0), "n": (64.0, 64.0), "k": (32.0, 32.0)}
+    return operator("gemm").model_copy(update={"residual": spec, "interval": interval, "box": box, **changes})
+
+
+def test_the_correction_holds_among_its_points_and_fades_beyond() -> None:
+    plain, trusted = Predictor(operator("gemm"), 8), Predictor(corrected(), 8, residual()[1])
+    m = np.array([4, 32, 256, 2.0**20])
+    log_ratio = np.log(trusted.seconds(m=m, n=64, k=32) / plain.seconds(m=m, n=64, k=32))
+    assert log_ratio[:3] == pytest.approx([0.2] * 3, abs=0.02)
+    assert abs(log_ratio[3]) < 1e-3
+    edge = trusted.seconds(m=np.array([255.9, 256.0, 256.1]), n=64, k=32)
+    assert np.ptp(np.log(edge)) < 2e-3, "there is no step where the measured box ends"
+    assert trusted.inside(m=m, n=64, k=32).tolist() == [True, True, True, False]
+
+
+def test_shapes_broadcast() -> None:
+    gemm = Predictor(corrected(), 8, residual()[1])
+    grid = gemm.seconds(m=np.array([[4.0], [32.0]]), n=64, k=np.array([32.0, 64.0, 128.0]))
+    assert grid.shape == (2, 3)
+    assert grid[1, 2] == gemm.seconds(m=32, n=64, k=128)
+    assert gemm.log_sd(m=np.array([[4.0], [32.0]]), n=64, k=np.array([32.0, 64.0])).shape == (2, 2)
+
+
+def test_a_call_without_work_takes_its_overhead() -> None:
+    gemm = Predictor(corrected(), 8, residual()[1])
+    assert gemm.seconds(m=0, n=0, k=0) == gemm.overhead_s
+
+
+def test_an_exact_curve_wins_over_the_general_fit() -> None:
+    line = Curve(at={"n": 64.0, "k": 32.0}, x=(1.0, 4.0), seconds=(1e-3, 2e-3))
+    gemm = Predictor(corrected(curves=(line,)), 8, residual()[1])
+    general = Predictor(corrected(), 8, residual()[1])
+    n = np.array([64.0, 65.0])
+    assert gemm.seconds(m=2, n=n, k=32).tolist() == pytest.approx(
+        [np.sqrt(2) * 1e-3, float(general.seconds(m=2, n=65, k=32))]
+    )
+
+
+def test_collectives_follow_the_curve_of_their_group() -> None:
+    """Over the bytes a ring moves: 2 (n - 1) / n of the buffer."""
+    two = Curve(at={"devices": 2.0}, x=(1e3, 1e6), seconds=(1e-5, 2e-5))
+    four = Curve(at={"devices": 4.0}, x=(1e3, 1e6), seconds=(3e-5, 6e-5))
+    box = {"devices": (2.0, 8.0), "bytes": (1e3, 1e6)}
+    all_reduce = Predictor(operator("all_reduce").model_copy(update={"curves": (two, four), "box": box}), 8)
+    devices, size = np.array([2, 4, 8]), np.array([1e6, 1e6 / 1.5, 1e6 / 1.75])
+    assert all_reduce.seconds(devices=devices, bytes=size) == pytest.approx([2e-5, 6e-5, 6e-5 + 4 * 1e-5])
+    assert all_reduce.inside(devices=devices, bytes=size).tolist() == [True, True, False], "nobody measured eight"
+
+
+def test_the_error_widens_outside_the_box() -> None:
+    gemm = Predictor(corrected(), 8, residual()[1])
+    inside, edge, outside = gemm.log_sd(m=np.array([32.0, 256.0, 257.0]), n=64, k=32)
+    assert 0.02 < inside < 0.06
+    assert outside == pytest.approx(OUTSIDE * edge, rel=0.05)
+    low, high = gemm.interval(m=32, n=64, k=32)
+    seconds = gemm.seconds(m=32, n=64, k=32)
+    assert low < seconds < high
+    assert high / seconds == pytest.approx(seconds / low)
+    assert np.log(high / seconds) == pytest.approx(1.645 * inside, rel=1e-3)
+    wider = gemm.interval(level=0.99, m=32, n=64, k=32)
+    assert wider[0] < low < high < wider[1]
+
+
+def test_errors_without_an_interval() -> None:
+    """From a hold-out if there is one; from the study of data sheets if there is nothing."""
+    held = HoldOut(split="random", train_points=10, test_points=10, median=0.05, p90=0.2, max=0.5)
+    assert typical_log_sd(operator("gemm").model_copy(update={"hold_out": (held,)})) == pytest.approx(0.111, abs=1e-3)
+    assert Predictor(operator("gemm"), 8).log_sd(m=1, n=2, k=3) == DATA_SHEET_LOG_SD
+
+
+def test_one_error_per_kind() -> None:
+    device = hardware()
+    operators = {
+        "gemm.bf16": corrected(interval=Interval(method="split", quantile=1.0, log_sd=0.04)),
+        "gemm.fp8": corrected(dtype="fp8", interval=Interval(method="split", quantile=1.0, log_sd=0.08)),
+    }
+    found = Profile(device.model_copy(update={"operators": {**device.operators, **operators}})).kind_log_sd()
+    assert found["gemm"] == found["head"] == pytest.approx(0.06), "the median of its operators"
+    assert found["moe"] == found["send"] == found["sampling"] == DATA_SHEET_LOG_SD
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    """A profile with a residual in a folder, as `simtune fit` leaves it."""
+    device = hardware()
+    device = device.model_copy(update={"operators": {**device.operators, "gemm.bf16": corrected()}})
+    (tmp_path / "profile.yaml").write_text(device.to_yaml())
+    (tmp_path / "arrays.npz").write_bytes(Arrays(residual()[1]).to_bytes())
+    return tmp_path / "profile.yaml"
+
+
+def predicted(device: Hardware) -> float:
+    return float(Profile(device).predictor("gemm", "bf16").seconds(m=32, n=64, k=32))
+
+
+def test_arrays_travel_with_the_profile(profile: Path) -> None:
+    loaded = load_hardware(str(profile))
+    expected = float(Predictor(corrected(), 8, residual()[1]).seconds(m=32, n=64, k=32))
+    assert predicted(loaded) == expected
+    untouched = pickle.dumps(load_hardware(str(profile)))
+    (profile.parent / "arrays.npz").unlink()
+    assert predicted(pickle.loads(untouched)) == expected, "another process needs no file"
+    assert pickle.loads(untouched) == loaded
+    with pytest.raises(ValueError, match="read-only"):
+        loaded.arrays["gemm.bf16.weights"][0] = 1.0
+
+
+def test_the_same_arrays_are_the_same_bytes() -> None:
+    arrays = residual()[1]
+    assert Arrays(arrays).to_bytes() == Arrays(dict(reversed(arrays.items()))).to_bytes()
+
+
+def test_arrays_that_are_missing_or_not_theirs(profile: Path) -> None:
+    file = profile.parent / "arrays.npz"
+    file.write_bytes(b"not an archive")
+    with pytest.raises(SpecError, match=r"arrays\.npz: cannot be read"):
+        predicted(load_hardware(str(profile)))
+    np.savez(file, **{"gemm.bf16.points": np.array([object()])}, allow_pickle=True)
+    with pytest.raises(SpecError, match=r"arrays\.npz: cannot be read"):
+        predicted(load_hardware(str(profile)))
+    np.savez(file, **{name: array[1:] for name, array in residual()[1].items()})
+    with pytest.raises(SpecError, match="16 points and 1 features"):
+        predicted(load_hardware(str(profile)))
+    file.unlink()
+    with pytest.raises(SpecError, match=r"gemm\.bf16\.points is missing: copy the file along"):
+        predicted(load_hardware(str(profile)))
+
+
+@pytest.mark.parametrize("name", ["h100-sxm", "a100-sxm-80g"])
+def test_a_shipped_profile_loads_at_once(name: str) -> None:
+    load_hardware(name)
+    times = []
+    for _ in range(5):
+        start = time.process_time()
+        len(load_hardware(name).arrays)
+        times.append(time.process_time() - start)
+    assert min(times) < 0.1

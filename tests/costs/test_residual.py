@@ -1,0 +1,150 @@
+"""The residual process: its gradients, its leave-one-out formulas, and what it makes of planted residuals."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from simtune.costs.operators import OPERATORS, Array, Setting
+from simtune.costs.residual import (
+    Hyper,
+    Process,
+    cover,
+    features,
+    fit_process,
+    maximin,
+    negative_log_posterior,
+    pair_squares,
+)
+from simtune.specs.hardware import OperatorKind
+
+
+def planted(points: int, noise: float, seed: int = 0) -> tuple[dict[str, Array], Array]:
+    """Residuals that wave along `a`, climb a little along `b`, and do not know `c` nor the constant `d`."""
+    rng = np.random.default_rng(seed)
+    x = {"a": rng.uniform(0, 12, points), "b": rng.uniform(-3, 3, points), "c": rng.uniform(0, 1, points)}
+    z = 0.3 * np.sin(x["a"] / 2) + 0.05 * x["b"] + noise * rng.standard_normal(points)
+    return x | {"d": np.full(points, 7.0)}, z
+
+
+def fitted(points: int = 150, noise: float = 0.02) -> Process:
+    process = fit_process(*planted(points, noise))
+    assert process is not None
+    return process
+
+
+def test_a_planted_residual_is_found() -> None:
+    process = fitted()
+    assert process.names == ("a", "b", "c"), "a feature that does not vary says nothing"
+    others, z = planted(500, 0.0, seed=1)
+    off = process.mean(process.standardised(others)) - z
+    assert np.sqrt(np.mean(off**2)) < 0.02, "better than one noisy measurement"
+    assert process.hyper.noise == pytest.approx(0.02, rel=0.25)
+    length = dict(zip(process.names, process.hyper.length, strict=True))
+    assert length["a"] < length["b"] < length["c"], "what matters more has the shorter length"
+
+
+def test_without_residual_there_is_no_correction() -> None:
+    x, _ = planted(100, 0.0)
+    process = fit_process(x, np.zeros(100))
+    assert process is not None
+    assert np.abs(process.mean(process.standardised(x))).max() < 1e-6
+    assert fit_process({"only": np.ones(100)}, np.zeros(100)) is None
+
+
+def test_far_from_the_points_the_base_rules() -> None:
+    process = fitted()
+    far = np.full((1, 3), 400.0)
+    assert abs(float(process.mean(far)[0])) < 1e-3
+    alone = np.hypot(process.hyper.signal, process.hyper.noise)
+    assert process.sd(far)[0] == pytest.approx(alone, rel=1e-3)
+    assert process.sd(process.points[:5]).max() < alone / 2
+
+
+def test_one_outlier_does_not_carry_the_correction_away() -> None:
+    x, z = planted(150, 0.02)
+    z[3] = 9.0
+    process = fit_process(x, z)
+    assert process is not None
+    assert process.clamp[1] < 0.5
+    assert process.mean(process.standardised(x)).max() <= process.clamp[1]
+
+
+@settings(max_examples=10)
+@given(theta=st.lists(st.floats(-1.0, 1.5), min_size=4, max_size=4), noise=st.floats(-4.0, -1.5))
+def test_gradients_are_those_of_finite_differences(theta: list[float], noise: float) -> None:
+    x, z = planted(40, 0.05)
+    squares = pair_squares(np.stack([x["a"] / 4, x["b"], x["c"]], axis=-1))
+    at = np.array([*theta, noise])
+    _, gradient = negative_log_posterior(at, squares, z)
+    step = 1e-5
+    for i in range(len(at)):
+        above, below = at.copy(), at.copy()
+        above[i] += step
+        below[i] -= step
+        numeric = (negative_log_posterior(above, squares, z)[0] - negative_log_posterior(below, squares, z)[0]) / (
+            2 * step
+        )
+        assert gradient[i] == pytest.approx(numeric, rel=1e-4, abs=1e-4)
+
+
+def test_left_out_is_what_refits_without_the_point_say() -> None:
+    """By brute force: the same kernel on all other points, predicting the one left out."""
+    process = fitted(60, 0.05)
+    _, z = planted(60, 0.05)
+    residual, sd = process.left_out()
+
+    def kernel(a: Array, b: Array) -> Array:
+        return process.hyper.kernel((((a[:, None] - b[None]) / process.hyper.length) ** 2).sum(-1))
+
+    for i in range(0, 60, 7):
+        others = np.arange(60) != i
+        here, rest = process.points[i : i + 1], process.points[others]
+        covariance = kernel(rest, rest) + process.hyper.noise**2 * np.eye(59)
+        towards = kernel(here, rest)
+        mean = towards @ np.linalg.solve(covariance, z[others])
+        variance = process.hyper.signal**2 + process.hyper.noise**2 - towards @ np.linalg.solve(covariance, towards.T)
+        assert residual[i] == pytest.approx(float(z[i] - mean[0]), rel=1e-6, abs=1e-9)
+        assert sd[i] == pytest.approx(float(variance[0, 0]) ** 0.5, rel=1e-6)
+
+
+def test_a_process_comes_back_from_its_spec_and_arrays() -> None:
+    process = fitted()
+    spec, arrays = process.spec("gemm.bf16")
+    again = Process.load(spec, arrays["gemm.bf16.points"], arrays["gemm.bf16.weights"])
+    x = again.standardised(planted(50, 0.0, seed=2)[0])
+    assert again.mean(x).tolist() == process.mean(x).tolist()
+    assert again.sd(x) == pytest.approx(process.sd(x), rel=1e-12)
+    with pytest.raises(ValueError, match="150 points and 3 features"):
+        Process.load(spec, arrays["gemm.bf16.points"][1:], arrays["gemm.bf16.weights"])
+
+
+def test_maximin_takes_the_corners_before_the_crowd() -> None:
+    rng = np.random.default_rng(0)
+    crowd = rng.normal(0, 0.05, (200, 2))
+    corners = np.array([[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]])
+    chosen = maximin(np.vstack([crowd, corners]), 5)
+    assert set(chosen[1:].tolist()) == {200, 201, 202, 203}
+    assert len(set(maximin(crowd, 50).tolist())) == 50
+    in_thousands = {"x": np.append(crowd[:, 0], 1.0) * 1000, "y": np.append(crowd[:, 1], 1.0)}
+    assert 200 in cover(in_thousands, 3), "features count alike whatever their units"
+
+
+@pytest.mark.parametrize("kind", OPERATORS)
+def test_every_kind_has_finite_features(kind: OperatorKind) -> None:
+    setting = Setting.of(132, "bf16", "bf16")
+    for value in (1.0, 64.0):
+        shape = {name: np.array([value, 4 * value]) for name in OPERATORS[kind].shape}
+        found = features(kind, shape, setting)
+        assert found
+        for name, column in found.items():
+            assert np.isfinite(column).all(), name
+
+
+def test_the_kernel_is_matern() -> None:
+    """(1 + sqrt(3) r) exp(-sqrt(3) r), by hand at r = 0, 1 and 2."""
+    kernel = Hyper(np.ones(1), 2.0, 0.1).kernel(np.array([0.0, 1.0, 4.0]))
+    root = 3**0.5
+    assert kernel == pytest.approx([4.0, 4 * (1 + root) * np.exp(-root), 4 * (1 + 2 * root) * np.exp(-2 * root)])

@@ -1,0 +1,105 @@
+"""What is wrong with tables: outliers, units, sizes and rates that cannot be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simtune.costs.tables import AICONFIGURATOR, Table, account
+from simtune.costs.tables.screen import Sheet, screen
+from simtune.errors import UsageError
+
+SHEET = Sheet(processors=100, flops_per_s=1e14, bytes_per_s=1e12)
+LINK = Sheet(processors=100, flops_per_s=1e14, bytes_per_s=1e11)
+
+
+def gemms() -> Table:
+    """A device that computes 60 TFLOP/s and reads 0.8 TB/s after 3 us."""
+    grid = np.meshgrid(2.0 ** np.arange(0, 13, 2), 2.0 ** np.arange(9, 14), 2.0 ** np.arange(9, 14))
+    m, n, k = (x.ravel() for x in grid)
+    seconds = 3e-6 + np.hypot(2 * m * n * k / 6e13, 2 * (m * k + n * k + m * n) / 8e11)
+    return Table("gemm", "bf16", {"m": m, "n": n, "k": k}, seconds, AICONFIGURATOR, ("gemm.csv",))
+
+
+def all_reduces(bytes_per_element: float) -> Table:
+    """A link used to 80 %, its sizes counted in units of some bytes and read as elements of two."""
+    devices, elements = (x.ravel() for x in np.meshgrid([2.0, 4.0, 8.0], 2.0 ** np.arange(8, 29)))
+    sent = 2 * (devices - 1) / devices * elements * bytes_per_element
+    shape = {"devices": devices, "bytes": 2 * elements}
+    return Table("all_reduce", "bf16", shape, 5e-6 + sent / 8e10, AICONFIGURATOR, ("all_reduce.csv",))
+
+
+def scaled(table: Table, rows: slice | int, by: float) -> Table:
+    seconds = table.seconds.copy()
+    seconds[rows] *= by
+    return replace(table, seconds=seconds)
+
+
+def test_a_clean_table_passes_whole() -> None:
+    table = gemms()
+    assert screen(table, SHEET) is table
+
+
+@given(row=st.integers(0, len(gemms()) - 1), by=st.sampled_from([12.0, 65.0, 105.0]))
+def test_a_single_row_that_is_off_is_left_out_and_counted(row: int, by: float) -> None:
+    clean = screen(scaled(gemms(), row, by), SHEET)
+    assert len(clean) == len(gemms()) - 1
+    assert account(clean).endswith("1 left out: more than 8 times off the rows around them")
+    kept = set(zip(*(clean.shape[name] for name in "mnk"), strict=True))
+    assert tuple(gemms().shape[name][row] for name in "mnk") not in kept
+
+
+@given(row=st.integers(0, len(gemms()) - 1), by=st.sampled_from([0.4, 2.0, 5.0]))
+def test_what_a_kernel_switch_may_do_is_kept(row: int, by: float) -> None:
+    assert len(screen(scaled(gemms(), row, by), SHEET)) == len(gemms())
+
+
+def test_two_units_in_one_table_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"gemm\.bf16: 60 of 175 rows .* two units of time mixed in gemm\.csv"):
+        screen(scaled(gemms(), slice(0, 60), 1000), SHEET)
+
+
+def test_a_table_in_a_smaller_unit_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"no row is shorter than .* gemm\.csv must be in a smaller unit"):
+        screen(scaled(gemms(), slice(None), 1000), SHEET)
+
+
+def test_times_the_device_cannot_reach_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"times faster than the data sheet allows; times in gemm\.csv"):
+        screen(scaled(gemms(), slice(None), 1e-3), SHEET)
+
+
+def test_one_impossible_row_is_left_out() -> None:
+    clean = screen(scaled(gemms(), -1, 1e-2), SHEET)
+    assert account(clean).endswith("1 left out: more than 3 times faster than the data sheet allows")
+
+
+def test_message_sizes_in_elements_are_believed() -> None:
+    table = all_reduces(2)
+    assert screen(table, LINK) is table
+
+
+def test_message_sizes_in_bytes_are_repaired_and_told() -> None:
+    """Read as elements, the sizes would need twice what the link was measured at, and more than it has."""
+    table = all_reduces(1)
+    repaired = screen(table, LINK)
+    assert repaired.shape["bytes"].tolist() == (table.shape["bytes"] / 2).tolist()
+    told = account(repaired).rsplit("; ", 1)[1]
+    assert told.startswith("message sizes taken as bytes: as elements ")
+    assert told.endswith(" rows would pass the rate of the link")
+
+
+def test_message_sizes_no_unit_explains_are_refused() -> None:
+    table = all_reduces(2)
+    wrong = replace(table, shape={**table.shape, "bytes": 8 * table.shape["bytes"]})
+    with pytest.raises(UsageError, match=r"message sizes in all_reduce\.csv must be in another unit"):
+        screen(wrong, LINK)
+
+
+def test_mixtures_of_kernels_everywhere_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"more than 8 times off their neighbours"):
+        screen(scaled(gemms(), slice(0, None, 7), 20), SHEET)

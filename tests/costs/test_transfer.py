@@ -1,0 +1,137 @@
+"""Moving a fit to another data sheet: what is scaled, what stays, and how far off it says it may be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from simtune.cli.fit import fit
+from simtune.costs.predict import Profile, typical_log_sd
+from simtune.costs.profile import Facts
+from simtune.costs.transfer import known_errors, transfer
+from simtune.errors import UsageError
+from simtune.specs.catalog import load_hardware
+from simtune.specs.hardware import Hardware
+
+ROOT = Path(__file__).resolve().parents[2]
+TRANSFERRED = {
+    "h200-sxm": "h100-sxm",
+    "b200": "h100-sxm",
+    "l40s": "h100-sxm",
+    "l4": "h100-sxm",
+    "mi300x": "h100-sxm",
+    "a10": "a100-sxm-80g",
+}
+
+
+@pytest.fixture(scope="module")
+def source() -> Hardware:
+    return load_hardware("h100-sxm")
+
+
+def facts(name: str) -> Facts:
+    return Facts.from_file(ROOT / "hwprofiles" / name / "facts.yaml")
+
+
+def twin(source: Hardware, **device: object) -> Facts:
+    """The facts of the source's device under another name, but for what is given."""
+    changed = source.device.model_copy(update=device)
+    return Facts(name="twin", engine=source.engine, device=changed, links=source.links)
+
+
+def test_a_transfer_to_its_own_data_sheet_predicts_the_same(source: Hardware) -> None:
+    here, there = Profile(source), Profile(transfer(source, twin(source)))
+    m = np.array([1.0, 64, 4096])
+    for kind, shape in {
+        "gemm": {"m": m, "n": 4096, "k": 4096},
+        "decode_attention": dict.fromkeys(("context", "window"), 1000)
+        | {"batch": m, "heads": 32, "kv_heads": 8, "head_dim": 128},
+        "all_reduce": {"devices": 8, "bytes": 1e5 * m},
+    }.items():
+        mine = here.predictor(kind, "bf16").seconds(**shape)  # type: ignore[arg-type]
+        assert there.predictor(kind, "bf16").seconds(**shape) == pytest.approx(mine, rel=1e-4)  # type: ignore[arg-type]
+
+
+def test_twice_the_memory_rate_halves_what_memory_bounds_and_keeps_overheads(source: Hardware) -> None:
+    faster = twin(source, memory_bytes_per_s=2 * source.device.memory_bytes_per_s)
+    moved = transfer(source, faster)
+    before, after = source.operators["gemm.bf16"].base, moved.operators["gemm.bf16"].base
+    assert after.bytes_per_s == pytest.approx(2 * before.bytes_per_s, rel=1e-5)
+    assert (after.flops_per_s, after.overhead_s, after.block_s) == (
+        before.flops_per_s,
+        before.overhead_s,
+        before.block_s,
+    )
+    add = {"variant": "add"}
+    here, there = (Profile(p).predictor("elementwise", "bf16", **add) for p in (source, moved))
+    large = {"rows": 2.0**17, "width": 3 * 8192}
+    assert there.seconds(**large) == pytest.approx(here.seconds(**large) / 2, rel=0.05)
+    small = {"rows": 1, "width": 3 * 512}
+    assert there.seconds(**small) == pytest.approx(here.seconds(**small), rel=1e-4)
+
+
+def test_a_device_without_fp8_or_without_a_link_gets_no_such_operators(source: Hardware) -> None:
+    lacking = twin(source, flops_per_s={"bf16": 1e14}).model_copy(update={"links": {}})
+    kinds = {(o.kind, o.dtype) for o in transfer(source, lacking).operators.values()}
+    assert ("gemm", "bf16") in kinds
+    assert ("gemm", "fp8") not in kinds
+    assert ("moe", "int4") in kinds, "4-bit weights are multiplied in 16 bits"
+    assert not kinds & {("all_reduce", "bf16"), ("send_recv", "bf16")}
+
+
+def test_intervals_widen_more_across_architectures(source: Hardware) -> None:
+    own = typical_log_sd(source.operators["gemm.bf16"])
+    within = typical_log_sd(transfer(source, facts("h200-sxm")).operators["gemm.bf16"])
+    across = typical_log_sd(transfer(source, facts("b200")).operators["gemm.bf16"])
+    assert own < within < across
+
+
+@pytest.mark.parametrize(
+    ("target", "key", "seen_on"),
+    [
+        ("h200-sxm", "gemm.bf16", "of gemm.bf16 from h100-sxm to h200-sxm, is 5 % off at the median and 13 %"),
+        ("h200-sxm", "moe.bf16", "of gemm.bf16 from h100-sxm to h200-sxm"),
+        ("b200", "gemm.fp8", "of gemm.bf16 from h200-sxm to b200"),
+        ("b200", "decode_attention.bf16", "of decode_attention.bf16 from h100-sxm to a100-sxm-80g"),
+        ("l40s", "decode_attention.bf16.kv-fp8", "of decode_attention.bf16 from h100-sxm to rtx-4090"),
+        ("mi300x", "gemm.bf16", "to another vendor, whose kernels are others; no such transfer was checked"),
+    ],
+)
+def test_the_note_names_the_nearest_transfer_that_was_checked(
+    source: Hardware, target: str, key: str, seen_on: str
+) -> None:
+    note = transfer(source, facts(target)).operators[key].provenance.note
+    assert note is not None
+    assert seen_on in note
+
+
+@pytest.mark.parametrize("name", TRANSFERRED)
+def test_a_shipped_transfer_is_one_of_its_shipped_source(name: str) -> None:
+    shipped, fresh = load_hardware(name), transfer(load_hardware(TRANSFERRED[name]), facts(name))
+    assert shipped == fresh
+    assert shipped.arrays == fresh.arrays
+    assert {o.provenance.kind for o in shipped.operators.values()} == {"data-sheet"}
+
+
+def test_a_transfer_is_not_transferred_again() -> None:
+    with pytest.raises(UsageError, match="is itself taken from a data sheet"):
+        transfer(load_hardware("b200"), facts("l4"))
+
+
+def test_the_command_writes_what_the_function_gives(tmp_path: Path, source: Hardware) -> None:
+    card = ROOT / "hwprofiles" / "l4" / "facts.yaml"
+    arguments = ["--transfer-from", "h100-sxm", "--facts", str(card), "--out", str(tmp_path)]
+    result = CliRunner().invoke(fit, arguments)
+    assert result.exit_code == 0, result.output
+    assert load_hardware(str(tmp_path)) == transfer(source, facts("l4"))
+
+
+def test_known_errors_are_of_devices_that_are_shipped() -> None:
+    for pair in known_errors().pairs:
+        for name, architecture in ((pair.source, pair.source_architecture), (pair.target, pair.target_architecture)):
+            assert load_hardware(name).device.architecture == architecture
+        assert pair.target_memory_bytes_per_s == load_hardware(pair.target).device.memory_bytes_per_s
+        assert all(0 < e.median < e.p90 for e in pair.errors.values())
