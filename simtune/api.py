@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from simtune.errors import UsageError
 from simtune.sim.deployment import Deployment, default_plan, deploy
 from simtune.sim.requests import build_stream
 from simtune.sim.result import Result
@@ -36,8 +38,8 @@ class Ran:
 
 
 def run(
-    model: str,
-    hardware: str,
+    model: str | None,
+    hardware: str | None,
     workload: str,
     plan: str | Plan | None = None,
     *,
@@ -47,18 +49,31 @@ def run(
     settings: Mapping[str, Sequence[str]] | None = None,
     record: bool = False,
 ) -> Ran:
-    """Load by name or path, deploy and simulate; see `simulate`. `settings` override fields by spec."""
+    """Load by name or path, deploy and simulate; see `simulate`. `settings` override fields by spec.
+
+    A plan may be tried with another model or on other hardware than it was made for; the plan of what was run then
+    names these.
+    """
     given = settings or {}
+    if isinstance(plan, str):
+        plan = load_plan(plan, given.get("plan", ()))
+    if plan is not None:
+        model, hardware = model or plan.model, hardware or plan.pools[0].hardware
+    if model is None or hardware is None:
+        raise UsageError("name a model and a hardware profile, or a plan that does")
     m = load_model(model, given.get("model", ()))
     h = load_hardware(hardware, given.get("hardware", ()))
     w, trace = load_workload(workload, given.get("workload", ()))
-    stream = build_stream(w, trace, requests=requests or w.requests, seed=seed, rate_rps=rate_rps)
+    stream = build_stream(w, trace, requests=requests or w.requests, seed=seed)
+    if rate_rps is not None:
+        stream = stream.at_rate(rate_rps)
     if plan is None:
         plan = default_plan(m, h, stream)
         if given.get("plan"):
             plan = _overridden(plan, given["plan"])
-    elif isinstance(plan, str):
-        plan = load_plan(plan, given.get("plan", ()))
+    else:
+        pools = tuple(pool.model_copy(update={"hardware": h.name}) for pool in plan.pools)
+        plan = plan.model_copy(update={"model": m.name, "pools": pools})
     deployment = deploy(plan, m, h)
     return Ran(deployment, w, trace, deployment.simulate(stream, record=record))
 
@@ -71,8 +86,8 @@ def _overridden(plan: Plan, settings: Sequence[str]) -> Plan:
 
 
 def simulate(
-    model: str,
-    hardware: str,
+    model: str | None,
+    hardware: str | None,
     workload: str,
     plan: str | Plan | None = None,
     *,
@@ -82,22 +97,31 @@ def simulate(
 ) -> Result:
     """Simulate a plan under a load; all four by name or path, the plan also as an object.
 
-    Without a plan: one instance on the fewest GPUs that fit, with vLLM's defaults. `rate_rps` and `requests` replace
-    the workload's own. Raises SpecError, UsageError or Infeasible, each with the remedy.
+    Without a plan: one instance on the fewest GPUs that fit, with vLLM's defaults. With one, model and hardware may be
+    None: they are the plan's. `rate_rps` (as the exact mean rate of the requests) and `requests` replace the workload's
+    own. Raises SpecError, UsageError or Infeasible, each with the remedy.
     """
     return run(model, hardware, workload, plan, rate_rps=rate_rps, requests=requests, seed=seed).result
 
 
 def load_question(study: str, settings: Sequence[str] = ()) -> Question:
     """A study with everything it names. Names in it that are paths are relative to the study's folder."""
-    spec = load_study(study, settings)
     folder = Path(study).parent
+    spec = load_study(study, [_from_here(setting, folder) for setting in settings])
     workload, trace = load_workload(beside(folder, spec.workload))
     model, hardware = (
         load_model(beside(folder, spec.model)),
         load_hardware(beside(folder, spec.hardware.profile)),
     )
     return Question(spec, model, hardware, workload, trace)
+
+
+def _from_here(setting: str, folder: Path) -> str:
+    """A path given in a setting is relative to where the user is, not to the study."""
+    key, equals, value = setting.partition("=")
+    if equals and key in ("model", "workload", "hardware.profile") and beside(folder, value) != value:
+        return f"{key}={os.path.relpath(value, folder)}"
+    return setting
 
 
 def optimize(study: str, *, jobs: int | None = None, settings: Sequence[str] = ()) -> Tuned:

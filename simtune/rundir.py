@@ -14,7 +14,6 @@ import json
 import os
 import platform
 import shutil
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -33,6 +32,7 @@ from simtune.report.page import render
 from simtune.report.timeline import StepRecord, chrome_trace
 from simtune.sim.deployment import Deployment
 from simtune.sim.result import Result
+from simtune.sim.uncertainty import Uncertainty
 from simtune.specs.base import Spec
 from simtune.specs.traces import Trace
 from simtune.tuner.curves import curves
@@ -66,6 +66,8 @@ def claim(out: Path, force: bool) -> None:
     if out.exists() or out.is_symlink():
         if not out.is_dir():
             raise UsageError(f"{out}: is a file; name a folder for the run")
+        if Path.cwd().is_relative_to(out.resolve()) or os.path.ismount(out):
+            raise UsageError(f"{out}: is in use and cannot be replaced as a whole; name a folder inside it")
         if any(out.iterdir()):
             if not (out / MANIFEST).is_file():
                 raise UsageError(f"{out}: is not empty and no earlier run (it has no {MANIFEST}); name another folder")
@@ -95,18 +97,30 @@ def write(out: Path, files: Mapping[str, str | bytes]) -> None:
                 if name.endswith(".sh"):
                     path.chmod(0o755)
             folder.chmod(0o755)
-            if out.exists():
-                old = Path(tempfile.mkdtemp(prefix=f".{out.name}-old-", dir=parent))
-                out.rename(old / "run")
-                folder.rename(out)
-                shutil.rmtree(old)
-            else:
-                folder.rename(out)
+            _take_place(folder, out)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
     except OSError as error:
         raise UsageError(f"{out}: cannot be written ({error.strerror})") from None
+
+
+def _take_place(folder: Path, out: Path) -> None:
+    """Give `folder` the name `out`; what is there keeps it if that goes wrong, and is removed otherwise."""
+    if not out.exists():
+        folder.rename(out)
+        return
+    aside = Path(tempfile.mkdtemp(prefix=f".{out.name}-old-", dir=folder.parent))
+    old = aside / "run"
+    try:
+        out.rename(old)
+        folder.rename(out)
+    except BaseException:
+        if old.exists() and not out.exists():
+            old.rename(out)
+        raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def complete(files: Files, manifest: dict[str, Any]) -> Files:
@@ -122,7 +136,9 @@ def complete(files: Files, manifest: dict[str, Any]) -> Files:
 # --- contents ---------------------------------------------------------------------------------------------
 
 
-def of_simulation(deployment: Deployment, result: Result, name: str, seed: int) -> Files:
+def of_simulation(
+    deployment: Deployment, result: Result, name: str, seed: int, uncertainty: Uncertainty | None = None
+) -> Files:
     """plan.yaml, engine/, summary.json, requests.csv and trace.json.gz of one simulated plan."""
     summary = {
         "schema": SUMMARY_SCHEMA,
@@ -132,6 +148,7 @@ def of_simulation(deployment: Deployment, result: Result, name: str, seed: int) 
         "objective": None,
         "sweep": None,
         "runners_up": None,
+        "uncertainty": uncertainty.to_data() if uncertainty else None,
         **_common(deployment, result),
     }
     return {
@@ -204,6 +221,7 @@ def _common(deployment: Deployment, result: Result) -> dict[str, Any]:
             "engine": hardware.engine,
             "device": hardware.device.name,
             "validated": None,
+            "estimated": deployment.estimated,
             "operators": [
                 {
                     "key": key,
@@ -364,8 +382,3 @@ def _csv(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 def _json(data: Any) -> str:
     return json.dumps(data, indent=1, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n"
-
-
-def command_line() -> list[str]:
-    """The command as typed, without the path of the program."""
-    return [os.path.basename(sys.argv[0]), *sys.argv[1:]]

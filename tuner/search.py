@@ -155,7 +155,10 @@ def optimize(question: Question, *, jobs: int | None = None, progress: Progress 
         raise UsageError(f"{study.name}: objective {study.objective} needs an slo with at least one limit")
     space = shapes(study)
     if not space:
-        raise Infeasible(f"{study.name}: no tp x pp of the search space fits {study.hardware.devices} devices")
+        raise Infeasible(
+            f"{study.name}: no tp x pp of the search space fits {study.hardware.devices} devices; "
+            "allow more devices, or smaller search.tp and search.pp"
+        )
     most_lanes = max(shape.instances * shape.pp for shape in space)
     max_model_len = length_limit(question.model, question.stream(most_lanes))
     rows: list[Row] = []

@@ -83,3 +83,9 @@ def main(args: list[str] | None = None) -> Any:
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(1)
+    except OSError as error:
+        click.echo(f"cannot go on: {error}", err=True)
+        sys.exit(1)
+    except MemoryError:
+        click.echo("out of memory; ask for fewer requests or fewer --jobs", err=True)
+        sys.exit(1)

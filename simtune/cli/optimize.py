@@ -7,9 +7,11 @@ from pathlib import Path
 import click
 
 from simtune.cli.output import (
+    command_line,
     force_option,
     json_option,
     milliseconds,
+    note_estimates,
     number,
     print_json,
     print_table,
@@ -22,7 +24,7 @@ from simtune.cli.output import (
 
 @click.command()
 @click.argument("study_file", metavar="STUDY")
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Run directory to write.")
+@click.option("--out", type=click.Path(path_type=Path), default=None, help="Run directory to write.")
 @click.option(
     "--jobs",
     type=click.IntRange(min=1),
@@ -37,7 +39,7 @@ from simtune.cli.output import (
 @json_option
 def optimize(
     study_file: str,
-    out: Path,
+    out: Path | None,
     jobs: int | None,
     dry_run: bool,
     seed: int | None,
@@ -59,8 +61,13 @@ def optimize(
     space = shapes(study)
     if dry_run:
         count = sum(len(members(study, shape)) for shape in space)
-        click.echo(f"{study.name}: {count} candidates in {len(space)} shapes (tp x pp x instances)")
+        if as_json:
+            print_json({"study": study.name, "candidates": count, "shapes": len(space)})
+        else:
+            click.echo(f"{study.name}: {count} candidates in {len(space)} shapes (tp x pp x instances)")
         return 0
+    if out is None:
+        raise click.UsageError("name the run directory to write: --out runs/NAME")
     rundir.claim(out, force)
     with progress("shapes", quiet) as update:
         tuned = search(
@@ -68,11 +75,12 @@ def optimize(
             jobs=jobs,
             progress=lambda done, total, best: update(done, total, best.candidate.name if best else ""),
         )
+    note_estimates(tuned.deployment)
     inputs = (study, question.model, question.hardware, question.workload)
     files = rundir.of_study(tuned, jobs=jobs)
     rundir.write(
         out,
-        rundir.complete(files, rundir.manifest(rundir.command_line(), inputs, question.trace, study.seed)),
+        rundir.complete(files, rundir.manifest(command_line(), inputs, question.trace, study.seed)),
     )
     summary = tuned.result.summary()
     if as_json:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
 from simtune.cli.output import (
+    command_line,
     force_option,
     json_option,
     milliseconds,
+    note_estimates,
     number,
     out_option,
     print_json,
@@ -21,8 +24,8 @@ from simtune.cli.output import (
 
 
 @click.command()
-@click.option("--model", required=True, help="Name, spec, or Hugging Face config.json.")
-@click.option("--hardware", required=True, help="Name of a profile, or its folder.")
+@click.option("--model", default=None, help="Name, spec, or Hugging Face config.json; the plan's own if not given.")
+@click.option("--hardware", default=None, help="Name of a profile, or its folder; the plan's own if not given.")
 @click.option("--workload", required=True, help="Name, spec, or a trace file as it was published.")
 @click.option(
     "--plan",
@@ -34,7 +37,7 @@ from simtune.cli.output import (
     "--rate",
     type=click.FloatRange(min=0, min_open=True),
     default=None,
-    help="Requests per second, instead of the workload's own.",
+    help="Mean requests per second, exactly, instead of the workload's own.",
 )
 @click.option(
     "--requests",
@@ -42,18 +45,29 @@ from simtune.cli.output import (
     default=None,
     help="Requests to simulate, instead of the workload's own number.",
 )
+@click.option(
+    "--uncertainty",
+    "worlds",
+    type=click.IntRange(min=20),
+    default=None,
+    metavar="N",
+    help="Also simulate N worlds in which operator times are off, and give 90 % intervals.",
+)
+@click.option("--jobs", type=click.IntRange(min=1), default=None, help="Processes for --uncertainty; one per core.")
 @seed_option
 @set_option
 @out_option
 @force_option
 @json_option
 def simulate(
-    model: str,
-    hardware: str,
+    model: str | None,
+    hardware: str | None,
     workload: str,
     plan_file: str | None,
     rate: float | None,
     requests: int | None,
+    worlds: int | None,
+    jobs: int | None,
     seed: int | None,
     settings: tuple[str, ...],
     out: Path | None,
@@ -82,24 +96,33 @@ def simulate(
         record=out is not None,
     )
     deployment, result = ran.deployment, ran.result
+    note_estimates(deployment)
+    drawn = None
+    if worlds is not None:
+        from simtune.sim.uncertainty import uncertainty
+
+        drawn = uncertainty(deployment, result.stream, count=worlds, seed=seed or 0, jobs=jobs)
     if out is not None:
-        files = rundir.of_simulation(deployment, result, deployment.plan.name, seed or 0)
+        files = rundir.of_simulation(deployment, result, deployment.plan.name, seed or 0, drawn)
         inputs = (ran.deployment.model, ran.deployment.hardware, ran.workload, deployment.plan)
-        rundir.write(out, rundir.complete(files, rundir.manifest(rundir.command_line(), inputs, ran.trace, seed or 0)))
+        rundir.write(out, rundir.complete(files, rundir.manifest(command_line(), inputs, ran.trace, seed or 0)))
     summary = result.summary()
     if as_json:
         del summary["quantiles"]
+        if drawn is not None:
+            summary["uncertainty"] = drawn.to_data()
         print_json({"schema": rundir.SUMMARY_SCHEMA, "plan": deployment.plan.to_data(), **summary})
     else:
-        _print(deployment.plan.name, summary, out)
+        _print(deployment.plan.name, summary, drawn.intervals if drawn else {}, out)
     return 3 if result.saturated else 0
 
 
-def _print(name: str, summary: dict[str, object], out: Path | None) -> None:
-    metrics = summary["metrics"]
-    assert isinstance(metrics, dict)
+def _print(name: str, summary: dict[str, Any], intervals: dict[str, Any], out: Path | None) -> None:
     statistics = ("mean", "p50", "p90", "p99", "max")
-    rows = [(metric.upper(), *(milliseconds(block.get(s)) for s in statistics)) for metric, block in metrics.items()]
+    rows = []
+    for metric, block in summary["metrics"].items():
+        bounds = intervals.get("metrics", {}).get(metric, {})
+        rows.append((metric.upper(), *(milliseconds(block.get(s)) + _between(bounds.get(s), 1e3) for s in statistics)))
     print_table(f"{name}: latencies in ms", ("metric", *statistics), rows)
     for key in (
         "requests",
@@ -111,8 +134,17 @@ def _print(name: str, summary: dict[str, object], out: Path | None) -> None:
         "num_gpus",
     ):
         value = summary[key]
-        click.echo(f"{key.replace('_', ' '):30} {number(value) if isinstance(value, float) else value}")
+        shown = number(value) if isinstance(value, float) else value
+        click.echo(f"{key.replace('_', ' '):30} {shown}{_between(intervals.get(key))}")
     if summary["saturated"]:
         click.echo("SATURATED: requests pile up faster than they are served; latencies grow without bound")
     if out is not None:
         click.echo(f"report: {out / 'report.html'}")
+
+
+def _between(bounds: list[float | None] | None, scale: float = 1.0) -> str:
+    """` (low-high)`, or nothing where no worlds were drawn."""
+    if bounds is None:
+        return ""
+    low, high = ("unbounded" if x is None else number(x * scale) for x in bounds)
+    return f" ({low}-{high})"

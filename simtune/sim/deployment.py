@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from simtune.costs.compiled import compile_costs
+from simtune.costs.iteration import StepModel
 from simtune.costs.memory import Memory, kv_capacity
 from simtune.costs.protocol import StepCosts
 from simtune.engine import POLICIES
@@ -58,6 +59,11 @@ class Deployment:
             for _ in range(pp)
             for _ in range(pool.instances)
         ]
+
+    @property
+    def estimated(self) -> list[str]:
+        """Operators that no table covers: their times are estimated from the data sheet."""
+        return sorted(StepModel(self.model, self.hardware, self._pool).estimated)
 
     @property
     def num_lanes(self) -> int:

@@ -80,8 +80,12 @@ class RequestStream:
 
         Raises UsageError for a stream that has no rate: a closed loop, or requests that all come at once.
         """
-        if self.arrival_s is None or self.offered_rate_rps is None:
-            raise UsageError("requests that come in a closed loop or all at once have no rate to change")
+        if not 0 < rate_rps < math.inf:
+            raise UsageError(f"the request rate must be positive and finite, not {rate_rps} requests/s")
+        if self.arrival_s is None:
+            raise UsageError("a closed loop has no request rate to change; change arrivals.users instead")
+        if self.offered_rate_rps is None:
+            raise UsageError("requests that all come at once have no rate to change; ask for more requests")
         return replace(self, arrival_s=self.arrival_s * (self.offered_rate_rps / rate_rps))
 
     def share_of(self, some: int, lanes: int) -> RequestStream:

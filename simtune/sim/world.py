@@ -30,9 +30,13 @@ from numpy.typing import NDArray
 from simtune.costs.protocol import StepCosts
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import Progress, Request, Scheduler, Step
+from simtune.errors import UsageError
 from simtune.sim.requests import RequestStream
 
 _END, _ARRIVE, _WAKE = 0, 1, 2
+
+LONGEST_S = 2.0**62 / TICKS_PER_SECOND
+"""Half of what 64-bit ticks can count: arrivals beyond it are refused, so that their answers still fit."""
 
 Ticks = NDArray[np.int64]
 
@@ -114,6 +118,11 @@ class World:
         self._output = stream.output_tokens.tolist()
         self._arrival: list[int] = [-1] * n
         if stream.arrival_s is not None:
+            if n and float(stream.arrival_s[-1]) > LONGEST_S:
+                raise UsageError(
+                    f"the last request would arrive after {stream.arrival_s[-1] / 86400:,.0f} days; the simulated "
+                    f"clock counts to {LONGEST_S / 86400:.0f}. Simulate fewer requests, or a higher rate"
+                )
             self._arrival = np.rint(stream.arrival_s * TICKS_PER_SECOND).astype(np.int64).tolist()
         self._think = round(stream.think_s * TICKS_PER_SECOND)
         self._scheduled = [-1] * n

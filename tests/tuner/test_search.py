@@ -102,11 +102,11 @@ def test_objectives_at_a_given_load(objective: str) -> None:
         devices=4,
         tp=(1, 2, 4),
         pp=(1,),
-        workload=LOAD.model_copy(update={"arrivals": Poisson(rate_rps=25.0)}),
+        workload=LOAD.model_copy(update={"arrivals": Poisson(rate_rps=60.0)}),
     )
     tuned = optimize(q, jobs=1)
     assert tuned.result.meets_slo
-    assert tuned.result.offered_rate_rps == pytest.approx(25.0, rel=0.15)
+    assert tuned.result.offered_rate_rps == pytest.approx(60.0, rel=0.15)
     judged = {
         c.name: q.watch(deploy(c.plan(q.study, tuned.deployment.max_model_len), q.model, q.hardware), None)
         for c in candidates(q)

@@ -272,7 +272,7 @@ def test_a_stream_stretched_to_a_rate_has_exactly_that_rate_and_the_same_pattern
     ratio = arrivals_of(faster) / arrivals_of(stream)
     assert ratio == pytest.approx(np.full(500, ratio[0]), rel=1e-12)
     assert faster.prompt_tokens is stream.prompt_tokens
-    with pytest.raises(UsageError, match="no rate to change"):
+    with pytest.raises(UsageError, match=r"no request rate to change; change arrivals.users"):
         build_stream(workload(ClosedLoop(users=2)), None, requests=4, seed=0).at_rate(1.0)
 
 

@@ -1,0 +1,127 @@
+"""How far off a simulated number may be, given how far off the step times may be.
+
+A time model errs in the same direction for all layers, steps and plans that use it, so its error is drawn once per
+operator kind and simulated world, never per call: independent errors would average out and fake certainty (notes:
+theory section 6, costmodel section 3). World i of a seed has the same errors for every plan, so that plans can be
+compared world by world.
+
+What this covers is the error of operator times as seen on points held back from their fits. It does not cover what the
+model leaves out: another engine release, noise of the machine, or a load that is not the one asked about.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from simtune.costs.iteration import KINDS
+from simtune.costs.predict import Profile
+from simtune.parallel import executor, ordered_map
+from simtune.sim.deployment import Deployment, deploy
+from simtune.sim.requests import RequestStream
+from simtune.specs.hardware import Hardware
+from simtune.specs.workload import Slo
+
+LEVEL = 0.9
+_PURPOSE = 4  # key of the random streams of `simtune.sim.requests`, continued
+
+_FIXED = {"requests", "num_gpus", "unit", "count", "offered_rate_rps", "limit_s", "class", "metric", "statistic"}
+"""Keys of a summary that no error of step times can change."""
+
+
+@dataclass(frozen=True)
+class Uncertainty:
+    """What `worlds` redrawn worlds say: intervals that hold the middle `level` of them, and shares of worlds."""
+
+    worlds: int
+    level: float
+    saturated: float
+    """Share of worlds in which the system is saturated."""
+    meets_slo: float
+    intervals: dict[str, Any]
+    """Shaped like `Result.summary`, [low, high] in place of each number; None is unbounded."""
+
+    def to_data(self) -> dict[str, Any]:
+        return {
+            "worlds": self.worlds,
+            "level": self.level,
+            "saturated_probability": self.saturated,
+            "slo_probability": self.meets_slo,
+            "intervals": self.intervals,
+        }
+
+
+def worlds(hardware: Hardware, count: int, seed: int) -> list[dict[str, float]]:
+    """`count` worlds: a factor on the time of every operator kind, lognormal with the kind's typical log error."""
+    log_sd = Profile(hardware).kind_log_sd()
+    drawn = {
+        kind: np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, _PURPOSE, i)))).standard_normal(count)
+        for i, kind in enumerate(KINDS)
+    }
+    return [{kind: math.exp(log_sd[kind] * drawn[kind][i]) for kind in KINDS if kind in log_sd} for i in range(count)]
+
+
+def uncertainty(
+    deployment: Deployment,
+    stream: RequestStream,
+    slo: Slo | None = None,
+    *,
+    count: int,
+    seed: int,
+    jobs: int | None = None,
+) -> Uncertainty:
+    """Simulate the same requests in `count` redrawn worlds; `jobs` processes, the answer does not depend on it."""
+    tasks = [_World(deployment, stream, slo or Slo(), factors) for factors in worlds(deployment.hardware, count, seed)]
+    with executor(jobs, count) as pool:
+        found = list(ordered_map(pool, _World.run, tasks))
+    summaries = [summary for summary, _ in found]
+    return Uncertainty(
+        worlds=count,
+        level=LEVEL,
+        saturated=sum(s["saturated"] for s in summaries) / count,
+        meets_slo=sum(met for _, met in found) / count,
+        intervals=_intervals(summaries),
+    )
+
+
+@dataclass(frozen=True)
+class _World:
+    deployment: Deployment
+    stream: RequestStream
+    slo: Slo
+    factors: Mapping[str, float]
+
+    def run(self) -> tuple[dict[str, Any], bool]:
+        d = self.deployment
+        result = deploy(d.plan, d.model, d.hardware, factors=self.factors).simulate(self.stream, self.slo)
+        summary = result.summary()
+        del summary["quantiles"]
+        return summary, result.meets_slo
+
+
+def _intervals(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """[low, high] for every number that all summaries share, following their nesting."""
+    found: dict[str, Any] = {}
+    for key, example in summaries[0].items():
+        values = [summary.get(key) for summary in summaries]
+        if key in _FIXED or isinstance(example, bool):
+            continue
+        if isinstance(example, Mapping):
+            found[key] = _intervals([v for v in values if isinstance(v, Mapping)])
+        elif isinstance(example, list):
+            found[key] = [_intervals(items) for items in zip(*(v for v in values if isinstance(v, list)), strict=True)]
+        elif example is None or isinstance(example, (int, float)):
+            found[key] = _interval(values)
+    return found
+
+
+def _interval(values: Sequence[Any]) -> list[float | None]:
+    """The smallest and largest value after leaving out (1 - LEVEL) / 2 at each end; None counts as the largest."""
+    ordered = sorted(math.inf if v is None else float(v) for v in values)
+    cut = math.floor(len(ordered) * (1 - LEVEL) / 2 + 1e-9)  # 100 x 0.05 is to be 5, not 4.999...
+    low, high = ordered[cut], ordered[len(ordered) - 1 - cut]
+    return [None if math.isinf(v) else v for v in (low, high)]

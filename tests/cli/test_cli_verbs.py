@@ -1,0 +1,315 @@
+"""What each verb answers when it is asked rightly: data on stdout, words on stderr, and the exit code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import simtune
+from simtune.cli import VERBS
+from simtune.specs.catalog import KINDS, load_hardware, names
+
+Call = Callable[..., Any]
+
+
+# --- the command itself -----------------------------------------------------------------------------------
+
+
+def test_help_names_every_verb_and_the_exit_codes(typed: Call) -> None:
+    said = typed("--help")
+    assert said.code == 0
+    assert said.err == ""
+    for verb, words in VERBS.items():
+        assert f"  {verb}" in said.out
+        assert words.split(".")[0].split(",")[0] in said.out
+    assert "3 no feasible plan" in said.out
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help(call: Call, verb: str) -> None:
+    said = call(verb, "--help")
+    assert said.code == 0
+    assert said.out.startswith("Usage: ")
+    assert "-h" in said.out
+
+
+def test_version(typed: Call) -> None:
+    said = typed("--version")
+    assert (said.code, said.out, said.err) == (0, f"simtune, version {simtune.__version__}\n", "")
+
+
+def test_without_a_verb_it_shows_help_and_refuses(typed: Call) -> None:
+    said = typed()
+    assert (said.code, said.out) == (2, "")
+    assert "Commands:" in said.err
+
+
+def test_an_unknown_verb_is_answered_with_the_nearest(call: Call) -> None:
+    said = call("optimise", "study.yaml")
+    assert (said.code, said.out) == (2, "")
+    assert said.err.endswith("Error: No such command 'optimise'. Did you mean 'optimize'?\n")
+    assert call("frobnicate").err.endswith("Error: No such command 'frobnicate'.\n")
+
+
+def test_a_reader_who_leaves_early_gets_no_complaint(start: Call) -> None:
+    process = start("schema", "hardware")
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait() == 1
+
+
+def test_more_requests_than_memory_are_refused_in_words(call: Call, desk: Any) -> None:
+    message = desk.refused(desk.simulate, "--requests", 10**15, code=1)
+    assert message == "out of memory; ask for fewer requests or fewer --jobs"
+
+
+# --- list, show, check, schema ----------------------------------------------------------------------------
+
+
+def test_list_shows_what_is_built_in(call: Call) -> None:
+    said = call("list")
+    assert said.code == 0
+    assert said.out.splitlines()[0] == "model:"
+    assert "  h100-sxm" in said.out.splitlines()
+    found = call("list", "--json").json
+    assert found == {kind: names(kind) for kind in ("model", "hardware", "workload")}
+    assert call("list", "workload", "--json").json == {"workload": ["chat", "code"]}
+
+
+@pytest.mark.parametrize("kind", ["model", "hardware", "workload"])
+def test_whatever_is_listed_can_be_shown(call: Call, kind: str) -> None:
+    for name in names(kind):
+        said = call("show", name, "--json")
+        assert said.code == 0
+        assert said.json["schema"] == f"simtune/{kind}@1"
+        assert said.json["name"] == name
+
+
+def test_show_prints_the_spec_itself(call: Call, desk: Any) -> None:
+    said = call("show", "llama-3.1-8b")
+    assert yaml.safe_load(said.out) == call("show", "llama-3.1-8b", "--json").json
+    assert yaml.safe_load(call("show", "study.yaml").out)["name"] == "tiny"
+
+
+def test_show_of_a_profile_says_how_far_off_it_is(call: Call) -> None:
+    said = call("show", "h100-sxm")
+    assert said.code == 0
+    hardware = load_hardware("h100-sxm")
+    for key, operator in hardware.operators.items():
+        (line,) = [line for line in said.out.splitlines() if f"│ {key} " in line]
+        assert operator.provenance.kind in line
+    first = next(iter(hardware.operators.values())).hold_out[0]
+    assert f"{first.median:.1%}/{first.p90:.1%}" in said.out
+    assert "source: " in said.out
+
+
+def test_check_passes_what_is_right_and_finds_what_is_not(call: Call, desk: Any, tiny_run: Path) -> None:
+    desk.write("trace.csv", "arrival_s,prompt_tokens,output_tokens\n0,5,3\n1,7,4\n")
+    good = call("check", "study.yaml", "trace.csv", tiny_run / "plan.yaml")
+    assert (good.code, good.err) == (0, "")
+    assert good.out == f"study.yaml: ok\ntrace.csv: ok\n{tiny_run / 'plan.yaml'}: ok\n"
+
+    desk.write("bad.yaml", "schema: simtune/plan@1\nname: x\nmodle: y\n")
+    both = call("check", "study.yaml", "bad.yaml", "nosuch.csv")
+    assert both.code == 2
+    assert both.out == "study.yaml: ok\n"
+    lines = both.err.splitlines()
+    assert "bad.yaml:3:1: modle: unknown key, did you mean model?" in lines
+    assert any(line.startswith("bad.yaml") and "pools: is required and missing" in line for line in lines)
+    assert "nosuch.csv: no such file" in lines
+
+    found = call("check", "--json", "study.yaml", "bad.yaml", "nosuch.csv")
+    assert (found.code, found.err) == (2, "")
+    assert found.json == {"ok": False, "problems": {"bad.yaml": lines[:-1], "nosuch.csv": lines[-1:]}}
+    assert call("check", "--json", "study.yaml").json == {"ok": True, "problems": {}}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_schema_describes_the_files_that_are_read(call: Call, kind: str) -> None:
+    said = call("schema", kind)
+    assert said.code == 0
+    document = said.json
+    assert document["properties"]["schema"] == {"const": f"simtune/{kind}@1"}
+    assert {"schema", "name"} <= set(document["required"])
+    assert document["additionalProperties"] is False
+
+
+# --- simulate ---------------------------------------------------------------------------------------------
+
+
+def test_simulate_prints_latencies(desk: Any) -> None:
+    said = desk.simulate()
+    assert (said.code, said.err) == (0, "")
+    for word in ("TTFT", "TPOT", "E2EL", "p99", "offered rate rps"):
+        assert word in said.out
+    assert sorted(path.name for path in desk.folder.iterdir()) == ["study.yaml", "tmp"], "nothing is written unasked"
+
+
+def test_simulate_as_json_is_one_document(desk: Any) -> None:
+    said = desk.simulate("--json")
+    assert (said.code, said.err) == (0, "")
+    answer = said.json
+    assert answer["schema"] == "simtune/summary@1"
+    assert answer["completed"] == answer["requests"] == 200
+    assert answer["num_gpus"] == 1
+    assert 0 < answer["metrics"]["ttft"]["p50"] < answer["metrics"]["e2el"]["p50"]
+
+
+def test_a_model_too_large_for_one_gpu_gets_the_fewest_that_hold_it(call: Call) -> None:
+    asked = ("--model", "llama-3.1-70b", "--hardware", "h100-sxm", "--workload", "chat")
+    said = call("simulate", *asked, "--rate", 1, "--requests", 100, "--json")
+    assert said.code == 0
+    assert said.json["plan"]["pools"][0]["parallelism"]["tp"] > 1
+
+
+def test_overload_is_called_saturated(desk: Any) -> None:
+    said = desk.simulate("--rate", 500)
+    assert said.code == 3
+    assert "SATURATED" in said.out
+    document = desk.simulate("--rate", 500, "--json")
+    assert document.code == 3
+    assert document.json["saturated"] is True
+
+
+def test_the_seed_changes_the_requests_and_only_the_seed(desk: Any) -> None:
+    first, again, other = (desk.simulate("--json", "--seed", seed).out for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+
+
+def test_set_reaches_every_spec(desk: Any) -> None:
+    answer = desk.simulate(
+        "--json",
+        "--set", "workload.arrivals.rate_rps=1",
+        "--set", "plan.pools.0.batching.max_num_seqs=16",
+        "--set", "plan.pools.0.parallelism.tp=2",
+    ).json  # fmt: skip
+    assert answer["offered_rate_rps"] == pytest.approx(1, rel=0.2)
+    assert answer["num_gpus"] == 2
+    assert answer["plan"]["pools"][0]["batching"]["max_num_seqs"] == 16
+
+
+def test_a_trace_is_replayed_as_it_was_published(desk: Any) -> None:
+    desk.write("azure.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+                            "2023-11-16 18:15:46.6805900,374,44\n"
+                            "2023-11-16 18:15:50.9951690,396,109\n")  # fmt: skip
+    answer = desk.simulate("--requests", 2, "--json", workload="azure.csv").json
+    assert answer["requests"] == 2
+    assert answer["offered_rate_rps"] == pytest.approx(1 / (50.9951690 - 46.6805900))
+
+
+# --- optimize, report -------------------------------------------------------------------------------------
+
+
+def test_optimize_answers_on_stdout_and_writes_the_run(desk: Any) -> None:
+    said = desk.optimize()
+    assert (said.code, said.err) == (0, ""), "progress is for terminals"
+    assert "chosen plan first" in said.out
+    assert "plan:   run/plan.yaml" in said.out
+    assert "4 candidates: 1 chosen" in said.out
+
+
+def test_optimize_as_json_agrees_with_the_run_directory(desk: Any) -> None:
+    said = desk.optimize("--json")
+    assert (said.code, said.err) == (0, "")
+    summary = json.loads((desk.folder / "run" / "summary.json").read_text())
+    assert said.json["objective"]["value"] == summary["objective"]["value"]
+    assert said.json["metrics"] == summary["metrics"]
+    assert said.json["plan"] == yaml.safe_load((desk.folder / "run" / "plan.yaml").read_text())
+
+
+def test_optimize_takes_settings_and_seed(desk: Any) -> None:
+    assert desk.optimize("--set", "search.tp=[2]", "--seed", 7).code == 0
+    summary = json.loads((desk.folder / "run" / "summary.json").read_text())
+    assert summary["study"]["search"]["tp"] == [2]
+    assert summary["seed"] == summary["study"]["seed"] == 7
+
+
+def test_a_dry_run_counts_and_writes_nothing(desk: Any) -> None:
+    said = desk.optimize("--dry-run")
+    assert said.out == "tiny: 4 candidates in 2 shapes (tp x pp x instances)\n"
+    assert desk.optimize("--dry-run", "--json").json == {"study": "tiny", "candidates": 4, "shapes": 2}
+    assert not (desk.folder / "run").exists()
+
+
+def test_a_fitted_profile_is_a_profile_like_the_built_in_ones(call: Call, desk: Any) -> None:
+    rows = ["framework,version,device,gemm_dtype,m,n,k,latency"]
+    rows += [
+        f"V,1,Made-up 1,bfloat16,{m},{n},{k},{1e3 * (3e-6 + 2 * m * n * k / 6e13 + 2 * (m * k + n * k + m * n) / 8e11)}"
+        for m in (1, 16, 256, 4096)
+        for n in (512, 2048, 8192)
+        for k in (512, 2048, 8192)
+    ]
+    desk.write("tables/gemm.csv", "\n".join(rows) + "\n")
+    desk.write("facts.yaml", "schema: simtune/device@1\nname: made-up\nengine: none 1.0\ndevice:\n"
+               "  {name: Made-up 1, vendor: nobody, memory_bytes: 8e10, memory_bytes_per_s: 1e12, processors: 10,\n"
+               "   flops_per_s: {bf16: 1e14}, source: made up}\n")  # fmt: skip
+    said = call("fit", "tables", "--facts", "facts.yaml", "--out", "made-up", "--json")
+    assert said.code == 0, said
+    assert said.json["profile"]["name"] == "made-up"
+    assert call("show", "./made-up", "--json").json == said.json["profile"]
+    assert call("check", "made-up/profile.yaml").out == "made-up/profile.yaml: ok\n"
+    message = desk.refused(call, "fit", "tables", "--facts", "facts.yaml", "--out", "made-up")
+    assert message == "made-up/profile.yaml: there is a profile already; give --force to replace it"
+    message = desk.refused(call, "fit", "nosuch.csv", "--facts", "facts.yaml", "--out", "other")
+    assert message == "nosuch.csv: no such file or folder"
+
+
+# --- settings from the environment ------------------------------------------------------------------------
+
+
+def test_options_may_come_from_the_environment_and_flags_win(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ("simulate", "--model", "llama-3.1-8b", "--hardware", "h100-sxm", "--workload", "chat", "--json")
+    monkeypatch.setenv("SIMTUNE_SIMULATE_REQUESTS", "30")
+    assert call(*asked).json["requests"] == 30
+    assert call(*asked, "--requests", 20).json["requests"] == 20
+
+
+WORKLOAD = """\
+# mine
+schema: simtune/workload@1   # a comment
+name: {name}
+arrivals: {{kind: poisson, rate_rps: 2}}
+prompt: {{kind: fixed, tokens: {tokens}}}
+output: {{kind: fixed, tokens: 10}}
+"""
+
+
+def test_names_are_looked_up_in_the_users_folders_first(call: Call, desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk.write("mine/chat.yaml", WORKLOAD.format(name="chat", tokens=111))
+    desk.write("mine/nightly.yaml", WORKLOAD.format(name="nightly", tokens=222))
+    desk.write("mine/notes.yaml", "just: notes\n")
+    desk.write("theirs/nightly.yaml", WORKLOAD.format(name="nightly", tokens=333))
+    assert call("show", "nightly").code == 2
+    monkeypatch.setenv("SIMTUNE_PATH", "mine:nosuch:theirs")
+    assert call("list", "workload", "--json").json == {"workload": ["chat", "code", "nightly"]}
+    assert call("show", "chat", "--json").json["prompt"]["tokens"] == 111, "shadows the built-in one"
+    assert call("show", "nightly", "--json").json["prompt"]["tokens"] == 222, "the first folder wins"
+    answer = desk.simulate("--json", workload="nightly").json
+    assert answer["total_tokens_per_s"] / answer["output_tokens_per_s"] == pytest.approx(232 / 10)
+
+
+def test_a_plan_brings_its_model_and_hardware_and_may_be_tried_on_others(call: Call, tiny_run: Path) -> None:
+    plan = str(tiny_run / "plan.yaml")
+    asked = ("simulate", "--plan", plan, "--workload", "chat", "--requests", "50", "--json")
+    own, other = call(*asked), call(*asked, "--model", "qwen3-8b", "--hardware", "a100-sxm-80g")
+    assert (own.code, other.code) == (0, 0)
+    made_for, tried = json.loads(own.out)["plan"], json.loads(other.out)["plan"]
+    assert (tried["model"], tried["pools"][0]["hardware"]) == ("qwen3-8b", "a100-sxm-80g")
+    assert (made_for["model"], made_for["pools"][0]["hardware"]) != (tried["model"], tried["pools"][0]["hardware"])
+
+
+def test_uncertainty_gives_intervals_in_every_form(call: Call, desk: Any) -> None:
+    asked = ("simulate", "--model", "llama-3.1-8b", "--hardware", "h100-sxm", "--workload", "chat", "--requests", "100")
+    said = json.loads(call(*asked, "--uncertainty", "20", "--json").out)
+    low, high = said["uncertainty"]["intervals"]["metrics"]["tpot"]["mean"]
+    assert low < said["metrics"]["tpot"]["mean"] < high
+    assert "(" in call(*asked, "--uncertainty", "20", "--out", "run").out
+    assert "In brackets: the middle 90" in Path("run/report.html").read_text()
+    assert json.loads(Path("run/summary.json").read_text())["uncertainty"] == said["uncertainty"]

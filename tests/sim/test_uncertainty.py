@@ -1,0 +1,91 @@
+"""Redrawn worlds: shared errors, the same for every plan, and intervals shaped like the summary."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from simtune.costs.iteration import KINDS
+from simtune.costs.predict import Profile
+from simtune.sim.deployment import Deployment, default_plan, deploy
+from simtune.sim.requests import RequestStream, build_stream
+from simtune.sim.uncertainty import _interval, uncertainty, worlds
+from simtune.specs.catalog import load_hardware, load_model
+from simtune.specs.workload import Lognormal, Poisson, Slo, Workload
+
+MODEL, HARDWARE = load_model("llama-3.1-8b"), load_hardware("h100-sxm")
+LOAD = Workload(
+    name="load",
+    arrivals=Poisson(rate_rps=12.0),
+    prompt=Lognormal(mean_tokens=900, sigma=0.7, max_tokens=4000),
+    output=Lognormal(mean_tokens=120, sigma=0.8, max_tokens=1000),
+)
+
+
+@pytest.fixture(scope="module")
+def deployed() -> tuple[Deployment, RequestStream]:
+    stream = build_stream(LOAD, None, requests=300, seed=0)
+    return deploy(default_plan(MODEL, HARDWARE, stream), MODEL, HARDWARE), stream
+
+
+def test_a_world_is_one_error_per_operator_kind() -> None:
+    drawn = worlds(HARDWARE, 4000, seed=1)
+    log_sd = Profile(HARDWARE).kind_log_sd()
+    assert set(drawn[0]) == set(log_sd) & set(KINDS)
+    for kind in drawn[0]:
+        logs = np.log([world[kind] for world in drawn])
+        assert logs.mean() == pytest.approx(0, abs=4 * log_sd[kind] / 4000**0.5)
+        assert logs.std() == pytest.approx(log_sd[kind], rel=0.05)
+    gemm, decode = (np.log([world[kind] for world in drawn]) for kind in ("gemm", "decode_attention"))
+    assert abs(np.corrcoef(gemm, decode)[0, 1]) < 0.05
+    assert worlds(HARDWARE, 10, seed=1) == drawn[:10], "more worlds are more of the same"
+    assert worlds(HARDWARE, 10, seed=2) != drawn[:10]
+
+
+def test_factors_slow_a_deployment_down(deployed: tuple[Deployment, RequestStream]) -> None:
+    deployment, stream = deployed
+    slower = deploy(deployment.plan, MODEL, HARDWARE, factors=dict.fromkeys(KINDS, 1.5))
+    plain, slow = deployment.simulate(stream), slower.simulate(stream)
+    assert slow.e2el_s.mean() > 1.3 * plain.e2el_s.mean()
+    same = deploy(deployment.plan, MODEL, HARDWARE, factors=dict.fromkeys(KINDS, 1.0)).simulate(stream)
+    assert same.outcome.finish.tolist() == plain.outcome.finish.tolist()
+
+
+def test_intervals_hold_the_point_and_follow_the_summary(deployed: tuple[Deployment, RequestStream]) -> None:
+    deployment, stream = deployed
+    slo = Slo(tpot_s={"p99": deployment.simulate(stream).statistic("tpot", "p99") or 0.0})
+    found = uncertainty(deployment, stream, slo, count=40, seed=0, jobs=1)
+    summary = deployment.simulate(stream, slo).summary()
+
+    def check(intervals: Any, point: Any, path: str) -> int:
+        if isinstance(intervals, dict):
+            return sum(check(intervals[k], point[k], f"{path}.{k}") for k in intervals)
+        if intervals and isinstance(intervals[0], dict):
+            return sum(check(a, b, path) for a, b in zip(intervals, point, strict=True))
+        low, high = intervals
+        assert low <= high, path
+        return 1
+
+    assert check(found.intervals, summary, "") > 30
+    for metric in ("ttft", "tpot", "e2el"):
+        low, high = found.intervals["metrics"][metric]["mean"]
+        assert low < summary["metrics"][metric]["mean"] < high
+    assert 0.1 < found.meets_slo < 0.9, "a limit set at the point estimate is met in some worlds and missed in others"
+    assert found.saturated == 0.0
+    json.dumps(found.to_data(), allow_nan=False)
+
+
+def test_the_same_on_any_number_of_processes(deployed: tuple[Deployment, RequestStream]) -> None:
+    deployment, stream = deployed
+    alone = uncertainty(deployment, stream, count=20, seed=3, jobs=1)
+    assert uncertainty(deployment, stream, count=20, seed=3, jobs=2) == alone
+
+
+def test_an_unbounded_number_is_the_largest() -> None:
+    assert _interval([1.0, 2.0, 3.0]) == [1.0, 3.0]
+    assert _interval([float(i) for i in range(100)]) == [5.0, 94.0]
+    assert _interval([1.0] * 10 + [None] * 10) == [1.0, None]
+    assert _interval([None] * 3) == [None, None]
