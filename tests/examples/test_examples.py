@@ -1,0 +1,192 @@
+"""The examples and the README are run, not believed."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+
+import simtune
+from simtune.cli import VERBS, cli
+from simtune.specs.catalog import load_study
+from simtune.specs.plan import Plan
+from simtune.tuner.space import members, shapes
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = sorted(path.parent.name for path in (ROOT / "examples").glob("*/study.yaml"))
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def optimize(example: str, out: Path, *more: str, requests: int = 400) -> None:
+    """Run a study as a user would, watching fewer requests per simulation to stay quick."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "simtune", "optimize", f"examples/{example}/study.yaml",
+         "--out", str(out), "--set", f"search.requests={requests}", *more],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+
+
+def look_at(example: str, run: Path) -> tuple[Plan, list[dict[str, str]], Any]:
+    """What holds for the run of any example; its plan, candidates and summary for more."""
+    study = load_study(str(ROOT / "examples" / example / "study.yaml"))
+    plan = Plan.from_file(run / "plan.yaml")
+    summary = json.loads((run / "summary.json").read_text())
+    with (run / "candidates.csv").open() as file:
+        rows = list(csv.DictReader(file))
+
+    assert {(line["metric"], line["statistic"], line["limit_s"]) for line in summary["slo"]} == set(study.slo.limits())
+    assert all(line["met"] and line["value_s"] <= line["limit_s"] for line in summary["slo"])
+    assert summary["completed"] == summary["requests"] >= 400
+    assert not summary["saturated"]
+
+    searched = study.model_validate({k: v for k, v in summary["study"].items() if k != "schema"}, strict=False)
+    assert sorted(row["candidate"] for row in rows) == sorted(
+        candidate.name for shape in shapes(searched) for candidate in members(searched, shape)
+    )
+    assert all(row["reason"] for row in rows)
+    assert [row["candidate"] for row in rows if row["status"] == "chosen"] == [plan.name]
+    assert {row["status"] for row in rows} <= {"chosen", "feasible", "infeasible", "pruned", "does_not_fit"}
+    for row in rows:
+        if row["status"] in ("chosen", "feasible"):
+            assert float(row["rate_rps"]) <= float(row["rate_bound_rps"]), row["candidate"]
+
+    chosen, num_gpus = rows[0], plan.num_devices
+    assert num_gpus <= study.hardware.devices
+    assert summary["objective"]["value"] == pytest.approx(float(chosen["rate_rps"]) / num_gpus)
+    assert summary["offered_rate_rps"] == pytest.approx(float(chosen["rate_rps"]))
+    # Nobody did better than the chosen one by more than the search's own tolerance.
+    for row in rows:
+        if row["status"] == "feasible":
+            per_gpu = float(row["rate_rps"]) / int(row["num_gpus"])
+            assert per_gpu <= summary["objective"]["value"] * (1 + study.search.rate_tolerance) * (1 + 1e-9)
+
+    engine = yaml.safe_load((run / "engine" / "vllm-mixed.yaml").read_text())
+    (pool,) = plan.pools
+    assert engine["max-num-batched-tokens"] == pool.batching.max_num_batched_tokens
+    assert engine.get("tensor-parallel-size", 1) == pool.parallelism.tp
+    return plan, rows, summary
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_with_its_own_load(example: str, tmp_path: Path) -> None:
+    optimize(example, tmp_path / "run")
+    look_at(example, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("example", "trace"),
+    [
+        ("quickstart", "azure_2023_conv.csv.gz"),
+        ("llama-70b", "azure_2023_conv.csv.gz"),
+        ("code-completion", "azure_2023_code.csv.gz"),
+    ],
+)
+def test_an_example_with_a_published_trace(example: str, trace: str, data_dir: Path, tmp_path: Path) -> None:
+    file = (data_dir / "traces" / trace).resolve()
+    optimize(example, tmp_path / "run", "--set", f"workload={file}")
+    look_at(example, tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "manifest.json").read_text())["trace"]["file"] == trace
+
+
+def test_all_examples_are_tried() -> None:
+    assert EXAMPLES == ["code-completion", "llama-70b", "quickstart"]
+
+
+def test_a_70b_model_does_not_fit_one_gpu(tmp_path: Path) -> None:
+    """Also when one GPU is allowed: 70 billion weights of 2 bytes are more than its memory."""
+    optimize("llama-70b", tmp_path / "run", "--set", "search.tp=[1, 4, 8]", "--set", "search.pp=[1]")
+    plan, rows, summary = look_at("llama-70b", tmp_path / "run")
+    single = [row for row in rows if (row["tp"], row["pp"]) == ("1", "1")]
+    assert single
+    assert all(row["status"] == "does_not_fit" and "GiB per device are missing" in row["reason"] for row in single)
+    assert plan.pools[0].parallelism.tp > 1
+    memory = summary["memory"]
+    assert 70e9 * 2 / plan.pools[0].parallelism.tp < memory["weights_bytes"] < memory["total_bytes"]
+
+
+# --- README -----------------------------------------------------------------------------------------------
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+
+
+def typed(tool: str) -> list[str]:
+    """Commands of the shell blocks that begin with `tool`."""
+    lines = [line for block in (*blocks("sh"), *blocks("console")) for line in block.splitlines()]
+    return [line.removeprefix("$ ") for line in lines if line.removeprefix("$ ").startswith(tool + " ")]
+
+
+def mentioned() -> list[str]:
+    """`simtune ...` within the text, as far as it exists: one section says what does not."""
+    text = re.sub(r"^## What is not there yet\n.*?(?=^## )", "", README, flags=re.DOTALL | re.MULTILINE)
+    return re.findall(r"`(simtune [^`]+)`", text)
+
+
+def command(verb: str) -> click.Command:
+    found = cli.get_command(click.Context(cli), verb)
+    assert found is not None, f"there is no verb {verb}"
+    return found
+
+
+@pytest.mark.parametrize("line", typed("simtune"))
+def test_a_command_of_the_readme_is_understood(line: str) -> None:
+    """Parsed in full, not run: every option exists and takes what it is given."""
+    verb, *args = shlex.split(line)[1:]
+    context = command(verb).make_context(verb, args)
+    assert context.params
+
+
+@pytest.mark.parametrize("line", mentioned())
+def test_a_command_in_passing_exists(line: str) -> None:
+    verb, *args = shlex.split(line)[1:]
+    options = {option for parameter in command(verb).params for option in parameter.opts}
+    assert {arg for arg in args if arg.startswith("--")} <= options
+
+
+def test_the_readme_shows_every_verb_it_should() -> None:
+    shown = {shlex.split(line)[1] for line in (*typed("simtune"), *mentioned())}
+    assert shown <= set(VERBS)
+    assert {"optimize", "simulate", "fit", "list", "show", "check", "schema"} <= shown
+
+
+def test_the_make_targets_of_the_readme_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {line.split()[1] for line in typed("make")} | set(re.findall(r"`make ([a-z]+)`", README))
+    assert {"demo", "test"} <= named <= targets
+
+
+def test_the_links_of_the_readme_lead_somewhere() -> None:
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", README) if "://" not in link]
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_the_python_of_the_readme_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As written, with fewer requests and one process."""
+    simulate, optimize = simtune.simulate, simtune.optimize
+    monkeypatch.setattr(simtune, "simulate", lambda *a, **n: simulate(*a, **n, requests=200), raising=False)
+    monkeypatch.setattr(
+        simtune, "optimize", lambda *a, **n: optimize(*a, **n, jobs=1, settings=["search.requests=200"]), raising=False
+    )
+    monkeypatch.chdir(ROOT)
+    (source,) = blocks("python")
+    names: dict[str, Any] = {}
+    exec(compile(source, "README.md", "exec"), names)
+    assert len(names["result"].ttft_s) == 200
+    assert names["tuned"].value > 0

@@ -1,0 +1,135 @@
+"""Imports go one way, from floor to floor; clocks, chance and argv stay where they belong; --help loads little."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+GROUND = {"errors", "parallel", "specs"}
+LAW: dict[str, set[str]] = {
+    "errors": set(),
+    "parallel": set(),
+    "engine": set(),
+    "specs": {"errors"},
+    "costs": {"errors", "specs"},
+    "emit": {"errors", "specs"},
+    "sim": GROUND | {"engine", "costs"},
+    "report": GROUND | {"engine", "costs", "sim"},
+    "tuner": GROUND | {"engine", "costs", "sim"},
+    "rundir": GROUND | {"engine", "costs", "sim", "emit", "report", "tuner"},
+    "api": GROUND | {"engine", "costs", "sim", "tuner"},
+    "cli": GROUND | {"engine", "costs", "sim", "emit", "report", "tuner", "rundir", "api"},
+}
+"""What each floor may import besides itself. The package's own `__version__` is open to all."""
+
+CLOCKS = {"time", "datetime", "sched", "timeit"}
+CLOCK_READERS = {"simtune.rundir"}  # writes the time of day into manifest.json
+NUMPY_GENERATORS = {"default_rng", "Generator", "Philox", "PCG64", "SeedSequence"}
+
+
+def modules() -> dict[str, ast.Module]:
+    """Every module of the package by name, parsed."""
+    files = [*(ROOT / "simtune").rglob("*.py"), *(ROOT / "tuner").rglob("*.py")]
+    found = {}
+    for file in files:
+        path = file.relative_to(ROOT)
+        parts = path.with_suffix("").parts
+        name = ".".join(parts if parts[0] == "simtune" else ("simtune", *parts)).removesuffix(".__init__")
+        found[name] = ast.parse(file.read_text(encoding="utf-8"), str(path))
+    return found
+
+
+MODULES = modules()
+
+
+def imports(module: ast.Module) -> Iterator[str]:
+    """Full names of all that is imported, at the top or inside functions: `from a.b import c` is a.b.c."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def floor(name: str) -> str:
+    """`simtune.costs.tables` stands on the floor `costs`."""
+    return name.split(".")[1]
+
+
+def test_every_floor_is_under_the_law() -> None:
+    floors = {floor(name) for name in MODULES if "." in name} - {"__main__"}
+    assert floors == set(LAW)
+
+
+@pytest.mark.parametrize("name", sorted(name for name in MODULES if "." in name and name != "simtune.__main__"))
+def test_imports_go_one_way(name: str) -> None:
+    allowed = LAW[floor(name)] | {floor(name), "__version__"}
+    own = [found for found in imports(MODULES[name]) if found.split(".")[0] == "simtune"]
+    assert [found for found in own if floor(found) not in allowed] == []
+    assert not [found for found in imports(MODULES[name]) if found.split(".")[0] in ("tuner", "tests")]
+
+
+def test_only_the_manifest_knows_a_clock() -> None:
+    readers = {name for name, module in MODULES.items() if {i.split(".")[0] for i in imports(module)} & CLOCKS}
+    assert readers == CLOCK_READERS
+
+
+def test_chance_comes_from_seeded_generators_only() -> None:
+    for name, module in MODULES.items():
+        heads = {found.split(".")[0] for found in imports(module)}
+        assert not heads & {"random", "secrets", "uuid"}, name
+        assert not [
+            i for i in imports(module) if i.startswith("numpy.random") and i.split(".")[-1] not in NUMPY_GENERATORS
+        ]
+        for node in ast.walk(module):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("np.random", "numpy.random"):
+                assert node.attr in NUMPY_GENERATORS, f"{name}: np.random.{node.attr} is the global generator"
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("default_rng", "SeedSequence")):
+                assert node.args or node.keywords, f"{name}: a generator without a seed"
+
+
+def test_torch_and_other_heavy_company_stay_out() -> None:
+    for name, module in MODULES.items():
+        heads = {found.split(".")[0] for found in imports(module)}
+        assert not heads & {"torch", "transformers", "pandas", "sklearn", "pickle"}, name
+
+
+def test_the_library_never_reads_argv() -> None:
+    readers = {
+        floor(name)
+        for name, module in MODULES.items()
+        for node in ast.walk(module)
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.argv"
+    }
+    assert readers <= {"cli"}
+
+
+@pytest.mark.parametrize(
+    "asked", ["--help", "--version", "optimise", "list --help", "optimize --help", "simulate --help"]
+)
+def test_help_loads_nothing_heavy(asked: str) -> None:
+    """Start-up time is a matter of what is imported, and that can be told without a watch."""
+    script = (
+        "import sys\nfrom simtune.cli import main\n"
+        f"try:\n    main({asked.split()!r})\nexcept SystemExit:\n    pass\n"
+        "print('LOADED', *sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    loaded = set(done.stdout.rpartition("LOADED ")[2].split())
+    assert "click" in loaded
+    assert not loaded & {"numpy", "pydantic", "yaml", "rich", "scipy", "plotly", "jinja2", "multiprocessing"}

@@ -1,0 +1,118 @@
+"""What is installed is what stands in the tree: nothing missing, nothing more, no name beside simtune."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "simtune"
+LINKS = ("hwprofiles", "models", "tuner", "workloads")
+KEPT = {".py", ".yaml", ".json", ".csv", ".npz", ".j2", ".typed"}
+NOT_SOURCE = (".*", "__pycache__", "build", "dist", "runs", "tests", "benchmarks", "*.egg-info")
+
+
+def tree(package: Path) -> dict[str, bytes]:
+    """Every file of the package by its path in site-packages, through the links."""
+    found = {}
+    folders = [package, *(package / link for link in LINKS)]  # Path.rglob may or may not follow links
+    for folder in folders:
+        for path in folder.rglob("*"):
+            name = str(Path("simtune", path.relative_to(package)))
+            if path.is_file() and "__pycache__" not in path.parts and not path.name.startswith("."):
+                found[name] = path.read_bytes()
+    return found
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Wheel and sdist, each built from a copy of the tree, so that nothing of earlier builds gets in."""
+    folder = tmp_path_factory.mktemp("build")
+    shutil.copytree(ROOT, folder / "source", symlinks=True, ignore=shutil.ignore_patterns(*NOT_SOURCE))
+    setuptools = int(metadata.version("setuptools").split(".")[0])
+    how = ["--no-isolation"] if setuptools >= 77 else []  # isolated: fetched for the build alone
+    done = subprocess.run(
+        [sys.executable, "-m", "build", *how, "--sdist", "--wheel", "--outdir", folder / "dist", folder / "source"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "dist"
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> dict[str, bytes]:
+    (path,) = built.glob("*.whl")
+    with zipfile.ZipFile(path) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def test_the_links_are_relative_and_resolve() -> None:
+    for name in LINKS:
+        link = PACKAGE / name
+        assert link.is_symlink()
+        assert link.readlink() == Path("..", name)
+        assert link.resolve() == ROOT / name
+        assert link.is_dir()
+    assert {path.name for path in PACKAGE.iterdir() if path.is_symlink()} == set(LINKS)
+
+
+def test_the_tree_holds_only_kinds_of_files_that_are_shipped() -> None:
+    assert {Path(name).suffix for name in tree(PACKAGE)} <= KEPT
+
+
+def test_the_wheel_is_the_tree(wheel: dict[str, bytes]) -> None:
+    installed = {name: content for name, content in wheel.items() if not name.split("/")[0].endswith(".dist-info")}
+    expected = tree(PACKAGE)
+    assert sorted(installed) == sorted(expected)
+    assert [name for name in expected if installed[name] != expected[name]] == []
+    # The comparison above would also pass on two empty sets.
+    assert {"simtune/py.typed", "simtune/cli/optimize.py", "simtune/tuner/search.py", "simtune/workloads/chat.yaml",
+            "simtune/hwprofiles/h100-sxm/profile.yaml", "simtune/report/report.html.j2"} <= set(installed)  # fmt: skip
+
+
+def test_the_wheel_brings_no_other_top_level_name(wheel: dict[str, bytes]) -> None:
+    version = next(name.split("-")[1].removesuffix(".dist") for name in wheel if ".dist-info/" in name)
+    assert {name.split("/")[0] for name in wheel} == {"simtune", f"simtune-{version}.dist-info"}
+    assert wheel[f"simtune-{version}.dist-info/top_level.txt"] == b"simtune\n"
+    assert b"simtune = simtune.cli:main" in wheel[f"simtune-{version}.dist-info/entry_points.txt"]
+    assert wheel[f"simtune-{version}.dist-info/licenses/LICENSE"] == (ROOT / "LICENSE").read_bytes()
+
+
+def test_the_sdist_holds_what_the_wheel_is_made_of(built: Path) -> None:
+    (path,) = built.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        members = archive.getmembers()
+        assert all(member.isfile() or member.isdir() for member in members), "links would dangle"
+        names = {member.name.split("/", 1)[1] for member in members if member.isfile()}
+        root = members[0].name.split("/")[0]
+        for name, content in tree(PACKAGE).items():
+            assert name in names
+            packed = archive.extractfile(f"{root}/{name}")
+            assert packed is not None
+            assert packed.read() == content, name
+    assert {"pyproject.toml", "README.md", "LICENSE"} <= names
+
+
+def test_an_installed_wheel_works_away_from_the_tree(built: Path, tmp_path: Path) -> None:
+    (path,) = built.glob("*.whl")
+    with zipfile.ZipFile(path) as archive:
+        archive.extractall(tmp_path / "site")
+    script = (
+        "import sys; sys.path.insert(0, 'site'); import simtune.tuner; from importlib.resources import files\n"
+        "print(simtune.tuner.__file__); print(simtune.load('chat').name, simtune.load('h100-sxm').name)\n"
+        "print((files('simtune.report') / 'report.html.j2').is_file())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [str(tmp_path / "site/simtune/tuner/__init__.py"), "chat h100-sxm", "True"]
