@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import sys
 from typing import Any
 
@@ -66,6 +67,8 @@ def cli() -> None:
 
 def main(args: list[str] | None = None) -> Any:
     """Entry point of the `simtune` command."""
+    # Before numpy is loaded, here and in worker processes: threads of small matrix products only wait for one another.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         code = cli.main(args, standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)

@@ -25,9 +25,14 @@ BASE_POINTS = 2000
 """Rows the base is fitted on; more of them change its parameters by less than a per cent."""
 
 CALIBRATION_POINTS = 1000
+"""Rows that calibrate the interval where a table has more than a residual keeps."""
+
 _FOLDS = 5
+"""Of smaller tables each fifth is predicted from the others, base refitted and all: the closed-form leave-one-out
+scores, which keep base and lengths, cover 87-91 % on the A100 tables at 120 and 200 points where these cover 90-92."""
+
 _SMALLEST_SD = 1e-4
-_FEWEST = 15  # points for which a residual or a curve per group is worth having, and rows a split must test
+_FEWEST = 15  # points for which a residual is worth having, and rows a split must train on and test
 _SCALE = 0.1  # deviations of 10 % and more count linearly
 _SHEET_SHARE = 0.7  # kernels reach about 70 % of the data sheet
 _PRIOR_SD = np.array([0.7, 0.7, 0.5, 1.5, 1.0])  # of log flops_per_s, bytes_per_s, overhead_s, block_s, overlap_p - 1
@@ -129,7 +134,7 @@ def hold_out(
     seed: int = 0,
 ) -> HoldOut | None:
     """Errors of a fit on `train_points` random rows (at most half of them for a random split) of those a split
-    leaves to it, on up to 3,000 others; None if it leaves or tests fewer than a dozen.
+    leaves to it, on up to 3,000 others; None if it leaves or tests fewer than 15.
     """
     train, test = split_rows(table, split, train_points, seed)
     if min(len(train), len(test)) < _FEWEST:

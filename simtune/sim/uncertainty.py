@@ -24,6 +24,8 @@ from simtune.parallel import executor, ordered_map
 from simtune.sim.deployment import Deployment, deploy
 from simtune.sim.requests import RequestStream
 from simtune.specs.hardware import Hardware
+from simtune.specs.model import Model
+from simtune.specs.plan import Plan
 from simtune.specs.workload import Slo
 
 LEVEL = 0.9
@@ -75,7 +77,11 @@ def uncertainty(
     jobs: int | None = None,
 ) -> Uncertainty:
     """Simulate the same requests in `count` redrawn worlds; `jobs` processes, the answer does not depend on it."""
-    tasks = [_World(deployment, stream, slo or Slo(), factors) for factors in worlds(deployment.hardware, count, seed)]
+    d = deployment
+    tasks = [
+        _World(d.plan, d.model, d.hardware, stream, slo or Slo(), factors)
+        for factors in worlds(deployment.hardware, count, seed)
+    ]
     with executor(jobs, count) as pool:
         found = list(ordered_map(pool, _World.run, tasks))
     summaries = [summary for summary, _ in found]
@@ -90,14 +96,16 @@ def uncertainty(
 
 @dataclass(frozen=True)
 class _World:
-    deployment: Deployment
+    plan: Plan
+    model: Model
+    hardware: Hardware
     stream: RequestStream
     slo: Slo
     factors: Mapping[str, float]
 
     def run(self) -> tuple[dict[str, Any], bool]:
-        d = self.deployment
-        result = deploy(d.plan, d.model, d.hardware, factors=self.factors).simulate(self.stream, self.slo)
+        deployment = deploy(self.plan, self.model, self.hardware, factors=self.factors)
+        result = deployment.simulate(self.stream, self.slo)
         summary = result.summary()
         del summary["quantiles"]
         return summary, result.meets_slo
