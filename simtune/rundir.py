@@ -260,12 +260,13 @@ def _breakdown(deployment: Deployment, result: Result) -> list[dict[str, Any]]:
     stream = result.stream
     context = round(float((stream.prompt_tokens + stream.output_tokens / 2).mean()))
     room = min(pool.batching.max_num_batched_tokens - decodes, int(stream.prompt_tokens.max()))
-    steps = [(f"decode: {decodes:,} sequences at {context:,} tokens", Batch(decodes, decodes * context, ()))]
+    steps = [(f"decode: {decodes:,} sequences at {context:,} tokens", Batch(decodes, decodes * context, (), decodes))]
     if room > 0:
         label = f"mixed: the same and {room:,} prompt tokens"
         steps.append((label, Batch(decodes, decodes * context, ((0, room),), decodes)))
     provenance: dict[str, str] = {o.kind: o.provenance.kind for o in deployment.hardware.operators.values()}
-    provenance |= {"send": "data-sheet", "head": provenance.get("gemm", "assumed"), "sampling": "assumed"}
+    provenance |= {"head": provenance.get("gemm", "assumed")}
+    provenance |= {key.split(".")[0]: "data-sheet" for key in deployment.estimated}
     return [
         {
             "step": label,

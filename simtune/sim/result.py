@@ -116,10 +116,11 @@ class Result:
 
         The second half is cut into ten batches and a line laid through their mean queue lengths; the system counts as
         saturated when that line rises by more than 2 % of the arrivals and by more than three of its standard errors.
-        A closed loop cannot saturate: its users wait. Of a run that was stopped early it is not known.
+        A closed loop cannot saturate: its users wait; nor can requests that all come at once: they have no rate. Of a
+        run that was stopped early it is not known.
         """
         waiting = self.outcome.waiting_at_arrival[len(self.arrival_s) // 2 :]
-        if self.stream.arrival_s is None or len(waiting) < 20 or self.outcome.aborted:
+        if self.stream.offered_rate_rps is None or len(waiting) < 20 or self.outcome.aborted:
             return False
         size = len(waiting) // 10
         y = waiting[: 10 * size].reshape(10, size).mean(axis=1)

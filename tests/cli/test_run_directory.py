@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
+import simtune.api  # noqa: F401 (loaded before anything of it is replaced: it keeps what it finds on loading)
 from simtune.specs.plan import Plan
 from simtune.tuner import search
 

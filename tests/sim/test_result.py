@@ -94,26 +94,15 @@ def replace_slo(result: Result, slo: Slo) -> Result:
 @hypothesis_settings(max_examples=150, deadline=None)
 def test_giving_up_early_never_changes_the_verdict(world: Setting, metric: str, statistic: str, limit: float) -> None:
     slo = Slo(**{metric: {statistic: limit}})
-    lanes = lambda: [  # noqa: E731
-        Lane(
-            VllmFcfs(
-                num_blocks=world.blocks,
-                block_size=world.block_size,
-                max_num_seqs=world.seqs,
-                max_num_batched_tokens=world.budget,
-                max_model_len=world.blocks * world.block_size,
-            ),
-            world.costs,
-        )
-        for _ in range(world.lanes)
-    ]
-    whole = Result(world.stream, World(lanes(), world.stream).run(), 1, slo)
-    early = Result(world.stream, World(lanes(), world.stream, stop_when=MissBudget(world.stream, slo)).run(), 1, slo)
+    whole = Result(world.stream, World(world.make_lanes(), world.stream).run(), 1, slo)
+    early = Result(
+        world.stream, World(world.make_lanes(), world.stream, stop_when=MissBudget(world.stream, slo)).run(), 1, slo
+    )
     if whole.refused:
         return
     missed = any(not line.met for line in whole.limits if line.value_s is not None)
     if early.outcome.aborted:
-        assert missed
+        assert missed or whole.saturated
     else:
         assert early.outcome.finish.tolist() == whole.outcome.finish.tolist()
     # It is given up exactly when the order statistic at or below the percentile's place is late.

@@ -47,8 +47,8 @@ class Setting:
     costs: StepCosts
     stream: RequestStream
 
-    def run(self, *, single_steps: bool = False, record: bool = False) -> Outcome:
-        lanes = [
+    def make_lanes(self) -> list[Lane]:
+        return [
             Lane(
                 VllmFcfs(
                     num_blocks=self.blocks,
@@ -61,7 +61,9 @@ class Setting:
             )
             for _ in range(self.lanes)
         ]
-        return World(lanes, self.stream, single_steps=single_steps, record=record).run()
+
+    def run(self, *, single_steps: bool = False, record: bool = False) -> Outcome:
+        return World(self.make_lanes(), self.stream, single_steps=single_steps, record=record).run()
 
     def run_plainly(self) -> dict[str, list[int]]:
         """Open loop only: every lane on its own, one engine step after the other."""
