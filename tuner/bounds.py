@@ -1,7 +1,7 @@
 """How much a plan could serve at the very best: a necessary condition, safe to prune with.
 
-Capacity (notes: theory 3.3; its terms are those of Li, Dai and Peng, arXiv 2504.07347, for tokens and of Nie, Si and
-Zhou, arXiv 2605.04595, for memory). A request of P prompt and O output tokens keeps its lane busy, averaged over the
+Capacity (its terms are those of Li, Dai and Peng, arXiv 2504.07347, for tokens, and of Nie, Si and Zhou, arXiv
+2605.04595, for memory). A request of P prompt and O output tokens keeps its lane busy, averaged over the
 load and whatever the schedule, for at least
 
     w = c0 * I + c1 * E[P + n] + c2 * E[g] + E[prefill attention of P] + E[O] * head

@@ -5,7 +5,7 @@
 The tables are the published H100 ones as they are, outliers included; splits and seeds are fixed here. The
 forms were chosen on A100 and H200 tables; nothing was chosen by these rows. Errors are |predicted / measured -
 1| in per cent, median / p90, averaged over seeds; coverage is of 90 % intervals. The targets for attention and
-mixtures of experts are those of the study's part of the tables: no sliding window and heads of 64 or 128, and
+mixtures of experts are those of a part of the tables: no sliding window and heads of 64 or 128, and
 one node of eight GPUs. The same split of the whole table follows each.
 """
 

@@ -5,7 +5,7 @@
 
 The first prints the errors and holds `hwprofiles/transfer.yaml` against them; the second writes that file. Each shipped
 fit is moved to the data sheet of another device and predicts up to 3,000 random rows of that device's tables. The pairs
-within one architecture and to devices without tables here are those of the cost-model study, whose predictor is the
+within one architecture and to devices without tables here are those of an earlier study, whose predictor is the
 same; it checked matrix products only.
 """
 
@@ -42,7 +42,10 @@ CHECKED = (
     ("a100-sxm-80g", "rtx-4090"),
 )
 
-STUDY = "the cost-model study, GEMM bf16, residual of the source on the roofline of the target"
+STUDY = (
+    "an earlier study on AIConfigurator's tables of both devices: GEMM bf16, residual of the source on the roofline of "
+    "the target"
+)
 STUDIED = (
     ("h100-sxm", "h200-sxm", "sm_90", "sm_90", 4.8e12, 0.050, 0.13),
     ("h200-sxm", "h100-sxm", "sm_90", "sm_90", 3.35e12, 0.058, 0.15),

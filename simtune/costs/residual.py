@@ -4,8 +4,8 @@
 
 with r^2 the sum of ((x - x') / length)^2 over the standardised features of the operator kind (`features`), one
 length each. Far from the points the correction is zero and the base rules. Signal, noise and lengths maximise
-the marginal likelihood times weak priors. One form for every operator; the choice and its rivals are in the
-cost-model study (200 points of GEMM, prefill, decode and MoE tables of H200, A100 and L40S).
+the marginal likelihood times weak priors. One form for every operator; benchmarks/costs/test_accuracy.py sets
+it beside its rivals.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ when it joined plus the steps since. The batch keeps three aggregates that answe
   steps need one block per member;
 * a heap of the steps at which members will be complete.
 
-Joining, leaving and finishing cost O(log members). After `notes: exact fast-forward`: with fixed membership any number
-of steps can be taken at once, exactly.
+Joining, leaving and finishing cost O(log members). With fixed membership any number of steps can be
+taken at once, exactly.
 """
 
 from __future__ import annotations

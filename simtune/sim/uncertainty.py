@@ -1,9 +1,8 @@
 """How far off a simulated number may be, given how far off the step times may be.
 
 A time model errs in the same direction for all layers, steps and plans that use it, so its error is drawn once per
-operator kind and simulated world, never per call: independent errors would average out and fake certainty (notes:
-theory section 6, costmodel section 3). World i of a seed has the same errors for every plan, so that plans can be
-compared world by world.
+operator kind and simulated world, never per call: independent errors would average out and fake certainty. World
+i of a seed has the same errors for every plan, so that plans can be compared world by world.
 
 What this covers is the error of operator times as seen on points held back from their fits. It does not cover what the
 model leaves out: another engine release, noise of the machine, or a load that is not the one asked about.

@@ -3,8 +3,8 @@
 Each operator kind turns shapes into three numbers, the terms of the fitted time
 (`simtune.specs.hardware.BaseFit`): flops, bytes moved to and from memory (or over the link), and `blocks`,
 the serial units whose fixed cost a roofline does not see. All in SI units, on numpy arrays of equal length.
-The formulas are those of section 3 of the cost-model study on H200, A100 and H100 tables; a new kind is a
-class in the file of its family and a line in `OPERATORS`.
+The forms were found on tables of AIConfigurator for H200, A100 and H100; a new kind is a class in the file of
+its family and a line in `OPERATORS`.
 """
 
 from __future__ import annotations
