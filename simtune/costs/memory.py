@@ -47,10 +47,6 @@ class Memory:
     num_blocks: int
     """Blocks requests can use: one less than the engine logs, since vLLM keeps one for itself."""
 
-    @property
-    def kv_tokens(self) -> int:
-        return self.num_blocks * self.block_size
-
 
 def stage_layers(model: Model, pp: int) -> list[list[LayerGroup]]:
     """The layers of each pipeline stage in order, as evenly as they go, the longer stages first."""

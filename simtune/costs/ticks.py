@@ -11,7 +11,3 @@ TICKS_PER_SECOND = 1 << 40
 def to_ticks(seconds: float) -> int:
     """The nearest whole number of ticks."""
     return round(seconds * TICKS_PER_SECOND)
-
-
-def to_seconds(ticks: int) -> float:
-    return ticks / TICKS_PER_SECOND
