@@ -7,20 +7,61 @@ far and the free KV blocks; it never reads `Request.output_tokens`.
 
 from simtune.engine.batch import DecodeBatch
 from simtune.engine.kv import KvBlocks
+from simtune.engine.policies import (
+    DualQueue,
+    EarliestDeadlineFirst,
+    Orca,
+    PriorityLayers,
+    Sarathi,
+    ShortestPredictedFirst,
+    SkipJoinMlfq,
+    StaticBatching,
+)
+from simtune.engine.prefix import PrefixCache, hit_rate
 from simtune.engine.request import Request
 from simtune.engine.scheduler import Chunk, Progress, Scheduler, Step
-from simtune.engine.vllm import VllmFcfs
+from simtune.engine.speculation import Speculation, SpeculativeBatch
+from simtune.engine.transformers import TransformersFifo, TransformersPrefillFirst
+from simtune.engine.vllm import VllmFcfs, VllmPriority
 
-POLICIES: dict[str, type[Scheduler]] = {"vllm-fcfs": VllmFcfs}
+POLICIES: dict[str, type[Scheduler]] = {
+    "vllm-fcfs": VllmFcfs,
+    "vllm-priority": VllmPriority,
+    "transformers-fifo": TransformersFifo,
+    "transformers-prefill-first": TransformersPrefillFirst,
+    "static": StaticBatching,
+    "orca": Orca,
+    "sarathi": Sarathi,
+    "shortest-predicted-first": ShortestPredictedFirst,
+    "earliest-deadline-first": EarliestDeadlineFirst,
+    "dual-queue": DualQueue,
+    "skip-join-mlfq": SkipJoinMlfq,
+    "priority-layers": PriorityLayers,
+}
 
 __all__ = [
     "POLICIES",
     "Chunk",
     "DecodeBatch",
+    "DualQueue",
+    "EarliestDeadlineFirst",
     "KvBlocks",
+    "Orca",
+    "PrefixCache",
+    "PriorityLayers",
     "Progress",
     "Request",
+    "Sarathi",
     "Scheduler",
+    "ShortestPredictedFirst",
+    "SkipJoinMlfq",
+    "Speculation",
+    "SpeculativeBatch",
+    "StaticBatching",
     "Step",
+    "TransformersFifo",
+    "TransformersPrefillFirst",
     "VllmFcfs",
+    "VllmPriority",
+    "hit_rate",
 ]

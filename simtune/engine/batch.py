@@ -28,6 +28,7 @@ class DecodeBatch:
         "_block_size",
         "_completions",
         "_joins",
+        "_longest",
         "_members",
         "_residues",
         "context_tokens",
@@ -40,6 +41,7 @@ class DecodeBatch:
         self._residues = [0] * block_size
         self._members: list[tuple[int, Request]] = []  # (join number, request); left members are swept lazily
         self._completions: list[tuple[int, int, Request]] = []  # heap of (step, join number, request)
+        self._longest: tuple[int, int, Request] | None = None  # (computed tokens at step 0, join number, request)
         self._joins = 0
         self.steps = 0
         self.count = 0
@@ -50,6 +52,19 @@ class DecodeBatch:
         """Members in order of joining. For executors and tests: costs O(members)."""
         return (request for joins, request in self._members if self._present(joins, request))
 
+    @property
+    def tokens(self) -> int:
+        """Tokens the next step computes."""
+        return self.count
+
+    def width_of(self, member: Request) -> int:
+        """Tokens the next step computes for a member."""
+        return 1
+
+    def blocks_of(self, member: Request) -> int:
+        """New blocks the next step needs for a member."""
+        return int((member.computed + self.steps - member.joined) % self._block_size == 0)
+
     def join(self, request: Request) -> None:
         self._joins += 1
         request.joined = self.steps
@@ -58,6 +73,8 @@ class DecodeBatch:
         self.context_tokens += request.computed
         self._residues[(request.computed - self.steps) % self._block_size] += 1
         self._members.append((self._joins, request))
+        if self._longest is not None and request.computed - self.steps > self._longest[0]:
+            self._longest = (request.computed - self.steps, self._joins, request)
         done = self.steps + request.output_tokens - request.emitted
         heapq.heappush(self._completions, (done, self._joins, request))
 
@@ -79,8 +96,18 @@ class DecodeBatch:
         if self.count * 2 + 16 < len(self._members):
             self._members = [m for m in self._members if self._present(*m)]
 
+    @property
+    def longest(self) -> int:
+        """Computed tokens of the member that has most; looked for again only when the one that had it has left."""
+        if self._longest is None or not self._present(*self._longest[1:]):
+            present = ((joins, request) for joins, request in self._members if self._present(joins, request))
+            self._longest = max((request.computed - request.joined, joins, request) for joins, request in present)
+        return self._longest[0] + self.steps
+
     def blocks_for(self, steps: int) -> int:
         """New blocks the next `steps` steps need."""
+        if steps == 1:
+            return self._residues[-self.steps % self._block_size]
         cycles, rest = divmod(steps, self._block_size)
         size, residues, now = self._block_size, self._residues, self.steps
         return cycles * self.count + sum(residues[-(now + k) % size] for k in range(rest))

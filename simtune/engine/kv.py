@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from simtune.engine.request import Request
+
 
 class KvBlocks:
     """A pool of `total` equal blocks of `block_size` tokens. Blocks are counted, not named."""
@@ -17,6 +19,10 @@ class KvBlocks:
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
+    def held_by(self, request: Request) -> int:
+        """Blocks of a request that does not decode just now (the batch knows those of its members)."""
+        return self.blocks_for(max(request.computed, request.slots))
+
     def take(self, blocks: int) -> None:
         assert blocks <= self.free, f"{blocks} blocks taken, {self.free} free"
         self.free -= blocks
@@ -24,3 +30,12 @@ class KvBlocks:
     def give(self, blocks: int) -> None:
         self.free += blocks
         assert self.free <= self.total, f"{self.free} blocks free of {self.total}"
+
+    def release(self, request: Request, again: bool = False) -> None:
+        """Give back all that a request holds, which is not a member of the batch (any more), perhaps to come again."""
+        self.give(self.held_by(request))
+        request.slots = 0
+
+    def clear(self) -> None:
+        """All blocks are free, and what they contained is lost."""
+        self.free = self.total

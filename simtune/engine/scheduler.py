@@ -1,28 +1,35 @@
 """What a scheduling policy offers to whoever drives it, be it simulated or real.
 
     scheduler.add(request)            when it arrives
-    step = scheduler.schedule()       what to run next; None when there is nothing to do
+    step = scheduler.schedule()       what to run next; None when nothing can run
     scheduler.complete(n)             it has run, n times over: who got a first token, who is finished
 
 A step says how often it may be `repeat`ed before the policy could decide otherwise: while nobody finishes, nobody can
 be admitted and the KV blocks suffice, the next steps are this one with every context one token longer. A real executor
 runs it once and asks again; the simulator takes all repetitions in one jump. There is one scheduler for both.
+
+An instance that only decodes gets requests whose keys and values are computed elsewhere: `expect` reserves a seat and
+blocks, `receive` says that they have come. On the other side, a request with `hold` keeps its blocks when it is
+finished, until `release`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, TypedDict
 
 from simtune.engine.batch import DecodeBatch
 from simtune.engine.kv import KvBlocks
 from simtune.engine.request import Request
+from simtune.engine.speculation import SpeculativeBatch
 
 
 @dataclass(slots=True, frozen=True)
 class Chunk:
-    """Prompt tokens of one request to compute in this step, after the `past` ones already in the cache."""
+    """Tokens of one request to compute in this step, after the `past` ones already in the cache."""
 
     request: Request
     past: int
@@ -39,12 +46,32 @@ class Step:
     """One engine iteration."""
 
     num_decodes: int
+    """Requests that decode; each computes one token, plus its drafts where there are any."""
     context_tokens: int
-    """KV tokens the decodes read, their own new ones included: sum of (computed + 1)."""
+    """KV tokens the decodes read, their own new ones included: sum of (computed + tokens of this step)."""
     chunks: list[Chunk]
     preempted: list[Request]
+    """Requests that lost their blocks and wait again, in the order in which they were chosen."""
     repeat: int = 1
     """How often this step may be run before `schedule` could answer differently; 1 unless it only decodes."""
+    admitted: Sequence[Request] = ()
+    """Requests that come out of the waiting queue in this step, each with a chunk of its own."""
+    draft_tokens: int = 0
+    """Drafts verified in this step, of all decodes together."""
+    swapped_out_blocks: int = 0
+    """KV blocks that the preempted take to host memory before this step."""
+    swapped_in_blocks: int = 0
+    """KV blocks that the admitted bring back from there."""
+    longest_context: int = 0
+    """Of the KV tokens the decodes read, those of the one that reads most; 0 where the policy does not say."""
+    part: tuple[int, int] = (0, 1)
+    """(i, n): this is only the i-th, from 0, of n equal parts of the step's layers, and costs so much less. Nothing
+    comes out before the last."""
+
+    @property
+    def verify_tokens(self) -> int:
+        """Tokens the decodes compute: one each, and the drafts."""
+        return self.num_decodes + self.draft_tokens
 
 
 @dataclass(slots=True)
@@ -53,6 +80,30 @@ class Progress:
 
     first_token: list[Request] = field(default_factory=list)
     finished: list[Request] = field(default_factory=list)
+
+
+class Settings(TypedDict, total=False):
+    """The settings every policy has; see `Scheduler`."""
+
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    chunked_prefill: bool
+    watermark_blocks: int
+
+
+class WaitingQueue(Protocol):
+    """What a policy needs of its waiting requests. A deque is one."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Request]: ...
+    def __getitem__(self, index: int, /) -> Request: ...
+    def append(self, request: Request, /) -> None: ...
+    def appendleft(self, request: Request, /) -> None: ...
+    def popleft(self) -> Request: ...
+    def clear(self) -> None: ...
 
 
 class Scheduler(ABC):
@@ -67,8 +118,12 @@ class Scheduler(ABC):
         max_num_batched_tokens: int,
         max_model_len: int,
         chunked_prefill: bool = True,
+        watermark_blocks: int = 0,
     ) -> None:
-        """Raises ValueError for settings with which an admitted request could wait for ever."""
+        """`watermark_blocks` must stay free when a request is admitted beside others.
+
+        Raises ValueError for settings with which an admitted request could wait for ever.
+        """
         self.kv = KvBlocks(num_blocks, block_size)
         if self.kv.blocks_for(max_model_len) > num_blocks:
             raise ValueError(
@@ -88,8 +143,20 @@ class Scheduler(ABC):
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.chunked_prefill = chunked_prefill
-        self.waiting: deque[Request] = deque()
-        self.decoding = DecodeBatch(block_size)
+        self.watermark_blocks = watermark_blocks
+        self.waiting: WaitingQueue = deque()
+        self.decoding: DecodeBatch | SpeculativeBatch = self._new_batch()
+        self.prefilling: list[Request] = []
+        """Residents whose prompt (or recomputation) is under way, in order of admission."""
+        self._reserved: dict[Request, None] = {}  # expected, and received but not yet in the batch
+        self._received: list[Request] = []
+        self._held: dict[Request, None] = {}
+        self._under_way: Step | None = None
+
+    def _new_batch(self) -> DecodeBatch | SpeculativeBatch:
+        return DecodeBatch(self.kv.block_size)
+
+    # --- requests come and go ---------------------------------------------------------------------------------
 
     def add(self, request: Request) -> bool:
         """Queue a request; False when it is refused because it could outgrow max_model_len."""
@@ -98,18 +165,94 @@ class Scheduler(ABC):
         self.waiting.append(request)
         return True
 
+    def expect(self, request: Request) -> bool:
+        """Reserve a seat, and blocks for all known tokens, for a request whose KV cache is computed elsewhere.
+
+        False, and nothing is changed, when there is no room now. To be called between steps. The request cannot be
+        preempted until it is received; `release` gives it up.
+        """
+        assert self._under_way is None, "a step is under way"
+        needed = self.kv.blocks_for(request.known_tokens)
+        if self.num_running >= self.max_num_seqs or needed > self._room:
+            return False
+        self.kv.take(needed)
+        self._reserved[request] = None
+        return True
+
+    def receive(self, request: Request) -> None:
+        """The KV cache of an expected request has come, its first token was delivered: it decodes from the next step
+        on."""
+        assert request in self._reserved, "it was not expected"
+        assert request.emitted > 0, "its first token comes with its KV cache"
+        self._received.append(request)
+
+    def release(self, request: Request) -> None:
+        """Give back the blocks of a request that is finished and held, or that was expected and will not come."""
+        if request in self._reserved:
+            del self._reserved[request]
+            self.kv.give(self.kv.blocks_for(request.known_tokens))
+            if request in self._received:
+                self._received.remove(request)
+        else:
+            del self._held[request]
+            self.kv.release(request)
+
+    def withdraw(self) -> list[Request]:
+        """Take back all waiting requests, in order of the queue. The residents go on."""
+        requests = list(self.waiting)
+        self.waiting.clear()
+        for request in requests:
+            request.computed = request.shared = 0  # what was swapped out is lost
+        return requests
+
+    def abandon(self) -> list[Request]:
+        """The instance is lost, perhaps in the middle of a step; the scheduler is as new.
+
+        Returns every request whose KV cache is lost or was still to come, in this order: those that decode and those
+        in prefill, in order of admission; expected ones; finished ones that were held; waiting ones. Nothing of them
+        is computed, and what they emitted in completed steps was delivered.
+        """
+        lost = [*self._lose_residents(), *self._reserved, *self._held, *self.waiting]
+        self.kv.clear()
+        for queue in (self._reserved, self._received, self._held, self.waiting):
+            queue.clear()
+        self._under_way = None
+        for request in lost:
+            request.computed = request.slots = request.shared = 0
+            request.runs = None
+        return lost
+
+    # --- what is here -----------------------------------------------------------------------------------------
+
     @property
-    @abstractmethod
     def num_running(self) -> int:
-        """Requests that hold KV blocks: decoding ones and prompts under way."""
+        """Requests that hold a seat: decoding ones, prompts under way, and those that are expected."""
+        return self.decoding.count + len(self.prefilling) + len(self._reserved)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting)
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether seats or blocks will come free with the step under way, though nobody finishes in it."""
+        return False
 
     @property
     def has_work(self) -> bool:
         return bool(self.waiting) or self.num_running > 0
 
+    @property
+    def _room(self) -> int:
+        """Blocks that a newcomer may need."""
+        return self.kv.free - (self.watermark_blocks if self.num_running else 0)
+
+    # --- steps ------------------------------------------------------------------------------------------------
+
     @abstractmethod
     def schedule(self) -> Step | None:
-        """The next step, its blocks taken; None when no request is here. `complete` must follow."""
+        """The next step, its blocks taken; None when nothing can run: no request is here, or all of them wait for
+        others to `release` blocks or to be received. `complete` must follow."""
 
     @abstractmethod
     def complete(self, repetitions: int = 1) -> Progress:
@@ -118,3 +261,44 @@ class Scheduler(ABC):
     @abstractmethod
     def would_notice(self) -> bool:
         """Whether one more waiting request could change the schedule before the present step's repetitions are over."""
+
+    def composition(self) -> dict[Request, int]:
+        """Tokens of each request in the step given last, in the engine's order. Costs O(residents)."""
+        assert self._under_way is not None, "no step is under way"
+        tokens = {request: self.decoding.width_of(request) for request in self.decoding}
+        return tokens | {chunk.request: chunk.tokens for chunk in self._under_way.chunks}
+
+    def _begin(self) -> None:
+        """To be called first by `schedule`: requests received since then join the batch."""
+        assert self._under_way is None, "the step given last was not completed"
+        if self._received:
+            for request in self._received:
+                del self._reserved[request]
+                request.computed = request.known_tokens - 1
+                self.kv.give(self.kv.blocks_for(request.known_tokens) - self.kv.blocks_for(request.computed))
+                self._enter(request)
+            self._received.clear()
+
+    def _enter(self, request: Request) -> None:
+        """A request with its prompt computed elsewhere, and blocks for it, becomes a resident."""
+        self.decoding.join(request)
+
+    def _lose_residents(self) -> list[Request]:
+        """Take out all that decode or are in prefill, in order of admission; their blocks are cleared afterwards."""
+        lost = list(self.decoding)
+        for request in lost:
+            self.decoding.leave(request)
+        lost += self.prefilling
+        self.prefilling = []
+        return lost
+
+    def _finish(self, request: Request, progress: Progress) -> None:
+        """A request that has left batch and prefill is complete: its blocks are free, unless it is held."""
+        progress.finished.append(request)
+        self._let_go(request)
+
+    def _let_go(self, request: Request) -> None:
+        if request.hold:
+            self._held[request] = None
+        else:
+            self.kv.release(request)

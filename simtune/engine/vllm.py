@@ -1,132 +1,389 @@
-"""vLLM V1's first-come-first-served scheduler (release 0.32), with chunked prefill and recompute preemption.
+"""vLLM V1's schedulers (release 0.32): first come first served, and priorities.
 
 Resident requests come first, in order of admission, prompt or decode alike: each gets its next tokens while the token
-budget lasts. When a resident finds no free KV block, the newest resident loses all of its blocks and goes back to the
-head of the waiting queue, to be computed again; such a step admits nobody. Otherwise waiting requests are admitted in
-order while seats, budget and memory last: a request is admitted only if all its known tokens would fit the free blocks
-(`scheduler_reserve_full_isl`), but takes blocks only for the tokens computed now; the last one admitted may be cut.
+budget lasts. When a resident finds too few free KV blocks, residents are preempted until it does: the newest one, or
+with priorities the least urgent one, even if it has its tokens of this step already. If that is the one in need itself,
+those behind it go without in this step. The preempted wait again, first in the queue or where their priority puts them,
+and lose what they computed, unless it is swapped to host memory; such a step admits nobody.
 
-Because a cut prompt exhausts the budget, at most one prompt is under way between steps, and it is the newest resident.
+Otherwise waiting requests are admitted in order while seats, budget and memory last: a request is admitted only if all
+its known tokens would fit the free blocks (`scheduler_reserve_full_isl`) and leave the watermark, but takes blocks only
+for the tokens computed now; the last one admitted may be cut. Because a cut prompt exhausts the budget, at most one
+prompt is under way between steps, and it is the newest resident.
+
+With asynchronous scheduling a step is scheduled before the engine knows who finished in the one before: a finished
+request keeps its seat and its blocks for one step more. (It is not computed in vain, because here every answer ends by
+its length, which the engine knows; one that ends by a stop token would be.)
+
 Checked step by step against logs of the real engine: tests/engine/test_steplogs.py.
 """
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Iterator
+from operator import attrgetter
+from typing import ClassVar, Literal, Unpack
+
+from simtune.engine.batch import DecodeBatch
+from simtune.engine.prefix import PrefixCache
 from simtune.engine.request import Request
-from simtune.engine.scheduler import Chunk, Progress, Scheduler, Step
+from simtune.engine.scheduler import Chunk, Progress, Scheduler, Settings, Step
+from simtune.engine.speculation import Speculation, SpeculativeBatch
+
+
+class VllmSettings(Settings, total=False):
+    """The settings of vLLM's schedulers; see `VllmFcfs`."""
+
+    prefix_caching: bool
+    hash_block_tokens: int | None
+    async_scheduling: bool
+    preemption: Literal["recompute", "swap"]
+    speculation: Speculation | None
 
 
 class VllmFcfs(Scheduler):
-    """See the module's text for the rule."""
+    """First come, first served. See the module's text for the rule."""
 
-    _prefilling: Request | None = None
-    _step: Step | None = None
+    _newest_goes: ClassVar[bool] = True
+    """Whether the newest resident is the one to preempt."""
+
+    def __init__(
+        self,
+        *,
+        prefix_caching: bool = False,
+        hash_block_tokens: int | None = None,
+        async_scheduling: bool = False,
+        preemption: Literal["recompute", "swap"] = "recompute",
+        speculation: Speculation | None = None,
+        **settings: Unpack[Settings],
+    ) -> None:
+        """`hash_block_tokens` is the size of the blocks that requests name for prefix caching: block_size unless given.
+
+        Raises ValueError, also for features that do not go together.
+        """
+        self._speculation = speculation
+        super().__init__(**settings)
+        if prefix_caching and preemption == "swap":
+            raise ValueError("preemption by swap does not go with prefix caching")
+        if async_scheduling and speculation is not None:
+            raise ValueError("async_scheduling does not go with speculation")
+        self._extra_slots = speculation.extra_slots if speculation is not None else 0
+        self._lookahead = speculation.lookahead if speculation is not None else 0
+        if self.max_num_batched_tokens <= self._extra_slots:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must exceed the drafter's extra slots "
+                f"({self._extra_slots})"
+            )
+        self.preemption = preemption
+        self.async_scheduling = async_scheduling
+        self.prefix_cache: PrefixCache | None = None
+        if prefix_caching:
+            block_size = self.kv.block_size
+            self.kv = self.prefix_cache = PrefixCache(self.kv.total, block_size, hash_block_tokens or block_size)
+        self._ending: list[Request] = []  # finished in the latest step, the engine does not know yet
+        self._paused: list[Request] = []  # members of the batch that the step leaves out
+        self._preempted: list[Request] = []  # since the latest step
+        self._swapped_out = 0
+
+    def _new_batch(self) -> DecodeBatch | SpeculativeBatch:
+        if self._speculation is None:
+            return super()._new_batch()
+        return SpeculativeBatch(self.kv.block_size, self._speculation, self.max_model_len)
 
     @property
     def num_running(self) -> int:
-        return self.decoding.count + (self._prefilling is not None)
+        here = self.decoding.count + len(self.prefilling) + len(self._reserved)
+        return here + len(self._ending) + len(self._paused)
+
+    @property
+    def unsettled(self) -> bool:
+        return bool(self._ending)
 
     def would_notice(self) -> bool:
-        return not self.waiting and self.num_running < self.max_num_seqs
+        return not self.waiting and self.num_running - len(self._ending) < self.max_num_seqs
+
+    def release(self, request: Request) -> None:
+        if request in self._ending:
+            request.hold = False
+        else:
+            super().release(request)
 
     def schedule(self) -> Step | None:
-        assert self._step is None, "the step given last was not completed"
-        if not self.has_work:
-            return None
-        preempted = self._make_room()
-        batch, kv = self.decoding, self.kv
-        kv.take(batch.blocks_for(1))
-        budget = self.max_num_batched_tokens - batch.count
-        chunks: list[Chunk] = []
-        if self._prefilling is not None:
-            chunk = self._chunk(self._prefilling, budget)
-            if kv.blocks_for(chunk.past + chunk.tokens) - kv.blocks_for(chunk.past) > kv.free:
-                preempted.append(self._preempt())
-            else:
-                self._take(chunk)
-                chunks.append(chunk)
-                budget -= chunk.tokens
-        if not preempted:
-            budget = self._admit(chunks, budget)
-        step = Step(batch.count, batch.context_tokens + batch.count, chunks, preempted)
-        if not chunks and not preempted:
-            # The first repetition's blocks are taken already.
-            step.repeat = batch.steps_that_fit(kv.free + batch.blocks_for(1), batch.steps_to_completion())
-        self._step = step
-        return step
+        self._begin()
+        while True:
+            chunks, budget, short = self._go_on()
+            past = len(chunks)
+            if self.waiting and not short:
+                self._admit(chunks, budget)
+            if self.decoding.count or chunks:
+                return self._give(chunks, past, short)
+            if not short and not self._ending:
+                return None
+            self._rejoin()  # nothing runs: the engine comes straight back, and knows by then who has ended
+            self._part()
 
     def complete(self, repetitions: int = 1) -> Progress:
-        step, self._step = self._step, None
+        step, self._under_way = self._under_way, None
         assert step is not None
         assert 1 <= repetitions <= step.repeat
         progress = Progress()
-        batch, kv = self.decoding, self.kv
+        batch = self.decoding
+        if self._ending:
+            self._part()
         if repetitions > 1:
-            kv.take(batch.blocks_for(repetitions) - batch.blocks_for(1))
+            self.kv.take(batch.blocks_for(repetitions) - batch.blocks_for(1))
         for request in batch.advance(repetitions):
-            self._release(request)
-            progress.finished.append(request)
+            self._finish(request, progress)
         for chunk in step.chunks:
             request = chunk.request
             completes = chunk.completes
             request.computed += chunk.tokens
             if not completes:
-                self._prefilling = request
                 continue
-            if request is self._prefilling:
-                self._prefilling = None
+            self.prefilling.remove(request)
             request.emitted += 1
             if request.emitted == 1:
                 progress.first_token.append(request)
+            batch.join(request)
             if request.emitted == request.output_tokens:
-                self._release(request)
-                progress.finished.append(request)
-            else:
-                batch.join(request)
+                batch.leave(request)
+                self._finish(request, progress)
+        if self._paused:
+            self._rejoin()
+        if isinstance(batch, SpeculativeBatch):
+            batch.draft(step.num_decodes + len(step.chunks))
         return progress
 
-    def _make_room(self) -> list[Request]:
-        """Preempt the newest residents until every decode of the next step finds its block."""
-        preempted: list[Request] = []
-        while self.decoding.blocks_for(1) > self.kv.free:
-            preempted.append(self._preempt())
-        return preempted
+    def _give(self, chunks: list[Chunk], past: int, short: bool) -> Step:
+        """The step that consists of the batch and these chunks; those from number `past` on are of newcomers."""
+        batch, tokens = self.decoding, self.decoding.tokens
+        step = Step(batch.count, batch.context_tokens + tokens, chunks, self._preempted)
+        if batch.count:
+            step.longest_context = batch.longest + tokens // batch.count
+        if self._preempted:
+            self._preempted = []
+            step.swapped_out_blocks, self._swapped_out = self._swapped_out, 0
+        step.draft_tokens = tokens - batch.count
+        if chunks:
+            step.admitted = [chunk.request for chunk in chunks[past:]]
+            if self.preemption == "swap":
+                step.swapped_in_blocks = sum(self.kv.blocks_for(chunk.past) for chunk in chunks[past:])
+        elif not short and not (self._ending and self.waiting):
+            # The first repetition's blocks are taken already.
+            step.repeat = batch.steps_that_fit(self.kv.free + batch.blocks_for(1), batch.steps_to_completion())
+        self._under_way = step
+        return step
 
-    def _preempt(self) -> Request:
-        victim = self._prefilling
-        if victim is not None:
-            self._prefilling = None
-        else:
-            victim = self.decoding.newest()
+    def _go_on(self) -> tuple[list[Chunk], int, bool]:
+        """Give the residents their tokens: chunks, the token budget left, and whether blocks ran short."""
+        batch, kv, extra = self.decoding, self.kv, self._extra_slots
+        short = False
+        while True:
+            blocks = batch.blocks_for(1)
+            budget = self.max_num_batched_tokens - batch.tokens - extra * batch.count
+            more = tokens = 0
+            if self.prefilling and budget > extra:
+                (request,) = self.prefilling
+                tokens = min(request.known_tokens - request.computed, budget - extra)
+                more = self._more_blocks(request, tokens)
+            if budget >= 0 and blocks + more <= kv.free:
+                break
+            if self._ending or not self._newest_goes or isinstance(batch, SpeculativeBatch):
+                return self._go_on_one_by_one()
+            # The one in need is the newest itself, or comes before it: nobody's place matters.
+            self._preempt(self.prefilling[0] if self.prefilling else batch.newest())
+            short = True
+        kv.take(blocks)
+        if not tokens:
+            return [], budget, short
+        return [self._compute(request, tokens, more)], budget - tokens - extra, short
+
+    def _go_on_one_by_one(self) -> tuple[list[Chunk], int, bool]:
+        """The same where blocks or budget may run short: one resident after the other, in order of admission."""
+        batch, extra = self.decoding, self._extra_slots
+        running = sorted([*batch, *self._ending], key=attrgetter("joins")) + self.prefilling
+        taken: dict[Request, tuple[int, int]] = {}  # tokens and new blocks
+        budget = self.max_num_batched_tokens
+        chunks: list[Chunk] = []
+        short = False
+        i = 0
+        while i < len(running) and budget > extra:
+            request = running[i]
+            if request in self._ending:
+                i += 1
+                continue
+            decodes = request.joined >= 0
+            wanted = batch.width_of(request) if decodes else request.known_tokens - request.computed
+            tokens = min(wanted, budget - extra)
+            if decodes and tokens < wanted:
+                assert isinstance(batch, SpeculativeBatch)
+                batch.cut(request, tokens)
+            more = batch.blocks_of(request) if decodes else self._more_blocks(request, tokens)
+            while more > self.kv.free and request in running:
+                short = True
+                victim = self._victim(running)
+                i -= running.index(victim) < i
+                running.remove(victim)
+                spent, blocks = taken.pop(victim, (-extra, 0))
+                budget += spent + extra
+                self.kv.give(blocks)
+                self._preempt(victim)
+            if i == len(running) or running[i] is not request:
+                break
+            if decodes:
+                self.kv.take(more)
+            else:
+                chunks.append(self._compute(request, tokens, more))
+            taken[request] = tokens, more
+            budget -= tokens + extra
+            i += 1
+        for request in running[i:]:
+            if request.joined >= 0:
+                batch.leave(request)
+                self._paused.append(request)
+        return chunks, budget, short
+
+    def _victim(self, running: list[Request]) -> Request:
+        """Whom to preempt of the residents, in order of admission."""
+        return running[-1]
+
+    def _preempt(self, victim: Request) -> None:
+        if victim in self._ending:  # the engine only thinks that it will go on
+            self._ending.remove(victim)
+            self._let_go(victim)
+            return
+        if victim.joined >= 0:
             self.decoding.leave(victim)
-        self._release(victim)
+        else:
+            self.prefilling.remove(victim)
+        self._swapped_out += self.kv.held_by(victim)
+        self.kv.release(victim, again=True)
+        if self.preemption == "recompute":
+            victim.computed = 0
         victim.preemptions += 1
         self.waiting.appendleft(victim)
-        return victim
+        self._preempted.append(victim)
 
-    def _admit(self, chunks: list[Chunk], budget: int) -> int:
+    def _admit(self, chunks: list[Chunk], budget: int) -> None:
+        kv, cache, extra = self.kv, self.prefix_cache, self._extra_slots
         running = self.num_running
-        while self.waiting and budget > 0 and running < self.max_num_seqs:
+        while self.waiting and budget > extra and running < self.max_num_seqs:
             request = self.waiting[0]
-            if not self.chunked_prefill and request.known_tokens > budget:
+            known, past, found, idle = request.known_tokens, request.computed, 0, 0
+            if cache is not None:
+                hit = cache.find(request)
+                found, idle = hit.blocks, hit.idle
+                past = found * kv.block_size
+            if not self.chunked_prefill and known - past > budget - extra:
                 break
-            if self.kv.blocks_for(request.known_tokens) > self.kv.free:
+            tokens = min(known - past, budget - extra)
+            blocks = kv.blocks_for(self._reach(past, tokens))
+            needed = max(blocks, kv.blocks_for(known)) - found + idle
+            if needed > kv.free - (self.watermark_blocks if running else 0):
                 break
             self.waiting.popleft()
-            chunk = self._chunk(request, budget)
-            self._take(chunk)
-            chunks.append(chunk)
-            budget -= chunk.tokens
+            self.prefilling.append(request)
+            if cache is not None:
+                cache.hold(request, hit)
+            chunks.append(self._compute(request, tokens, blocks - found))
+            budget -= tokens + extra
             running += 1
-        return budget
 
-    @staticmethod
-    def _chunk(request: Request, budget: int) -> Chunk:
-        return Chunk(request, request.computed, min(request.known_tokens - request.computed, budget))
+    def _more_blocks(self, request: Request, tokens: int) -> int:
+        """New blocks that a prompt under way needs for its next tokens."""
+        return max(0, self.kv.blocks_for(self._reach(request.computed, tokens)) - self.kv.held_by(request))
 
-    def _take(self, chunk: Chunk) -> None:
-        self.kv.take(self.kv.blocks_for(chunk.past + chunk.tokens) - self.kv.blocks_for(chunk.past))
+    def _reach(self, past: int, tokens: int) -> int:
+        """For how many tokens a prompt under way must hold blocks to compute `tokens` after `past` ones."""
+        return min(past + tokens + self._lookahead, self.max_model_len)
 
-    def _release(self, request: Request) -> None:
-        self.kv.give(self.kv.blocks_for(request.computed))
-        request.computed = 0
+    def _compute(self, request: Request, tokens: int, more_blocks: int) -> Chunk:
+        self.kv.take(more_blocks)
+        if self._lookahead:
+            request.slots = max(request.slots, self._reach(request.computed, tokens))
+        if self.prefix_cache is not None:
+            self.prefix_cache.name(request, request.computed + tokens)
+        return Chunk(request, request.computed, tokens)
+
+    def _finish(self, request: Request, progress: Progress) -> None:
+        if self.async_scheduling:
+            progress.finished.append(request)
+            self._ending.append(request)
+        else:
+            super()._finish(request, progress)
+
+    def _part(self) -> None:
+        """The engine learns who has ended in the step before the latest."""
+        for request in self._ending:
+            self._let_go(request)
+        self._ending.clear()
+
+    def _rejoin(self) -> None:
+        """Those left out of a step are the last of the batch again."""
+        for request in self._paused:
+            self.decoding.join(request)
+        self._paused.clear()
+
+    def _enter(self, request: Request) -> None:
+        super()._enter(request)
+        if isinstance(self.decoding, SpeculativeBatch):
+            self.decoding.cut(request, 1)  # nobody has made drafts for it yet
+        if self.prefix_cache is not None:
+            self.prefix_cache.name(request, request.computed)
+
+    def _lose_residents(self) -> list[Request]:
+        self._rejoin()
+        self._held.update((request, None) for request in self._ending if request.hold)
+        self._ending.clear()
+        self._preempted = []
+        self._swapped_out = 0
+        return super()._lose_residents()
+
+
+class VllmPriority(VllmFcfs):
+    """The most urgent first: by `Request.priority`, the smallest first, and among equals by arrival."""
+
+    _newest_goes = False
+
+    def __init__(self, **settings: Unpack[VllmSettings]) -> None:
+        super().__init__(**settings)
+        self.waiting = PriorityQueue()
+
+    def would_notice(self) -> bool:
+        return self.num_running - len(self._ending) < self.max_num_seqs
+
+    def _victim(self, running: list[Request]) -> Request:
+        return max(running, key=urgency)
+
+
+urgency = attrgetter("priority", "id")
+
+
+class PriorityQueue:
+    """Waiting requests, the most urgent first, whoever came back from preemption."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, Request]] = []
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def __iter__(self) -> Iterator[Request]:
+        return (entry[-1] for entry in sorted(self._heap))
+
+    def __getitem__(self, index: int) -> Request:
+        """The first; there is no way to others but to take it out."""
+        assert index == 0
+        return self._heap[0][-1]
+
+    def append(self, request: Request) -> None:
+        heapq.heappush(self._heap, (request.priority, request.id, request))
+
+    appendleft = append
+
+    def popleft(self) -> Request:
+        return heapq.heappop(self._heap)[-1]
+
+    def clear(self) -> None:
+        self._heap.clear()

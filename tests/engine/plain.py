@@ -1,4 +1,4 @@
-"""vLLM V1's first-come-first-served scheduler, written as plainly as possible: one loop per step, one per request.
+"""vLLM V1's schedulers, written as plainly as possible: one loop per step, one per request, every block by its number.
 
 This is the oracle that `simtune.engine` is compared with. It shares no code with it, keeps every request's state
 explicitly, and is checked itself against logs of the real engine (tests/engine/test_steplogs.py).
@@ -6,24 +6,32 @@ explicitly, and is checked itself against logs of the real engine (tests/engine/
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 
-@dataclass
+@dataclass(eq=False)
 class PlainRequest:
     id: int
     prompt: int
     output: int
+    priority: int = 0
+    names: tuple[Hashable, ...] = ()  # of its leading blocks
     computed: int = 0  # tokens whose KV is in the cache
     emitted: int = 0  # output tokens delivered
-    blocks: int = 0
+    table: list[int] = field(default_factory=list)  # the blocks it holds, in order
     preemptions: int = 0
     decoding: bool = False  # its prompt is in the cache and its last token is the one to compute next
+    ended: bool = False  # complete, but the engine does not know it yet
+    drafts: int = 0
+    rounds: int = 0
 
     @property
     def known(self) -> int:
         return self.prompt + self.emitted
+
+    def name(self, block: int) -> Hashable:
+        return self.names[block] if block < len(self.names) else ("private", self.id, block)
 
 
 @dataclass
@@ -31,6 +39,7 @@ class PlainStep:
     scheduled: dict[int, int] = field(default_factory=dict)  # request id -> tokens, in the order chosen
     past: dict[int, int] = field(default_factory=dict)  # request id -> tokens computed before
     decodes: list[int] = field(default_factory=list)
+    admitted: dict[int, int] = field(default_factory=dict)
     preempted: list[int] = field(default_factory=list)
     first: list[int] = field(default_factory=list)  # requests whose first token came out
     finished: list[int] = field(default_factory=list)
@@ -40,71 +49,212 @@ class PlainStep:
 
 
 class PlainEngine:
-    def __init__(self, blocks: int, block_size: int, max_num_seqs: int, budget: int, chunked: bool = True) -> None:
-        self.free, self.block_size = blocks, block_size
-        self.max_num_seqs, self.budget, self.chunked = max_num_seqs, budget, chunked
-        self.waiting: deque[PlainRequest] = deque()
+    def __init__(
+        self,
+        blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        budget: int,
+        chunked: bool = True,
+        *,
+        max_model_len: int = 1 << 30,
+        priority: bool = False,
+        caching: bool = False,
+        asynchronous: bool = False,
+        swap: bool = False,
+        watermark: int = 0,
+        drafts: int = 0,
+        accepted: Callable[[int, int, int], int] = lambda request, number, drafts: 0,
+        lookahead: int = 0,
+        extra_slots: int = 0,
+    ) -> None:
+        self.block_size, self.max_num_seqs, self.budget, self.chunked = block_size, max_num_seqs, budget, chunked
+        self.max_model_len, self.watermark = max_model_len, watermark
+        self.priority, self.caching, self.asynchronous, self.swap = priority, caching, asynchronous, swap
+        self.drafts, self.accepted, self.lookahead, self.extra = drafts, accepted, lookahead, extra_slots
+        self.waiting: list[PlainRequest] = []
         self.running: list[PlainRequest] = []
+        self.queue = list(range(blocks))  # free blocks, the next one to take first
+        self.users = [0] * blocks
+        self.content: dict[int, Hashable] = {}  # block -> what can be found in it
+        self.just_ended: list[PlainRequest] = []
+        self.short = False
+
+    @property
+    def free(self) -> int:
+        return len(self.queue)
 
     def add(self, request: PlainRequest) -> None:
         self.waiting.append(request)
+        self._sort()
+
+    def _sort(self) -> None:
+        if self.priority:
+            self.waiting.sort(key=lambda r: (r.priority, r.id))
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
+    def _more(self, request: PlainRequest, computed: int, tokens: int) -> int:
+        reach = min(computed + tokens + self.lookahead, self.max_model_len)
+        return max(0, self._blocks(reach) - len(request.table))
+
+    def _take(self, request: PlainRequest, blocks: int) -> None:
+        for _ in range(blocks):
+            block = self.queue.pop(0)
+            self.content.pop(block, None)
+            self.users[block] = 1
+            request.table.append(block)
+
+    def _free(self, request: PlainRequest) -> None:
+        for block in reversed(request.table):
+            self.users[block] -= 1
+            if self.users[block] == 0:
+                if block in self.content:
+                    self.queue.append(block)
+                else:
+                    self.queue.insert(0, block)
+        request.table = []
+
+    def _store(self, request: PlainRequest, tokens: int) -> None:
+        if self.caching:
+            for i in range(tokens // self.block_size):
+                self.content.setdefault(request.table[i], request.name(i))
+
+    def _found(self, request: PlainRequest) -> list[int]:
+        found: list[int] = []
+        if self.caching:
+            for i in range((request.known - 1) // self.block_size):
+                block = next((b for b, name in self.content.items() if name == request.name(i)), None)
+                if block is None:
+                    break
+                found.append(block)
+        return found
+
     def step(self) -> PlainStep:
+        """The next step with something in it; where nothing runs, the engine comes straight back."""
+        preempted: list[int] = []
+        while True:
+            step = self._step()
+            preempted += step.preempted
+            step.preempted = preempted
+            if step.scheduled:
+                return step
+            if not (step.preempted or self.just_ended or self.short):
+                raise RuntimeError("nothing can run")
+            self._part()
+
+    def _step(self) -> PlainStep:
         step, left = PlainStep(), self.budget
+        self.short = False
         i = 0
-        while i < len(self.running) and left > 0:
+        while i < len(self.running) and left > self.extra:
             request = self.running[i]
-            tokens = min(request.known - request.computed, left)
-            more = self._blocks(request.computed + tokens) - request.blocks
+            if request.ended:
+                i += 1
+                continue
+            tokens = min(request.known + request.drafts - request.computed, left - self.extra)
+            if request.decoding:
+                tokens = min(tokens, self.max_model_len - 1 - request.computed)
+            more = self._more(request, request.computed, tokens)
             while more > self.free:
-                victim = self.running.pop()
-                self.free += victim.blocks
-                victim.blocks = victim.computed = 0
+                self.short = True
+                victim = max(self.running, key=lambda r: (r.priority, r.id)) if self.priority else self.running[-1]
+                if self.running.index(victim) < i:
+                    i -= 1
+                self.running.remove(victim)
+                if victim.id in step.scheduled:
+                    left += step.scheduled.pop(victim.id) + self.extra
+                    if victim.id in step.decodes:
+                        step.decodes.remove(victim.id)
+                self._free(victim)
+                if victim.ended:
+                    self.just_ended.remove(victim)
+                    continue
+                if not self.swap:
+                    victim.computed = 0
                 victim.preemptions += 1
-                victim.decoding = False
-                self.waiting.appendleft(victim)
+                victim.decoding, victim.drafts = False, 0
+                self.waiting.insert(0, victim)
+                self._sort()
                 step.preempted.append(victim.id)
                 if victim is request:
                     break
-            if request.blocks == 0:  # preempted itself
+            if request not in self.running:
                 break
-            self._schedule(step, request, tokens, more)
-            left -= tokens
+            self._take(request, more)
+            self._schedule(step, request, tokens)
+            left -= tokens + self.extra
             i += 1
-        if not step.preempted:
-            while self.waiting and left > 0 and len(self.running) < self.max_num_seqs:
+        if not self.short:
+            while self.waiting and left > self.extra and len(self.running) < self.max_num_seqs:
                 request = self.waiting[0]
-                if not self.chunked and request.known > left:
+                found = self._found(request)
+                past = len(found) * self.block_size if found else request.computed
+                if not self.chunked and request.known - past > left - self.extra:
                     break
-                if self._blocks(request.known) > self.free:
+                tokens = min(request.known - past, left - self.extra)
+                needed = max(self._more(request, past, tokens), self._blocks(request.known))
+                free = self.free - sum(self.users[block] == 0 for block in found)
+                if needed - len(found) > free - (self.watermark if self.running else 0):
                     break
-                self.waiting.popleft()
+                self.waiting.pop(0)
                 self.running.append(request)
-                tokens = min(request.known, left)
-                self._schedule(step, request, tokens, self._blocks(tokens))
-                left -= tokens
+                for block in found:
+                    if self.users[block] == 0:
+                        self.queue.remove(block)
+                    self.users[block] += 1
+                request.table = found
+                request.computed = past
+                self._take(request, self._more(request, past, tokens))
+                self._schedule(step, request, tokens)
+                step.admitted[request.id] = past
+                left -= tokens + self.extra
         step.free, step.running, step.waiting = self.free, len(self.running), len(self.waiting)
-        for request in list(self.running):
-            if request.id in step.scheduled:
-                request.computed += step.scheduled[request.id]
-                if request.computed == request.known:
-                    request.emitted += 1
-                    request.decoding = True
-                    if request.emitted == 1:
-                        step.first.append(request.id)
-                    if request.emitted == request.output:
-                        step.finished.append(request.id)
-                        self.running.remove(request)
-                        self.free += request.blocks
+        if step.scheduled:
+            self._part()
+            self._run(step)
         return step
 
-    def _schedule(self, step: PlainStep, request: PlainRequest, tokens: int, more: int) -> None:
-        self.free -= more
-        request.blocks += more
+    def _run(self, step: PlainStep) -> None:
+        for request in list(self.running):
+            if request.id not in step.scheduled:
+                continue
+            tokens = step.scheduled[request.id]
+            if not request.decoding:
+                request.computed += tokens
+                if request.computed < request.known:
+                    continue
+                request.emitted += 1
+                request.decoding = True
+                if request.emitted == 1:
+                    step.first.append(request.id)
+            else:
+                accepted = 0
+                if tokens > 1:
+                    accepted = self.accepted(request.id, request.rounds, tokens - 1)
+                    request.rounds += 1
+                request.computed += 1 + accepted
+                request.emitted = min(request.emitted + 1 + accepted, request.output)
+                self._store(request, request.computed)
+            request.drafts = self.drafts
+            if request.emitted == request.output:
+                step.finished.append(request.id)
+                request.ended = True
+                self.just_ended.append(request)
+        if not self.asynchronous:
+            self._part()
+
+    def _part(self) -> None:
+        for request in self.just_ended:
+            self.running.remove(request)
+            self._free(request)
+        self.just_ended = []
+
+    def _schedule(self, step: PlainStep, request: PlainRequest, tokens: int) -> None:
         step.scheduled[request.id] = tokens
         step.past[request.id] = request.computed
         if request.decoding:
             step.decodes.append(request.id)
+        else:
+            self._store(request, request.computed + tokens)

@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simtune.engine import DecodeBatch, Request, VllmFcfs
+from simtune.engine import DecodeBatch, Request, Speculation, VllmFcfs, VllmPriority
 
 requests = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 40)), min_size=1, max_size=25)
 
 
-def engine(blocks: int, block_size: int, seqs: int, budget: int) -> VllmFcfs:
-    return VllmFcfs(
+FEATURES: dict[str, tuple[type[VllmFcfs], dict[str, Any]]] = {
+    "fcfs": (VllmFcfs, {}),
+    "priority": (VllmPriority, {}),
+    "caching": (VllmFcfs, {"prefix_caching": True}),
+    "async": (VllmFcfs, {"async_scheduling": True}),
+    "swap": (VllmFcfs, {"preemption": "swap"}),
+    "drafts": (VllmFcfs, {"speculation": Speculation(2, lambda r, n, d: (r.id + n) % (d + 1), lookahead=2)}),
+}
+
+
+def engine(blocks: int, block_size: int, seqs: int, budget: int, features: str = "fcfs") -> VllmFcfs:
+    policy, settings = FEATURES[features]
+    return policy(
         num_blocks=blocks,
         block_size=block_size,
         max_num_seqs=seqs,
         max_num_batched_tokens=max(budget, seqs),
         max_model_len=blocks * block_size,
+        **settings,
     )
 
 
@@ -53,8 +67,7 @@ def test_budgets_hold_and_nothing_is_lost(
         first += progress.first_token
         done += progress.finished
         holding = [r.computed + scheduler.decoding.steps - r.joined for r in scheduler.decoding]
-        if scheduler._prefilling is not None:
-            holding.append(scheduler._prefilling.computed)
+        holding += [r.computed for r in scheduler.prefilling]
         assert scheduler.kv.free == blocks - sum(scheduler.kv.blocks_for(h) for h in holding)
         assert len(done) + scheduler.num_running + len(scheduler.waiting) == len(accepted)
     assert sorted(r.id for r in done) == [r.id for r in accepted]
@@ -62,17 +75,23 @@ def test_budgets_hold_and_nothing_is_lost(
     assert all(r.emitted == r.output_tokens for r in done)
 
 
-@given(load=requests, longer=st.integers(1, 30), seqs=st.integers(1, 6), budget=st.integers(1, 48))
-@settings(max_examples=100, deadline=None)
+@given(
+    load=requests,
+    longer=st.integers(1, 30),
+    seqs=st.integers(1, 6),
+    budget=st.integers(1, 48),
+    features=st.sampled_from(list(FEATURES)),
+)
+@settings(max_examples=200, deadline=None)
 def test_the_policy_never_reads_the_output_length(
-    load: list[tuple[int, int]], longer: int, seqs: int, budget: int
+    load: list[tuple[int, int]], longer: int, seqs: int, budget: int, features: str
 ) -> None:
     """Two worlds that differ only in how long answers will be schedule alike until the first answer ends."""
 
     def schedules(extra: int) -> list[tuple[int, tuple[tuple[int, int], ...], bool]]:
-        scheduler = engine(30, 4, seqs, budget)
+        scheduler = engine(30, 4, seqs, budget, features)
         for i, (prompt, output) in enumerate(load):
-            scheduler.add(Request(i, min(prompt, 40), min(output, 40) + extra))
+            scheduler.add(Request(i, min(prompt, 40), min(output, 40) + extra, i % 3, blocks=(i % 2, 2, 3)))
         log = []
         while (step := scheduler.schedule()) is not None:
             finished = bool(scheduler.complete().finished)
@@ -132,10 +151,14 @@ def test_a_batch_remembers_the_order_of_joining_and_forgets_who_left() -> None:
         ({"max_model_len": 161}, "one request of max_model_len"),
         ({"max_num_batched_tokens": 3}, "must be at least max_num_seqs"),
         ({"chunked_prefill": False}, "without chunked prefill"),
+        ({"speculation": Speculation(64, lambda r, n, d: 0, extra_slots=64)}, "must exceed the drafter's extra slots"),
+        ({"prefix_caching": True, "hash_block_tokens": 24}, "must be a multiple of block_size"),
+        ({"prefix_caching": True, "preemption": "swap"}, "does not go with prefix caching"),
+        ({"async_scheduling": True, "speculation": Speculation(1, lambda r, n, d: 0)}, "does not go with speculation"),
     ],
 )
-def test_settings_that_would_wait_for_ever_are_refused(change: dict[str, int], message: str) -> None:
-    good = {
+def test_settings_that_cannot_work_are_refused(change: dict[str, Any], message: str) -> None:
+    good: dict[str, Any] = {
         "num_blocks": 10,
         "block_size": 16,
         "max_num_seqs": 4,
@@ -151,3 +174,58 @@ def test_a_request_that_could_outgrow_the_limit_is_refused() -> None:
     scheduler = engine(10, 16, 4, 64)
     assert not scheduler.add(Request(0, 100, 61))
     assert scheduler.add(Request(1, 100, 60))
+
+
+def test_a_swapped_request_brings_its_blocks_back_and_computes_nothing_again() -> None:
+    scheduler = engine(5, 4, 2, 16, "swap")
+    for number in (0, 1):
+        scheduler.add(Request(number, 8, 8))
+    computed, swapped = 0, []
+    while (step := scheduler.schedule()) is not None:
+        computed += step.num_decodes + sum(chunk.tokens for chunk in step.chunks)
+        if step.swapped_out_blocks or step.swapped_in_blocks:
+            swapped.append((step.swapped_out_blocks, step.swapped_in_blocks, [r.id for r in step.admitted]))
+        scheduler.complete()
+    # Both prompts fill 2 blocks, their first answer tokens need one each: the second is out until the first is done.
+    assert swapped == [(2, 0, []), (0, 2, [1])]
+    assert computed == 2 * (8 + 8 - 1)
+
+
+def test_the_watermark_keeps_a_newcomer_out_but_not_the_only_one() -> None:
+    def running(watermark: int) -> list[int]:
+        scheduler = VllmFcfs(
+            num_blocks=10,
+            block_size=4,
+            max_num_seqs=4,
+            max_num_batched_tokens=64,
+            max_model_len=40,
+            watermark_blocks=watermark,
+        )
+        for number in range(3):
+            scheduler.add(Request(number, 12, 4))
+        scheduler.schedule()
+        return [r.id for r in scheduler.prefilling]
+
+    assert running(0) == running(1) == [0, 1, 2]
+    assert running(2) == [0, 1]
+    assert running(9) == [0]
+
+
+def test_drafts_depend_on_the_step_before_and_end_with_the_model_s_length() -> None:
+    """One draft each after a step of two requests, three after a step of one; all are accepted."""
+    scheduler = VllmFcfs(
+        num_blocks=20,
+        block_size=4,
+        max_num_seqs=2,
+        max_num_batched_tokens=64,
+        max_model_len=20,
+        speculation=Speculation(3, lambda r, n, d: d, lambda requests: 1 if requests == 2 else 3),
+    )
+    for number, output in ((0, 3), (1, 16)):
+        scheduler.add(Request(number, 4, output))
+    widths = []
+    while scheduler.schedule() is not None:
+        widths.append([(r.id, tokens) for r, tokens in scheduler.composition().items()])
+        scheduler.complete()
+    # 4 + 2 + 2 + 4 + 4 tokens are computed then; the last position is never computed, so that 3 of 4 fit.
+    assert widths == [[(0, 4), (1, 4)], [(0, 2), (1, 2)], [(1, 2)], [(1, 4)], [(1, 4)], [(1, 3)]]

@@ -1,0 +1,36 @@
+"""Iteration-level scheduling: requests join and leave between any two steps."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+from simtune.engine.policies.listed import Plan, StallFree, decodes
+from simtune.engine.request import Request
+from simtune.engine.scheduler import Settings
+
+
+class Orca(StallFree):
+    """Whole prompts run in one iteration with those that decode, first come, first served (Orca, OSDI 2022).
+
+    An admitted request has blocks for max_model_len tokens, so that nobody is ever preempted. Prompts come first in a
+    step and are never cut, whatever `chunked_prefill` says; a long one makes everybody's step long.
+    """
+
+    def __init__(self, **settings: Unpack[Settings]) -> None:
+        settings["chunked_prefill"] = False
+        super().__init__(**settings)
+
+    def _choose(self, preempted: list[Request]) -> Plan:
+        plan = super()._choose(preempted)
+        return dict(sorted(plan.items(), key=lambda item: decodes(item[0])))
+
+    def _reservation(self, request: Request) -> int:
+        return self.max_model_len
+
+
+class Sarathi(StallFree):
+    """Stall-free batching with chunked prefills (Sarathi-Serve, arXiv 2403.02310), first come, first served.
+
+    Every step is filled up to `max_num_batched_tokens`: those that decode, then prompts under way, then new ones, the
+    last of them cut. A long prompt is spread over steps of bounded length, and nobody who decodes waits for it.
+    """

@@ -1,0 +1,75 @@
+"""Priorities that do not wait for the end of a long step."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+from simtune.engine.policies.listed import Plan, StallFree, decodes
+from simtune.engine.request import Request
+from simtune.engine.scheduler import Progress, Settings, Step
+
+
+class PriorityLayers(StallFree):
+    """Priorities, with preemption at layer boundaries.
+
+    A step that computes prompts is given out as PARTS parts of equal cost, each a run of layers (`Step.part`); nothing
+    comes out before the last. Between two parts, waiting requests of a priority above that of everyone in the step may
+    come in, if a seat and memory are free: the step halts, their prompts run in steps of their own, and then it goes on
+    where it was. Steps that only decode are short and are not cut.
+    """
+
+    PARTS = 8
+
+    def __init__(self, **settings: Unpack[Settings]) -> None:
+        super().__init__(**settings)
+        self._halted: Plan = {}  # the step of which some parts are still to run
+        self._done = 0  # parts of it that have run
+
+    def _key(self, request: Request) -> int:
+        return request.priority
+
+    def _choose(self, preempted: list[Request]) -> Plan:
+        if not self._halted:
+            self._done = 0
+            return super()._choose(preempted)
+        if urgent := self._urgent():
+            return urgent
+        plan, self._halted = self._halted, {}
+        return plan
+
+    def _urgent(self) -> Plan:
+        """The prompts that may run before the halted step goes on."""
+        key, halted, waiting = self._key, self._halted, self.waiting
+        bar = min(map(key, halted))
+        plan: Plan = {}
+        budget = self.max_num_batched_tokens
+        under_way = [r for r in self.residents if not decodes(r) and r not in halted and key(r) < bar]
+        while budget:
+            if under_way:
+                request = under_way.pop(0)
+            elif waiting and key(waiting[0]) < bar and self._admit(waiting[0], budget):
+                request = waiting.popleft()
+            else:
+                break
+            plan[request] = min(request.known_tokens - request.computed, budget)
+            budget -= plan[request]
+        return plan
+
+    def _step(self, preempted: list[Request]) -> Step:
+        step = super()._step(preempted)
+        if step.chunks and not self._halted:
+            step.part = (self._done, self.PARTS)
+        return step
+
+    def complete(self, repetitions: int = 1) -> Progress:
+        step = self._under_way
+        if step is None or step.part[0] + 1 == step.part[1]:
+            return super().complete(repetitions)
+        assert repetitions == 1
+        self._under_way, self._plan, self._halted = None, {}, self._plan
+        self._done += 1
+        return Progress()
+
+    def _lose_residents(self) -> list[Request]:
+        self._halted = {}
+        return super()._lose_residents()

@@ -1,0 +1,233 @@
+"""The common ground of policies that keep their residents in a plain list.
+
+A resident holds a seat and KV blocks, from its admission until it is finished or preempted. A policy is one method,
+`_choose`: who gets how many tokens in the next step, with the blocks for them taken. What follows from the choice is
+the same for all and stands here once: the step, its repetitions, tokens delivered, blocks given back. A step costs
+O(residents).
+
+`StallFree` is the shape that most policies share: everyone who decodes goes on, and prompts get what is left.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from bisect import bisect_right, insort_left, insort_right
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, Unpack
+
+from simtune.engine.request import Request
+from simtune.engine.scheduler import Chunk, Progress, Scheduler, Settings, Step
+
+Plan = dict[Request, int]
+"""Tokens of each request in a step, in the order in which they were given."""
+
+
+def decodes(request: Request) -> bool:
+    """Whether all of its tokens but the newest are in the cache, so that a step takes it one token further."""
+    return request.joined >= 0
+
+
+class ListScheduler(Scheduler):
+    """Residents in order of admission; their `computed` and `emitted` are up to date, their `slots` are whole blocks."""
+
+    waiting: deque[Request]
+
+    def __init__(self, **settings: Unpack[Settings]) -> None:
+        super().__init__(**settings)
+        self.residents: dict[Request, None] = {}
+        self._plan: Plan = {}
+        self._preempted: list[Request] = []  # since the latest step
+
+    @abstractmethod
+    def _choose(self, preempted: list[Request]) -> Plan:
+        """What to run next, the blocks for it taken; adds to `preempted` whoever lost theirs.
+
+        Empty only where blocks are short that no resident holds.
+        """
+
+    def _key(self, request: Request) -> Any:
+        """Smallest first in the waiting queue, equals by arrival; the largest, of equals the newest, is preempted."""
+        return 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self.residents) + len(self._reserved)
+
+    def composition(self) -> Plan:
+        assert self._under_way is not None, "no step is under way"
+        return dict(self._plan)
+
+    def add(self, request: Request) -> bool:
+        if not super().add(request):
+            return False
+        self.waiting.pop()
+        insort_right(self.waiting, request, key=self._key)
+        return True
+
+    def would_notice(self) -> bool:
+        """True while a seat is free: a newcomer may be put before those that wait, and fit where they do not."""
+        return self.num_running < self.max_num_seqs
+
+    def schedule(self) -> Step | None:
+        self._begin()
+        if not (self.residents or self.waiting):
+            return None
+        before = set(self.residents)
+        self._plan = plan = self._choose(self._preempted)
+        if not plan:
+            return None
+        step = self._under_way = self._step(self._preempted)
+        step.admitted = [request for request in plan if request not in before]
+        self._preempted = []
+        return step
+
+    def _step(self, preempted: list[Request]) -> Step:
+        plan = self._plan
+        decoding = [request for request in plan if request.joined >= 0]
+        step = Step(
+            len(decoding),
+            sum([request.computed for request in decoding]) + len(decoding),
+            [Chunk(request, request.computed, tokens) for request, tokens in plan.items() if request.joined < 0],
+            preempted,
+        )
+        if not step.chunks and not preempted:
+            limit = self._steady_steps(decoding)
+            if limit > 1:
+                completion = min(map(self._remaining, decoding))
+                step.repeat = self._steps_that_fit(decoding, min(limit, completion))
+        return step
+
+    def _steady_steps(self, decoding: list[Request]) -> int:
+        """For how many steps that only decode the choice stays the same, if nobody finishes and blocks suffice."""
+        return self.max_model_len if len(decoding) == len(self.residents) else 1
+
+    @staticmethod
+    def _remaining(request: Request) -> int:
+        """Output tokens still to come: how an engine notices the end. Looked at after the fact, never to decide."""
+        return request.output_tokens - request.emitted
+
+    def _steps_that_fit(self, decoding: list[Request], limit: int) -> int:
+        """The largest number of steps, at most `limit`, for which the free blocks suffice; the first has its own."""
+        free = self.kv.free
+        if self._missing(decoding, limit) <= free:
+            return limit
+        return bisect_right(range(1, limit), free, key=lambda steps: self._missing(decoding, steps))
+
+    def complete(self, repetitions: int = 1) -> Progress:
+        step, self._under_way = self._under_way, None
+        assert step is not None
+        assert 1 <= repetitions <= step.repeat
+        progress = Progress()
+        for request, tokens in self._plan.items():
+            request.computed += tokens * repetitions
+            if request.joined >= 0:
+                if request.computed > request.slots:
+                    self._take(request, request.computed)
+                request.emitted += repetitions
+            elif request.computed == request.known_tokens:
+                request.joined = 0
+                request.emitted += 1
+                if request.emitted == 1:
+                    progress.first_token.append(request)
+            else:
+                continue
+            if not self._remaining(request):
+                self._leave(request)
+                self._finish(request, progress)
+        return progress
+
+    def _missing(self, requests: Iterable[Request], tokens: int) -> int:
+        """Blocks these need, beyond those they hold, for `tokens` tokens more each."""
+        size = self.kv.block_size
+        return sum(-(-more // size) for r in requests if (more := r.computed + tokens - r.slots) > 0)
+
+    def _take(self, request: Request, tokens: int) -> bool:
+        """See that a request holds blocks for `tokens` tokens; False, and nothing taken, where they are not free."""
+        blocks = self._missing([request], tokens - request.computed)
+        if blocks > self.kv.free:
+            return False
+        self.kv.take(blocks)
+        request.slots += blocks * self.kv.block_size
+        return True
+
+    def _leave(self, request: Request) -> None:
+        del self.residents[request]
+        request.joined = -1
+
+    def _preempt(self, victim: Request) -> None:
+        """Take all blocks from a resident; it waits, before its equals, to be computed again."""
+        self._leave(victim)
+        self.kv.release(victim)
+        victim.computed = 0
+        victim.preemptions += 1
+        insort_left(self.waiting, victim, key=self._key)
+
+    def _enter(self, request: Request) -> None:
+        self.residents[request] = None
+        request.joined, request.slots = 0, self.kv.blocks_for(request.computed) * self.kv.block_size
+
+    def _lose_residents(self) -> list[Request]:
+        lost = sorted(self.residents, key=decodes, reverse=True)
+        for request in lost:
+            self._leave(request)
+        self._plan, self._preempted = {}, []
+        return lost
+
+
+class StallFree(ListScheduler):
+    """Everyone who decodes goes on; prompts share what is left of the token budget, in the order of `_key`.
+
+    A prompt is admitted when a seat and the blocks for all of its known tokens are free, and takes them at once, so
+    that a prompt under way never lacks memory. When a decode finds no block, the resident that comes last by `_key`
+    loses all of its blocks, to be computed again; such a step admits nobody.
+    """
+
+    def _choose(self, preempted: list[Request]) -> Plan:
+        plan = self._go_on(preempted)
+        self._prompts(plan, self.max_num_batched_tokens - len(plan), not preempted)
+        return plan
+
+    def _go_on(self, preempted: list[Request]) -> Plan:
+        """One token for everyone who decodes, preempting until they all find their block."""
+        while self._missing(decoding := [r for r in self.residents if r.joined >= 0], 1) > self.kv.free:
+            victim = max(reversed(self.residents), key=self._key)
+            self._preempt(victim)
+            preempted.append(victim)
+        for request in decoding:
+            if request.computed == request.slots:
+                self._take(request, request.computed + 1)
+        return dict.fromkeys(decoding, 1)
+
+    def _prompts(self, plan: Plan, budget: int, admitting: bool) -> None:
+        """Share `budget` among prompts under way and, where there is a seat and memory, those that wait."""
+        key, waiting = self._key, self.waiting
+        under_way = deque(sorted((r for r in self.residents if not decodes(r)), key=key))
+        while budget:
+            if admitting and waiting and not (under_way and key(under_way[0]) <= key(waiting[0])):
+                request = waiting[0]
+                admitting = self._admit(request, budget)
+                if not admitting:
+                    continue
+                waiting.popleft()
+            elif under_way:
+                request = under_way.popleft()
+            else:
+                break
+            plan[request] = min(request.known_tokens - request.computed, budget)
+            budget -= plan[request]
+
+    def _admit(self, request: Request, budget: int) -> bool:
+        """Give a waiting request a seat and its blocks, if it may come in now."""
+        if self.num_running >= self.max_num_seqs or (not self.chunked_prefill and request.known_tokens > budget):
+            return False
+        tokens = self._reservation(request)
+        if self.kv.blocks_for(tokens) > self._room:
+            return False
+        self._take(request, tokens)
+        self.residents[request] = None
+        return True
+
+    def _reservation(self, request: Request) -> int:
+        """Tokens for which a request takes blocks when it is admitted."""
+        return request.known_tokens

@@ -1,0 +1,168 @@
+"""Skip-join multi-level feedback queue (FastServe, arXiv 2305.05920)."""
+
+from __future__ import annotations
+
+from bisect import insort_right
+from dataclasses import dataclass
+from heapq import merge
+from itertools import islice
+from typing import Unpack
+
+from simtune.engine.policies.listed import ListScheduler, Plan, decodes
+from simtune.engine.request import Request
+from simtune.engine.scheduler import Progress, Settings
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where a request stands."""
+
+    level: int
+    turn: int
+    """Its place in the queue of its level."""
+    left: int
+    """Iterations until it is demoted."""
+    served: int
+    """The number of the iteration that served it last, or of its arrival."""
+
+
+class SkipJoinMlfq(ListScheduler):
+    """Each iteration serves the requests of the highest levels, as many as there are seats; the others pause.
+
+    Level i has a quantum of 2**i iterations, the last one has no end. A request joins at the first level whose quantum
+    covers its prompt, skipping those above, and is demoted when its quantum is used up and its prompt is done. One
+    that was not served for PATIENCE iterations is promoted to the top. There being no clock here, time is counted in
+    iterations, and PROMPT_TOKENS_PER_ITERATION prompt tokens are taken for the time of one.
+
+    A paused request keeps its KV blocks until a more urgent one needs them; then the least urgent loses all of its own
+    and is computed again. (FastServe moves them to host memory and back.)
+    """
+
+    LEVELS = 8
+    PATIENCE = 1024
+    PROMPT_TOKENS_PER_ITERATION = 512
+
+    def __init__(self, **settings: Unpack[Settings]) -> None:
+        super().__init__(**settings)
+        self._iteration = 0
+        self._turns = 0
+        self._places: dict[Request, _Place] = {}  # in order of latest service
+
+    def _key(self, request: Request) -> tuple[int, int]:
+        place = self._places[request]
+        return place.level, place.turn
+
+    def add(self, request: Request) -> bool:
+        self._join(request, self._iterations_of(request.known_tokens))
+        if super().add(request):
+            return True
+        del self._places[request]
+        return False
+
+    def would_notice(self) -> bool:
+        return True
+
+    def _choose(self, preempted: list[Request]) -> Plan:
+        self._promote()
+        residents, waiting, key = self.residents, self.waiting, self._key
+        by_urgency = sorted(residents, key=key)
+        seats = self.max_num_seqs - len(self._reserved)
+        budget, admitting = self.max_num_batched_tokens, True
+        plan: Plan = {}
+        for request in merge(by_urgency[:], list(islice(waiting, seats)), key=key):
+            if not budget or len(plan) == seats:
+                break
+            new = request not in residents
+            if request in preempted or (new and not admitting):
+                continue
+            tokens = 1 if decodes(request) else request.known_tokens - request.computed
+            whole = self.chunked_prefill or tokens <= budget
+            if not (whole and self._claim(request, tokens, by_urgency, preempted)):
+                admitting &= not new
+                continue
+            if new:
+                waiting.remove(request)
+                residents[request] = None
+            plan[request] = min(tokens, budget)
+            budget -= plan[request]
+        return plan
+
+    def _claim(self, request: Request, tokens: int, by_urgency: list[Request], preempted: list[Request]) -> bool:
+        """Take blocks for `tokens` more, less urgent residents giving theirs; False if that is not enough."""
+        key, kv = self._key, self.kv
+        spare = 0 if request in self.residents else kv.free - self._room
+        missing = self._missing([request], tokens) + spare
+        if missing > kv.free:
+            less_urgent = [resident for resident in by_urgency if key(resident) > key(request)]
+            if missing > kv.free + sum(map(kv.held_by, less_urgent)):
+                return False
+        while missing > kv.free:
+            victim = by_urgency.pop()
+            self._preempt(victim)
+            preempted.append(victim)
+        return self._take(request, request.computed + tokens)
+
+    def _steady_steps(self, decoding: list[Request]) -> int:
+        places, last = self._places, self.LEVELS - 1
+        steps = min((places[r].left for r in decoding if places[r].level < last), default=self.max_model_len)
+        paused = next((request for request in places if request not in self._plan), None)
+        if paused is not None:
+            steps = min(steps, places[paused].served + self.PATIENCE - self._iteration)
+        return steps
+
+    def complete(self, repetitions: int = 1) -> Progress:
+        plan = self._plan
+        progress = super().complete(repetitions)
+        self._iteration += repetitions
+        for request, tokens in plan.items():
+            place = self._places.pop(request)
+            if request not in self.residents:
+                continue
+            self._places[request] = place
+            place.served = self._iteration
+            place.left -= repetitions * self._iterations_of(tokens)
+            if decodes(request) and place.left <= 0 and place.level < self.LEVELS - 1:
+                while place.left <= 0 and place.level < self.LEVELS - 1:
+                    place.level += 1
+                    place.left += 2**place.level
+                place.turn = self._next_turn()
+        return progress
+
+    def withdraw(self) -> list[Request]:
+        requests = super().withdraw()
+        for request in requests:
+            del self._places[request]
+        return requests
+
+    def abandon(self) -> list[Request]:
+        self._places.clear()
+        return super().abandon()
+
+    def _enter(self, request: Request) -> None:
+        self._join(request, 1)
+        super()._enter(request)
+
+    def _join(self, request: Request, iterations: int) -> None:
+        """Place a request at the first level whose quantum is at least `iterations`."""
+        level = min((iterations - 1).bit_length(), self.LEVELS - 1)
+        self._places[request] = _Place(level, self._next_turn(), 2**level, self._iteration)
+
+    def _promote(self) -> None:
+        while self._places:
+            request, place = next(iter(self._places.items()))
+            if self._iteration - place.served < self.PATIENCE:
+                break
+            waits = request not in self.residents
+            if waits:
+                self.waiting.remove(request)
+            del self._places[request]
+            self._join(request, 1)
+            if waits:
+                insort_right(self.waiting, request, key=self._key)
+
+    def _next_turn(self) -> int:
+        self._turns += 1
+        return self._turns
+
+    def _iterations_of(self, tokens: int) -> int:
+        return -(-tokens // self.PROMPT_TOKENS_PER_ITERATION)

@@ -1,0 +1,91 @@
+"""Static batching, as engines did before iteration-level scheduling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Unpack
+
+from simtune.engine.policies.listed import ListScheduler, Plan
+from simtune.engine.request import Request
+from simtune.engine.scheduler import Chunk, Progress, Settings, Step
+
+
+@dataclass(slots=True, frozen=True)
+class PaddedChunk(Chunk):
+    """A whole prompt, padded to the longest of its batch: `tokens` counts the padding."""
+
+    @property
+    def completes(self) -> bool:
+        return True
+
+
+class StaticBatching(ListScheduler):
+    """A batch runs until the last of its members is complete, and only then is the next one formed.
+
+    Prompts are padded to the longest of the batch; members that are complete are computed on, as padding. Answers are
+    returned together, at the end (section 3 of the Orca paper, OSDI 2022, describes engines of this kind). Each member
+    has blocks for max_model_len tokens, since nobody knows how long it will get. Prompts are never cut, whatever
+    `chunked_prefill` says.
+    """
+
+    def __init__(self, **settings: Unpack[Settings]) -> None:
+        settings["chunked_prefill"] = False
+        super().__init__(**settings)
+        self._width = 0  # tokens of every member, padding included
+
+    def would_notice(self) -> bool:
+        return False
+
+    def expect(self, request: Request) -> bool:
+        """Never: a batch is formed of prompts."""
+        return False
+
+    def _choose(self, preempted: list[Request]) -> Plan:
+        residents, waiting = self.residents, self.waiting
+        if residents:
+            return dict.fromkeys(residents, 1)
+        blocks = self.kv.blocks_for(self.max_model_len)
+        while waiting and len(residents) < self.max_num_seqs and blocks <= self._room:
+            width = max(self._width, waiting[0].known_tokens)
+            if width * (len(residents) + 1) > self.max_num_batched_tokens:
+                break
+            self._width = width
+            request = waiting.popleft()
+            self._take(request, self.max_model_len)
+            residents[request] = None
+        return dict.fromkeys(residents, self._width)
+
+    def _step(self, preempted: list[Request]) -> Step:
+        members = len(self._plan)
+        chunks: list[Chunk] = [PaddedChunk(r, 0, tokens) for r, tokens in self._plan.items() if r.joined < 0]
+        if chunks:
+            return Step(0, 0, chunks, preempted)
+        repeat = max(self._remaining(request) for request in self.residents)
+        return Step(members, members * (self._width + 1), [], preempted, repeat)
+
+    def complete(self, repetitions: int = 1) -> Progress:
+        step, self._under_way = self._under_way, None
+        assert step is not None
+        assert 1 <= repetitions <= step.repeat
+        progress = Progress()
+        for request in self.residents:
+            if step.chunks:
+                request.joined, request.computed = 0, request.known_tokens
+                request.emitted += 1
+                progress.first_token.append(request)
+            else:
+                tokens = min(repetitions, self._remaining(request))
+                request.computed += tokens
+                request.emitted += tokens
+        if not step.chunks:
+            self._width += repetitions
+        if not any(self._remaining(request) for request in self.residents):
+            for request in list(self.residents):
+                self._leave(request)
+                self._finish(request, progress)
+            self._width = 0
+        return progress
+
+    def _lose_residents(self) -> list[Request]:
+        self._width = 0
+        return super()._lose_residents()

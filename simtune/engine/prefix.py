@@ -1,0 +1,248 @@
+"""Prefix caching as vLLM V1 does it: free blocks keep what they contain until they are needed.
+
+A prompt's hash blocks have names (`Request.blocks`). What is cached under a name is a `CachedRun` of one hash block's
+KV blocks, shared by all requests that hold it. Runs that nobody holds wait in one queue: a request that gives its
+blocks back appends them tail first, blocks that nobody can ever find (partial ones) are taken first, then the queue's
+head, block by block from the tail of a run; a hit takes a run out of the queue. At least one token of a request is
+computed again, so that there is something to sample from.
+
+Blocks without a name (answers, the private part of a prompt) are one run per request. Nobody else can find it, but its
+owner can when it comes back from preemption, and until then it takes its turn in the queue like any other.
+
+With one KV block per hash block this is the engine's rule exactly: tests/engine/test_steplogs.py. With more (traces
+name larger blocks), a run of which another request holds a part is not extended by a second one that computes the
+rest; and the rest of an idle run, of which a request may use only the beginning, is forgotten.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Sequence
+from typing import NamedTuple
+
+from simtune.engine.kv import KvBlocks
+from simtune.engine.request import Request
+
+
+class CachedRun:
+    """The leading `size` KV blocks of what has this name."""
+
+    __slots__ = ("holders", "name", "size", "twin")
+
+    def __init__(self, name: Hashable, size: int, holders: int) -> None:
+        self.name = name  # a Request for its private run, None once nobody can ask for it
+        self.size = size
+        self.holders = holders
+        self.twin: CachedRun | None = None  # the next copy under this name, computed before the first could be found
+
+
+class Hit(NamedTuple):
+    """What of a request is cached."""
+
+    runs: list[CachedRun]
+    private: CachedRun | None
+    blocks: int
+    """KV blocks found."""
+    idle: int
+    """How many of them nobody holds: they count as free until they are held again."""
+
+
+class PrefixCache(KvBlocks):
+    """KV blocks that can be found again by what they contain."""
+
+    __slots__ = ("_blank", "_cached", "_hash_blocks", "_idle", "hit_tokens", "queried_tokens")
+
+    def __init__(self, total: int, block_size: int, hash_block_tokens: int) -> None:
+        """Raises ValueError unless hash_block_tokens is a multiple of block_size."""
+        super().__init__(total, block_size)
+        if hash_block_tokens < block_size or hash_block_tokens % block_size:
+            raise ValueError(f"hash_block_tokens ({hash_block_tokens}) must be a multiple of block_size ({block_size})")
+        self._hash_blocks = hash_block_tokens // block_size
+        self.queried_tokens = 0
+        """Tokens of all requests admitted; those that come back from preemption are not counted again."""
+        self.hit_tokens = 0
+        """How many of them were cached."""
+        self.clear()
+
+    def clear(self) -> None:
+        super().clear()
+        self._blank = self.total  # free blocks with nothing to find in them
+        self._idle: OrderedDict[CachedRun, None] = OrderedDict()  # the others, in order of eviction
+        self._cached: dict[Hashable, CachedRun] = {}
+
+    def find(self, request: Request) -> Hit:
+        """The longest cached beginning of a request; changes nothing."""
+        limit = (request.known_tokens - 1) // self.block_size
+        cached, whole = self._cached, self._hash_blocks
+        runs: list[CachedRun] = []
+        blocks = idle = 0
+        for name in request.blocks:
+            run = cached.get(name)
+            size = min(run.size, limit - blocks) if run is not None else 0
+            if run is None or not size:
+                break
+            runs.append(run)
+            blocks += size
+            if not run.holders:
+                idle += size
+            if size < whole:
+                break
+        private = cached.get(request)
+        if private is not None and blocks == request.shared:
+            blocks += private.size
+            idle += private.size
+        else:
+            private = None
+        return Hit(runs, private, blocks, idle)
+
+    def hold(self, request: Request, hit: Hit) -> None:
+        """Give a request what was found; those tokens count as computed."""
+        rest = hit.blocks - (hit.private.size if hit.private is not None else 0)
+        request.shared = rest
+        for run in hit.runs:
+            if not run.holders:
+                del self._idle[run]
+                self.free -= run.size
+                if run.size > rest:
+                    self.give(run.size - rest)
+                    run.size = rest
+            run.holders += 1
+            rest -= run.size
+        private = self._cached.get(request) if request.preemptions else None
+        if private is not None:
+            self._forget(private)
+            private.name = None
+        if hit.private is not None:
+            self.free -= hit.private.size
+            del self._idle[hit.private]
+        request.runs = hit.runs
+        request.computed = hit.blocks * self.block_size
+        if not request.preemptions:
+            self.queried_tokens += request.known_tokens
+            self.hit_tokens += request.computed
+
+    def name(self, request: Request, tokens: int) -> None:
+        """Let others find the first `tokens` tokens of a request, for which it holds blocks."""
+        whole, full, names = self._hash_blocks, tokens // self.block_size, request.blocks
+        runs = request.runs
+        if runs is None:
+            runs = request.runs = []
+            request.shared = 0
+        if runs:
+            part = request.shared - (len(runs) - 1) * whole
+            if part < whole:
+                last = runs[-1]
+                more = min(whole, full - (len(runs) - 1) * whole) - part
+                if last.holders > 1 or last.size != part or more <= 0:
+                    return
+                last.size += more
+                request.shared += more
+                if part + more < whole:
+                    return
+        cached, start = self._cached, len(runs)
+        stop = min(len(names), full // whole)
+        for name in names[start:stop]:
+            run = CachedRun(name, whole, 1)
+            if cached.setdefault(name, run) is not run:
+                self._add_twin(run)
+            runs.append(run)
+        request.shared += max(0, stop - start) * whole
+        if start <= stop < len(names) and full > stop * whole:
+            runs.append(self._remember(CachedRun(names[stop], full - stop * whole, 1)))
+            request.shared += runs[-1].size
+
+    def take(self, blocks: int) -> None:
+        super().take(blocks)
+        blank, idle, cached = self._blank - blocks, self._idle, self._cached
+        while blank < 0:
+            run, _ = idle.popitem(last=False)
+            blank += run.size
+            if blank > 0:
+                run.size, blank = blank, 0
+                idle[run] = None
+                idle.move_to_end(run, last=False)
+            elif run.name is not None:
+                if cached[run.name] is run and run.twin is None:
+                    del cached[run.name]
+                else:
+                    self._forget(run)
+        self._blank = blank
+
+    def give(self, blocks: int) -> None:
+        super().give(blocks)
+        self._blank += blocks
+
+    def release(self, request: Request, again: bool = False) -> None:
+        held, full = self.held_by(request), request.computed // self.block_size
+        if request.blocks:
+            self.name(request, request.computed)
+        self.give(held - full)
+        if full > request.shared:
+            self._idle_run(request if again else None, full - request.shared)
+        for run in reversed(request.runs or ()):
+            run.holders -= 1
+            if not run.holders:
+                self.free += run.size
+                self._idle[run] = None
+        request.slots = 0
+        if not again:
+            request.shared = 0
+        request.runs = None
+
+    def _idle_run(self, name: Hashable, size: int) -> None:
+        self.free += size
+        if name is None and self._idle:
+            last = next(reversed(self._idle))
+            if last.name is None:
+                last.size += size
+                return
+        run = CachedRun(name, size, 0)
+        self._idle[run] = None
+        if name is not None:
+            self._remember(run)
+
+    def _remember(self, run: CachedRun) -> CachedRun:
+        if self._cached.setdefault(run.name, run) is not run:
+            self._add_twin(run)
+        return run
+
+    def _add_twin(self, run: CachedRun) -> None:
+        first = self._cached[run.name]
+        while first.twin is not None:
+            first = first.twin
+        first.twin = run
+
+    def _forget(self, run: CachedRun) -> None:
+        first = self._cached[run.name]
+        if first is run:
+            if run.twin is None:
+                del self._cached[run.name]
+            else:
+                self._cached[run.name] = run.twin
+            return
+        while first.twin is not run:
+            assert first.twin is not None
+            first = first.twin
+        first.twin = run.twin
+
+
+def hit_rate(prompts: Iterable[Sequence[Hashable]], capacity: int | None = None) -> float:
+    """Share of all hash blocks that are cached when prompts, each a sequence of names, are served one after the other.
+
+    `capacity` is in hash blocks, unbounded unless given; the least recently used are evicted, tails first. It never
+    falls when the capacity grows: what a small cache contains, a larger one contains too.
+    """
+    cache: OrderedDict[Hashable, None] = OrderedDict()
+    hits = total = 0
+    for names in prompts:
+        total += len(names)
+        for name in names:
+            if name not in cache:
+                break
+            hits += 1
+        for name in reversed(names):
+            cache[name] = None
+            cache.move_to_end(name)
+        while capacity is not None and len(cache) > capacity:
+            cache.popitem(last=False)
+    return hits / total if total else 0.0

@@ -1,0 +1,213 @@
+"""Step logs of real engines, format `steplog/1`: which requests were in every step, with how many tokens.
+
+JSON lines, plain or gzip-compressed: a header, then one line per request in order of arrival, then one line per step.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from simtune.errors import Problem, SpecError, UsageError
+from simtune.specs.base import Count
+
+FORMAT = "steplog/1"
+MAX_SHOWN = 10
+"""Problems of one file that are told in full."""
+
+Ids = tuple[str, ...]
+Tokens = dict[str, Annotated[int, Field(ge=0)]]
+Whole = Annotated[int, Field(ge=0)]
+
+
+class _Line(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Header(_Line):
+    """What ran. Further keys (device, model, workload …) are for people and are not read."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+    format: Literal["steplog/1"]
+    log: str
+    engine: Literal["vllm", "transformers-cb"]
+    package: str
+    options: dict[str, Any]
+    n_requests: Count
+    n_steps: Count
+
+
+class LoggedRequest(_Line):
+    """`at_step`: it was added just before that step was scheduled. Requests of one `group` share their first
+    `prefix_len` tokens and no others."""
+
+    req: str
+    order: Whole
+    at_step: Whole
+    prompt_len: Count
+    output_len: Count
+    priority: int = 0
+    group: int | str | None = None
+    prefix_len: Whole = 0
+
+
+class LoggedStep(_Line):
+    """One step as the engine chose it. `free`, `running` and `waiting` are those right after scheduling."""
+
+    step: Whole
+    sched: Tokens
+    admit: Tokens = {}
+    preempt: Ids = ()
+    reset_before: Ids = ()
+    reset_after: Ids = ()
+    starved: Ids = ()
+    draft: Tokens = {}
+    accept: Tokens = {}
+    emit: Tokens = {}
+    finish: Ids = ()
+    free: Whole = 0
+    running: Whole = 0
+    waiting: Whole = 0
+    kv_read: Whole = 0
+    fast: bool = False
+    cpu: float | tuple[float, ...] = 0.0
+
+
+@dataclass(frozen=True)
+class StepLog:
+    """A log as read, in the order of the file."""
+
+    file: str
+    header: Header
+    requests: list[LoggedRequest]
+    steps: list[LoggedStep]
+
+
+AnyLine = TypeVar("AnyLine", bound=_Line)
+
+
+def describe(error: ValidationError) -> Iterator[tuple[str, str]]:
+    """Key and message of everything that is wrong."""
+    words = {"missing": "is required and missing", "extra_forbidden": "unknown key"}
+    for item in error.errors(include_url=False):
+        rule = f"{item['msg'].replace('Input should', 'must')}, not {item['input']!r}"
+        yield ".".join(str(part) for part in item["loc"]), words.get(item["type"], rule)
+
+
+def read(path: Path) -> StepLog:
+    """Raises UsageError where there is no such file, SpecError with line numbers for anything wrong in it."""
+    lines = _text(path).splitlines()
+    if not lines:
+        raise SpecError(Problem(str(path), "is empty; a step log begins with a header line"))
+    reader = _Reader(str(path))
+    header = reader.header(lines[0])
+    requests: list[LoggedRequest] = []
+    steps: list[LoggedStep] = []
+    for number, text in enumerate(lines[1:], 2):
+        data = reader.parse(number, text)
+        if data is None:
+            continue
+        if "step" in data:
+            if (step := reader.line(LoggedStep, number, data)) is not None:
+                if steps and step.step <= steps[-1].step:
+                    reader.problem(number, f"step {step.step} comes after step {steps[-1].step}", "step")
+                reader.check_names(number, step)
+                steps.append(step)
+        elif (request := reader.line(LoggedRequest, number, data)) is not None:
+            if steps:
+                reader.problem(number, "comes after a step; requests come first", "req")
+            if request.req in reader.arrives:
+                reader.problem(number, f"request {request.req!r} is there twice", "req")
+            if requests and request.at_step < requests[-1].at_step:
+                reader.problem(number, "arrives before the request above it; list them in order of arrival", "at_step")
+            reader.arrives[request.req] = request.at_step
+            requests.append(request)
+    if not reader.problems:
+        for found, promised, what in ((requests, header.n_requests, "requests"), (steps, header.n_steps, "steps")):
+            if len(found) != promised:
+                reader.problem(
+                    len(lines), f"the file ends after {len(found)} of {promised} {what}; it is cut off", f"n_{what}"
+                )
+    reader.raise_problems()
+    return StepLog(str(path), header, requests, steps)
+
+
+class _Reader:
+    """Collects what is wrong."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.problems: list[Problem] = []
+        self.arrives: dict[str, int] = {}  # step before which each request was added
+
+    def problem(self, line: int, message: str, key: str = "") -> None:
+        self.problems.append(Problem(self.file, message, key, line))
+
+    def raise_problems(self) -> None:
+        if len(self.problems) > MAX_SHOWN:
+            rest = len(self.problems) - MAX_SHOWN
+            self.problems[MAX_SHOWN:] = [Problem(self.file, f"and {rest} more like these")]
+        if self.problems:
+            raise SpecError(self.problems)
+
+    def parse(self, number: int, text: str) -> dict[str, Any] | None:
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            self.problem(number, f"not JSON ({error}); the file may be cut off")
+            return None
+        if not isinstance(data, dict):
+            self.problem(number, "must be a JSON object")
+            return None
+        return data
+
+    def line(self, kind: type[AnyLine], number: int, data: dict[str, Any]) -> AnyLine | None:
+        try:
+            return kind.model_validate(data)
+        except ValidationError as error:
+            for key, message in describe(error):
+                self.problem(number, message, key)
+            return None
+
+    def header(self, text: str) -> Header:
+        data = self.parse(1, text)
+        if data is not None and data.get("format") != FORMAT:
+            found = data.get("format")
+            rest = "; is this a step log?" if found is None else f", not {found}"
+            self.problem(1, f"must be {FORMAT}{rest}", "format")
+            self.raise_problems()
+        header = self.line(Header, 1, data) if data is not None else None
+        self.raise_problems()
+        assert header is not None
+        return header
+
+    def check_names(self, number: int, step: LoggedStep) -> None:
+        for key in ("sched", "admit", "preempt", "reset_before", "reset_after", "starved", "finish", "draft", "accept"):
+            for name in getattr(step, key):
+                if self.arrives.get(name, step.step + 1) > step.step:
+                    self.problem(number, f"request {name!r} has not arrived by step {step.step}", key)
+
+
+def _text(path: Path) -> str:
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
+    if raw.startswith(b"\x1f\x8b"):
+        try:
+            raw = gzip.decompress(raw)
+        except EOFError:
+            raise SpecError(Problem(str(path), "the gzip data end too early: the file is cut off")) from None
+        except (gzip.BadGzipFile, zlib.error) as error:
+            raise SpecError(Problem(str(path), f"the gzip data are damaged ({error})")) from None
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise SpecError(Problem(str(path), f"not a UTF-8 text file ({error.reason} at byte {error.start})")) from None

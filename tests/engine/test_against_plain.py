@@ -1,0 +1,218 @@
+"""Every feature of vLLM's schedulers on random small worlds: against a plain engine, and jumps against steps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from simtune.engine import Request, Speculation, VllmFcfs, VllmPriority
+from tests.engine.plain import PlainEngine, PlainRequest
+
+many = settings(max_examples=100, deadline=None)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests with the step before which each of them comes."""
+
+    at_step: int
+    prompt: int
+    output: int
+    priority: int
+    group: int
+    shared: int
+
+    def names(self, prompt: int, block_size: int) -> tuple[tuple[int, int], ...]:
+        """Its leading blocks that its group has in common."""
+        return tuple((self.group, i) for i in range(min(self.shared, prompt // block_size)))
+
+
+@dataclass(frozen=True)
+class World:
+    blocks: int
+    block_size: int
+    seqs: int
+    budget: int
+    load: tuple[Load, ...]
+    features: dict[str, Any]
+
+    @property
+    def longest(self) -> int:
+        return self.blocks * self.block_size
+
+    def lengths(self, one: Load) -> tuple[int, int]:
+        prompt = min(one.prompt, self.longest - 1)
+        return prompt, min(one.output, self.longest - prompt)
+
+    def engine(self) -> VllmFcfs:
+        features = dict(self.features)
+        drafts = features.pop("drafts", 0)
+        if drafts:
+            features["speculation"] = Speculation(
+                drafts,
+                lambda r, n, d: draw(r.id, n, d),
+                lookahead=features.pop("lookahead"),
+                extra_slots=features.pop("extra"),
+            )
+        return (VllmPriority if features.pop("priority", False) else VllmFcfs)(
+            num_blocks=self.blocks,
+            block_size=self.block_size,
+            max_num_seqs=self.seqs,
+            max_num_batched_tokens=self.budget,
+            max_model_len=self.longest,
+            **features,
+        )
+
+    def plain(self) -> PlainEngine:
+        f = self.features
+        return PlainEngine(
+            self.blocks,
+            self.block_size,
+            self.seqs,
+            self.budget,
+            max_model_len=self.longest,
+            priority=f.get("priority", False),
+            caching=f.get("prefix_caching", False),
+            asynchronous=f.get("async_scheduling", False),
+            swap=f.get("preemption") == "swap",
+            watermark=f.get("watermark_blocks", 0),
+            drafts=f.get("drafts", 0),
+            accepted=draw,
+            lookahead=f.get("lookahead", 0),
+            extra_slots=f.get("extra", 0),
+        )
+
+    def request(self, number: int) -> Request:
+        one = self.load[number]
+        prompt, output = self.lengths(one)
+        return Request(number, prompt, output, one.priority, blocks=one.names(prompt, self.block_size))
+
+
+def draw(request: int, number: int, drafts: int) -> int:
+    """Some number of accepted drafts."""
+    return (request * 7 + number * 5 + number * number) % (drafts + 1)
+
+
+FEATURES: dict[str, Callable[[random.Random], dict[str, Any]]] = {
+    "fcfs": lambda rng: {},
+    "priority": lambda rng: {"priority": True},
+    "caching": lambda rng: {"prefix_caching": True},
+    "async": lambda rng: {"async_scheduling": True},
+    "swap": lambda rng: {"preemption": "swap"},
+    "watermark": lambda rng: {"watermark_blocks": rng.randint(1, 5)},
+    "priority, caching, async": lambda rng: {"priority": True, "prefix_caching": True, "async_scheduling": True},
+    "drafts": lambda rng: {
+        "drafts": rng.randint(1, 4),
+        "lookahead": rng.randint(0, 4),
+        "extra": rng.randint(0, 2),
+        "priority": rng.random() < 0.5,
+    },
+}
+
+
+def worlds(features: str) -> st.SearchStrategy[World]:
+    """Memory is tight, so that preemptions happen, and often arrivals come together."""
+
+    def made(seed: int) -> World:
+        rng = random.Random(seed)
+        block_size = rng.choice([1, 2, 4, 8])
+        blocks = rng.choice([5, 8, 12, 20, 60])
+        seqs = rng.randint(1, 10)
+        chosen = FEATURES[features](rng)
+        budget = max(seqs, chosen.get("extra", 0) + 1, rng.choice([1, 6, 20, 64]))
+        longest = blocks * block_size
+        load, step = [], 0
+        for _ in range(rng.randint(1, 25)):
+            step += rng.choice([0, 0, 0, 1, 3, 20])
+            prompt, output = rng.randint(1, max(1, longest // 3)), rng.randint(1, max(1, longest // 2))
+            if rng.random() < 0.3:  # whole blocks, so that whole prompts are found again
+                prompt = min(6 * block_size, longest // 2)
+            load.append(Load(step, prompt, output, rng.randint(0, 2), rng.randint(0, 2), rng.randint(0, 6)))
+        return World(blocks, block_size, seqs, budget, tuple(load), chosen)
+
+    return st.integers(0, 2**32).map(made)
+
+
+@pytest.mark.parametrize("features", FEATURES)
+def test_every_step_is_that_of_the_plain_engine(features: str) -> None:
+    @given(world=worlds(features))
+    @many
+    def check(world: World) -> None:
+        ours, plain, sent, step, done = world.engine(), world.plain(), 0, 0, 0
+        while done < len(world.load):
+            while sent < len(world.load) and (world.load[sent].at_step <= step or sent == done):
+                request = world.request(sent)
+                one = world.load[sent]
+                assert ours.add(request)
+                plain.add(
+                    PlainRequest(sent, request.prompt_tokens, request.output_tokens, one.priority, request.blocks)
+                )
+                sent += 1
+            expected = plain.step()
+            given = ours.schedule()
+            assert given is not None
+            past = {chunk.request: chunk.past for chunk in given.chunks}
+            assert {r.id: n for r, n in ours.composition().items()} == expected.scheduled
+            assert [r.id for r in ours.composition()] == list(expected.scheduled)
+            assert {r.id: past[r] for r in given.admitted} == expected.admitted
+            assert [r.id for r in given.preempted] == expected.preempted
+            context = sum(expected.past[i] + expected.scheduled[i] for i in expected.decodes)
+            assert (given.num_decodes, given.context_tokens) == (len(expected.decodes), context)
+            state = ours.kv.free, ours.num_running, ours.num_waiting
+            assert state == (expected.free, expected.running, expected.waiting)
+            progress = ours.complete()
+            assert [r.id for r in progress.first_token] == expected.first
+            assert sorted(r.id for r in progress.finished) == sorted(expected.finished)
+            done += len(expected.finished)
+            step += 1
+        assert ours.schedule() is None
+        assert ours.kv.free == ours.kv.total == world.blocks
+
+    check()
+
+
+@pytest.mark.parametrize("features", [name for name in FEATURES if name != "drafts"])
+def test_a_jump_is_as_many_single_steps(features: str) -> None:
+    """Requests that nobody would notice are added in the middle of a jump; others end it."""
+
+    def run(world: World, jumps: bool) -> tuple[list[tuple[int, str, int]], tuple[int, int]]:
+        engine, sent, step, done = world.engine(), 0, 0, 0
+        log: list[tuple[int, str, int]] = []
+        tokens = 0
+        while done < len(world.load):
+            while sent < len(world.load) and (world.load[sent].at_step <= step or sent == done):
+                engine.add(world.request(sent))
+                sent += 1
+            given = engine.schedule()
+            assert given is not None
+            times = given.repeat if jumps else 1
+            while sent < len(world.load) and world.load[sent].at_step < step + times:
+                if engine.would_notice():
+                    times = max(1, world.load[sent].at_step - step)
+                    break
+                engine.add(world.request(sent))
+                sent += 1
+            log += [(step, "preempted", r.id) for r in given.preempted]
+            log += [(step, "chunk", c.request.id) for c in given.chunks]
+            tokens += given.context_tokens * times + given.num_decodes * (times * (times - 1) // 2)
+            progress = engine.complete(times)
+            step += times
+            log += [(step, "first", r.id) for r in progress.first_token]
+            log += [(step, "finished", r.id) for r in progress.finished]
+            done += len(progress.finished)
+        assert engine.schedule() is None
+        cache = engine.prefix_cache
+        return log, (tokens, cache.hit_tokens if cache is not None else 0)
+
+    @given(world=worlds(features))
+    @many
+    def check(world: World) -> None:
+        assert run(world, jumps=True) == run(world, jumps=False)
+
+    check()

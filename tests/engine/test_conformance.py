@@ -1,0 +1,473 @@
+"""What every policy owes its driver, whatever it decides; and for each policy the one thing it is known for."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from simtune.engine import POLICIES, Request, Scheduler
+from simtune.engine.policies.listed import ListScheduler
+
+WHOLE_PROMPTS = {"static", "orca"}
+CONSERVE_WORK = {
+    "vllm-fcfs",
+    "vllm-priority",
+    "sarathi",
+    "shortest-predicted-first",
+    "earliest-deadline-first",
+    "dual-queue",
+    "skip-join-mlfq",
+}
+"""Policies that leave nobody waiting who could have come in. The others have their reasons: a batch or a step that is
+under way, a margin of free blocks, blocks kept for the longest possible answer."""
+
+SMALL = {"SHORT_TOKENS": 16, "LEVELS": 4, "PATIENCE": 60, "PROMPT_TOKENS_PER_ITERATION": 8, "PARTS": 3}
+"""The policies' own constants, on the scale of small worlds."""
+
+
+class Sealed(Request):
+    """Its output length may be read where an engine sees that an answer is over, and by nobody who chooses."""
+
+    __slots__ = ("_true",)
+    MAY_READ = frozenset({"Scheduler.add", "DecodeBatch.join", "VllmFcfs.complete", "ListScheduler._remaining"})
+    CHOOSING = frozenset(
+        {"_choose", "_go_on", "_go_on_one_by_one", "_admit", "_key", "_victim", "would_notice", "_steady_steps"}
+    )
+
+    @property
+    def output_tokens(self) -> int:  # type: ignore[override]
+        frame = sys._getframe(1)
+        assert frame.f_code.co_qualname in self.MAY_READ, f"{frame.f_code.co_qualname} reads the output length"
+        while frame is not None:
+            assert frame.f_code.co_name not in self.CHOOSING, f"{frame.f_code.co_qualname} goes by the output length"
+            frame = frame.f_back
+        return self._true
+
+    def __repr__(self) -> str:
+        return f"<{self.id}>"
+
+    @output_tokens.setter
+    def output_tokens(self, tokens: int) -> None:
+        self._true = tokens
+
+
+@dataclass(frozen=True)
+class World:
+    """Settings, and requests as (step of arrival, prompt, output, priority, predicted, deadline)."""
+
+    policy: str
+    blocks: int
+    block_size: int
+    seqs: int
+    budget: int
+    longest: int
+    chunked: bool
+    load: Sequence[tuple[int, int, int, int, int, float]]
+
+    def scheduler(self) -> Scheduler:
+        whole = self.policy in WHOLE_PROMPTS or not self.chunked
+        return type("Small", (POLICIES[self.policy],), SMALL)(
+            num_blocks=self.blocks,
+            block_size=self.block_size,
+            max_num_seqs=self.seqs,
+            max_num_batched_tokens=max(self.budget, self.seqs, self.longest if whole else 1),
+            max_model_len=self.longest,
+            chunked_prefill=self.chunked,
+        )
+
+
+@st.composite
+def worlds(draw: st.DrawFn, policy: str) -> World:
+    block_size = draw(st.sampled_from([1, 4, 16]))
+    blocks = draw(st.integers(4, 40))
+    longest = max(2, blocks * block_size // draw(st.integers(1, 3)))
+    n = draw(st.integers(1, 20))
+    at, load = 0, []
+    for _ in range(n):
+        at += draw(st.sampled_from([0, 0, 0, 1, 3, 20]))
+        prompt = draw(st.integers(1, max(1, longest // 2)))
+        output = draw(st.integers(1, max(1, longest // 2)))
+        extras = draw(st.tuples(st.integers(0, 2), st.integers(1, 30), st.sampled_from([1.0, 2.0, 9.0])))
+        load.append((at, prompt, output, *extras))
+    chunked = draw(st.booleans()) or policy.startswith("transformers")
+    return World(policy, blocks, block_size, draw(st.integers(1, 8)), draw(st.integers(1, 64)), longest, chunked, load)
+
+
+@dataclass
+class Log:
+    """Everything that happened, by number of the step."""
+
+    scheduled: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    context: dict[int, int] = field(default_factory=dict)
+    part: dict[int, tuple[int, int]] = field(default_factory=dict)
+    preempted: dict[int, list[int]] = field(default_factory=dict)
+    admitted: dict[int, list[int]] = field(default_factory=dict)
+    first: dict[int, list[int]] = field(default_factory=dict)
+    finished: dict[int, list[int]] = field(default_factory=dict)
+    free: dict[int, int] = field(default_factory=dict)
+
+
+def run(world: World, *, single: bool) -> Log:
+    """Drive the scheduler as a simulator would, holding it to all laws on the way."""
+    scheduler = world.scheduler()
+    coming = [
+        (at, Sealed(i, prompt, output, priority=priority, predicted_tokens=predicted, deadline=deadline))
+        for i, (at, prompt, output, priority, predicted, deadline) in enumerate(world.load)
+    ]
+    log, accepted, done, now = Log(), [], [], 0
+
+    def arrive(until: int) -> None:
+        while coming and coming[0][0] <= until:
+            request = coming.pop(0)[1]
+            if scheduler.add(request):
+                accepted.append(request)
+
+    while coming or scheduler.has_work:
+        if not scheduler.has_work:
+            now = max(now, coming[0][0])
+        arrive(now)
+        if not scheduler.has_work:
+            continue
+        assert now < 50_000, "somebody waits for ever"
+        residents = set(scheduler.residents) if isinstance(scheduler, ListScheduler) else None
+        step = scheduler.schedule()
+        assert step is not None, "there is work, and nothing runs"
+        plan = scheduler.composition()
+        assert plan
+        assert all(tokens > 0 for tokens in plan.values())
+        assert sum(plan.values()) <= scheduler.max_num_batched_tokens
+        assert len(plan) <= scheduler.max_num_seqs
+        chunks = {chunk.request: chunk.tokens for chunk in step.chunks}
+        assert len(chunks) + step.num_decodes == len(plan)
+        assert chunks.items() <= plan.items()
+        assert all(chunk.past == chunk.request.computed for chunk in step.chunks)
+        if world.policy != "static":
+            assert all(c.past + c.tokens <= c.request.known_tokens for c in step.chunks)
+        if not world.chunked and world.policy != "static":
+            assert all(c.completes for c in step.chunks)
+        assert set(step.admitted) <= set(chunks)
+        if residents is not None:
+            assert set(step.admitted) == set(plan) - residents
+        assert step.repeat == 1 or not step.chunks
+        if world.policy in CONSERVE_WORK and world.chunked and not step.preempted and scheduler.waiting:
+            full = sum(plan.values()) == scheduler.max_num_batched_tokens or len(plan) == scheduler.max_num_seqs
+            crowded = scheduler.num_running >= scheduler.max_num_seqs
+            short = scheduler.kv.blocks_for(scheduler.waiting[0].known_tokens) > scheduler.kv.free
+            assert full or short or (crowded and world.policy != "skip-join-mlfq")
+        repeat = 1 if single else step.repeat
+        if coming and coming[0][0] < now + repeat:
+            if scheduler.would_notice():
+                repeat = coming[0][0] - now
+            else:
+                arrive(now + repeat - 1)
+        for i in range(repeat):
+            log.scheduled[now + i] = [(request.id, tokens) for request, tokens in plan.items()]
+            log.context[now + i] = step.context_tokens + i * step.num_decodes
+        log.part[now] = step.part
+        if step.preempted:
+            log.preempted[now] = [request.id for request in step.preempted]
+        if step.admitted:
+            log.admitted[now] = [request.id for request in step.admitted]
+        progress = scheduler.complete(repeat)
+        now += repeat
+        if progress.first_token:
+            log.first[now] = [request.id for request in progress.first_token]
+        if progress.finished:
+            log.finished[now] = [request.id for request in progress.finished]
+        log.free[now] = scheduler.kv.free
+        done += progress.finished
+        assert len(done) + scheduler.num_running + scheduler.num_waiting == len(accepted)
+        assert len(set(scheduler.waiting)) == len(scheduler.waiting)
+        if isinstance(scheduler, ListScheduler):
+            held = sum(scheduler.kv.held_by(request) for request in scheduler.residents)
+            assert scheduler.kv.free + held == scheduler.kv.total
+            assert not set(scheduler.residents) & set(scheduler.waiting)
+            assert all(scheduler.kv.held_by(request) == 0 for request in scheduler.waiting)
+    assert Counter(done) == Counter(accepted), "everyone finishes once"
+    assert scheduler.kv.free == scheduler.kv.total
+    assert all(request.emitted == request._true for request in accepted)
+    first = [number for numbers in log.first.values() for number in numbers]
+    assert Counter(first) == Counter(request.id for request in accepted)
+    return log
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(data=st.data())
+@settings(max_examples=50)
+def test_laws_and_jumps_to_the_letter(policy: str, data: st.DataObject) -> None:
+    """All laws hold, and as many steps taken at once as the policy allows leave the same log as single steps."""
+    world = data.draw(worlds(policy))
+    walked, jumped = run(world, single=True), run(world, single=False)
+    for name in ("scheduled", "context", "preempted", "admitted", "first", "finished"):
+        assert getattr(jumped, name) == getattr(walked, name), name
+    assert jumped.free.items() <= walked.free.items()
+    assert jumped.part.items() <= walked.part.items()
+
+
+# --- requests that come from elsewhere, stay, or are lost with their instance -----------------------------------
+
+
+def made(policy: str, **change: Any) -> Scheduler:
+    """A scheduler for small worlds: 4 seats, 40 blocks of 4 tokens, 16 tokens per step."""
+    usual = {"num_blocks": 40, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 16}
+    return type("Small", (POLICIES[policy],), SMALL)(**{**usual, **change})
+
+
+def to_the_end(scheduler: Scheduler) -> list[int]:
+    finished = []
+    while (step := scheduler.schedule()) is not None:
+        finished += [request.id for request in scheduler.complete(step.repeat).finished]
+    return finished
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 6])
+@pytest.mark.parametrize("under_way", [False, True])
+def test_an_instance_that_is_lost_is_as_new(policy: str, steps: int, under_way: bool) -> None:
+    scheduler = made(policy)
+    asked = [Request(i, 8, 4, priority=-i) for i in range(8)]
+    assert all(scheduler.add(request) for request in asked)
+    done = []
+    for _ in range(steps):
+        assert scheduler.schedule() is not None
+        done += scheduler.complete().finished
+    if under_way:
+        scheduler.schedule()
+    lost = scheduler.abandon()
+    assert Counter(lost) == Counter(asked) - Counter(done)
+    assert all(request.computed == 0 and request.joined < 0 for request in lost)
+    assert not scheduler.has_work
+    assert scheduler.kv.free == scheduler.kv.total
+    again = [Request(10 + i, 8, 4) for i in range(5)]
+    assert all(scheduler.add(request) for request in again)
+    assert sorted(to_the_end(scheduler)) == [10, 11, 12, 13, 14]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_who_waits_can_be_taken_back_and_the_residents_go_on(policy: str) -> None:
+    scheduler = made(policy)
+    asked = [Request(i, 8, 4) for i in range(8)]
+    assert all(scheduler.add(request) for request in asked)
+    assert scheduler.schedule() is not None
+    back = scheduler.withdraw()
+    assert scheduler.num_waiting == 0
+    scheduler.complete()
+    assert sorted([request.id for request in back] + to_the_end(scheduler)) == list(range(8))
+    assert back
+
+
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "static"])
+def test_who_is_computed_elsewhere_decodes_here(policy: str) -> None:
+    scheduler = made(policy)
+    local, remote, late = Request(0, 8, 3), Request(1, 7, 5, emitted=1), Request(2, 4, 2, emitted=1)
+    assert scheduler.expect(remote)
+    assert scheduler.expect(late)
+    assert scheduler.schedule() is None, "nothing has come yet"
+    assert (scheduler.num_running, scheduler.kv.free) == (2, 40 - 2 - 2)
+    scheduler.receive(remote)
+    assert scheduler.add(local)
+    step = scheduler.schedule()
+    assert step is not None
+    assert (step.num_decodes, step.context_tokens) == (1, 8)
+    scheduler.complete()
+    scheduler.release(late)
+    assert sorted(to_the_end(scheduler)) == [0, 1]
+    assert remote.emitted == 5
+    assert scheduler.kv.free == scheduler.kv.total
+
+
+def test_static_batches_take_nobody_from_elsewhere() -> None:
+    assert not made("static").expect(Request(0, 7, 5, emitted=1))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_whoever_is_held_keeps_its_blocks_until_it_is_released(policy: str) -> None:
+    scheduler = made(policy, num_blocks=4, max_num_seqs=2)
+    held, next_one = Request(0, 12, 1, hold=True), Request(1, 12, 1)
+    assert scheduler.add(held)
+    assert to_the_end(scheduler) == [0]
+    assert scheduler.kv.free < 4
+    assert scheduler.add(next_one)
+    assert scheduler.schedule() is None, "blocks are short that no resident holds"
+    scheduler.release(held)
+    assert to_the_end(scheduler) == [1]
+    assert scheduler.kv.free == 4
+
+
+# --- what each is known for: a small world and its steps, worked out by hand ----------------------------------
+
+
+def story(policy: str, *load: tuple[Any, ...], **change: Any) -> list[dict[int, int]]:
+    """The tokens of each request in every step, under 4 seats and 8 tokens per step unless told otherwise.
+
+    Requests are (step of arrival, prompt, output[, priority[, predicted[, deadline]]]).
+    """
+    made = {"num_blocks": 100, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 8, "max_model_len": 24}
+    constants = {name: change.pop(name) for name in list(change) if name.isupper()}
+    scheduler = type("Small", (POLICIES[policy],), constants)(**{**made, **change})
+    extras = ("priority", "predicted_tokens", "deadline")
+    coming = [
+        (at, Request(i, p, o, **dict(zip(extras, rest, strict=False)))) for i, (at, p, o, *rest) in enumerate(load)
+    ]
+    steps: list[dict[int, int]] = []
+    while coming or scheduler.has_work:
+        while coming and coming[0][0] <= len(steps):
+            assert scheduler.add(coming.pop(0)[1])
+        assert scheduler.schedule() is not None
+        steps.append({request.id: tokens for request, tokens in scheduler.composition().items()})
+        scheduler.complete()
+    return steps
+
+
+def test_static_batches_are_padded_and_run_until_the_last_member_is_done() -> None:
+    """0 is done after two steps and is computed on; 2 could have its seat, and waits for 1."""
+    assert story("static", (0, 2, 2), (0, 4, 4), (0, 3, 1), max_num_seqs=2, max_num_batched_tokens=24) == [
+        {0: 4, 1: 4},
+        {0: 1, 1: 1},
+        {0: 1, 1: 1},
+        {0: 1, 1: 1},
+        {2: 3},
+    ]
+
+
+def test_static_batches_return_all_answers_together() -> None:
+    scheduler = POLICIES["static"](
+        num_blocks=10, block_size=4, max_num_seqs=2, max_num_batched_tokens=16, max_model_len=16
+    )
+    requests = [Request(0, 2, 2), Request(1, 4, 4)]
+    assert all(scheduler.add(request) for request in requests)
+    padded = scheduler.schedule()
+    assert padded is not None
+    assert [(chunk.past, chunk.tokens, chunk.completes) for chunk in padded.chunks] == [(0, 4, True), (0, 4, True)]
+    assert scheduler.kv.free == 10 - 2 * 4, "each has room for max_model_len"
+    assert scheduler.complete().first_token == requests
+    decode = scheduler.schedule()
+    assert decode is not None
+    assert (decode.num_decodes, decode.context_tokens, decode.repeat) == (2, 2 * (4 + 1), 3)
+    assert scheduler.complete(2).finished == []
+    assert scheduler.schedule() is not None
+    assert scheduler.complete().finished == requests
+
+
+def test_orca_runs_whole_prompts_with_the_decodes() -> None:
+    """1 needs 20 of 23 tokens and comes in at once, before 0 in the step; 2 finds too few left and comes next."""
+    steps = story("orca", (0, 4, 3), (1, 20, 1), (1, 20, 1), max_num_batched_tokens=24)
+    assert [list(step.items()) for step in steps] == [[(0, 4)], [(1, 20), (0, 1)], [(2, 20), (0, 1)]]
+
+
+def test_orca_admits_only_as_many_as_could_all_grow_to_the_limit() -> None:
+    """12 blocks are two answers of 24 tokens, so the third request waits though a seat is free."""
+    steps = story("orca", *[(0, 2, 2)] * 3, num_blocks=12, max_num_batched_tokens=24)
+    assert steps == [{0: 2, 1: 2}, {0: 1, 1: 1}, {2: 2}, {2: 1}]
+
+
+def test_sarathi_never_stalls_a_decode_and_bounds_every_step() -> None:
+    """The prompt of 20 is spread over the 7 tokens per step that 0 leaves."""
+    assert story("sarathi", (0, 4, 5), (1, 20, 1)) == [{0: 4}, {0: 1, 1: 7}, {0: 1, 1: 7}, {0: 1, 1: 6}, {0: 1}]
+
+
+def test_shortest_predicted_first_believes_the_prediction() -> None:
+    """1 is predicted short and is long: it goes first all the same; the others follow by prediction."""
+    steps = story("shortest-predicted-first", (0, 4, 1, 0, 9), (0, 4, 3, 0, 1), (0, 4, 1, 0, 5), max_num_seqs=1)
+    assert steps == [{1: 4}, {1: 1}, {1: 1}, {2: 4}, {0: 4}]
+
+
+def test_the_nearest_deadline_overtakes_a_prompt_under_way() -> None:
+    """1 has a nearer deadline than 0, of whose prompt 12 tokens are missing."""
+    steps = story("earliest-deadline-first", (0, 20, 1, 0, 0, 50.0), (1, 6, 2, 0, 0, 10.0))
+    assert steps == [{0: 8}, {1: 6, 0: 2}, {1: 1, 0: 7}, {0: 3}]
+
+
+def test_a_short_prompt_does_not_stand_behind_a_long_one() -> None:
+    """Half of the budget is the short queue's: 1 is through at once, 2 in the next step beside the long prompt."""
+    steps = story("dual-queue", (0, 20, 1), (1, 4, 1), (1, 4, 1), SHORT_TOKENS=4)
+    assert steps == [{0: 8}, {1: 4, 0: 4}, {2: 4, 0: 4}, {0: 4}]
+    first_come = story("sarathi", (0, 20, 1), (1, 4, 1), (1, 4, 1))
+    assert first_come == [{0: 8}, {0: 8}, {0: 4, 1: 4}, {2: 4}]
+
+
+def test_long_prompts_keep_their_share() -> None:
+    """Short prompts that keep coming get half of the budget, and no more while a long one waits."""
+    steps = story("dual-queue", (0, 16, 1), *[(0, 4, 1)] * 6, SHORT_TOKENS=4, max_num_seqs=8)
+    assert steps == [{1: 4, 0: 4}, {2: 4, 0: 4}, {3: 4, 0: 4}, {4: 4, 0: 4}, {5: 4, 6: 4}]
+
+
+def test_skip_join_mlfq_lets_newcomers_pass_those_that_used_up_their_quantum() -> None:
+    """One seat. With its first token 0 is demoted from level 0 (quantum 1) to level 1 (quantum 2) and pauses for 1.
+
+    2's prompt takes three iterations' worth, so it skips to level 2 and waits until the others are done or come down.
+    """
+    steps = story("skip-join-mlfq", (0, 2, 6), (1, 2, 2), (1, 6, 1), max_num_seqs=1, PROMPT_TOKENS_PER_ITERATION=2)
+    assert steps == [
+        {0: 2},  # at level 0
+        {1: 2},  # at level 0; 0 stands at level 1
+        {0: 1},
+        {0: 1},  # and is demoted to level 2, behind 2
+        {1: 1},  # at level 1, and done
+        {2: 6},
+        {0: 1},
+        {0: 1},
+        {0: 1},
+    ]
+
+
+@pytest.mark.parametrize(("patience", "served_at"), [(100, 3), (2, 2)])
+def test_skip_join_mlfq_promotes_whoever_was_not_served_for_long(patience: int, served_at: int) -> None:
+    """1 skips to level 2 and waits until 0 has come down there after 1 + 2 iterations, or its patience ends before."""
+    steps = story(
+        "skip-join-mlfq", (0, 1, 9), (0, 3, 1), max_num_seqs=1, PROMPT_TOKENS_PER_ITERATION=1, PATIENCE=patience
+    )
+    assert [1 in step for step in steps] == [number == served_at for number in range(10)]
+
+
+def test_an_urgent_prompt_interrupts_a_step_at_a_layer_boundary() -> None:
+    """0's prompt runs in three parts. 1 comes during the first and has a step of its own before the second.
+
+    2 is no more urgent than 0: it has to wait until the step is over.
+    """
+    steps = story("priority-layers", (0, 8, 2, 1), (1, 4, 1, 0), (1, 4, 1, 1), PARTS=3)
+    assert steps == [{0: 8}, {1: 4}, {0: 8}, {0: 8}, {0: 1, 2: 4}, {0: 1, 2: 4}, {0: 1, 2: 4}]
+
+
+def test_parts_of_a_step_say_which_they_are_and_yield_nothing_before_the_last() -> None:
+    scheduler = type("Three", (POLICIES["priority-layers"],), {"PARTS": 3})(
+        num_blocks=10, block_size=4, max_num_seqs=2, max_num_batched_tokens=16, max_model_len=16
+    )
+    request = Request(0, 8, 2)
+    assert scheduler.add(request)
+    seen = []
+    for _ in range(4):
+        step = scheduler.schedule()
+        assert step is not None
+        progress = scheduler.complete()
+        seen.append((step.part, progress.first_token, progress.finished))
+    assert seen == [((0, 3), [], []), ((1, 3), [], []), ((2, 3), [request], []), ((0, 1), [], [request])]
+
+
+def test_transformers_resets_the_starved_and_then_admits_nobody_until_somebody_is_done() -> None:
+    """3 blocks. In step 1 the older decode takes the last one; the newer one is starved, and reset after the step.
+
+    It waits, in spite of a free seat and free blocks, until 0 is done, and computes its prompt and its token anew.
+    """
+    steps = story("transformers-fifo", (0, 4, 3), (0, 4, 2), num_blocks=3, max_model_len=8)
+    assert steps == [{0: 4, 1: 4}, {0: 1}, {0: 1}, {1: 5}]
+
+
+def test_prefill_first_goes_on_with_a_cut_prompt_before_anybody_decodes() -> None:
+    load = ((0, 4, 3), (0, 16, 1))
+    assert story("transformers-prefill-first", *load) == [{0: 4, 1: 4}, {1: 8}, {1: 4, 0: 1}, {0: 1}]
+    assert story("transformers-fifo", *load) == [{0: 4, 1: 4}, {0: 1, 1: 7}, {0: 1, 1: 5}]
+
+
+def test_transformers_keeps_a_margin_of_free_blocks() -> None:
+    """10 blocks, of which 0 takes 9: under a margin of 15 % nobody may join those that decode."""
+    load = ((0, 36, 2), (1, 2, 1))
+    tight = {"num_blocks": 10, "max_model_len": 40, "max_num_batched_tokens": 40}
+    assert story("transformers-fifo", *load, **tight) == [{0: 36}, {0: 1}, {1: 2}]
