@@ -51,31 +51,31 @@ def run(
 ) -> Ran:
     """Load by name or path, deploy and simulate; see `simulate`. `settings` override fields by spec.
 
-    A plan may be tried with another model or on other hardware than it was made for; the plan of what was run then
-    names these.
+    A plan may be tried with another model, or with all its pools on other hardware, than it was made for; the plan of
+    what was run then names these.
     """
     given = settings or {}
     if isinstance(plan, str):
         plan = load_plan(plan, given.get("plan", ()))
     if plan is not None:
-        model, hardware = model or plan.model, hardware or plan.pools[0].hardware
-    if model is None or hardware is None:
+        model = model or plan.model
+    if model is None or (hardware is None and plan is None):
         raise UsageError("name a model and a hardware profile, or a plan that does")
     m = load_model(model, given.get("model", ()))
-    h = load_hardware(hardware, given.get("hardware", ()))
     w, trace = load_workload(workload, given.get("workload", ()))
     stream = build_stream(w, trace, requests=requests or w.requests, seed=seed)
     if rate_rps is not None:
         stream = stream.at_rate(rate_rps)
+    references = [hardware or ""] if plan is None else [hardware or pool.hardware for pool in plan.pools]
+    loaded = {name: load_hardware(name, given.get("hardware", ())) for name in dict.fromkeys(references)}
     if plan is None:
-        plan = default_plan(m, h, stream)
+        plan = default_plan(m, loaded[references[0]], stream)
         if given.get("plan"):
             plan = _overridden(plan, given["plan"])
-    else:
-        pools = tuple(pool.model_copy(update={"hardware": h.name}) for pool in plan.pools)
-        plan = plan.model_copy(update={"model": m.name, "pools": pools})
-    deployment = deploy(plan, m, h)
-    return Ran(deployment, w, trace, deployment.simulate(stream, record=record))
+    pools = [p.model_copy(update={"hardware": loaded[r].name}) for p, r in zip(plan.pools, references, strict=True)]
+    plan = plan.model_copy(update={"model": m.name, "pools": tuple(pools)})
+    deployment = deploy(plan, m, {h.name: h for h in loaded.values()})
+    return Ran(deployment, w, trace, deployment.simulate(stream, record=record, seed=seed))
 
 
 def _overridden(plan: Plan, settings: Sequence[str]) -> Plan:

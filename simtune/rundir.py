@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from simtune import __version__
+from simtune.costs.calibration import words
 from simtune.costs.iteration import Batch, StepModel
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.emit import vllm
@@ -49,7 +50,8 @@ CANDIDATE_COLUMNS = (
 
 REQUEST_COLUMNS = (
     "request", "class", "lane", "prompt_tokens", "output_tokens", "arrival_s", "scheduled_s", "first_token_s",
-    "finish_s", "ttft_s", "tpot_s", "e2el_s", "preemptions", "good",
+    "finish_s", "ttft_s", "tpot_s", "e2el_s", "queue_s", "prefill_s", "transfer_s", "decode_s", "preemptions", "resent",
+    "good",
 )  # fmt: skip
 
 Files = dict[str, str | bytes]
@@ -105,6 +107,22 @@ def write(out: Path, files: Mapping[str, str | bytes]) -> None:
         raise UsageError(f"{out}: cannot be written ({error.strerror})") from None
 
 
+def write_file(path: Path, content: bytes) -> None:
+    """Write one file whole or not at all. Raises UsageError."""
+    draft = None
+    try:
+        path.absolute().parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(prefix=f".{path.name}-", dir=path.absolute().parent, delete=False) as file:
+            draft = Path(file.name)
+            file.write(content)
+        draft.chmod(0o644)
+        draft.replace(path)
+    except OSError as error:
+        if draft is not None:
+            draft.unlink(missing_ok=True)
+        raise UsageError(f"{path}: cannot be written ({error.strerror})") from None
+
+
 def _take_place(folder: Path, out: Path) -> None:
     """Give `folder` the name `out`; what is there keeps it if that goes wrong, and is removed otherwise."""
     if not out.exists():
@@ -153,11 +171,18 @@ def of_simulation(
     }
     return {
         "plan.yaml": deployment.plan.to_yaml("Written by simtune; read by simtune simulate."),
-        **vllm.emit(deployment.plan, deployment.model, deployment.hardware.device.devices_per_node),
+        **_engine_files(deployment),
         "summary.json": _json(summary),
         "requests.csv": _requests_csv(result),
-        "trace.json.gz": chrome_trace(_step_records(deployment, result)),
+        "trace.json.gz": timeline_file(result),
     }
+
+
+def _engine_files(deployment: Deployment) -> Files:
+    """Settings for vLLM; none where a policy is another engine's or nobody's."""
+    if any(pool.spec.batching.policy not in vllm.SCHEDULING_POLICY for pool in deployment.pools):
+        return {}
+    return {**vllm.emit(deployment.plan, deployment.model, deployment.hardware.device.devices_per_node)}
 
 
 def of_study(tuned: Tuned, *, jobs: int | None = None) -> Files:
@@ -222,6 +247,7 @@ def _common(deployment: Deployment, result: Result) -> dict[str, Any]:
             "device": hardware.device.name,
             "validated": None,
             "estimated": deployment.estimated,
+            "corrected": words(hardware.calibration) if hardware.calibration else None,
             "operators": [
                 {
                     "key": key,
@@ -252,7 +278,7 @@ def _breakdown(deployment: Deployment, result: Result) -> list[dict[str, Any]]:
 
     Typical is the mean over simulated time of the decode batch, at the requests' mean context.
     """
-    (pool,) = deployment.plan.pools
+    pool = next(p for p in deployment.pools if p.spec.role != "prefill").spec
     step_model = StepModel(deployment.model, deployment.hardware, pool)
     busy = [r for r in result.outcome.records if r.num_decodes]
     weight = sum(r.end - r.start for r in busy)
@@ -286,7 +312,6 @@ def _timeline(deployment: Deployment, result: Result, points: int = 400) -> dict
         return {"t_s": [], "running": [], "waiting": [], "kv_used": []}
     lanes = 1 + max(r.lane for r in records)
     grid = np.linspace(0, max(r.end for r in records), points)
-    total_blocks = deployment.memory.num_blocks // deployment.plan.pools[0].parallelism.pp
     running, waiting, used = np.zeros(points), np.zeros(points), np.zeros(points)
     for lane in range(lanes):
         mine = [r for r in records if r.lane == lane]
@@ -296,7 +321,7 @@ def _timeline(deployment: Deployment, result: Result, points: int = 400) -> dict
         inside = (at >= 0) & (grid < np.array([r.end for r in mine])[at])
         running += np.where(inside, np.array([r.running for r in mine])[at], 0)
         waiting += np.where(inside, np.array([r.waiting for r in mine])[at], 0)
-        used += np.where(inside, 1 - np.array([r.free_blocks for r in mine])[at] / total_blocks, 0)
+        used += np.where(inside, 1 - np.array([r.free_blocks for r in mine])[at] / result.outcome.lanes[lane].blocks, 0)
     return {
         "t_s": (grid / TICKS_PER_SECOND).tolist(),
         "running": running.tolist(),
@@ -305,12 +330,12 @@ def _timeline(deployment: Deployment, result: Result, points: int = 400) -> dict
     }
 
 
-def _step_records(deployment: Deployment, result: Result) -> list[StepRecord]:
-    instances = deployment.plan.pools[0].instances
+def _step_records(result: Result) -> list[StepRecord]:
+    lanes = result.outcome.lanes
     return [
         StepRecord(
-            instance=r.lane % instances,
-            lane=r.lane // instances,
+            instance=f"{lanes[r.lane].pool} {lanes[r.lane].instance}",
+            lane=lanes[r.lane].virtual_engine,
             start_s=r.start / TICKS_PER_SECOND,
             end_s=r.end / TICKS_PER_SECOND,
             steps=r.steps,
@@ -353,10 +378,11 @@ def _candidates_csv(rows: Sequence[Row]) -> str:
     return _csv(CANDIDATE_COLUMNS, table)
 
 
-def _requests_csv(result: Result) -> str:
+def requests_table(result: Result) -> dict[str, list[Any]]:
+    """Every request, column by column in order of REQUEST_COLUMNS; None where a time never came."""
     stream, outcome = result.stream, result.outcome
-    columns: list[Sequence[Any]] = [
-        range(len(stream)),
+    columns: list[list[Any]] = [
+        list(range(len(stream))),
         [stream.class_names[i] for i in stream.class_index.tolist()],
         outcome.lane.tolist(),
         stream.prompt_tokens.tolist(),
@@ -365,10 +391,44 @@ def _requests_csv(result: Result) -> str:
     times = (
         result.arrival_s, result.scheduled_s, result.first_token_s, result.finish_s,
         result.ttft_s, result.tpot_s, result.e2el_s,
+        result.queue_s, result.prefill_s, result.transfer_s, result.decode_s,
     )  # fmt: skip
     columns += [[None if x != x else x for x in column.tolist()] for column in times]
-    columns += [outcome.preemptions.tolist(), result.good.tolist()]
-    return _csv(REQUEST_COLUMNS, list(zip(*columns, strict=True)))
+    columns += [outcome.preemptions.tolist(), outcome.resent.tolist(), result.good.tolist()]
+    return dict(zip(REQUEST_COLUMNS, columns, strict=True))
+
+
+def _requests_csv(result: Result) -> str:
+    table = requests_table(result)
+    return _csv(tuple(table), list(zip(*table.values(), strict=True)))
+
+
+def requests_file(name: str, result: Result) -> bytes:
+    """The requests as the file's ending says: .csv, .jsonl or .parquet. Raises UsageError for any other ending."""
+    if name.endswith(".csv"):
+        return _requests_csv(result).encode()
+    table = requests_table(result)
+    if name.endswith(".jsonl"):
+        rows = (dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True))
+        return "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
+    if name.endswith(".parquet"):
+        try:
+            import pyarrow
+            import pyarrow.parquet
+        except ImportError:
+            raise UsageError(f"{name}: Parquet needs pyarrow; pip install 'simtune[parquet]', or name a .csv") from None
+        sink = io.BytesIO()
+        pyarrow.parquet.write_table(pyarrow.table(table), sink)
+        return sink.getvalue()
+    raise UsageError(f"{name}: end the name in .csv, .jsonl or .parquet")
+
+
+def timeline_file(result: Result, window_s: tuple[float, float] | None = None) -> bytes:
+    """The simulated steps for ui.perfetto.dev, gzipped; only those that touch the window, where one is given."""
+    records = _step_records(result)
+    if window_s is not None:
+        records = [r for r in records if r.end_s > window_s[0] and r.start_s < window_s[1]]
+    return chrome_trace(records)
 
 
 def _csv(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

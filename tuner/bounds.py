@@ -18,8 +18,8 @@ from __future__ import annotations
 import numpy as np
 
 from simtune.costs.compiled import CompiledCosts
+from simtune.sim.deployment import DeployedPool
 from simtune.sim.requests import RequestStream
-from simtune.sim.world import Lane
 
 
 class Capacity:
@@ -40,13 +40,14 @@ class Capacity:
             + float(output.mean()) * costs.head_cost_s()
         )
 
-    def rps(self, lanes: list[Lane]) -> float:
-        """Requests per second that no schedule on these equal lanes can exceed."""
-        scheduler = lanes[0].scheduler
+    def rps(self, pool: DeployedPool) -> float:
+        """Requests per second that no schedule on the lanes of a pool can exceed."""
+        batching, pp = pool.spec.batching, pool.spec.parallelism.pp
+        kv_tokens = pool.memory.num_blocks // pp * pool.spec.kv_cache.block_size
         iterations = max(
-            self._decodes / scheduler.max_num_seqs,
-            self._tokens / scheduler.max_num_batched_tokens,
-            self._context / (scheduler.kv.total * scheduler.kv.block_size),
+            self._decodes / (batching.max_num_seqs // pp),
+            self._tokens / batching.max_num_batched_tokens,
+            self._context / kv_tokens,
         )
         linear_s = max(c0 * iterations + c1 * self._tokens for c0, c1 in self._lines)
-        return len(lanes) / (linear_s + self._other_s)
+        return pool.num_lanes / (linear_s + self._other_s)

@@ -53,22 +53,26 @@ class Question:
     def searches_rate(self) -> bool:
         return self.study.objective in RATE_OBJECTIVES
 
-    def stream(self, lanes: int, rate_rps: float | None = None) -> RequestStream:
-        """Requests for a deployment of so many lanes, of which some, seeing `requests` of them, will be simulated."""
+    def stream(self, shape: Shape, rate_rps: float | None = None) -> RequestStream:
+        """Requests for instances of a shape, of which some, seeing `requests` of them, will be simulated."""
         requests = self.requests
         if not isinstance(self.workload.arrivals, ClosedLoop):
-            requests = -(-requests * lanes // min(lanes, SAMPLED_LANES))
+            requests = -(-requests * shape.instances // min(shape.instances, -(-SAMPLED_LANES // shape.pp)))
         stream = build_stream(self.workload, self.trace, requests=requests, seed=self.study.seed)
         return stream if rate_rps is None else stream.at_rate(rate_rps)
 
+    def stream_for(self, deployment: Deployment, rate_rps: float | None) -> RequestStream:
+        (pool,) = deployment.plan.pools
+        return self.stream(Shape(pool.parallelism.tp, pool.parallelism.pp, pool.instances), rate_rps)
+
     def judge(self, deployment: Deployment, rate_rps: float | None) -> Result:
         """Whether a deployment meets the SLO, judged by some of its lanes; ends as soon as it cannot any more."""
-        stream = self.stream(deployment.num_lanes, rate_rps)
+        stream = self.stream_for(deployment, rate_rps)
         return deployment.simulate(stream, self.study.slo, lanes=SAMPLED_LANES, stop_when_lost=True)
 
     def watch(self, deployment: Deployment, rate_rps: float | None) -> Result:
         """The same to the end."""
-        stream = self.stream(deployment.num_lanes, rate_rps)
+        stream = self.stream_for(deployment, rate_rps)
         return deployment.simulate(stream, self.study.slo, lanes=SAMPLED_LANES)
 
 
@@ -159,8 +163,8 @@ def optimize(question: Question, *, jobs: int | None = None, progress: Progress 
             f"{study.name}: no tp x pp of the search space fits {study.hardware.devices} devices; "
             "allow more devices, or smaller search.tp and search.pp"
         )
-    most_lanes = max(shape.instances * shape.pp for shape in space)
-    max_model_len = length_limit(question.model, question.stream(most_lanes))
+    longest_stream = max((question.stream(shape) for shape in space), key=len)
+    max_model_len = length_limit(question.model, longest_stream)
     rows: list[Row] = []
     best: Row | None = None
     interrupted = False
@@ -192,7 +196,7 @@ def _confirm(question: Question, rows: list[Row], max_model_len: int) -> tuple[R
     while (best := _best(rows, study)) is not None:
         deployment = deploy(best.candidate.plan(study, max_model_len), question.model, question.hardware)
         rate = best.rate_rps if question.searches_rate else None
-        result = deployment.simulate(question.stream(deployment.num_lanes, rate), study.slo, record=True)
+        result = deployment.simulate(question.stream_for(deployment, rate), study.slo, record=True)
         best.simulations += 1
         if result.meets_slo:
             best.take(result, rate)
@@ -225,7 +229,7 @@ class _ShapeSearch:
         self.q, self.shape, self.max_model_len = task.question, task.shape, task.max_model_len
         self.study, self.best = task.question.study, task.best
         self.leader: Row | None = None
-        self.stream = self.q.stream(self.shape.instances * self.shape.pp)
+        self.stream = self.q.stream(self.shape)
 
     def run(self) -> Iterator[Row]:
         deployments = []
@@ -237,7 +241,7 @@ class _ShapeSearch:
         if not deployments:
             return
         capacity = Capacity(self.costs, self.stream, self.max_model_len)
-        bounded = [(capacity.rps(deployment.lanes()), candidate, deployment) for candidate, deployment in deployments]
+        bounded = [(capacity.rps(deployment.pools[0]), candidate, deployment) for candidate, deployment in deployments]
         bounded.sort(key=lambda b: (-b[0], b[1]))
         judge = self._judge_by_rate if self.q.searches_rate else self._judge_at_load
         for bound, candidate, deployment in bounded:

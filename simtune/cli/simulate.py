@@ -21,6 +21,7 @@ from simtune.cli.output import (
     set_option,
     split_settings,
 )
+from simtune.errors import UsageError
 
 
 @click.command()
@@ -54,6 +55,26 @@ from simtune.cli.output import (
     help="Also simulate N worlds in which operator times are off, and give 90 % intervals.",
 )
 @click.option("--jobs", type=click.IntRange(min=1), default=None, help="Processes for --uncertainty; one per core.")
+@click.option(
+    "--timeline",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=None,
+    metavar="FILE",
+    help="Write the steps for ui.perfetto.dev (FILE.json.gz).",
+)
+@click.option(
+    "--window",
+    default=None,
+    metavar="FROM..TO",
+    help="Only steps between these simulated seconds in --timeline: 10..20.",
+)
+@click.option(
+    "--per-request",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=None,
+    metavar="FILE",
+    help="Write a table of all requests: .csv, .jsonl or .parquet.",
+)
 @seed_option
 @set_option
 @out_option
@@ -68,6 +89,9 @@ def simulate(
     requests: int | None,
     worlds: int | None,
     jobs: int | None,
+    timeline: Path | None,
+    window: str | None,
+    per_request: Path | None,
     seed: int | None,
     settings: tuple[str, ...],
     out: Path | None,
@@ -84,6 +108,12 @@ def simulate(
     by_spec = split_settings(settings, ("model", "hardware", "workload", "plan"))
     if out is not None:
         rundir.claim(out, force)
+    window_s = None if window is None else _window(window, timeline)
+    for file in (timeline, per_request):
+        if file is not None and file.exists() and not force:
+            raise UsageError(f"{file}: exists; give --force to replace it, or name another file")
+    if per_request is not None and per_request.suffix not in (".csv", ".jsonl", ".parquet"):
+        raise UsageError(f"{per_request}: end the name in .csv, .jsonl or .parquet")
     ran = run(
         model,
         hardware,
@@ -93,7 +123,7 @@ def simulate(
         requests=requests,
         seed=seed or 0,
         settings=by_spec,
-        record=out is not None,
+        record=out is not None or timeline is not None,
     )
     deployment, result = ran.deployment, ran.result
     note_estimates(deployment)
@@ -106,6 +136,10 @@ def simulate(
         files = rundir.of_simulation(deployment, result, deployment.plan.name, seed or 0, drawn)
         inputs = (ran.deployment.model, ran.deployment.hardware, ran.workload, deployment.plan)
         rundir.write(out, rundir.complete(files, rundir.manifest(command_line(), inputs, ran.trace, seed or 0)))
+    if timeline is not None:
+        rundir.write_file(timeline, rundir.timeline_file(result, window_s))
+    if per_request is not None:
+        rundir.write_file(per_request, rundir.requests_file(per_request.name, result))
     summary = result.summary()
     if as_json:
         del summary["quantiles"]
@@ -115,6 +149,20 @@ def simulate(
     else:
         _print(deployment.plan.name, summary, drawn.intervals if drawn else {}, out)
     return 3 if result.saturated else 0
+
+
+def _window(text: str, timeline: Path | None) -> tuple[float, float]:
+    """`10..20` or `10s..20s`."""
+    if timeline is None:
+        raise UsageError("--window chooses what --timeline FILE shows; give both")
+    begin, dots, end = text.partition("..")
+    try:
+        window = float(begin.removesuffix("s")), float(end.removesuffix("s"))
+    except ValueError:
+        dots = ""
+    if not dots or not 0 <= window[0] < window[1]:
+        raise UsageError(f"--window {text}: write it as FROM..TO in simulated seconds, for example 10..20")
+    return window
 
 
 def _print(name: str, summary: dict[str, Any], intervals: dict[str, Any], out: Path | None) -> None:

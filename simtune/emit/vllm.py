@@ -27,6 +27,8 @@ OPTIONS: dict[str, type] = {
     "enable-prefix-caching": bool,
     "async-scheduling": bool,
     "enforce-eager": bool,
+    "watermark": float,
+    "kv-transfer-config": str,
 }
 """The long options of `vllm serve` that are written here, and the type of their value.
 
@@ -34,7 +36,10 @@ Named as in the argument parser of that version. A bool has a twin `no-<option>`
 """
 
 _WRITTEN = f"Written by simtune with the option names of vLLM {VLLM_VERSION}."
-_SCHEDULING_POLICY = {"vllm-fcfs": "fcfs"}
+SCHEDULING_POLICY = {"vllm-fcfs": "fcfs", "vllm-priority": "priority"}
+_NIXL = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
+"""How prefill and decode instances send KV caches to one another: NIXL, in both roles."""
+
 
 
 def emit(plan: Plan, model: Model, devices_per_node: int = 8) -> dict[str, str]:
@@ -70,6 +75,10 @@ def _max_model_len(pool: Pool, model: Model) -> int:
 def _refusals(pool: Pool, model: Model) -> list[str]:
     """What vLLM would not start with, in its own terms."""
     found = []
+    if pool.batching.policy not in SCHEDULING_POLICY:
+        found.append(f"batching.policy: vLLM has no {pool.batching.policy}; it has {', '.join(SCHEDULING_POLICY)}")
+    if pool.kv_cache.preemption == "swap":
+        found.append("kv_cache.preemption: vLLM V1 recomputes what it preempts; it cannot swap")
     batching, tp, pp = pool.batching, pool.parallelism.tp, pool.parallelism.pp
     if _kv_cache_dtype(pool, model) is None:
         found.append(
@@ -109,11 +118,13 @@ def _settings(pool: Pool, model: Model) -> dict[str, int | float | str | bool]:
         "num-gpu-blocks-override": pool.kv_cache.num_blocks,
         "block-size": pool.kv_cache.block_size,
         "kv-cache-dtype": _kv_cache_dtype(pool, model),
-        "scheduling-policy": _SCHEDULING_POLICY[pool.batching.policy],
+        "scheduling-policy": SCHEDULING_POLICY[pool.batching.policy],
+        "watermark": pool.kv_cache.watermark or None,
         "enable-chunked-prefill": pool.batching.chunked_prefill,
-        "enable-prefix-caching": False,  # the simulated KV cache shares no prefixes
+        "enable-prefix-caching": pool.kv_cache.prefix_caching,
         "async-scheduling": pool.async_scheduling,
         "enforce-eager": not pool.cuda_graphs or None,
+        "kv-transfer-config": None if pool.role == "mixed" else _NIXL,
     }
     given = {option: value for option, value in settings.items() if value is not None}
     assert all(isinstance(value, OPTIONS[option]) for option, value in given.items())
@@ -137,18 +148,20 @@ def _nodes(plan: Plan, devices_per_node: int) -> list[list[str]]:
                 nodes.append([])
                 device = 0
             visible = ",".join(str(d) for d in range(device, device + need))
-            nodes[-1].append(f"start {_file(pool)} {visible} $((PORT + {len(nodes[-1])}))")
+            nodes[-1].append(f"start {_file(pool)} {visible} {len(nodes[-1])}")
             device += need
     return nodes
 
 
 _FUNCTIONS = """
 PORT="${PORT:-8000}"
+NIXL_PORT="${NIXL_PORT:-5600}"
 here="$(cd "$(dirname "$0")" && pwd)"
 pids=
 
-start() {  # settings file, devices, port
-    CUDA_VISIBLE_DEVICES="$2" vllm serve "$MODEL" --config "$here/$1" --port "$3" &
+start() {  # settings file, devices, number on this node
+    CUDA_VISIBLE_DEVICES="$2" VLLM_NIXL_SIDE_CHANNEL_PORT="$((NIXL_PORT + $3))" \\
+        vllm serve "$MODEL" --config "$here/$1" --port "$((PORT + $3))" &
     pids="$pids $!"
 }
 
@@ -156,6 +169,11 @@ trap 'kill $pids 2>/dev/null || :' EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 """
+
+_APART = [
+    "# It must send a prompt to a prefill instance first, and then, with the kv_transfer_params of its answer, to a",
+    "# decode instance, as the proxy of vLLM's NIXL example does.",
+]
 
 _WAIT = """
 # The script ends when an instance it waits for fails, and takes the others down with it.
@@ -172,7 +190,8 @@ def _launch_script(plan: Plan, model: Model, devices_per_node: int) -> str:
             return "\n".join([*lines, *_spans_nodes(pool, devices_per_node), ""])
     nodes = _nodes(plan, devices_per_node)
     lines += [
-        "# The plan sends requests to its instances in turn: the balancer before them is yours to choose.",
+        f"# The plan routes requests by {plan.router.kind}: the router before the instances is yours to choose.",
+        *_APART * (plan.pools[0].role != "mixed"),
         "#",
         "# MODEL  what vLLM loads",
         "# PORT   port of the first instance on this node, 8000 unless given; the others follow it",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ class StepRecord(NamedTuple):
     `running`, `waiting` and `free_blocks` are as the scheduler left them when the step began.
     """
 
-    instance: int
+    instance: str
     lane: int
     start_s: float
     end_s: float
@@ -38,14 +39,15 @@ def chrome_trace(events: Iterable[StepRecord]) -> bytes:
     steps = sorted(events, key=lambda e: (e.instance, e.start_s, e.lane, e.end_s))
     lanes = sorted({(e.instance, e.lane) for e in steps})
     out: list[dict[str, Any]] = []
-    for instance in sorted({e.instance for e in steps}):
-        out.append(_metadata("process_name", instance, 0, name=f"instance {instance}"))
-        out.append(_metadata("process_sort_index", instance, 0, sort_index=instance))
+    processes = {instance: number for number, instance in enumerate(sorted({e.instance for e in steps}, key=_natural))}
+    for instance, number in processes.items():
+        out.append(_metadata("process_name", number, 0, name=instance))
+        out.append(_metadata("process_sort_index", number, 0, sort_index=number))
     for instance, lane in lanes:
-        out.append(_metadata("thread_name", instance, lane, name=f"lane {lane}"))
-        out.append(_metadata("thread_sort_index", instance, lane, sort_index=lane))
+        out.append(_metadata("thread_name", processes[instance], lane, name=f"lane {lane}"))
+        out.append(_metadata("thread_sort_index", processes[instance], lane, sort_index=lane))
     free_ns = dict.fromkeys(lanes, 0)
-    shown: dict[tuple[int, str], dict[str, int]] = {}
+    shown: dict[tuple[str, str], dict[str, int]] = {}
     for step in steps:
         start_ns, end_ns = round(step.start_s * 1e9), round(step.end_s * 1e9)
         lane_of = (step.instance, step.lane)
@@ -56,7 +58,7 @@ def chrome_trace(events: Iterable[StepRecord]) -> bytes:
             {
                 "ph": "X",
                 "name": _name(step),
-                "pid": step.instance,
+                "pid": processes[step.instance],
                 "tid": step.lane,
                 "ts": start_ns / 1000,
                 "dur": (end_ns - start_ns) / 1000,
@@ -76,9 +78,16 @@ def chrome_trace(events: Iterable[StepRecord]) -> bytes:
         ):
             if shown.get((step.instance, counter)) != values:
                 shown[step.instance, counter] = values
-                out.append({"ph": "C", "name": counter, "pid": step.instance, "ts": start_ns / 1000, "args": values})
+                out.append(
+                    {"ph": "C", "name": counter, "pid": processes[step.instance], "ts": start_ns / 1000, "args": values}
+                )
     text = json.dumps({"displayTimeUnit": "ms", "traceEvents": out}, separators=(",", ":"), allow_nan=False)
     return gzip.compress(text.encode(), mtime=0)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """`mixed 10` after `mixed 9`."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _metadata(what: str, instance: int, lane: int, **args: str | int) -> dict[str, Any]:

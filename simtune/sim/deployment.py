@@ -2,72 +2,133 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from simtune.costs.compiled import compile_costs
 from simtune.costs.iteration import StepModel
-from simtune.costs.memory import Memory, kv_capacity
+from simtune.costs.memory import Memory, kv_bytes_per_token, kv_capacity
+from simtune.costs.predict import Profile
 from simtune.costs.protocol import StepCosts
+from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import POLICIES
 from simtune.errors import Infeasible, UsageError
+from simtune.sim import router
+from simtune.sim.lane import Lane, Pipeline, Wire
+from simtune.sim.link import Link
 from simtune.sim.requests import RequestStream
 from simtune.sim.result import MissBudget, Result
-from simtune.sim.world import Lane, World
+from simtune.sim.world import Change, World
+from simtune.specs import plan as spec
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
-from simtune.specs.plan import Batching, Parallelism, Plan, Pool
+from simtune.specs.plan import Batching, Failure, KvLink, Parallelism, Plan, Pool, Start, Switch
 from simtune.specs.workload import Slo
+
+VLLM_POLICIES = {"vllm-fcfs", "vllm-priority"}
+PREDICTING = {"sjf"}
+"""Policies that look at predicted output lengths."""
 
 GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Deployment:
-    """A plan whose memory adds up, with its step costs compiled. `simulate` may be called many times."""
+class DeployedPool:
+    """A pool whose memory adds up, with its step costs compiled."""
 
-    plan: Plan
-    model: Model
+    spec: Pool
     hardware: Hardware
     memory: Memory
     costs: StepCosts
     max_model_len: int
-    _pool: Pool = field(repr=False)
 
-    def lanes(self) -> list[Lane]:
-        """Fresh lanes, ordered so that a round robin over them is one over instances first.
+    @property
+    def num_lanes(self) -> int:
+        return self.spec.instances * self.spec.parallelism.pp
 
-        An instance with pp pipeline stages runs pp lanes ("virtual engines"), each with its own batch, its share of
-        the seats and of the KV blocks; a lane's step takes the time of all stages. With equal stages the batches
-        follow one another through the pipeline without waiting, which is what this assumes.
+    def lanes(self, instances: int, hash_block_tokens: int | None) -> list[Lane]:
+        """Fresh lanes of the first `instances` instances, ordered so that a round robin is one over instances first.
+
+        An instance with pp pipeline stages runs pp lanes ("virtual engines") that share the stages, each with its own
+        batch, its share of the seats and of the KV blocks; a lane's step takes the time of all stages.
         """
-        pool, batching = self._pool, self._pool.batching
-        pp = pool.parallelism.pp
+        own, batching, pp = self.spec, self.spec.batching, self.spec.parallelism.pp
         policy = POLICIES[batching.policy]
-        return [
-            Lane(
-                policy(
-                    num_blocks=self.memory.num_blocks // pp,
-                    block_size=pool.kv_cache.block_size,
-                    max_num_seqs=batching.max_num_seqs // pp,
-                    max_num_batched_tokens=batching.max_num_batched_tokens,
-                    max_model_len=self.max_model_len,
-                    chunked_prefill=batching.chunked_prefill,
-                ),
-                self.costs,
-            )
+        num_blocks = self.memory.num_blocks // pp
+        settings: dict[str, Any] = {
+            "num_blocks": num_blocks,
+            "block_size": own.kv_cache.block_size,
+            "max_num_seqs": batching.max_num_seqs // pp,
+            "max_num_batched_tokens": batching.max_num_batched_tokens,
+            "max_model_len": self.max_model_len,
+            "chunked_prefill": batching.chunked_prefill,
+        }
+        if batching.policy in VLLM_POLICIES:
+            settings |= {
+                "async_scheduling": own.async_scheduling,
+                "preemption": own.kv_cache.preemption,
+                "watermark_blocks": int(own.kv_cache.watermark * num_blocks),
+            }
+            if own.kv_cache.prefix_caching and hash_block_tokens is not None:
+                settings |= {"prefix_caching": True, "hash_block_tokens": hash_block_tokens}
+        pipelines = [Pipeline(pp) if pp > 1 else None for _ in range(instances)]
+        found = [
+            Lane(policy(**settings), self.costs, instance, own.name, pipeline=pipelines[instance])
             for _ in range(pp)
-            for _ in range(pool.instances)
+            for instance in range(instances)
         ]
+        for lane in found:
+            if lane.pipeline is not None:
+                lane.pipeline.lanes.append(lane)
+        return found
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A plan whose pools all stand. `simulate` may be called many times."""
+
+    plan: Plan
+    model: Model
+    pools: tuple[DeployedPool, ...]
+
+    @property
+    def hardware(self) -> Hardware:
+        """Of the first pool."""
+        return self.pools[0].hardware
+
+    @property
+    def memory(self) -> Memory:
+        """Of an instance of the first pool."""
+        return self.pools[0].memory
+
+    @property
+    def costs(self) -> StepCosts:
+        """Of the first pool."""
+        return self.pools[0].costs
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest request that some instance takes."""
+        return max(pool.max_model_len for pool in self.pools)
 
     @property
     def estimated(self) -> list[str]:
         """Operators that no table covers: their times are estimated from the data sheet."""
-        return sorted(StepModel(self.model, self.hardware, self._pool).estimated)
+        return sorted({name for p in self.pools for name in StepModel(self.model, p.hardware, p.spec).estimated})
 
     @property
     def num_lanes(self) -> int:
-        return self._pool.instances * self._pool.parallelism.pp
+        return sum(pool.num_lanes for pool in self.pools)
+
+    @property
+    def lanes_apart(self) -> bool:
+        """Whether instances do not disturb each other, so that some of them can stand for all."""
+        return len(self.pools) == 1 and isinstance(self.plan.router, spec.RoundRobin) and not self.plan.events
 
     def simulate(
         self,
@@ -77,22 +138,31 @@ class Deployment:
         lanes: int | None = None,
         stop_when_lost: bool = False,
         record: bool = False,
+        single_steps: bool = False,
+        seed: int = 0,
     ) -> Result:
         """Run one stream of requests through the deployment. Raises UsageError if no request fits max_model_len.
 
-        `lanes` runs only so many lanes, on their share of an open-loop stream, and lets them stand for all: under round
-        robin lanes do not disturb each other and see the same kind of load, so this differs from simulating all of them
-        only in how many requests are watched. (In a closed loop they do disturb each other, and all are run.)
-        `stop_when_lost` ends the run once a percentile of the SLO cannot be met any more.
+        `lanes` runs only so many lanes (in whole instances), on their share of an open-loop stream, and lets them stand
+        for all: under round robin instances do not disturb each other and see the same kind of load, so this differs
+        from simulating all of them only in how many requests are watched. Where they do disturb each other (closed
+        loops, other routers, several pools, instances that fail) all are run.
+        `stop_when_lost` ends the run once a percentile of the SLO cannot be met any more. `seed` is that of routers and
+        length predictors that draw.
         """
         slo, scale, offered_rate_rps = slo or Slo(), 1.0, stream.offered_rate_rps
-        simulated = self.lanes()
-        if lanes is not None and lanes < len(simulated) and stream.arrival_s is not None:
-            scale = len(simulated) / lanes
-            stream = stream.share_of(lanes, len(simulated))
-            simulated = simulated[:lanes]
+        some: int | None = None
+        first = self.pools[0].spec
+        if lanes is not None and stream.arrival_s is not None and self.lanes_apart:
+            some = -(-lanes // first.parallelism.pp)
+            if some < first.instances:
+                scale = first.instances / some
+                stream = stream.share_of(some, first.instances)
+            else:
+                some = None
         stop_when = MissBudget(stream, slo) if stop_when_lost else None
-        outcome = World(simulated, stream, record=record, stop_when=stop_when).run()
+        world = self._world(stream, slo, some, seed, stop_when, record, single_steps)
+        outcome = world.run()
         result = Result(stream, outcome, self.plan.num_devices, slo, offered_rate_rps, scale)
         if not result.completed.any():
             raise UsageError(
@@ -101,27 +171,221 @@ class Deployment:
             )
         return result
 
+    def _world(
+        self,
+        stream: RequestStream,
+        slo: Slo,
+        some: int | None,
+        seed: int,
+        stop_when: MissBudget | None,
+        record: bool,
+        single_steps: bool,
+    ) -> World:
+        hash_block_tokens = None
+        if stream.hash_ids is not None and any(pool.spec.kv_cache.prefix_caching for pool in self.pools):
+            hash_block_tokens = stream.block_tokens
+            for pool in self.pools:
+                size = pool.spec.kv_cache.block_size
+                if pool.spec.kv_cache.prefix_caching and hash_block_tokens % size:
+                    raise UsageError(
+                        f"the workload names what prompts share in blocks of {hash_block_tokens} tokens, which must "
+                        f"be a multiple of the KV block size of pool {pool.spec.name} ({size}); change it"
+                    )
+        joining = Counter(event.to for event in self.plan.events if isinstance(event, Switch))
+        by_pool = {
+            p.spec.name: p.lanes((some or p.spec.instances) + joining[p.spec.name], hash_block_tokens)
+            for p in self.pools
+        }
+        lanes = [lane for pool in self.pools for lane in by_pool[pool.spec.name]]
+        for number, lane in enumerate(lanes):
+            lane.number = number
+        changes = self._changes(by_pool)
+        front = [lane for p in self.pools if p.spec.role != "decode" for lane in by_pool[p.spec.name]]
+        back = [lane for p in self.pools if p.spec.role == "decode" for lane in by_pool[p.spec.name]]
+        decode_router = None
+        if back:
+            self._wire(by_pool)
+            decode_router = _router(self.plan.decode_router or spec.LeastTokens(), back, stream, seed)
+        policies = {pool.spec.batching.policy for pool in self.pools}
+        predicted = deadlines = None
+        if policies & PREDICTING:
+            (sigma,) = {p.spec.batching.prediction_sigma for p in self.pools if p.spec.batching.policy in PREDICTING}
+            predicted = stream.predicted_tokens(sigma, seed).tolist()
+        if "edf" in policies:
+            deadlines = _deadlines(stream, slo)
+        return World(
+            lanes,
+            stream,
+            router=_router(self.plan.router, front, stream, seed),
+            decode_router=decode_router,
+            changes=changes,
+            predicted_tokens=predicted,
+            deadlines=deadlines,
+            single_steps=single_steps,
+            record=record,
+            stop_when=stop_when,
+        )
+
+    def _wire(self, by_pool: Mapping[str, Sequence[Lane]]) -> None:
+        """Give every prefill instance its way out."""
+        way, number = self.plan.link, 0
+        assert way is not None
+        common: Link | None = None
+        for pool in self.pools:
+            if pool.spec.role != "prefill":
+                continue
+            kv = transfer_terms(self.model, pool.hardware, pool.spec, way)
+            links: dict[int, Link] = {}
+            for lane in by_pool[pool.spec.name]:
+                if lane.instance not in links:
+                    link = common if way.shared and common is not None else Link(kv.bytes_per_s, number)
+                    number += link is not common
+                    common = link
+                    links[lane.instance] = link
+                lane.wire = Wire(
+                    links[lane.instance],
+                    block_bytes=kv.block_bytes,
+                    setup=round(kv.setup_s * TICKS_PER_SECOND),
+                    descriptors=round(kv.block_s * TICKS_PER_SECOND),
+                    layers=self.model.num_layers if way.layerwise else 1,
+                )
+
+    def _changes(self, by_pool: Mapping[str, Sequence[Lane]]) -> list[Change]:
+        """What the plan's events do to lanes. Targets of a switch, and instances that start later, begin down."""
+        changes: list[Change] = []
+        spare = {p.spec.name: p.spec.instances for p in self.pools}
+        for pool in self.pools:
+            for lane in by_pool[pool.spec.name]:
+                lane.up = lane.instance < pool.spec.instances
+        for event in self.plan.events:
+            mine = _of_instance(by_pool[event.pool], event.instance)
+            tick = round(event.at_s * TICKS_PER_SECOND)
+            match event:
+                case Start(delay_s=delay_s):
+                    for lane in mine:
+                        lane.up = False
+                    changes.append(Change(tick + round(delay_s * TICKS_PER_SECOND), mine, up=True))
+                case Failure(recover_s=recover_s):
+                    changes.append(Change(tick, mine, up=False, lost=True))
+                    if recover_s is not None:
+                        changes.append(Change(tick + round(recover_s * TICKS_PER_SECOND), mine, up=True))
+                case Switch(to=to, delay_s=delay_s):
+                    then = _of_instance(by_pool[to], spare[to])
+                    spare[to] += 1
+                    changes.append(Change(tick, mine, up=False, then=then, delay=round(delay_s * TICKS_PER_SECOND)))
+        return changes
+
+
+def _of_instance(lanes: Sequence[Lane], instance: int) -> list[Lane]:
+    return [lane for lane in lanes if lane.instance == instance]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What sending a KV cache from a prefill instance costs."""
+
+    block_bytes: int
+    """Of all GPUs together."""
+    bytes_per_s: float
+    """Of all GPUs together."""
+    setup_s: float
+    block_s: float
+    """Per block besides its bytes: its descriptors."""
+
+
+def transfer_terms(model: Model, hardware: Hardware, pool: Pool, link: KvLink) -> Transfer:
+    """Bytes of a block, and the times of the profile's KV transfer operator where the plan gives none.
+
+    Raises Infeasible when the hardware has no link of that name.
+    """
+    kv_dtype = pool.kv_cache.dtype or model.dtype
+    block_bytes = round(pool.kv_cache.block_size * kv_bytes_per_token(model, Parallelism(), 0, kv_dtype))
+    base = Profile(hardware).predictor("kv_transfer", kv_dtype, variant=link.path).operator.base
+    each = 1 if link.packed else 2 * model.num_layers
+    descriptor_s = base.block_s if link.descriptor_s is None else link.descriptor_s
+    return Transfer(
+        block_bytes=block_bytes,
+        bytes_per_s=link.bytes_per_s or base.bytes_per_s * pool.parallelism.devices,
+        setup_s=base.overhead_s if link.setup_s is None else link.setup_s,
+        block_s=each * descriptor_s,
+    )
+
+
+def _router(chosen: spec.Router, lanes: Sequence[Lane], stream: RequestStream, seed: int) -> router.Router:
+    stale = round(getattr(chosen, "stale_s", 0.0) * TICKS_PER_SECOND)
+    match chosen:
+        case spec.RoundRobin(weights=weights):
+            if not weights:
+                return router.RoundRobin(lanes)
+            return router.WeightedRoundRobin(lanes, [weights.get(lane.pool, 1.0) for lane in lanes])
+        case spec.LeastOutstanding():
+            return router.LeastOutstanding(lanes, stale)
+        case spec.LeastTokens():
+            return router.LeastTokens(lanes, stale)
+        case spec.PowerOfTwo():
+            return router.PowerOfTwo(lanes, stale, seed)
+        case spec.SessionAffinity():
+            if stream.session is None:
+                raise UsageError(
+                    "the session_affinity router needs sessions, and the workload names none; "
+                    "give it a shared_prefix, or choose another router"
+                )
+            return router.SessionAffinity(lanes, stream.session.tolist())
+        case spec.PrefixAware():
+            if stream.hash_ids is None:
+                raise UsageError(
+                    "the prefix_aware router needs prompts that say what they share; use a trace with hash_ids, give "
+                    "the workload a shared_prefix, or choose another router"
+                )
+            return router.PrefixAware(
+                lanes,
+                block_tokens=stream.block_tokens,
+                memory_blocks=max(1, chosen.memory_tokens // stream.block_tokens),
+                load_weight=chosen.load_weight,
+                stale=stale,
+            )
+
+
+def _deadlines(stream: RequestStream, slo: Slo) -> list[float]:
+    """When each request should have its first token, in seconds: its arrival plus the tightest TTFT limit it is under.
+
+    Without one, never. In a closed loop, where nobody knows when a request will come, the limit alone.
+    """
+    limits = []
+    for own in stream.slos:
+        found = [limit for metric, _, limit in (own or slo).limits() if metric == "ttft"]
+        limits.append(min(found, default=math.inf))
+    due = np.array(limits)[stream.class_index]
+    deadlines: list[float] = (due if stream.arrival_s is None else due + stream.arrival_s).tolist()
+    return deadlines
+
 
 def deploy(
     plan: Plan,
     model: Model,
-    hardware: Hardware,
+    hardware: Hardware | Mapping[str, Hardware],
     costs: StepCosts | None = None,
     *,
     factors: Mapping[str, float] | None = None,
 ) -> Deployment:
     """Check that the plan is possible and compile its costs, unless compiled ones are given.
 
-    `factors` multiply the times of operator kinds (`simtune.costs.iteration.KINDS`), to draw a world in which they
-    are off. Raises Infeasible, saying what is missing, when the model does not fit or the plan contradicts itself.
+    `hardware` is that of all pools, or of each pool by the name the plan gives. `factors` multiply the times of
+    operator kinds (`simtune.costs.iteration.KINDS`), to draw a world in which they are off. Raises Infeasible, saying
+    what is missing, when the model does not fit or the plan contradicts itself.
     """
-    (pool,) = plan.pools
-    max_model_len = pool.max_model_len or model.max_position
-    memory = check(pool, model, hardware)
-    if costs is None:
+    pools = []
+    for pool in plan.pools:
+        its = hardware if isinstance(hardware, Hardware) else hardware[pool.hardware]
+        max_model_len = pool.max_model_len or model.max_position
+        memory = check(pool, model, its)
         given = {} if factors is None else {"factors": factors}
-        costs = compile_costs(model, hardware, pool, max_model_len, **given)
-    return Deployment(plan, model, hardware, memory, costs, max_model_len, pool)
+        compiled = costs or compile_costs(model, its, pool, max_model_len, **given)
+        pools.append(DeployedPool(pool, its, memory, compiled, max_model_len))
+        if pool.role == "prefill":
+            assert plan.link is not None
+            transfer_terms(model, its, pool, plan.link)
+    return Deployment(plan, model, tuple(pools))
 
 
 def check(pool: Pool, model: Model, hardware: Hardware) -> Memory:

@@ -26,9 +26,11 @@ from simtune.specs.workload import (
     Gamma,
     Lengths,
     Lognormal,
+    Piecewise,
     Poisson,
     Quantiles,
     RequestClass,
+    SharedPrefix,
     Slo,
     TraceArrivals,
     TraceLengths,
@@ -39,7 +41,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 # Keys of the random streams: changing one changes every result.
-_ARRIVALS, _PROMPT, _OUTPUT, _CLASS = range(4)
+_ARRIVALS, _PROMPT, _OUTPUT, _CLASS, _GROUP, _PREDICTION = range(6)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,6 +65,8 @@ class RequestStream:
     block_tokens: int = MOONCAKE_BLOCK_TOKENS
     users: int | None = None
     think_s: float = 0.0
+    session: Ints | None = None
+    """Which conversation a request belongs to, where the workload knows."""
 
     def __len__(self) -> int:
         return len(self.prompt_tokens)
@@ -88,9 +92,9 @@ class RequestStream:
             raise UsageError("requests that all come at once have no rate to change; ask for more requests")
         return replace(self, arrival_s=self.arrival_s * (self.offered_rate_rps / rate_rps))
 
-    def share_of(self, some: int, lanes: int) -> RequestStream:
-        """What the first `some` of `lanes` lanes see of this stream under round robin."""
-        mine = np.arange(len(self)) % lanes < some
+    def share_of(self, some: int, instances: int) -> RequestStream:
+        """What the first `some` of so many instances see of this stream under round robin."""
+        mine = np.arange(len(self)) % instances < some
         return replace(
             self,
             arrival_s=None if self.arrival_s is None else self.arrival_s[mine],
@@ -99,7 +103,15 @@ class RequestStream:
             class_index=self.class_index[mine],
             priority=self.priority[mine],
             hash_ids=None if self.hash_ids is None else tuple(compress(self.hash_ids, mine.tolist())),
+            session=None if self.session is None else self.session[mine],
         )
+
+    def predicted_tokens(self, sigma: float, seed: int) -> Ints:
+        """Output lengths as a predictor would guess them: off by a lognormal factor of median 1 and shape sigma."""
+        from scipy.special import ndtri
+
+        factor = np.exp(sigma * ndtri(_uniforms(seed, _PREDICTION, len(self))))
+        return np.maximum(1, np.rint(self.output_tokens * factor)).astype(np.int64)
 
 
 def build_stream(workload: Workload, trace: Trace | None, *, requests: int, seed: int) -> RequestStream:
@@ -119,16 +131,26 @@ def build_stream(workload: Workload, trace: Trace | None, *, requests: int, seed
     prompts = [c.prompt or workload.prompt for c in classes]
     outputs = [c.output or workload.output for c in classes]
     arrivals = workload.arrivals
+    prompt_tokens = _lengths(prompts, class_index, _uniforms(seed, _PROMPT, requests), trace, "prompt")
+    hash_ids, session = _hash_ids(prompts, class_index, trace), None
+    block_tokens = trace.block_tokens if trace else MOONCAKE_BLOCK_TOKENS
+    if workload.shared_prefix is not None:
+        if hash_ids is not None:
+            raise UsageError(f"{workload.trace}: says what its prompts share, so the workload needs no shared_prefix")
+        prefix = workload.shared_prefix
+        session = (_uniforms(seed, _GROUP, requests) * prefix.groups).astype(np.int64)
+        hash_ids, block_tokens = _groups(prefix, session, prompt_tokens), prefix.block_tokens
     return RequestStream(
         arrival_s=_arrival_s(arrivals, trace, seed, requests),
-        prompt_tokens=_lengths(prompts, class_index, _uniforms(seed, _PROMPT, requests), trace, "prompt"),
+        prompt_tokens=prompt_tokens,
         output_tokens=_lengths(outputs, class_index, _uniforms(seed, _OUTPUT, requests), trace, "output"),
         class_index=class_index,
         priority=np.array([c.priority for c in classes], dtype=np.int64)[class_index],
         class_names=tuple(c.name for c in classes),
         slos=tuple(c.slo for c in classes),
-        hash_ids=_hash_ids(prompts, class_index, trace),
-        block_tokens=trace.block_tokens if trace else MOONCAKE_BLOCK_TOKENS,
+        hash_ids=hash_ids,
+        block_tokens=block_tokens,
+        session=session,
         users=arrivals.users if isinstance(arrivals, ClosedLoop) else None,
         think_s=arrivals.think_s if isinstance(arrivals, ClosedLoop) else 0.0,
     )
@@ -157,6 +179,8 @@ def _arrival_s(arrivals: Arrivals, trace: Trace | None, seed: int, requests: int
         return None
     if isinstance(arrivals, TraceArrivals):
         return _trace_arrival_s(arrivals, _needed(trace), requests)
+    if isinstance(arrivals, Piecewise):
+        return _piecewise(arrivals, np.cumsum(-np.log1p(-_uniforms(seed, _ARRIVALS, requests))))
     unit: Floats
     match arrivals:
         case Poisson():
@@ -168,6 +192,18 @@ def _arrival_s(arrivals: Arrivals, trace: Trace | None, seed: int, requests: int
         case FixedInterval():
             unit = np.arange(requests, dtype=np.float64)
     return unit / arrivals.rate_rps
+
+
+def _piecewise(arrivals: Piecewise, unit: Floats) -> Floats:
+    """Arrivals of a rate-1 process, brought to the times at which the rates have summed up to them."""
+    lengths = np.array([segment.for_s for segment in arrivals.segments])
+    rates = np.array([segment.rate_rps for segment in arrivals.segments])
+    expected = np.concatenate([[0.0], np.cumsum(lengths * rates)])
+    begin = np.concatenate([[0.0], np.cumsum(lengths)])
+    cycle, rest = np.divmod(unit, expected[-1])
+    at = np.searchsorted(expected, rest, side="right") - 1  # never a segment of rate zero: it adds nothing
+    times: Floats = cycle * begin[-1] + begin[at] + (rest - expected[at]) / rates[at]
+    return times
 
 
 def _trace_arrival_s(arrivals: TraceArrivals, trace: Trace, requests: int) -> Floats:
@@ -223,6 +259,14 @@ def _hash_ids(prompts: Sequence[Lengths], class_index: Ints, trace: Trace | None
         () if not from_trace[k] else ids[i] if i < rows else tuple(x + i // rows * apart for x in ids[i % rows])
         for i, k in enumerate(class_index.tolist())
     )
+
+
+def _groups(prefix: SharedPrefix, session: Ints, prompt_tokens: Ints) -> tuple[tuple[int, ...], ...]:
+    """Names of the leading blocks that a request shares with its group."""
+    most = prefix.tokens // prefix.block_tokens
+    whole = [tuple(range(group * most, (group + 1) * most)) for group in range(prefix.groups)]
+    blocks = np.minimum(most, prompt_tokens // prefix.block_tokens)
+    return tuple(whole[g][:n] for g, n in zip(session.tolist(), blocks.tolist(), strict=True))
 
 
 def _needed(trace: Trace | None) -> Trace:

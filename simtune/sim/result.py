@@ -1,8 +1,9 @@
 """What a simulation says: columns per request, and the statistics people ask of them.
 
 TTFT is first token - arrival, TPOT is (finish - first token) / (output tokens - 1), undefined for one-token answers,
-E2EL is finish - arrival, queue is first scheduled - arrival; all in seconds. Percentiles interpolate linearly between
-order statistics. As vLLM's benchmark client counts them.
+E2EL is finish - arrival; all in seconds. Percentiles interpolate linearly between order statistics. As vLLM's benchmark
+client counts them. E2EL is made up of queue (until first scheduled), prefill (until the first token), transfer (until
+the KV cache has come to the decode instance, where there is one) and decode (until the last token).
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from numpy.typing import NDArray
 
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.sim.requests import RequestStream
+from simtune.sim.statistics import TokenIntervals, batch_means, warm_up
 from simtune.sim.world import Outcome
 from simtune.specs.workload import Slo
 
 Column = NDArray[np.float64]
 
-METRICS = ("ttft", "tpot", "e2el", "queue")
+METRICS = ("ttft", "tpot", "e2el", "queue", "prefill", "transfer", "decode")
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,29 @@ class Result:
     @cached_property
     def e2el_s(self) -> Column:
         return self.finish_s - self.arrival_s
+
+    @cached_property
+    def prefill_s(self) -> Column:
+        return self.first_token_s - self.scheduled_s
+
+    @cached_property
+    def transferred_s(self) -> Column:
+        """When the KV cache had come to the decode instance; NaN where none was sent."""
+        return _seconds(self.outcome.transferred)
+
+    @cached_property
+    def transfer_s(self) -> Column:
+        return self.transferred_s - self.first_token_s
+
+    @cached_property
+    def decode_s(self) -> Column:
+        sent = np.isfinite(self.transferred_s)
+        return self.finish_s - np.where(sent, self.transferred_s, self.first_token_s)
+
+    @cached_property
+    def itl(self) -> TokenIntervals | None:
+        """The times between tokens; None when there are none."""
+        return TokenIntervals(self.outcome.intervals) if len(self.outcome.intervals.steps) else None
 
     @cached_property
     def tpot_s(self) -> Column:
@@ -219,7 +244,11 @@ class Result:
             "output_tokens_per_s_per_gpu": None if output_rate is None else output_rate / self.num_gpus,
             "output_tokens_per_s_per_user": 1 / float(tpot.mean()) if len(tpot) and tpot.mean() > 0 else None,
             "num_gpus": self.num_gpus,
-            "metrics": {metric: _block(self.values(metric)) for metric in METRICS},
+            "metrics": {metric: _block(self.values(metric)) for metric in METRICS} | {"itl": self._itl_block()},
+            "warm_up_requests": warm_up(self.values("ttft")),
+            "resent": int(self.outcome.resent.sum()),
+            "transferred_bytes": self.outcome.transferred_bytes,
+            "instances": self._instances(),
             "slo": [
                 {
                     "class": limit.request_class,
@@ -233,6 +262,26 @@ class Result:
             ],
             "quantiles": {m + "_s": quantiles(self.values(m)) for m in ("ttft", "tpot", "e2el")},
         }
+
+    def _itl_block(self) -> dict[str, Any]:
+        itl = self.itl
+        if itl is None:
+            return {"unit": "s", "count": 0}
+        shares = {f"p{p}": itl.quantile_s(p / 100) for p in (50, 90, 95, 99)}
+        return {"unit": "s", "count": itl.count, "mean": itl.mean_s(), **shares, "max": itl.max_s()}
+
+    def _instances(self) -> list[dict[str, Any]]:
+        """Every simulated instance: how busy it was, and how many requests it answered."""
+        lanes = self.outcome.lanes
+        answered = np.bincount(self.outcome.lane[self.completed], minlength=len(lanes)).tolist()
+        found: dict[tuple[str, int], dict[str, Any]] = {}
+        for number, lane in enumerate(lanes):
+            key = (lane.pool, lane.instance)
+            mine = found.setdefault(key, {"pool": lane.pool, "instance": lane.instance, "busy": 0.0, "requests": 0})
+            busy_s = lane.busy / TICKS_PER_SECOND
+            mine["busy"] = max(mine["busy"], busy_s / self.duration_s if self.duration_s else 0.0)
+            mine["requests"] += answered[number]
+        return list(found.values())
 
 
 def objectives(stream: RequestStream, slo: Slo) -> list[tuple[int | None, str | None, Slo]]:
@@ -299,6 +348,7 @@ def _block(values: Column) -> dict[str, Any]:
         block |= {"mean": float(values.mean()), "std": float(values.std()), "min": float(values.min())}
         block |= {f"p{p}": float(np.percentile(values, p)) for p in (50, 90, 95, 99)}
         block["max"] = float(values.max())
+        block["ci95"] = {s: list(ci) for s in ("mean", "p50", "p90", "p95", "p99") if (ci := batch_means(values, s))}
     return block
 
 

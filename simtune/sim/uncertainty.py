@@ -30,8 +30,11 @@ from simtune.specs.workload import Slo
 LEVEL = 0.9
 _PURPOSE = 4  # key of the random streams of `simtune.sim.requests`, continued
 
-_FIXED = {"requests", "num_gpus", "unit", "count", "offered_rate_rps", "limit_s", "class", "metric", "statistic"}
-"""Keys of a summary that no error of step times can change."""
+_FIXED = {
+    "requests", "num_gpus", "unit", "count", "offered_rate_rps", "limit_s", "class", "metric", "statistic",
+    "pool", "instance", "ci95", "warm_up_requests",
+}  # fmt: skip
+"""Keys of a summary that no error of step times can change, or that speak of one run's own noise."""
 
 
 @dataclass(frozen=True)

@@ -3,23 +3,31 @@
 Time is an integer number of ticks (2**-40 s), so a jump over many decode steps and a walk through them agree to the
 last bit. At one instant the order is fixed, and it is the order of a real engine's loop:
 
-1. steps end (in the order in which they were started), requests finish, closed-loop users begin to think;
-2. requests arrive, in order of their number, and are routed;
-3. idle lanes schedule their next step (in the order in which they became idle), seeing all of the above.
+1. steps end (in order of lanes), requests finish or are handed over, closed-loop users begin to think;
+2. transfers begin (in order of requests) and end (in order of links);
+3. instances start, fail, recover and change roles (as listed in the plan);
+4. requests arrive, in order of their number, and are routed;
+5. idle lanes schedule their next step (in order of lanes), seeing all of the above.
 
 A *lane* is one scheduler with one batch under way: an instance without pipeline parallelism, or one of the pp virtual
 engines of an instance with it. A lane runs a step as often as the scheduler says nothing can change and the cost model
-says its time is affine, in one event. An arrival that the scheduler would notice cuts such a jump at the end of the
-step in which it falls.
+says its time is affine, in one event. Whatever the scheduler would notice, an arrival or a KV cache, cuts such a jump
+at the end of the step in which it falls. The lanes of a pipeline jump only while the others are idle.
 
-The event queue is a plain heap: one entry per jump and per arrival, ordered by (tick, phase, number), so that the order
-above is the key itself. The same events on simpy take about seven times as long: benchmarks/sim/.
+The event queue is a plain heap: one entry per jump and per arrival, ordered by (tick, phase, subject), so that the
+order above is the key itself. The same events on simpy take about seven times as long: benchmarks/sim/.
+
+Prefill and decode apart: a prompt that is done on a prefill lane is handed to a decode lane at once, but its KV cache
+stays where it is until the decode lane has reserved a seat and blocks for it, first come first served; then it is sent,
+and freed when the last byte has gone. So a full decode pool fills the prefill pool. The first token is delivered when
+the prompt is done.
 """
 
 from __future__ import annotations
 
 import heapq
-import math
+from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -27,13 +35,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from simtune.costs.protocol import StepCosts
 from simtune.costs.ticks import TICKS_PER_SECOND
-from simtune.engine import Progress, Request, Scheduler, Step
+from simtune.engine import Request
 from simtune.errors import UsageError
+from simtune.sim.lane import Handoff, Lane
+from simtune.sim.link import Link
 from simtune.sim.requests import RequestStream
+from simtune.sim.router import RoundRobin, Router
 
-_END, _ARRIVE, _WAKE = 0, 1, 2
+_END, _SEND, _SENT, _CHANGE, _ARRIVE, _WAKE = range(6)
 
 LONGEST_S = 2.0**62 / TICKS_PER_SECOND
 """Half of what 64-bit ticks can count: arrivals beyond it are refused, so that their answers still fit."""
@@ -55,20 +65,31 @@ class StepRecord(NamedTuple):
     free_blocks: int
 
 
-@dataclass(slots=True, eq=False)
-class Lane:
-    """One scheduler, its cost model, and the step it is running."""
+class LaneUse(NamedTuple):
+    """What became of a lane."""
 
-    scheduler: Scheduler
-    costs: StepCosts
-    number: int = 0
-    step: Step | None = None
-    started: int = 0
-    first: int = 0  # ticks of the first repetition of the running step
-    slope: int = 0  # ticks that each further repetition takes longer
-    repetitions: int = 0
-    event: int = 0  # number of the event that ends the running step; an older one is void
-    woken: bool = False
+    pool: str
+    instance: int
+    virtual_engine: int
+    blocks: int
+    """Size of its KV cache."""
+    busy: int
+    """Ticks spent in steps."""
+
+
+class Change(NamedTuple):
+    """Something happens to some lanes at a tick: `up` tells whether they come or go, `lost` whether with all they have.
+
+    Lanes that go without being lost finish what they have; `then` are lanes that come in their place, `delay` ticks
+    after that.
+    """
+
+    tick: int
+    lanes: Sequence[Lane]
+    up: bool
+    lost: bool = False
+    then: Sequence[Lane] = ()
+    delay: int = 0
 
 
 @dataclass(slots=True)
@@ -80,13 +101,39 @@ class Outcome:
     first_token: Ticks
     finish: Ticks
     lane: Ticks
+    """Where it was answered; with prefill and decode apart, where it was decoded."""
     preemptions: Ticks
     waiting_at_arrival: Ticks
     """Requests waiting in the whole deployment when this one arrived, itself not counted."""
+    transferred: Ticks
+    """When its KV cache had come to the decode instance; -1 where nothing was sent."""
+    resent: Ticks
+    """How often it was sent again because an instance failed."""
     aborted: bool
     events: int
     steps: int
+    transferred_bytes: int
+    lanes: list[LaneUse]
+    intervals: Intervals
     records: list[StepRecord] = field(default_factory=list)
+
+
+class Intervals:
+    """Times between tokens, without a value per token: a jump's are an arithmetic progression.
+
+    Each entry stands for `steps` steps of `decodes` tokens, the k-th taking first + k * slope ticks.
+    """
+
+    __slots__ = ("decodes", "first", "slope", "steps")
+
+    def __init__(self) -> None:
+        self.first, self.slope, self.steps, self.decodes = array("q"), array("q"), array("q"), array("q")
+
+    def add(self, first: int, slope: int, steps: int, decodes: int) -> None:
+        self.first.append(first)
+        self.slope.append(slope)
+        self.steps.append(steps)
+        self.decodes.append(decodes)
 
 
 class World:
@@ -97,11 +144,19 @@ class World:
         lanes: Sequence[Lane],
         stream: RequestStream,
         *,
+        router: Router | None = None,
+        decode_router: Router | None = None,
+        changes: Sequence[Change] = (),
+        predicted_tokens: Sequence[int] | None = None,
+        deadlines: Sequence[float] | None = None,
         single_steps: bool = False,
         record: bool = False,
         stop_when: Callable[[int, int, int, int], bool] | None = None,
     ) -> None:
-        """`single_steps` takes every step as an event of its own: slow, and the oracle for jumps.
+        """`lanes` are all lanes of the deployment. `router` chooses among those that take new requests (all of them,
+        one after the other, unless given), `decode_router` among those that take over from lanes with a `wire`.
+
+        `single_steps` takes every step as an event of its own: slow, and the oracle for jumps.
 
         `stop_when(request, arrival, first_token, finish)` is asked at every finished request; once it answers True the
         run ends there and the outcome is marked `aborted`.
@@ -109,58 +164,79 @@ class World:
         self._lanes = list(lanes)
         for number, lane in enumerate(self._lanes):
             lane.number = number
+        self._router = RoundRobin(self._lanes) if router is None else router
+        self._decode_router = decode_router
+        self._changes = list(changes)
         self._single_steps = single_steps
         self._stop_when = stop_when
         self._records: list[StepRecord] | None = [] if record else None
         self._stream = stream
         n = len(stream)
-        self._prompt = stream.prompt_tokens.tolist()
-        self._output = stream.output_tokens.tolist()
-        self._arrival: list[int] = [-1] * n
+        self._prompt = _compact(stream.prompt_tokens)
+        self._output = _compact(stream.output_tokens)
+        self._priority = _compact(stream.priority)
+        self._blocks = stream.hash_ids
+        self._predicted = predicted_tokens
+        self._deadlines = deadlines
+        self._arrival = _unset(n)
         if stream.arrival_s is not None:
             if n and float(stream.arrival_s[-1]) > LONGEST_S:
                 raise UsageError(
                     f"the last request would arrive after {stream.arrival_s[-1] / 86400:,.0f} days; the simulated "
                     f"clock counts to {LONGEST_S / 86400:.0f}. Simulate fewer requests, or a higher rate"
                 )
-            self._arrival = np.rint(stream.arrival_s * TICKS_PER_SECOND).astype(np.int64).tolist()
+            self._arrival = _compact(np.rint(stream.arrival_s * TICKS_PER_SECOND))
         self._think = round(stream.think_s * TICKS_PER_SECOND)
-        self._scheduled = [-1] * n
-        self._first = [-1] * n
-        self._finish = [-1] * n
-        self._lane_of = [-1] * n
-        self._preemptions = [0] * n
-        self._waiting_at = [0] * n
+        self._scheduled, self._first, self._finish = _unset(n), _unset(n), _unset(n)
+        self._lane_of, self._transferred = _unset(n), _unset(n)
+        self._preemptions, self._waiting_at, self._resent = _zeros(n), _zeros(n), _zeros(n)
         self._waiting = 0
-        self._heap: list[tuple[int, int, int, int]] = []  # (tick, phase, number, lane or request)
-        self._numbers = 0
+        self._heap: list[tuple[int, int, int, int]] = []  # (tick, phase, subject, version)
+        self._handoffs: dict[int, Handoff] = {}  # by request
+        self._links = {lane.wire.link.number: lane.wire.link for lane in self._lanes if lane.wire is not None}
+        self._serial = 0
+        self._parked: deque[Request] = deque()  # new requests for which no lane is up
+        self._stranded: list[Handoff] = []  # handed over, and no decode lane is up
+        self._leaving: dict[int, Change] = {}  # lanes that finish what they have, by number
         self._next_request = 0
         self._aborted = False
         self._events = 0
         self._steps = 0
+        self._bytes = 0
+        self._intervals = Intervals()
 
     def run(self) -> Outcome:
         """Run until every request is finished or refused, or `stop_when` says so."""
+        for i, change in enumerate(self._changes):
+            heapq.heappush(self._heap, (change.tick, _CHANGE, i, 0))
         if self._stream.arrival_s is None:
             for _ in range(min(self._stream.users or 1, len(self._prompt))):
                 self._send_next(0)
         elif self._prompt:
             self._send_next(self._arrival[0])
-        heap = self._heap
+        heap, lanes, pop = self._heap, self._lanes, heapq.heappop
+        events = 0
         while heap and not self._aborted:
-            now, phase, number, subject = heapq.heappop(heap)
-            self._events += 1
-            if phase == _ARRIVE:
-                self._arrive(now, subject)
-            elif phase == _END:
-                lane = self._lanes[subject]
-                if lane.event == number:
+            now, phase, subject, version = pop(heap)
+            events += 1
+            if phase == _END:
+                lane = lanes[subject]
+                if lane.version == version and lane.step is not None:
                     self._end(now, lane)
-            else:
-                lane = self._lanes[subject]
+            elif phase == _ARRIVE:
+                self._arrive(now, subject)
+            elif phase == _WAKE:
+                lane = lanes[subject]
                 lane.woken = False
                 if lane.step is None:
                     self._start(now, lane)
+            elif phase == _SEND:
+                self._send(now, subject, version)
+            elif phase == _SENT:
+                self._sent(now, subject, version)
+            else:
+                self._change(now, self._changes[subject])
+        self._events = events
         return Outcome(
             arrival=_column(self._arrival),
             scheduled=_column(self._scheduled),
@@ -169,16 +245,27 @@ class World:
             lane=_column(self._lane_of),
             preemptions=_column(self._preemptions),
             waiting_at_arrival=_column(self._waiting_at),
+            transferred=_column(self._transferred),
+            resent=_column(self._resent),
             aborted=self._aborted,
             events=self._events,
             steps=self._steps,
+            transferred_bytes=self._bytes,
+            lanes=[
+                LaneUse(
+                    lane.pool,
+                    lane.instance,
+                    lane.pipeline.lanes.index(lane) if lane.pipeline is not None else 0,
+                    lane.scheduler.kv.total,
+                    lane.busy,
+                )
+                for lane in self._lanes
+            ],
+            intervals=self._intervals,
             records=self._records or [],
         )
 
-    def _push(self, tick: int, phase: int, subject: int) -> int:
-        self._numbers += 1
-        heapq.heappush(self._heap, (tick, phase, self._numbers, subject))
-        return self._numbers
+    # --- arrivals -----------------------------------------------------------------------------------------
 
     def _send_next(self, tick: int) -> None:
         """Let the next request of the stream arrive at `tick`."""
@@ -186,16 +273,33 @@ class World:
         if number < len(self._prompt):
             self._next_request += 1
             self._arrival[number] = tick
-            heapq.heappush(self._heap, (tick, _ARRIVE, number, number))
+            heapq.heappush(self._heap, (tick, _ARRIVE, number, 0))
 
     def _arrive(self, now: int, number: int) -> None:
         if self._stream.arrival_s is not None and self._next_request < len(self._prompt):
             self._send_next(self._arrival[self._next_request])
-        lane = self._lanes[number % len(self._lanes)]
-        self._lane_of[number] = lane.number
         self._waiting_at[number] = self._waiting
+        request = Request(number, self._prompt[number], self._output[number], priority=self._priority[number])
+        if self._blocks is not None:
+            request.blocks = self._blocks[number]
+        if self._predicted is not None:
+            request.predicted_tokens = self._predicted[number]
+        if self._deadlines is not None:
+            request.deadline = self._deadlines[number]
+        self._route(now, request)
+
+    def _route(self, now: int, request: Request) -> None:
+        """Send a request to a lane, or keep it until one is up."""
+        asked = request if self._decode_router is None else self._prompt_only(request)
+        lane = self._router.choose(asked, now)
+        if lane is None:
+            self._parked.append(request)
+            return
+        number = request.id
+        self._lane_of[number] = lane.number
         notices = lane.step is not None and lane.repetitions > 1 and lane.scheduler.would_notice()
-        if not lane.scheduler.add(Request(number, self._prompt[number], self._output[number])):
+        if not self._fits(number) or not lane.scheduler.add(asked):
+            self._router.over(asked, lane, now)
             if self._stream.arrival_s is None:  # refused: its user goes on thinking
                 self._send_next(now + self._think)
             return
@@ -205,25 +309,70 @@ class World:
         elif notices:
             self._cut(now, lane)
 
+    def _prompt_only(self, request: Request) -> Request:
+        """What a prefill instance is asked for: all that is known of the request, and one token more."""
+        prompt = Request(request.id, request.known_tokens, 1, priority=request.priority, hold=True)
+        prompt.blocks, prompt.deadline = request.blocks, request.deadline
+        return prompt
+
+    def _fits(self, number: int) -> bool:
+        """Whether decode instances, where they are apart, can hold the whole request."""
+        if self._decode_router is None:
+            return True
+        longest = self._decode_router.lanes[0].scheduler.max_model_len
+        return self._prompt[number] + self._output[number] <= longest
+
+    # --- steps --------------------------------------------------------------------------------------------
+
     def _wake(self, now: int, lane: Lane) -> None:
+        """Let an idle lane schedule at this instant, after everything else that happens at it."""
         if not lane.woken:
             lane.woken = True
-            self._push(now, _WAKE, lane.number)
+            heapq.heappush(self._heap, (now, _WAKE, lane.number, 0))
+            if lane.pipeline is not None:
+                self._end_jumps(now, lane)
+
+    def _end_jumps(self, now: int, lane: Lane) -> None:
+        """Another lane needs the pipeline too: from its next step on each one goes step by step."""
+        assert lane.pipeline is not None
+        for other in lane.pipeline.lanes:
+            if other is not lane and other.step is not None and other.jumping:
+                self._cut(now, other)
+                other.jumping = False
+                last = other.repetitions - 1
+                began = other.started + other.elapsed(last)
+                lane.pipeline.free = [0] * lane.pipeline.stages
+                lane.pipeline.pass_through(began, other.first + other.slope * last)
 
     def _start(self, now: int, lane: Lane) -> None:
         scheduler = lane.scheduler
+        if lane.dropped:
+            for request in lane.dropped:
+                scheduler.release(request)
+            lane.dropped.clear()
+        if lane.arrived:
+            for request in lane.arrived:
+                scheduler.receive(request)
+            lane.arrived.clear()
+        if lane.inbox:
+            self._make_room(now, lane)
+        waiting = scheduler.num_waiting
         step = scheduler.schedule()
+        self._waiting += scheduler.num_waiting - waiting
         if step is None:
+            if lane.inbox:
+                self._make_room(now, lane)  # with asynchronous scheduling the last ones have left only now
+            if lane.number in self._leaving:
+                self._left(now, lane)
             return
-        self._waiting += len(step.preempted)
+        for request in step.preempted:
+            self._preemptions[request.id] += 1
         chunks = step.chunks
         lane.repetitions, lane.slope = 1, 0
         if chunks:
             for chunk in chunks:
-                if chunk.past == 0:
-                    self._waiting -= 1
-                    if self._scheduled[chunk.request.id] < 0:
-                        self._scheduled[chunk.request.id] = now
+                if self._scheduled[chunk.request.id] < 0:
+                    self._scheduled[chunk.request.id] = now
             samples = step.num_decodes + sum(chunk.completes for chunk in chunks)
             lane.first = lane.costs.mixed(
                 step.num_decodes,
@@ -233,79 +382,327 @@ class World:
             )
         else:
             lane.first, lane.slope, span = lane.costs.decode(step.num_decodes, step.context_tokens)
-            if not self._single_steps:
+            alone = lane.pipeline is None or self._alone(lane)
+            if alone and not self._single_steps and not (lane.inbox and scheduler.unsettled):
                 lane.repetitions = min(step.repeat, span)
-        for request in step.preempted:
-            self._preemptions[request.id] += 1
+        uneven = getattr(lane.costs, "uneven", None)  # see simtune.costs.protocol
+        if uneven is not None and step.longest_context:
+            lane.first += uneven(step.num_decodes, step.context_tokens, step.longest_context, bool(chunks))
         lane.step, lane.started = step, now
-        lane.event = self._push(now + _elapsed(lane, lane.repetitions), _END, lane.number)
+        lane.version += 1
+        if lane.pipeline is not None:
+            end = lane.pipeline.pass_through(now, lane.first)
+            lane.jumping = lane.repetitions > 1
+            if lane.jumping:
+                end = now + lane.elapsed(lane.repetitions)
+            else:
+                lane.first = end - now  # what it waited for the others included
+        else:
+            end = now + lane.elapsed(lane.repetitions)
+        heapq.heappush(self._heap, (end, _END, lane.number, lane.version))
+
+    @staticmethod
+    def _alone(lane: Lane) -> bool:
+        assert lane.pipeline is not None
+        return all(other is lane or (other.step is None and not other.woken) for other in lane.pipeline.lanes)
 
     def _cut(self, now: int, lane: Lane) -> None:
         """Shorten a jump so that it ends with the step in which `now` falls."""
-        repetitions = _repetitions_reaching(lane, now - lane.started)
+        repetitions = lane.repetitions_reaching(now - lane.started)
         if repetitions < lane.repetitions:
             lane.repetitions = repetitions
-            lane.event = self._push(lane.started + _elapsed(lane, repetitions), _END, lane.number)
+            lane.version += 1
+            heapq.heappush(self._heap, (lane.started + lane.elapsed(repetitions), _END, lane.number, lane.version))
 
     def _end(self, now: int, lane: Lane) -> None:
-        self._steps += lane.repetitions
-        if self._records is not None:
-            self._record(now, lane)
-        progress: Progress = lane.scheduler.complete(lane.repetitions)
+        self._account(now, lane)
+        progress = lane.scheduler.complete(lane.repetitions)
         lane.step = None
         for request in progress.first_token:
-            self._first[request.id] = now
+            if self._first[request.id] < 0:
+                self._first[request.id] = now
+        router = self._router
         for request in progress.finished:
-            number = request.id
-            self._finish[number] = now
-            if self._stream.arrival_s is None:
-                self._send_next(now + self._think)
-            if self._stop_when is not None and self._stop_when(number, self._arrival[number], self._first[number], now):
-                self._aborted = True
-        if lane.scheduler.has_work:
+            if router.informed:
+                self._over(request, lane, now)
+            if lane.wire is not None and self._hand_over(now, lane, request):
+                continue
+            self._finished(now, request.id)
+        if lane.has_work:
             if self._heap and self._heap[0][0] == now:
                 self._wake(now, lane)  # something else happens at this instant, and comes first
             else:
                 self._start(now, lane)
+        elif lane.number in self._leaving:
+            self._left(now, lane)
 
-    def _record(self, now: int, lane: Lane) -> None:
-        assert self._records is not None
-        assert lane.step is not None
-        step, scheduler = lane.step, lane.scheduler
-        self._records.append(
-            StepRecord(
-                lane.number,
-                lane.started,
-                now,
-                lane.repetitions,
-                step.num_decodes,
-                sum(chunk.tokens for chunk in step.chunks),
-                step.num_decodes + len(step.chunks),
-                len(scheduler.waiting),
-                scheduler.kv.free,
+    def _account(self, end: int, lane: Lane) -> None:
+        """Write the running step's repetitions down; the last of them ends at `end`."""
+        step = lane.step
+        assert step is not None
+        self._steps += lane.repetitions
+        lane.busy += end - lane.started
+        if step.num_decodes:
+            self._intervals.add(lane.first, lane.slope, lane.repetitions, step.num_decodes)
+        if self._records is not None:
+            self._records.append(
+                StepRecord(
+                    lane.number,
+                    lane.started,
+                    end,
+                    lane.repetitions,
+                    step.num_decodes,
+                    sum(chunk.tokens for chunk in step.chunks),
+                    step.num_decodes + len(step.chunks),
+                    lane.scheduler.num_waiting,
+                    lane.scheduler.kv.free,
+                )
             )
+
+    def _finished(self, now: int, number: int) -> None:
+        self._finish[number] = now
+        if self._stream.arrival_s is None:
+            self._send_next(now + self._think)
+        if self._stop_when is not None and self._stop_when(number, self._arrival[number], self._first[number], now):
+            self._aborted = True
+
+    def _over(self, request: Request, lane: Lane, now: int) -> None:
+        """Tell the router that sent a request to a lane that it is not there any more."""
+        router = self._decode_router if self._decode_router is not None and lane.wire is None else self._router
+        router.over(request, lane, now)
+
+    # --- prefill and decode apart -------------------------------------------------------------------------
+
+    def _hand_over(self, now: int, lane: Lane, held: Request) -> bool:
+        """Send a request whose prompt is done on to a decode lane; False when it is complete as it is."""
+        number = held.id
+        prompt, output = self._prompt[number], self._output[number]
+        emitted = held.prompt_tokens - prompt + 1
+        if emitted >= output:
+            lane.scheduler.release(held)
+            return False
+        request = Request(number, prompt, output, computed=held.prompt_tokens, emitted=emitted, priority=held.priority)
+        self._serial += 1
+        handoff = Handoff(request, lane, held, now, self._serial)
+        self._handoffs[number] = handoff
+        lane.holding += 1
+        self._waiting += 1
+        self._offer(now, handoff)
+        return True
+
+    def _offer(self, now: int, handoff: Handoff) -> None:
+        """Queue a handed-over request at a decode lane, or keep it until one is up."""
+        assert self._decode_router is not None
+        target = self._decode_router.choose(handoff.request, now)
+        handoff.target = target
+        if target is None:
+            self._stranded.append(handoff)
+            return
+        self._lane_of[handoff.request.id] = target.number
+        target.inbox.append(handoff)
+        if target.step is None:
+            self._wake(now, target)
+        elif target.repetitions > 1 and len(target.inbox) == 1:  # others before it: there was no room, and is none now
+            self._cut(now, target)
+
+    def _make_room(self, now: int, lane: Lane) -> None:
+        """Reserve seats and blocks for requests handed over, oldest first, and let their KV caches come."""
+        while lane.inbox and lane.scheduler.expect(lane.inbox[0].request):
+            handoff = lane.inbox.popleft()
+            self._waiting -= 1
+            handoff.sending = True
+            wire = handoff.source.wire
+            assert wire is not None
+            begin = now + wire.setup + self._blocks_of(handoff) * wire.descriptors
+            heapq.heappush(self._heap, (begin, _SEND, handoff.request.id, handoff.serial))
+
+    @staticmethod
+    def _blocks_of(handoff: Handoff) -> int:
+        return handoff.source.scheduler.kv.blocks_for(handoff.held.prompt_tokens)
+
+    def _send(self, now: int, number: int, serial: int) -> None:
+        handoff = self._handoffs.get(number)
+        if handoff is None or handoff.serial != serial:
+            return  # called off
+        wire = handoff.source.wire
+        assert wire is not None
+        wire.link.join(
+            now, number, wire.left_to_send(self._blocks_of(handoff), handoff.ready - self._scheduled[number])
         )
+        self._announce(wire.link)
+
+    def _announce(self, link: Link) -> None:
+        end = link.next_end()
+        if end is not None:
+            heapq.heappush(self._heap, (end, _SENT, link.number, link.version))
+
+    def _sent(self, now: int, number: int, version: int) -> None:
+        link = self._links[number]
+        if link.version != version:
+            return  # others came or went since
+        for request in link.ended(now):
+            handoff = self._handoffs.pop(request)
+            source, target = handoff.source, handoff.target
+            assert source.wire is not None
+            assert target is not None
+            self._bytes += self._blocks_of(handoff) * source.wire.block_bytes
+            self._transferred[request] = now
+            source.scheduler.release(handoff.held)
+            source.holding -= 1
+            self._stir(now, source)
+            target.arrived.append(handoff.request)
+            self._stir(now, target)
+        self._announce(link)
+
+    def _stir(self, now: int, lane: Lane) -> None:
+        """Something changed for a lane: let it schedule, after the step it is in."""
+        if lane.step is None:
+            self._wake(now, lane)
+        elif lane.repetitions > 1:
+            self._cut(now, lane)
+
+    # --- instances come and go ----------------------------------------------------------------------------
+
+    def _change(self, now: int, change: Change) -> None:
+        if change.up:
+            for lane in change.lanes:
+                lane.up = True
+            again, self._parked = self._parked, deque()
+            for request in again:
+                self._route(now, request)
+            stranded, self._stranded = self._stranded, []
+            for handoff in stranded:
+                self._offer(now, handoff)
+            return
+        for lane in change.lanes:
+            lane.up = False
+        if change.lost:
+            self._lose(now, change.lanes)
+            return
+        for lane in change.lanes:
+            self._leaving[lane.number] = change
+        for lane in change.lanes:
+            self._withdraw(now, lane)
+            if lane.step is None:
+                self._left(now, lane)
+
+    def _withdraw(self, now: int, lane: Lane) -> None:
+        """Send what waits at a lane elsewhere."""
+        inbox, lane.inbox = lane.inbox, deque()
+        for handoff in inbox:
+            self._over(handoff.request, lane, now)
+            self._offer(now, handoff)
+        for request in lane.scheduler.withdraw():
+            self._waiting -= 1
+            self._over(request, lane, now)
+            self._route(now, self._again(request))
+
+    def _left(self, now: int, lane: Lane) -> None:
+        """A leaving lane has run out of work; once all of its instance have, others take their place."""
+        if lane.has_work or lane.holding:
+            return
+        change = self._leaving.pop(lane.number)
+        if change.then and not any(other.number in self._leaving for other in change.lanes):
+            self._changes.append(Change(now + change.delay, change.then, up=True))
+            heapq.heappush(self._heap, (now + change.delay, _CHANGE, len(self._changes) - 1, 0))
+
+    def _lose(self, now: int, lanes: Sequence[Lane]) -> None:
+        """The lanes fail with all they have: their requests are sent again, those furthest along first."""
+        again: list[Request] = []
+        offer: list[Handoff] = []
+        for lane in lanes:
+            if lane.step is not None:
+                self._break_off(now, lane)
+            self._waiting -= lane.scheduler.num_waiting
+            going = [h for h in self._handoffs.values() if h.source is lane]
+            for handoff in going:
+                self._call_off(now, handoff)
+                again.append(self._again(handoff.request))
+            coming = [h for h in self._handoffs.values() if h.target is lane]
+            lane.inbox.clear()
+            for handoff in coming:
+                self._over(handoff.request, lane, now)
+                self._recall(now, handoff)
+                offer.append(handoff)
+            kept = {handoff.request.id for handoff in (*going, *coming)}
+            lane.arrived.clear()
+            for request in lane.scheduler.abandon():
+                if request.id not in kept:
+                    self._over(request, lane, now)
+                    again.append(self._again(request))
+            lane.holding = 0
+        for handoff in offer:
+            self._offer(now, handoff)
+        for request in again:
+            self._resent[request.id] += 1
+            self._route(now, request)
+        for lane in lanes:
+            if lane.number in self._leaving:
+                self._left(now, lane)
+
+    def _break_off(self, now: int, lane: Lane) -> None:
+        """End a step that fails: repetitions that are over have delivered their tokens, the one under way is lost."""
+        done = lane.repetitions_within(now - lane.started) if lane.repetitions > 1 else 0
+        if done:
+            lane.repetitions = done
+            self._account(lane.started + lane.elapsed(done), lane)
+            lane.scheduler.complete(done)
+        lane.step = None
+        lane.version += 1
+
+    def _call_off(self, now: int, handoff: Handoff) -> None:
+        """The source is lost: whoever waits for the KV cache need not any more."""
+        del self._handoffs[handoff.request.id]
+        target = handoff.target
+        if target is None:
+            self._stranded.remove(handoff)
+            self._waiting -= 1
+            return
+        self._over(handoff.request, target, now)
+        if handoff.sending:
+            self._recall(now, handoff)
+            target.dropped.append(handoff.request)
+            self._stir(now, target)
+        else:
+            target.inbox.remove(handoff)
+            self._waiting -= 1
+
+    def _recall(self, now: int, handoff: Handoff) -> None:
+        """Take a KV cache off the link; its transfer may begin anew."""
+        if not handoff.sending:
+            return
+        handoff.sending = False
+        self._serial += 1
+        handoff.serial = self._serial
+        assert handoff.source.wire is not None
+        link = handoff.source.wire.link
+        if handoff.request.id in link:
+            link.cancel(now, handoff.request.id)
+            self._announce(link)
+        if handoff.request.id in self._handoffs:
+            self._waiting += 1
+
+    def _again(self, request: Request) -> Request:
+        """A request to be computed anew; the tokens that were delivered stay delivered."""
+        number = request.id
+        emitted = request.known_tokens - self._prompt[number]
+        fresh = Request(number, self._prompt[number], self._output[number], emitted=emitted, priority=request.priority)
+        fresh.blocks, fresh.deadline = request.blocks, request.deadline
+        fresh.predicted_tokens = request.predicted_tokens
+        return fresh
 
 
-def _column(values: list[int]) -> Ticks:
-    return np.array(values, dtype=np.int64)
+def _compact(values: NDArray[np.int64] | NDArray[np.float64]) -> array[int]:
+    return array("q", values.astype(np.int64).tobytes())
 
 
-def _elapsed(lane: Lane, repetitions: int) -> int:
-    """Ticks of the first `repetitions` repetitions: an arithmetic series."""
-    return repetitions * lane.first + lane.slope * (repetitions * (repetitions - 1) // 2)
+def _unset(n: int) -> array[int]:
+    return array("q", [-1]) * n
 
 
-def _repetitions_reaching(lane: Lane, elapsed: int) -> int:
-    """The smallest number of repetitions, at least 1, that take `elapsed` ticks or longer.
+def _zeros(n: int) -> array[int]:
+    return array("q", [0]) * n
 
-    Solves first*n + slope*n(n-1)/2 >= elapsed for n; the root is exact or one too small, so it is stepped up.
-    """
-    first, slope = lane.first, lane.slope
-    if slope == 0:
-        return max(1, -(-elapsed // first))
-    b = 2 * first - slope
-    n = max(1, (math.isqrt(b * b + 8 * slope * elapsed) - b) // (2 * slope))
-    while _elapsed(lane, n) < elapsed:
-        n += 1
-    return n
+
+def _column(values: array[int]) -> Ticks:
+    return np.frombuffer(values, dtype=np.int64).copy() if len(values) else np.zeros(0, dtype=np.int64)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from simtune.specs.base import Count, Name, Part, Seq, Spec
+from simtune.specs.base import Count, Name, NonNegative, Part, Positive, Seq, Spec, suggest
 
 KvDtype = Literal["fp32", "bf16", "fp16", "fp8", "int8"]
+Policy = Literal["vllm-fcfs", "vllm-priority"]
+Role = Literal["mixed", "prefill", "decode"]
 
 
 class Parallelism(Part):
@@ -26,10 +28,13 @@ class Parallelism(Part):
 class Batching(Part):
     """Continuous batching as vLLM names it."""
 
-    policy: Literal["vllm-fcfs"] = "vllm-fcfs"
+    policy: Policy = "vllm-fcfs"
     max_num_seqs: Count
     max_num_batched_tokens: Count
     chunked_prefill: bool = True
+    prediction_sigma: NonNegative = Field(
+        0.5, description="how far off predicted output lengths are, for policies that use them: log standard deviation"
+    )
 
 
 class KvCache(Part):
@@ -39,13 +44,16 @@ class KvCache(Part):
     block_size: Count = 16
     memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.92
     num_blocks: Count | None = None
+    prefix_caching: bool = Field(False, description="re-use the blocks of prompts that begin alike")
+    preemption: Literal["recompute", "swap"] = "recompute"
+    watermark: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="share of blocks kept free at admission")
 
 
 class Pool(Part):
     """Identical instances with one role."""
 
     name: Name = "mixed"
-    role: Literal["mixed"] = "mixed"
+    role: Role = "mixed"
     hardware: str
     instances: Count
     parallelism: Parallelism = Parallelism()
@@ -56,10 +64,107 @@ class Pool(Part):
     max_model_len: Count | None = Field(None, description="longest prompt + output; the model's limit unless given")
 
 
-class Router(Part):
-    """How requests are spread over the instances."""
+# --- routers ----------------------------------------------------------------------------------------------
+
+
+class RoundRobin(Part):
+    """One instance after the other; pools may get unequal shares by weight."""
 
     kind: Literal["round_robin"] = "round_robin"
+    weights: dict[str, Positive] = Field({}, description="share of each pool by name, per instance; 1 unless given")
+
+
+class _Informed(Part):
+    stale_s: NonNegative = Field(0.0, description="how old the router's knowledge of the instances is")
+
+
+class LeastOutstanding(_Informed):
+    """The instance with the fewest requests under way."""
+
+    kind: Literal["least_outstanding"] = "least_outstanding"
+
+
+class LeastTokens(_Informed):
+    """The instance whose requests under way have the fewest prompt tokens: what its KV cache has to hold."""
+
+    kind: Literal["least_tokens"] = "least_tokens"
+
+
+class PowerOfTwo(_Informed):
+    """Of two instances drawn at random, the one with fewer requests under way."""
+
+    kind: Literal["power_of_two"] = "power_of_two"
+
+
+class SessionAffinity(Part):
+    """Requests of one session go to one instance, by rendezvous hashing."""
+
+    kind: Literal["session_affinity"] = "session_affinity"
+
+
+class PrefixAware(_Informed):
+    """The instance with the least work: prompt tokens it would have to compute, plus those it has under way.
+
+    What an instance has cached is what the router sent it, the latest `memory_tokens` of it.
+    """
+
+    kind: Literal["prefix_aware"] = "prefix_aware"
+    load_weight: NonNegative = Field(1.0, description="how much a token under way counts against one to compute")
+    memory_tokens: Count = Field(1_000_000, description="prompt tokens per instance the router remembers")
+
+
+Router = Annotated[
+    RoundRobin | LeastOutstanding | LeastTokens | PowerOfTwo | SessionAffinity | PrefixAware,
+    Field(discriminator="kind"),
+]
+
+# --- what happens to instances ----------------------------------------------------------------------------
+
+
+class _Event(Part):
+    at_s: NonNegative = Field(description="seconds after the first arrival could come")
+    pool: str
+    instance: Annotated[int, Field(ge=0)] = Field(description="which instance of the pool, from 0")
+
+
+class Start(_Event):
+    """The instance is not there before at_s, and takes delay_s to come up."""
+
+    kind: Literal["start"] = "start"
+    delay_s: NonNegative = 0.0
+
+
+class Failure(_Event):
+    """The instance is lost with everything in it; its requests are sent again. It is back after recover_s, or never."""
+
+    kind: Literal["failure"] = "failure"
+    recover_s: Positive | None = None
+
+
+class Switch(_Event):
+    """The instance takes no new requests, finishes what it has, and joins pool `to` after delay_s."""
+
+    kind: Literal["switch"] = "switch"
+    to: str
+    delay_s: NonNegative = 0.0
+
+
+Event = Annotated[Start | Failure | Switch, Field(discriminator="kind")]
+
+
+class KvLink(Part):
+    """The way of a KV cache from a prefill to a decode instance.
+
+    Rates are those of the prefill hardware's link `path`, over all GPUs of the instance, unless given here.
+    """
+
+    path: str = "inter_node"
+    bytes_per_s: Positive | None = Field(None, description="of one prefill instance, all its GPUs together")
+    setup_s: NonNegative | None = Field(None, description="before the first byte of a transfer")
+    descriptor_s: NonNegative | None = Field(None, description="for each piece of memory; blocks x layers x 2 of them")
+    packed: bool = Field(False, description="one descriptor per block instead")
+    layerwise: bool = Field(False, description="each layer is sent while the next is computed")
+    shared: bool = Field(False, description="true: all prefill instances share one link; false: each has its own")
 
 
 class Plan(Spec):
@@ -67,9 +172,64 @@ class Plan(Spec):
 
     KIND: ClassVar[str] = "plan"
     model: str
-    pools: Annotated[Seq[Pool], Field(min_length=1, max_length=1, strict=False)]
-    router: Router = Router()
+    pools: Annotated[Seq[Pool], Field(min_length=1, strict=False)]
+    router: Router = RoundRobin()
+    decode_router: Router | None = Field(None, description="chooses the decode instance; least_tokens unless given")
+    link: KvLink | None = Field(None, description="between prefill and decode instances")
+    events: Annotated[Seq[Event], Field(strict=False)] = ()
 
     @property
     def num_devices(self) -> int:
         return sum(pool.instances * pool.parallelism.devices for pool in self.pools)
+
+    def pool(self, name: str) -> Pool:
+        return next(pool for pool in self.pools if pool.name == name)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        names = [pool.name for pool in self.pools]
+        if len(set(names)) < len(names):
+            raise ValueError(f"pools must have different names: {', '.join(names)}")
+        roles = {pool.role for pool in self.pools}
+        if "mixed" in roles and len(roles) > 1:
+            raise ValueError("pools are either all mixed, or prefill and decode; found both kinds")
+        if roles in ({"prefill"}, {"decode"}):
+            (there,) = roles
+            missing = "decode" if there == "prefill" else "prefill"
+            raise ValueError(f"a {there} pool needs a {missing} pool beside it; add one, or make the role mixed")
+        if roles == {"prefill", "decode"} and self.link is None:
+            raise ValueError(
+                "prefill and decode pools need a link between them; write `link: {}` for the hardware's inter_node link"
+            )
+        for router in (self.router, self.decode_router):
+            if isinstance(router, RoundRobin):
+                for name in router.weights:
+                    self._named(name, names, "the router gives a weight to")
+        present: dict[tuple[str, int], float] = {}
+        for event in self.events:
+            self._named(event.pool, names, f"the {event.kind} at {event.at_s:g} s names")
+            size = self.pool(event.pool).instances
+            if event.instance >= size:
+                raise ValueError(
+                    f"the {event.kind} at {event.at_s:g} s names instance {event.instance} of pool {event.pool}, which "
+                    f"has {size}, numbered from 0"
+                )
+            if isinstance(event, Switch):
+                self._named(event.to, names, f"the switch at {event.at_s:g} s names")
+                if event.to == event.pool:
+                    raise ValueError(f"the switch at {event.at_s:g} s leads from pool {event.pool} to itself")
+            key = (event.pool, event.instance)
+            if event.at_s < present.get(key, 0.0):
+                raise ValueError(
+                    f"the {event.kind} of instance {event.instance} of pool {event.pool} at {event.at_s:g} s comes "
+                    f"before an earlier one of that instance is over ({present[key]:g} s); list them in order"
+                )
+            present[key] = event.at_s + (getattr(event, "recover_s", None) or getattr(event, "delay_s", 0.0) or 0.0)
+        return self
+
+    @staticmethod
+    def _named(name: str, names: list[str], who: str) -> None:
+        if name not in names:
+            raise ValueError(
+                f"{who} pool {name!r}, which is not there{suggest(name, names)}; pools: {', '.join(names)}"
+            )

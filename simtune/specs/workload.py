@@ -33,6 +33,27 @@ class FixedInterval(Part):
     rate_rps: Positive
 
 
+class Segment(Part):
+    """Poisson arrivals at one rate for a while; a rate of zero is a pause."""
+
+    for_s: Positive
+    rate_rps: NonNegative
+
+
+class Piecewise(Part):
+    """Poisson arrivals whose rate changes with time; the segments follow one another and begin again at the end."""
+
+    kind: Literal["piecewise"] = "piecewise"
+    segments: Annotated[Seq[Segment], Field(min_length=1, strict=False)]
+
+    @field_validator("segments")
+    @classmethod
+    def _some_arrive(cls, segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
+        if not any(segment.rate_rps > 0 for segment in segments):
+            raise ValueError("at least one segment must have a rate above zero")
+        return segments
+
+
 class ClosedLoop(Part):
     """`users` clients; each waits for its answer, thinks for think_s, and asks again."""
 
@@ -48,7 +69,9 @@ class TraceArrivals(Part):
     rate_rps: Positive | None = None
 
 
-Arrivals = Annotated[Poisson | Gamma | FixedInterval | ClosedLoop | TraceArrivals, Field(discriminator="kind")]
+Arrivals = Annotated[
+    Poisson | Gamma | FixedInterval | Piecewise | ClosedLoop | TraceArrivals, Field(discriminator="kind")
+]
 
 # --- lengths ----------------------------------------------------------------------------------------------
 
@@ -135,6 +158,16 @@ class RequestClass(Part):
     slo: Slo | None = None
 
 
+class SharedPrefix(Part):
+    """Prompts that begin alike: each request belongs to one of `groups`, drawn evenly, and the first `tokens` tokens
+    of its prompt (as far as it is that long) are the group's own. A group is also a session, for routing.
+    """
+
+    groups: Count
+    tokens: Tokens
+    block_tokens: Count = Field(16, description="sharing is told in blocks of so many tokens: a multiple of KV blocks")
+
+
 class Workload(Spec):
     """Arrivals x lengths x classes. `requests` is how many are simulated unless the caller says otherwise."""
 
@@ -146,6 +179,7 @@ class Workload(Spec):
     output: Lengths
     trace: str | None = Field(None, description="trace file, relative to this file; needed by `kind: trace`")
     classes: Annotated[Seq[RequestClass], Field(strict=False)] = ()
+    shared_prefix: SharedPrefix | None = Field(None, description="only without a trace that says what prompts share")
 
     @field_validator("classes")
     @classmethod

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from simtune.report.timeline import StepRecord, chrome_trace
 
-PREFILL = StepRecord(0, 0, 0.0, 0.020, 1, 0, 512, 1, 2, 90)
-MIXED = StepRecord(0, 0, 0.020, 0.030, 1, 1, 256, 2, 1, 80)
-JUMP = StepRecord(0, 0, 0.031, 0.131, 10, 2, 0, 2, 1, 80)
-OTHER = StepRecord(1, 3, 0.010, 0.015, 1, 5, 0, 5, 0, 7)
+PREFILL = StepRecord("instance 0", 0, 0.0, 0.020, 1, 0, 512, 1, 2, 90)
+MIXED = StepRecord("instance 0", 0, 0.020, 0.030, 1, 1, 256, 2, 1, 80)
+JUMP = StepRecord("instance 0", 0, 0.031, 0.131, 10, 2, 0, 2, 1, 80)
+OTHER = StepRecord("instance 1", 3, 0.010, 0.015, 1, 5, 0, 5, 0, 7)
 
 
 def read(trace: bytes) -> list[dict[str, Any]]:
@@ -101,7 +101,7 @@ def test_slices_of_a_track_never_overlap_once_written(
     for instance, lane, idle_s, busy_s in gaps:
         start_s = clock.get((instance, lane), origin_s) + idle_s
         clock[instance, lane] = start_s + busy_s
-        steps.append(StepRecord(instance, lane, start_s, start_s + busy_s, 1, 1, 0, 1, 0, 1))
+        steps.append(StepRecord(f"mixed {instance}", lane, start_s, start_s + busy_s, 1, 1, 0, 1, 0, 1))
     slices = of_kind(read(chrome_trace(steps)), "X")
     assert len(slices) == len(steps)
     for track in {(s["pid"], s["tid"]) for s in slices}:

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from simtune.costs.compiled import LinearCosts
 from simtune.costs.ticks import TICKS_PER_SECOND
+from simtune.engine import VllmFcfs
+from simtune.sim.lane import Lane
 from simtune.sim.world import Outcome
 from tests.sim.worlds import Setting, settings, stream_of
 
@@ -118,11 +120,9 @@ def test_at_one_instant_steps_end_before_arrivals_and_arrivals_before_scheduling
 
 @given(st.integers(0, 2**30), st.integers(0, 2**20), st.integers(1, 2**50))
 def test_cutting_a_jump_finds_the_step_in_which_the_arrival_falls(first: int, slope: int, elapsed: int) -> None:
-    from simtune.engine import VllmFcfs
-    from simtune.sim.world import Lane, _elapsed, _repetitions_reaching
-
     scheduler = VllmFcfs(num_blocks=1, block_size=1, max_num_seqs=1, max_num_batched_tokens=1, max_model_len=1)
     lane = Lane(scheduler, LinearCosts(1.0), first=first + 1, slope=slope)
-    n = _repetitions_reaching(lane, elapsed)
-    assert _elapsed(lane, n) >= elapsed
-    assert n == 1 or _elapsed(lane, n - 1) < elapsed
+    n = lane.repetitions_reaching(elapsed)
+    assert lane.elapsed(n) >= elapsed
+    assert n == 1 or lane.elapsed(n - 1) < elapsed
+    assert lane.elapsed(lane.repetitions_within(elapsed)) <= elapsed < lane.elapsed(lane.repetitions_within(elapsed) + 1)

@@ -210,8 +210,8 @@ def test_no_schedule_beats_the_capacity_bound(
     q = replace(question(workload=load), study=question(workload=load).study.model_copy(update={"seed": seed}))
     candidate = Candidate(Shape(tp, 1, 1), seqs, max(seqs, tokens))
     deployment = deploy(candidate.plan(q.study, 8192), q.model, q.hardware)
-    stream = q.stream(1)
-    bound = Capacity(deployment.costs, stream, 8192).rps(deployment.lanes())
+    stream = q.stream(Shape(1, 1, 1))
+    bound = Capacity(deployment.costs, stream, 8192).rps(deployment.pools[0])
     served = len(stream) / deployment.simulate(stream).duration_s
     assert served <= bound * (1 + 1e-9)
 
@@ -221,8 +221,8 @@ def test_the_bound_is_not_idle_talk() -> None:
     load = LOAD.model_copy(update={"arrivals": Poisson(rate_rps=1e6), "requests": 3000})
     q = question(workload=load)
     deployment = deploy(Candidate(Shape(1, 1, 1), 256, 2048).plan(q.study, 8192), q.model, q.hardware)
-    stream = q.stream(1)
-    bound = Capacity(deployment.costs, stream, 8192).rps(deployment.lanes())
+    stream = q.stream(Shape(1, 1, 1))
+    bound = Capacity(deployment.costs, stream, 8192).rps(deployment.pools[0])
     assert len(stream) / deployment.simulate(stream).duration_s > 0.6 * bound
 
 
@@ -231,7 +231,7 @@ def test_some_lanes_stand_for_all() -> None:
     q = question(devices=8, workload=LOAD.model_copy(update={"requests": 4000}))
     candidate = next(c for c in candidates(q) if c.shape == Shape(1, 1, 8))
     deployment = deploy(candidate.plan(q.study, 8192), q.model, q.hardware)
-    stream = q.stream(8, 20.0)
+    stream = q.stream(candidate.shape, 20.0)
     some, all_of_them = deployment.simulate(stream, lanes=4), deployment.simulate(stream)
     assert len(some.stream) == len(all_of_them.stream) / 2
     assert some.offered_rate_rps == all_of_them.offered_rate_rps

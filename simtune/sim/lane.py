@@ -1,0 +1,141 @@
+"""One scheduler with one batch under way, the pipeline it may share with others, and the way out of it."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+from simtune.costs.protocol import StepCosts
+from simtune.engine import Request, Scheduler, Step
+from simtune.sim.link import Link
+
+
+@dataclass(slots=True, frozen=True)
+class Wire:
+    """How a prefill instance sends a KV cache of whole blocks."""
+
+    link: Link
+    block_bytes: int
+    """Of all GPUs of the instance together."""
+    setup: int
+    """Ticks before the first byte."""
+    descriptors: int
+    """Ticks per block besides its bytes."""
+    layers: int = 1
+    """With more than one, all but the last layer are sent while the prompt is computed, as far as the link can."""
+
+    def left_to_send(self, blocks: int, computing: int) -> int:
+        """Bytes to send after the prompt is done, when computing it took so many ticks."""
+        size = blocks * self.block_bytes
+        if self.layers == 1:
+            return size
+        return max(-(-size // self.layers), size - self.link.bytes_within(computing))
+
+
+@dataclass(slots=True, eq=False)
+class Handoff:
+    """A request on its way from a prefill to a decode instance."""
+
+    request: Request
+    """As the decode instance will know it: its prompt computed, its first token delivered."""
+    source: Lane
+    held: Request
+    """As the prefill instance knows it: finished, its blocks still taken."""
+    ready: int
+    """The tick at which its prompt was done."""
+    serial: int
+    """Tells this attempt to send it from an earlier one that was called off."""
+    target: Lane | None = None
+    sending: bool = False
+    """Whether the target has room for it and the transfer is under way."""
+
+
+@dataclass(slots=True, eq=False)
+class Pipeline:
+    """The stages of an instance, shared by its lanes: a stage works for one of them at a time.
+
+    A step of D ticks takes D / stages in each (the first ones a tick longer where that leaves a rest); it enters a
+    stage when it has left the one before and the stage is free.
+    """
+
+    stages: int
+    lanes: list[Lane] = field(default_factory=list)
+    free: list[int] = field(default_factory=list)
+    """The tick from which on each stage is free."""
+
+    def __post_init__(self) -> None:
+        self.free = [0] * self.stages
+
+    def pass_through(self, now: int, ticks: int) -> int:
+        """Send a step of `ticks` through; the tick at which it leaves the last stage."""
+        share, rest = divmod(ticks, self.stages)
+        free = self.free
+        for stage in range(self.stages):
+            now = max(now, free[stage]) + share + (stage < rest)
+            free[stage] = now
+        return now
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """One scheduler, its cost model, and the step it is running.
+
+    An instance without pipeline parallelism is one lane; one with it has as many lanes ("virtual engines") as stages.
+    """
+
+    scheduler: Scheduler
+    costs: StepCosts
+    instance: int = 0
+    pool: str = "mixed"
+    wire: Wire | None = None
+    """The way out of a prefill instance: its requests are handed over when their prompt is done."""
+    pipeline: Pipeline | None = None
+    up: bool = True
+    """Whether it takes new requests."""
+    number: int = 0
+    step: Step | None = None
+    started: int = 0
+    first: int = 0  # ticks of the first repetition of the running step
+    slope: int = 0  # ticks that each further repetition takes longer
+    repetitions: int = 0
+    jumping: bool = False  # in a jump, alone in its pipeline
+    version: int = 0  # of the event that ends the running step; an older one is void
+    woken: bool = False
+    busy: int = 0
+    """Ticks spent in steps so far."""
+    inbox: deque[Handoff] = field(default_factory=deque)
+    """Requests whose KV cache waits elsewhere for room here, oldest first."""
+    arrived: list[Request] = field(default_factory=list)
+    """Requests whose KV cache has come; they join before the next step."""
+    dropped: list[Request] = field(default_factory=list)
+    """Requests whose KV cache will never come; their reservation ends before the next step."""
+    holding: int = 0
+    """Requests handed over whose KV cache is still here."""
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.inbox or self.arrived or self.dropped) or self.scheduler.has_work
+
+    def elapsed(self, repetitions: int) -> int:
+        """Ticks of the first `repetitions` repetitions of the running step: an arithmetic series."""
+        return repetitions * self.first + self.slope * (repetitions * (repetitions - 1) // 2)
+
+    def repetitions_reaching(self, ticks: int) -> int:
+        """The smallest number of repetitions, at least 1, that take `ticks` or longer.
+
+        Solves first*n + slope*n(n-1)/2 >= ticks for n; the root is exact or one too small, so it is stepped up.
+        """
+        first, slope = self.first, self.slope
+        if slope == 0:
+            return max(1, -(-ticks // first))
+        b = 2 * first - slope
+        n = max(1, (math.isqrt(b * b + 8 * slope * ticks) - b) // (2 * slope))
+        while self.elapsed(n) < ticks:
+            n += 1
+        return n
+
+    def repetitions_within(self, ticks: int) -> int:
+        """How many repetitions are over after `ticks`."""
+        n = self.repetitions_reaching(ticks)
+        return n if self.elapsed(n) <= ticks else n - 1

@@ -1,0 +1,257 @@
+"""Routers: which of several equal lanes gets a request.
+
+A router knows what it sent where and what came back, as old as `stale` ticks; it sees neither output lengths nor
+anything else a real one could not. Lanes that are down are never chosen. Ties go to the lane with the lowest number.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Sequence
+
+from simtune.engine import Request
+from simtune.sim.lane import Lane
+
+
+class Router(ABC):
+    """Chooses among `lanes`, in order of their numbers."""
+
+    informed = False
+    """Whether it wants to hear of requests that are over."""
+
+    def __init__(self, lanes: Sequence[Lane]) -> None:
+        self.lanes = list(lanes)
+
+    @abstractmethod
+    def choose(self, request: Request, now: int) -> Lane | None:
+        """The lane for a request; None when all are down."""
+
+    def over(self, request: Request, lane: Lane, now: int) -> None:  # noqa: B027
+        """The request is finished, or lost with its lane."""
+
+
+class RoundRobin(Router):
+    """One after the other."""
+
+    def __init__(self, lanes: Sequence[Lane]) -> None:
+        super().__init__(lanes)
+        self._next = 0
+
+    def choose(self, request: Request, now: int) -> Lane | None:
+        lanes = self.lanes
+        for _ in lanes:
+            lane = lanes[self._next]
+            self._next = (self._next + 1) % len(lanes)
+            if lane.up:
+                return lane
+        return None
+
+
+class WeightedRoundRobin(Router):
+    """Smoothly interleaved: every turn each lane gains its weight, the richest is chosen and pays for all."""
+
+    def __init__(self, lanes: Sequence[Lane], weights: Sequence[float]) -> None:
+        super().__init__(lanes)
+        self._weights = list(weights)
+        self._credit = [0.0] * len(self._weights)
+
+    def choose(self, request: Request, now: int) -> Lane | None:
+        best = None
+        paid = 0.0
+        for i, lane in enumerate(self.lanes):
+            if lane.up:
+                paid += self._weights[i]
+                self._credit[i] += self._weights[i]
+                if best is None or self._credit[i] > self._credit[best] + 1e-9:
+                    best = i
+        if best is None:
+            return None
+        self._credit[best] -= paid
+        return self.lanes[best]
+
+
+class _Informed(Router):
+    """Keeps the load of every lane as the router knows it: each request weighs `weight` while it is under way."""
+
+    informed = True
+
+    def __init__(self, lanes: Sequence[Lane], stale: int = 0) -> None:
+        super().__init__(lanes)
+        self._stale = stale
+        self._at = {lane.number: i for i, lane in enumerate(self.lanes)}
+        self._load = [0] * len(self.lanes)
+        self._news: deque[tuple[int, int, int]] = deque()  # (tick it is known, lane, change of load)
+
+    def choose(self, request: Request, now: int) -> Lane | None:
+        self._catch_up(now)
+        at = self._best(request, now)
+        if at is None:
+            return None
+        self._change(now, at, self.weight(request))
+        return self.lanes[at]
+
+    def over(self, request: Request, lane: Lane, now: int) -> None:
+        self._change(now, self._at[lane.number], -self.weight(request))
+
+    def weight(self, request: Request) -> int:
+        return 1
+
+    def _best(self, request: Request, now: int) -> int | None:
+        return self._lightest()
+
+    def _lightest(self) -> int | None:
+        best, least = None, 0
+        for i, load in enumerate(self._load):
+            if (best is None or load < least) and self.lanes[i].up:
+                best, least = i, load
+        return best
+
+    def _change(self, now: int, at: int, change: int) -> None:
+        if self._stale:
+            self._news.append((now + self._stale, at, change))
+        else:
+            self._load[at] += change
+
+    def _catch_up(self, now: int) -> None:
+        news = self._news
+        while news and news[0][0] <= now:
+            _, at, change = news.popleft()
+            self._load[at] += change
+
+
+class LeastOutstanding(_Informed):
+    """The lane with the fewest requests under way."""
+
+
+class LeastTokens(_Informed):
+    """The lane whose requests under way have the fewest tokens to keep, as far as they were known on arrival."""
+
+    def weight(self, request: Request) -> int:
+        return request.prompt_tokens
+
+
+class PowerOfTwo(_Informed):
+    """The less loaded of two lanes drawn for this request (Mitzenmacher 2001)."""
+
+    def __init__(self, lanes: Sequence[Lane], stale: int = 0, seed: int = 0) -> None:
+        super().__init__(lanes, stale)
+        self._seed = seed
+
+    def _best(self, request: Request, now: int) -> int | None:
+        up = [i for i, lane in enumerate(self.lanes) if lane.up]
+        if len(up) < 2:
+            return up[0] if up else None
+        draw = mix(self._seed, request.id)
+        first = draw % len(up)
+        second = (first + 1 + (draw >> 32) % (len(up) - 1)) % len(up)
+        a, b = sorted((up[first], up[second]))
+        return b if self._load[b] < self._load[a] else a
+
+
+class SessionAffinity(Router):
+    """All requests of a session on one lane, by rendezvous hashing: a lane that fails moves only its own sessions.
+
+    `sessions[i]` is the session of request i.
+    """
+
+    def __init__(self, lanes: Sequence[Lane], sessions: Sequence[int]) -> None:
+        super().__init__(lanes)
+        self._sessions = sessions
+
+    def choose(self, request: Request, now: int) -> Lane | None:
+        up = [lane for lane in self.lanes if lane.up]
+        session = self._sessions[request.id]
+        return max(up, key=lambda lane: mix(session, lane.number), default=None)
+
+
+class PrefixAware(_Informed):
+    """The lane that would have the least to do: prompt tokens not cached there, plus `load_weight` x those under way.
+
+    The cost is that of NVIDIA Dynamo's KV router at temperature zero. What a lane has cached is taken to be the
+    leading blocks of the prompts sent there, the latest `memory_blocks` of them.
+    """
+
+    def __init__(
+        self, lanes: Sequence[Lane], *, block_tokens: int, memory_blocks: int, load_weight: float = 1.0, stale: int = 0
+    ) -> None:
+        super().__init__(lanes, stale)
+        self._block_tokens = block_tokens
+        self._memory_blocks = memory_blocks
+        self._load_weight = load_weight
+        self._holders: dict[Hashable, set[int]] = {}
+        self._memory: list[OrderedDict[Hashable, None]] = [OrderedDict() for _ in self.lanes]
+        self._sent: deque[tuple[int, int, tuple[Hashable, ...]]] = deque()  # (tick it is known, lane, blocks)
+
+    def weight(self, request: Request) -> int:
+        return request.prompt_tokens
+
+    def over(self, request: Request, lane: Lane, now: int) -> None:
+        super().over(request, lane, now)
+        if not lane.up:  # lost with everything it had cached
+            self._forget(self._at[lane.number])
+
+    def _best(self, request: Request, now: int) -> int | None:
+        sent = self._sent
+        while sent and sent[0][0] <= now:
+            _, at, blocks = sent.popleft()
+            self._remember(at, blocks)
+        best = self._lightest()
+        if best is None:
+            return None
+        load, weight = self._load, self._load_weight
+        least = weight * load[best] + request.prompt_tokens
+        for at, cached in self._cached(request.blocks).items():
+            cost = weight * load[at] + request.prompt_tokens - cached * self._block_tokens
+            if (cost < least or (cost == least and at < best)) and self.lanes[at].up:
+                best, least = at, cost
+        if self._stale:
+            sent.append((now + self._stale, best, request.blocks))
+        else:
+            self._remember(best, request.blocks)
+        return best
+
+    def _cached(self, blocks: Sequence[Hashable]) -> dict[int, int]:
+        """How many leading blocks each lane has, for those that have any."""
+        found: dict[int, int] = {}
+        remaining: set[int] | None = None
+        for depth, block in enumerate(blocks):
+            holders = self._holders.get(block)
+            if not holders:
+                break
+            remaining = set(holders) if remaining is None else remaining & holders
+            if not remaining:
+                break
+            for at in remaining:
+                found[at] = depth + 1
+        return found
+
+    def _remember(self, at: int, blocks: Sequence[Hashable]) -> None:
+        memory, holders = self._memory[at], self._holders
+        for block in blocks:
+            if block in memory:
+                memory.move_to_end(block)
+            else:
+                memory[block] = None
+                holders.setdefault(block, set()).add(at)
+        while len(memory) > self._memory_blocks:
+            self._drop(at, memory.popitem(last=False)[0])
+
+    def _forget(self, at: int) -> None:
+        for block in self._memory[at]:
+            self._drop(at, block)
+        self._memory[at].clear()
+
+    def _drop(self, at: int, block: Hashable) -> None:
+        holders = self._holders[block]
+        holders.discard(at)
+        if not holders:
+            del self._holders[block]
+
+
+def mix(a: int, b: int) -> int:
+    """64 well-mixed bits of two numbers (the finaliser of SplitMix64)."""
+    x = (a * 0x9E3779B97F4A7C15 + b + 0x632BE59BD9B4E019) & 0xFFFFFFFFFFFFFFFF
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return x ^ (x >> 31)

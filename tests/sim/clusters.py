@@ -1,0 +1,200 @@
+"""Random small clusters: pipelines, prefill and decode apart, routers, and instances that come, fail and switch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from hypothesis import strategies as st
+
+from simtune.costs.compiled import LinearCosts
+from simtune.costs.ticks import TICKS_PER_SECOND
+from simtune.engine import VllmFcfs
+from simtune.sim import router
+from simtune.sim.lane import Lane, Pipeline, Wire
+from simtune.sim.link import Link
+from simtune.sim.requests import RequestStream
+from simtune.sim.world import Change, Outcome, World
+from tests.sim.worlds import stream_of
+
+BLOCK_BYTES = 1000
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Instances of one pool."""
+
+    instances: int
+    pp: int
+    blocks: int
+    seqs: int
+    budget: int
+    step_s: float
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A world of one mixed pool, or of a prefill and a decode pool."""
+
+    front: Kind
+    back: Kind | None
+    block_size: int
+    stream: RequestStream
+    routing: str
+    stale_s: float
+    link: tuple[float, float, float, int, bool]
+    """Bytes/s, setup seconds, seconds per block, layers, shared by all."""
+    events: tuple[tuple[str, float, int, int, float], ...] = ()
+    """(what, at, pool, instance, how long)."""
+    async_scheduling: bool = False
+    lanes: list[Lane] = field(default_factory=list)
+
+    def run(self, *, single_steps: bool = False, record: bool = False) -> Outcome:
+        front = self._lanes(self.front, "front")
+        back = [] if self.back is None else self._lanes(self.back, "back")
+        lanes = front + back
+        for number, lane in enumerate(lanes):
+            lane.number = number
+        if back:
+            bytes_per_s, setup_s, block_s, layers, shared = self.link
+            links = [Link(bytes_per_s, 0 if shared else i) for i in range(self.front.instances)]
+            for lane in front:
+                wire = Wire(
+                    links[0 if shared else lane.instance],
+                    BLOCK_BYTES,
+                    round(setup_s * TICKS_PER_SECOND),
+                    round(block_s * TICKS_PER_SECOND),
+                    layers,
+                )
+                lane.wire = wire
+        changes = []
+        for what, at_s, pool, instance, for_s in self.events:
+            of_pool = (front, back)[pool] or front
+            some = [lane for lane in of_pool if lane.instance == instance % (1 + max(x.instance for x in of_pool))]
+            at, until = round(at_s * TICKS_PER_SECOND), round((at_s + for_s) * TICKS_PER_SECOND)
+            if what == "start":
+                for lane in some:
+                    lane.up = False
+                changes.append(Change(until, some, up=True))
+            elif what == "failure":
+                changes += [Change(at, some, up=False, lost=True), Change(until, some, up=True)]
+            else:
+                changes.append(Change(at, some, up=False, then=some, delay=until - at))
+        outcome = World(
+            lanes,
+            self.stream,
+            router=self._router(front),
+            decode_router=self._router(back) if back else None,
+            changes=changes,
+            single_steps=single_steps,
+            record=record,
+        ).run()
+        self.lanes[:] = lanes
+        return outcome
+
+    def _lanes(self, kind: Kind, pool: str) -> list[Lane]:
+        pipelines = [Pipeline(kind.pp) if kind.pp > 1 else None for _ in range(kind.instances)]
+        found = [
+            Lane(
+                VllmFcfs(
+                    num_blocks=kind.blocks,
+                    block_size=self.block_size,
+                    max_num_seqs=kind.seqs,
+                    max_num_batched_tokens=max(kind.seqs, kind.budget),
+                    max_model_len=kind.blocks * self.block_size,
+                    async_scheduling=self.async_scheduling,
+                ),
+                LinearCosts(step_s=kind.step_s, per_token_s=2e-5, per_context_s=3e-7),
+                instance,
+                pool,
+                pipeline=pipelines[instance],
+            )
+            for _ in range(kind.pp)
+            for instance in range(kind.instances)
+        ]
+        for lane in found:
+            if lane.pipeline is not None:
+                lane.pipeline.lanes.append(lane)
+        return found
+
+    def _router(self, lanes: list[Lane]) -> router.Router:
+        stale = round(self.stale_s * TICKS_PER_SECOND)
+        match self.routing:
+            case "least_outstanding":
+                return router.LeastOutstanding(lanes, stale)
+            case "least_tokens":
+                return router.LeastTokens(lanes, stale)
+            case "power_of_two":
+                return router.PowerOfTwo(lanes, stale, seed=3)
+            case "session_affinity":
+                return router.SessionAffinity(lanes, [i % 5 for i in range(len(self.stream))])
+            case "weighted":
+                return router.WeightedRoundRobin(lanes, [1.0 + i % 3 for i in range(len(lanes))])
+            case _:
+                return router.RoundRobin(lanes)
+
+
+def kinds(blocks: list[int], max_pp: int) -> st.SearchStrategy[Kind]:
+    return st.builds(
+        Kind,
+        instances=st.integers(1, 3),
+        pp=st.integers(1, max_pp),
+        blocks=st.sampled_from(blocks),
+        seqs=st.integers(1, 8),
+        budget=st.sampled_from([4, 24, 200]),
+        step_s=st.sampled_from([1e-3, 5e-3]),
+    )
+
+
+@st.composite
+def clusters(draw: st.DrawFn, apart: bool, failing: bool, max_pp: int = 3) -> Cluster:
+    block_size = draw(st.sampled_from([1, 4, 16]))
+    blocks = [12, 30, 200]
+    front = draw(kinds(blocks, max_pp))
+    back = draw(kinds(blocks, max_pp)) if apart else None
+    n = draw(st.integers(1, 30))
+    longest = min(kind.blocks for kind in (front, back) if kind is not None) * block_size
+    lengths = st.lists(st.integers(1, max(1, longest // 2)), min_size=n, max_size=n)
+    prompt, output = draw(lengths), draw(lengths)
+    gaps = draw(st.lists(st.sampled_from([0.0, 1e-3, 3.3e-3, 0.02]), min_size=n, max_size=n))
+    closed = draw(st.booleans())
+    stream = stream_of(
+        None if closed else np.cumsum(gaps).tolist(), prompt, output, users=6 if closed else 0, think_s=1e-3
+    )
+    event = st.tuples(
+        st.sampled_from(["start", "failure", "switch"]),
+        st.sampled_from([0.0, 4e-3, 0.0211, 0.05]),
+        st.integers(0, 1),
+        st.integers(0, 2),
+        st.sampled_from([1e-3, 0.03, 0.5]),
+    )
+    events = draw(st.lists(event, max_size=3, unique_by=lambda e: (e[2], e[3]))) if failing else []
+    if not apart or back is None:
+        events = [e for e in events if e[2] == 0]
+    # One change per instance: their order is for the plan to check.
+    seen: set[tuple[int, int]] = set()
+    kept = []
+    for e in events:
+        of_pool = back if e[2] and back is not None else front
+        key = (e[2], e[3] % of_pool.instances)
+        if key not in seen:
+            seen.add(key)
+            kept.append(e)
+    return Cluster(
+        front,
+        back,
+        block_size,
+        stream,
+        draw(st.sampled_from(["round_robin", "least_outstanding", "least_tokens", "power_of_two", "session_affinity",
+                              "weighted"])),  # fmt: skip
+        draw(st.sampled_from([0.0, 0.01])),
+        (
+            draw(st.sampled_from([1e6, 1e9])),
+            draw(st.sampled_from([0.0, 2e-3])),
+            draw(st.sampled_from([0.0, 1e-6])),
+            draw(st.sampled_from([1, 4])),
+            draw(st.booleans()),
+        ),
+        tuple(kept),
+        draw(st.booleans()),
+    )

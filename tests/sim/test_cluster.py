@@ -1,0 +1,76 @@
+"""Pipelines, prefill and decode apart, routers and failures: still exact, and nothing is lost."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import HealthCheck, event, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from simtune.sim.world import Outcome
+from tests.sim.clusters import BLOCK_BYTES, Cluster, clusters
+
+COLUMNS = ("arrival", "scheduled", "first_token", "transferred", "finish", "lane", "preemptions", "resent")
+
+many = hypothesis_settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def told(outcome: Outcome) -> dict[str, list[int]]:
+    return {name: getattr(outcome, name).tolist() for name in COLUMNS} | {"bytes": [outcome.transferred_bytes]}
+
+
+def check(cluster: Cluster) -> None:
+    jumped = cluster.run(record=True)
+    stepped = cluster.run(single_steps=True)
+    assert told(jumped) == told(stepped)
+    assert jumped.steps == stepped.steps
+    # Conserved: everybody fits here, so everybody is answered; nothing is left anywhere.
+    assert (jumped.finish >= 0).all()
+    for lane in cluster.lanes:
+        assert lane.scheduler.kv.free == lane.scheduler.kv.total
+        assert not lane.has_work
+        assert not lane.holding
+    assert (jumped.arrival <= jumped.scheduled).all()
+    assert (jumped.scheduled < jumped.first_token).all()
+    assert (jumped.first_token <= jumped.finish).all()
+    sent = jumped.transferred >= 0
+    if cluster.back is None:
+        assert not sent.any()
+    else:
+        whole = jumped.resent == 0
+        assert (sent == (cluster.stream.output_tokens > 1))[whole].all()
+        assert (jumped.first_token[sent] <= jumped.transferred[sent]).all()
+        assert (jumped.transferred[sent & whole] < jumped.finish[sent & whole]).all()
+        if whole.all():
+            blocks = -(-cluster.stream.prompt_tokens[sent] // cluster.block_size)
+            assert jumped.transferred_bytes == BLOCK_BYTES * int(blocks.sum())
+    ends: dict[int, int] = {}
+    for r in jumped.records:
+        assert ends.get(r.lane, 0) <= r.start < r.end
+        ends[r.lane] = r.end
+    event(f"resent: {min(3, int(jumped.resent.sum()))}+")
+    event(f"preempted: {min(3, int(jumped.preemptions.sum()))}+")
+
+
+@given(clusters(apart=False, failing=False))
+@many
+def test_pipelines_and_routers(cluster: Cluster) -> None:
+    check(cluster)
+
+
+@given(clusters(apart=True, failing=False))
+@many
+def test_prefill_and_decode_apart(cluster: Cluster) -> None:
+    check(cluster)
+
+
+@given(clusters(apart=False, failing=True))
+@many
+def test_instances_come_fail_and_switch(cluster: Cluster) -> None:
+    check(cluster)
+
+
+@given(clusters(apart=True, failing=True))
+@many
+def test_they_do_so_with_prefill_and_decode_apart_too(cluster: Cluster) -> None:
+    check(cluster)
