@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from simtune.costs.operators import Array
+from simtune.costs.operators.attention import unsplit
 from simtune.costs.predict import Profile
 from simtune.specs.base import DTYPE_BYTES
 from simtune.specs.model import Attention, FullAttention, LinearAttention, MlaAttention, Model, SlidingAttention
@@ -30,6 +31,11 @@ class AttentionCosts(NamedTuple):
     """Of a call for one prefill chunk, however short."""
     past: Callable[[Array], Array]
     """Of what a chunk has to do again for so many cached tokens, before it attends to them."""
+    mixed: Callable[[int, Array, int], Array] | None = None
+    """Of a number of decodes and their mean context in the kernel of a prefill chunk of so many tokens; None where that
+    was not measured, and they are taken to cost what they cost alone."""
+    uneven_s: Callable[[int, bool], float] = lambda num_decodes, with_chunks: 0.0
+    """For each token by which the longest context exceeds the mean; in a kernel with a prefill chunk or alone."""
 
 
 class AttentionLayer(ABC):
@@ -112,13 +118,32 @@ class _Softmax(AttentionLayer):
             call: dict[str, Any] = {"batch": batch, "context": context, "window": window(context), **shape}
             if width == 1:
                 return decode.seconds(**call)
-            return profile.predictor("tree_attention", dtype, kv_dtype=kv_dtype).seconds(width=width, **call)
+            # The decode kernels were measured, wider ones hardly ever: only how time grows with the width is asked of
+            # them, so that two tokens never take less than one.
+            tree = profile.predictor("tree_attention", dtype, kv_dtype=kv_dtype)
+            wider: Array = tree.seconds(width=width, **call) / tree.seconds(width=1, **call)
+            return decode.seconds(**call) * wider
 
         def prefill_s(tokens: Array) -> Array:
             seconds = prefill.seconds(batch=1, tokens=tokens, context=tokens, window=window(tokens), **shape)
             return seconds - prefill.overhead_s
 
-        return AttentionCosts(decode_s, prefill_s, prefill.overhead_s, np.zeros_like)
+        mixed, mixed_s = None, None
+        if profile.measured("mixed_attention", dtype, kv_dtype):
+            mixed = profile.predictor("mixed_attention", dtype, kv_dtype=kv_dtype)
+
+            def mixed_s(batch: int, context: Array, tokens: int) -> Array:
+                return mixed.seconds(batch=batch, tokens=tokens, context=context, window=window(context), **shape)
+
+        def uneven_s(num_decodes: int, with_chunks: bool) -> float:
+            if self._window is not None:
+                return 0.0
+            if with_chunks and mixed is not None:
+                return mixed.operator.uneven_s or 0.0
+            split = not unsplit(num_decodes * self._kv_heads, profile.hardware.device.processors)
+            return 0.0 if split else decode.operator.uneven_s or 0.0
+
+        return AttentionCosts(decode_s, prefill_s, prefill.overhead_s, np.zeros_like, mixed_s, uneven_s)
 
 
 class _Mla(AttentionLayer):

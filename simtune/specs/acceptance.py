@@ -1,0 +1,196 @@
+"""Acceptance spec: how often the target keeps what a drafter proposes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from simtune.specs.base import Name, NonNegative, Part, Positive, Seq, Spec
+
+Probability = Annotated[float, Field(ge=0, le=1)]
+
+_ROUNDING = 1e-6
+"""Probabilities read from a printed table may add up to a little more than 1."""
+
+
+class PerPosition(Part):
+    """`conditional[j]`: draft token j + 1 of a chain is kept, given that all before it were."""
+
+    kind: Literal["per_position"] = "per_position"
+    conditional: Annotated[Seq[Probability], Field(min_length=1)]
+    standard_error: Seq[NonNegative] | None = None
+
+    @model_validator(mode="after")
+    def _same_length(self) -> Self:
+        if self.standard_error is not None and len(self.standard_error) != len(self.conditional):
+            raise ValueError(f"{len(self.conditional)} positions but {len(self.standard_error)} standard errors")
+        return self
+
+    @property
+    def longest(self) -> int | None:
+        """Draft tokens that are covered; None is any number."""
+        return len(self.conditional)
+
+    def chain(self, length: int) -> tuple[float, ...]:
+        """Conditional acceptance at the first `length` positions of a chain, fewer where fewer are covered."""
+        return self.conditional[:length]
+
+    def ranks(self, depth: int) -> tuple[tuple[float, ...], ...]:
+        """At each depth of a tree, the probability that the target takes the candidate of each rank."""
+        return tuple((a,) for a in self.chain(depth))
+
+
+class PerRank(Part):
+    """`probability[d][r]`: the candidate of rank r + 1 at depth d + 1 is what the target takes, given that its
+    parent was taken. The candidates of a node exclude one another, so each row adds up to at most 1.
+    """
+
+    kind: Literal["per_rank"] = "per_rank"
+    probability: Annotated[Seq[Annotated[Seq[Probability], Field(min_length=1)]], Field(min_length=1)]
+    standard_error: Seq[Seq[NonNegative]] | None = None
+
+    @field_validator("probability")
+    @classmethod
+    def _exclusive(cls, probability: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
+        for depth, row in enumerate(probability, start=1):
+            if sum(row) > 1 + _ROUNDING:
+                raise ValueError(
+                    f"the ranks at depth {depth} add up to {sum(row):.4g}, and at most one candidate is taken; "
+                    "cumulative top-k accuracies must be differenced first (`simtune acceptance` does)"
+                )
+        return probability
+
+    @model_validator(mode="after")
+    def _same_shape(self) -> Self:
+        errors = self.standard_error
+        if errors is not None and [len(row) for row in errors] != [len(row) for row in self.probability]:
+            raise ValueError("standard_error must have the shape of probability")
+        return self
+
+    @property
+    def longest(self) -> int | None:
+        return len(self.probability)
+
+    @property
+    def falling(self) -> bool:
+        """Whether no rank is likelier than the one before it, as every exact greedy choice of a tree needs."""
+        return all(a >= b for row in self.probability for a, b in pairwise(row))
+
+    def chain(self, length: int) -> tuple[float, ...]:
+        return tuple(row[0] for row in self.probability[:length])
+
+    def ranks(self, depth: int) -> tuple[tuple[float, ...], ...]:
+        return self.probability[:depth]
+
+
+class BetaMixture(Part):
+    """Every request has an acceptance of its own, the same at all positions, drawn from Beta(a, b).
+
+    Over all requests the conditional acceptance at position j is then (a + j - 1) / (a + b + j - 1): it rises,
+    because the requests that get that far are the easy ones.
+    """
+
+    kind: Literal["beta"] = "beta"
+    a: Positive
+    b: Positive
+    standard_error: Annotated[Seq[NonNegative], Field(min_length=2, max_length=2)] | None = Field(
+        None, description="of a and of b"
+    )
+
+    @property
+    def longest(self) -> int | None:
+        return None
+
+    def chain(self, length: int) -> tuple[float, ...]:
+        return tuple((self.a + j) / (self.a + self.b + j) for j in range(length))
+
+    def ranks(self, depth: int) -> tuple[tuple[float, ...], ...]:
+        return tuple((a,) for a in self.chain(depth))
+
+
+class Revealed(Part):
+    """Every draft token has an acceptance of its own, `rate[i]` for `share[i]` of them, and the drafter's
+    confidence tells which before the token is drafted. What adaptive stopping lives on.
+    """
+
+    kind: Literal["revealed"] = "revealed"
+    rate: Annotated[Seq[Probability], Field(min_length=1)]
+    share: Annotated[Seq[Positive], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _shares(self) -> Self:
+        if len(self.rate) != len(self.share):
+            raise ValueError(f"{len(self.rate)} rates but {len(self.share)} shares")
+        if abs(sum(self.share) - 1) > _ROUNDING:
+            raise ValueError(f"the shares add up to {sum(self.share):.6g}, not to 1")
+        return self
+
+    @property
+    def longest(self) -> int | None:
+        return None
+
+    def chain(self, length: int) -> tuple[float, ...]:
+        return (sum(r * s for r, s in zip(self.rate, self.share, strict=True)),) * length
+
+    def ranks(self, depth: int) -> tuple[tuple[float, ...], ...]:
+        return tuple((a,) for a in self.chain(depth))
+
+
+Rates = Annotated[PerPosition | PerRank | BetaMixture | Revealed, Field(discriminator="kind")]
+
+
+class Condition(Part):
+    """Rates of one class of requests, at one temperature, or of both together."""
+
+    request_class: Name | None = None
+    temperature: NonNegative | None = None
+    rates: Rates
+
+    @model_validator(mode="after")
+    def _of_something(self) -> Self:
+        if self.request_class is None and self.temperature is None:
+            raise ValueError("give a request_class, a temperature or both; what holds for all stands in `rates`")
+        return self
+
+
+class Acceptance(Spec):
+    """How often a target keeps what a drafter proposes: `rates` in general, `conditions` where it is known better."""
+
+    KIND: ClassVar[str] = "acceptance"
+    origin: Literal["measured", "published", "assumed"]
+    source: str = Field(description="the logs, or the publication with its licence")
+    target: str | None = None
+    drafter: str | None = None
+    rates: Rates
+    conditions: Seq[Condition] = ()
+
+    @field_validator("conditions")
+    @classmethod
+    def _distinct(cls, conditions: tuple[Condition, ...]) -> tuple[Condition, ...]:
+        keys = [(c.request_class, c.temperature) for c in conditions]
+        if len(set(keys)) < len(keys):
+            raise ValueError("two conditions are for the same request_class and temperature; keep one")
+        return conditions
+
+    def rates_for(self, request_class: str | None = None, temperature: float | None = None) -> Rates:
+        """The rates of the condition that says most about such a request, or those that hold in general."""
+        fitting = [
+            c
+            for c in self.conditions
+            if c.request_class in (None, request_class) and c.temperature in (None, temperature)
+        ]
+        if not fitting:
+            return self.rates
+        return max(fitting, key=lambda c: (c.request_class is not None, c.temperature is not None)).rates
+
+    def notices(self) -> list[str]:
+        """What a user of these rates should be told."""
+        rates = [("rates", self.rates), *((f"conditions.{i}.rates", c.rates) for i, c in enumerate(self.conditions))]
+        return [
+            f"{self.name}: {where}: a later rank is likelier than an earlier one, as in noisy measurements; trees are "
+            "chosen by dynamic programming, which needs no order"
+            for where, one in rates
+            if isinstance(one, PerRank) and not one.falling
+        ]

@@ -1,0 +1,181 @@
+"""Speculation: who drafts, by which scheme, and how often the target agrees."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from simtune.specs.base import Count, NonNegative, Part, Seq
+
+# --- drafters ---------------------------------------------------------------------------------------------
+
+
+class DraftModel(Part):
+    """A smaller model of its own, with its own KV cache. It must share the target's vocabulary."""
+
+    kind: Literal["draft_model"] = "draft_model"
+    model: str = Field(description="a model spec, by name or file")
+    tp: Count | None = Field(None, description="the target's unless given; engines allow that or 1")
+
+
+class Eagle(Part):
+    """A head of one layer like the target's last that drafts from the target's hidden states, step by step."""
+
+    kind: Literal["eagle"] = "eagle"
+    method: Literal["eagle", "eagle3", "mtp"] = "eagle3"
+    checkpoint: str | None = Field(None, description="what an engine loads; part of the target for mtp")
+    draft_vocab_size: Count | None = Field(None, description="of a reduced head of its own; the target's unless given")
+
+
+class Medusa(Part):
+    """Heads that each guess one further position, all at once."""
+
+    kind: Literal["medusa"] = "medusa"
+    heads: Count
+    checkpoint: str | None = None
+
+
+class Ngram(Part):
+    """Copies what followed the last tokens earlier in the text: no weights, no GPU."""
+
+    kind: Literal["ngram"] = "ngram"
+    lookup_min: Count = 1
+    lookup_max: Count
+    host_s: NonNegative = Field(0.0, description="host seconds per sequence and round; not known unless measured")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.lookup_min > self.lookup_max:
+            raise ValueError(f"lookup_min ({self.lookup_min}) exceeds lookup_max ({self.lookup_max})")
+        return self
+
+
+class Suffix(Part):
+    """Copies from suffix trees over earlier outputs: no weights, no GPU."""
+
+    kind: Literal["suffix"] = "suffix"
+    host_s: NonNegative = Field(0.0, description="host seconds per sequence and round; not known unless measured")
+
+
+class BlockDrafter(Part):
+    """A few layers like the target's that draft a whole block in one step."""
+
+    kind: Literal["block"] = "block"
+    method: Literal["dflash", "dspark"] = "dflash"
+    layers: Count
+    checkpoint: str | None = None
+
+
+Drafter = Annotated[DraftModel | Eagle | Medusa | Ngram | Suffix | BlockDrafter, Field(discriminator="kind")]
+
+# --- schemes ----------------------------------------------------------------------------------------------
+
+
+class Chain(Part):
+    """Always the same number of draft tokens, one after the other."""
+
+    kind: Literal["chain"] = "chain"
+    tokens: Count
+
+
+class BatchRange(Part):
+    """Running batches from `first` to `last` sequences, both included."""
+
+    first: Count
+    last: Count
+    tokens: Annotated[int, Field(ge=0)]
+
+
+class ByBatch(Part):
+    """A chain whose length depends on the running batch: vLLM's num_speculative_tokens_per_batch_size."""
+
+    kind: Literal["by_batch"] = "by_batch"
+    max_tokens: Count = Field(description="the longest draft buffers are made for; longer ones are cut to it")
+    ranges: Annotated[Seq[BatchRange], Field(min_length=1)]
+
+    @field_validator("ranges")
+    @classmethod
+    def _ascending(cls, ranges: tuple[BatchRange, ...]) -> tuple[BatchRange, ...]:
+        if ranges[0].first != 1:
+            raise ValueError(f"the first range must begin at a batch of 1, not {ranges[0].first}")
+        end = 0
+        for r in ranges:
+            if r.first <= end or r.last < r.first:
+                raise ValueError(f"ranges must ascend without overlap: {r.first}-{r.last} comes after {end}")
+            end = r.last
+        return ranges
+
+    def tokens_for(self, batch: int) -> int:
+        """Draft tokens at this batch: gaps, and what lies beyond the last range, inherit the range before."""
+        at = max((r for r in self.ranges if r.first <= batch), key=lambda r: r.first)
+        return min(at.tokens, self.max_tokens)
+
+
+class Threshold(Part):
+    """Drafts on until some rejection is as likely as `stop_at`, by the drafter's own confidence (SpecDec++)."""
+
+    kind: Literal["threshold"] = "threshold"
+    max_tokens: Count
+    stop_at: Annotated[float, Field(gt=0, le=1)]
+
+
+class StaticTree(Part):
+    """A fixed tree. A node is the ranks along its path, from 1: [2, 1] is the best child of the second best root."""
+
+    kind: Literal["static_tree"] = "static_tree"
+    nodes: Annotated[Seq[Annotated[Seq[Count], Field(min_length=1)]], Field(min_length=1)]
+
+    @field_validator("nodes")
+    @classmethod
+    def _rooted(cls, nodes: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+        known = set(nodes)
+        if len(known) < len(nodes):
+            raise ValueError("a node stands there twice")
+        for node in nodes:
+            if len(node) > 1 and node[:-1] not in known:
+                raise ValueError(f"node {list(node)} has no parent {list(node[:-1])} in the tree")
+        return nodes
+
+
+class DynamicTree(Part):
+    """EAGLE-2: `steps` levels of the `topk` likeliest nodes with topk children each, of which the `tokens`
+    likeliest are verified. The root, which needs no verification, is not counted.
+    """
+
+    kind: Literal["dynamic_tree"] = "dynamic_tree"
+    steps: Count
+    topk: Count
+    tokens: Count
+
+    @model_validator(mode="after")
+    def _enough(self) -> Self:
+        drafted = self.topk + (self.steps - 1) * self.topk**2
+        if not self.steps <= self.tokens <= drafted:
+            raise ValueError(
+                f"tokens ({self.tokens}) must lie between steps ({self.steps}) and the {drafted} nodes that "
+                f"{self.steps} steps with topk {self.topk} draft"
+            )
+        return self
+
+
+class TokenBudget(Part):
+    """`tokens` draft tokens for the whole batch, to where they are likeliest to be kept (TETRIS)."""
+
+    kind: Literal["budget"] = "budget"
+    tokens: Count
+    max_tokens: Count = Field(description="of one request")
+
+
+Scheme = Annotated[
+    Chain | ByBatch | Threshold | StaticTree | DynamicTree | TokenBudget,
+    Field(discriminator="kind"),
+]
+
+
+class Speculation(Part):
+    """What a pool drafts with, by which scheme, and the acceptance it counts on."""
+
+    drafter: Drafter
+    scheme: Scheme
+    acceptance: str = Field(description="an acceptance spec, by name or file")

@@ -1,0 +1,49 @@
+"""Schemes that draft while the target verifies."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simtune.tuner.speculation import chain, overlap
+
+
+@pytest.fixture(scope="module")
+def oracle(oracle_dir: Path) -> Any:
+    return json.loads((oracle_dir / "spec_chain.json").read_text())
+
+
+def test_pearl(oracle: Any) -> None:
+    for row in oracle["pearl"]:
+        tokens = overlap.pearl_tokens(row["alpha"], row["gamma"])
+        assert tokens == pytest.approx(row["tokens_per_round"], rel=1e-9)
+        assert tokens == pytest.approx(row["mc"], rel=0.01)
+        # Draft and target take equally long: drafting first and then verifying takes two such times.
+        blocking = chain.expected_tokens(chain.iid(row["alpha"], row["gamma"])) / 2
+        assert blocking == pytest.approx(row["blocking_sd_same_costs"], rel=1e-9)
+        assert tokens > blocking
+    assert overlap.pearl_tokens(0.8, 1) == 1.0
+    assert overlap.pearl_tokens(1.0, 4) == 4.0
+    assert overlap.pearl_tokens(1 - 1e-9, 4) == pytest.approx(4.0, rel=1e-6)
+    assert overlap.pearl_tokens_per_s(0.8, 4, 0.25, 1.0) == pytest.approx(overlap.pearl_tokens(0.8, 4))
+    assert overlap.pearl_tokens_per_s(0.8, 8, 0.25, 1.0) < overlap.pearl_tokens_per_s(0.8, 4, 0.25, 1.0)
+
+
+def test_dsi(oracle: Any) -> None:
+    for row in oracle["dsi"]:
+        seconds = overlap.dsi_mean_seconds(row["N"], row["alpha"], row["td"], row["tt"])
+        assert seconds == pytest.approx(row["dsi"], rel=1e-9)
+        assert seconds == pytest.approx(row["dsi_mc"], rel=0.01)
+        assert seconds <= row["ar"], "never slower than no speculation"
+    assert overlap.dsi_replicas(0.2, 1.0) == 5
+    assert overlap.dsi_replicas(0.2, 1.0, look_ahead=2) == 3
+
+
+def test_chunks_of_a_round_overlap() -> None:
+    # Draft 1, then (draft 2 at half speed | verify 1 at half speed), then verify 2 alone.
+    assert overlap.frontier_seconds([1.0, 1.0], [2.0, 2.0], 0.5, 0.5) == 1.0 + max(2.0, 4.0) + 2.0
+    assert overlap.frontier_seconds([1.0], [2.0], 0.5, 0.5) == 3.0, "one chunk has nothing to overlap with"
+    assert overlap.frontier_seconds([1.0, 1.0, 1.0], [1.0, 1.0, 1.0], 1.0, 1.0) == 4.0

@@ -1,0 +1,60 @@
+"""The speculation block of a pool: schemes that make sense, and vLLM's rules for lengths by batch."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from simtune.specs.speculation import (
+    BatchRange,
+    ByBatch,
+    Chain,
+    DynamicTree,
+    Ngram,
+    Speculation,
+    StaticTree,
+)
+
+
+def by_batch(*ranges: tuple[int, int, int], most: int = 3) -> ByBatch:
+    return ByBatch(max_tokens=most, ranges=tuple(BatchRange(first=a, last=b, tokens=k) for a, b, k in ranges))
+
+
+def test_gaps_inherit_and_long_drafts_are_cut() -> None:
+    scheme = by_batch((1, 16, 5), (64, 128, 2), (256, 4096, 0))
+    assert [scheme.tokens_for(b) for b in (1, 16, 17, 63, 64, 128, 200, 256, 9999)] == [3, 3, 3, 3, 2, 2, 2, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("ranges", "message"),
+    [
+        ([(2, 4, 1)], "must begin at a batch of 1, not 2"),
+        ([(1, 4, 2), (4, 8, 1)], "ranges must ascend without overlap: 4-8 comes after 4"),
+        ([(1, 4, 2), (9, 8, 1)], "9-8 comes after 4"),
+    ],
+)
+def test_ranges_that_make_no_sense(ranges: list[tuple[int, int, int]], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        by_batch(*ranges)
+
+
+def test_trees() -> None:
+    assert StaticTree(nodes=((1,), (2,), (2, 3))).nodes[-1] == (2, 3), "any node set, siblings may be missing"
+    with pytest.raises(ValidationError, match=r"node \[2, 1\] has no parent \[2\]"):
+        StaticTree(nodes=((1,), (2, 1)))
+    with pytest.raises(ValidationError, match="stands there twice"):
+        StaticTree(nodes=((1,), (1,)))
+    assert DynamicTree(steps=3, topk=1, tokens=3).tokens == 3
+    with pytest.raises(ValidationError, match=r"tokens \(22\) must lie between steps \(3\) and the 10 nodes"):
+        DynamicTree(steps=3, topk=2, tokens=22)
+    with pytest.raises(ValidationError, match=r"tokens \(2\) must lie between steps \(3\)"):
+        DynamicTree(steps=3, topk=4, tokens=2)
+
+
+def test_read_from_a_plan() -> None:
+    read = Speculation.model_validate(
+        {"drafter": {"kind": "ngram", "lookup_max": 4}, "scheme": {"kind": "chain", "tokens": 3}, "acceptance": "mine"}
+    )
+    assert read == Speculation(drafter=Ngram(lookup_max=4), scheme=Chain(tokens=3), acceptance="mine")
+    with pytest.raises(ValidationError, match=r"lookup_min \(5\) exceeds lookup_max \(4\)"):
+        Ngram(lookup_min=5, lookup_max=4)

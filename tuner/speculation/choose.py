@@ -1,0 +1,289 @@
+"""The best way to speculate at every batch size and context, and what of it an engine can be told.
+
+A setting (a chain, a tree, a threshold, or nothing) yields some tokens per round and sequence whatever the load;
+what a round takes depends on batch and context. In each cell of a grid the best setting is the one with the most
+tokens per second, B x tokens / seconds; for a given size the heaviest nodes are best (`tree`), so all sizes and
+depths are tried and nothing else needs to be.
+
+Gains are of time for the same tokens. With w the share of its time an engine spends in a cell while it does not
+speculate, settings s take
+
+    sum over cells of w rate(no speculation) / rate(s)
+
+of that time. Cells count alike unless shares are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from simtune.specs.acceptance import BetaMixture, Rates, Revealed
+from simtune.specs.speculation import BatchRange, ByBatch, Chain, DynamicTree, StaticTree, Threshold
+from simtune.tuner.speculation import chain, tree
+
+Array = NDArray[np.float64]
+
+TOPK = (1, 2, 3, 4, 6, 8, 10)
+"""Of the dynamic trees tried."""
+
+STOP_AT = tuple(round(0.05 * i, 2) for i in range(2, 20))
+"""Thresholds tried: .1, .15, ... .95."""
+
+BETA_REQUESTS = 32
+"""Equally likely requests that stand for a Beta distribution."""
+
+
+class RoundCost(Protocol):
+    """What a round takes: `simtune.costs.drafting.RoundCosts`, or any function of that face."""
+
+    def __call__(self, batch: int, context: int, verify_tokens: int, draft_depth: int, draft_width: int) -> float:
+        """Seconds of a round of `batch` sequences of `context` tokens, of which each verifies `verify_tokens`
+        tokens after drafting `draft_depth` levels of at most `draft_width` tokens. (1, 0, 1) is a decode step.
+        """
+        ...
+
+
+Cost = Callable[[int, int, int], float]
+"""RoundCost at one batch and context."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to speculate, the same in all cells; `scheme` None is none."""
+
+    scheme: Chain | StaticTree | DynamicTree | Threshold | None
+    tokens: float
+    """Mean tokens per round and sequence, the target's own included."""
+    depth: int
+    width: int
+    verify_tokens: int
+    """Per sequence, the certain one included; of a threshold the most there may be."""
+    at_least: tuple[float, ...] | None = None
+    """Of a threshold: P(a sequence drafts at least k tokens), k = 1 ... depth."""
+
+    def seconds(self, batch: int, cost: Cost) -> float:
+        """Of a round. A threshold drafts until the last sequence stops, and verifies what they drafted on average."""
+        if self.at_least is None:
+            return cost(self.verify_tokens, self.depth, self.width)
+        at_least = np.array(self.at_least)
+        somebody = np.concatenate([[1.0], 1 - (1 - at_least) ** batch, [0.0]])
+        mean = 1 + float(at_least.sum())
+        low = int(mean)
+        total = 0.0
+        for depth, share in enumerate((somebody[:-1] - somebody[1:]).tolist()):
+            if share > 0:
+                between = cost(low, depth, 1), cost(low + 1, depth, 1)
+                total += share * (between[0] + (mean - low) * (between[1] - between[0]))
+        return total
+
+    @property
+    def kind(self) -> str:
+        return "none" if self.scheme is None else self.scheme.kind
+
+
+NONE = Setting(scheme=None, tokens=1.0, depth=0, width=1, verify_tokens=1)
+
+
+class Projection(NamedTuple):
+    """What an engine can be told of a schedule."""
+
+    scheme: ByBatch | DynamicTree | None
+    """None: no setting that the engine knows is better than not to speculate."""
+    gain: float
+    """Time without speculation over time with this."""
+    loss: float
+    """Share of the schedule's own gain in speed that is lost by it."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The rates of all settings in all cells, and what follows from them."""
+
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    settings: tuple[Setting, ...]
+    rates: Array
+    """Tokens per second of the whole batch: (batches, contexts, settings). The first setting is none."""
+    shares: Array
+    """(batches, contexts): share of the time spent in each cell without speculation."""
+    dynamic: tuple[Setting, ...]
+    dynamic_rates: Array
+    """The dynamic trees, which compete only where an engine knows nothing else."""
+
+    def best(self, batch: int, context: int, kind: str | None = None) -> tuple[Setting, float]:
+        """(setting, gain over no speculation) of a cell: the best of all, or of one kind or none."""
+        b, c = self.batches.index(batch), self.contexts.index(context)
+        at = [i for i, s in enumerate(self.settings) if kind in (None, s.kind) or i == 0]
+        chosen = at[_first_best(self.rates[b, c, at])]
+        return self.settings[chosen], float(self.rates[b, c, chosen] / self.rates[b, c, 0])
+
+    def chain_lengths(self) -> NDArray[np.int64]:
+        """(batches, contexts): the best number of draft tokens in a row, 0 where speculation should be off."""
+        return np.array([[self.best(b, c, "chain")[0].depth for c in self.contexts] for b in self.batches])
+
+    def gains(self) -> Array:
+        """(batches, contexts): the best setting of each cell over no speculation."""
+        gains: Array = self.rates.max(axis=2) / self.rates[:, :, 0]
+        return gains
+
+    @property
+    def gain(self) -> float:
+        """Time without speculation over time with the best setting of every cell."""
+        return 1 / float((self.shares / self.gains()).sum())
+
+    def fixed(self) -> tuple[Setting, float]:
+        """(setting, gain) of the best single setting for all cells, which may be none."""
+        at, gain = _best_everywhere(self.rates, self.rates[:, :, 0], self.shares)
+        return self.settings[at], gain
+
+    def by_batch(self) -> Projection:
+        """As vLLM can be told it: the length of a chain by batch size alone.
+
+        The batch sizes from one of the grid to the next get what suits the lower of them.
+        """
+        chains = [0, *(i for i, s in enumerate(self.settings) if s.kind == "chain")]
+        none = self.rates[:, :, :1]
+        # Within a batch size the contexts share one length.
+        seconds = (self.shares[:, :, None] * none / self.rates[:, :, chains]).sum(axis=1)
+        at = [_first_best(-row) for row in seconds]
+        lengths = [self.settings[chains[i]].depth for i in at]
+        ends = [*(b - 1 for b in self.batches[1:]), self.batches[-1]]
+        ranges: list[BatchRange] = []
+        for first, last, tokens in zip((1, *self.batches[1:]), ends, lengths, strict=True):
+            if ranges and ranges[-1].tokens == tokens:
+                first = ranges.pop().first
+            ranges.append(BatchRange(first=first, last=last, tokens=tokens))
+        gain = 1 / float(sum(row[i] for row, i in zip(seconds, at, strict=True)))
+        scheme = ByBatch(max_tokens=max(lengths), ranges=tuple(ranges)) if max(lengths) else None
+        return Projection(scheme, gain, 1 - gain / self.gain)
+
+    def dynamic_tree(self) -> Projection:
+        """As SGLang and TensorRT-LLM can be told it: one EAGLE-2 tree for all loads, or none.
+
+        Its value is counted by depth and rank alone; a drafter that knows the context does better.
+        """
+        at, gain = _best_everywhere(self.dynamic_rates, self.rates[:, :, 0], self.shares)
+        scheme = self.dynamic[at].scheme if gain > 1 else None
+        assert scheme is None or isinstance(scheme, DynamicTree)
+        gain = max(1.0, gain)
+        return Projection(scheme, gain, 1 - gain / self.gain)
+
+
+def choose(
+    rates: Rates,
+    round_cost: RoundCost,
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    *,
+    max_length: int = 8,
+    max_nodes: int = 64,
+    shares: ArrayLike | None = None,
+) -> Schedule:
+    """The schedule for drafts of up to max_length levels and max_nodes tokens, in every cell of the grid.
+
+    No longer drafts are considered than the rates cover. `shares` are those of time without speculation,
+    (batches, contexts), scaled to 1.
+    """
+    longest = max_length if rates.longest is None else min(max_length, rates.longest)
+    settings = (NONE, *chains(rates, longest), *trees(rates, longest, max_nodes), *thresholds(rates, longest))
+    dynamic = tuple(dynamic_trees(rates, longest, max_nodes))
+    weights = np.ones((len(batches), len(contexts))) if shares is None else np.asarray(shares, dtype=np.float64)
+    table = np.array(
+        [[_rates((*settings, *dynamic), batch, context, round_cost) for context in contexts] for batch in batches]
+    )
+    return Schedule(
+        batches=tuple(batches),
+        contexts=tuple(contexts),
+        settings=settings,
+        rates=table[:, :, : len(settings)],
+        shares=weights / weights.sum(),
+        dynamic=dynamic,
+        dynamic_rates=table[:, :, len(settings) :],
+    )
+
+
+def _rates(settings: Sequence[Setting], batch: int, context: int, round_cost: RoundCost) -> list[float]:
+    @cache
+    def cost(verify_tokens: int, depth: int, width: int) -> float:
+        return round_cost(batch, context, verify_tokens, depth, width)
+
+    return [batch * s.tokens / s.seconds(batch, cost) for s in settings]
+
+
+def chains(rates: Rates, longest: int) -> list[Setting]:
+    alive = chain.survival(rates.chain(longest))
+    return [
+        Setting(Chain(tokens=k), 1 + float(alive[:k].sum()), depth=k, width=1, verify_tokens=k + 1)
+        for k in range(1, longest + 1)
+    ]
+
+
+def trees(rates: Rates, longest: int, max_nodes: int) -> list[Setting]:
+    """The best trees of every size and depth; those that are chains are left out."""
+    ranks, found = rates.ranks(longest), {}
+    for depth in range(1, longest + 1):
+        if tree.falling(ranks[:depth]):
+            order = tree.greedy(ranks[:depth], max_nodes)
+            candidates = [order[:n] for n in range(len(order) + 1)]
+        else:
+            candidates = tree.best_trees(ranks[:depth], max_nodes)
+        for nodes in candidates:
+            if any(node[-1] > 1 for node in nodes):
+                found[tuple(sorted(nodes))] = 1 + tree.expected_accepted(nodes, ranks)
+    return [_tree(StaticTree(nodes=nodes), nodes, tokens) for nodes, tokens in found.items()]
+
+
+def dynamic_trees(rates: Rates, longest: int, max_nodes: int) -> list[Setting]:
+    """EAGLE-2 trees of both engines' terms: at least as many tokens as levels, at most topk in each."""
+    ranks, found = rates.ranks(longest), []
+    widest = max((len(row) for row in ranks), default=1)
+    for steps in range(1, longest + 1):
+        for topk in (k for k in TOPK if k <= widest):
+            nodes = tree.dynamic(ranks, steps, topk, min(max_nodes, steps * topk))
+            values = [0.0, *accumulate(tree.weight(node, ranks) for node in nodes)]
+            for tokens in range(steps, len(nodes) + 1):
+                scheme = DynamicTree(steps=steps, topk=topk, tokens=tokens)
+                found.append(Setting(scheme, 1 + values[tokens], depth=steps, width=topk, verify_tokens=tokens + 1))
+    return found
+
+
+def thresholds(rates: Rates, longest: int) -> list[Setting]:
+    """Adaptive stopping, where the drafter's confidence tells something."""
+    found = []
+    for stop_at in STOP_AT:
+        if isinstance(rates, Revealed):
+            drafted = chain.stopped(rates.rate, rates.share, longest, 1 - stop_at)
+        elif isinstance(rates, BetaMixture):
+            from scipy.stats import beta
+
+            levels = (np.arange(BETA_REQUESTS) + 0.5) / BETA_REQUESTS
+            requests = beta.ppf(levels, rates.a, rates.b).tolist()
+            drafted = chain.stopped_by_request(requests, [1 / BETA_REQUESTS] * BETA_REQUESTS, longest, 1 - stop_at)
+        else:
+            return []
+        scheme = Threshold(max_tokens=longest, stop_at=stop_at)
+        found.append(Setting(scheme, 1 + drafted.accepted, longest, 1, longest + 1, tuple(drafted.at_least.tolist())))
+    return found
+
+
+def _tree(scheme: StaticTree, nodes: Sequence[tree.Node], tokens: float) -> Setting:
+    return Setting(scheme, tokens, tree.depth_of(nodes), tree.width_of(nodes), len(nodes) + 1)
+
+
+def _first_best(values: Array) -> int:
+    """The first of those that are best but for rounding: settings stand from small to large."""
+    return int(np.flatnonzero(values >= values.max() - 1e-12 * abs(values.max()))[0])
+
+
+def _best_everywhere(rates: Array, none: Array, shares: Array) -> tuple[int, float]:
+    """(setting, gain) with the least time over all cells."""
+    seconds = (shares[:, :, None] * none[:, :, None] / rates).sum(axis=(0, 1))
+    at = _first_best(-seconds)
+    return at, 1 / float(seconds[at])

@@ -1,0 +1,275 @@
+"""Trees of drafts: what a tree is worth, and the best tree of a given size, exactly.
+
+A node is the ranks along its path, from 1; its weight is the product of P[d][r], the probability that the
+candidate of rank r at depth d is what the target takes, its parent having been taken. The candidates of a node
+exclude one another, so
+
+    E[accepted] = sum of the weights of the nodes,    E[generated] = 1 + E[accepted]
+
+Where P falls with the rank, no node outweighs its parent or the sibling before it: the N heaviest nodes are a
+tree, and taking them one by one is optimal for every N and every depth. Where it does not, `best_trees` is.
+What neither covers, `simtune.tuner.speculation.ilp` does.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, islice, pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+Node = tuple[int, ...]
+Ranks = Sequence[Sequence[float]]
+"""P[d][r], depths and ranks from 0."""
+
+
+def weight(node: Node, ranks: Ranks) -> float:
+    """The probability that the target takes this node."""
+    product = 1.0
+    for depth, rank in enumerate(node):
+        product *= ranks[depth][rank - 1]
+    return product
+
+
+def expected_accepted(nodes: Sequence[Node], ranks: Ranks) -> float:
+    return sum(weight(node, ranks) for node in nodes)
+
+
+def accepted_pmf(nodes: Sequence[Node], ranks: Ranks) -> Array:
+    """P(exactly d draft tokens are kept), d = 0 ... depth of the tree."""
+    at_least = np.zeros(depth_of(nodes) + 2)
+    at_least[0] = 1.0
+    for node in nodes:
+        at_least[len(node)] += weight(node, ranks)
+    return at_least[:-1] - at_least[1:]
+
+
+def depth_of(nodes: Sequence[Node]) -> int:
+    return max((len(node) for node in nodes), default=0)
+
+
+def width_of(nodes: Sequence[Node]) -> int:
+    """Nodes of the widest level: how many tokens of one sequence a drafting step works on."""
+    return max((sum(len(node) == d for node in nodes) for d in range(1, depth_of(nodes) + 1)), default=0)
+
+
+def falling(ranks: Ranks) -> bool:
+    """Whether no rank is likelier than the one before it: what greedy choices need to be exact."""
+    return all(a >= b for row in ranks for a, b in pairwise(row))
+
+
+def smoothed(ranks: Ranks) -> list[list[float]]:
+    """The nearest probabilities that fall with the rank (isotonic regression, by pooling neighbours).
+
+    Each depth keeps its sum.
+    """
+    result = []
+    for row in ranks:
+        pools: list[tuple[float, int]] = []
+        for value in row:
+            total, size = value, 1
+            while pools and pools[-1][0] * size < total * pools[-1][1]:
+                before, number = pools.pop()
+                total, size = total + before, size + number
+            pools.append((total, size))
+        result.append([total / size for total, size in pools for _ in range(size)])
+    return result
+
+
+def greedy(ranks: Ranks, num_nodes: int, widths: Sequence[int] | None = None) -> list[Node]:
+    """Up to num_nodes nodes, the heaviest first: every prefix is the best tree of its size if `falling(ranks)`.
+
+    The frontier is a heap: taking a node adds its first child and its next sibling, O(N log N). `widths` limits
+    the nodes of each depth; the subtrees below a depth are scaled copies, and no case is known where this is not
+    optimal then, but where weights depend on more than depth and rank it is not (see the `ilp` module).
+    """
+    room = list(widths) if widths is not None else [num_nodes] * len(ranks)
+    chosen: list[Node] = []
+    frontier: list[tuple[float, Node]] = []
+
+    def offer(node: Node, above: float) -> None:
+        """`above` is the weight of the parent."""
+        if len(node) <= len(ranks) and node[-1] <= len(ranks[len(node) - 1]):
+            heapq.heappush(frontier, (-above * ranks[len(node) - 1][node[-1] - 1], node))
+
+    above: dict[Node, float] = {(): 1.0}
+    offer((1,), 1.0)
+    while frontier and len(chosen) < num_nodes:
+        negative, node = heapq.heappop(frontier)
+        if room[len(node) - 1] == 0:
+            continue
+        room[len(node) - 1] -= 1
+        chosen.append(node)
+        above[node] = -negative
+        offer((*node, 1), -negative)
+        offer((*node[:-1], node[-1] + 1), above[node[:-1]])
+    return chosen
+
+
+def best_trees(ranks: Ranks, num_nodes: int) -> list[list[Node]]:
+    """The best tree with exactly n nodes for n = 0 ... num_nodes, whatever the order of the ranks.
+
+    The dynamic programme of Sequoia (arXiv 2402.12374), by depth: with F_d(n) the best value of a subtree of n
+    nodes whose root is at depth d, F_d(n) = 1 + max of sum over children j, in rank order, of P[d][j] F_(d+1)(n_j).
+    Sizes that the depth and the ranks cannot fill are left out at the end. O(depth x ranks x N^2).
+    """
+    value = np.full(num_nodes + 2, -np.inf)
+    value[1] = 1.0
+    shares: list[list[NDArray[np.int64]]] = []
+    for row in reversed(ranks):
+        value, chosen = _with_children(value, row)
+        shares.append(chosen)
+    shares.reverse()
+    return [_spelled(shares, n + 1, 0, ()) for n in range(num_nodes + 1) if np.isfinite(value[n + 1])]
+
+
+def _with_children(below: Array, row: Sequence[float]) -> tuple[Array, list[NDArray[np.int64]]]:
+    """(value by size of a subtree whose children have values `below`, nodes of child j by nodes left for j and
+    after)."""
+    size = len(below)
+    rest = np.full(size, -np.inf)
+    rest[0] = 0.0
+    chosen = []
+    for p in reversed(row):
+        # Child j takes y >= 1 nodes and leaves m - y to those after it; or it and all after it are left out.
+        best, taken = np.full(size, -np.inf), np.zeros(size, dtype=np.int64)
+        best[0] = 0.0
+        for y in range(1, size):
+            if not np.isfinite(below[y]):
+                continue
+            with_y = p * below[y] + rest[: size - y]
+            better = with_y > best[y:]
+            best[y:][better], taken[y:][better] = with_y[better], y
+        rest = best
+        chosen.append(taken)
+    value = np.full(size, -np.inf)
+    value[1:] = 1.0 + rest[:-1]
+    return value, chosen[::-1]
+
+
+def _spelled(shares: Sequence[Sequence[NDArray[np.int64]]], size: int, depth: int, root: Node) -> list[Node]:
+    """The nodes below `root` in the best subtree of `size` nodes, root included."""
+    nodes: list[Node] = []
+    left = size - 1
+    if depth < len(shares):
+        for rank, taken in enumerate(shares[depth], start=1):
+            if left == 0:
+                break
+            child, own = (*root, rank), int(taken[left])
+            nodes += [child, *_spelled(shares, own, depth + 1, child)]
+            left -= own
+    return nodes
+
+
+def dynamic(ranks: Ranks, steps: int, topk: int, tokens: int) -> list[Node]:
+    """The tree EAGLE-2 (arXiv 2406.16858) would verify if confidence were the weight by depth and rank alone.
+
+    Each step expands the topk heaviest nodes of the last level by topk children each; of all nodes the `tokens`
+    heaviest are kept. Real confidences know the context and choose better: this is a lower bound on its value.
+    """
+    level: list[Node] = [()]
+    drafted: list[tuple[float, Node]] = []
+    for depth in range(min(steps, len(ranks))):
+        children = [
+            (-weight(node, ranks) * p, (*node, rank))
+            for node in level
+            for rank, p in enumerate(islice(ranks[depth], topk), start=1)
+        ]
+        drafted += children
+        level = [node for _, node in heapq.nsmallest(topk, children)]
+    return [node for _, node in heapq.nsmallest(tokens, drafted)]
+
+
+class Sized(NamedTuple):
+    """A tree with what a round of it takes and yields."""
+
+    nodes: list[Node]
+    generated: float
+    seconds: float
+
+    @property
+    def seconds_per_token(self) -> float:
+        return self.seconds / self.generated
+
+
+def hardware_aware(ranks: Ranks, draft_s: float, verify_s: Mapping[int, float]) -> Sized:
+    """The tree with the least time per token where each level takes draft_s to draft and a verification of n
+    tokens, the root included, verify_s[n] (Sequoia, arXiv 2402.12374).
+
+    All measured sizes and depths are tried.
+    """
+    best: Sized | None = None
+    for depth in range(len(ranks) + 1):
+        trees = best_trees(ranks[:depth], max(verify_s) - 1)
+        for size, seconds in verify_s.items():
+            if size > len(trees) or depth_of(trees[size - 1]) < depth:
+                continue
+            nodes = trees[size - 1]
+            tree = Sized(nodes, 1 + expected_accepted(nodes, ranks), depth * draft_s + seconds)
+            if best is None or tree.seconds_per_token < best.seconds_per_token * (1 - 1e-12):
+                best = tree
+    assert best is not None, "verify_s must tell the time of one token"
+    return best
+
+
+# --- a whole batch ----------------------------------------------------------------------------------------
+
+
+def share_budget(
+    requests: Sequence[Ranks], num_nodes: int, minima: Sequence[float] | None = None
+) -> list[list[Node]] | None:
+    """The best trees for all requests of a batch under one budget of draft tokens (TETRIS, arXiv 2502.15197, for
+    chains; AdaServe, arXiv 2501.12162).
+
+    Each request has a greedy order of its own, and its gains fall along it: merging the orders is exact, for
+    falling ranks. `minima` are expected accepted tokens promised to each request; they are served first, by the
+    shortest prefix that is enough. None if the budget cannot keep the promises.
+    """
+    orders = [greedy(ranks, num_nodes) for ranks in requests]
+    gains = [[weight(node, ranks) for node in order] for ranks, order in zip(requests, orders, strict=True)]
+    taken = [0] * len(requests)
+    for i, least in enumerate(minima or ()):
+        sums = [0.0, *accumulate(gains[i])]
+        enough = next((n for n, total in enumerate(sums) if total >= least - 1e-12), None)
+        if enough is None:
+            return None
+        taken[i] = enough
+    left = num_nodes - sum(taken)
+    if left < 0:
+        return None
+    further = heapq.merge(*([(-g, i) for g in gains[i][taken[i] :]] for i in range(len(requests))))
+    for _, i in islice(further, left):
+        taken[i] += 1
+    return [order[:n] for order, n in zip(orders, taken, strict=True)]
+
+
+class Throughput(NamedTuple):
+    tokens_per_s: float
+    depth: int
+    num_nodes: int
+
+
+def best_throughput(requests: Sequence[Ranks], draft_s: float, verify_s: Sequence[float]) -> Throughput:
+    """Depth and number of draft tokens with the most tokens per second of the whole batch.
+
+        (B + sum of the weights) / (depth x draft_s + verify_s[B + N])
+
+    For a depth and a number the time is fixed, so the heaviest nodes are best: every depth is sorted once and all
+    numbers are swept. `verify_s[m]` is the time for m tokens; N goes as far as it tells.
+    """
+    batch = len(requests)
+    best = Throughput(batch / verify_s[batch], 0, 0)
+    most = len(verify_s) - 1 - batch
+    for depth in range(1, max(map(len, requests)) + 1):
+        heaviest = heapq.merge(
+            *([-weight(n, ranks) for n in greedy(ranks[:depth], most)] for ranks in requests)
+        )  # each order falls already
+        for number, total in enumerate(accumulate(-w for w in islice(heaviest, most)), start=1):
+            rate = (batch + total) / (depth * draft_s + verify_s[batch + number])
+            if rate > best.tokens_per_s * (1 + 1e-12):
+                best = Throughput(rate, depth, number)
+    return best
