@@ -33,7 +33,7 @@ def test_building_the_tables(benchmark: BenchmarkFixture) -> None:
 
 def test_building_one_row(benchmark: BenchmarkFixture) -> None:
     costs, numbers = build(), itertools.cycle(range(1, 257))
-    benchmark(lambda: costs._row(next(numbers)))
+    benchmark(lambda: costs._alone.make(next(numbers)))
 
 
 def test_a_decode_step(benchmark: BenchmarkFixture) -> None:

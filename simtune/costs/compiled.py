@@ -32,7 +32,7 @@ from simtune.costs.iteration import StepModel, padded_tokens
 from simtune.costs.operators import Array
 from simtune.costs.protocol import UNBOUNDED
 from simtune.costs.ticks import TICKS_PER_SECOND, to_ticks
-from simtune.specs.hardware import Hardware
+from simtune.specs.hardware import Correction, Hardware
 from simtune.specs.model import Model
 from simtune.specs.plan import Pool
 
@@ -46,6 +46,68 @@ class _Row(NamedTuple):
     starts: list[int]  # context tokens at the knots, ascending
     ticks: list[int]  # at the knots
     slopes: list[int]  # ticks per context token from each knot on
+
+
+class _Tables(NamedTuple):
+    """What steps of one kind take, in ticks, corrected where the profile is; decode attention apart."""
+
+    linear: list[int]  # by tokens
+    head: list[int]  # by sampled rows
+    floor: list[int]  # by sequences
+    after: list[int]  # by sequences
+
+
+class _DecodeAttention:
+    """Decode attention in steps whose longest prefill chunk has `chunk` tokens, 0 for none: a row for each number of
+    decodes, made when first asked for. `scale` multiplies all of it.
+    """
+
+    def __init__(
+        self, model: StepModel, plain: StepModel, contexts: Array, max_num_seqs: int, chunk: int, scale: float
+    ) -> None:
+        self.chunk = chunk
+        self._model, self._plain, self._contexts = model, plain, contexts
+        self._max_num_seqs, self._scale = max_num_seqs, scale
+        self.rows: list[_Row | None] = [None] * (max_num_seqs + 1)
+
+    def ticks(self, num_decodes: int, context_tokens: int) -> int:
+        starts, values, slopes = self.rows[num_decodes] or self.make(num_decodes)
+        at = bisect_right(starts, context_tokens, 1) - 1
+        return values[at] + slopes[at] * (context_tokens - starts[at])
+
+    def make(self, num_decodes: int) -> _Row:
+        contexts = self._contexts
+        ticks = np.rint(self._scale * self._seconds(num_decodes) * TICKS_PER_SECOND).astype(np.int64)
+        starts = contexts.astype(np.int64) * num_decodes
+        # Rounded down, so that no segment ends above the knot it leads to.
+        slopes = np.diff(ticks) // np.diff(starts)
+        row = _Row(starts[:-1].tolist(), ticks[:-1].tolist(), slopes.tolist())
+        self.rows[num_decodes] = row
+        return row
+
+    def _seconds(self, num_decodes: int) -> Array:
+        """At all contexts: base times what was interpolated between numbers of decodes, then between contexts."""
+        plain = self._plain.decode(num_decodes, self._contexts, chunk=self.chunk)
+        if self._plain is self._model:
+            return plain
+        counts, log_contexts, log_ratio = self._correction
+        above = min(max(1, int(np.searchsorted(counts, np.log(num_decodes)))), len(counts) - 1)
+        share = (np.log(num_decodes) - counts[above - 1]) / (counts[above] - counts[above - 1])
+        at_count = (1 - share) * log_ratio[above - 1] + share * log_ratio[above]
+        corrected: Array = plain * np.exp(np.interp(np.log(self._contexts), log_contexts, at_count))
+        return _rising(corrected)
+
+    @cached_property
+    def _correction(self) -> tuple[Array, Array, Array]:
+        """(log numbers of decodes, log contexts, log ratio of the step model to the plain one at both)."""
+        counts = _knots(CORRECTION_KNOTS_PER_OCTAVE, self._max_num_seqs, set())
+        contexts = _knots(CORRECTION_KNOTS_PER_OCTAVE, int(self._contexts[-1]), self._model.windows)
+        ratio = [
+            self._model.decode(int(n), contexts, chunk=self.chunk)
+            / self._plain.decode(int(n), contexts, chunk=self.chunk)
+            for n in counts
+        ]
+        return np.log(counts), np.log(contexts), np.log(ratio)
 
 
 def compile_costs(
@@ -86,45 +148,73 @@ class CompiledCosts:
         if any(operator.residual or operator.curves for operator in hardware.operators.values()):
             self._plain = StepModel(model, _uncorrected(hardware), pool, factors=factors)
         self._max_num_seqs = pool.batching.max_num_seqs
-        budget = max(pool.batching.max_num_batched_tokens, self._max_num_seqs)
-        tokens = np.arange(1, budget + 1, dtype=np.float64)
-        samples = np.arange(1, self._max_num_seqs + 1, dtype=np.float64)
+        self._contexts = _knots(KNOTS_PER_OCTAVE, max_model_len, step_model.windows)
+        without, with_chunks = step_model.correction(False), step_model.correction(True)
+        self._pure = self._mixed = self._tables(pool, without)
+        self._alone = self._decode_attention(0, without)
+        self._beside = [self._alone]
+        if with_chunks != without:
+            self._mixed = self._tables(pool, with_chunks)
+        if with_chunks != without or step_model.mixes:
+            chunks = _chunks(pool.batching.max_num_batched_tokens) if step_model.mixes else [0]
+            self._beside = [self._decode_attention(chunk, with_chunks) for chunk in chunks]
+        scale, overhead_s = 1.0 if with_chunks is None else with_chunks.scale, step_model.prefill_overhead_s
         lengths = np.arange(1, max_model_len + 1, dtype=np.float64)
-        overhead_s = step_model.prefill_overhead_s
-        padded = padded_tokens(tokens) if pool.cuda_graphs else tokens
-        linear = self._dense(lambda model, x: _total(model.linear(x)), padded)
         prefill = self._dense(lambda model, x: model.prefill(x) + overhead_s, lengths) - overhead_s
-        prefill = _rising(np.maximum(prefill, 0))
-        past = self._dense(lambda model, x: model.past(x), lengths)
-        self._linear = [0, *_ticks(linear)]
-        self._head = [0, *_ticks(self._dense(lambda model, x: _total(model.head(x)), samples))]
+        prefill = scale * _rising(np.maximum(prefill, 0))
+        past = scale * self._dense(lambda model, x: model.past(x), lengths)
         self._prefill = [0, *_ticks(prefill)]
         # What a chunk after so many cached tokens is not charged: their prefill, less what it does again for them.
         self._cached = [0, *_ticks(prefill - past)]
-        self._chunk = to_ticks(overhead_s)
-        # A step takes max(GPU, floor) + after: the host hides behind the GPU or comes after it.
-        launch = to_ticks(step_model.launch_s)
-        host = [to_ticks(step_model.host_s(n)) for n in range(self._max_num_seqs + 1)]
-        self._floor = [max(launch, ticks) if pool.async_scheduling else launch for ticks in host]
-        self._after = [0 if pool.async_scheduling else ticks for ticks in host]
-        self._contexts = _knots(KNOTS_PER_OCTAVE, max_model_len, step_model.windows)
-        self._rows: list[_Row | None] = [None] * (self._max_num_seqs + 1)
+        self._chunk = to_ticks(scale * overhead_s)
         self._context_cost_s: float | None = None
+        self._uneven = tuple(
+            [0] + [self._uneven_ticks(n, chunks, correction) for n in range(1, self._max_num_seqs + 1)]
+            for chunks, correction in ((False, without), (True, with_chunks))
+        )
+
+    def _uneven_ticks(self, num_decodes: int, with_chunks: bool, correction: Correction | None) -> int:
+        scale = 1.0 if correction is None else correction.scale
+        return to_ticks(scale * self._model.uneven_s(num_decodes, with_chunks))
+
+    def _tables(self, pool: Pool, correction: Correction | None) -> _Tables:
+        model, seqs = self._model, self._max_num_seqs
+        scale = 1.0 if correction is None else correction.scale
+        tokens = np.arange(1, max(pool.batching.max_num_batched_tokens, seqs) + 1, dtype=np.float64)
+        padded = padded_tokens(tokens) if pool.cuda_graphs else tokens
+        linear = scale * self._dense(lambda model, x: _total(model.linear(x)), padded)
+        head = scale * self._dense(lambda model, x: _total(model.head(x)), np.arange(1, seqs + 1, dtype=np.float64))
+        launch = to_ticks(scale * model.launch_s)
+        host = [to_ticks(model.host_s(n)) for n in range(seqs + 1)]
+        # A step takes max(GPU, floor) + after: the host hides behind the GPU or comes after it.
+        hides = pool.async_scheduling and correction is None
+        after = host if correction is None else [to_ticks(correction.offset_s)] * (seqs + 1)
+        return _Tables(
+            linear=[0, *_ticks(linear)],
+            head=[0, *_ticks(head)],
+            floor=[max(launch, ticks) if hides else launch for ticks in host],
+            after=[0] * (seqs + 1) if hides else after,
+        )
+
+    def _decode_attention(self, chunk: int, correction: Correction | None) -> _DecodeAttention:
+        scale = 1.0 if correction is None else correction.scale
+        return _DecodeAttention(self._model, self._plain, self._contexts, self._max_num_seqs, chunk, scale)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CompiledCosts, self._compiled_from
 
     def decode(self, num_decodes: int, context_tokens: int) -> tuple[int, int, int]:
         """See `simtune.costs.protocol.StepCosts.decode`."""
-        starts, values, slopes = self._rows[num_decodes] or self._row(num_decodes)
+        pure, alone = self._pure, self._alone
+        starts, values, slopes = alone.rows[num_decodes] or alone.make(num_decodes)
         at = bisect_right(starts, context_tokens, 1) - 1
         per_token = slopes[at]
         ticks = values[at] + per_token * (context_tokens - starts[at])
-        ticks += self._linear[num_decodes] + self._head[num_decodes]
+        ticks += pure.linear[num_decodes] + pure.head[num_decodes]
         slope = per_token * num_decodes
         at += 1
         span = -((context_tokens - starts[at]) // num_decodes) if at < len(starts) else UNBOUNDED
-        floor, after = self._floor[num_decodes], self._after[num_decodes]
+        floor, after = pure.floor[num_decodes], pure.after[num_decodes]
         if ticks >= floor:
             return ticks + after, slope, span
         if slope:
@@ -133,20 +223,26 @@ class CompiledCosts:
 
     def mixed(self, num_decodes: int, context_tokens: int, chunks: Sequence[tuple[int, int]], num_samples: int) -> int:
         """See `simtune.costs.protocol.StepCosts.mixed`."""
-        prefill, cached = self._prefill, self._cached
-        tokens = num_decodes
-        ticks = self._chunk * len(chunks) + self._head[num_samples]
+        if not chunks:
+            return self.decode(num_decodes, context_tokens)[0]
+        mixed, prefill, cached = self._mixed, self._prefill, self._cached
+        tokens, longest = num_decodes, 0
+        ticks = self._chunk * len(chunks) + mixed.head[num_samples]
         for past, new in chunks:
             tokens += new
+            if new > longest:
+                longest = new
             ticks += prefill[past + new] - cached[past]
-        ticks += self._linear[tokens]
+        ticks += mixed.linear[tokens]
         if num_decodes:
-            starts, values, slopes = self._rows[num_decodes] or self._row(num_decodes)
-            at = bisect_right(starts, context_tokens, 1) - 1
-            ticks += values[at] + slopes[at] * (context_tokens - starts[at])
+            beside = self._beside
+            if len(beside) == 1:
+                ticks += beside[0].ticks(num_decodes, context_tokens)
+            else:
+                ticks += self._attention_beside(longest, num_decodes, context_tokens)
         num_seqs = num_decodes + len(chunks)
-        floor = self._floor[num_seqs]
-        return (ticks if ticks > floor else floor) + self._after[num_seqs]
+        floor = mixed.floor[num_seqs]
+        return (ticks if ticks > floor else floor) + mixed.after[num_seqs]
 
     def _dense(self, seconds: Callable[[StepModel, Array], Array], x: Array) -> Array:
         """Seconds at all x: the plain model's, times what the step model makes of them at knots among the x."""
@@ -160,41 +256,29 @@ class CompiledCosts:
         corrected: Array = plain * np.exp(np.interp(np.log(x), np.log(knots), np.log(ratio)))
         return corrected
 
-    @cached_property
-    def _decode_correction(self) -> tuple[Array, Array, Array]:
-        """(log numbers of decodes, log contexts, log ratio of the step model to the plain one at both)."""
-        counts = _knots(CORRECTION_KNOTS_PER_OCTAVE, self._max_num_seqs, set())
-        contexts = _knots(CORRECTION_KNOTS_PER_OCTAVE, int(self._contexts[-1]), self._model.windows)
-        ratio = [self._model.decode(int(n), contexts) / self._plain.decode(int(n), contexts) for n in counts]
-        return np.log(counts), np.log(contexts), np.log(ratio)
-
-    def _decode_s(self, num_decodes: int, contexts: Array) -> Array:
-        """Seconds of decode attention: base times what was interpolated between numbers of decodes, then
-        between contexts.
+    def uneven(self, num_decodes: int, context_tokens: int, longest_context: int, with_chunks: bool) -> int:
+        """See `simtune.costs.protocol.StepCosts`: what steps with these decodes take longer than `decode` and `mixed`
+        say, their longest context being so many tokens; the same along a jump.
         """
-        plain = self._plain.decode(num_decodes, contexts)
-        if self._plain is self._model:
-            return plain
-        counts, log_contexts, log_ratio = self._decode_correction
-        above = min(max(1, int(np.searchsorted(counts, np.log(num_decodes)))), len(counts) - 1)
-        share = (np.log(num_decodes) - counts[above - 1]) / (counts[above] - counts[above - 1])
-        at_count = (1 - share) * log_ratio[above - 1] + share * log_ratio[above]
-        corrected: Array = plain * np.exp(np.interp(np.log(contexts), log_contexts, at_count))
-        return _rising(corrected)
+        per_token = self._uneven[with_chunks][num_decodes]
+        return per_token * (longest_context * num_decodes - context_tokens) // num_decodes if per_token else 0
 
-    def _row(self, num_decodes: int) -> _Row:
-        contexts = self._contexts
-        ticks = np.rint(self._decode_s(num_decodes, contexts) * TICKS_PER_SECOND).astype(np.int64)
-        starts = contexts.astype(np.int64) * num_decodes
-        # Rounded down, so that no segment ends above the knot it leads to.
-        slopes = np.diff(ticks) // np.diff(starts)
-        row = _Row(starts[:-1].tolist(), ticks[:-1].tolist(), slopes.tolist())
-        self._rows[num_decodes] = row
-        return row
+    def _attention_beside(self, chunk: int, num_decodes: int, context_tokens: int) -> int:
+        """Ticks of decode attention beside prefill, linear between the two nearest knots of the chunk's length."""
+        beside = self._beside
+        ticks = beside[0].ticks(num_decodes, context_tokens)
+        for below, above in pairwise(beside):
+            if chunk <= below.chunk:
+                break
+            last, ticks = ticks, above.ticks(num_decodes, context_tokens)
+            if chunk < above.chunk:
+                return last + (ticks - last) * (chunk - below.chunk) // (above.chunk - below.chunk)
+        return ticks
 
     # What a bound on capacity needs. Each is at most what `decode` and `mixed` charge, so that for every step
     #   time >= max over (c0, c1) of c0 + c1 m  +  context_cost_s C  +  head_cost_s n  +  its share of prefill
-    # with m tokens, C context tokens and n sampled rows; the host is left out, which only lowers the bound.
+    # with m tokens, C context tokens and n sampled rows; the host, or the offset that stands for it, is left out, which
+    # only lowers the bound.
 
     def linear_minorants(self) -> list[tuple[float, float]]:
         """Lines c0 + c1 m in seconds, c0 and c1 >= 0, none above what a step's m tokens take.
@@ -203,7 +287,8 @@ class CompiledCosts:
         that are within 0.1 % of parallel to the one before. Edges that would meet the axis below zero give way to
         the steepest line through the origin.
         """
-        table = np.minimum.accumulate(np.array(self._linear[:0:-1]))[::-1]
+        least = np.minimum(self._pure.linear, self._mixed.linear)
+        table = np.minimum.accumulate(least[:0:-1])[::-1]
         steepest = float((table / np.arange(1, len(table) + 1)).min())
         hull: list[tuple[int, int]] = []
         for point in enumerate(table.tolist(), start=1):
@@ -225,11 +310,13 @@ class CompiledCosts:
         if self._context_cost_s is not None:
             return self._context_cost_s
         last, lowest = int(self._contexts[-1]), float("inf")
-        for num_decodes in range(1, self._max_num_seqs + 1):
-            starts, values, slopes = (np.array(column) for column in self._rows[num_decodes] or self._row(num_decodes))
-            ends = np.append(starts[1:], last * num_decodes)
-            at_ends = (values + slopes * (ends - starts)) / ends
-            lowest = min(lowest, float((values / starts).min()), float(at_ends.min()))
+        for attention in {self._alone, *self._beside}:
+            for num_decodes in range(1, self._max_num_seqs + 1):
+                row = attention.rows[num_decodes] or attention.make(num_decodes)
+                starts, values, slopes = (np.array(column) for column in row)
+                ends = np.append(starts[1:], last * num_decodes)
+                at_ends = (values + slopes * (ends - starts)) / ends
+                lowest = min(lowest, float((values / starts).min()), float(at_ends.min()))
         self._context_cost_s = lowest / TICKS_PER_SECOND
         return self._context_cost_s
 
@@ -245,7 +332,8 @@ class CompiledCosts:
 
     def head_cost_s(self) -> float:
         """The largest c with head and sampling >= c n for all numbers n of sampled rows."""
-        return min(ticks / n for n, ticks in enumerate(self._head[1:], start=1)) / TICKS_PER_SECOND
+        least = map(min, self._pure.head[1:], self._mixed.head[1:])
+        return min(ticks / n for n, ticks in enumerate(least, start=1)) / TICKS_PER_SECOND
 
 
 @dataclass(frozen=True)
@@ -290,6 +378,14 @@ class LinearCosts:
         tokens = num_decodes + sum(new for _, new in chunks)
         pairs = sum(new * past + new * (new + 1) // 2 for past, new in chunks)
         return step + per_token * tokens + per_context * context_tokens + per_pair * pairs
+
+
+def _chunks(budget: int) -> list[int]:
+    """Knots of the length of the longest chunk in a step, a factor of four apart up to the token budget."""
+    chunks = [budget]
+    while chunks[-1] > 16:
+        chunks.append(max(16, chunks[-1] // 4))
+    return chunks[::-1]
 
 
 def _total(by_kind: dict[str, Array]) -> Array:

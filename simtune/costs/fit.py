@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from simtune.costs import curve
 from simtune.costs.operators import OPERATORS, Array, Setting, Shape, Terms
+from simtune.costs.operators.attention import unsplit
 from simtune.costs.predict import LEVEL, Z90, Predictor, base_seconds
 from simtune.costs.residual import MAX_POINTS, Process, cover, features, fit_process
-from simtune.costs.tables import HostTable, Table, take
+from simtune.costs.tables import HostTable, Table, UnevenTable, take
 from simtune.specs.hardware import BaseFit, Curve, HoldOut, Interval, Operator, OperatorKind, Provenance, Residual
 
 TRAIN_POINTS = 200
@@ -191,7 +192,10 @@ def _fit(
         else:
             residual, arrays = process.spec(table.key)
             scored = [(process, base, rest)] if len(rest) else _folds(chosen, setting, (flops_per_s, bytes_per_s))
-            interval = _residual_interval("split" if len(rest) else "folds", scored, setting)
+            if scored:
+                interval = _residual_interval("split" if len(rest) else "folds", scored, setting)
+            else:  # four fifths are too few for a process
+                interval = _flat_interval(process.left_out()[0])
     operator = Operator(
         kind=table.kind,
         dtype=table.dtype,
@@ -357,6 +361,20 @@ def fit_base(table: Table, processors: int, flops_per_s: float, bytes_per_s: flo
 def _seconds(terms: Terms, theta: Array) -> Array:
     flops_per_s, bytes_per_s, overhead_s, block_s, overlap = np.exp(theta)
     return base_seconds(terms, flops_per_s, bytes_per_s, overhead_s, block_s, 1 + overlap)
+
+
+def fit_uneven(table: UnevenTable, mixed: bool, processors: int) -> float | None:
+    """Seconds per token by which the longest context of a batch exceeds the mean; None where nothing shows it.
+
+    By least squares on the relative error. Of batches without a prefill chunk only those count that kernels do not
+    split along the context (`unsplit`): splitting balances the load.
+    """
+    rows = table.mixed if mixed else ~table.mixed & unsplit(table.blocks, processors)
+    if rows.sum() < _FEWEST:
+        return None
+    x, y = table.excess_tokens[rows] / table.even_s[rows], table.uneven_s[rows] / table.even_s[rows] - 1
+    slope = float(x @ y / (x @ x))
+    return _short(slope) if slope > 0 else None
 
 
 def fit_host(table: HostTable) -> tuple[float, float]:

@@ -10,8 +10,9 @@ token:
 summed over all layers and all pipeline stages. The tables were measured under CUDA graphs, so no launch
 cost is added, and token counts up to 512 are padded to the sizes for which vLLM captures graphs. Without
 graphs nothing is padded, and no step is shorter than the launches of its kernels: max(T_gpu, T_launch).
-Asynchronous engines hide the host: T = max(T_gpu, T_host); others add it. With pipeline parallelism T_gpu
-is the latency of one step through all stages and the sends between them.
+Asynchronous engines hide the host: T = max(T_gpu, T_host); others add it. Where an engine's own log has corrected
+steps of this kind (`simtune.costs.calibration`), T = scale * T_gpu + offset stands for both. With pipeline parallelism
+T_gpu is the latency of one step through all stages and the sends between them.
 
 With expert parallelism, as vLLM does it without data parallelism, every rank has all tokens, computes what
 its own experts have to say, and the usual all-reduce adds that up; the step waits for the busiest rank
@@ -22,7 +23,8 @@ length. To the fast side: activations are quantised inside norms and activation 
 their own only behind attention; reading the past of a chunk of few tokens is not counted; logits are computed
 for sampled rows only; a pipeline stage that is longer than the others does not hold them up. Under the base
 form the mean context of a batch is enough (see `StepModel.decode`); a residual on top of it may make one long
-sequence alone slower than the batch at its mean, and that floor is not applied.
+sequence alone slower than the batch at its mean, and that floor is not applied. What unequal contexts cost where
+kernels do not split them is counted only where tables show it and the longest context is told.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from simtune.costs.operators.moe import rank_load
 from simtune.costs.predict import Predictor, Profile
 from simtune.errors import Infeasible
 from simtune.specs.base import DTYPE_BYTES
-from simtune.specs.hardware import Hardware
+from simtune.specs.hardware import Correction, Hardware
 from simtune.specs.model import (
     Attention,
     DenseFeedForward,
@@ -86,6 +88,8 @@ class Batch:
     context_tokens: int = 0
     chunks: Sequence[tuple[int, int]] = ()
     num_samples: int = 0
+    longest_context: int = 0
+    """KV tokens of the decode that reads most; 0 where nobody knows, and all are taken to read the mean."""
 
     @property
     def num_tokens(self) -> int:
@@ -203,6 +207,11 @@ class StepModel:
         """What launching the kernels of a step takes where no graph does it; no step is shorter."""
 
     @property
+    def mixes(self) -> bool:
+        """Whether decodes take another time in steps with prefill chunks."""
+        return any(costs.mixed is not None for _, costs in self._attention)
+
+    @property
     def estimated(self) -> set[str]:
         """Operators that no fit covers, by their keys in a profile: their times are off a data sheet."""
         return set(self._profile.estimated)
@@ -216,8 +225,11 @@ class StepModel:
         """Seconds of the language-model head and of sampling, for at least one row each."""
         return self._by_kind(self._head, np.asarray(num_samples, dtype=np.float64))
 
-    def decode(self, num_decodes: int, mean_context: Array, width: int = 1) -> Array:
+    def decode(self, num_decodes: int, mean_context: Array, width: int = 1, chunk: int = 0) -> Array:
         """Seconds of decode attention in all layers, with `width` query tokens for each sequence.
+
+        With `chunk` it is what decodes of one token add to a step whose longest prefill chunk has so many; the same as
+        alone unless the profile knows better.
 
         The mean is enough for sequences of unequal length: kernels split the KV evenly over processors, and
         under the base form the batch at its mean never takes less than its longest sequence alone.
@@ -225,7 +237,15 @@ class StepModel:
         context = np.asarray(mean_context, dtype=np.float64)
         total = np.zeros_like(context)
         for layers, costs in self._attention:
-            total += layers * costs.decode(num_decodes, context, width)
+            if chunk and costs.mixed is not None:
+                total += layers * costs.mixed(num_decodes, context, chunk)
+            else:
+                total += layers * costs.decode(num_decodes, context, width)
+        return self._factor("decode_attention") * total
+
+    def uneven_s(self, num_decodes: int, with_chunks: bool) -> float:
+        """Seconds more for each token by which the longest context of the decodes exceeds the mean, in all layers."""
+        total = sum(layers * costs.uneven_s(num_decodes, with_chunks) for layers, costs in self._attention)
         return self._factor("decode_attention") * total
 
     def prefill(self, num_tokens: Array) -> Array:
@@ -266,16 +286,32 @@ class StepModel:
                 parts[kind] = float(seconds[0])
         if batch.num_decodes:
             mean = np.array([batch.context_tokens / batch.num_decodes])
-            parts["decode_attention"] = float(self.decode(batch.num_decodes, mean)[0])
+            longest = max((new for _, new in batch.chunks), default=0)
+            decode_s = float(self.decode(batch.num_decodes, mean, chunk=longest)[0])
+            excess = max(0.0, batch.longest_context - float(mean[0]))
+            parts["decode_attention"] = decode_s + excess * self.uneven_s(batch.num_decodes, longest > 0)
         if batch.chunks:
             past, new = np.array(batch.chunks, dtype=np.float64).T
             seconds = self.prefill(past + new) - self.prefill(past) + self.past(past) + self.prefill_overhead_s
             parts["prefill_attention"] = float(seconds.sum())
         return {kind: parts[kind] for kind in KINDS if kind in parts}
 
+    def correction(self, with_chunks: bool) -> Correction | None:
+        """What an engine's log says of steps with prompt tokens, or of those without; None where there is none."""
+        calibration = self._hardware.calibration
+        if calibration is None:
+            return None
+        return calibration.prefill if with_chunks else calibration.decode
+
+    def gpu_s(self, batch: Batch) -> float:
+        """Seconds of the kernels and collectives of one step, or of launching them where that takes longer."""
+        return max(sum(self.breakdown(batch).values()), self.launch_s)
+
     def seconds(self, batch: Batch) -> float:
         """Seconds of one step, host included."""
-        gpu, host = max(sum(self.breakdown(batch).values()), self.launch_s), self.host_s(batch.num_seqs)
+        gpu, host, correction = self.gpu_s(batch), self.host_s(batch.num_seqs), self.correction(bool(batch.chunks))
+        if correction is not None:
+            return correction.scale * gpu + correction.offset_s
         return max(gpu, host) if self._pool.async_scheduling else gpu + host
 
     def _factor(self, kind: str) -> float:

@@ -25,6 +25,7 @@ from simtune.specs.plan import Parallelism, Pool
 
 GIB = 1 << 30
 
+SCALE_BYTES = 4
 CONTEXT_BYTES = 0.6 * GIB
 GRAPHS_BYTES = 0.5 * GIB
 COMMUNICATOR_BYTES = 0.4 * GIB
@@ -63,23 +64,28 @@ def stage_layers(model: Model, pp: int) -> list[list[LayerGroup]]:
 def weights_bytes(model: Model, parallelism: Parallelism, stage: int) -> float:
     """Bytes of weights on each rank of a pipeline stage, embeddings and head included where they stand.
 
-    Biases and the scales of 8-bit weights are left out; they are below 1 %. With expert parallelism it is the
-    rank with the most experts.
+    8-bit weights have a scale for each output. Biases are left out; they are below 1 %. With expert parallelism it
+    is the rank with the most experts.
     """
     tp, pp = parallelism.tp, parallelism.pp
     hidden = model.hidden_size
     plain, matrix = DTYPE_BYTES[model.dtype], DTYPE_BYTES[model.weight_dtype]
+    scale = SCALE_BYTES if matrix == 1 else 0
     total = 0.0
     for group in stage_layers(model, pp)[stage]:
-        total += matrix * sum(n * k for n, k in attention_layer(model, group.attention, tp).products)
+        total += sum(n * (matrix * k + scale) for n, k in attention_layer(model, group.attention, tp).products)
         total += plain * 2 * hidden
         feed_forward = group.feed_forward
         if isinstance(feed_forward, MoeFeedForward):
             experts = -(-feed_forward.experts // tp) if parallelism.expert_parallel else feed_forward.experts / tp
             gated = experts * feed_forward.intermediate_size + feed_forward.shared_intermediate_size / tp
             total += matrix * 3 * hidden * gated + plain * hidden * feed_forward.experts
+            split = not parallelism.expert_parallel  # each slice of an expert has all of the last outputs
+            total += scale * (2 * gated + hidden * (feed_forward.experts if split else experts))
         else:
-            total += matrix * (3 if feed_forward.gated else 2) * hidden * feed_forward.intermediate_size / tp
+            inputs = 2 if feed_forward.gated else 1
+            total += matrix * (inputs + 1) * hidden * feed_forward.intermediate_size / tp
+            total += scale * (inputs * feed_forward.intermediate_size / tp + hidden)
     embedding = plain * hidden * -(-model.vocab_size // tp)
     first, last = stage == 0, stage == pp - 1
     total += embedding * first

@@ -200,6 +200,11 @@ class Profile:
             )
         return Predictor(operator, self.hardware.device.processors, self.hardware.arrays)
 
+    def measured(self, kind: OperatorKind, dtype: str, kv_dtype: str) -> bool:
+        """Whether the profile has a fit of the operator, so that `predictor` would not answer from the data sheet."""
+        same = _SAME_KERNELS.get
+        return operator_key(kind, same(dtype, dtype), same(kv_dtype, kv_dtype)) in self.hardware.operators
+
     def kind_log_sd(self) -> dict[str, float]:
         """Typical log error of each kind in a step's breakdown (`simtune.costs.iteration.KINDS`): the median
         over the profile's operators of that kind.

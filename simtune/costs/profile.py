@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 from numpy.typing import NDArray
 from pydantic import Field
 
-from simtune.costs.fit import BASE_POINTS, fit_host, fit_operator
-from simtune.costs.operators import OPERATORS
+from simtune.costs.fit import BASE_POINTS, fit_host, fit_operator, fit_uneven
+from simtune.costs.operators import OPERATORS, operator_key
 from simtune.costs.tables import Table, Tables, account, designation
 from simtune.costs.tables.screen import Sheet, screen
 from simtune.errors import UsageError
@@ -55,6 +55,12 @@ def build(
             clean, sheet.processors, sheet.flops_per_s, sheet.bytes_per_s, _provenance(clean)
         )
         arrays |= found
+    if tables.uneven is not None:
+        for kind in ("decode_attention", "mixed_attention"):
+            key = operator_key(kind, "bf16")
+            uneven_s = fit_uneven(tables.uneven, kind == "mixed_attention", facts.device.processors)
+            if key in operators and uneven_s is not None:
+                operators[key] = operators[key].model_copy(update={"uneven_s": uneven_s})
     return Hardware(
         name=facts.name,
         engine=facts.engine,
@@ -116,7 +122,7 @@ def _host(tables: Tables, facts: Facts) -> Host:
         return Host(step_s=0.0, per_sequence_s=0.0, provenance=Provenance(kind="assumed", source="none", note=note))
     step_s, per_sequence_s = fit_host(table)
     provenance = Provenance(
-        kind="published-tables",
+        kind=table.origin.kind,
         source=f"{table.origin.name}: {', '.join(table.files)}",
         licence=table.origin.licence,
         points=len(table.seconds),

@@ -21,6 +21,10 @@ class StepCosts(Protocol):
     * `mixed(b, c, [], b) == decode(b, c)[0]`
     * with `first, slope, span = decode(b, c)`, `decode(b, c + k * b)[0] == first + k * slope` for 0 <= k <
       span
+
+    Both take contexts to be alike. Costs may also have a method `uneven(num_decodes, context_tokens, longest_context,
+    with_chunks)`: ticks that come on top because the longest of them has so many tokens. While nobody joins or leaves
+    all of them grow alike, and so must leave these ticks as they are.
     """
 
     def decode(self, num_decodes: int, context_tokens: int) -> tuple[int, int, int]:

@@ -63,6 +63,7 @@ _FEATURES: dict[OperatorKind, Callable[[Shape, Setting], dict[str, Array]]] = {
     "gemm": _gemm,
     "prefill_attention": _prefill,
     "decode_attention": _attention,
+    "mixed_attention": _attention,
     "tree_attention": _attention,
     "moe": _moe,
 }

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from simtune import __version__
+from simtune.costs import calibration
 from simtune.costs.operators import OPERATORS
 from simtune.costs.predict import LEVEL, OUTSIDE, Z90, Predictor, typical_log_sd
 from simtune.report import figures, info
@@ -64,6 +65,16 @@ class Fit(NamedTuple):
     note: str
 
 
+class Section(NamedTuple):
+    """Something to put before the fits: a figure, a table, or both."""
+
+    title: str
+    words: str
+    figure: Figure | None
+    columns: tuple[str, ...] = ()
+    rows: tuple[tuple[str, ...], ...] = ()
+
+
 def headline(hardware: Hardware) -> str:
     """What the page is about, in a sentence."""
     counts: dict[str, int] = {}
@@ -99,7 +110,7 @@ def _fit(hardware: Hardware, key: str, operator: Operator) -> Fit:
     base, p = operator.base, operator.provenance
     row = (
         key,
-        f"{base.flops_per_s / 1e12:,.0f}" if OPERATORS[operator.kind].computes else "-",
+        _tera(base.flops_per_s) if OPERATORS[operator.kind].computes else "-",
         f"{base.bytes_per_s / 1e12:.2f}",
         f"{1e6 * base.overhead_s:.1f}",
         f"× or ÷ {np.exp(Z90 * typical_log_sd(operator)):.2f}",
@@ -168,7 +179,7 @@ def facts(hardware: Hardware) -> list[tuple[str, str]]:
         ("architecture", d.architecture or "-"),
         ("memory an engine sees", f"{info.gib(d.memory_bytes)}, {d.memory_bytes_per_s / 1e12:.3g} TB/s"),
         ("processors", f"{d.processors:,}"),
-        ("dense peak, TFLOP/s", ", ".join(f"{dtype} {rate / 1e12:,.0f}" for dtype, rate in d.flops_per_s.items())),
+        ("dense peak, TFLOP/s", ", ".join(f"{dtype} {_tera(rate)}" for dtype, rate in d.flops_per_s.items())),
         ("source", d.source),
     ]
     rows += [(f"link {n}", f"{x.bytes_per_s / 1e9:,.0f} GB/s ({x.source})") for n, x in hardware.links.items()]
@@ -176,7 +187,15 @@ def facts(hardware: Hardware) -> list[tuple[str, str]]:
         rows.append(("price per hour", f"{d.price_per_hour_usd:.2f} USD ({d.price_source})"))
     host = hardware.host
     words = f"{1e3 * host.step_s:.2f} ms a step + {1e6 * host.per_sequence_s:.1f} us a sequence; {host.provenance.kind}"
-    return [*rows, ("host", f"{words} ({host.provenance.source}; {host.provenance.note or 'no note'})")]
+    rows.append(("host", f"{words} ({host.provenance.source}; {host.provenance.note or 'no note'})"))
+    if hardware.calibration is not None:
+        rows.append(("corrected by an engine's own log", calibration.words(hardware.calibration)))
+    return rows
+
+
+def _tera(rate: float) -> str:
+    """In units of 1e12, two digits at least."""
+    return f"{rate / 1e12:,.0f}" if rate >= 1e13 else f"{rate / 1e12:.2g}"
 
 
 def line_figure(fit: Fit) -> Figure:
@@ -261,14 +280,17 @@ def _legend_above() -> Figure:
     return {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.01, "yanchor": "bottom"}
 
 
-def render(hardware: Hardware) -> str:
-    """One page that opens offline, with the same bytes for the same profile."""
+def render(hardware: Hardware, sections: Sequence[Section] = ()) -> str:
+    """One page that opens offline, with the same bytes for the same profile; `sections` come before the fits."""
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
     shown, errors = fits(hardware), error_figure(hardware)
     drawn = {f"fit-{i}": figures.fragment(line_figure(f), f"fit-{i}", 300) for i, f in enumerate(shown)}
     drawn["rates"] = figures.fragment(rate_figure(rates(hardware)), "rates", 120 + 30 * len(shown))
+    for i, section in enumerate(sections):
+        if section.figure is not None:
+            drawn[f"section-{i}"] = figures.fragment(section.figure, f"section-{i}", 420)
     if errors is not None:
         splits = sum(len(o.hold_out) for o in hardware.operators.values())
         drawn["errors"] = figures.fragment(errors, "errors", 120 + 22 * splits)
@@ -279,6 +301,7 @@ def render(hardware: Hardware) -> str:
         headline=headline(hardware),
         facts=facts(hardware),
         fits=shown,
+        sections=sections,
         kinds=sorted({o.provenance.kind for o in hardware.operators.values()}),
         outside=OUTSIDE,
         version=__version__,

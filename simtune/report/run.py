@@ -41,6 +41,7 @@ class HardwareFacts(_Block):
     device: str
     operators: Seq[OperatorQuality]
     estimated: Seq[str] = Field((), description="operators without a table, estimated from the data sheet")
+    corrected: str | None = Field(None, description="step times by an engine's own log: how, and by which")
     validated: str | None = Field(description="by what and how far off; null when never")
 
 

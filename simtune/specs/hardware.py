@@ -21,6 +21,7 @@ OperatorKind = Literal[
     "quantise",
     "prefill_attention",
     "decode_attention",
+    "mixed_attention",
     "tree_attention",
     "mla_prefill",
     "mla_decode",
@@ -174,6 +175,11 @@ class Operator(Part):
     curves: Seq[Curve] = ()
     residual: Residual | None = None
     interval: Interval | None = None
+    uneven_s: Positive | None = Field(
+        None,
+        description="of decode attention that is not split along the context: seconds more for each token by which the "
+        "longest context of a batch exceeds the mean",
+    )
     box: dict[str, Range] = Field(description="smallest and largest measured value of each shape parameter")
     hold_out: Seq[HoldOut]
     provenance: Provenance
@@ -185,6 +191,40 @@ class Host(Part):
     step_s: NonNegative
     per_sequence_s: NonNegative
     provenance: Provenance
+
+
+class Correction(Part):
+    """step time = scale * (kernels and collectives) + offset_s, for one kind of step; the host is in the offset.
+
+    Errors are |predicted/measured - 1| by the profile as it was, and by what each half of the steps says of the other.
+    """
+
+    scale: Positive
+    offset_s: NonNegative
+    steps: Count = Field(description="measured steps it was fitted on")
+    median_before: NonNegative
+    p90_before: NonNegative
+    median_after: NonNegative
+    p90_after: NonNegative
+
+
+class Calibration(Part):
+    """What an engine's own log says about the steps of one model, cut one way. Host times no longer count where it
+    corrects.
+    """
+
+    model: str
+    tp: Count
+    pp: Count
+    source: str = Field(description="the log")
+    decode: Correction | None = Field(None, description="of steps with decodes only")
+    prefill: Correction | None = Field(None, description="of steps with prompt tokens, decodes beside them or not")
+
+    @model_validator(mode="after")
+    def _corrects(self) -> Self:
+        if self.decode is None and self.prefill is None:
+            raise ValueError("needs decode or prefill")
+        return self
 
 
 ARRAYS = "arrays.npz"
@@ -269,6 +309,7 @@ class Hardware(Spec):
     device: Device
     links: dict[Name, Link] = Field(default_factory=dict, description="intra_node, inter_node, host")
     host: Host
+    calibration: Calibration | None = None
     operators: dict[str, Operator]
 
     _arrays: Arrays = PrivateAttr(default_factory=lambda: Arrays({}))

@@ -78,11 +78,11 @@ def test_list_shows_what_is_built_in(call: Call) -> None:
     assert said.out.splitlines()[0] == "model:"
     assert "  h100-sxm" in said.out.splitlines()
     found = call("list", "--json").json
-    assert found == {kind: names(kind) for kind in ("model", "hardware", "workload")}
+    assert found == {kind: names(kind) for kind in ("model", "hardware", "workload", "acceptance")}
     assert call("list", "workload", "--json").json == {"workload": ["chat", "code"]}
 
 
-@pytest.mark.parametrize("kind", ["model", "hardware", "workload"])
+@pytest.mark.parametrize("kind", ["model", "hardware", "workload", "acceptance"])
 def test_whatever_is_listed_can_be_shown(call: Call, kind: str) -> None:
     for name in names(kind):
         said = call("show", name, "--json")

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from simtune.specs.hardware import BaseFit, Device, Hardware, Host, Link, Operator, OperatorKind, Provenance
+from simtune.specs.hardware import (
+    BaseFit,
+    Calibration,
+    Correction,
+    Device,
+    Hardware,
+    Host,
+    Link,
+    Operator,
+    OperatorKind,
+    Provenance,
+)
 from simtune.specs.model import (
     DenseFeedForward,
     FeedForward,
@@ -68,6 +79,25 @@ def hardware(
         host=Host(step_s=host_step_s, per_sequence_s=host_per_sequence_s, provenance=ASSUMED),
         operators=operators,
     )
+
+
+def mixing(device: Hardware) -> Hardware:
+    """The device with kernels in which decodes take longer beside a prefill chunk, and where they are unequal."""
+    alone = device.operators["decode_attention.bf16"]
+    beside = operator("mixed_attention", kv_dtype="bf16", block_s=1e-7, overlap_p=2.0)
+    operators = {
+        "decode_attention.bf16": alone.model_copy(update={"uneven_s": 2e-8}),
+        "mixed_attention.bf16": beside.model_copy(update={"uneven_s": 3e-8}),
+    }
+    return device.model_copy(update={"operators": device.operators | operators})
+
+
+def calibrated(device: Hardware, **numbers: tuple[float, float]) -> Hardware:
+    """The device with steps of kinds `decode` and `prefill` corrected by (scale, offset_s)."""
+    errors = {"median_before": 0.5, "p90_before": 0.6, "median_after": 0.01, "p90_after": 0.02}
+    corrections = {k: Correction(scale=s, offset_s=o, steps=8, **errors) for k, (s, o) in numbers.items()}
+    calibration = Calibration(model="tiny", tp=1, pp=1, source="made up", **corrections)
+    return device.model_copy(update={"calibration": calibration})
 
 
 def model(

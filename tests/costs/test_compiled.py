@@ -17,24 +17,29 @@ from simtune.costs.residual import fit_process
 from simtune.costs.ticks import TICKS_PER_SECOND, to_ticks
 from simtune.specs.hardware import Arrays, Curve, Hardware
 from simtune.specs.model import DenseFeedForward
-from tests.costs.made_up import hardware, model, pool
+from tests.costs.made_up import calibrated, hardware, mixing, model, pool
 
 SEQS, BUDGET, LONGEST = 48, 700, 3000
 
-# (window, overlap_p, host seconds per step and per sequence, asynchronous); the host matters never to always
-WORLDS = [
-    (None, 1.0, 0.0, 0.0, True),
-    (None, 2.7, 1e-4, 8e-5, True),
-    (256, 1.3, 2e-4, 3e-6, True),
-    (None, 2.0, 1.0, 0.0, True),
-    (256, 5.0, 3e-4, 1e-6, False),
+# (window, overlap_p, host seconds per step and per sequence, asynchronous, kinds of steps that a log has corrected).
+# The host matters never to always. In those with corrections decodes take another time beside a prefill chunk.
+WORLDS: list[tuple[int | None, float, float, float, bool, dict[str, tuple[float, float]]]] = [
+    (None, 1.0, 0.0, 0.0, True, {}),
+    (None, 2.7, 1e-4, 8e-5, True, {}),
+    (256, 1.3, 2e-4, 3e-6, True, {}),
+    (None, 2.0, 1.0, 0.0, True, {}),
+    (256, 5.0, 3e-4, 1e-6, False, {}),
+    (None, 2.0, 1e-4, 8e-5, True, {"decode": (1.7, 2e-4), "prefill": (0.8, 0.0)}),
+    (256, 1.5, 1e-4, 8e-5, True, {"prefill": (3.0, 1e-3)}),
 ]
 
 
 @cache
 def compiled(world: int) -> tuple[CompiledCosts, StepModel]:
-    window, overlap_p, step_s, per_sequence_s, asynchronous = WORLDS[world % len(WORLDS)]
+    window, overlap_p, step_s, per_sequence_s, asynchronous, corrected = WORLDS[world % len(WORLDS)]
     device = hardware(host_step_s=step_s, host_per_sequence_s=per_sequence_s, overlap_p=overlap_p)
+    if corrected:
+        device = mixing(calibrated(device, **corrected))
     if world >= len(WORLDS):
         device = bent(device)
     plan = pool(tp=2, max_num_seqs=SEQS, budget=BUDGET, asynchronous=asynchronous)
@@ -178,6 +183,39 @@ class TestCompiledCosts:
         floor = max(c0 + c1 * step.num_tokens for c0, c1 in costs.linear_minorants())
         floor += costs.context_cost_s() * step.context_tokens + costs.head_cost_s() * step.num_samples
         assert ticks(costs, step) / TICKS_PER_SECOND >= floor * (1 - 1e-9)
+
+    def test_decodes_take_what_they_take_beside_a_chunk(self) -> None:
+        """Between the knots of the chunk's length too, and at less cost the shorter the chunk."""
+        plan = pool(max_num_seqs=SEQS, budget=BUDGET)
+        costs, step_model = (
+            compile_costs(model(), mixing(hardware()), plan, LONGEST),
+            StepModel(model(), mixing(hardware()), plan),
+        )
+        without = compile_costs(model(), hardware(), plan, LONGEST)
+        extra = []
+        for chunk in (1, 16, 40, 128, 129, 300, 640):
+            step = Batch(20, 20 * 500, ((0, chunk), (0, 1)), 20)
+            assert ticks(costs, step) / TICKS_PER_SECOND == pytest.approx(step_model.seconds(step), rel=2e-3)
+            extra.append(ticks(costs, step) - ticks(without, step))
+        assert extra == sorted(extra)
+        assert extra[0] > 0
+        assert costs.decode(20, 20 * 500) == without.decode(20, 20 * 500), "alone they take what they took"
+
+    @given(count=st.integers(1, SEQS), mean=st.integers(1, 1000), excess=st.integers(0, 2000), chunk=st.booleans())
+    def test_unequal_contexts_cost_the_excess_of_the_longest(
+        self, count: int, mean: int, excess: int, chunk: bool
+    ) -> None:
+        plan, device, chunks = pool(max_num_seqs=SEQS, budget=BUDGET), mixing(hardware()), ((0, 9),) if chunk else ()
+        costs, step_model = compile_costs(model(), device, plan, LONGEST), StepModel(model(), device, plan)
+        context, longest = count * mean, mean + excess
+        even, uneven = (
+            step_model.gpu_s(Batch(count, context, chunks, count, longest_context=most)) for most in (0, longest)
+        )
+        found = costs.uneven(count, context, longest, chunk)
+        assert found / TICKS_PER_SECOND == pytest.approx(uneven - even, rel=1e-6, abs=1e-9)
+        assert costs.uneven(count, context + 7 * count, longest + 7, chunk) == found, "the same along a jump"
+        split = count * 2 < 0.8 * 2 * 8  # two KV heads, eight processors
+        assert found == 0 if split and not chunk else (found > 0) == (excess > 0)
 
     @given(world=worlds, length=st.integers(1, LONGEST), data=st.data())
     def test_prompts_cost_at_least_their_bound_however_they_are_cut(

@@ -14,6 +14,7 @@ from simtune.costs.memory import (
     GRAPHS_BYTES,
     kv_bytes_per_token,
     kv_capacity,
+    other_bytes,
     stage_layers,
     weights_bytes,
 )
@@ -48,10 +49,65 @@ def test_llama_2_7b_on_an_a100_has_the_blocks_vllm_logged() -> None:
     assert memory.kv_bytes_per_token == 2 * 32 * 32 * 128 * 2
 
 
+@pytest.mark.parametrize(
+    ("name", "weights", "gib_seen", "utilization", "logged_other_gib", "blocks"),
+    [
+        # 67.72 GiB of weights, 6.74 GiB of KV cache, 1,381 blocks (vllm issue 12569): 3.06 GiB for all the rest.
+        ("llama-3.1-70b", "int8", 79.11, 0.98, 79.11 * 0.98 - 67.72 - 6.74, 1381),
+        # 14.96 GiB of weights, 1.79 outside torch, 1.26 of activations: 53.29 GiB of KV cache (vllm pull request 10511)
+        ("llama-3.1-8b", "bf16", 79.22, 0.90, 1.79 + 1.26, 53.29 * GIB / (16 * 2 * 32 * 8 * 128 * 2)),
+    ],
+)
+def test_blocks_of_logs_that_say_what_else_took_memory(
+    name: str, weights: str, gib_seen: float, utilization: float, logged_other_gib: float, blocks: float
+) -> None:
+    """All but `other_bytes` is accounted for: with the log's own figure in its place, the blocks are the log's."""
+    h100 = load_hardware("h100-sxm")
+    device = h100.device.model_copy(update={"memory_bytes": gib_seen * GIB})
+    language_model = load_model(name, [f"weight_dtype={weights}"])
+    plan = Pool(
+        hardware="h100-sxm",
+        instances=1,
+        batching=Batching(max_num_seqs=256, max_num_batched_tokens=8192),
+        kv_cache=KvCache(memory_utilization=utilization),
+    )
+    instead = logged_other_gib * GIB - other_bytes(language_model, plan)
+    memory = kv_capacity(language_model, h100.model_copy(update={"device": device}), plan, instead)
+    assert memory.num_blocks == pytest.approx(blocks, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("layers", "kv_heads", "tp", "gib", "blocks"),
+    [
+        (80, 8, 1, 6.74, 1381),  # Llama-3.1-70B (vllm issue 12569)
+        (40, 8, 1, 14.65, 6001),  # Llama-3.2-11B-Vision, its cross-attention layers too (vllm pull request 12126)
+    ],
+)
+def test_blocks_that_logged_gibibytes_hold(layers: int, kv_heads: int, tp: int, gib: float, blocks: int) -> None:
+    attention = FullAttention(heads=64, kv_heads=kv_heads, head_dim=128)
+    like = with_attention(attention, layers)
+    per_token = kv_bytes_per_token(like, Parallelism(tp=tp), 0, "bf16")
+    assert gib * GIB // (16 * per_token) == pytest.approx(blocks, rel=0.005)
+
+
 def test_weights_of_llama_3_1_70b_in_int8() -> None:
     """67.72 GiB logged: int8 layers, 16-bit embeddings (vllm issue 12569)."""
     weights = weights_bytes(load_model("llama-3.1-70b", ["weight_dtype=int8"]), Parallelism(), 0)
-    assert weights / GIB == pytest.approx(67.72, rel=0.002)
+    assert weights / GIB == pytest.approx(67.72, rel=0.0005)
+
+
+def test_8_bit_weights_have_a_scale_for_each_output() -> None:
+    """Per layer 64 + 2 x 32 outputs into attention, 64 out of it, 2 x 128 into the feed-forward and 64 out of it."""
+    eight = model(layers=1).model_copy(update={"weight_dtype": "fp8"})
+    kernel = 64 * 16 * 2 * (4 + 2) + 3 * 64 * 128
+    rest = 2 * (2 * 64 + 2 * 256 * 64 + 64)
+    assert weights_bytes(eight, Parallelism(), 0) == kernel + rest + 4 * (64 + 2 * 32 + 64 + 2 * 128 + 64)
+    sparse = model(layers=1, feed_forward=moe(shared=48))
+    whole, cut = (
+        weights_bytes(sparse.model_copy(update={"weight_dtype": "fp8"}), Parallelism(tp=2, expert_parallel=e), 0)
+        for e in (True, False)
+    )
+    assert cut - whole == 4 * 64 * 4, "four more slices of experts with all 64 outputs each"
 
 
 def _qwen(
@@ -135,7 +191,8 @@ def test_four_bit_weights_carry_their_scales() -> None:
         for dtype in ("int8", "int4")
     )
     matrices = 2 * (64 * 16 * 2 * (4 + 2) + 3 * 64 * 128)
-    assert eight - four == pytest.approx((1 - 0.53) * matrices)
+    scales = 2 * 4 * (64 + 2 * 32 + 64 + 2 * 128 + 64)  # of 8-bit outputs; those of groups of four bits are in 0.53
+    assert eight - four == pytest.approx((1 - 0.53) * matrices + scales)
 
 
 def test_states_are_set_aside_for_every_seat() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from simtune.costs.estimate import estimate
 from simtune.costs.operators import OPERATORS, Setting, Terms
+from simtune.costs.operators.attention import unsplit
 from simtune.costs.operators.moe import active_experts, rank_load, visit_probabilities
 from simtune.costs.predict import Predictor
 from simtune.errors import Infeasible
@@ -74,6 +75,22 @@ def test_flops_of_a_chunk_are_the_difference_of_whole_prompts(past: int, tokens:
 
     whole, before = flops(past + tokens, past + tokens), flops(past, past)
     assert flops(tokens, past + tokens) == pytest.approx(whole - before)
+
+
+def test_beside_a_chunk_every_head_reads_its_own_keys() -> None:
+    shape = {"batch": 5, "context": 1000, "heads": 8, "kv_heads": 2, "head_dim": 64, "window": 1000}
+    alone, short, long = (
+        terms("decode_attention", **shape),
+        *(terms("mixed_attention", tokens=tokens, **shape) for tokens in (128, 129)),
+    )
+    assert short.flops == alone.flops
+    assert short.bytes - alone.bytes == 2 * 2 * 5 * (8 - 2) * 1000 * 64
+    assert long.blocks == 2 * short.blocks == 2 * 5 * 8 * (64 / 128) / PROCESSORS
+
+
+def test_contexts_are_split_while_processors_are_idle() -> None:
+    """0.8 of two pairs of sequence and KV head for each of 128 processors are 204.8."""
+    assert unsplit(np.array([1, 204, 205, 4096]), 128).tolist() == [False, False, True, True]
 
 
 @given(batch=st.integers(1, 64), context=st.integers(1, 10_000), window=st.integers(1, 10_000), fp8=st.booleans())

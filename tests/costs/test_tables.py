@@ -279,8 +279,10 @@ def test_present_layout_of_llmservingsim_takes_the_model_from_its_meta_file(tmp_
         "variant: bf16",
         "gpu: NVIDIA GeForce RTX 4090",
         "vllm_version: 0.19.0",
+        "measurement_iterations: 3",
     )
-    write(tmp_path, "bf16/tp2/dense.csv", "layer,tokens,time_us", "gate_up_proj,8,250.5", "act_fn,8,3")
+    dense = ("gate_up_proj,8,250.5", "act_fn,8,3", "layernorm,8,4", "final_layernorm,8,5")
+    write(tmp_path, "bf16/tp2/dense.csv", "layer,tokens,time_us", *dense)
     write(tmp_path, "bf16/tp2/per_sequence.csv", "layer,sequences,time_us", "lm_head,4,1100", "sampler,4,27")
     write(
         tmp_path,
@@ -289,8 +291,11 @@ def test_present_layout_of_llmservingsim_takes_the_model_from_its_meta_file(tmp_
         "0,0,3,1023,9",
         "128,256,0,0,12",
         "128,256,3,1023,20",
+        "128,256,1,15,14",
+        "64,256,3,1023,20",
     )
-    write(tmp_path, "bf16/tp2/skew.csv", "regime,n,t_skew_us", "pure,2,53")
+    skew = ("pure,2,320,512,60,66", "mixed,4,320,512,90,99", "pure,2,512,512,60,66")
+    write(tmp_path, "bf16/tp2/skew.csv", "regime,n,kv_mean,kv_big,t_mean_us,t_skew_us", *skew)
     found = read_tables([tmp_path])
     gemm = found.operators["gemm.bf16"]
     rows = sorted(zip(gemm.shape["m"], gemm.shape["n"], gemm.shape["k"], gemm.seconds, strict=True))
@@ -301,17 +306,33 @@ def test_present_layout_of_llmservingsim_takes_the_model_from_its_meta_file(tmp_
     }
     prefill = found.operators["prefill_attention.bf16"]
     assert (prefill.shape["tokens"].tolist(), prefill.shape["context"].tolist()) == ([128], [384])
+    norm = found.operators["elementwise.norm.bf16"]
+    widths = dict(zip(norm.shape["width"].tolist(), norm.seconds, strict=True))
+    assert widths == pytest.approx({3 * 4096: 4e-6, 4 * 4096: 5e-6}), "one of two norms has a residual to add"
+    mixed = found.operators["mixed_attention.bf16"]
+    assert shape_of(mixed) == {
+        **{"batch": [3], "tokens": [128], "context": [1024], "heads": [16], "kv_heads": [4], "head_dim": [128]},
+        "window": [1024],
+    }
+    assert mixed.seconds == pytest.approx([8e-6]), "of 20 us the chunk alone takes 12"
+    assert mixed.left_out == {
+        "less than 20% of the time of the chunk they share a kernel with": 1,
+        "no row of the same chunk alone": 1,
+    }
+    uneven = found.uneven
+    assert uneven is not None
+    assert uneven.mixed.tolist() == [False, True]
+    assert uneven.blocks.tolist() == [8, 16]
+    assert uneven.excess_tokens.tolist() == [192, 192]
+    assert uneven.even_s == pytest.approx([20e-6, 30e-6]), "the table has sums of three iterations"
+    assert uneven.uneven_s == pytest.approx([22e-6, 33e-6])
     assert (gemm.device, gemm.software) == ("NVIDIA GeForce RTX 4090", "vLLM 0.19.0, eager")
     assert [note.split(": ", 1) for note in found.notes] == [
-        ["attention.csv", "1 rows belong to no operator: prefill and decode mixed in one kernel"],
         [
             "per_sequence.csv",
             "1 rows belong to no operator: greedy sampling, which says nothing of sampling with a temperature",
         ],
-        [
-            "skew.csv",
-            "1 rows belong to no operator: batches of unequal context lengths, for which there is no operator",
-        ],
+        ["skew.csv", "1 rows belong to no operator: no positive time or no sequence longer than the mean"],
     ]
 
 

@@ -9,7 +9,14 @@ its family and a line in `OPERATORS`.
 
 from __future__ import annotations
 
-from simtune.costs.operators.attention import DecodeAttention, MlaDecode, MlaPrefill, PrefillAttention, TreeAttention
+from simtune.costs.operators.attention import (
+    DecodeAttention,
+    MixedAttention,
+    MlaDecode,
+    MlaPrefill,
+    PrefillAttention,
+    TreeAttention,
+)
 from simtune.costs.operators.base import Array, OperatorTerms, Setting, Shape, Terms
 from simtune.costs.operators.communication import AllReduce, KvTransfer, OnePass, SendRecv
 from simtune.costs.operators.matrix import Gemm, Quantise
@@ -25,6 +32,7 @@ OPERATORS: dict[OperatorKind, OperatorTerms] = {
     "quantise": Quantise(),
     "prefill_attention": PrefillAttention(),
     "decode_attention": DecodeAttention(),
+    "mixed_attention": MixedAttention(),
     "tree_attention": TreeAttention(),
     "mla_prefill": MlaPrefill(),
     "mla_decode": MlaDecode(),

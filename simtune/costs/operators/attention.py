@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from simtune.costs.operators.base import Array, OperatorTerms, Setting, Shape, Terms, ceil_div
 
@@ -57,6 +58,39 @@ class DecodeAttention(OperatorTerms):
             4 * b * h * d * w,
             2 * setting.kv_bytes * b * hk * w * d + 2 * setting.dtype_bytes * b * h * d,
             ceil_div(b * hk, setting.processors) - 1,
+        )
+
+
+def unsplit(blocks: Array | float, processors: int) -> NDArray[np.bool_]:
+    """Whether decode attention over so many pairs of a sequence and a KV head leaves each context in one piece.
+
+    FlashAttention 2 splits contexts while the pairs are fewer than 0.8 of two for every processor; so do the tables of
+    two devices (188 and 128 processors), in which unequal contexts cost something above that and nothing below.
+    """
+    return np.asarray(blocks >= 0.8 * 2 * processors)
+
+
+class MixedAttention(OperatorTerms):
+    """What `batch` decodes over `context` tokens each add to the kernel of a prefill chunk of `tokens` tokens.
+
+    FlashAttention 2, which vLLM runs on devices other than sm_90 and sm_100, gives every row of a step the shape of the
+    longest: a decode's heads no longer share the KV they read (their sharing is found again in the cache, as far as it
+    reaches), and a tile of queries is laid out for each of the chunk's, though all but one are empty. A block is 128
+    query rows of one head, per processor.
+    """
+
+    shape = ("batch", "tokens", "context", "heads", "kv_heads", "head_dim", "window")
+    overhead_s = 5e-6
+    block_s = 1e-6
+    overlap = 2.0
+
+    def terms(self, x: Shape, setting: Setting) -> Terms:
+        b, s, h, d = x["batch"], x["tokens"], x["heads"], x["head_dim"]
+        w = np.minimum(x["window"], x["context"])
+        return Terms(
+            4 * b * h * d * w,
+            2 * setting.kv_bytes * b * h * w * d + 2 * setting.dtype_bytes * b * h * d,
+            b * h * ceil_div(s, 128) * (d / 128) / setting.processors,
         )
 
 

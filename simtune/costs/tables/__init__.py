@@ -34,6 +34,7 @@ from simtune.costs.tables.common import (
     HostTable,
     Origin,
     Table,
+    UnevenTable,
     account,
     designation,
     merge,
@@ -53,6 +54,7 @@ __all__ = [
     "Origin",
     "Table",
     "Tables",
+    "UnevenTable",
     "account",
     "designation",
     "read_tables",
@@ -76,6 +78,7 @@ class Tables:
 
     operators: dict[str, Table] = field(default_factory=dict)
     host: HostTable | None = None
+    uneven: UnevenTable | None = None
     notes: list[str] = field(default_factory=list)
     """Files that were passed over, and rows that belong to no operator."""
 
@@ -101,6 +104,8 @@ def read_tables(sources: Sequence[Path]) -> Tables:
                 found.notes.append(f"{path.name}: passed over, not a known table")
                 continue
             hosts += read.hosts
+            if found.uneven is None and read.uneven:
+                found.uneven = read.uneven[0]
             for piece in read.tables:
                 if piece.read:
                     pieces.setdefault(piece.key, []).append(piece)

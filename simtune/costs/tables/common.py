@@ -103,12 +103,30 @@ class HostTable:
     files: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class UnevenTable:
+    """Measured decode attention of batches of unequal contexts, beside that of equal ones with the same mean."""
+
+    mixed: Mask
+    """Whether a prefill chunk was in the same kernel."""
+    blocks: Array
+    """Pairs of a sequence and a KV head."""
+    excess_tokens: Array
+    """Of the longest context over the mean."""
+    even_s: Array
+    uneven_s: Array
+    origin: Origin
+    files: tuple[str, ...]
+    device: str | None
+
+
 @dataclass
 class Found:
     """What one file holds: tables, and counts of rows that belong to no operator, by reason."""
 
     tables: list[Table] = field(default_factory=list)
     hosts: list[HostTable] = field(default_factory=list)
+    uneven: list[UnevenTable] = field(default_factory=list)
     unused: dict[str, int] = field(default_factory=dict)
 
     def skip(self, rows: int, why: str) -> None:

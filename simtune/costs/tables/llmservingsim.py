@@ -9,20 +9,33 @@ Layers of the first layout are torch modules launched eagerly, so small ones tak
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from simtune.costs.operators import Array
-from simtune.costs.tables.common import LLMSERVINGSIM, NS, US, Columns, Formats, Found, Mask, Table, finish, take
+from simtune.costs.tables.common import (
+    LLMSERVINGSIM,
+    NS,
+    US,
+    Columns,
+    Formats,
+    Found,
+    Mask,
+    Table,
+    UnevenTable,
+    finish,
+    take,
+)
 from simtune.errors import Problem, SpecError
 from simtune.specs import catalog, yamlfile
 from simtune.specs.hardware import OperatorKind
 from simtune.specs.model import DenseFeedForward, FullAttention, Model
 
 _PARENTS = 4  # model/dtype/tp1/dense.csv
+_LEAST_SHARE = 0.2  # a difference of two times that is smaller is mostly their noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +46,13 @@ class _Source:
     path: Path
     device: str | None
     software: str | None
+    iterations: int | None
 
-    def layer(
-        self, name: str, tp: float, fused_activation: bool
-    ) -> tuple[OperatorKind, str | None, float, float] | None:
-        """A layer's operator: kind, variant, and n and k of a product or width and 0; None where there is none."""
+    def layer(self, name: str, tp: float, fused: bool) -> tuple[OperatorKind, str | None, float, float] | None:
+        """A layer's operator: kind, variant, and n and k of a product or width and 0; None where there is none.
+
+        `fused` are the kernels of an engine, not torch modules on their own.
+        """
         group = self.model.layers[0]
         attention, feed_forward = group.attention, group.feed_forward
         assert isinstance(attention, FullAttention)
@@ -59,11 +74,13 @@ class _Source:
         if name in products:
             return "gemm", None, *products[name]
         widths = {
-            "act_fn": ("activation", (3 if fused_activation else 2) * inter),
+            "act_fn": ("activation", (3 if fused else 2) * inter),
             **dict.fromkeys(("rope", "rotary_emb"), ("rope", 2 * (q + kv))),
-            **dict.fromkeys(
-                ("layernorm", "input_layernorm", "post_layernorm", "final_layernorm"), ("norm", 2 * hidden)
-            ),
+            **dict.fromkeys(("input_layernorm", "post_layernorm"), ("norm", 2 * hidden)),
+            # The engine's own add the residual first; `layernorm` is the mean of the two of a model's only layer, the
+            # first of which has no residual to add.
+            "layernorm": ("norm", 3 * hidden),
+            "final_layernorm": ("norm", (4 if fused else 2) * hidden),
         }
         return ("elementwise", *widths[name], 0.0) if name in widths else None
 
@@ -113,19 +130,46 @@ def _attention(columns: Columns) -> Found:
     chunk, decodes = columns.numbers("prefill_chunk"), columns.numbers("n_decode")
     seconds, one = columns.numbers("time_us") * US, np.ones(len(columns))
     found = Found()
-    found.skip(int(((chunk > 0) & (decodes > 0)).sum()), "prefill and decode mixed in one kernel")
     found.skip(int(((chunk == 0) & (decodes == 0)).sum()), "an empty batch")
-    past = columns.numbers("kv_prefill")
+    past, context = columns.numbers("kv_prefill"), columns.numbers("kv_decode")
+    alone, mixed = (chunk > 0) & (decodes == 0), (chunk > 0) & (decodes > 0)
     found.tables += [
-        _attention_rows(source, (chunk > 0) & (decodes == 0), tp, one, chunk, past, seconds),
-        _attention_rows(source, (chunk == 0) & (decodes > 0), tp, decodes, None, columns.numbers("kv_decode"), seconds),
+        _attention_rows(source, alone, tp, one, chunk, past, seconds),
+        _attention_rows(source, (chunk == 0) & (decodes > 0), tp, decodes, None, context, seconds),
     ]
+    if mixed.any():
+        prefills = {(c, p): s for c, p, s in zip(*(x[alone].tolist() for x in (chunk, past, seconds)), strict=True)}
+        prefill = np.array([prefills.get(c, np.nan) for c in zip(chunk.tolist(), past.tolist(), strict=True)])
+        found.tables.append(_mixed_rows(source, mixed, tp, decodes, chunk, context, seconds, prefill))
     return found
 
 
 def _skew(columns: Columns) -> Found:
-    found = Found()
-    found.skip(len(columns), "batches of unequal context lengths, for which there is no operator")
+    """Some sequences of a batch longer than the others. The times are sums over the iterations of the measurement: on
+    two devices they are 3.00 times those of the attention table at the same lengths, and 3 is what meta.yaml names.
+    """
+    source, tp, found = _source(columns), _tensor_parallel(columns.path), Found()
+    if source.iterations is None:
+        found.skip(len(columns), "no measurement_iterations in a meta.yaml beside it, over which its times are sums")
+        return found
+    n, mean, longest = (columns.numbers(name) for name in ("n", "kv_mean", "kv_big"))
+    even, uneven = (columns.numbers(name) * US / source.iterations for name in ("t_mean_us", "t_skew_us"))
+    attention = source.model.layers[0].attention
+    assert isinstance(attention, FullAttention)
+    good = (even > 0) & (uneven > 0) & (longest > mean) & (n > 0)
+    found.skip(int((~good).sum()), "no positive time or no sequence longer than the mean")
+    found.uneven.append(
+        UnevenTable(
+            columns.equal("regime", "mixed")[good],
+            n[good] * max(1, attention.kv_heads / tp),
+            (longest - mean)[good],
+            even[good],
+            uneven[good],
+            LLMSERVINGSIM,
+            (columns.file,),
+            source.device,
+        )
+    )
     return found
 
 
@@ -148,6 +192,29 @@ def _attention_rows(
     return _finish(source, kind, None, shape, seconds, rows)
 
 
+def _mixed_rows(
+    source: _Source, rows: Mask, tp: float, batch: Array, chunk: Array, past: Array, seconds: Array, prefill: Array
+) -> Table:
+    """What decodes add to the kernel of a chunk: its time less that of the chunk alone, where that is not noise."""
+    attention = source.model.layers[0].attention
+    assert isinstance(attention, FullAttention)
+    shape = {
+        "batch": batch,
+        "tokens": chunk,
+        "context": past + 1,
+        "heads": np.full(len(rows), attention.heads / tp),
+        "kv_heads": np.full(len(rows), max(1, attention.kv_heads / tp)),
+        "head_dim": np.full(len(rows), float(attention.head_dim)),
+        "window": past + 1,
+    }
+    excluded = {
+        "no row of the same chunk alone": rows & np.isnan(prefill),
+        f"less than {_LEAST_SHARE:.0%} of the time of the chunk they share a kernel with": rows
+        & (seconds < (1 + _LEAST_SHARE) * prefill),
+    }
+    return _finish(source, "mixed_attention", None, shape, seconds - prefill, rows, excluded)
+
+
 def _add(
     found: Found, source: _Source, name: str, rows: Mask, tp: Array, tokens: Array, seconds: Array, fused: bool
 ) -> None:
@@ -165,7 +232,13 @@ def _add(
 
 
 def _finish(
-    source: _Source, kind: OperatorKind, variant: str | None, shape: dict[str, Array], seconds: Array, rows: Mask
+    source: _Source,
+    kind: OperatorKind,
+    variant: str | None,
+    shape: dict[str, Array],
+    seconds: Array,
+    rows: Mask,
+    excluded: Mapping[str, Mask] | None = None,
 ) -> Table:
     table = Table(
         kind,
@@ -179,7 +252,7 @@ def _finish(
         device=source.device,
         software=source.software,
     )
-    return finish(take(table, np.flatnonzero(rows)))
+    return finish(take(table, np.flatnonzero(rows)), {why: hit[rows] for why, hit in (excluded or {}).items()})
 
 
 def _groups(columns: Columns, name: str) -> Iterable[tuple[str, Mask]]:
@@ -196,8 +269,14 @@ def _source(columns: Columns) -> _Source:
     if dtype not in ("bf16", "fp16"):
         raise SpecError(Problem(str(meta), f"only bf16 and fp16 tables can be read, not {dtype}", "variant"))
     model = _model(path, str(told.get("model", "")))
-    engine = told.get("vllm_version")
-    return _Source(model, path, told.get("gpu"), f"vLLM {engine}, eager" if engine else None)
+    engine, iterations = told.get("vllm_version"), told.get("measurement_iterations")
+    return _Source(
+        model,
+        path,
+        told.get("gpu"),
+        f"vLLM {engine}, eager" if engine else None,
+        iterations if isinstance(iterations, int) and iterations > 0 else None,
+    )
 
 
 def _model(path: Path, told: str) -> Model:

@@ -4,21 +4,27 @@
     {"kind": "gemm", "dtype": "bf16", "shape": {"m": 8, "n": 4096, "k": 4096}, "seconds": 1.2e-5, "mad": 1e-7}
 
 A point has kind, dtype, shape and seconds, where the operator needs them kv_dtype and variant, and what the measurement
-says of itself: mad, p10, p90 (seconds), n (samples), timer, kernel. A last line cut short by an interruption is left
-out and counted.
+says of itself: mad, p10, p90 (seconds), n (samples), timer, kernel. A point of `role` validation or sentinel is for
+checking a fit, and none is made of it; one that `failed` says why instead of telling a time. Beside the operators there
+are the kinds `host` (host time of a step with so many `sequences`), `copy` (`bytes` within memory, or to and from the
+host) and `step` (a whole step of a model), of which only the first is a table. Where a shape was measured several
+times the lower median counts: what disturbs a measurement lengthens it. A last line cut short by an interruption is
+left out and counted.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
-from pydantic import ConfigDict, ValidationError
+from pydantic import ConfigDict, ValidationError, model_validator
 
 from simtune.costs.operators import OPERATORS
-from simtune.costs.tables.common import Found, Origin, Table, finish
+from simtune.costs.tables.common import Found, HostTable, Origin, Table, finish
 from simtune.errors import Problem, SpecError
 from simtune.specs.base import Dtype, Part
 from simtune.specs.hardware import OperatorKind
@@ -27,8 +33,18 @@ P = TypeVar("P", bound=Part)
 
 SCHEMA = "simtune/measurements@1"
 
-_NOISY = 0.05
+NOISY = 0.05
 """A point whose median absolute deviation exceeds 5 % of its median is not used."""
+
+
+SHAPES: dict[str, tuple[str, ...]] = {
+    **{kind: operator.shape for kind, operator in OPERATORS.items()},
+    "host": ("sequences",),
+    "copy": ("bytes",),
+    "step": ("layers", "decodes", "context", "past", "tokens", "samples"),
+}
+"""What the shape of a point of each kind names. A step has `decodes` sequences of mean `context`, one chunk of `tokens`
+new tokens after `past` ones, and `samples` rows that get a token."""
 
 
 class Header(Part):
@@ -46,12 +62,14 @@ class Point(Part):
 
     model_config = ConfigDict(extra="allow", strict=True)
 
-    kind: OperatorKind
+    kind: Literal[OperatorKind, "host", "copy", "step"]
     dtype: Dtype
     kv_dtype: Dtype | None = None
     variant: str | None = None
     shape: dict[str, float]
-    seconds: float
+    role: Literal["fit", "validation", "sentinel"] = "fit"
+    seconds: float | None = None
+    failed: str | None = None
     mad: float | None = None
     p10: float | None = None
     p90: float | None = None
@@ -59,16 +77,34 @@ class Point(Part):
     timer: str | None = None
     kernel: str | None = None
 
+    @model_validator(mode="after")
+    def _told(self) -> Self:
+        if (self.seconds is None) == (self.failed is None):
+            raise ValueError("give seconds, or say why it failed")
+        return self
+
+    @property
+    def noisy(self) -> bool:
+        """Whether its samples spread so much that it is not used."""
+        return self.mad is not None and self.seconds is not None and self.mad > NOISY * self.seconds
+
 
 def read(path: Path) -> Found:
     """The tables of a measurement file. Raises SpecError naming the line of whatever is wrong in it."""
+    header, points, cut_short = read_points(path)
+    found = tables(header, points, path.name)
+    found.skip(int(cut_short), "a last line cut short")
+    return found
+
+
+def read_points(path: Path) -> tuple[Header, list[Point], bool]:
+    """Header, points, and whether the last line was cut short and left out. Raises SpecError as `read` does."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(Problem(str(path), f"cannot be read: {error}")) from None
-    found = Found()
     header = _header(path, lines[0])
-    groups: dict[tuple[Any, ...], list[Point]] = {}
+    points: list[Point] = []
     for line, text in enumerate(lines[1:], start=2):
         if not text.strip():
             continue
@@ -76,34 +112,70 @@ def read(path: Path) -> Found:
             data = json.loads(text)
         except json.JSONDecodeError as error:
             if line == len(lines):
-                found.skip(1, "a last line cut short")
-                continue
+                return header, points, True
             raise SpecError(Problem(str(path), f"is not JSON: {error.msg}", "", line, error.colno)) from None
         point = _parse(Point, data, path, line)
-        wanted = OPERATORS[point.kind].shape
+        wanted = SHAPES[point.kind]
         if set(point.shape) != set(wanted):
             message = f"of {point.kind} must name {', '.join(wanted)}; it names {', '.join(point.shape) or 'nothing'}"
             raise SpecError(Problem(str(path), message, "shape", line))
-        groups.setdefault((point.kind, point.dtype, point.kv_dtype, point.variant), []).append(point)
+        points.append(point)
+    return header, points, False
+
+
+def tables(header: Header, points: Sequence[Point], file: str) -> Found:
+    """The tables of points that were read from a file of this name."""
+    found = Found()
+    groups: dict[tuple[Any, ...], list[Point]] = {}
+    for point in points:
+        if point.kind in ("copy", "step"):
+            found.skip(1, f"{point.kind}, measured for comparison")
+        elif point.failed is not None:
+            found.skip(1, f"failed: {point.failed}")
+        else:
+            groups.setdefault((point.kind, point.dtype, point.kv_dtype, point.variant), []).append(point)
     software = ", ".join(f"{k} {v}" for k, v in (("torch", header.torch), ("driver", header.driver)) if v)
     origin = Origin(f"measured by simtune on {header.device}", None, "measured")
-    for (kind, dtype, kv_dtype, variant), points in groups.items():
-        kernels = sorted({p.kernel for p in points if p.kernel})
-        noisy = np.array([p.mad is not None and p.mad > _NOISY * p.seconds for p in points], dtype=np.bool_)
+    for (kind, dtype, kv_dtype, variant), group in groups.items():
+        fitted = [p for p in group if p.role == "fit"]
+        quiet = [p for p in fitted if not p.noisy]
+        chosen = _lower_medians(quiet)
+        seconds = np.array([p.seconds for p in chosen], dtype=np.float64)
+        if kind == "host":
+            sequences = np.array([p.shape["sequences"] for p in chosen])
+            found.hosts.append(HostTable(sequences, seconds, origin, (file,)))
+            continue
+        kernels = sorted({p.kernel for p in group if p.kernel})
         table = Table(
             kind,
             dtype,
-            {name: np.array([p.shape[name] for p in points]) for name in OPERATORS[kind].shape},
-            np.array([p.seconds for p in points]),
+            {name: np.array([p.shape[name] for p in chosen], dtype=np.float64) for name in OPERATORS[kind].shape},
+            seconds,
             origin,
-            (path.name,),
+            (file,),
             kv_dtype=kv_dtype,
             variant=variant,
             device=header.device,
             software="; ".join(filter(None, (software, "kernels " + ", ".join(kernels) if kernels else ""))) or None,
+            merged=len(quiet) - len(chosen),
         )
-        found.tables.append(finish(table, {"spread of more than 5 %": noisy}))
+        table = finish(table)
+        left_out = {
+            "spread of more than 5 %": len(fitted) - len(quiet),
+            "kept for checking the fit": sum(p.role == "validation" for p in group),
+            "sentinels": sum(p.role == "sentinel" for p in group),
+        }
+        left_out = {why: rows for why, rows in left_out.items() if rows}
+        found.tables.append(replace(table, left_out={**left_out, **table.left_out}))
     return found
+
+
+def _lower_medians(points: Sequence[Point]) -> list[Point]:
+    """For each shape, the point of its lower median time, in the order in which shapes came first."""
+    by_shape: dict[tuple[float, ...], list[Point]] = {}
+    for point in points:
+        by_shape.setdefault(tuple(point.shape[name] for name in SHAPES[point.kind]), []).append(point)
+    return [sorted(group, key=lambda p: p.seconds or 0.0)[(len(group) - 1) // 2] for group in by_shape.values()]
 
 
 def _header(path: Path, text: str) -> Header:

@@ -1,0 +1,98 @@
+"""simtune calibrate: two numbers from an engine's own log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from simtune.cli.output import json_option, print_json, print_table, write_file
+from simtune.errors import UsageError
+from simtune.specs.hardware import ARRAYS
+
+COMMENT = """Fitted by `simtune fit`, corrected by `simtune calibrate`; do either again rather than edit this file.
+Only fitted numbers are stored here. The tables they come from, and their licences, are named under each
+operator."""
+
+
+@click.command()
+@click.argument("profile", metavar="DIR")
+@click.option(
+    "--measured",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Steps an engine took: simtune's own CSV or JSON lines, steplog/1, or Splitwise's CSV.",
+)
+@click.option("--model", default=None, help="Model the engine ran; the plan's own if not given.")
+@click.option("--tp", type=click.IntRange(min=1), default=None, help="Ranks it ran on; the plan's, or 1.")
+@click.option("--plan", "plan_file", default=None, help="plan.yaml of what ran, where model and tp do not tell it all.")
+@click.option("--out", type=click.Path(path_type=Path), default=None, help="Folder for the corrected profile.")
+@json_option
+@click.option("--force", is_flag=True, help="Replace a profile that is there; without --out the one in DIR.")
+def calibrate(
+    profile: str,
+    measured: Path,
+    model: str | None,
+    tp: int | None,
+    plan_file: str | None,
+    out: Path | None,
+    as_json: bool,
+    force: bool,
+) -> None:
+    """Correct the step times of hardware profile DIR by a scale and an offset, from an engine's own log.
+
+    Steps with prompt tokens and steps without are corrected apart, each where the log has eight or more. The errors
+    printed are those of either half of the steps corrected by the other half.
+    """
+    from simtune.costs import calibration
+    from simtune.specs import catalog
+    from simtune.specs.plan import Batching, Parallelism, Pool
+
+    if out is None and not (force and Path(profile).is_dir()):
+        raise UsageError("give --out FOLDER for the corrected profile, or --force to replace the one in folder DIR")
+    folder = out or Path(profile)
+    target = folder / "profile.yaml"
+    if target.exists() and not force:
+        raise UsageError(f"{target}: there is a profile already; give --force to replace it")
+    hardware = catalog.load_hardware(profile)
+    if plan_file is not None:
+        plan = catalog.load_plan(plan_file)
+        if len(plan.pools) > 1:
+            raise UsageError(f"{plan_file}: has {len(plan.pools)} pools; a log is of one")
+        (pool,), model = plan.pools, model or plan.model
+    else:
+        batching = Batching(max_num_seqs=256, max_num_batched_tokens=8192)
+        pool = Pool(hardware=hardware.name, instances=1, batching=batching)
+    if model is None:
+        raise UsageError("name the model the engine ran (--model), or its plan (--plan)")
+    if tp is not None:
+        pool = pool.model_copy(update={"parallelism": Parallelism(tp=tp)})
+    of = catalog.load_model(model)
+    log = calibration.read_log(measured, of, hardware, pool.parallelism.tp)
+    for why, lines in log.left_out.items():
+        click.echo(f"{measured.name}: {lines:,} lines left out: {why}", err=True)
+    found = calibration.calibrate(of, hardware, pool, log, measured)
+    corrected = hardware.model_copy(update={"calibration": found})
+    # The profile comes last: where it is, its arrays are.
+    write_file(folder / ARRAYS, hardware.arrays.to_bytes())
+    write_file(target, corrected.to_yaml(COMMENT))
+    if as_json:
+        print_json({"written": str(target), "calibration": found.model_dump(mode="json", exclude_none=True)})
+        return
+    rows = [
+        (
+            kind,
+            f"{c.steps:,}",
+            f"{c.scale:.3f}",
+            f"{1e3 * c.offset_s:.3f}",
+            *(f"{100 * x:.1f}" for x in (c.median_before, c.p90_before, c.median_after, c.p90_after)),
+        )
+        for kind, c in (("decode", found.decode), ("prefill", found.prefill))
+        if c is not None
+    ]
+    columns = ("steps", "number", "scale", "offset ms", "median % before", "p90 % before", "median % after", "p90 %")
+    print_table(f"{hardware.name}: measured = scale x predicted + offset, {of.name}", columns, rows)
+    for kind, c in (("decode", found.decode), ("prefill", found.prefill)):
+        if c is None:
+            click.echo(f"{kind} steps are not corrected: fewer than {calibration.FEWEST} in the log", err=True)
+    click.echo(f"wrote {target}")

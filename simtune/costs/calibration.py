@@ -1,0 +1,372 @@
+"""Two numbers from an engine's own log: measured step time = scale x predicted + offset.
+
+A profile describes kernels; an engine adds what no kernel table shows, and another release may be faster or slower by
+a common factor. One scale and one offset for steps with prompt tokens, and one of each for steps without, repair most
+of that: they lean on different kernels. The offset stands for the host too, whose time in the profile no longer counts.
+
+| log | told by | a step |
+|---|---|---|
+| simtune's own, JSON lines | first line: schema simtune/steps@1, model, tp, device | one line: decodes, context_tokens, chunks [[past, new], ...], seconds |
+| simtune's own, CSV | columns num_decodes, context_tokens, prefill_tokens, seconds | one row; prefill_chunks, prefill_past, model, tp, device where given |
+| steplog/1, JSON lines | first line: format steplog/1 | one line with `sched` and `cpu` |
+| Splitwise, CSV | columns prompt_size, batch_size, prompt_time, token_time (ms) | a row is a prefill and a decode step |
+
+Any of them may be gzipped.
+"""  # noqa: E501  # a table's rows cannot be broken
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simtune.costs.iteration import Batch, StepModel
+from simtune.costs.tables.common import MS, Columns, designation, read_csv
+from simtune.errors import Problem, SpecError
+from simtune.specs.hardware import Calibration, Correction, Hardware
+from simtune.specs.model import Model
+from simtune.specs.plan import Pool
+
+Kind = Literal["decode", "prefill"]
+Column = NDArray[np.float64]
+
+SCHEMA = "simtune/steps@1"
+FEWEST = 8
+"""Steps of one kind that a correction needs: its two numbers are judged by halves."""
+LARGEST_SCALE = 10.0
+"""A larger scale, or one below its inverse, says that the log is of another device or model."""
+LARGEST_ERROR = 0.5
+"""Where the median step is farther off after the correction, two numbers do not describe the log."""
+
+_DIGITS = 6
+_CSV = ("num_decodes", "context_tokens", "prefill_tokens", "seconds")
+_SPLITWISE = ("prompt_size", "batch_size", "token_size", "prompt_time", "token_time")
+
+
+class Step(NamedTuple):
+    """A step an engine took, and its seconds."""
+
+    batch: Batch
+    seconds: float
+
+    @property
+    def kind(self) -> Kind:
+        return "prefill" if self.batch.chunks else "decode"
+
+
+@dataclass
+class Log:
+    """Steps of one model on one device, and how many lines were passed over, by reason."""
+
+    steps: list[Step] = field(default_factory=list)
+    left_out: Counter[str] = field(default_factory=Counter)
+
+
+class _Subject(NamedTuple):
+    """What the log must be of."""
+
+    model: Model
+    tp: int
+    device: str
+
+
+def read_log(path: Path, model: Model, hardware: Hardware, tp: int) -> Log:
+    """The steps of a log, in any of the formats above.
+
+    Raises SpecError where it cannot be read, or was taken of another model, tp or device as far as it tells.
+    """
+    subject = _Subject(model, tp, hardware.device.name)
+    if path.name.removesuffix(".gz").endswith(".csv"):
+        columns = read_csv(path)
+        if set(_SPLITWISE) <= set(columns.names):
+            return _splitwise(columns, subject)
+        columns.require(*_CSV)
+        return _csv(columns, subject)
+    lines = _json_lines(path)
+    number, header = next(lines, (1, {}))
+    if header.get("format") == "steplog/1":
+        return _steplog(path, header, lines, subject)
+    if header.get("schema") != SCHEMA:
+        message = f"must be {SCHEMA}, or `format` be steplog/1, found {header.get('schema')!r}"
+        raise SpecError(Problem(str(path), message, "schema", number))
+    told: dict[str, str] = {name: str(header[name]) for name in ("model", "tp", "device") if name in header}
+    _check(path, subject, told)
+    return Log([_own(path, line, data) for line, data in lines])
+
+
+def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number, object) of every line that is not empty."""
+    try:
+        with gzip.open(path, "rt") if path.suffix == ".gz" else open(path, encoding="utf-8") as stream:
+            lines = stream.read().split("\n")
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise SpecError(Problem(str(path), f"cannot be read: {error}")) from None
+    for number, text in enumerate(lines, start=1):
+        if text.strip():
+            try:
+                data = json.loads(text)
+            except json.JSONDecodeError as error:
+                raise SpecError(Problem(str(path), f"is not JSON: {error.msg}", "", number, error.colno)) from None
+            if not isinstance(data, dict):
+                raise SpecError(Problem(str(path), "an object was expected", "", number))
+            yield number, data
+
+
+def _check(path: Path, subject: _Subject, told: Mapping[str, str]) -> None:
+    """Raises SpecError where what a log tells of itself is not the subject."""
+    wanted = {"model": subject.model.name, "tp": str(subject.tp), "device": subject.device}
+    alike: dict[str, Callable[[str], str]] = {"model": _plain, "tp": str, "device": designation}
+    problems = [
+        Problem(str(path), f"the log is of {value}, not of {wanted[name]}", name)
+        for name, value in told.items()
+        if alike[name](value) != alike[name](wanted[name])
+    ]
+    if problems:
+        raise SpecError(problems)
+
+
+def _plain(name: str) -> str:
+    """A model's name as letters and digits: llama318b of `meta-llama/Llama-3.1-8B`."""
+    return re.sub(r"[^a-z0-9]", "", name.rsplit("/", 1)[-1].lower())
+
+
+def _own(path: Path, number: int, data: dict[str, Any]) -> Step:
+    try:
+        decodes, context, seconds = (data.pop(name, 0) for name in ("decodes", "context_tokens", "seconds"))
+        chunks = tuple((int(past), int(new)) for past, new in data.pop("chunks", ()))
+        good = (
+            not data
+            and min(decodes, context) >= 0
+            and (decodes > 0 or len(chunks) > 0)
+            and all(past >= 0 and new > 0 for past, new in chunks)
+            and 0 < seconds < float("inf")
+        )
+    except (TypeError, ValueError):
+        good = False
+    if not good:
+        message = (
+            "is no step: decodes and context_tokens are counts, chunks are [past, new] tokens, one of decodes and "
+            "chunks is there, seconds are positive, and there is nothing else"
+        )
+        raise SpecError(Problem(str(path), message, "", number))
+    return Step(Batch(int(decodes), int(context), chunks, int(decodes) + len(chunks)), float(seconds))
+
+
+def _csv(columns: Columns, subject: _Subject) -> Log:
+    """Chunks of one row are taken as equal, each after the same past."""
+    path = columns.path
+    told: dict[str, str] = {}
+    for name in ("model", "tp", "device"):
+        if name in columns.names and len(columns):
+            value = columns.only(name)
+            if value is None:
+                raise SpecError(Problem(str(path), "holds several; give each a log of its own", name))
+            told[name] = value
+    _check(path, subject, told)
+    count = len(columns)
+    given = {
+        name: columns.numbers(name) if name in columns.names else np.full(count, default)
+        for name, default in (*((name, 0.0) for name in _CSV), ("prefill_chunks", 1.0), ("prefill_past", 0.0))
+    }
+    log = Log()
+    for row in zip(*given.values(), strict=True):
+        if not np.isfinite(row).all() or min(row) < 0:
+            log.left_out["a value is missing or negative"] += 1
+            continue
+        decodes, context, prefill, seconds, pieces, past = row
+        if seconds == 0 or not decodes + prefill:
+            log.left_out["no time or no tokens"] += 1
+            continue
+        each, more = divmod(int(prefill), max(1, int(pieces)))
+        chunks = [(int(past), each + (i < more)) for i in range(max(1, int(pieces)))]
+        chunks = [chunk for chunk in chunks if chunk[1]]
+        log.steps.append(
+            Step(Batch(int(decodes), int(context), tuple(chunks), int(decodes) + len(chunks)), float(seconds))
+        )
+    return log
+
+
+def _splitwise(columns: Columns, subject: _Subject) -> Log:
+    """Rows of the model, device and tp asked for. Token times are of decodes half-way through their output."""
+    columns.require("model", "hardware", "tensor_parallel")
+    mine = (
+        np.array([_plain(name) == _plain(subject.model.name) for name in columns.text("model")], dtype=np.bool_)
+        & np.array([designation(name) == designation(subject.device) for name in columns.text("hardware")])
+        & (columns.numbers("tensor_parallel") == subject.tp)
+    )
+    if not mine.any():
+        names = (columns.text("model"), columns.text("hardware"), columns.text("tensor_parallel"))
+        held = ", ".join(sorted({f"{model} on {device} at tp {tp}" for model, device, tp in zip(*names, strict=True)}))
+        wanted = f"{subject.model.name} on {subject.device} at tp {subject.tp}"
+        raise SpecError(Problem(str(columns.path), f"holds no row of {wanted}; it holds {held}"))
+    log = Log()
+    log.left_out["of another model, device or tp"] = int((~mine).sum())
+    for row in np.stack([columns.numbers(name) for name in _SPLITWISE], axis=-1)[mine]:
+        if not (row > 0).all():
+            log.left_out["a value is missing or not positive"] += 1
+            continue
+        (prompt, batch, tokens), (prompt_s, token_s) = row[:3].astype(int).tolist(), (row[3:] * MS).tolist()
+        log.steps.append(Step(Batch(0, 0, ((0, prompt),) * batch, batch), prompt_s))
+        log.steps.append(Step(Batch(batch, batch * (prompt + tokens // 2), (), batch), token_s))
+    return log
+
+
+class _Request:
+    """How far a request of a step log has come."""
+
+    def __init__(self, prompt_tokens: int) -> None:
+        self.known, self.computed, self.prompt_tokens = prompt_tokens, 0, prompt_tokens
+
+
+def _steplog(path: Path, header: dict[str, Any], lines: Iterable[tuple[int, dict[str, Any]]], subject: _Subject) -> Log:
+    """Every step's batch follows from what was scheduled before it; see the README of the format."""
+    shape, model = header.get("model") or {}, subject.model
+    sizes = (shape.get("layers"), shape.get("hidden"), shape.get("vocab"))
+    if sizes != (model.num_layers, model.hidden_size, model.vocab_size):
+        message = "is of a model with {} layers, hidden size {} and vocabulary {}, not of ".format(*sizes)
+        raise SpecError(Problem(str(path), message + model.name, "model", 1))
+    if header.get("draft_model"):
+        raise SpecError(Problem(str(path), "has draft tokens, which a correction cannot use", "draft_model", 1))
+    _check(path, subject, {"tp": "1"})
+    requests: dict[str, _Request] = {}
+    log = Log()
+    for number, data in lines:
+        try:
+            if "req" in data:
+                requests[data["req"]] = _Request(data["prompt_len"])
+            if "sched" not in data:
+                continue
+            for name in (*data.get("preempt", ()), *data.get("reset_before", ())):
+                requests[name].computed = 0
+            for name, computed in data.get("admit", {}).items():
+                requests[name].computed = computed
+            batch = _scheduled([(requests[name], tokens) for name, tokens in data["sched"].items()])
+            for name in data.get("reset_after", ()):
+                requests[name].computed = 0
+            cpu = data.get("cpu")
+            seconds = sum(cpu) if isinstance(cpu, list) else cpu
+        except (KeyError, TypeError, AttributeError) as error:
+            raise SpecError(Problem(str(path), f"is not a line of a steplog/1: {error!r}", "", number)) from None
+        if seconds:
+            log.steps.append(Step(batch, float(seconds)))
+        else:
+            log.left_out["no time"] += 1
+    return log
+
+
+def _scheduled(work: Sequence[tuple[_Request, int]]) -> Batch:
+    """The batch in which these requests get so many tokens each; the requests move on."""
+    decodes = context = samples = 0
+    chunks = []
+    for request, tokens in work:
+        if tokens == 1 and request.computed == request.known - 1 and request.known > request.prompt_tokens:
+            decodes += 1
+            context += request.known
+        else:
+            chunks.append((request.computed, tokens))
+        request.computed += tokens
+        if request.computed == request.known:
+            request.known += 1
+            samples += 1
+    return Batch(decodes, context, tuple(chunks), max(1, samples))
+
+
+def calibrate(model: Model, hardware: Hardware, pool: Pool, log: Log, source: Path) -> Calibration:
+    """Scale and offset for the kinds of steps of which the log has at least FEWEST.
+
+    Raises SpecError where there is none, and where a correction is so large that the log must be of something else.
+    """
+    plain = StepModel(model, hardware.model_copy(update={"calibration": None}), pool)
+    found: dict[str, Correction] = {}
+    counts = Counter(step.kind for step in log.steps)
+    for kind, count in sorted(counts.items()):
+        if count >= FEWEST:
+            mine = [step for step in log.steps if step.kind == kind]
+            predicted = np.array([plain.gpu_s(step.batch) for step in mine])
+            found[kind] = _correction(predicted, np.array([step.seconds for step in mine]))
+            _plausible(source, kind, found[kind])
+    if not found:
+        held = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "none"
+        raise SpecError(Problem(str(source), f"at least {FEWEST} decode or prefill steps are needed; it holds {held}"))
+    return Calibration(model=model.name, tp=pool.parallelism.tp, pp=pool.parallelism.pp, source=source.name, **found)
+
+
+def _plausible(source: Path, kind: str, correction: Correction) -> None:
+    if not 1 / LARGEST_SCALE <= correction.scale <= LARGEST_SCALE:
+        message = f"{kind} steps would be scaled by {correction.scale:.3g}: " + (
+            "this is a log of another device or model than the profile is used for, or its times are in another unit"
+            if correction.scale > 1
+            else "its steps take the same whatever is in them, so that nothing follows for larger ones, or its times "
+            "are in another unit; give a log with batches of many sizes"
+        )
+        raise SpecError(Problem(str(source), message))
+    if correction.median_after > LARGEST_ERROR:
+        message = (
+            f"{kind} steps would still be {correction.median_after:.0%} off at the median: a scale and an offset do "
+            "not describe this log"
+        )
+        raise SpecError(Problem(str(source), message))
+
+
+def _correction(predicted_s: Column, measured_s: Column) -> Correction:
+    """Fitted on all steps; its errors are those of fits on either half of them, on the other half."""
+    halves = np.array_split(np.random.default_rng(0).permutation(len(predicted_s)), 2)
+    errors = []
+    for fitted, held in (halves, halves[::-1]):
+        scale, offset_s = two_numbers(predicted_s[fitted], measured_s[fitted])
+        errors.append(np.abs((scale * predicted_s[held] + offset_s) / measured_s[held] - 1))
+    before, after = np.abs(predicted_s / measured_s - 1), np.concatenate(errors)
+    scale, offset_s = two_numbers(predicted_s, measured_s)
+    return Correction(
+        scale=_short(scale),
+        offset_s=_short(offset_s),
+        steps=len(predicted_s),
+        median_before=round(float(np.median(before)), 4),
+        p90_before=round(float(np.quantile(before, 0.9)), 4),
+        median_after=round(float(np.median(after)), 4),
+        p90_after=round(float(np.quantile(after, 0.9)), 4),
+    )
+
+
+def two_numbers(predicted_s: Column, measured_s: Column) -> tuple[float, float]:
+    """scale, offset_s >= 0 that bring predictions nearest to measurements: soft-L1 of the log ratio, three starts."""
+    from scipy.optimize import least_squares
+
+    log_measured = np.log(measured_s)
+
+    def off(theta: Column) -> Column:
+        log_ratio: Column = np.log(np.exp(theta[0]) * predicted_s + np.exp(theta[1])) - log_measured
+        return log_ratio
+
+    start = np.log(np.median(measured_s / predicted_s))
+    fits = [
+        least_squares(off, [start, np.log(share * measured_s.min())], loss="soft_l1", f_scale=0.05)
+        for share in (1e-3, 0.1, 0.9)
+    ]
+    scale, offset_s = np.exp(min(fits, key=lambda fit: float(fit.cost)).x)
+    return float(scale), float(offset_s)
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.{_DIGITS}g}")
+
+
+def words(calibration: Calibration) -> str:
+    """One sentence for reports."""
+    parts = [
+        f"{kind} steps x {c.scale:.3g} + {1e3 * c.offset_s:.3g} ms (median error {c.median_before:.1%} before, "
+        f"{c.median_after:.1%} after, {c.steps:,} steps)"
+        for kind, c in (("decode", calibration.decode), ("prefill", calibration.prefill))
+        if c is not None
+    ]
+    return f"{', '.join(parts)}; from {calibration.source}: {calibration.model} at tp {calibration.tp}" + (
+        f" pp {calibration.pp}" if calibration.pp > 1 else ""
+    )
