@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from simtune.costs.compiled import compile_costs
+from simtune.costs.estimate import link_of
 from simtune.costs.iteration import StepModel
 from simtune.costs.memory import Memory, kv_bytes_per_token, kv_capacity
 from simtune.costs.predict import Profile
@@ -30,9 +31,12 @@ from simtune.specs.model import Model
 from simtune.specs.plan import Batching, Failure, KvLink, Parallelism, Plan, Pool, Start, Switch
 from simtune.specs.workload import Slo
 
-VLLM_POLICIES = {"vllm-fcfs", "vllm-priority"}
-PREDICTING = {"sjf"}
-"""Policies that look at predicted output lengths."""
+VLLM_POLICIES = ("vllm-fcfs", "vllm-priority")
+ALWAYS_CHUNKED = ("transformers-fifo", "transformers-prefill-first")
+PREDICTING = "shortest-predicted-first"
+"""The policy that looks at predicted output lengths."""
+DEADLINES = "earliest-deadline-first"
+"""The policy that looks at deadlines."""
 
 GIB = 2**30
 
@@ -46,6 +50,8 @@ class DeployedPool:
     memory: Memory
     costs: StepCosts
     max_model_len: int
+    kv_block_bytes: int
+    """One KV block, all GPUs of an instance together."""
 
     @property
     def num_lanes(self) -> int:
@@ -61,6 +67,7 @@ class DeployedPool:
         policy = POLICIES[batching.policy]
         num_blocks = self.memory.num_blocks // pp
         settings: dict[str, Any] = {
+            "watermark_blocks": int(own.kv_cache.watermark * num_blocks),
             "num_blocks": num_blocks,
             "block_size": own.kv_cache.block_size,
             "max_num_seqs": batching.max_num_seqs // pp,
@@ -72,13 +79,16 @@ class DeployedPool:
             settings |= {
                 "async_scheduling": own.async_scheduling,
                 "preemption": own.kv_cache.preemption,
-                "watermark_blocks": int(own.kv_cache.watermark * num_blocks),
             }
             if own.kv_cache.prefix_caching and hash_block_tokens is not None:
                 settings |= {"prefix_caching": True, "hash_block_tokens": hash_block_tokens}
+        swap = 0
+        if own.kv_cache.preemption == "swap":
+            host = link_of(self.hardware, "host").bytes_per_s * own.parallelism.devices
+            swap = round(self.kv_block_bytes / host * TICKS_PER_SECOND)
         pipelines = [Pipeline(pp) if pp > 1 else None for _ in range(instances)]
         found = [
-            Lane(policy(**settings), self.costs, instance, own.name, pipeline=pipelines[instance])
+            Lane(policy(**settings), self.costs, instance, own.name, pipeline=pipelines[instance], swap=swap)
             for _ in range(pp)
             for instance in range(instances)
         ]
@@ -206,13 +216,12 @@ class Deployment:
         if back:
             self._wire(by_pool)
             decode_router = _router(self.plan.decode_router or spec.LeastTokens(), back, stream, seed)
-        policies = {pool.spec.batching.policy for pool in self.pools}
         predicted = deadlines = None
-        if policies & PREDICTING:
-            (sigma,) = {p.spec.batching.prediction_sigma for p in self.pools if p.spec.batching.policy in PREDICTING}
-            predicted = stream.predicted_tokens(sigma, seed).tolist()
-        if "edf" in policies:
-            deadlines = _deadlines(stream, slo)
+        for batching in (pool.spec.batching for pool in self.pools):
+            if batching.policy == PREDICTING:
+                predicted = stream.predicted_tokens(batching.prediction_sigma, seed).tolist()
+            elif batching.policy == DEADLINES:
+                deadlines = _deadlines(stream, slo)
         return World(
             lanes,
             stream,
@@ -234,7 +243,7 @@ class Deployment:
         for pool in self.pools:
             if pool.spec.role != "prefill":
                 continue
-            kv = transfer_terms(self.model, pool.hardware, pool.spec, way)
+            kv = transfer_terms(self.model, pool, way)
             links: dict[int, Link] = {}
             for lane in by_pool[pool.spec.name]:
                 if lane.instance not in links:
@@ -244,7 +253,7 @@ class Deployment:
                     links[lane.instance] = link
                 lane.wire = Wire(
                     links[lane.instance],
-                    block_bytes=kv.block_bytes,
+                    block_bytes=pool.kv_block_bytes,
                     setup=round(kv.setup_s * TICKS_PER_SECOND),
                     descriptors=round(kv.block_s * TICKS_PER_SECOND),
                     layers=self.model.num_layers if way.layerwise else 1,
@@ -282,10 +291,8 @@ def _of_instance(lanes: Sequence[Lane], instance: int) -> list[Lane]:
 
 @dataclass(frozen=True)
 class Transfer:
-    """What sending a KV cache from a prefill instance costs."""
+    """What sending KV caches from a prefill instance takes."""
 
-    block_bytes: int
-    """Of all GPUs together."""
     bytes_per_s: float
     """Of all GPUs together."""
     setup_s: float
@@ -293,21 +300,18 @@ class Transfer:
     """Per block besides its bytes: its descriptors."""
 
 
-def transfer_terms(model: Model, hardware: Hardware, pool: Pool, link: KvLink) -> Transfer:
-    """Bytes of a block, and the times of the profile's KV transfer operator where the plan gives none.
+def transfer_terms(model: Model, pool: DeployedPool, link: KvLink) -> Transfer:
+    """The plan's own numbers, and those of the profile's KV transfer operator where it gives none.
 
     Raises Infeasible when the hardware has no link of that name.
     """
-    kv_dtype = pool.kv_cache.dtype or model.dtype
-    block_bytes = round(pool.kv_cache.block_size * kv_bytes_per_token(model, Parallelism(), 0, kv_dtype))
-    base = Profile(hardware).predictor("kv_transfer", kv_dtype, variant=link.path).operator.base
+    kv_dtype = pool.spec.kv_cache.dtype or model.dtype
+    base = Profile(pool.hardware).predictor("kv_transfer", kv_dtype, variant=link.path).operator.base
     each = 1 if link.packed else 2 * model.num_layers
-    descriptor_s = base.block_s if link.descriptor_s is None else link.descriptor_s
     return Transfer(
-        block_bytes=block_bytes,
-        bytes_per_s=link.bytes_per_s or base.bytes_per_s * pool.parallelism.devices,
+        bytes_per_s=link.bytes_per_s or base.bytes_per_s * pool.spec.parallelism.devices,
         setup_s=base.overhead_s if link.setup_s is None else link.setup_s,
-        block_s=each * descriptor_s,
+        block_s=each * (base.block_s if link.descriptor_s is None else link.descriptor_s),
     )
 
 
@@ -381,10 +385,12 @@ def deploy(
         memory = check(pool, model, its)
         given = {} if factors is None else {"factors": factors}
         compiled = costs or compile_costs(model, its, pool, max_model_len, **given)
-        pools.append(DeployedPool(pool, its, memory, compiled, max_model_len))
+        kv_dtype = pool.kv_cache.dtype or model.dtype
+        block_bytes = pool.kv_cache.block_size * kv_bytes_per_token(model, Parallelism(), 0, kv_dtype)
+        pools.append(DeployedPool(pool, its, memory, compiled, max_model_len, round(block_bytes)))
         if pool.role == "prefill":
             assert plan.link is not None
-            transfer_terms(model, its, pool, plan.link)
+            transfer_terms(model, pools[-1], plan.link)
     return Deployment(plan, model, tuple(pools))
 
 
@@ -396,6 +402,9 @@ def check(pool: Pool, model: Model, hardware: Hardware) -> Memory:
         raise Infeasible(
             f"max_model_len ({max_model_len}) exceeds the longest context of {model.name} ({model.max_position})"
         )
+    others = _refused(pool)
+    if others is not None:
+        raise Infeasible(f"pool {pool.name}: {others}")
     if batching.max_num_seqs < pp:
         raise Infeasible(f"max_num_seqs ({batching.max_num_seqs}) must be at least pp ({pp})")
     if batching.max_num_batched_tokens < batching.max_num_seqs:
@@ -418,6 +427,22 @@ def check(pool: Pool, model: Model, hardware: Hardware) -> Memory:
             "are missing; raise tp or pp, or lower max_model_len"
         )
     return memory
+
+
+def _refused(pool: Pool) -> str | None:
+    """Settings that the pool's policy does not have, or not together."""
+    policy, kv_cache = pool.batching.policy, pool.kv_cache
+    if policy not in VLLM_POLICIES:
+        for asked, what in ((kv_cache.prefix_caching, "prefix_caching"), (kv_cache.preemption == "swap", "swap")):
+            if asked:
+                return f"policy {policy} has no {what}; leave it out, or choose {' or '.join(VLLM_POLICIES)}"
+    elif kv_cache.prefix_caching and kv_cache.preemption == "swap":
+        return "prefix_caching and preemption by swap do not go together; choose one"
+    if pool.role == "decode" and policy == "static":
+        return "static batches are formed of prompts; a decode pool needs another policy"
+    if not pool.batching.chunked_prefill and policy in ALWAYS_CHUNKED:
+        return f"policy {policy} always cuts prompts at the token budget; leave chunked_prefill out"
+    return None
 
 
 def vllm_batching(hardware: Hardware) -> Batching:

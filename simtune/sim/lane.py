@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from simtune.costs.protocol import StepCosts
@@ -91,6 +92,8 @@ class Lane:
     wire: Wire | None = None
     """The way out of a prefill instance: its requests are handed over when their prompt is done."""
     pipeline: Pipeline | None = None
+    swap: int = 0
+    """Ticks to move one KV block to or from host memory; steps wait for it."""
     up: bool = True
     """Whether it takes new requests."""
     number: int = 0
@@ -102,6 +105,8 @@ class Lane:
     jumping: bool = False  # in a jump, alone in its pipeline
     version: int = 0  # of the event that ends the running step; an older one is void
     woken: bool = False
+    waiting: int = 0
+    """Requests that wait in the scheduler, as last counted."""
     busy: int = 0
     """Ticks spent in steps so far."""
     inbox: deque[Handoff] = field(default_factory=deque)
@@ -110,8 +115,13 @@ class Lane:
     """Requests whose KV cache has come; they join before the next step."""
     dropped: list[Request] = field(default_factory=list)
     """Requests whose KV cache will never come; their reservation ends before the next step."""
+    uneven: Callable[[int, int, int, bool], int] | None = None
+    """`StepCosts.uneven`, where the costs have it."""
     holding: int = 0
     """Requests handed over whose KV cache is still here."""
+
+    def __post_init__(self) -> None:
+        self.uneven = getattr(self.costs, "uneven", None)
 
     @property
     def has_work(self) -> bool:

@@ -12,6 +12,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
+from operator import eq
+from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,7 +63,7 @@ class RequestStream:
     priority: Ints
     class_names: tuple[str, ...]
     slos: tuple[Slo | None, ...]
-    hash_ids: tuple[tuple[int, ...], ...] | None = None
+    hash_ids: Sequence[tuple[int, ...]] | None = None
     block_tokens: int = MOONCAKE_BLOCK_TOKENS
     users: int | None = None
     think_s: float = 0.0
@@ -102,9 +104,16 @@ class RequestStream:
             output_tokens=self.output_tokens[mine],
             class_index=self.class_index[mine],
             priority=self.priority[mine],
-            hash_ids=None if self.hash_ids is None else tuple(compress(self.hash_ids, mine.tolist())),
+            hash_ids=self._blocks_of(mine),
             session=None if self.session is None else self.session[mine],
         )
+
+    def _blocks_of(self, mine: NDArray[np.bool_]) -> Sequence[tuple[int, ...]] | None:
+        if self.hash_ids is None:
+            return None
+        if isinstance(self.hash_ids, RepeatedBlocks):
+            return self.hash_ids.kept(mine)
+        return tuple(compress(self.hash_ids, mine.tolist()))
 
     def predicted_tokens(self, sigma: float, seed: int) -> Ints:
         """Output lengths as a predictor would guess them: off by a lognormal factor of median 1 and shape sigma."""
@@ -132,7 +141,8 @@ def build_stream(workload: Workload, trace: Trace | None, *, requests: int, seed
     outputs = [c.output or workload.output for c in classes]
     arrivals = workload.arrivals
     prompt_tokens = _lengths(prompts, class_index, _uniforms(seed, _PROMPT, requests), trace, "prompt")
-    hash_ids, session = _hash_ids(prompts, class_index, trace), None
+    hash_ids: Sequence[tuple[int, ...]] | None = _hash_ids(prompts, class_index, trace)
+    session = None
     block_tokens = trace.block_tokens if trace else MOONCAKE_BLOCK_TOKENS
     if workload.shared_prefix is not None:
         if hash_ids is not None:
@@ -247,18 +257,52 @@ def _sample(lengths: Lengths, uniforms: Floats, trace: Trace | None, side: str) 
             return column[np.arange(len(uniforms)) % len(column)]
 
 
-def _hash_ids(prompts: Sequence[Lengths], class_index: Ints, trace: Trace | None) -> tuple[tuple[int, ...], ...] | None:
+class RepeatedBlocks(Sequence[tuple[int, ...]]):
+    """Names of prompt blocks of a trace that is repeated: made when asked for, for a million prompts have many.
+
+    Names of one round are all below `apart`, so that no round shares anything with another.
+    """
+
+    def __init__(self, rows: Sequence[tuple[int, ...]], requests: Ints) -> None:
+        """`requests[i]` is which request of the endlessly repeated trace stands at i; -1 where nothing is shared."""
+        self._rows = rows
+        self._requests = requests
+        self._apart = 1 + max((max(row, default=0) for row in rows), default=0)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    @overload
+    def __getitem__(self, at: int) -> tuple[int, ...]: ...
+    @overload
+    def __getitem__(self, at: slice) -> RepeatedBlocks: ...
+    def __getitem__(self, at: int | slice) -> tuple[int, ...] | RepeatedBlocks:
+        if isinstance(at, slice):
+            return RepeatedBlocks(self._rows, self._requests[at])
+        request = int(self._requests[at])
+        if request < 0:
+            return ()
+        round_, row = divmod(request, len(self._rows))
+        shift = round_ * self._apart
+        return tuple([x + shift for x in self._rows[row]]) if shift else self._rows[row]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and all(map(eq, self, other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def kept(self, mine: NDArray[np.bool_]) -> RepeatedBlocks:
+        """Those of some requests."""
+        return RepeatedBlocks(self._rows, self._requests[mine])
+
+
+def _hash_ids(prompts: Sequence[Lengths], class_index: Ints, trace: Trace | None) -> RepeatedBlocks | None:
     if trace is None or trace.hash_ids is None:
         return None
-    from_trace = [isinstance(p, TraceLengths) for p in prompts]
-    if not any(from_trace):
+    from_trace = np.array([isinstance(p, TraceLengths) for p in prompts])
+    if not from_trace.any():
         return None
-    ids, rows = trace.hash_ids, len(trace)
-    apart = 1 + max((max(row, default=0) for row in ids), default=0)  # ids of one round, all below this
-    return tuple(
-        () if not from_trace[k] else ids[i] if i < rows else tuple(x + i // rows * apart for x in ids[i % rows])
-        for i, k in enumerate(class_index.tolist())
-    )
+    return RepeatedBlocks(trace.hash_ids, np.where(from_trace[class_index], np.arange(len(class_index)), -1))
 
 
 def _groups(prefix: SharedPrefix, session: Ints, prompt_tokens: Ints) -> tuple[tuple[int, ...], ...]:

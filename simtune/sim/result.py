@@ -110,7 +110,7 @@ class Result:
     @cached_property
     def itl(self) -> TokenIntervals | None:
         """The times between tokens; None when there are none."""
-        return TokenIntervals(self.outcome.intervals) if len(self.outcome.intervals.steps) else None
+        return TokenIntervals(self.outcome.intervals) if len(self.outcome.intervals) else None
 
     @cached_property
     def tpot_s(self) -> Column:

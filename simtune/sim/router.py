@@ -7,7 +7,7 @@ anything else a real one could not. Lanes that are down are never chosen. Ties g
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Hashable, Sequence
 
 from simtune.engine import Request
@@ -168,8 +168,9 @@ class SessionAffinity(Router):
 class PrefixAware(_Informed):
     """The lane that would have the least to do: prompt tokens not cached there, plus `load_weight` x those under way.
 
-    The cost is that of NVIDIA Dynamo's KV router at temperature zero. What a lane has cached is taken to be the
-    leading blocks of the prompts sent there, the latest `memory_blocks` of them.
+    The cost is that of NVIDIA Dynamo's KV router at temperature zero. What a lane has cached is taken to be the leading
+    blocks of the prompts sent there: the latest `memory_blocks` per lane, and up to as many before them, kept in two
+    generations.
     """
 
     def __init__(
@@ -177,19 +178,23 @@ class PrefixAware(_Informed):
     ) -> None:
         super().__init__(lanes, stale)
         self._block_tokens = block_tokens
-        self._memory_blocks = memory_blocks
+        self._generation = memory_blocks * len(self.lanes)
         self._load_weight = load_weight
-        self._holders: dict[Hashable, set[int]] = {}
-        self._memory: list[OrderedDict[Hashable, None]] = [OrderedDict() for _ in self.lanes]
-        self._sent: deque[tuple[int, int, tuple[Hashable, ...]]] = deque()  # (tick it is known, lane, blocks)
+        self._young: dict[Hashable, int] = {}  # block -> lanes that have it, as bits
+        self._old: dict[Hashable, int] = {}
+        self._remembered = 0  # blocks times lanes in the young generation, at most
+        self._sent: deque[tuple[int, int, Sequence[Hashable]]] = deque()  # (tick it is known, lane, blocks)
 
     def weight(self, request: Request) -> int:
         return request.prompt_tokens
 
     def over(self, request: Request, lane: Lane, now: int) -> None:
         super().over(request, lane, now)
-        if not lane.up:  # lost with everything it had cached
-            self._forget(self._at[lane.number])
+        if not lane.up:  # it has left, or is lost with everything it had cached
+            others = ~(1 << self._at[lane.number])
+            for generation in (self._young, self._old):
+                for block in generation:
+                    generation[block] &= others
 
     def _best(self, request: Request, now: int) -> int | None:
         sent = self._sent
@@ -199,54 +204,53 @@ class PrefixAware(_Informed):
         best = self._lightest()
         if best is None:
             return None
-        load, weight = self._load, self._load_weight
-        least = weight * load[best] + request.prompt_tokens
-        for at, cached in self._cached(request.blocks).items():
-            cost = weight * load[at] + request.prompt_tokens - cached * self._block_tokens
-            if (cost < least or (cost == least and at < best)) and self.lanes[at].up:
-                best, least = at, cost
+        load, weight, lightest = self._load, self._load_weight, best
+        least = weight * load[best]
+        for lanes, cached in self._cached(request.blocks):
+            for at in (lightest,) if lanes >> lightest & 1 else _bits(lanes):
+                cost = weight * load[at] - cached * self._block_tokens
+                if (cost < least or (cost == least and at < best)) and self.lanes[at].up:
+                    best, least = at, cost
         if self._stale:
             sent.append((now + self._stale, best, request.blocks))
         else:
             self._remember(best, request.blocks)
         return best
 
-    def _cached(self, blocks: Sequence[Hashable]) -> dict[int, int]:
-        """How many leading blocks each lane has, for those that have any."""
-        found: dict[int, int] = {}
-        remaining: set[int] | None = None
-        for depth, block in enumerate(blocks):
-            holders = self._holders.get(block)
-            if not holders:
+    def _cached(self, blocks: Sequence[Hashable]) -> list[tuple[int, int]]:
+        """(lanes as bits, leading blocks they have) for those that have any."""
+        young, old = self._young, self._old
+        found: list[tuple[int, int]] = []
+        lanes, depth = -1, 0
+        for block in blocks:
+            still = lanes & (young.get(block, 0) | old.get(block, 0))
+            if still != lanes and depth:
+                found.append((lanes & ~still, depth))
+            lanes = still
+            if not lanes:
                 break
-            remaining = set(holders) if remaining is None else remaining & holders
-            if not remaining:
-                break
-            for at in remaining:
-                found[at] = depth + 1
+            depth += 1
+        if lanes > 0:
+            found.append((lanes, depth))
         return found
 
     def _remember(self, at: int, blocks: Sequence[Hashable]) -> None:
-        memory, holders = self._memory[at], self._holders
+        young, bit = self._young, 1 << at
         for block in blocks:
-            if block in memory:
-                memory.move_to_end(block)
-            else:
-                memory[block] = None
-                holders.setdefault(block, set()).add(at)
-        while len(memory) > self._memory_blocks:
-            self._drop(at, memory.popitem(last=False)[0])
+            young[block] = young.get(block, 0) | bit
+        self._remembered += len(blocks)
+        if self._remembered >= self._generation:
+            self._old, self._young, self._remembered = young, {}, 0
 
-    def _forget(self, at: int) -> None:
-        for block in self._memory[at]:
-            self._drop(at, block)
-        self._memory[at].clear()
 
-    def _drop(self, at: int, block: Hashable) -> None:
-        holders = self._holders[block]
-        holders.discard(at)
-        if not holders:
-            del self._holders[block]
+def _bits(mask: int) -> list[int]:
+    """Numbers of the bits that are set, from the lowest."""
+    found = []
+    while mask:
+        low = mask & -mask
+        found.append(low.bit_length() - 1)
+        mask ^= low
+    return found
 
 
 def mix(a: int, b: int) -> int:

@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simtune.costs.ticks import TICKS_PER_SECOND
-from simtune.sim.world import Intervals
 
 Column = NDArray[np.float64]
 
@@ -67,11 +66,9 @@ class TokenIntervals:
     cache to come, is not in it.
     """
 
-    def __init__(self, intervals: Intervals) -> None:
-        self._first = _array(intervals.first)
-        self._slope = _array(intervals.slope)
-        self._steps = _array(intervals.steps)
-        self._decodes = _array(intervals.decodes)
+    def __init__(self, intervals: NDArray[np.int64]) -> None:
+        """`intervals` are those of `simtune.sim.world.Outcome`, at least one row."""
+        self._first, self._slope, self._steps, self._decodes = intervals.T
 
     @property
     def count(self) -> int:
@@ -103,7 +100,3 @@ class TokenIntervals:
         flat = np.where(room >= 0, self._steps, 0)
         steps = np.minimum(np.where(room >= 0, room // np.maximum(self._slope, 1) + 1, 0), self._steps)
         return int((np.where(self._slope > 0, steps, flat) * self._decodes).sum())
-
-
-def _array(values: object) -> NDArray[np.int64]:
-    return np.array(values, dtype=np.int64)

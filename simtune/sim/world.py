@@ -25,11 +25,11 @@ the prompt is done.
 
 from __future__ import annotations
 
-import heapq
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
@@ -114,26 +114,10 @@ class Outcome:
     steps: int
     transferred_bytes: int
     lanes: list[LaneUse]
-    intervals: Intervals
+    intervals: Ticks
+    """Times between tokens, without a value per token, for a jump's are an arithmetic progression. A row (first, slope,
+    steps, decodes) stands for `steps` steps of `decodes` tokens, the k-th taking first + k * slope ticks."""
     records: list[StepRecord] = field(default_factory=list)
-
-
-class Intervals:
-    """Times between tokens, without a value per token: a jump's are an arithmetic progression.
-
-    Each entry stands for `steps` steps of `decodes` tokens, the k-th taking first + k * slope ticks.
-    """
-
-    __slots__ = ("decodes", "first", "slope", "steps")
-
-    def __init__(self) -> None:
-        self.first, self.slope, self.steps, self.decodes = array("q"), array("q"), array("q"), array("q")
-
-    def add(self, first: int, slope: int, steps: int, decodes: int) -> None:
-        self.first.append(first)
-        self.slope.append(slope)
-        self.steps.append(steps)
-        self.decodes.append(decodes)
 
 
 class World:
@@ -203,18 +187,18 @@ class World:
         self._events = 0
         self._steps = 0
         self._bytes = 0
-        self._intervals = Intervals()
+        self._intervals = array("q")  # rows of four
 
     def run(self) -> Outcome:
         """Run until every request is finished or refused, or `stop_when` says so."""
         for i, change in enumerate(self._changes):
-            heapq.heappush(self._heap, (change.tick, _CHANGE, i, 0))
+            heappush(self._heap, (change.tick, _CHANGE, i, 0))
         if self._stream.arrival_s is None:
             for _ in range(min(self._stream.users or 1, len(self._prompt))):
                 self._send_next(0)
         elif self._prompt:
             self._send_next(self._arrival[0])
-        heap, lanes, pop = self._heap, self._lanes, heapq.heappop
+        heap, lanes, pop = self._heap, self._lanes, heappop
         events = 0
         while heap and not self._aborted:
             now, phase, subject, version = pop(heap)
@@ -261,7 +245,7 @@ class World:
                 )
                 for lane in self._lanes
             ],
-            intervals=self._intervals,
+            intervals=_column(self._intervals).reshape(-1, 4),
             records=self._records or [],
         )
 
@@ -273,7 +257,7 @@ class World:
         if number < len(self._prompt):
             self._next_request += 1
             self._arrival[number] = tick
-            heapq.heappush(self._heap, (tick, _ARRIVE, number, 0))
+            heappush(self._heap, (tick, _ARRIVE, number, 0))
 
     def _arrive(self, now: int, number: int) -> None:
         if self._stream.arrival_s is not None and self._next_request < len(self._prompt):
@@ -304,10 +288,16 @@ class World:
                 self._send_next(now + self._think)
             return
         self._waiting += 1
+        lane.waiting += 1
         if lane.step is None:
             self._wake(now, lane)
         elif notices:
             self._cut(now, lane)
+
+    def _count_waiting(self, lane: Lane) -> None:
+        waiting = lane.scheduler.num_waiting
+        self._waiting += waiting - lane.waiting
+        lane.waiting = waiting
 
     def _prompt_only(self, request: Request) -> Request:
         """What a prefill instance is asked for: all that is known of the request, and one token more."""
@@ -328,7 +318,7 @@ class World:
         """Let an idle lane schedule at this instant, after everything else that happens at it."""
         if not lane.woken:
             lane.woken = True
-            heapq.heappush(self._heap, (now, _WAKE, lane.number, 0))
+            heappush(self._heap, (now, _WAKE, lane.number, 0))
             if lane.pipeline is not None:
                 self._end_jumps(now, lane)
 
@@ -356,38 +346,39 @@ class World:
             lane.arrived.clear()
         if lane.inbox:
             self._make_room(now, lane)
-        waiting = scheduler.num_waiting
         step = scheduler.schedule()
-        self._waiting += scheduler.num_waiting - waiting
         if step is None:
             if lane.inbox:
                 self._make_room(now, lane)  # with asynchronous scheduling the last ones have left only now
             if lane.number in self._leaving:
                 self._left(now, lane)
             return
-        for request in step.preempted:
-            self._preemptions[request.id] += 1
         chunks = step.chunks
+        if chunks or step.preempted:
+            for request in step.preempted:
+                self._preemptions[request.id] += 1
+            self._count_waiting(lane)
         lane.repetitions, lane.slope = 1, 0
         if chunks:
+            samples, parts, scheduled = step.num_decodes, [], self._scheduled
             for chunk in chunks:
-                if self._scheduled[chunk.request.id] < 0:
-                    self._scheduled[chunk.request.id] = now
-            samples = step.num_decodes + sum(chunk.completes for chunk in chunks)
-            lane.first = lane.costs.mixed(
-                step.num_decodes,
-                step.context_tokens,
-                [(chunk.past, chunk.tokens) for chunk in chunks],
-                samples,
-            )
+                parts.append((chunk.past, chunk.tokens))
+                samples += chunk.completes
+                if scheduled[chunk.request.id] < 0:
+                    scheduled[chunk.request.id] = now
+            lane.first = lane.costs.mixed(step.num_decodes, step.context_tokens, parts, samples)
         else:
             lane.first, lane.slope, span = lane.costs.decode(step.num_decodes, step.context_tokens)
             alone = lane.pipeline is None or self._alone(lane)
             if alone and not self._single_steps and not (lane.inbox and scheduler.unsettled):
                 lane.repetitions = min(step.repeat, span)
-        uneven = getattr(lane.costs, "uneven", None)  # see simtune.costs.protocol
-        if uneven is not None and step.longest_context:
-            lane.first += uneven(step.num_decodes, step.context_tokens, step.longest_context, bool(chunks))
+        if lane.uneven is not None and step.longest_context:
+            lane.first += lane.uneven(step.num_decodes, step.context_tokens, step.longest_context, bool(chunks))
+        if step.part != (0, 1):
+            i, n = step.part
+            lane.first = lane.first // n + (i < lane.first % n)
+        if step.swapped_out_blocks or step.swapped_in_blocks:
+            lane.first += lane.swap * (step.swapped_out_blocks + step.swapped_in_blocks)
         lane.step, lane.started = step, now
         lane.version += 1
         if lane.pipeline is not None:
@@ -399,7 +390,7 @@ class World:
                 lane.first = end - now  # what it waited for the others included
         else:
             end = now + lane.elapsed(lane.repetitions)
-        heapq.heappush(self._heap, (end, _END, lane.number, lane.version))
+        heappush(self._heap, (end, _END, lane.number, lane.version))
 
     @staticmethod
     def _alone(lane: Lane) -> bool:
@@ -412,7 +403,7 @@ class World:
         if repetitions < lane.repetitions:
             lane.repetitions = repetitions
             lane.version += 1
-            heapq.heappush(self._heap, (lane.started + lane.elapsed(repetitions), _END, lane.number, lane.version))
+            heappush(self._heap, (lane.started + lane.elapsed(repetitions), _END, lane.number, lane.version))
 
     def _end(self, now: int, lane: Lane) -> None:
         self._account(now, lane)
@@ -428,13 +419,10 @@ class World:
             if lane.wire is not None and self._hand_over(now, lane, request):
                 continue
             self._finished(now, request.id)
-        if lane.has_work:
-            if self._heap and self._heap[0][0] == now:
-                self._wake(now, lane)  # something else happens at this instant, and comes first
-            else:
-                self._start(now, lane)
-        elif lane.number in self._leaving:
-            self._left(now, lane)
+        if self._heap and self._heap[0][0] == now:
+            self._wake(now, lane)  # something else happens at this instant, and comes first
+        else:
+            self._start(now, lane)
 
     def _account(self, end: int, lane: Lane) -> None:
         """Write the running step's repetitions down; the last of them ends at `end`."""
@@ -443,7 +431,7 @@ class World:
         self._steps += lane.repetitions
         lane.busy += end - lane.started
         if step.num_decodes:
-            self._intervals.add(lane.first, lane.slope, lane.repetitions, step.num_decodes)
+            self._intervals.extend((lane.first, lane.slope, lane.repetitions, step.num_decodes))
         if self._records is not None:
             self._records.append(
                 StepRecord(
@@ -514,7 +502,7 @@ class World:
             wire = handoff.source.wire
             assert wire is not None
             begin = now + wire.setup + self._blocks_of(handoff) * wire.descriptors
-            heapq.heappush(self._heap, (begin, _SEND, handoff.request.id, handoff.serial))
+            heappush(self._heap, (begin, _SEND, handoff.request.id, handoff.serial))
 
     @staticmethod
     def _blocks_of(handoff: Handoff) -> int:
@@ -534,7 +522,7 @@ class World:
     def _announce(self, link: Link) -> None:
         end = link.next_end()
         if end is not None:
-            heapq.heappush(self._heap, (end, _SENT, link.number, link.version))
+            heappush(self._heap, (end, _SENT, link.number, link.version))
 
     def _sent(self, now: int, number: int, version: int) -> None:
         link = self._links[number]
@@ -592,8 +580,9 @@ class World:
         for handoff in inbox:
             self._over(handoff.request, lane, now)
             self._offer(now, handoff)
-        for request in lane.scheduler.withdraw():
-            self._waiting -= 1
+        withdrawn = lane.scheduler.withdraw()
+        self._count_waiting(lane)
+        for request in withdrawn:
             self._over(request, lane, now)
             self._route(now, self._again(request))
 
@@ -604,7 +593,7 @@ class World:
         change = self._leaving.pop(lane.number)
         if change.then and not any(other.number in self._leaving for other in change.lanes):
             self._changes.append(Change(now + change.delay, change.then, up=True))
-            heapq.heappush(self._heap, (now + change.delay, _CHANGE, len(self._changes) - 1, 0))
+            heappush(self._heap, (now + change.delay, _CHANGE, len(self._changes) - 1, 0))
 
     def _lose(self, now: int, lanes: Sequence[Lane]) -> None:
         """The lanes fail with all they have: their requests are sent again, those furthest along first."""
@@ -613,7 +602,6 @@ class World:
         for lane in lanes:
             if lane.step is not None:
                 self._break_off(now, lane)
-            self._waiting -= lane.scheduler.num_waiting
             going = [h for h in self._handoffs.values() if h.source is lane]
             for handoff in going:
                 self._call_off(now, handoff)
@@ -626,7 +614,9 @@ class World:
                 offer.append(handoff)
             kept = {handoff.request.id for handoff in (*going, *coming)}
             lane.arrived.clear()
-            for request in lane.scheduler.abandon():
+            lost = lane.scheduler.abandon()
+            self._count_waiting(lane)
+            for request in lost:
                 if request.id not in kept:
                     self._over(request, lane, now)
                     again.append(self._again(request))

@@ -7,9 +7,24 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from simtune.specs.base import Count, Name, NonNegative, Part, Positive, Seq, Spec, suggest
+from simtune.specs.speculation import Speculation
 
 KvDtype = Literal["fp32", "bf16", "fp16", "fp8", "int8"]
-Policy = Literal["vllm-fcfs", "vllm-priority"]
+Policy = Literal[
+    "vllm-fcfs",
+    "vllm-priority",
+    "transformers-fifo",
+    "transformers-prefill-first",
+    "static",
+    "orca",
+    "sarathi",
+    "shortest-predicted-first",
+    "earliest-deadline-first",
+    "dual-queue",
+    "skip-join-mlfq",
+    "priority-layers",
+]
+"""What each does is said in `simtune.engine`."""
 Role = Literal["mixed", "prefill", "decode"]
 
 
@@ -62,6 +77,7 @@ class Pool(Part):
     async_scheduling: bool = True
     cuda_graphs: bool = Field(True, description="false: every kernel is launched on its own, as enforce-eager does")
     max_model_len: Count | None = Field(None, description="longest prompt + output; the model's limit unless given")
+    speculation: Speculation | None = Field(None, description="how it drafts; every token by itself unless given")
 
 
 # --- routers ----------------------------------------------------------------------------------------------
@@ -105,7 +121,7 @@ class SessionAffinity(Part):
 class PrefixAware(_Informed):
     """The instance with the least work: prompt tokens it would have to compute, plus those it has under way.
 
-    What an instance has cached is what the router sent it, the latest `memory_tokens` of it.
+    What an instance has cached is what the router sent it, at least the latest `memory_tokens` of it.
     """
 
     kind: Literal["prefix_aware"] = "prefix_aware"

@@ -1,0 +1,92 @@
+"""simtune replay: does a scheduler decide as the engine did that wrote this log?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from simtune.cli.output import json_option, print_json, print_table
+
+if TYPE_CHECKING:
+    from simtune.validation.replay import Decision, Parting, Replay, State
+
+SHOWN = 12
+"""Names of one list, and rows of one table, that are told in full."""
+
+
+@click.command()
+@click.argument("steplogs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="STEPLOG...")
+@click.option("--policy", default=None, help="A scheduling policy, instead of the one the log's engine ran.")
+@json_option
+def replay(steplogs: tuple[Path, ...], policy: str | None, as_json: bool) -> int:
+    """Drive the scheduler through each STEPLOG of a real engine, and compare every step.
+
+    Exits with 4 if a schedule parts from its log, and says where, what each decided, and what was there before.
+    """
+    from dataclasses import asdict
+
+    from simtune.validation.replay import replay as drive
+    from simtune.validation.steplog import read
+
+    replays = [drive(log, policy) for log in [read(path) for path in steplogs]]
+    equal = all(found.parting is None for found in replays)
+    if as_json:
+        print_json({"equal": equal, "replays": [asdict(found) for found in replays]})
+    else:
+        for found in replays:
+            click.echo(_summary(found))
+            if found.parting is not None:
+                _show(found.parting)
+    return 0 if equal else 4
+
+
+def _summary(found: Replay) -> str:
+    end = "all equal" if found.parting is None else f"parts at step {found.parting.step}, {found.equal} equal before"
+    return f"{found.file}: {found.engine}, {found.policy}: {found.steps} steps, {end}"
+
+
+def _show(parting: Parting) -> None:
+    click.echo(_before(parting.before))
+    logged, simulated = parting.logged, parting.simulated
+    if logged is None or simulated is None:
+        click.echo("  the log ends here, the scheduler goes on" if logged is None else "  the scheduler runs nothing")
+        return
+    rows: list[tuple[str, ...]] = [
+        (name.replace("_", " "), _told(logged, name), _told(simulated, name))
+        for name in parting.different
+        if name != "scheduled"
+    ]
+    if "scheduled" in parting.different:
+        both = _places(logged.scheduled), _places(simulated.scheduled)
+        places = [i for i in range(max(map(len, both))) if both[0][i : i + 1] != both[1][i : i + 1]]
+        rows += [(f"place {i + 1}", *("".join(side[i : i + 1]) or "-" for side in both)) for i in places[:SHOWN]]
+        if len(places) > SHOWN:
+            rows.append((f"and {len(places) - SHOWN} places more", "", ""))
+    print_table(f"Step {parting.step}: what differs", ("", "logged", "simulated"), rows)
+
+
+def _places(scheduled: tuple[tuple[str, int], ...]) -> list[str]:
+    return [f"{request}: {tokens}" for request, tokens in scheduled]
+
+
+def _told(decision: Decision, name: str) -> str:
+    value = getattr(decision, name)
+    if isinstance(value, int):
+        return str(value)
+    return _some([item if isinstance(item, str) else f"{item[0]} (cached {item[1]})" for item in value])
+
+
+def _before(state: State) -> str:
+    running = [f"{r.request} ({r.computed_tokens}, {r.emitted_tokens})" for r in state.running]
+    return (
+        f"  before: {state.free_blocks} blocks free\n"
+        f"  running {len(running)} (tokens computed, delivered): {_some(running)}\n"
+        f"  waiting {len(state.waiting)}: {_some(list(state.waiting))}"
+    )
+
+
+def _some(words: list[str]) -> str:
+    rest = f" and {len(words) - SHOWN} more" if len(words) > SHOWN else ""
+    return ", ".join(words[:SHOWN]) + rest or "-"
