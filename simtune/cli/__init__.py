@@ -20,7 +20,12 @@ from simtune.errors import SimtuneError
 VERBS = {
     "optimize": "Find the best schedule for a study, and write plan, engine configs and report.",
     "simulate": "Run one plan under one load.",
+    "profile": "Measure this machine and fit a hardware profile.",
     "fit": "Fit a hardware profile from tables others measured.",
+    "calibrate": "Correct a hardware profile by an engine's own log.",
+    "acceptance": "Estimate how often drafts are kept, from what engines log.",
+    "speculate": "Choose how to draft at every batch size and context.",
+    "replay": "Compare a scheduler step by step with an engine's log.",
     "report": "Draw the report of a run directory again.",
     "list": "List what is built in.",
     "show": "Print a spec, with what follows from it.",
@@ -58,7 +63,8 @@ class _Verbs(click.Group):
 @click.group(
     cls=_Verbs,
     context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "SIMTUNE"},
-    epilog="Exit codes: 0 ok, 1 error, 2 bad usage or spec, 3 no feasible plan or saturated, 130 interrupted.",
+    epilog="Exit codes: 0 ok, 1 error, 2 bad usage or spec, 3 no feasible plan or saturated, 4 outside tolerance, "
+    "130 interrupted.",
 )
 @click.version_option(__version__, prog_name="simtune")
 def cli() -> None:

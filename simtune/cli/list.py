@@ -8,10 +8,10 @@ from simtune.cli.output import json_option, print_json
 
 
 @click.command("list")
-@click.argument("kind", required=False, type=click.Choice(["model", "hardware", "workload"]))
+@click.argument("kind", required=False, type=click.Choice(["model", "hardware", "workload", "acceptance"]))
 @json_option
 def list_(kind: str | None, as_json: bool) -> None:
-    """List models, hardware profiles and workloads that can be used by name; all, or of one KIND."""
+    """List models, hardware profiles, workloads and acceptance that can be used by name; all, or of one KIND."""
     from simtune.specs import catalog
 
     found = {k: catalog.names(k) for k in ([kind] if kind else catalog.FOLDERS)}

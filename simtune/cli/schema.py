@@ -8,7 +8,7 @@ from simtune.cli.output import print_json
 
 
 @click.command()
-@click.argument("kind", type=click.Choice(["model", "hardware", "workload", "plan", "study"]))
+@click.argument("kind", type=click.Choice(["model", "hardware", "workload", "acceptance", "plan", "study"]))
 def schema(kind: str) -> None:
     """Print the JSON schema of a KIND of spec, for editors and other programs."""
     from simtune.specs.catalog import KINDS

@@ -58,14 +58,21 @@ class _Tables(NamedTuple):
 
 
 class _DecodeAttention:
-    """Decode attention in steps whose longest prefill chunk has `chunk` tokens, 0 for none: a row for each number of
-    decodes, made when first asked for. `scale` multiplies all of it.
+    """Decode attention in steps whose longest prefill chunk has `chunk` tokens, 0 for none, with `width` query tokens
+    for each sequence: a row for each number of decodes, made when first asked for. `scale` multiplies all of it.
     """
 
     def __init__(
-        self, model: StepModel, plain: StepModel, contexts: Array, max_num_seqs: int, chunk: int, scale: float
+        self,
+        model: StepModel,
+        plain: StepModel,
+        contexts: Array,
+        max_num_seqs: int,
+        chunk: int,
+        scale: float,
+        width: int = 1,
     ) -> None:
-        self.chunk = chunk
+        self.chunk, self._width = chunk, width
         self._model, self._plain, self._contexts = model, plain, contexts
         self._max_num_seqs, self._scale = max_num_seqs, scale
         self.rows: list[_Row | None] = [None] * (max_num_seqs + 1)
@@ -77,7 +84,7 @@ class _DecodeAttention:
 
     def make(self, num_decodes: int) -> _Row:
         contexts = self._contexts
-        ticks = np.rint(self._scale * self._seconds(num_decodes) * TICKS_PER_SECOND).astype(np.int64)
+        ticks = self.at_knots(num_decodes)
         starts = contexts.astype(np.int64) * num_decodes
         # Rounded down, so that no segment ends above the knot it leads to.
         slopes = np.diff(ticks) // np.diff(starts)
@@ -85,9 +92,13 @@ class _DecodeAttention:
         self.rows[num_decodes] = row
         return row
 
+    def at_knots(self, num_decodes: int) -> NDArray[np.int64]:
+        """Ticks at all contexts."""
+        return np.rint(self._scale * self._seconds(num_decodes) * TICKS_PER_SECOND).astype(np.int64)
+
     def _seconds(self, num_decodes: int) -> Array:
         """At all contexts: base times what was interpolated between numbers of decodes, then between contexts."""
-        plain = self._plain.decode(num_decodes, self._contexts, chunk=self.chunk)
+        plain = self._plain.decode(num_decodes, self._contexts, self._width, self.chunk)
         if self._plain is self._model:
             return plain
         counts, log_contexts, log_ratio = self._correction
@@ -103,8 +114,8 @@ class _DecodeAttention:
         counts = _knots(CORRECTION_KNOTS_PER_OCTAVE, self._max_num_seqs, set())
         contexts = _knots(CORRECTION_KNOTS_PER_OCTAVE, int(self._contexts[-1]), self._model.windows)
         ratio = [
-            self._model.decode(int(n), contexts, chunk=self.chunk)
-            / self._plain.decode(int(n), contexts, chunk=self.chunk)
+            self._model.decode(int(n), contexts, self._width, self.chunk)
+            / self._plain.decode(int(n), contexts, self._width, self.chunk)
             for n in counts
         ]
         return np.log(counts), np.log(contexts), np.log(ratio)
@@ -142,12 +153,15 @@ class CompiledCosts:
         pool: Pool,
         max_model_len: int,
         factors: Mapping[str, float] | None = None,
+        width: int = 1,
     ) -> None:
-        self._compiled_from = (model, hardware, pool, max_model_len, factors)
+        """With `width` a sequence may have so many tokens in a step, all of them sampled."""
+        self._compiled_from: tuple[Any, ...] = (model, hardware, pool, max_model_len, factors, width)
         self._model = self._plain = step_model = StepModel(model, hardware, pool, factors=factors)
         if any(operator.residual or operator.curves for operator in hardware.operators.values()):
             self._plain = StepModel(model, _uncorrected(hardware), pool, factors=factors)
         self._max_num_seqs = pool.batching.max_num_seqs
+        self._max_samples = width * self._max_num_seqs
         self._contexts = _knots(KNOTS_PER_OCTAVE, max_model_len, step_model.windows)
         without, with_chunks = step_model.correction(False), step_model.correction(True)
         self._pure = self._mixed = self._tables(pool, without)
@@ -173,6 +187,11 @@ class CompiledCosts:
             for chunks, correction in ((False, without), (True, with_chunks))
         )
 
+    @property
+    def is_even(self) -> bool:
+        """Whether `uneven` is always 0."""
+        return not any(any(row) for row in self._uneven)
+
     def _uneven_ticks(self, num_decodes: int, with_chunks: bool, correction: Correction | None) -> int:
         scale = 1.0 if correction is None else correction.scale
         return to_ticks(scale * self._model.uneven_s(num_decodes, with_chunks))
@@ -180,10 +199,11 @@ class CompiledCosts:
     def _tables(self, pool: Pool, correction: Correction | None) -> _Tables:
         model, seqs = self._model, self._max_num_seqs
         scale = 1.0 if correction is None else correction.scale
-        tokens = np.arange(1, max(pool.batching.max_num_batched_tokens, seqs) + 1, dtype=np.float64)
+        samples = np.arange(1, self._max_samples + 1, dtype=np.float64)
+        tokens = np.arange(1, max(pool.batching.max_num_batched_tokens, self._max_samples) + 1, dtype=np.float64)
         padded = padded_tokens(tokens) if pool.cuda_graphs else tokens
         linear = scale * self._dense(lambda model, x: _total(model.linear(x)), padded)
-        head = scale * self._dense(lambda model, x: _total(model.head(x)), np.arange(1, seqs + 1, dtype=np.float64))
+        head = scale * self._dense(lambda model, x: _total(model.head(x)), samples)
         launch = to_ticks(scale * model.launch_s)
         host = [to_ticks(model.host_s(n)) for n in range(seqs + 1)]
         # A step takes max(GPU, floor) + after: the host hides behind the GPU or comes after it.
@@ -196,12 +216,12 @@ class CompiledCosts:
             after=[0] * (seqs + 1) if hides else after,
         )
 
-    def _decode_attention(self, chunk: int, correction: Correction | None) -> _DecodeAttention:
+    def _decode_attention(self, chunk: int, correction: Correction | None, width: int = 1) -> _DecodeAttention:
         scale = 1.0 if correction is None else correction.scale
-        return _DecodeAttention(self._model, self._plain, self._contexts, self._max_num_seqs, chunk, scale)
+        return _DecodeAttention(self._model, self._plain, self._contexts, self._max_num_seqs, chunk, scale, width)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return CompiledCosts, self._compiled_from
+        return type(self), self._compiled_from
 
     def decode(self, num_decodes: int, context_tokens: int) -> tuple[int, int, int]:
         """See `simtune.costs.protocol.StepCosts.decode`."""

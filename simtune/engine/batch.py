@@ -61,6 +61,10 @@ class DecodeBatch:
         """Tokens the next step computes for a member."""
         return 1
 
+    def emitted_by(self, member: Request) -> int:
+        """Output tokens a member has delivered so far."""
+        return member.emitted + self.steps - member.joined
+
     def blocks_of(self, member: Request) -> int:
         """New blocks the next step needs for a member."""
         return int((member.computed + self.steps - member.joined) % self._block_size == 0)
@@ -108,9 +112,12 @@ class DecodeBatch:
         """New blocks the next `steps` steps need."""
         if steps == 1:
             return self._residues[-self.steps % self._block_size]
-        cycles, rest = divmod(steps, self._block_size)
-        size, residues, now = self._block_size, self._residues, self.steps
-        return cycles * self.count + sum(residues[-(now + k) % size] for k in range(rest))
+        size, residues = self._block_size, self._residues
+        cycles, rest = divmod(steps, size)
+        end = -self.steps % size + 1  # the next steps are those of the residues before this one, downwards and around
+        if rest <= end:
+            return cycles * self.count + sum(residues[end - rest : end])
+        return cycles * self.count + sum(residues[:end]) + sum(residues[end - rest :])
 
     def steps_that_fit(self, free: int, limit: int) -> int:
         """The largest number of steps, at most `limit`, whose new blocks number at most `free`."""

@@ -152,8 +152,14 @@ class PrefixCache(KvBlocks):
             request.shared += runs[-1].size
 
     def take(self, blocks: int) -> None:
-        super().take(blocks)
-        blank, idle, cached = self._blank - blocks, self._idle, self._cached
+        assert blocks <= self.free, f"{blocks} blocks taken, {self.free} free"
+        self.free -= blocks
+        self._blank -= blocks
+        if self._blank < 0:
+            self._evict()
+
+    def _evict(self) -> None:
+        blank, idle, cached = self._blank, self._idle, self._cached
         while blank < 0:
             run, _ = idle.popitem(last=False)
             blank += run.size

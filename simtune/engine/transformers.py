@@ -41,6 +41,8 @@ class TransformersFifo(ListScheduler):
         super().__init__(**settings)
         if not self.chunked_prefill:
             raise ValueError("transformers always cuts prompts at the token budget; chunked_prefill must be true")
+        if self.watermark_blocks:
+            raise ValueError("transformers keeps blocks free by safety_margin; watermark_blocks must be 0")
         self.safety_margin = self.DEFAULT_MARGIN if safety_margin is None else safety_margin
         self._closed = False  # nobody is admitted until a request finishes
         self._after: list[Request] = []  # reset after the step was chosen; their blocks are free when it is over

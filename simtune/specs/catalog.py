@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from simtune.errors import UsageError
 from simtune.specs import hf, yamlfile
+from simtune.specs.acceptance import Acceptance
 from simtune.specs.base import Spec, override, suggest
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
@@ -24,8 +25,8 @@ from simtune.specs.workload import TraceArrivals, TraceLengths, Workload
 
 S = TypeVar("S", bound=Spec)
 
-KINDS: dict[str, type[Spec]] = {c.KIND: c for c in (Model, Hardware, Workload, Plan, Study)}
-FOLDERS = {"model": "models", "hardware": "hwprofiles", "workload": "workloads"}
+KINDS: dict[str, type[Spec]] = {c.KIND: c for c in (Model, Hardware, Workload, Acceptance, Plan, Study)}
+FOLDERS = {"model": "models", "hardware": "hwprofiles", "workload": "workloads", "acceptance": "workloads/acceptance"}
 _SPEC_SUFFIXES = (".yaml", ".yml", ".json")
 _TRACE_SUFFIXES = (".csv", ".jsonl", ".csv.gz", ".jsonl.gz")
 
@@ -72,6 +73,10 @@ def load_workload(reference: str, settings: Sequence[str] = ()) -> tuple[Workloa
     return workload, read_trace(path.parent / workload.trace) if workload.trace else None
 
 
+def load_acceptance(reference: str, settings: Sequence[str] = ()) -> Acceptance:
+    return _read(Acceptance, _locate("acceptance", reference), settings)
+
+
 def load_plan(reference: str, settings: Sequence[str] = ()) -> Plan:
     return _read(Plan, Path(reference), settings)
 
@@ -89,6 +94,8 @@ def load(reference: str) -> Spec:
         return load_hardware(reference)
     if kind == "workload":
         return load_workload(reference)[0]
+    if kind == "acceptance":
+        return load_acceptance(reference)
     return _read(KINDS[kind], Path(reference), ())
 
 

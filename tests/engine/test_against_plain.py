@@ -112,6 +112,7 @@ FEATURES: dict[str, Callable[[random.Random], dict[str, Any]]] = {
         "lookahead": rng.randint(0, 4),
         "extra": rng.randint(0, 2),
         "priority": rng.random() < 0.5,
+        "prefix_caching": rng.random() < 0.5,
     },
 }
 

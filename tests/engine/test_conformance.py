@@ -106,6 +106,7 @@ class Log:
 
     scheduled: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     context: dict[int, int] = field(default_factory=dict)
+    longest: dict[int, int] = field(default_factory=dict)
     part: dict[int, tuple[int, int]] = field(default_factory=dict)
     preempted: dict[int, list[int]] = field(default_factory=dict)
     admitted: dict[int, list[int]] = field(default_factory=dict)
@@ -146,6 +147,9 @@ def run(world: World, *, single: bool) -> Log:
         assert len(plan) <= scheduler.max_num_seqs
         chunks = {chunk.request: chunk.tokens for chunk in step.chunks}
         assert len(chunks) + step.num_decodes == len(plan)
+        if residents is not None and world.policy != "static":
+            contexts = [request.computed + 1 for request in plan if request not in chunks]
+            assert (step.context_tokens, step.longest_context) == (sum(contexts), max(contexts, default=0))
         assert chunks.items() <= plan.items()
         assert all(chunk.past == chunk.request.computed for chunk in step.chunks)
         if world.policy != "static":
@@ -170,6 +174,8 @@ def run(world: World, *, single: bool) -> Log:
         for i in range(repeat):
             log.scheduled[now + i] = [(request.id, tokens) for request, tokens in plan.items()]
             log.context[now + i] = step.context_tokens + i * step.num_decodes
+            if residents is not None and step.num_decodes:
+                log.longest[now + i] = step.longest_context + i
         log.part[now] = step.part
         if step.preempted:
             log.preempted[now] = [request.id for request in step.preempted]
@@ -205,7 +211,7 @@ def test_laws_and_jumps_to_the_letter(policy: str, data: st.DataObject) -> None:
     """All laws hold, and as many steps taken at once as the policy allows leave the same log as single steps."""
     world = data.draw(worlds(policy))
     walked, jumped = run(world, single=True), run(world, single=False)
-    for name in ("scheduled", "context", "preempted", "admitted", "first", "finished"):
+    for name in ("scheduled", "context", "longest", "preempted", "admitted", "first", "finished"):
         assert getattr(jumped, name) == getattr(walked, name), name
     assert jumped.free.items() <= walked.free.items()
     assert jumped.part.items() <= walked.part.items()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simtune.engine import Request, Scheduler, Speculation, VllmFcfs, VllmPriority
+from simtune.engine import Request, Scheduler, Speculation, SpeculativeBatch, VllmFcfs, VllmPriority
 
 
 def engine(policy: type[VllmFcfs] = VllmFcfs, **changes: Any) -> VllmFcfs:
@@ -30,8 +30,8 @@ def used_blocks(scheduler: VllmFcfs) -> int:
     held = {r: kv.held_by(r) for r in holders}
     held |= {r: kv.blocks_for(r.known_tokens) for r in scheduler._reserved}
     for r in batch:
-        age = batch.steps - r.joined if scheduler._speculation is None else 0
-        held[r] = kv.blocks_for(max(r.computed + age, r.slots))
+        drafting = isinstance(batch, SpeculativeBatch)
+        held[r] = batch.held_by(r) if drafting else kv.blocks_for(r.computed + batch.steps - r.joined)
     runs = {run for r in held for run in r.runs or ()}
     return sum(blocks - (r.shared if r.runs else 0) for r, blocks in held.items()) + sum(run.size for run in runs)
 

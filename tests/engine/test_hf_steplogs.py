@@ -64,3 +64,19 @@ def test_schedules_exactly_as_transformers_did(name: str, data_dir: Path) -> Non
     assert not requests
     assert not engine.has_work
     assert engine.kv.free == engine.kv.total
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"chunked_prefill": False}, "always cuts prompts"), ({"watermark_blocks": 1}, "by safety_margin")],
+)
+def test_settings_that_transformers_does_not_have_are_refused(change: dict[str, int], message: str) -> None:
+    settings = {
+        "num_blocks": 8,
+        "block_size": 4,
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 32,
+        "max_model_len": 32,
+    }
+    with pytest.raises(ValueError, match=message):
+        TransformersFifo(**{**settings, **change})

@@ -36,6 +36,7 @@ PUBLISHED_PARAMETERS = {
     "llama-2-7b": 6.74,
     "llama-2-70b": 68.98,
     "llama-3.1-8b": 8.03,
+    "llama-3.2-1b": 1.24,
     "llama-3.1-70b": 70.55,
     "codellama-34b": 33.74,
     "qwen3-8b": 8.19,

@@ -29,7 +29,7 @@ def decodes(request: Request) -> bool:
 
 
 class ListScheduler(Scheduler):
-    """Residents in order of admission; their `computed` and `emitted` are up to date, their `slots` are whole blocks."""
+    """Residents in order of admission; `computed` and `emitted` are up to date, `slots` counts whole blocks held."""
 
     waiting: deque[Request]
 
@@ -90,6 +90,7 @@ class ListScheduler(Scheduler):
             sum([request.computed for request in decoding]) + len(decoding),
             [Chunk(request, request.computed, tokens) for request, tokens in plan.items() if request.joined < 0],
             preempted,
+            longest_context=max([request.computed + 1 for request in decoding], default=0),
         )
         if not step.chunks and not preempted:
             limit = self._steady_steps(decoding)
@@ -122,8 +123,7 @@ class ListScheduler(Scheduler):
         for request, tokens in self._plan.items():
             request.computed += tokens * repetitions
             if request.joined >= 0:
-                if request.computed > request.slots:
-                    self._take(request, request.computed)
+                self._take(request, request.computed)
                 request.emitted += repetitions
             elif request.computed == request.known_tokens:
                 request.joined = 0
@@ -144,7 +144,9 @@ class ListScheduler(Scheduler):
 
     def _take(self, request: Request, tokens: int) -> bool:
         """See that a request holds blocks for `tokens` tokens; False, and nothing taken, where they are not free."""
-        blocks = self._missing([request], tokens - request.computed)
+        if tokens <= request.slots:
+            return True
+        blocks = -(-(tokens - request.slots) // self.kv.block_size)
         if blocks > self.kv.free:
             return False
         self.kv.take(blocks)
@@ -195,8 +197,7 @@ class StallFree(ListScheduler):
             self._preempt(victim)
             preempted.append(victim)
         for request in decoding:
-            if request.computed == request.slots:
-                self._take(request, request.computed + 1)
+            self._take(request, request.computed + 1)
         return dict.fromkeys(decoding, 1)
 
     def _prompts(self, plan: Plan, budget: int, admitting: bool) -> None:

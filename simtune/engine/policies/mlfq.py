@@ -90,6 +90,8 @@ class SkipJoinMlfq(ListScheduler):
     def _claim(self, request: Request, tokens: int, by_urgency: list[Request], preempted: list[Request]) -> bool:
         """Take blocks for `tokens` more, less urgent residents giving theirs; False if that is not enough."""
         key, kv = self._key, self.kv
+        if request.computed + tokens <= request.slots:
+            return True
         spare = 0 if request in self.residents else kv.free - self._room
         missing = self._missing([request], tokens) + spare
         if missing > kv.free:

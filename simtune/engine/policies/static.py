@@ -10,7 +10,7 @@ from simtune.engine.request import Request
 from simtune.engine.scheduler import Chunk, Progress, Settings, Step
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class PaddedChunk(Chunk):
     """A whole prompt, padded to the longest of its batch: `tokens` counts the padding."""
 
@@ -60,8 +60,9 @@ class StaticBatching(ListScheduler):
         chunks: list[Chunk] = [PaddedChunk(r, 0, tokens) for r, tokens in self._plan.items() if r.joined < 0]
         if chunks:
             return Step(0, 0, chunks, preempted)
+        context = self._width + 1
         repeat = max(self._remaining(request) for request in self.residents)
-        return Step(members, members * (self._width + 1), [], preempted, repeat)
+        return Step(members, members * context, [], preempted, repeat, longest_context=context)
 
     def complete(self, repetitions: int = 1) -> Progress:
         step, self._under_way = self._under_way, None

@@ -1,0 +1,203 @@
+"""simtune profile: measure and fit this machine."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from simtune.cli.output import json_option, print_json, print_table, quiet_option, write_file
+from simtune.errors import UsageError
+
+if TYPE_CHECKING:
+    from simtune.profiling.run import Errors, Profiled, Status
+
+COMMENT = """Fitted by `simtune profile` to what it measured on one machine; measure again rather than edit this file.
+`simtune fit` makes the same operators of the run's measurements.jsonl."""
+
+INSTALL = "simtune profile needs torch, which is not installed: pip install torch (or 'simtune[gpu]')"
+
+
+def _duration(ctx: click.Context, param: click.Parameter, value: str) -> float:
+    """90s, 3m, 1.5h or plain seconds, as seconds."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", value)
+    seconds = float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]] if found else 0.0
+    if seconds < 20:
+        raise click.BadParameter(f"{value!r}: write it as 90s, 3m or 1h, 20 seconds at least")
+    return seconds
+
+
+def _share(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
+    """5% or 0.05."""
+    if value is None:
+        return None
+    found = re.fullmatch(r"(\d*\.?\d+)(%?)", value)
+    share = float(found[1]) / (100 if found[2] else 1) if found else 0.0
+    if not 0 < share < 1:
+        raise click.BadParameter(f"{value!r}: write it as 5%")
+    return share
+
+
+def _numbers(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
+    """1,2,4."""
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", value):
+        raise click.BadParameter(f"{value!r}: write it as 1,2,4")
+    return tuple(dict.fromkeys(int(n) for n in value.split(",")))
+
+
+@click.command()
+@click.option("--device", default=None, metavar="cuda[:i]|cpu", help="A GPU if torch finds one, else the processor.")
+@click.option("--model", "references", multiple=True, required=True, help="Whose shapes to measure; may be repeated.")
+@click.option("--budget", callback=_duration, default="3m", show_default=True, help="Time for all of it, with fits.")
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder of measurements and profile.")
+@click.option(
+    "--tp", "tps", callback=_numbers, default="1", show_default=True, help="Tensor-parallel sizes, e.g. 1,2,4."
+)
+@click.option(
+    "--dtype",
+    "dtypes",
+    multiple=True,
+    type=click.Choice(["fp32", "bf16", "fp16", "fp8", "int8"]),
+    help="Instead of the models' own; may be repeated. fp8 and int8 are of weights and their inputs.",
+)
+@click.option("--target", callback=_share, default=None, help="Stop once every hold-out error is within it, e.g. 5%.")
+@json_option
+@quiet_option
+def profile(
+    device: str | None,
+    references: tuple[str, ...],
+    budget: float,
+    out: Path,
+    tps: tuple[int, ...],
+    dtypes: tuple[str, ...],
+    target: float | None,
+    as_json: bool,
+    quiet: bool,
+) -> int:
+    """Measure this machine's operators with torch, and fit a hardware profile to them.
+
+    Writes measurements.jsonl as it goes, then profile.yaml with its arrays, profile.html and summary.json. Give the
+    same command again to go on after an interruption: a run that is killed loses one point at most.
+    """
+    from simtune.profiling.timing import now
+
+    started = now()
+    from simtune.profiling import run
+    from simtune.specs import catalog
+
+    models = [model for reference in references for model in _in(catalog.load_model(reference), dtypes)]
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"{out}: is a file; name a folder")
+    try:
+        from simtune.profiling.rig import TorchRig
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise UsageError(INSTALL) from None
+    rig = TorchRig(device, models)
+    try:
+        with _live(quiet) as (update, say):
+            found = run.profile(
+                rig,
+                models,
+                out,
+                budget_s=budget,
+                tps=tps,
+                target=target,
+                started=started,
+                progress=update,
+                say=say,
+            )
+    except KeyboardInterrupt:
+        click.echo(f"interrupted; what was measured is in {out}, and the same command goes on from there", err=True)
+        return 130
+    finally:
+        rig.close()
+    _write(out, found)
+    if as_json:
+        print_json({"written": str(out / "profile.yaml"), **found.summary})
+    else:
+        _show(found, out)
+    return 0
+
+
+def _in(model: Any, dtypes: tuple[str, ...]) -> list[Any]:
+    """The model in each of these dtypes, named apart where there are several; as it is where there are none."""
+    found = []
+    for dtype in dtypes:
+        wide = {"dtype": dtype} if dtype in ("fp32", "bf16", "fp16") else {}
+        name = {"name": f"{model.name}-{dtype}"} if len(dtypes) > 1 else {}
+        found.append(model.model_copy(update={"weight_dtype": dtype, **wide, **name}))
+    return found or [model]
+
+
+def _write(out: Path, found: Profiled) -> None:
+    import json
+
+    from simtune.report.measured import Compared, render
+    from simtune.specs.hardware import ARRAYS
+
+    write_file(out / "facts.yaml", found.facts.to_yaml("What `simtune profile` found out about the device itself."))
+    write_file(out / ARRAYS, found.hardware.arrays.to_bytes())
+    write_file(out / "profile.yaml", found.hardware.to_yaml(COMMENT))
+    write_file(out / "summary.json", json.dumps(found.summary, indent=1, sort_keys=True, allow_nan=False) + "\n")
+    checks, steps = ([Compared(*check[:4]) for check in some] for some in (found.checks, found.steps))
+    write_file(out / "profile.html", render(found.hardware, found.points, checks, steps, found.summary))
+
+
+@contextmanager
+def _live(quiet: bool) -> Iterator[tuple[Callable[[Status], None], Callable[[str], None]]]:
+    """Yields what draws the table on stderr, if that is a terminal, and what says a line there."""
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield (lambda status: None), (lambda words: click.echo(words, err=True))
+        return
+    with Live(console=console, refresh_per_second=4, transient=True) as live:
+        yield (lambda status: live.update(_table(status))), (lambda words: console.print(words, highlight=False))
+
+
+def _table(status: Status) -> Any:
+    from rich.table import Table
+
+    table = Table(title=f"{status.phase}, {status.left_s:.0f} s left", title_justify="left")
+    for name in ("operator", "points", "planned", "hold-out error, %"):
+        table.add_column(name, justify="left" if name == "operator" else "right")
+    for row in status.rows:
+        error = "" if row.error is None else f"{100 * row.error:.1f}"
+        table.add_row(row.operator, f"{row.done:,}", f"{row.planned:,}", error)
+    return table
+
+
+def _show(found: Profiled, out: Path) -> None:
+    from simtune.profiling.run import errors_by_operator
+
+    columns = ("", "points", "median %", "p90 %", "max %", "in 90 % interval %")
+    print_table(
+        f"{found.hardware.name}: errors on points measured for checking, inside the measured box",
+        columns,
+        [_cells(key, errors) for key, errors in errors_by_operator(found.checks).items()],
+    )
+    if found.steps:
+        print_table(
+            "whole steps, predicted by the sum of their operators",
+            columns[:-1],
+            [_cells(key, errors)[:-1] for key, errors in errors_by_operator(found.steps).items()],
+        )
+    s = found.summary
+    timers = ", ".join(f"{count:,} by {timer}" for timer, count in s["timers"].items())
+    clean = "" if s["clean_share"] is None else f"; {s['clean_share']:.0%} of trial samples were undisturbed"
+    click.echo(f"{s['points']:,} points in {s['spent_s']:.0f} s, timed {timers}{clean}")
+    if s["throttled"]:
+        click.echo("THROTTLED: the clock fell by more than a tenth; long matrix products are slower than they could be")
+    click.echo(f"wrote {out / 'profile.yaml'} and {out / 'profile.html'}")
+
+
+def _cells(key: str, e: Errors) -> tuple[str, ...]:
+    return (key, f"{e.points:,}", *(f"{100 * x:.1f}" for x in (e.median, e.p90, e.max)), f"{100 * e.covered:.0f}")

@@ -1,0 +1,331 @@
+"""The calls that are timed, as torch alone can make them, and out of which `decoder` builds whole steps.
+
+Where torch has several kernels for one thing, `CANDIDATES` names them; the rig tries each on the device and keeps the
+fastest of those that run. Nothing here looks at a version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from simtune.profiling.timing import Call
+
+if TYPE_CHECKING:
+    from simtune.profiling.plan import Task
+    from simtune.profiling.rig import Operands
+
+Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
+"""Of queries (b, h, q, d), keys and values (b, hk, kv, d) and a mask: nothing, or what `sees` gives."""
+
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+}
+PAGE = 16
+"""Tokens of one page of a scattered KV cache, as engines have them."""
+
+
+# --- matrix products --------------------------------------------------------------------------------------
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """(m, k) times the transpose of (n, k); 8-bit ones write 16 bits, of int8 32."""
+    if weight.dtype == torch.float8_e4m3fn:
+        one = _one(x.device)
+        return torch._scaled_mm(x, weight.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+    if weight.dtype == torch.int8:
+        return torch._int_mm(x, weight.t())
+    return F.linear(x, weight)
+
+
+@cache
+def _one(device: torch.device) -> Tensor:
+    return torch.ones((), device=device)
+
+
+def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rows in 8 bits, and the scale of each."""
+    top = 127.0 if dtype == torch.int8 else float(torch.finfo(dtype).max)
+    scale = x.abs().amax(-1, keepdim=True).float() / top
+    return (x / scale).to(dtype), scale
+
+
+def moe(x: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Gated experts: rows sorted by expert, one product for each expert that was chosen (or one for all of them)."""
+    order = chosen.flatten().argsort()
+    rows = x[order // chosen.shape[1]]
+    counts = torch.bincount(chosen.flatten(), minlength=len(gate_up))
+    if x.is_cuda:
+        ends = counts.cumsum(0).to(torch.int32)
+        hidden = activation(torch._grouped_mm(rows, gate_up.transpose(1, 2), offs=ends))
+        out = torch._grouped_mm(hidden, down.transpose(1, 2), offs=ends)
+    else:
+        parts = rows.split(counts.tolist())
+        out = torch.cat(
+            [linear(activation(linear(part, gate_up[e])), down[e]) for e, part in enumerate(parts) if len(part)]
+        )
+    return torch.zeros_like(x).index_add_(0, order // chosen.shape[1], out)
+
+
+# --- attention --------------------------------------------------------------------------------------------
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+    """torch's own attention; `mask` "causal" for whole prompts."""
+    gqa = q.shape[1] != k.shape[1]
+    if isinstance(mask, str):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa)
+
+
+def sdpa_grouped(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+    """The query heads that share a KV head as rows of one head, so that its keys and values are read once."""
+    b, h, n, d = q.shape
+    groups = h // k.shape[1]
+    if mask is not None:
+        mask = mask.repeat(groups, 1)
+    return F.scaled_dot_product_attention(q.reshape(b, -1, groups * n, d), k, v, attn_mask=mask).reshape(b, h, n, d)
+
+
+def matmul(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+    """Two plain products with a softmax between."""
+    b, h, n, d = q.shape
+    groups = h // k.shape[1]
+    scores = torch.matmul(q.reshape(b, -1, groups * n, d), k.transpose(-1, -2)) * d**-0.5
+    if mask is not None:
+        scores = scores.masked_fill(~mask.repeat(groups, 1), float("-inf"))
+    return torch.matmul(torch.softmax(scores, -1), v).reshape(b, h, n, d)
+
+
+def _within(attend: Attend, backend: str) -> Attend:
+    """The same with one of torch's backends; raises where the backend has no kernel for the call."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def chosen(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        with sdpa_kernel([getattr(SDPBackend, backend)]):
+            return attend(q, k, v, mask)
+
+    return chosen
+
+
+_FUSED = {
+    f"{name}.{backend.split('_')[0].lower()}": _within(attend, backend)
+    for backend in ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION")
+    for name, attend in (("sdpa", sdpa), ("sdpa_grouped", sdpa_grouped))
+}
+ATTENTION: dict[str, Attend] = {"sdpa": sdpa, "sdpa_grouped": sdpa_grouped, "matmul": matmul, **_FUSED}
+CANDIDATES: dict[str, dict[str, tuple[str, ...]]] = {
+    "cpu": {
+        "prefill_attention": ("sdpa",),
+        "decode_attention": ("sdpa", "sdpa_grouped", "matmul"),
+        "tree_attention": ("sdpa_grouped", "matmul"),
+    },
+    "cuda": {
+        "prefill_attention": ("sdpa", "sdpa.flash", "sdpa.cudnn"),
+        "decode_attention": ("sdpa.flash", "sdpa_grouped.flash", "sdpa_grouped.cudnn", "matmul"),
+        "tree_attention": ("sdpa_grouped", "sdpa_grouped.efficient", "matmul"),
+    },
+}
+"""Kernels of attention worth trying, by kind of device."""
+
+
+def sees(tokens: int, context: int, window: int, device: torch.device) -> Any:
+    """The mask of the last `tokens` of `context` tokens, each of which sees the latest `window` up to itself."""
+    if tokens == 1 and window >= context:
+        return None
+    if tokens == context and window >= context:
+        return "causal"
+    if device.type == "cuda" and window >= context:
+        from torch.nn.attention.bias import causal_lower_right
+
+        return causal_lower_right(tokens, context)
+    mask = torch.ones(tokens, context, dtype=torch.bool, device=device).tril(context - tokens)
+    return mask if window >= context else mask.triu(context - tokens - window + 1)
+
+
+def tree_mask(width: int, context: int, device: torch.device) -> Tensor:
+    """A binary tree of `width` drafted tokens behind the context: each sees the context and its ancestors."""
+    mask = torch.ones(width, context, dtype=torch.bool, device=device)
+    mask[:, context - width :] = False
+    for node in range(width):
+        ancestor = node
+        while ancestor >= 0:
+            mask[node, context - width + ancestor] = True
+            ancestor = (ancestor + 1) // 2 - 1
+    return mask
+
+
+# --- small operations -------------------------------------------------------------------------------------
+
+
+def norm(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+    """The residual is added up in place; what is returned is its norm."""
+    return F.rms_norm(residual.add_(x), weight.shape, weight, 1e-5)
+
+
+def activation(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotated heads: x (m, heads, d), cos and sin (m, 1, d / 2)."""
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+def sample(logits: Tensor) -> Tensor:
+    """A token for each row: cast, temperature, softmax and draw."""
+    return torch.multinomial(torch.softmax(logits.float() / 0.8, -1), 1)
+
+
+# --- calls ------------------------------------------------------------------------------------------------
+
+
+def calls(task: Task, operands: Operands, attend: Attend | None) -> list[Call]:
+    """Calls of this shape that differ in their operands: as many as it takes to push each other out of caches."""
+    return _CALLS[task.kind](task, operands, attend)
+
+
+def _gemm(task: Task, operands: Operands, attend: Attend | None) -> list[Call]:
+    m, n, k = _sizes(task)
+    x = operands.fresh((m, k), task.dtype)
+    return [partial(linear, x, weight) for weight in operands.rotating((n, k), task.dtype)]
+
+
+def _quantise(task: Task, operands: Operands, attend: Attend | None) -> list[Call]:
+    x = operands.fresh(_sizes(task), "bf16")
+    return [partial(quantise, x, DTYPES[task.dtype])]
+
+
+def _prefill(task: Task, operands: Operands, attend: Attend | None) -> list[Call]:
+    b, tokens, context, h, hk, d, window = _sizes(task)
+    assert attend is not None
+    q, mask = operands.fresh((b, h, tokens, d), task.dtype), sees(tokens, context, window, operands.device)
+    return [partial(attend, q, k, v, mask) for k, v in operands.rotating((2, b, hk, context, d), task.dtype)]
+
+
+def _decode(task: Task, operands: Operands, attend: Attend | None) -> list[Call]:
+    b, context, h, hk, d, window = _sizes(task)
+    assert attend is not None
+    q, seen = operands.fresh((b, h, 1, d), task.dtype), min(window, context)
+    if task.variant == "paged":
+        return _paged(q, operands, attend, (b, seen, hk, d), task)
+    return [partial(attend, q, k, v, None) for k, v in operands.rotating((2, b, hk, seen, d), task.dtype)]
+
+
+def _paged(q: Tensor, operands: Operands, attend: Attend, shape: tuple[int, int, int, int], task: Task) -> list[Call]:
+    """Pages in random order are gathered first: an upper bound, since torch has no paged kernel everywhere."""
+    b, context, hk, d = shape
+    pages = -(-context // PAGE)
+    pool = operands.whole((2, -1, PAGE, hk, d), task.dtype, b * pages)
+    order = torch.randperm(pool.shape[1], device=operands.device)
+
+    def call(chosen: Tensor) -> Tensor:
+        k, v = (part.index_select(0, chosen).view(b, pages * PAGE, hk, d)[:, :context].transpose(1, 2) for part in pool)
+        return attend(q, k, v, None)
+
+    whole = len(order) // (b * pages) * b * pages
+    return [partial(call, chosen) for chosen in order[:whole].split(b * pages)[:64]]
+
+
+def _tree(task: Task, operands: Operands, attend: Attend | None) -> list[Call]:
+    b, width, context, h, hk, d, _ = _sizes(task)
+    assert attend is not None
+    q, mask = operands.fresh((b, h, width, d), task.dtype), tree_mask(width, context, operands.device)
+    return [partial(attend, q, k, v, mask) for k, v in operands.rotating((2, b, hk, context, d), task.dtype)]
+
+
+def _moe(task: Task, operands: Operands, attend: Attend | None) -> list[Call]:
+    from simtune.costs.operators.moe import visit_probabilities
+
+    tokens, hidden, width, per_token, experts = _sizes(task)[:5]
+    x = operands.fresh((tokens, hidden), task.dtype)
+    likely = torch.tensor(visit_probabilities(experts, per_token, float(task.shape["skew"])), dtype=torch.float32)
+    both = operands.whole((3 * experts * width * hidden,), task.dtype)
+    gate_up = both[: 2 * experts * width * hidden].view(experts, 2 * width, hidden)
+    down = both[2 * experts * width * hidden :].view(experts, hidden, width)
+    routed = [torch.multinomial(likely.expand(tokens, -1), per_token).to(operands.device) for _ in range(5)]
+    return [partial(moe, x, chosen, gate_up, down) for chosen in routed]
+
+
+def _elementwise(task: Task, operands: Operands, attend: Attend | None) -> list[Call]:
+    rows, width = _sizes(task)
+    if task.variant == "norm":
+        x, weight = operands.fresh((rows, width // 4), task.dtype), operands.fresh((width // 4,), task.dtype)
+        residual = operands.fresh((rows, width // 4), task.dtype)
+        return [partial(norm, x, residual, weight)]
+    if task.variant == "rope":
+        d = 128 if width % 256 == 0 else 64
+        heads = operands.fresh((rows, width // 2 // d, d), task.dtype)
+        cos, sin = (operands.fresh((rows, 1, d // 2), task.dtype) for _ in range(2))
+        return [partial(rope, heads, cos, sin)]
+    if task.variant == "activation":
+        gate_up = operands.fresh((rows, 2 * width // 3), task.dtype)
+        return [partial(activation, gate_up)]
+    a, b = (operands.fresh((rows, width // 3), task.dtype) for _ in range(2))
+    return [partial(torch.add, a, b)]
+
+
+def _sampling(task: Task, operands: Operands, attend: Attend | None) -> list[Call]:
+    logits = operands.fresh(_sizes(task), task.dtype)
+    return [partial(sample, logits)]
+
+
+def _copy(task: Task, operands: Operands, attend: Attend | None) -> list[Call]:
+    (size,) = _sizes(task)
+    here = operands.rotating((size // 4,), "fp32")
+    if task.variant == "in_memory":
+        target = torch.empty_like(here[0])
+        return [partial(target.copy_, source) for source in here]
+    there = torch.empty(size // 4, pin_memory=True)
+    if task.variant == "to_device":
+        return [partial(target.copy_, there, non_blocking=True) for target in here]
+    return [partial(there.copy_, source, non_blocking=True) for source in here]
+
+
+def _host(task: Task, operands: Operands, attend: Attend | None) -> list[Call]:
+    """What a plain engine does between two steps: lists to tensors, a page for each sequence, tokens to lists."""
+    (n,) = _sizes(task)
+    lengths, pages = [1000 + i for i in range(n)], [list(range(64)) for _ in range(n)]
+    out = torch.zeros(n, 1, dtype=torch.long, device=operands.device)
+
+    def call() -> None:
+        tokens: Sequence[int] = out.flatten().tolist()
+        for i in range(n):
+            lengths[i] += 1
+            pages[i][-1] = lengths[i] // PAGE
+        for values in (tokens, lengths, [length - 1 for length in lengths], pages):
+            torch.tensor(values).to(operands.device, non_blocking=True)
+
+    return [call]
+
+
+def _sizes(task: Task) -> tuple[int, ...]:
+    """Its shape, in the order in which the kind names it."""
+    from simtune.costs.tables.own import SHAPES
+
+    return tuple(round(task.shape[name]) for name in SHAPES[task.kind])
+
+
+_CALLS: dict[str, Callable[[Task, Operands, Attend | None], list[Call]]] = {
+    "gemm": _gemm,
+    "quantise": _quantise,
+    "prefill_attention": _prefill,
+    "decode_attention": _decode,
+    "tree_attention": _tree,
+    "moe": _moe,
+    "elementwise": _elementwise,
+    "sampling": _sampling,
+    "copy": _copy,
+    "host": _host,
+}

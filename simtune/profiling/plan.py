@@ -1,0 +1,386 @@
+"""Which points are worth measuring, and in which order.
+
+For each operator of the models the corners of its box come first, then the points farthest from those chosen
+(maximin). Matrix products are measured at the exact (n, k) of the models, over numbers of tokens half an octave apart:
+exact shapes beat any fit. Validation points lie between, and no fit sees them. Whole steps are measured to be compared
+with the sum of their operators, never to be fitted.
+
+The order is that of rounds: an eighth, a quarter, half and all of every operator's points, each round shuffled with a
+fixed seed. Whenever a run stops, what it has is a sample of everything; and the plan depends on nothing but what the
+header of the measurements holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, cast
+
+import numpy as np
+
+from simtune.costs.layers import attention_layer
+from simtune.costs.operators import OPERATORS, Setting, operator_key
+from simtune.specs.base import DTYPE_BYTES, Dtype
+from simtune.specs.model import Attention, DenseFeedForward, FullAttention, LayerGroup, Model, MoeFeedForward
+from simtune.specs.model import SlidingAttention as Sliding
+
+ROUNDS = 4
+POOL_SHARE = 0.2
+"""Of the memory that the operands of one call may take."""
+
+WEIGHTS_SHARE = 0.4
+"""Of the memory that the weights of a model built for whole steps may take."""
+
+_TOKENS = (1, 2, *(n for i in range(1, 12) for n in (3 * 2 ** (i - 1), 2 ** (i + 1))), 6144, 8192)  # half octaves
+_PROMPTS = tuple(dict.fromkeys(round(2 ** (i / 4)) for i in range(61)))  # quarter octaves: kernels work in blocks
+_SAMPLED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
+_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+_CONTEXTS = tuple(round(2 ** (i / 2)) for i in range(8, 35))  # 16 to 131,072, half an octave apart
+_CHUNKS = (16, 32, 64, 128, 256, 512, 1024, 2048)
+_WIDTHS = (2, 4, 8, 16, 32)
+_MESSAGES = tuple(2**i for i in range(10, 27))
+_COPIES = tuple(2**i for i in range(12, 29, 2))
+_STEPS = {"batches": (1, 2, 4, 8, 16), "contexts": (128, 1024, 4096), "chunks": (64, 128, 256, 512)}
+_STEP_PASTS = {0: 512, 1024: 256}  # and the longest chunk behind each: such steps take seconds on a processor
+_MIXED = ((4, 1024, 512, 128), (16, 512, 0, 256), (8, 4096, 1024, 64))  # decodes, context, past, tokens
+_STEP_CALLS = 10  # a whole step may take so many times as long as the longest call of an operator
+
+_EVERY_TOKEN = 0.1  # a decode that is so slow in one layer is too slow for anybody at a tenth of a prompt's limit
+
+Role = Literal["fit", "validation", "sentinel"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A point to measure."""
+
+    kind: str
+    dtype: Dtype
+    shape: Mapping[str, float]
+    kv_dtype: Dtype | None = None
+    variant: str | None = None
+    role: Role = "fit"
+
+    @property
+    def key(self) -> str:
+        """What tells it from all others of a plan."""
+        shape = {name: float(value) for name, value in self.shape.items()}
+        return json.dumps({**self.to_data(), "shape": shape}, sort_keys=True)
+
+    @property
+    def operator(self) -> str:
+        """The key of its operator in a profile, or its kind with dtype and variant where it is none."""
+        return operator_key(self.kind, self.dtype, self.kv_dtype, self.variant)
+
+    def to_data(self) -> dict[str, Any]:
+        data = {name: getattr(self, name) for name in ("kind", "dtype", "kv_dtype", "variant")}
+        data["shape"] = dict(self.shape)
+        data["role"] = None if self.role == "fit" else self.role
+        return {name: value for name, value in data.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a device can take. The rates are rough, powers of two, and found before planning."""
+
+    memory_bytes: float
+    call_s: float
+    """Longest call worth a point."""
+    flops_per_s: float
+    attention_flops_per_s: float
+    bytes_per_s: float
+    scale: float = 1.0
+    """Points of attention, relative to those of a budget of minutes."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The points of a run, round by round, and what was left out of it and why."""
+
+    rounds: tuple[tuple[Task, ...], ...]
+    sentinels: tuple[Task, ...]
+    notes: tuple[str, ...]
+    hash: str
+
+    @property
+    def tasks(self) -> list[Task]:
+        return [task for tasks in self.rounds for task in tasks]
+
+
+def plan(
+    models: Sequence[Model], tps: Sequence[int], limits: Limits, copies: Sequence[str] = ("in_memory",), seed: int = 0
+) -> Plan:
+    """The plan for these models, in the dtypes they name, as one of `tps` ranks has them; copies go in these ways."""
+    planner = _Planner(limits, np.random.default_rng(seed))
+    for model in models:
+        for tp in tps:
+            planner.model(model, tp)
+    for model in models:
+        planner.steps(model)
+    dtype: Dtype = models[0].dtype
+    for direction in copies:
+        planner.add([Task("copy", dtype, {"bytes": size}, variant=direction) for size in _COPIES])
+    planner.add([Task("host", dtype, {"sequences": n}) for n in (1, 4, 16, 64)])
+    rounds: list[list[Task]] = [[] for _ in range(ROUNDS)]
+    for tasks in planner.lists:
+        for at, task in enumerate(tasks):
+            rounds[_round_of(at, len(tasks))].append(task)
+    for tasks in rounds:
+        planner.rng.shuffle(tasks)
+        tasks.sort(key=lambda t: t.kind == "step")  # they take longest and are for comparison only
+    large = [Task("copy", dtype, {"bytes": size}, variant="in_memory") for size in _COPIES]
+    wide = [Task("gemm", dtype, {"m": m, "n": n, "k": n}) for n in (512, 1024, 2048, 4096) for m in (64, n)]
+    quick = [[t for t in some if planner.fits(t, limits.call_s / 60)] for some in (wide, large)]
+    sentinels = [replace(some[-1], role="sentinel") for some in quick if some]
+    keys = [t.key for tasks in rounds for t in tasks]
+    told = json.dumps([[m.to_data() for m in models], list(tps), seed, keys], sort_keys=True)
+    return Plan(
+        tuple(map(tuple, rounds)),
+        tuple(sentinels),
+        tuple(planner.notes()),
+        hashlib.sha256(told.encode()).hexdigest()[:16],
+    )
+
+
+def _round_of(at: int, count: int) -> int:
+    """Round r has the first count / 2^(3 - r) of a list, each point in the first round that has it."""
+    return next(r for r in range(ROUNDS) if at < np.ceil(count / 2 ** (ROUNDS - 1 - r)))
+
+
+def spread(tasks: Sequence[Task], count: int) -> list[Task]:
+    """`count` of the tasks: the corners of their shapes, then always the one farthest from those chosen."""
+    x = np.log2(np.maximum([list(t.shape.values()) for t in tasks], 0.5))
+    x = x[:, np.ptp(x, axis=0) > 0]
+    if not x.size:
+        return list(tasks)[:count]
+    x = (x - x.mean(0)) / x.std(0)
+    signs = np.array(np.meshgrid(*[(1, -1)] * x.shape[1])).reshape(x.shape[1], -1)
+    chosen = list(dict.fromkeys((x @ signs).argmax(0).tolist()))[:count]
+    nearest = np.min([((x - x[at]) ** 2).sum(1) for at in chosen], axis=0)
+    while len(chosen) < min(count, len(tasks)):
+        at = int(nearest.argmax())
+        if not nearest[at]:
+            break
+        chosen.append(at)
+        nearest = np.minimum(nearest, ((x - x[at]) ** 2).sum(1))
+    return [tasks[at] for at in chosen]
+
+
+def work(task: Task) -> tuple[float, float]:
+    """(flops, bytes) of a call of an operator; of a copy and of host work no flops."""
+    if task.kind not in OPERATORS:
+        return 0.0, 2.0 * task.shape.get("bytes", 0)
+    shape = {name: np.array([float(value)]) for name, value in task.shape.items()}
+    terms = OPERATORS[cast(Any, task.kind)].terms(shape, Setting.of(1, task.dtype, task.kv_dtype))
+    return float(terms.flops[0]), float(terms.bytes[0])
+
+
+def products(model: Model, group: LayerGroup, tp: int) -> list[tuple[int, int]]:
+    """(n, k) of the matrix products of one layer on one of tp ranks, experts apart, in the order of a step."""
+    hidden, found = model.hidden_size, list(attention_layer(model, group.attention, tp).products)
+    feed_forward = group.feed_forward
+    if isinstance(feed_forward, DenseFeedForward):
+        width, gates = feed_forward.intermediate_size // tp, 1 + feed_forward.gated
+        return [*found, (gates * width, hidden), (hidden, width)]
+    shared = feed_forward.shared_intermediate_size // tp
+    return [*found, (feed_forward.experts, hidden), *([(2 * shared, hidden), (hidden, shared)] if shared else [])]
+
+
+def step_layers(model: Model, limits: Limits) -> int:
+    """How many layers of a model are built to measure whole steps: all, or those that fit into memory."""
+    if not _can_step(model):
+        return 0
+    layer = DTYPE_BYTES[model.dtype] * sum(n * k for n, k in products(model, model.layers[0], 1))
+    ends = DTYPE_BYTES[model.dtype] * 2 * model.vocab_size * model.hidden_size
+    return max(0, min(model.num_layers, int((WEIGHTS_SHARE * limits.memory_bytes - ends) / layer)))
+
+
+def _can_step(model: Model) -> bool:
+    group = model.layers[0]
+    dense = isinstance(group.attention, FullAttention) and isinstance(group.feed_forward, DenseFeedForward)
+    return dense and len(model.layers) == 1 and model.weight_dtype == model.dtype
+
+
+@dataclass
+class _Planner:
+    limits: Limits
+    rng: np.random.Generator
+    lists: list[list[Task]] = field(default_factory=list)
+    seen: set[str] = field(default_factory=set)
+    too_large: dict[str, int] = field(default_factory=dict)
+    said: list[str] = field(default_factory=list)
+
+    def notes(self) -> list[str]:
+        words = [
+            f"{operator}: {count} shapes do not fit into {POOL_SHARE:.0%} of the memory; smaller ones are measured"
+            for operator, count in sorted(self.too_large.items())
+        ]
+        return words + list(dict.fromkeys(self.said))
+
+    def fits(self, task: Task, call_s: float | None = None) -> bool:
+        """Whether a call takes neither too much memory, which is noted, nor too long."""
+        flops, moved = work(task)
+        if moved > POOL_SHARE * self.limits.memory_bytes:
+            self.too_large[task.operator] = self.too_large.get(task.operator, 0) + 1
+            return False
+        rate = self.limits.attention_flops_per_s if "attention" in task.kind else self.limits.flops_per_s
+        share = _EVERY_TOKEN if task.kind in ("decode_attention", "tree_attention") else 1.0
+        return max(flops / rate, moved / self.limits.bytes_per_s) <= share * (call_s or self.limits.call_s)
+
+    def add(self, tasks: Iterable[Task], count: int | None = None) -> list[Task]:
+        """A list of points, each new one that fits, corners first and then spread out, `count` at most."""
+        possible = [t for t in tasks if t.key not in self.seen and self.fits(t)]
+        chosen = spread(possible, len(possible) if count is None else count) if possible else []
+        self.seen |= {t.key for t in chosen}
+        self.lists.append(chosen)
+        return chosen
+
+    def check(self, chosen: Sequence[Task], count: int, sizes: Sequence[str], make: Callable[..., Task]) -> None:
+        """Validation points between those chosen: `make` with the named sizes drawn between the smallest and the
+        largest that each was chosen with.
+        """
+        found: list[Task] = []
+        for _ in range(20 * count if chosen else 0):
+            drawn = []
+            for name in sizes:
+                low, high = np.log([f(t.shape[name] for t in chosen) for f in (min, max)])
+                drawn.append(round(float(np.exp(self.rng.uniform(low, high)))))
+            task = make(*drawn)
+            if task.key not in self.seen and self.fits(task) and len(found) < count:
+                self.seen.add(task.key)
+                found.append(replace(task, role="validation"))
+        self.lists.append(found)
+
+    def model(self, model: Model, tp: int) -> None:
+        """All operators of one of tp ranks."""
+        for group in model.layers:
+            for n, k in products(model, group, tp):
+                self._gemm(model.weight_dtype, n, k, _TOKENS)
+            self._attention(model, group.attention, tp)
+            if isinstance(group.feed_forward, MoeFeedForward):
+                self._moe(model, group.feed_forward, tp)
+            if model.weight_dtype in ("fp8", "int8"):
+                width = attention_layer(model, group.attention, tp).output_width
+                self.add(Task("quantise", model.weight_dtype, {"m": m, "k": width}) for m in _TOKENS[::2])
+            widths = attention_layer(model, group.attention, tp).small
+            for variant, width in [*widths, *self._small(model, group, tp)]:
+                shapes = [{"rows": m, "width": width} for m in _TOKENS[::2]]
+                self.add(Task("elementwise", model.dtype, shape, variant=variant) for shape in shapes)
+        self._gemm(model.dtype, -(-model.vocab_size // tp), model.hidden_size, _SAMPLED)
+        self.add([Task("sampling", "fp32", {"rows": m, "vocab": model.vocab_size}) for m in _SAMPLED[:12:2]])
+        for kind in ("all_reduce", "all_gather") if tp > 1 else ():
+            self.add([Task(kind, model.dtype, {"devices": tp, "bytes": size}) for size in _MESSAGES])
+        if tp > 1:
+            self.add([Task("send_recv", model.dtype, {"bytes": size}) for size in _MESSAGES])
+
+    def _small(self, model: Model, group: LayerGroup, tp: int) -> list[tuple[str, int]]:
+        hidden, feed_forward = model.hidden_size, group.feed_forward
+        found = [("norm", 4 * hidden), ("add", 3 * hidden)]
+        if isinstance(feed_forward, DenseFeedForward):
+            found.append(("activation", (2 + feed_forward.gated) * feed_forward.intermediate_size // tp))
+        return found
+
+    def _gemm(self, dtype: Dtype, n: int, k: int, rows: Sequence[int]) -> None:
+        def make(m: int) -> Task:
+            return Task("gemm", dtype, {"m": m, "n": n, "k": k})
+
+        self.check(self.add(map(make, rows)), 3, ("m",), make)
+
+    def _attention(self, model: Model, attention: Attention, tp: int) -> None:
+        if not isinstance(attention, FullAttention):
+            self.said.append(f"{model.name}: torch has no kernel for its {attention.kind} attention; not measured")
+            return
+        heads = {
+            "heads": attention.heads // tp,
+            "kv_heads": max(1, attention.kv_heads // tp),
+            "head_dim": attention.head_dim,
+        }
+        limit = attention.window if isinstance(attention, Sliding) else model.max_position
+        kv = model.dtype
+
+        def decode(batch: int, context: int, variant: str | None = None) -> Task:
+            shape = {"batch": batch, "context": context, **heads, "window": context}
+            return Task("decode_attention", model.dtype, shape, kv, variant)
+
+        def prefill(tokens: int, past: int = 0) -> Task:
+            context = tokens + past
+            window = min(context, limit) if isinstance(attention, Sliding) else context
+            shape = {"batch": 1, "tokens": tokens, "context": context, **heads, "window": window}
+            return Task("prefill_attention", model.dtype, shape, kv)
+
+        def tree(batch: int, width: int, context: int) -> Task:
+            shape = {"batch": batch, "width": width, "context": context, **heads, "window": context}
+            return Task("tree_attention", model.dtype, shape, kv)
+
+        contexts = [c for c in _CONTEXTS if c <= limit]
+        grid = [(b, c) for b in _BATCHES for c in contexts]
+        many = self.limits.scale
+        chosen = self.add([decode(b, c) for b, c in grid], round(90 * many))
+        self.check(chosen, 14, ("batch", "context"), decode)
+        self.add([decode(b, c, "paged") for b, c in grid if b <= 32 and c <= 8192], round(12 * many))
+        self.add([tree(b, w, c) for b, c in grid[::2] for w in _WIDTHS if c > w], round(24 * many))
+        whole = self.add([prefill(m) for m in _PROMPTS if m <= model.max_position])
+        self.check(whole, 10, ("tokens",), prefill)
+        pasts = [p for p in contexts if p >= 64]
+        behind = [prefill(m, p) for m in _CHUNKS for p in pasts if m + p <= model.max_position]
+        chosen = self.add(behind, round(36 * many))
+
+        def chunk(tokens: int, context: int) -> Task:
+            return prefill(tokens, max(1, context - tokens))
+
+        self.check(chosen, 6, ("tokens", "context"), chunk)
+
+    def _moe(self, model: Model, experts: MoeFeedForward, tp: int) -> None:
+        def make(tokens: int) -> Task:
+            shape = {
+                "tokens": tokens,
+                "hidden": model.hidden_size,
+                "intermediate": experts.intermediate_size // tp,
+                "experts_per_token": experts.experts_per_token,
+                "experts": experts.experts,
+                "ep": 1,
+                "skew": experts.routing_skew,
+            }
+            return Task("moe", model.weight_dtype, shape)
+
+        self.check(self.add(map(make, _TOKENS)), 5, ("tokens",), make)
+
+    def steps(self, model: Model) -> None:
+        """Whole steps of a model: decodes alone, chunks alone, and both."""
+        layers = step_layers(model, self.limits)
+        if not layers:
+            self.said.append(f"{model.name}: no whole step is measured (its layers are not plain, or too large)")
+            return
+        if layers < model.num_layers:
+            self.said.append(f"{model.name}: too large for the memory; whole steps are of {layers} of its layers")
+        shapes = [(b, c, 0, 0) for b in _STEPS["batches"] for c in _STEPS["contexts"]]
+        shapes += [(0, 0, past, m) for m in _STEPS["chunks"] for past, longest in _STEP_PASTS.items() if m <= longest]
+        tasks = [
+            Task(
+                "step",
+                model.dtype,
+                {"layers": layers, "decodes": b, "context": c, "past": p, "tokens": m, "samples": b + (m > 0)},
+                variant=model.name,
+            )
+            for b, c, p, m in [*shapes, *_MIXED]
+        ]
+        weights = layers * sum(n * k for n, k in products(model, model.layers[0], 1))
+        rate = self.limits.flops_per_s
+        kept = []
+        for task in tasks:
+            s = task.shape
+            kv = 2 * s["decodes"] * s["context"] * _kv_values(model) * DTYPE_BYTES[model.dtype]
+            seconds = 2 * weights * (s["decodes"] + s["tokens"]) / rate
+            fits = kv <= POOL_SHARE * self.limits.memory_bytes and s["context"] + s["past"] <= model.max_position
+            if fits and seconds <= _STEP_CALLS * self.limits.call_s:
+                kept.append(task)
+        self.rng.shuffle(kept)
+        self.lists.append(kept)
+
+
+def _kv_values(model: Model) -> int:
+    attention = model.layers[0].attention
+    assert isinstance(attention, FullAttention)
+    return attention.kv_heads * attention.head_dim

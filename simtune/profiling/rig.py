@@ -1,0 +1,435 @@
+"""A device as torch sees it: what it is, what it can take, and how a point is measured on it.
+
+The path of a GPU and that of a processor differ in the timer and in which kernels are tried, in nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from simtune.errors import SimtuneError, UsageError
+from simtune.profiling import kernels
+from simtune.profiling.collectives import COLLECTIVES, Group
+from simtune.profiling.decoder import Decoder
+from simtune.profiling.kernels import ATTENTION, CANDIDATES, DTYPES
+from simtune.profiling.plan import Limits, Task, work
+from simtune.profiling.timing import BUSY, Call, CpuThread, Measured, Sample, Timer, cpu_timer, measure, now
+from simtune.specs.model import FullAttention, Model
+
+COLD = 3
+"""Operands that rotate are so many times as large as the last-level cache, all together."""
+
+_BLOCK = 1 << 22  # random normal values that are repeated to fill memory
+_GPU_WARM_UP_S = 1.0
+
+
+class Operands:
+    """Random normal data on a device: a pool to take rotating views from, and tensors of their own."""
+
+    def __init__(self, device: torch.device, cache_bytes: int) -> None:
+        self.device, self._cache_bytes = device, cache_bytes
+        self._pools: dict[str, Tensor] = {}
+        self._at = 0
+        self._normal = torch.randn(_BLOCK, generator=torch.Generator().manual_seed(0)).to(device)
+
+    def fresh(self, shape: Sequence[int], dtype: str) -> Tensor:
+        """A tensor of its own."""
+        flat = torch.empty(prod(shape), dtype=DTYPES[dtype], device=self.device)
+        block = (self._normal * 20 if dtype == "int8" else self._normal).to(flat.dtype)
+        for start in range(0, len(flat), _BLOCK):
+            flat[start : start + _BLOCK] = block[: len(flat) - start]
+        return flat.view(*shape)
+
+    def rotating(self, shape: Sequence[int], dtype: str) -> list[Tensor]:
+        """Views of this shape that do not overlap: enough of them to push each other out of the cache."""
+        size = prod(shape)
+        count = max(1, -(-COLD * self._cache_bytes // max(1, size * DTYPES[dtype].itemsize)))
+        count = min(count, 64)
+        pool = self._pool(size * count, dtype)
+        step = max(size, len(pool) // count // 64 * 64) if count > 1 else size
+        return [pool[at * step : at * step + size].view(*shape) for at in range(count) if at * step + size <= len(pool)]
+
+    def whole(self, shape: Sequence[int], dtype: str, least: int = 0) -> Tensor:
+        """One view; a size of -1 is as large as it takes to be cold, and `least` at least."""
+        rest = prod(n for n in shape if n > 0)
+        if -1 in shape:
+            rest *= max(least, -(-COLD * self._cache_bytes // (rest * DTYPES[dtype].itemsize)))
+        return self._pool(rest, dtype)[:rest].view(*shape)
+
+    def _pool(self, values: int, dtype: str) -> Tensor:
+        least = COLD * self._cache_bytes // DTYPES[dtype].itemsize
+        if dtype not in self._pools or len(self._pools[dtype]) < values:
+            had = len(self._pools.pop(dtype, ()))
+            self._pools[dtype] = self.fresh((max(values, least, 2 * had),), dtype)
+        return self._pools[dtype]
+
+
+class CudaEvents:
+    """Events around calls that are queued behind a wait, so that the GPU never runs dry of them."""
+
+    name = "events"
+    shortest_s = 3e-4
+    _WAIT_CYCLES = 2_000_000  # about a millisecond: longer than launching the calls of a short sample
+
+    def sample(self, calls: Sequence[Call], first: int, count: int) -> Sample:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(self._WAIT_CYCLES)
+        start.record()
+        for i in range(first, first + count):
+            calls[i % len(calls)]()
+        end.record()
+        end.synchronize()
+        return Sample(start.elapsed_time(end) * 1e-3 / count, True)
+
+
+class CudaGraph(CudaEvents):
+    """The same around a captured graph that holds every call once: no launch is in it."""
+
+    name = "graph"
+
+    def __init__(self) -> None:
+        self._captured: tuple[Sequence[Call], torch.cuda.CUDAGraph] | None = None
+
+    def sample(self, calls: Sequence[Call], first: int, count: int) -> Sample:
+        if self._captured is None or self._captured[0] is not calls:
+            self._captured = None
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                calls[0]()
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for call in calls:
+                    call()
+            self._captured = (calls, graph)
+        graph = self._captured[1]
+        replays = -(-count // len(calls))
+        seconds, _ = super().sample([graph.replay], 0, replays)
+        return Sample(seconds / len(calls), True)
+
+
+class TorchRig:
+    """Measures points on one device: cpu, cuda or cuda:i, or a GPU if there is one. Raises UsageError when the device
+    is not there, or has no matrix product in a dtype of the models.
+    """
+
+    def __init__(self, device: str | None, models: Sequence[Model]) -> None:
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        torch.set_num_threads(1)
+        torch.set_grad_enabled(False)
+        torch.manual_seed(0)
+        try:
+            self._device = torch.device(device)
+        except RuntimeError:
+            raise UsageError(f"--device {device}: write cpu, cuda or cuda:0") from None
+        if self._device.type not in CANDIDATES:
+            raise UsageError(f"--device {device}: only {' and '.join(CANDIDATES)} can be measured")
+        self._models = {model.name: model for model in models}
+        self._cuda = self._device.type == "cuda"
+        self._timer: Timer
+        self._eager: Timer | None = None
+        self.clean: float | None = None
+        if self._cuda:
+            if not torch.cuda.is_available():
+                raise UsageError(f"--device {device}: torch {torch.__version__} finds no GPU; give --device cpu")
+            if (self._device.index or 0) >= torch.cuda.device_count():
+                raise UsageError(f"--device {device}: torch finds {torch.cuda.device_count()} GPUs, counted from 0")
+            torch.cuda.set_device(self._device)
+            self._properties = torch.cuda.get_device_properties(self._device)
+        self._operands = Operands(self._device, self._cache_bytes())
+        self._check_dtypes()
+        self._start()
+        self._attend: dict[str, str] = {}
+        self._names: dict[str, str] = {}
+        self._ranks: Group | None = None
+        self._decoders: dict[tuple[str, int], Decoder] = {}
+
+    # --- what it is ---------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        return str(self._properties.name) if self._cuda else f"{_cpu_name()}, one thread"
+
+    def describe(self) -> dict[str, Any]:
+        """For the header: device, driver, library, clocks; what would make two files two devices comes first."""
+        told: dict[str, Any] = {"device": self.name, "torch": torch.__version__}
+        if self._cuda:
+            driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: None)()
+            told |= {"driver": str(driver), "processors": self._properties.multi_processor_count}
+            told |= {"architecture": f"sm_{self._properties.major}{self._properties.minor}"}
+            told |= {"devices": torch.cuda.device_count()}
+        else:
+            told |= {"processors": 1, "architecture": platform.machine(), "devices": 1}
+            told |= {"isa": torch.backends.cpu.get_cpu_capability()}
+        return told | {"memory_bytes": self._memory()[0], "timer": self._timer.name, "clean": self.clean}
+
+    def condition(self) -> dict[str, float]:
+        """Clock, power and temperature now, as far as they can be read; nothing is ever set."""
+        if not self._cuda:
+            clock = _first("/proc/cpuinfo", "cpu MHz")
+            return {} if clock is None else {"clock_mhz": float(clock)}
+        found = {}
+        for key, read in (
+            ("clock_mhz", torch.cuda.clock_rate),
+            ("power_mw", torch.cuda.power_draw),
+            ("celsius", torch.cuda.temperature),
+        ):
+            try:
+                found[key] = float(read(self._device))
+            except Exception:  # the management library is absent or too old, each in its own way
+                return found
+        return found
+
+    @property
+    def warning(self) -> str | None:
+        """What disturbs this device now."""
+        if self._cuda:
+            free, total = torch.cuda.mem_get_info(self._device)
+            if free < 0.8 * total:
+                return (
+                    f"{self.name}: another process holds {(total - free) / 2**30:.1f} GiB of it; times may be too long"
+                )
+            return None
+        if self.clean is not None and isinstance(self._timer, CpuThread):
+            return (
+                f"the machine is busy: {self.clean:.0%} of trial samples were undisturbed; timing by processor time of "
+                "one thread"
+            )
+        return None
+
+    @property
+    def copies(self) -> tuple[str, ...]:
+        return ("in_memory", "to_device", "from_device") if self._cuda else ("in_memory",)
+
+    def _memory(self) -> tuple[float, float]:
+        """Bytes there are, and bytes free."""
+        if self._cuda:
+            free, total = torch.cuda.mem_get_info(self._device)
+            return float(total), float(free)
+        total = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        free = float((_first("/proc/meminfo", "MemAvailable") or f"{total / 1024} kB").split()[0]) * 1024
+        try:
+            with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
+                allowed = float(file.read())  # "max" is no number
+            total, free = min(total, allowed), min(free, allowed)
+        except (OSError, ValueError):
+            pass
+        return total, free
+
+    def _cache_bytes(self) -> int:
+        if self._cuda:
+            return int(getattr(self._properties, "L2_cache_size", 0)) or 64 << 20
+        try:
+            return os.sysconf("SC_LEVEL3_CACHE_SIZE") or 32 << 20
+        except (ValueError, OSError):
+            return 32 << 20
+
+    def _check_dtypes(self) -> None:
+        for model in self._models.values():
+            for dtype in (model.dtype, model.weight_dtype):
+                try:
+                    x = self._operands.fresh((32, 64), dtype)
+                    kernels.linear(x, self._operands.fresh((64, 64), dtype))
+                except (KeyError, RuntimeError, NotImplementedError):
+                    raise UsageError(
+                        f"{self.name}: torch {torch.__version__} multiplies no matrices in {dtype} there; choose "
+                        "another with --dtype"
+                    ) from None
+
+    def _start(self) -> None:
+        if self._cuda:
+            self._timer, self._eager = CudaGraph(), CudaEvents()
+            x = self._operands.fresh((4096, 4096), "bf16")
+            spent = 0.0
+            while spent < _GPU_WARM_UP_S:  # until clocks have risen
+                spent += 20 * self._eager.sample([lambda: x @ x], 0, 20).seconds
+        else:
+            x = self._operands.fresh((256, 256), "fp32")
+            self._timer, self.clean = cpu_timer(lambda: x @ x)
+
+    # --- before planning ----------------------------------------------------------------------------------
+
+    def prepare(self, chosen: Mapping[str, str] | None = None) -> dict[str, str]:
+        """The kernel of attention for each kind and dtype: the fastest that runs, or those chosen earlier."""
+        self._attend = dict(chosen or {})
+        for model in self._models.values():
+            attention = model.layers[0].attention
+            if isinstance(attention, FullAttention):
+                for kind in CANDIDATES[self._device.type]:
+                    key = f"{kind}.{model.dtype}"
+                    if key not in self._attend:
+                        self._attend[key] = self._fastest(_trial(kind, model, attention))
+        return self._attend
+
+    def _fastest(self, trial: Task) -> str:
+        times = {}
+        for name in CANDIDATES[self._device.type][trial.kind]:
+            try:
+                times[name] = measure(self._timer, kernels.calls(trial, self._operands, ATTENTION[name])).seconds
+            except (RuntimeError, TypeError, AttributeError, ValueError):
+                continue  # no such kernel here
+        if not times:
+            raise SimtuneError(f"{self.name}: no kernel of torch {torch.__version__} runs {trial.operator}")
+        return min(times, key=times.__getitem__)
+
+    def limits(self, call_s: float, scale: float) -> Limits:
+        """What this device can take, from three rough measurements."""
+        model = next(iter(self._models.values()))
+        wide = self._rate(Task("gemm", model.dtype, {"m": 256, "n": 2048, "k": 2048}))[0]
+        copied = self._rate(Task("copy", model.dtype, {"bytes": 1 << 26}, variant="in_memory"))[1]
+        attention = model.layers[0].attention
+        attended = wide
+        if isinstance(attention, FullAttention):
+            attended = self._rate(_trial("prefill_attention", model, attention))[0]
+        return Limits(_power(self._memory()[1]), call_s, _power(wide), _power(attended), _power(copied), scale)
+
+    def _rate(self, task: Task) -> tuple[float, float]:
+        flops, moved = work(task)
+        seconds = self.measure(task).seconds
+        return flops / seconds, moved / seconds
+
+    # --- measuring ----------------------------------------------------------------------------------------
+
+    def measure(self, task: Task) -> Measured:
+        """Time one point. Raises MemoryError when it does not fit, SimtuneError when the device is gone."""
+        try:
+            return self._measure(task)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            raise MemoryError from None
+        except RuntimeError as error:
+            if "alloc" in str(error):
+                raise MemoryError from None
+            if self._cuda and "CUDA" in str(error):
+                words = str(error).splitlines()[0]
+                raise SimtuneError(
+                    f"{self.name}: the device does not answer any more ({words}); the points measured are kept: give "
+                    "the same command again when it is back"
+                ) from None
+            raise
+
+    def _measure(self, task: Task) -> Measured:
+        if task.kind in COLLECTIVES:
+            return self._group(task).measure(task)
+        calls = self._calls(task)
+        if task.kind == "host":
+            return measure(CpuThread() if not self._cuda else cpu_timer(calls[0], 5)[0], calls)
+        try:
+            found = measure(self._timer, calls)
+        except RuntimeError:
+            if self._eager is None:
+                raise
+            torch.cuda.synchronize()
+            found = measure(self._eager, calls)  # what waits for the host cannot be captured
+        if found.timer == "wall" and found.clean < BUSY / 2:
+            self._timer = CpuThread()  # the machine has become busy, and may stay so
+            found = measure(self._timer, calls)
+        if found.timer == "graph" and self._eager is not None:
+            found = replace(found, eager=measure(self._eager, calls).seconds)
+        return replace(found, kernel=self._kernel(task, calls[0]))
+
+    def _group(self, task: Task) -> Group:
+        """The processes of the size a collective asks for; the last ones are kept."""
+        devices = round(task.shape.get("devices", 2))
+        if self._ranks is None or self._ranks.devices != devices:
+            self.close()
+            if self._cuda and torch.cuda.device_count() < devices:
+                raise UsageError(f"--tp {devices}: there are {torch.cuda.device_count()} GPUs")
+            self._ranks = Group(devices, self._device.type)
+        return self._ranks
+
+    def close(self) -> None:
+        """End the processes of collectives."""
+        if self._ranks is not None:
+            self._ranks.close()
+            self._ranks = None
+
+    def _calls(self, task: Task) -> list[Call]:
+        if task.kind == "step":
+            return [self._step(task)]
+        name = self._attend.get(f"{task.kind}.{task.dtype}")
+        return kernels.calls(task, self._operands, None if name is None else ATTENTION[name])
+
+    def _step(self, task: Task) -> Call:
+        assert task.variant is not None
+        key = (task.variant, round(task.shape["layers"]))
+        if key not in self._decoders:
+            self._decoders = {key: Decoder(self._models[task.variant], key[1], self._operands)}
+        decode, prefill = (ATTENTION[self._attend[f"{kind}_attention.{task.dtype}"]] for kind in ("decode", "prefill"))
+        return self._decoders[key].step(task.shape, decode, prefill)
+
+    def _kernel(self, task: Task, call: Call) -> str | None:
+        """What ran, by the profiler's account of one call for each operator."""
+        if task.kind in ("step", "copy", "host"):
+            return None
+        if task.operator not in self._names:
+            self._names[task.operator] = _longest(call, self._cuda)
+        return self._names[task.operator]
+
+
+def _longest(call: Call, cuda: bool) -> str:
+    """The kernel that took the longest; on a processor the operation that torch dispatched."""
+    if not cuda:
+        with _Dispatched() as seen:
+            call()
+        return str(max(seen.seconds, key=seen.seconds.__getitem__))
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        call()
+        torch.cuda.synchronize()
+    return str(max(trace.key_averages(), key=lambda e: float(e.self_device_time_total)).key)
+
+
+class _Dispatched(TorchDispatchMode):  # type: ignore[misc]
+    """Seconds of what is dispatched within it, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: dict[str, float] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        start = now()
+        result = func(*args, **(kwargs or {}))
+        self.seconds[str(func)] = self.seconds.get(str(func), 0.0) + now() - start
+        return result
+
+
+def _trial(kind: str, model: Model, attention: FullAttention) -> Task:
+    """A shape of middling size to choose a kernel by."""
+    heads = {"heads": attention.heads, "kv_heads": attention.kv_heads, "head_dim": attention.head_dim}
+    shapes: dict[str, dict[str, float]] = {
+        "prefill_attention": {"batch": 1, "tokens": 512, "context": 512, **heads, "window": 512},
+        "decode_attention": {"batch": 4, "context": 1024, **heads, "window": 1024},
+        "tree_attention": {"batch": 4, "width": 8, "context": 1024, **heads, "window": 1024},
+    }
+    return Task(kind, model.dtype, shapes[kind], model.dtype)
+
+
+def _power(value: float) -> float:
+    """The power of two below: rough on purpose, so that runs on one machine plan alike."""
+    return float(2 ** np.floor(np.log2(value)))
+
+
+def _cpu_name() -> str:
+    return _first("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
+
+
+def _first(path: str, key: str) -> str | None:
+    """The value of the first line of a system file that begins with a key."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return next(line.split(":", 1)[1].strip() for line in file if line.startswith(key))
+    except (OSError, StopIteration):
+        return None

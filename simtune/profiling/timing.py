@@ -1,0 +1,161 @@
+"""How long one call takes: a clock that repeats calls, and the loop that takes samples until they agree.
+
+A `Timer` runs calls back to back over rotating operands. The loop around it is the same for every clock: warm up by
+time, make samples long enough for the clock, stop when their spread is small or the time is spent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+Call = Callable[[], object]
+
+
+def now() -> float:
+    """Seconds on a clock that never goes back."""
+    return time.monotonic()
+
+
+class Sample(NamedTuple):
+    """Seconds of one call, the mean of those in the sample; and whether nothing is known to have disturbed them."""
+
+    seconds: float
+    clean: bool
+
+
+class Timer(Protocol):
+    """A clock for calls. `sample(calls, first, count)` runs `count` of them, calls[first], calls[first + 1], ...
+    around and around, and says how long one took.
+    """
+
+    name: str
+    shortest_s: float
+    """A sample should be at least so long for the clock to be precise."""
+
+    def sample(self, calls: Sequence[Call], first: int, count: int) -> Sample: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Seconds of a call: the lower median over its clean samples, or over the shortest quarter where none was clean."""
+
+    seconds: float
+    mad: float
+    p10: float
+    p90: float
+    n: int
+    clean: float
+    """Share of the samples that nothing disturbed."""
+    timer: str
+    eager: float | None = None
+    """Seconds with every kernel launched on its own, where `seconds` is of a captured graph."""
+    kernel: str | None = None
+
+
+WARM_UP = 2
+WARM_UP_S = 0.003
+FEWEST, MOST = 5, 15
+AGREED = 0.01  # of the median: samples spread less than this need no further ones
+ALLOWANCE_S = 0.12  # per point, once there are samples enough
+_FEWEST_CLEAN = 3
+
+
+def measure(timer: Timer, calls: Sequence[Call], allowance_s: float = ALLOWANCE_S) -> Measured:
+    """Median time of one of these calls, which differ in their operands only.
+
+    The first calls are thrown away, unless a single one takes longer than the whole allowance: then its time is the
+    first sample, and one more is taken.
+    """
+    first = timer.sample(calls, 0, 1)
+    samples = [first] if first.seconds > allowance_s else []
+    at, spent = 1, first.seconds
+    while not samples and (at < WARM_UP or spent < WARM_UP_S):
+        once = timer.sample(calls, at, 1)
+        at, spent = at + 1, spent + once.seconds
+    count = max(1, round(timer.shortest_s * at / max(spent, 1e-9)))
+    spent = 0.0 if not samples else first.seconds
+    while not _enough(samples, spent, allowance_s):
+        samples.append(timer.sample(calls, at, count))
+        at, spent = at + count, spent + count * samples[-1].seconds
+    return summary(samples, timer.name)
+
+
+def _enough(samples: list[Sample], spent: float, allowance_s: float) -> bool:
+    if len(samples) >= MOST or spent >= 2 * allowance_s:
+        return len(samples) > 1
+    if len(samples) < FEWEST:
+        return False
+    seconds = np.array([s.seconds for s in samples if s.clean])
+    if len(seconds) < _FEWEST_CLEAN:
+        return spent >= allowance_s
+    median = np.median(seconds)
+    return spent >= allowance_s or bool(np.median(np.abs(seconds - median)) < AGREED * median)
+
+
+def summary(samples: list[Sample], timer: str) -> Measured:
+    """What samples of one call say."""
+    every = np.sort([s.seconds for s in samples])
+    clean = np.array([s.seconds for s in samples if s.clean])
+    used = clean if len(clean) >= min(_FEWEST_CLEAN, len(every)) else every[: max(1, len(every) // 4)]
+    median = float(np.sort(used)[(len(used) - 1) // 2])  # of two the shorter: what disturbs lengthens
+    p10, p90 = np.quantile(used, (0.1, 0.9)).tolist()
+    mad = float(np.median(np.abs(used - median)))
+    return Measured(median, mad, p10, p90, len(every), len(clean) / len(every), timer)
+
+
+class CpuWall:
+    """Wall clock of the processor. A sample is clean when the thread waited for a core for less than 1 % of it."""
+
+    name = "wall"
+    shortest_s = 3e-4
+
+    def sample(self, calls: Sequence[Call], first: int, count: int) -> Sample:
+        waited = _waited_s()
+        start = time.perf_counter()
+        _repeat(calls, first, count)
+        spent = time.perf_counter() - start
+        return Sample(spent / count, _waited_s() - waited < 0.01 * spent + 2e-6)
+
+
+class CpuThread:
+    """Processor time of this thread alone, which others that want the core do not lengthen."""
+
+    name = "thread"
+    shortest_s = 3e-4
+
+    def sample(self, calls: Sequence[Call], first: int, count: int) -> Sample:
+        start = time.thread_time()
+        _repeat(calls, first, count)
+        return Sample((time.thread_time() - start) / count, True)
+
+
+def _repeat(calls: Sequence[Call], first: int, count: int) -> None:
+    for i in range(first, first + count):
+        calls[i % len(calls)]()
+
+
+def _waited_s() -> float:
+    """Seconds this thread was ready to run and waited for a core; zero where the system does not tell."""
+    try:
+        with open("/proc/thread-self/schedstat", encoding="ascii") as file:
+            return int(file.read().split()[1]) * 1e-9
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
+BUSY = 0.9
+"""With fewer clean samples than this the machine is busy, and processor time is what can be told."""
+
+
+def cpu_timer(call: Call, samples: int = 40) -> tuple[Timer, float]:
+    """The clock for a processor, wall time unless the machine is busy; and the share of clean wall samples."""
+    wall = CpuWall()
+    wall.sample([call], 0, 2)
+    count = max(1, round(0.005 / max(wall.sample([call], 0, 3).seconds, 1e-9)))
+    clean = float(np.mean([wall.sample([call], 0, count).clean for _ in range(samples)]))
+    return (wall if clean >= BUSY else CpuThread()), clean

@@ -1,0 +1,149 @@
+"""What torch computes in the calls that are timed: the right thing, by every kernel."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+
+torch: Any = pytest.importorskip("torch")
+
+from simtune.profiling import kernels  # noqa: E402
+from simtune.profiling.decoder import Decoder  # noqa: E402
+from simtune.profiling.plan import Limits, plan  # noqa: E402
+from simtune.profiling.rig import COLD, Operands, TorchRig  # noqa: E402
+from tests.profiling.pretended import model  # noqa: E402
+
+CPU = torch.device("cpu")
+CACHE = 1 << 16
+
+
+@pytest.fixture(scope="module")
+def operands() -> Operands:
+    return Operands(CPU, CACHE)
+
+
+def softmax_attention(q: Any, k: Any, v: Any, seen: Any) -> Any:
+    """By the book: every query head with its own keys and values."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    return scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("name", ["sdpa", "sdpa_grouped", "matmul"])
+@pytest.mark.parametrize(("tokens", "context", "window"), [(1, 17, 17), (5, 17, 17), (5, 17, 4), (9, 9, 9)])
+def test_kernels_of_attention_agree_with_the_book(name: str, tokens: int, context: int, window: int) -> None:
+    q, k, v = (torch.randn(2, h, n, 16) for h, n in ((8, tokens), (2, context), (2, context)))
+    at = torch.arange(context)
+    past = at[None, :] - at[context - tokens :, None]
+    mask = kernels.sees(tokens, context, window, CPU)
+    if mask == "causal" and name != "sdpa":
+        pytest.skip("whole prompts go to torch's own attention only")
+    found = kernels.ATTENTION[name](q, k, v, mask)
+    assert torch.allclose(found, softmax_attention(q, k, v, (past <= 0) & (past > -window)), atol=1e-5)
+
+
+def test_a_drafted_token_sees_the_context_and_its_ancestors() -> None:
+    mask = kernels.tree_mask(5, 8, CPU)
+    assert mask[:, :3].all()
+    assert mask[:, 3:].int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 0, 1, 0, 0],
+        [1, 1, 0, 1, 0],
+        [1, 1, 0, 0, 1],
+    ]
+
+
+def test_grouped_experts_are_each_tokens_own_experts() -> None:
+    x, chosen = torch.randn(6, 8), torch.tensor([[0, 2], [1, 2], [2, 3], [0, 1], [3, 0], [2, 0]])
+    gate_up, down = torch.randn(4, 10, 8), torch.randn(4, 8, 5)
+    wanted = torch.stack(
+        [
+            sum(kernels.activation(x[t] @ gate_up[e].T) @ down[e].T for e in chosen[t].tolist())  # type: ignore[misc]
+            for t in range(6)
+        ]
+    )
+    assert torch.allclose(kernels.moe(x, chosen, gate_up, down), wanted, atol=1e-4)
+
+
+def test_rope_keeps_lengths_and_norm_adds_the_residual() -> None:
+    x, angle = torch.randn(3, 2, 8), torch.randn(3, 1, 4)
+    assert torch.allclose(kernels.rope(x, angle.cos(), angle.sin()).norm(dim=-1), x.norm(dim=-1), atol=1e-5)
+    a, residual = torch.randn(3, 8), torch.randn(3, 8)
+    total = a + residual
+    found = kernels.norm(a, residual, torch.ones(8))
+    assert torch.equal(residual, total)
+    assert torch.allclose(found.pow(2).mean(-1), torch.ones(3), atol=1e-3)
+
+
+def test_rotating_operands_do_not_overlap_and_outgrow_the_cache(operands: Operands) -> None:
+    views = operands.rotating((32, 64), "fp32")
+    starts = sorted(view.data_ptr() for view in views)
+    assert all(b - a >= 32 * 64 * 4 for a, b in itertools.pairwise(starts))
+    assert len(views) * 32 * 64 * 4 >= COLD * CACHE
+    assert abs(float(torch.stack(views).std()) - 1) < 0.05  # random normals: power and caches know zeros
+
+
+def test_every_planned_kind_of_call_can_be_made(operands: Operands) -> None:
+    spec = model(hidden=128, layers=1)
+    small = Limits(1e8, 1e-4, 2.0**36, 2.0**36, 2.0**36)
+    operators = {t.operator: t for t in plan([spec], (1,), small).tasks if t.kind != "step"}
+    assert len(operators) > 8
+    for task in operators.values():
+        calls = kernels.calls(task, operands, kernels.ATTENTION["sdpa"])
+        assert calls
+        for call in calls[:2]:
+            call()
+
+
+@pytest.mark.parametrize("decode", ["sdpa_grouped", "matmul"])
+def test_a_decoders_step_yields_a_token_for_each_sampled_row(operands: Operands, decode: str) -> None:
+    decoder = Decoder(model(hidden=128, layers=2), 2, operands)
+    shape = {"layers": 2, "decodes": 3, "context": 20, "past": 8, "tokens": 16, "samples": 4}
+    step = decoder.step(shape, kernels.ATTENTION[decode], kernels.ATTENTION["sdpa"])
+    tokens = step()
+    assert tokens.shape == (4, 1)
+    assert int(tokens.max()) < 8192
+
+
+def test_a_rig_measures_a_processor() -> None:
+    rig = TorchRig("cpu", [model(hidden=128)])
+    kernel_of = rig.prepare()
+    assert kernel_of["prefill_attention.bf16"] == "sdpa"
+    told = rig.describe()
+    assert told["device"].endswith("one thread")
+    assert told["processors"] == 1
+    task = next(t for t in plan([model(hidden=128)], (1,), rig.limits(1e-3, 1.0)).tasks if t.kind == "gemm")
+    found = rig.measure(task)
+    assert found.seconds > 0
+    assert found.kernel is not None
+    assert found.kernel.startswith("aten.")
+
+
+@pytest.mark.parametrize(("device", "words"), [("tpu", "write cpu, cuda"), ("meta", "only cpu and cuda")])
+def test_a_device_that_cannot_be_measured_is_refused(device: str, words: str) -> None:
+    from simtune.errors import UsageError
+
+    with pytest.raises(UsageError, match=words):
+        TorchRig(device, [model()])
+
+
+@pytest.mark.slow
+def test_collectives_among_two_processes() -> None:
+    from simtune.profiling.collectives import Group
+    from simtune.profiling.plan import Task
+
+    group = Group(2, "cpu")
+    try:
+        for task in (
+            Task("all_reduce", "fp32", {"devices": 2, "bytes": 4096}),
+            Task("all_gather", "fp32", {"devices": 2, "bytes": 4096}),
+            Task("send_recv", "fp32", {"bytes": 4096}),
+        ):
+            assert 0 < group.measure(task).seconds < 1
+    finally:
+        group.close()
