@@ -358,21 +358,23 @@ class CompiledCosts:
 
 @dataclass(frozen=True)
 class LinearCosts:
-    """t = step + per_token m + per_context C + per_pair A in seconds, for m tokens and C context tokens.
+    """t = step + per_token m + per_context C + per_pair A in seconds, for m tokens and C context tokens; drafts take
+    `per_level_s` more for each level.
 
     A is the number of pairs of tokens that prefill attention relates: t p + t (t + 1) / 2 for a chunk of t
-    tokens after p cached ones. The four numbers are rounded to ticks.
+    tokens after p cached ones. The numbers are rounded to ticks.
     """
 
     step_s: float
     per_token_s: float = 0.0
     per_context_s: float = 0.0
     per_pair_s: float = 0.0
+    per_level_s: float = 0.0
 
     def __post_init__(self) -> None:
-        four = (self.step_s, self.per_token_s, self.per_context_s, self.per_pair_s)
-        if min(four) < 0:
-            raise ValueError(f"times cannot be negative: {four}")
+        times = (self.step_s, self.per_token_s, self.per_context_s, self.per_pair_s, self.per_level_s)
+        if min(times) < 0:
+            raise ValueError(f"times cannot be negative: {times}")
 
     @cached_property
     def _four_ticks(self) -> tuple[int, int, int, int]:
@@ -398,6 +400,26 @@ class LinearCosts:
         tokens = num_decodes + sum(new for _, new in chunks)
         pairs = sum(new * past + new * (new + 1) // 2 for past, new in chunks)
         return step + per_token * tokens + per_context * context_tokens + per_pair * pairs
+
+    def round(
+        self,
+        num_decodes: int,
+        verify_tokens: int,
+        levels: int,
+        context_tokens: int,
+        chunks: Sequence[tuple[int, int]] = (),
+        completing: int = 0,
+    ) -> int:
+        """See `simtune.costs.protocol.RoundCosts.round`."""
+        ticks = self.mixed(verify_tokens, context_tokens, chunks, verify_tokens + completing)
+        return ticks + to_ticks(self.per_level_s) * levels
+
+    def rounds(
+        self, num_decodes: int, verify_tokens: int, levels: int, contexts: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """See `simtune.costs.protocol.RoundCosts.rounds`."""
+        first = self.round(num_decodes, verify_tokens, levels, 0)
+        return first + self._four_ticks[2] * contexts
 
 
 def _chunks(budget: int) -> list[int]:

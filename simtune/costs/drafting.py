@@ -74,7 +74,7 @@ class DraftMemory(NamedTuple):
 
 def draft_memory(drafter: Drafter, target: Model, pool: Pool, draft: Model | None = None) -> DraftMemory:
     """What a drafter takes of the target's memory, embedding and head shared with the target where they are its."""
-    parallelism = _parallelism(drafter, pool)
+    parallelism = drafting_parallelism(drafter, pool)
     network = drafting_model(drafter, target, draft)
     plain, matrix = DTYPE_BYTES[target.dtype], DTYPE_BYTES[target.weight_dtype]
     hidden, tp = target.hidden_size, parallelism.tp
@@ -93,7 +93,8 @@ def draft_memory(drafter: Drafter, target: Model, pool: Pool, draft: Model | Non
     return DraftMemory(weights, kv_bytes_per_token(network, parallelism, 0, kv_dtype))
 
 
-def _parallelism(drafter: Drafter, pool: Pool) -> Parallelism:
+def drafting_parallelism(drafter: Drafter, pool: Pool) -> Parallelism:
+    """Of the drafter, on one pipeline stage."""
     own = drafter.tp if isinstance(drafter, DraftModel) else None
     return Parallelism(tp=own or pool.parallelism.tp, expert_parallel=False)
 
@@ -116,7 +117,7 @@ class RoundCosts:
         profile = Profile(hardware)
         gemm, hidden = profile.predictor("gemm", target.dtype), target.hidden_size
         if network is not None:
-            draft_pool = pool.model_copy(update={"parallelism": _parallelism(drafter, pool)})
+            draft_pool = pool.model_copy(update={"parallelism": drafting_parallelism(drafter, pool)})
             self._draft = StepModel(network, hardware, draft_pool)
         if isinstance(drafter, Eagle):
             # Joins the embedding of a token to the hidden state it was drafted from. EAGLE-3 instead joins three

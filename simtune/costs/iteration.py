@@ -16,7 +16,10 @@ T_gpu is the latency of one step through all stages and the sends between them.
 
 With expert parallelism, as vLLM does it without data parallelism, every rank has all tokens, computes what
 its own experts have to say, and the usual all-reduce adds that up; the step waits for the busiest rank
-(`simtune.costs.operators.moe.rank_load`). No all-to-all happens.
+(`simtune.costs.operators.moe.rank_load`). No all-to-all happens. With data-parallel attention each group of tp ranks
+has tokens of its own, which are sent to the experts of all groups and back by an all-to-all; all groups are taken to
+have as many tokens as this one, to which engines pad them, so a step of all takes as long as that of the group with
+most.
 
 Known leanings. To the slow side: a sliding window over sequences of unequal length is taken at their mean
 length. To the fast side: activations are quantised inside norms and activation functions, and by a kernel of
@@ -72,6 +75,7 @@ KINDS = (
     "send",
     "head",
     "sampling",
+    "all_to_all",
 )
 """The parts of a step's GPU time, as `StepModel.breakdown` names them."""
 
@@ -132,10 +136,13 @@ def check_parallelism(model: Model, parallelism: Parallelism) -> None:
             if width % tp:
                 raise Infeasible(f"{where}: tp must divide the feed-forward width {width}")
     experts = [g.feed_forward.experts for g in model.layers if isinstance(g.feed_forward, MoeFeedForward)]
-    if parallelism.expert_parallel and min(experts, default=tp) < tp:
+    ranks = tp * parallelism.attention_dp
+    if parallelism.expert_parallel and min(experts, default=ranks) < ranks:
         raise Infeasible(f"{where}: expert_parallel needs an expert for every rank, and there are {min(experts)}")
     if parallelism.expert_parallel and not experts:
         raise Infeasible(f"model {model.name}: expert_parallel is for mixtures of experts, and it is none")
+    if parallelism.attention_dp > 1 and (not parallelism.expert_parallel or pp > 1):
+        raise Infeasible(f"{where}: attention_dp needs expert_parallel, and pp 1; more instances do without")
 
 
 def _shared_heads(attention: Attention) -> int:
@@ -355,10 +362,11 @@ class StepModel:
             parts += self._dense_parts(layers, feed_forward.shared_intermediate_size, True)
         moe = self._profile.predictor("moe", self._model.weight_dtype)
         experts, per_token, skew = feed_forward.experts, feed_forward.experts_per_token, feed_forward.routing_skew
-        ep = self._tp if self._pool.parallelism.expert_parallel else 1
+        whole, dp = self._pool.parallelism.expert_parallel, self._pool.parallelism.attention_dp
+        ep = self._tp * dp if whole else 1
         fixed = {
             "hidden": self._model.hidden_size,
-            "intermediate": feed_forward.intermediate_size * ep // self._tp,
+            "intermediate": feed_forward.intermediate_size if whole else feed_forward.intermediate_size // self._tp,
             "experts_per_token": per_token,
             "experts": experts,
             "ep": ep,
@@ -366,9 +374,16 @@ class StepModel:
         }
 
         def seconds(m: Array) -> Array:
-            return moe.seconds(tokens=m * rank_load(m, experts, per_token, ep, skew), **fixed)
+            tokens = dp * m
+            return moe.seconds(tokens=tokens * rank_load(tokens, experts, per_token, ep, skew), **fixed)
 
-        return [*parts, _Part("moe", layers, seconds)]
+        parts.append(_Part("moe", layers, seconds))
+        if dp > 1:
+            link = None if ep <= self._hardware.device.devices_per_node else "inter_node"
+            exchange, sent = self._profile.predictor("all_to_all", self._model.dtype, variant=link), min(per_token, ep)
+            row_bytes = sent * self._row_bytes
+            parts.append(_Part("all_to_all", 2 * layers, lambda m: exchange.seconds(devices=ep, bytes=m * row_bytes)))
+        return parts
 
     def _dense_parts(self, layers: int, intermediate: int, gated: bool) -> list[_Part]:
         hidden, width, factor = self._model.hidden_size, intermediate // self._tp, 2 if gated else 1

@@ -77,7 +77,8 @@ def weights_bytes(model: Model, parallelism: Parallelism, stage: int) -> float:
         total += plain * 2 * hidden
         feed_forward = group.feed_forward
         if isinstance(feed_forward, MoeFeedForward):
-            experts = -(-feed_forward.experts // tp) if parallelism.expert_parallel else feed_forward.experts / tp
+            ranks = tp * parallelism.attention_dp
+            experts = -(-feed_forward.experts // ranks) if parallelism.expert_parallel else feed_forward.experts / tp
             gated = experts * feed_forward.intermediate_size + feed_forward.shared_intermediate_size / tp
             total += matrix * 3 * hidden * gated + plain * hidden * feed_forward.experts
             split = not parallelism.expert_parallel  # each slice of an expert has all of the last outputs
@@ -127,7 +128,7 @@ def other_bytes(model: Model, pool: Pool) -> float:
     activations = DTYPE_BYTES[model.dtype] * tokens * (2 * width / tp + 6 * model.hidden_size)
     samples = min(pool.batching.max_num_seqs, tokens)
     logits = 2 * DTYPE_BYTES["fp32"] * samples * model.vocab_size / tp
-    communicators = COMMUNICATOR_BYTES * ((tp > 1) + (pp > 1))
+    communicators = COMMUNICATOR_BYTES * ((tp > 1) + (pp > 1) + (pool.parallelism.attention_dp > 1))
     graphs = GRAPHS_BYTES if pool.cuda_graphs else 0.0
     return CONTEXT_BYTES + graphs + activations + logits + communicators
 

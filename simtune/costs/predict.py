@@ -210,10 +210,13 @@ class Profile:
         over the profile's operators of that kind.
 
         One error is shared by all calls of a kind, so this is what a world is drawn with. The head is a matrix
-        product; sends between stages, and sampling where the profile has none, rest on data sheets.
+        product; sends between stages, and sampling and all-to-all where the profile has none, rest on
+        data sheets.
         """
         found: dict[str, list[float]] = {}
         for operator in self.hardware.operators.values():
             found.setdefault(operator.kind, []).append(typical_log_sd(operator))
-        sds = {"send": DATA_SHEET_LOG_SD, "sampling": DATA_SHEET_LOG_SD} | {k: median(v) for k, v in found.items()}
+        sds = dict.fromkeys(("send", "sampling", "all_to_all"), DATA_SHEET_LOG_SD) | {
+            k: median(v) for k, v in found.items()
+        }
         return sds | ({"head": sds["gemm"]} if "gemm" in sds else {})

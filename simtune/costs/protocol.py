@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 UNBOUNDED = 1 << 60
 """A number of steps that no run reaches: the span of a form that holds for ever."""
 
@@ -40,4 +43,37 @@ class StepCosts(Protocol):
 
         `num_samples` sequences get a token: all decodes, and every chunk that completes its prompt.
         """
+        ...
+
+
+class RoundCosts(StepCosts, Protocol):
+    """Duration of the steps of an engine that drafts and verifies: `round` and `rounds` take the place of `decode` and
+    `mixed`.
+
+    Contexts grow as drafts are accepted, by no rule. So rounds of a jump are told one by one, and the law is
+
+    * `rounds(b, t, d, contexts)[i] == round(b, t, d, contexts[i])`.
+    """
+
+    def round(
+        self,
+        num_decodes: int,
+        verify_tokens: int,
+        levels: int,
+        context_tokens: int,
+        chunks: Sequence[tuple[int, int]] = (),
+        completing: int = 0,
+    ) -> int:
+        """Ticks of one step in which `num_decodes` sequences verify `verify_tokens` tokens, one each and their drafts,
+        beside prefill chunks (past tokens, new tokens), of which `completing` get to the end of their prompt; and of
+        drafting for the next step, `levels` drafts in turn.
+
+        `context_tokens` counts the KV tokens that the decodes read, `verify_tokens` included.
+        """
+        ...
+
+    def rounds(
+        self, num_decodes: int, verify_tokens: int, levels: int, contexts: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Ticks of each of some steps without chunks that are alike but for their context tokens."""
         ...

@@ -76,7 +76,7 @@ def headline(run: Run) -> str:
     """One sentence: which plan, what it achieves, per GPU, under which limits."""
     s = run.summary
     pool = s.plan.pools[0]
-    each = pool.parallelism.tp * pool.parallelism.pp
+    each = pool.parallelism.tp * pool.parallelism.pp * pool.parallelism.attention_dp
     plan = f"{chosen_name(run)} ({plural(pool.instances, 'instance')} of {s.model} on {plural(each, 'GPU')}"
     plan += " each)" if pool.instances > 1 else ")"
     if s.saturated:

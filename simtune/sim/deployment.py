@@ -55,13 +55,19 @@ class DeployedPool:
 
     @property
     def num_lanes(self) -> int:
-        return self.spec.instances * self.spec.parallelism.pp
+        return self.spec.instances * self.lanes_each
+
+    @property
+    def lanes_each(self) -> int:
+        """Lanes of an instance: its virtual engines, or its groups of ranks under data-parallel attention."""
+        return self.spec.parallelism.pp * self.spec.parallelism.attention_dp
 
     def lanes(self, instances: int, hash_block_tokens: int | None) -> list[Lane]:
         """Fresh lanes of the first `instances` instances, ordered so that a round robin is one over instances first.
 
         An instance with pp pipeline stages runs pp lanes ("virtual engines") that share the stages, each with its own
-        batch, its share of the seats and of the KV blocks; a lane's step takes the time of all stages.
+        batch, its share of the seats and of the KV blocks; a lane's step takes the time of all stages. With
+        data-parallel attention each group of tp ranks is a lane with seats and blocks of its own, and all step together.
         """
         own, batching, pp = self.spec, self.spec.batching, self.spec.parallelism.pp
         policy = POLICIES[batching.policy]
@@ -89,12 +95,17 @@ class DeployedPool:
         pipelines = [Pipeline(pp) if pp > 1 else None for _ in range(instances)]
         found = [
             Lane(policy(**settings), self.costs, instance, own.name, pipeline=pipelines[instance], swap=swap)
-            for _ in range(pp)
+            for _ in range(self.lanes_each)
             for instance in range(instances)
         ]
         for lane in found:
             if lane.pipeline is not None:
                 lane.pipeline.lanes.append(lane)
+        if own.parallelism.attention_dp > 1:
+            for instance in range(instances):
+                gang = _of_instance(found, instance)
+                for lane in gang:
+                    lane.gang = gang
         return found
 
 
@@ -164,7 +175,7 @@ class Deployment:
         some: int | None = None
         first = self.pools[0].spec
         if lanes is not None and stream.arrival_s is not None and self.lanes_apart:
-            some = -(-lanes // first.parallelism.pp)
+            some = -(-lanes // self.pools[0].lanes_each)
             if some < first.instances:
                 scale = first.instances / some
                 stream = stream.share_of(some, first.instances)

@@ -92,6 +92,8 @@ class Lane:
     wire: Wire | None = None
     """The way out of a prefill instance: its requests are handed over when their prompt is done."""
     pipeline: Pipeline | None = None
+    gang: list[Lane] | None = None
+    """The lanes it steps together with, itself included: data-parallel attention over experts that all share."""
     swap: int = 0
     """Ticks to move one KV block to or from host memory; steps wait for it."""
     up: bool = True
@@ -102,7 +104,7 @@ class Lane:
     first: int = 0  # ticks of the first repetition of the running step
     slope: int = 0  # ticks that each further repetition takes longer
     repetitions: int = 0
-    jumping: bool = False  # in a jump, alone in its pipeline
+    jumping: bool = False  # in a jump, alone in its pipeline or gang
     version: int = 0  # of the event that ends the running step; an older one is void
     woken: bool = False
     waiting: int = 0
@@ -122,6 +124,9 @@ class Lane:
 
     def __post_init__(self) -> None:
         self.uneven = getattr(self.costs, "uneven", None)
+        if self.uneven is not None and getattr(self.costs, "is_even", False):
+            self.uneven = None
+        self.scheduler.tells_longest = self.uneven is not None
 
     @property
     def has_work(self) -> bool:

@@ -10,7 +10,8 @@ last bit. At one instant the order is fixed, and it is the order of a real engin
 5. idle lanes schedule their next step (in order of lanes), seeing all of the above.
 
 A *lane* is one scheduler with one batch under way: an instance without pipeline parallelism, or one of the pp virtual
-engines of an instance with it. A lane runs a step as often as the scheduler says nothing can change and the cost model
+engines of an instance with it. With data-parallel attention an instance is a *gang* of lanes that step together, each
+step as long as that of the lane that takes longest. A lane runs a step as often as the scheduler says nothing can change and the cost model
 says its time is affine, in one event. Whatever the scheduler would notice, an arrival or a KV cache, cuts such a jump
 at the end of the step in which it falls. The lanes of a pipeline jump only while the others are idle.
 
@@ -182,6 +183,7 @@ class World:
         self._parked: deque[Request] = deque()  # new requests for which no lane is up
         self._stranded: list[Handoff] = []  # handed over, and no decode lane is up
         self._leaving: dict[int, Change] = {}  # lanes that finish what they have, by number
+        self._next_end: tuple[int, Lane] | None = None  # the step that ends before anything in the heap happens
         self._next_request = 0
         self._aborted = False
         self._events = 0
@@ -200,7 +202,12 @@ class World:
             self._send_next(self._arrival[0])
         heap, lanes, pop = self._heap, self._lanes, heappop
         events = 0
-        while heap and not self._aborted:
+        while (heap or self._next_end is not None) and not self._aborted:
+            if self._next_end is not None:
+                (now, lane), self._next_end = self._next_end, None
+                events += 1
+                self._end(now, lane)
+                continue
             now, phase, subject, version = pop(heap)
             events += 1
             if phase == _END:
@@ -239,7 +246,7 @@ class World:
                 LaneUse(
                     lane.pool,
                     lane.instance,
-                    lane.pipeline.lanes.index(lane) if lane.pipeline is not None else 0,
+                    (lane.pipeline.lanes if lane.pipeline is not None else lane.gang or [lane]).index(lane),
                     lane.scheduler.kv.total,
                     lane.busy,
                 )
@@ -321,6 +328,10 @@ class World:
             heappush(self._heap, (now, _WAKE, lane.number, 0))
             if lane.pipeline is not None:
                 self._end_jumps(now, lane)
+            elif lane.gang is not None:
+                for other in lane.gang:
+                    if other.step is not None and other.jumping:
+                        self._cut(now, other)
 
     def _end_jumps(self, now: int, lane: Lane) -> None:
         """Another lane needs the pipeline too: from its next step on each one goes step by step."""
@@ -335,6 +346,30 @@ class World:
                 lane.pipeline.pass_through(began, other.first + other.slope * last)
 
     def _start(self, now: int, lane: Lane) -> None:
+        """Let a lane that runs nothing schedule its next step, if it has one."""
+        if lane.gang is not None:
+            self._start_gang(now, lane.gang)
+        elif self._plan(now, lane):
+            self._launch(now, lane)
+
+    def _start_gang(self, now: int, gang: Sequence[Lane]) -> None:
+        """Start all lanes of a gang, unless a step of theirs is under way: they step together, as long as the longest.
+
+        Only a lane that is alone jumps.
+        """
+        if any(lane.step is not None for lane in gang):
+            return
+        planned = [lane for lane in gang if self._plan(now, lane)]
+        if len(planned) > 1:
+            longest = max(lane.first for lane in planned)
+            for lane in planned:
+                lane.first, lane.slope, lane.repetitions = longest, 0, 1
+        for lane in planned:
+            lane.jumping = lane.repetitions > 1
+            self._launch(now, lane)
+
+    def _plan(self, now: int, lane: Lane) -> bool:
+        """Schedule a lane's next step and find its ticks; False when nothing can run."""
         scheduler = lane.scheduler
         if lane.dropped:
             for request in lane.dropped:
@@ -352,7 +387,7 @@ class World:
                 self._make_room(now, lane)  # with asynchronous scheduling the last ones have left only now
             if lane.number in self._leaving:
                 self._left(now, lane)
-            return
+            return False
         chunks = step.chunks
         if chunks or step.preempted:
             for request in step.preempted:
@@ -372,7 +407,7 @@ class World:
             alone = lane.pipeline is None or self._alone(lane)
             if alone and not self._single_steps and not (lane.inbox and scheduler.unsettled):
                 lane.repetitions = min(step.repeat, span)
-        if lane.uneven is not None and step.longest_context:
+        if lane.uneven is not None:
             lane.first += lane.uneven(step.num_decodes, step.context_tokens, step.longest_context, bool(chunks))
         if step.part != (0, 1):
             i, n = step.part
@@ -381,6 +416,10 @@ class World:
             lane.first += lane.swap * (step.swapped_out_blocks + step.swapped_in_blocks)
         lane.step, lane.started = step, now
         lane.version += 1
+        return True
+
+    def _launch(self, now: int, lane: Lane) -> None:
+        """Run the planned step."""
         if lane.pipeline is not None:
             end = lane.pipeline.pass_through(now, lane.first)
             lane.jumping = lane.repetitions > 1
@@ -390,7 +429,10 @@ class World:
                 lane.first = end - now  # what it waited for the others included
         else:
             end = now + lane.elapsed(lane.repetitions)
-        heappush(self._heap, (end, _END, lane.number, lane.version))
+        if lane.gang is not None or (self._heap and end >= self._heap[0][0]):
+            heappush(self._heap, (end, _END, lane.number, lane.version))
+        else:
+            self._next_end = end, lane
 
     @staticmethod
     def _alone(lane: Lane) -> bool:

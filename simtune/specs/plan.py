@@ -29,15 +29,18 @@ Role = Literal["mixed", "prefill", "decode"]
 
 
 class Parallelism(Part):
-    """GPUs of one instance: tp * pp."""
+    """GPUs of one instance: tp * pp * attention_dp."""
 
     tp: Count = 1
     pp: Count = 1
-    expert_parallel: bool = Field(False, description="whole experts on each of the tp ranks, instead of their slices")
+    expert_parallel: bool = Field(False, description="whole experts on each rank, instead of slices of all of them")
+    attention_dp: Count = Field(
+        1, description="groups of tp ranks with requests of their own, that share the experts: data-parallel attention"
+    )
 
     @property
     def devices(self) -> int:
-        return self.tp * self.pp
+        return self.tp * self.pp * self.attention_dp
 
 
 class Batching(Part):

@@ -144,13 +144,14 @@ def pool(
     asynchronous: bool = True,
     cuda_graphs: bool = True,
     expert_parallel: bool = False,
+    attention_dp: int = 1,
     kv_cache: KvCache | None = None,
     max_model_len: int | None = None,
 ) -> Pool:
     return Pool(
         hardware="made-up",
         instances=1,
-        parallelism=Parallelism(tp=tp, pp=pp, expert_parallel=expert_parallel),
+        parallelism=Parallelism(tp=tp, pp=pp, expert_parallel=expert_parallel, attention_dp=attention_dp),
         batching=Batching(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget),
         kv_cache=kv_cache or KvCache(),
         async_scheduling=asynchronous,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -288,6 +289,25 @@ def test_experts_on_ranks_wait_for_the_busiest() -> None:
     moved = 2 * active * matrices + 2 * (rows * (2 * 64 + 3 * 32) + 2 * tokens * 64)
     blocks = active * (2 * 32 + 64) / 128 / 8
     assert whole["moe"] == pytest.approx(2 * call(2 * rows * matrices, moved, blocks))
+
+
+def test_data_parallel_attention_shares_experts_and_exchanges_tokens() -> None:
+    """Two groups of one rank with 32 tokens each: attention as on one rank alone, experts as on two with 64 tokens."""
+    wide, groups = model(feed_forward=moe()), pool(attention_dp=2, expert_parallel=True)
+    apart = StepModel(wide, hardware(), groups).breakdown(Batch(32, 320, (), 32))
+    alone = StepModel(wide, hardware(), pool()).breakdown(Batch(32, 320, (), 32))
+    both = StepModel(wide, hardware(), pool(tp=2, expert_parallel=True)).breakdown(Batch(64, 640, (), 64))
+    assert apart["moe"] == pytest.approx(both["moe"])
+    exchange = apart.pop("all_to_all")
+    assert {**apart, "moe": 0} == {**alone, "moe": 0}, "nothing else is split or added up"
+    more = StepModel(wide, hardware(), groups).breakdown(Batch(64, 640, (), 64))["all_to_all"]
+    assert 0 < exchange < more
+
+
+@pytest.mark.parametrize("settings", [{"expert_parallel": False}, {"expert_parallel": True, "pp": 2}])
+def test_data_parallel_attention_needs_shared_experts_and_one_stage(settings: dict[str, Any]) -> None:
+    with pytest.raises(Infeasible, match="attention_dp needs expert_parallel, and pp 1"):
+        StepModel(model(feed_forward=moe()), hardware(), pool(attention_dp=2, **settings))
 
 
 def test_skewed_routing_wakes_fewer_experts() -> None:

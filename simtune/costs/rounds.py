@@ -1,0 +1,251 @@
+"""What rounds of drafting and verifying take, frozen into integer tables: `simtune.costs.drafting` for the simulator.
+
+A step with B decodes that verify T tokens between them, beside some prefill chunks, takes
+
+    T_gpu = linear(T + chunk tokens) + head(T + completed chunks) + attention(B, T / B) + prefill
+            + drafting(sequences that got a token) + the drafter's own pass over the chunks
+
+of which drafting is that of the next drafts: of every decode and of every chunk that completes its prompt. As in
+`simtune.costs.compiled` all tables hold whole ticks and attention has whole ticks per context token between knots, so
+that every round is told by itself, exactly: a jump is the sum of its rounds. Where T is no multiple of B attention is
+that between the two nearest widths.
+
+Known leanings besides those of `simtune.costs.drafting`. Decode attention beside prefill chunks is that of steps
+without. A prompt just completed is taken to be as long as the chunks of its step are on average.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simtune.costs.compiled import CompiledCosts, _DecodeAttention, _sizes, _ticks
+from simtune.costs.drafting import drafting_model, drafting_parallelism
+from simtune.costs.predict import Profile
+from simtune.costs.ticks import to_ticks
+from simtune.specs.drafts import Shape
+from simtune.specs.hardware import Hardware
+from simtune.specs.model import Model
+from simtune.specs.plan import Pool
+from simtune.specs.speculation import BlockDrafter, Drafter, Eagle, Medusa
+
+Ints = NDArray[np.int64]
+
+_FEW = 6
+"""So many rounds are sooner told one by one."""
+
+
+class _Line(NamedTuple):
+    """Piecewise affine in context tokens."""
+
+    starts: list[int]
+    ticks: list[int]
+    slopes: list[int]
+    arrays: Ints  # the same three
+
+    def at(self, context_tokens: int) -> int:
+        i = bisect_right(self.starts, context_tokens, 1) - 1
+        return self.ticks[i] + self.slopes[i] * (context_tokens - self.starts[i])
+
+    def many(self, context_tokens: Ints) -> Ints:
+        starts, ticks, slopes = self.arrays
+        i = np.maximum(starts.searchsorted(context_tokens, "right") - 1, 0)
+        found: Ints = ticks[i] + slopes[i] * (context_tokens - starts[i])
+        return found
+
+
+def _line(starts: Ints, ticks: Ints) -> _Line:
+    arrays = np.stack([starts[:-1], ticks[:-1], np.diff(ticks) // np.diff(starts)])
+    columns: list[list[int]] = arrays.tolist()
+    return _Line(columns[0], columns[1], columns[2], arrays)
+
+
+class CompiledRounds(CompiledCosts):
+    """Step costs of one instance that drafts; see the module. `draft` is the model that a `draft_model` names.
+
+    Raises Infeasible where the target or the draft model cannot be sharded, the draft model speaks another vocabulary,
+    or the profile cannot tell a time.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        hardware: Hardware,
+        pool: Pool,
+        max_model_len: int,
+        drafter: Drafter,
+        shape: Shape,
+        draft: Model | None = None,
+        factors: Mapping[str, float] | None = None,
+    ) -> None:
+        super().__init__(model, hardware, pool, max_model_len, factors, 1 + shape.drafts)
+        self._compiled_from = (model, hardware, pool, max_model_len, drafter, shape, draft, factors)
+        self._drafter, self._shape = drafter, shape
+        self._network: CompiledCosts | None = None
+        network = drafting_model(drafter, model, draft)
+        if network is not None:
+            draft_pool = pool.model_copy(update={"parallelism": drafting_parallelism(drafter, pool)})
+            width = max(shape.levels + 1, shape.width)
+            self._network = CompiledCosts(network, hardware, draft_pool, max_model_len, factors, width)
+        self._join, self._heads = self._extras(hardware, model, factors or {})
+        self._host = to_ticks(getattr(drafter, "host_s", 0.0))
+        self._apart = not pool.cuda_graphs and not pool.async_scheduling and self._model.correction(False) is None
+        self._widths: dict[tuple[bool, int, bool], _DecodeAttention] = {}
+        self._verifying: dict[tuple[int, int, bool], _Line] = {}
+        self._drafting: dict[tuple[int, int, bool], _Line] = {}
+
+    def _extras(self, hardware: Hardware, model: Model, factors: Mapping[str, float]) -> tuple[list[int], list[int]]:
+        """Ticks, by tokens, of joining embeddings to hidden states, and, by sequences, of parallel heads."""
+        drafter, hidden, factor = self._drafter, model.hidden_size, factors.get("gemm", 1.0)
+        gemm = Profile(hardware).predictor("gemm", model.dtype)
+        if isinstance(drafter, Eagle) and self._network is not None:
+            tokens = np.arange(1, len(self._network._pure.linear), dtype=np.float64)
+            knots = _sizes(tokens)
+            return [0, *_ticks(factor * np.interp(tokens, knots, gemm.seconds(m=knots, n=hidden, k=2 * hidden)))], []
+        if isinstance(drafter, Medusa):
+            rows, vocab = np.arange(1, self._max_num_seqs + 1, dtype=np.float64), -(-model.vocab_size // self._tp)
+            one = gemm.seconds(m=rows, n=hidden, k=hidden) + gemm.seconds(m=rows, n=vocab, k=hidden)
+            return [], [0, *_ticks(factor * drafter.heads * one)]
+        return [], []
+
+    @property
+    def _tp(self) -> int:
+        pool: Pool = self._compiled_from[2]
+        return pool.parallelism.tp
+
+    def round(
+        self,
+        num_decodes: int,
+        verify_tokens: int,
+        levels: int,
+        context_tokens: int,
+        chunks: Sequence[tuple[int, int]] = (),
+        completing: int = 0,
+    ) -> int:
+        """See `simtune.costs.protocol.RoundCosts.round`."""
+        mixed = bool(chunks)
+        tables = self._mixed if mixed else self._pure
+        new = 0
+        ticks = tables.head[verify_tokens + completing]
+        for past, tokens in chunks:
+            new += tokens
+            ticks += self._chunk + self._prefill[past + tokens] - self._cached[past]
+        ticks += tables.linear[verify_tokens + new]
+        if num_decodes:
+            ticks += self._verify_line(num_decodes, verify_tokens, mixed).at(context_tokens)
+        ticks = max(ticks, self._launch(mixed))
+        if levels:
+            drafting = num_decodes + completing
+            context = context_tokens - verify_tokens + levels * num_decodes
+            if completing:
+                context += completing * (sum(past + tokens for past, tokens in chunks) // len(chunks) + levels)
+            ticks += self._draft(drafting, levels, context, mixed)
+            ticks += self._draft_chunks(drafting * (levels + 1), chunks, new)
+        num_seqs = num_decodes + len(chunks)
+        return max(ticks, tables.floor[num_seqs]) + self._after(num_seqs, levels, mixed)
+
+    def rounds(self, num_decodes: int, verify_tokens: int, levels: int, contexts: Ints) -> Ints:
+        """See `simtune.costs.protocol.RoundCosts.rounds`."""
+        if len(contexts) < _FEW:
+            told = [self.round(num_decodes, verify_tokens, levels, c) for c in contexts.tolist()]
+            return np.array(told, dtype=np.int64)
+        pure = self._pure
+        ticks = self._verify_line(num_decodes, verify_tokens, False).many(contexts)
+        ticks += pure.head[verify_tokens] + pure.linear[verify_tokens]
+        np.maximum(ticks, self._launch(False), out=ticks)
+        if levels and self._network is not None:
+            drafted = contexts - (verify_tokens - levels * num_decodes)
+            ticks += self._draft_line(num_decodes, levels, False).many(drafted)
+        elif levels and self._heads:
+            ticks += self._heads[num_decodes]
+        np.maximum(ticks, pure.floor[num_decodes], out=ticks)
+        ticks += self._after(num_decodes, levels, False)
+        return ticks
+
+    def _after(self, num_seqs: int, levels: int, mixed: bool) -> int:
+        """Ticks of the host that nothing hides."""
+        after = (self._mixed if mixed else self._pure).after[num_seqs]
+        if levels and self._apart:
+            after *= 1 + self._passes(levels)
+        return after + (self._host * num_seqs if levels else 0)
+
+    def _passes(self, levels: int) -> int:
+        if self._network is None:
+            return int(bool(self._heads))
+        return 1 if isinstance(self._drafter, BlockDrafter) else levels
+
+    def _launch(self, mixed: bool) -> int:
+        return to_ticks(self._scale(mixed) * self._model.launch_s)
+
+    def _scale(self, mixed: bool) -> float:
+        correction = self._model.correction(mixed)
+        return 1.0 if correction is None else correction.scale
+
+    def _draft(self, sequences: int, levels: int, context_tokens: int, mixed: bool) -> int:
+        if not sequences:
+            return 0
+        if self._network is not None:
+            return self._draft_line(sequences, levels, mixed).at(context_tokens)
+        return round(self._scale(mixed) * self._heads[sequences]) if self._heads else 0
+
+    def _draft_chunks(self, tokens: int, chunks: Sequence[tuple[int, int]], new: int) -> int:
+        """Ticks by which prefill chunks lengthen the drafter's first pass, which has `tokens` without them."""
+        network = self._network
+        if network is None or not chunks:
+            return 0
+        linear = network._mixed.linear
+        most = len(linear) - 1
+        ticks = linear[min(most, tokens + new)] - linear[min(most, tokens)]
+        if self._join:
+            ticks += self._join[min(most, tokens + new)] - self._join[min(most, tokens)]
+        for past, more in chunks:
+            ticks += network._chunk + network._prefill[past + more] - network._cached[past]
+        return ticks
+
+    def _verify_line(self, num_decodes: int, verify_tokens: int, mixed: bool) -> _Line:
+        key = (num_decodes, verify_tokens, mixed)
+        line = self._verifying.get(key)
+        if line is None:
+            width, rest = divmod(verify_tokens, num_decodes)
+            ticks = self._attention(self, width, mixed).at_knots(num_decodes)
+            if rest:
+                above = self._attention(self, width + 1, mixed).at_knots(num_decodes)
+                ticks = ticks + (above - ticks) * rest // num_decodes
+            line = self._verifying[key] = _line(self._contexts.astype(np.int64) * num_decodes, ticks)
+        return line
+
+    def _draft_line(self, sequences: int, levels: int, mixed: bool) -> _Line:
+        key = (sequences, levels, mixed)
+        line = self._drafting.get(key)
+        if line is None:
+            if isinstance(self._drafter, BlockDrafter):
+                ticks = self._pass(sequences, levels, sequences * levels, mixed)
+            else:
+                ticks = self._pass(sequences, levels + 1, sequences, mixed)
+                width = self._shape.width
+                if levels > 1:
+                    ticks = ticks + (levels - 1) * self._pass(sequences, width, sequences * width, mixed)
+            line = self._drafting[key] = _line(self._contexts.astype(np.int64) * sequences, ticks)
+        return line
+
+    def _pass(self, sequences: int, width: int, samples: int, mixed: bool) -> Ints:
+        """Ticks of one pass of the drafter over so many tokens of each sequence, at all contexts."""
+        network = self._network
+        assert network is not None
+        tables = network._mixed if mixed else network._pure
+        tokens = min(sequences * width, len(tables.linear) - 1)
+        ticks = self._attention(network, width, mixed).at_knots(sequences)
+        ticks = ticks + tables.linear[tokens] + tables.head[min(samples, len(tables.head) - 1)]
+        launch = to_ticks(self._scale(mixed) * network._model.launch_s)
+        joins = round(self._scale(mixed) * self._join[tokens]) if self._join else 0
+        return np.maximum(ticks, launch) + joins
+
+    def _attention(self, costs: CompiledCosts, width: int, mixed: bool) -> _DecodeAttention:
+        key = (costs is self, width, mixed)
+        if key not in self._widths:
+            self._widths[key] = costs._decode_attention(0, costs._model.correction(mixed), width)
+        return self._widths[key]
