@@ -7,22 +7,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from simtune.errors import UsageError
+from simtune.costs.drafting import drafting_model
+from simtune.errors import Infeasible, UsageError
 from simtune.sim.deployment import Deployment, default_plan, deploy
 from simtune.sim.requests import build_stream
 from simtune.sim.result import Result
+from simtune.sim.speculation import Drafting
 from simtune.specs.catalog import (
     beside,
     load,
+    load_acceptance,
     load_hardware,
     load_model,
     load_plan,
     load_study,
     load_workload,
 )
+from simtune.specs.drafts import survival
+from simtune.specs.model import Model
 from simtune.specs.plan import Plan
+from simtune.specs.speculation import DraftModel
+from simtune.specs.study import DrafterChoice
 from simtune.specs.traces import Trace
 from simtune.specs.workload import Workload
+from simtune.tuner.drafting import Draft
 from simtune.tuner.search import Question, Tuned
 from simtune.tuner.search import optimize as _search
 
@@ -74,8 +82,19 @@ def run(
             plan = _overridden(plan, given["plan"])
     pools = [p.model_copy(update={"hardware": loaded[r].name}) for p, r in zip(plan.pools, references, strict=True)]
     plan = plan.model_copy(update={"model": m.name, "pools": tuple(pools)})
-    deployment = deploy(plan, m, {h.name: h for h in loaded.values()})
+    deployment = deploy(plan, m, {h.name: h for h in loaded.values()}, drafting=load_drafting(plan))
     return Ran(deployment, w, trace, deployment.simulate(stream, record=record, seed=seed))
+
+
+def load_drafting(plan: Plan) -> dict[str, Drafting]:
+    """What the speculation of each pool names, by the pool's name."""
+    found = {}
+    for pool in plan.pools:
+        if pool.speculation is not None:
+            drafter = pool.speculation.drafter
+            model = load_model(drafter.model) if isinstance(drafter, DraftModel) else None
+            found[pool.name] = Drafting(load_acceptance(pool.speculation.acceptance), model)
+    return found
 
 
 def _overridden(plan: Plan, settings: Sequence[str]) -> Plan:
@@ -113,7 +132,28 @@ def load_question(study: str, settings: Sequence[str] = ()) -> Question:
         load_model(beside(folder, spec.model)),
         load_hardware(beside(folder, spec.hardware.profile)),
     )
-    return Question(spec, model, hardware, workload, trace)
+    drafts = tuple(load_draft(choice, model, folder) for choice in spec.speculation)
+    return Question(spec, model, hardware, workload, trace, drafts)
+
+
+def load_draft(choice: DrafterChoice, target: Model, folder: Path | None = None) -> Draft:
+    """A drafter with what it names; names that are paths are relative to `folder`, where there is one.
+
+    Raises UsageError where the draft model does not go with the target, or the acceptance not with the scheme.
+    """
+
+    def found(reference: str) -> str:
+        return reference if folder is None else beside(folder, reference)
+
+    model = load_model(found(choice.drafter.model)) if isinstance(choice.drafter, DraftModel) else None
+    acceptance = load_acceptance(found(choice.acceptance))
+    try:
+        drafting_model(choice.drafter, target, model)
+        if choice.scheme is not None:
+            survival(choice.scheme, acceptance.rates)
+    except (Infeasible, ValueError) as error:
+        raise UsageError(f"drafter {choice.label}: {error}") from None
+    return Draft(choice, Drafting(acceptance, model))
 
 
 def _from_here(setting: str, folder: Path) -> str:
@@ -129,4 +169,4 @@ def optimize(study: str, *, jobs: int | None = None, settings: Sequence[str] = (
     return _search(load_question(study, settings), jobs=jobs)
 
 
-__all__ = ["Ran", "load", "load_question", "optimize", "run", "simulate"]
+__all__ = ["Ran", "load", "load_drafting", "load_question", "optimize", "run", "simulate"]

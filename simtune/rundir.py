@@ -15,7 +15,7 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -27,22 +27,27 @@ from simtune import __version__
 from simtune.costs.calibration import words
 from simtune.costs.iteration import Batch, StepModel
 from simtune.costs.ticks import TICKS_PER_SECOND
-from simtune.emit import vllm
-from simtune.errors import UsageError
+from simtune.emit import speculation, vllm
+from simtune.errors import Infeasible, UsageError
 from simtune.report.page import render
 from simtune.report.timeline import StepRecord, chrome_trace
 from simtune.sim.deployment import Deployment
 from simtune.sim.result import Result
 from simtune.sim.uncertainty import Uncertainty
+from simtune.specs import yamlfile
 from simtune.specs.base import Spec
+from simtune.specs.model import Model
+from simtune.specs.speculation import DraftModel, Speculation
 from simtune.specs.traces import Trace
-from simtune.tuner.curves import curves
+from simtune.tuner.curves import Curve, curves
+from simtune.tuner.drafting import Contexts, Draft, described, in_words, schedule
 from simtune.tuner.search import UNITS, Row, Tuned
+from simtune.tuner.speculation import Schedule
 
 MANIFEST = "manifest.json"
 SUMMARY_SCHEMA = "simtune/summary@1"
 CANDIDATE_COLUMNS = (
-    "rank", "candidate", "tp", "pp", "instances", "num_gpus", "max_num_seqs", "max_num_batched_tokens",
+    "rank", "candidate", "tp", "pp", "instances", "num_gpus", "max_num_seqs", "max_num_batched_tokens", "speculation",
     "status", "reason", "kv_blocks", "rate_bound_rps", "rate_rps", "goodput_rps", "goodput_rps_per_gpu",
     "output_tokens_per_s_per_gpu", "output_tokens_per_s_per_user", "ttft_mean_s", "ttft_p99_s",
     "tpot_mean_s", "tpot_p99_s", "slo_attainment", "saturated", "simulations",
@@ -53,6 +58,11 @@ REQUEST_COLUMNS = (
     "finish_s", "ttft_s", "tpot_s", "e2el_s", "queue_s", "prefill_s", "transfer_s", "decode_s", "preemptions", "resent",
     "good",
 )  # fmt: skip
+
+MAX_NODES = 64
+"""Tokens of the largest draft tree that is tried for the report."""
+
+_TREE_ENGINES = {"sglang": speculation.sglang, "tensorrt-llm": speculation.tensorrt_llm}
 
 Files = dict[str, str | bytes]
 
@@ -178,11 +188,97 @@ def of_simulation(
     }
 
 
+def speculation_facts(draft: Draft, found: Schedule) -> dict[str, Any]:
+    """A schedule for drafts in plain data, with what of it every engine can be told."""
+    trees = [(name, settings_of, found.dynamic_tree()) for name, settings_of in _TREE_ENGINES.items()]
+    engines = []
+    for name, settings_of, projection in [("vllm", speculation.vllm, found.by_batch()), *trees]:
+        settings, why = None, "drafting pays nowhere"
+        if projection.scheme is not None:
+            settings, why = _settings(settings_of, draft.speculation(projection.scheme), draft.drafting.model)
+        engines.append(
+            {
+                "engine": name,
+                "scheme": in_words(projection.scheme),
+                "gain": projection.gain,
+                "loss": projection.loss,
+                "settings": settings,
+                "why": why,
+            }
+        )
+    return {**described(draft, found), "engines": engines}
+
+
+def _settings(
+    settings_of: Callable[[Speculation, Model | None], dict[str, Any]], wanted: Speculation, model: Model | None
+) -> tuple[dict[str, Any] | None, str]:
+    """An engine's settings, or None and why there are none."""
+    try:
+        return settings_of(wanted, model), ""
+    except UsageError as error:
+        return None, str(error)
+
+
+def _study_speculation(tuned: Tuned) -> dict[str, Any] | None:
+    """The schedule over batch and context of the drafter chosen, or of the study's first where none was."""
+    question, candidate = tuned.question, tuned.chosen.candidate
+    if not question.drafts:
+        return None
+    draft = next((d for d in question.drafts if d.choice.label == candidate.drafter), question.drafts[0])
+    contexts = Contexts.of(question.stream(candidate.shape))
+    (pool,) = tuned.deployment.plan.pools
+    try:
+        found = schedule(draft, question.model, question.hardware, pool, contexts, MAX_NODES)
+    except Infeasible:
+        return None
+    return speculation_facts(draft, found)
+
+
+def _under_load(curve: Curve) -> list[dict[str, float]]:
+    """What a round of a request yields and wastes, at the rates at which anything was drafted."""
+    return [
+        {"rate_rps": p.rate_rps, "tokens": p.tokens_per_round, "wasted": p.wasted_per_round}
+        for p in curve.points
+        if p.tokens_per_round is not None and p.wasted_per_round is not None
+    ]
+
+
+def _other_engines(facts: dict[str, Any]) -> Files:
+    """The best single draft for engines that take a tree."""
+    files: Files = {}
+    for told in facts["engines"]:
+        if told["engine"] in _TREE_ENGINES and told["settings"] is not None:
+            what = (
+                f"{told['scheme'].capitalize()}: the best single draft for this load by the cost model, not simulated."
+            )
+            files |= _drafting_file(told["engine"], told["settings"], what)
+    return files
+
+
+def _drafting_file(engine: str, settings: dict[str, Any], what: str) -> Files:
+    """SGLang reads its options from a file as they are, TensorRT-LLM those of speculation under a key."""
+    comment = f"{what}\nWritten by simtune with the names of {engine} {speculation.VERSIONS[engine]}."
+    data = {"speculative_config": settings} if engine == "tensorrt-llm" else settings
+    return {f"engine/{engine}-speculation.yaml": yamlfile.dump(data, comment)}
+
+
 def _engine_files(deployment: Deployment) -> Files:
-    """Settings for vLLM; none where a policy is another engine's or nobody's."""
+    """Settings for vLLM; none where a policy is another engine's or nobody's, or vLLM cannot draft as the plan does.
+
+    Then those of the engines that can, as far as drafting goes.
+    """
     if any(pool.spec.batching.policy not in vllm.SCHEDULING_POLICY for pool in deployment.pools):
         return {}
-    return {**vllm.emit(deployment.plan, deployment.model, deployment.hardware.device.devices_per_node)}
+    drafting = [(p.spec.speculation, p.drafting.model) for p in deployment.pools if p.spec.speculation and p.drafting]
+    if not all(_settings(speculation.vllm, *each)[0] for each in drafting):
+        files: Files = {}
+        for name, settings_of in _TREE_ENGINES.items():
+            settings, _ = _settings(settings_of, *drafting[0])
+            if settings is not None:
+                files |= _drafting_file(name, settings, "The drafts of the plan, which vLLM cannot be told.")
+        return files
+    models = {s.drafter.model: model for s, model in drafting if isinstance(s.drafter, DraftModel) and model}
+    return {**vllm.emit(deployment.plan, deployment.model, deployment.hardware.device.devices_per_node, models)}
 
 
 def of_study(tuned: Tuned, *, jobs: int | None = None) -> Files:
@@ -191,6 +287,9 @@ def of_study(tuned: Tuned, *, jobs: int | None = None) -> Files:
     study = question.study
     files = of_simulation(tuned.deployment, tuned.result, study.name, study.seed)
     chosen, *others = curves(tuned, jobs=jobs)
+    facts = _study_speculation(tuned)
+    if facts is not None and tuned.chosen.candidate.speculation is not None:
+        files |= _other_engines(facts)
     summary = {
         "schema": SUMMARY_SCHEMA,
         "name": study.name,
@@ -210,6 +309,7 @@ def of_study(tuned: Tuned, *, jobs: int | None = None) -> Files:
             }
             for curve in others
         ],
+        **({} if facts is None else {"draft_schedule": {**facts, "load": _under_load(chosen)}}),
         **_common(tuned.deployment, tuned.result),
     }
     files["summary.json"] = _json(summary)
@@ -269,52 +369,67 @@ def _common(deployment: Deployment, result: Result) -> dict[str, Any]:
             "num_blocks": memory.num_blocks,
         },
         "breakdown": _breakdown(deployment, result),
-        "timeline": _timeline(deployment, result),
+        "timeline": _timeline(result),
+        "pool_timelines": [{"pool": pool.spec.name, **_timeline(result, pool.spec.name)} for pool in deployment.pools]
+        if len(deployment.pools) > 1
+        else None,
     }
 
 
 def _breakdown(deployment: Deployment, result: Result) -> list[dict[str, Any]]:
     """Where the time of a typical decode step goes, and of one that also carries a full budget of prompt tokens.
 
-    Typical is the mean over simulated time of the decode batch, at the requests' mean context.
+    Typical is the mean over simulated time of the pool's decode batch, at the requests' mean context.
     """
-    pool = next(p for p in deployment.pools if p.spec.role != "prefill").spec
-    step_model = StepModel(deployment.model, deployment.hardware, pool)
-    busy = [r for r in result.outcome.records if r.num_decodes]
-    weight = sum(r.end - r.start for r in busy)
-    decodes = max(1, round(sum(r.num_decodes * (r.end - r.start) for r in busy) / weight)) if weight else 1
-    stream = result.stream
+    lanes, stream, several = result.outcome.lanes, result.stream, len(deployment.pools) > 1
     context = round(float((stream.prompt_tokens + stream.output_tokens / 2).mean()))
-    room = min(pool.batching.max_num_batched_tokens - decodes, int(stream.prompt_tokens.max()))
-    steps = [(f"decode: {decodes:,} sequences at {context:,} tokens", Batch(decodes, decodes * context, (), decodes))]
-    if room > 0:
-        label = f"mixed: the same and {room:,} prompt tokens"
-        steps.append((label, Batch(decodes, decodes * context, ((0, room),), decodes)))
-    provenance: dict[str, str] = {o.kind: o.provenance.kind for o in deployment.hardware.operators.values()}
-    provenance |= {"head": provenance.get("gemm", "assumed")}
-    provenance |= {key.split(".")[0]: "data-sheet" for key in deployment.estimated}
-    return [
-        {
-            "step": label,
-            "parts": [
-                {"operator": kind, "seconds": seconds, "provenance": provenance.get(kind, "assumed")}
-                for kind, seconds in step_model.breakdown(batch).items()
-            ],
-        }
-        for label, batch in steps
-    ]
+    longest = int(stream.prompt_tokens.max())
+    found = []
+    for pool in deployment.pools:
+        busy = [r for r in result.outcome.records if r.num_decodes and lanes[r.lane].pool == pool.spec.name]
+        weight = sum(r.end - r.start for r in busy)
+        decodes = max(1, round(sum(r.num_decodes * (r.end - r.start) for r in busy) / weight)) if weight else 1
+        budget = pool.spec.batching.max_num_batched_tokens
+        steps: list[tuple[str, Batch]] = []
+        if pool.spec.role == "prefill":
+            tokens = min(budget, longest)
+            steps.append((f"prefill: {tokens:,} prompt tokens", Batch(0, 0, ((0, tokens),), 1)))
+        else:
+            label = f"decode: {decodes:,} sequences at {context:,} tokens"
+            steps.append((label, Batch(decodes, decodes * context, (), decodes)))
+        room = min(budget - decodes, longest)
+        if pool.spec.role == "mixed" and room > 0:
+            label = f"mixed: the same and {room:,} prompt tokens"
+            steps.append((label, Batch(decodes, decodes * context, ((0, room),), decodes)))
+        step_model = StepModel(deployment.model, pool.hardware, pool.spec)
+        provenance: dict[str, str] = {o.kind: o.provenance.kind for o in pool.hardware.operators.values()}
+        provenance |= {"head": provenance.get("gemm", "assumed")}
+        provenance |= {key.split(".")[0]: "data-sheet" for key in step_model.estimated}
+        found += [
+            {
+                "step": f"pool {pool.spec.name}, {label}" if several else label,
+                "parts": [
+                    {"operator": kind, "seconds": seconds, "provenance": provenance.get(kind, "assumed")}
+                    for kind, seconds in step_model.breakdown(batch).items()
+                ],
+            }
+            for label, batch in steps
+        ]
+    return found
 
 
-def _timeline(deployment: Deployment, result: Result, points: int = 400) -> dict[str, list[float]]:
-    """Running, waiting and KV use of the whole deployment, sampled at even times."""
-    records = result.outcome.records
-    if not records:
+def _timeline(result: Result, pool: str | None = None, points: int = 400) -> dict[str, list[float]]:
+    """Running, waiting and KV use of the whole deployment or of one pool, sampled at even times."""
+    lanes = [i for i, lane in enumerate(result.outcome.lanes) if pool in (None, lane.pool)]
+    by_lane: dict[int, list[Any]] = {lane: [] for lane in lanes}
+    for record in result.outcome.records:
+        if record.lane in by_lane:
+            by_lane[record.lane].append(record)
+    if not result.outcome.records:
         return {"t_s": [], "running": [], "waiting": [], "kv_used": []}
-    lanes = 1 + max(r.lane for r in records)
-    grid = np.linspace(0, max(r.end for r in records), points)
+    grid = np.linspace(0, max(r.end for r in result.outcome.records), points)
     running, waiting, used = np.zeros(points), np.zeros(points), np.zeros(points)
-    for lane in range(lanes):
-        mine = [r for r in records if r.lane == lane]
+    for lane, mine in by_lane.items():
         if not mine:
             continue
         at = np.searchsorted([r.start for r in mine], grid, side="right") - 1
@@ -326,7 +441,7 @@ def _timeline(deployment: Deployment, result: Result, points: int = 400) -> dict
         "t_s": (grid / TICKS_PER_SECOND).tolist(),
         "running": running.tolist(),
         "waiting": waiting.tolist(),
-        "kv_used": (used / lanes).tolist(),
+        "kv_used": (used / len(lanes)).tolist(),
     }
 
 
@@ -352,7 +467,7 @@ def _step_records(result: Result) -> list[StepRecord]:
 def _candidates_csv(rows: Sequence[Row]) -> str:
     table = []
     for rank, row in enumerate(rows, start=1):
-        shape, goodput = row.candidate.shape, row.number("goodput_rps")
+        shape, drafts, goodput = row.candidate.shape, row.candidate.speculation, row.number("goodput_rps")
         cells: dict[str, object] = {
             "rank": rank,
             "candidate": row.candidate.name,
@@ -362,6 +477,7 @@ def _candidates_csv(rows: Sequence[Row]) -> str:
             "num_gpus": shape.num_gpus,
             "max_num_seqs": row.candidate.max_num_seqs,
             "max_num_batched_tokens": row.candidate.max_num_batched_tokens,
+            "speculation": None if drafts is None else f"{row.candidate.drafter}: {in_words(drafts.scheme)}",
             "status": row.status,
             "reason": row.reason,
             "kv_blocks": row.kv_blocks,

@@ -11,6 +11,10 @@ load and whatever the schedule, for at least
 
 where c0 + c1*m is any line below the step time as a function of the tokens m in the step, and c2 any number below the
 decode attention time per context token. More requests per second than lanes / w pile up without end.
+
+With drafts of at most K tokens a verification emits no more than K + 1: of its n decode steps a request keeps at least
+n / (K + 1), and of the context tokens g at least (g - n K / 2) / (K + 1), as if each round read no more than its first
+token does. The tokens it emits are still computed, each of them once or more; what drafting takes comes on top.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import numpy as np
 from simtune.costs.compiled import CompiledCosts
 from simtune.sim.deployment import DeployedPool
 from simtune.sim.requests import RequestStream
+from simtune.specs.drafts import shape_of
 
 
 class Capacity:
@@ -34,9 +39,9 @@ class Capacity:
         self._tokens = float((prompt + decodes).mean())
         self._context = float((decodes * prompt + decodes * (decodes + 1) / 2).mean())
         self._lines = costs.linear_minorants()
+        self._context_s = costs.context_cost_s()
         self._other_s = (
-            costs.context_cost_s() * self._context
-            + float(costs.prefill_cost_s(stream.prompt_tokens[fits]).sum()) / len(fits)
+            float(costs.prefill_cost_s(stream.prompt_tokens[fits]).sum()) / len(fits)
             + float(output.mean()) * costs.head_cost_s()
         )
 
@@ -44,10 +49,13 @@ class Capacity:
         """Requests per second that no schedule on the lanes of a pool can exceed."""
         batching, pp = pool.spec.batching, pool.spec.parallelism.pp
         kv_tokens = pool.memory.num_blocks // pp * pool.spec.kv_cache.block_size
+        drafts = 0 if pool.spec.speculation is None else shape_of(pool.spec.speculation.scheme).levels
+        decodes = self._decodes / (drafts + 1)
+        context = (self._context - self._decodes * drafts / 2) / (drafts + 1)
         iterations = max(
-            self._decodes / (batching.max_num_seqs // pp),
+            decodes / (batching.max_num_seqs // pp),
             self._tokens / batching.max_num_batched_tokens,
-            self._context / kv_tokens,
+            context / kv_tokens,
         )
         linear_s = max(c0 * iterations + c1 * self._tokens for c0, c1 in self._lines)
-        return pool.num_lanes / (linear_s + self._other_s)
+        return pool.num_lanes / (linear_s + self._context_s * context + self._other_s)

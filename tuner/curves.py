@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from simtune.parallel import executor, ordered_map
-from simtune.sim.deployment import deploy
 from simtune.sim.result import Result, quantiles
 from simtune.tuner.search import Question, Row, Tuned
 
@@ -24,6 +23,9 @@ class Point:
     ttft_p99_s: float | None
     tpot_p99_s: float | None
     saturated: bool
+    tokens_per_round: float | None
+    wasted_per_round: float | None
+    """Of one request that drafts: tokens delivered by a verification, and tokens verified in vain."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class _Task:
 
     def run(self) -> Curve:
         q = self.question
-        deployment = deploy(self.row.candidate.plan(q.study, self.max_model_len), q.model, q.hardware)
+        deployment = q.deploy(self.row.candidate, self.max_model_len)
         own = q.watch(deployment, self.row.rate_rps if q.searches_rate else None)
         return Curve(
             self.row.candidate.name,
@@ -79,6 +81,7 @@ class _Task:
 
 
 def _point(result: Result, rate_rps: float) -> Point:
+    rounds, drafts, _, tokens = result.drafted
     return Point(
         rate_rps,
         result.goodput_rps,
@@ -86,4 +89,6 @@ def _point(result: Result, rate_rps: float) -> Point:
         result.statistic("ttft", "p99"),
         result.statistic("tpot", "p99"),
         result.saturated,
+        tokens / rounds if rounds else None,
+        1 + (drafts - tokens) / rounds if rounds else None,
     )

@@ -3,7 +3,8 @@
 For a rate objective every shape (tp x pp x instances) finds the highest request rate at which one of its members meets
 the SLO. The members are tried in order of their capacity bound; each is first tried just above the best rate so far, so
 most cost one simulation, and only one that passes there is bisected up to its own bound. Shapes whose bound cannot beat
-the best of the shapes before them are dropped unsimulated.
+the best of the shapes before them are dropped unsimulated. Members that draft with one drafter, and those that do not
+draft, are so many searches side by side: what each drafter gains is to be seen.
 
 Shapes are taken in waves of WAVE, and only what earlier waves found prunes, so the answer does not depend on how many
 processes work on it.
@@ -22,10 +23,12 @@ from simtune.sim.requests import RequestStream, build_stream
 from simtune.sim.result import Result
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
+from simtune.specs.speculation import Speculation
 from simtune.specs.study import Study
 from simtune.specs.traces import Trace
 from simtune.specs.workload import ClosedLoop, Workload
 from simtune.tuner.bounds import Capacity
+from simtune.tuner.drafting import Draft, speculation_on
 from simtune.tuner.space import Candidate, Shape, members, shapes
 
 WAVE = 4
@@ -44,6 +47,8 @@ class Question:
     hardware: Hardware
     workload: Workload
     trace: Trace | None
+    drafts: tuple[Draft, ...] = ()
+    """The drafters of the study."""
 
     @property
     def requests(self) -> int:
@@ -64,6 +69,16 @@ class Question:
     def stream_for(self, deployment: Deployment, rate_rps: float | None) -> RequestStream:
         (pool,) = deployment.plan.pools
         return self.stream(Shape(pool.parallelism.tp, pool.parallelism.pp, pool.instances), rate_rps)
+
+    def draft(self, candidate: Candidate) -> Draft | None:
+        """Its drafter."""
+        return next((draft for draft in self.drafts if draft.choice.label == candidate.drafter), None)
+
+    def deploy(self, candidate: Candidate, max_model_len: int, costs: CompiledCosts | None = None) -> Deployment:
+        """`costs` serve what does not draft; all else has its own."""
+        draft = self.draft(candidate)
+        drafting = None if draft is None else draft.drafting
+        return deploy(candidate.plan(self.study, max_model_len), self.model, self.hardware, costs, drafting=drafting)
 
     def judge(self, deployment: Deployment, rate_rps: float | None) -> Result:
         """Whether a deployment meets the SLO, judged by some of its lanes; ends as soon as it cannot any more."""
@@ -194,7 +209,7 @@ def _confirm(question: Question, rows: list[Row], max_model_len: int) -> tuple[R
     """
     study = question.study
     while (best := _best(rows, study)) is not None:
-        deployment = deploy(best.candidate.plan(study, max_model_len), question.model, question.hardware)
+        deployment = question.deploy(best.candidate, max_model_len)
         rate = best.rate_rps if question.searches_rate else None
         result = deployment.simulate(question.stream_for(deployment, rate), study.slo, record=True)
         best.simulations += 1
@@ -223,25 +238,28 @@ class Task:
 
 
 class _ShapeSearch:
-    """The members of one shape, their shared cost tables, and the best rate found among them."""
+    """The members of one shape, and the best found among those that draft alike."""
 
     def __init__(self, task: Task) -> None:
         self.q, self.shape, self.max_model_len = task.question, task.shape, task.max_model_len
         self.study, self.best = task.question.study, task.best
-        self.leader: Row | None = None
+        self.leaders: dict[str, Row] = {}
+        self.speculations: dict[tuple[str, int], Speculation | None] = {}
         self.stream = self.q.stream(self.shape)
 
     def run(self) -> Iterator[Row]:
-        deployments = []
-        for candidate, row in self._fitting():
-            if row is not None:
-                yield row
+        fitting = []
+        for candidate in members(self.study, self.shape):
+            try:
+                settled = self._fitting(candidate)
+            except Infeasible as error:
+                yield Row(candidate, "does_not_fit", str(error))
+                continue
+            if settled.drafter and settled.speculation is None:
+                yield Row(settled, "pruned", f"drafting with {settled.drafter} pays at no batch size")
             else:
-                deployments.append((candidate, self._deploy(candidate)))
-        if not deployments:
-            return
-        capacity = Capacity(self.costs, self.stream, self.max_model_len)
-        bounded = [(capacity.rps(deployment.pools[0]), candidate, deployment) for candidate, deployment in deployments]
+                fitting.append(settled)
+        bounded = [*self._bounded(fitting)]
         bounded.sort(key=lambda b: (-b[0], b[1]))
         judge = self._judge_by_rate if self.q.searches_rate else self._judge_at_load
         for bound, candidate, deployment in bounded:
@@ -249,30 +267,44 @@ class _ShapeSearch:
             judge(row, deployment)
             yield row
 
-    def _fitting(self) -> Iterator[tuple[Candidate, Row | None]]:
-        """Members whose memory adds up, and rows for those that an engine would refuse."""
-        fitting = []
-        for candidate in members(self.study, self.shape):
-            try:
-                check(candidate.plan(self.study, self.max_model_len).pools[0], self.q.model, self.q.hardware)
-                fitting.append(candidate)
-            except Infeasible as error:
-                yield candidate, Row(candidate, "does_not_fit", str(error))
-        if fitting:
-            # One set of tables serves all members: they differ only in how far into them they may go.
+    def _fitting(self, candidate: Candidate) -> Candidate:
+        """The same with its drafts settled, left at None where they do not pay. Raises Infeasible where its memory does
+        not add up, or an engine would refuse it."""
+        draft = self.q.draft(candidate)
+        (pool,) = candidate.plan(self.study, self.max_model_len).pools
+        if draft is None:
+            check(pool, self.q.model, self.q.hardware)
+            return candidate
+        key = (candidate.drafter, candidate.max_num_seqs)
+        if key not in self.speculations:
+            self.speculations[key] = speculation_on(draft, self.q.model, self.q.hardware, pool, self.stream)
+        candidate = replace(candidate, speculation=self.speculations[key])
+        (pool,) = candidate.plan(self.study, self.max_model_len).pools
+        check(pool, self.q.model, self.q.hardware, draft.drafting)
+        return candidate
+
+    def _bounded(self, fitting: list[Candidate]) -> Iterator[tuple[float, Candidate, Deployment]]:
+        """Each with its capacity bound, deployed."""
+        plain = [c for c in fitting if not c.drafter]
+        if plain:
+            # One set of tables serves all that do not draft: they differ only in how far into them they may go.
             widest = replace(
-                fitting[0],
-                max_num_seqs=max(c.max_num_seqs for c in fitting),
-                max_num_batched_tokens=max(c.max_num_batched_tokens for c in fitting),
+                plain[0],
+                max_num_seqs=max(c.max_num_seqs for c in plain),
+                max_num_batched_tokens=max(c.max_num_batched_tokens for c in plain),
             )
             (pool,) = widest.plan(self.study, self.max_model_len).pools
-            self.costs: CompiledCosts = compile_costs(self.q.model, self.q.hardware, pool, self.max_model_len)
+            costs = compile_costs(self.q.model, self.q.hardware, pool, self.max_model_len)
+            capacity = Capacity(costs, self.stream, self.max_model_len)
+            for candidate in plain:
+                deployment = self.q.deploy(candidate, self.max_model_len, costs)
+                yield capacity.rps(deployment.pools[0]), candidate, deployment
         for candidate in fitting:
-            yield candidate, None
-
-    def _deploy(self, candidate: Candidate) -> Deployment:
-        plan = candidate.plan(self.study, self.max_model_len)
-        return deploy(plan, self.q.model, self.q.hardware, self.costs)
+            if candidate.drafter:
+                deployment = self.q.deploy(candidate, self.max_model_len)
+                own = deployment.pools[0].costs
+                assert isinstance(own, CompiledCosts)
+                yield Capacity(own, self.stream, self.max_model_len).rps(deployment.pools[0]), candidate, deployment
 
     # --- highest rate that meets the SLO ------------------------------------------------------------------
 
@@ -282,15 +314,16 @@ class _ShapeSearch:
         if self._cannot_win(row, bound):
             return
         step = 1 + self.study.search.rate_tolerance
-        if self.leader is not None:
-            assert self.leader.rate_rps is not None
-            low = self.leader.rate_rps * step
+        leader = self.leaders.get(row.candidate.drafter)
+        if leader is not None:
+            assert leader.rate_rps is not None
+            low = leader.rate_rps * step
             result = self._try(row, deployment, low)
             if not result.meets_slo:
                 row.status, row.reason = "infeasible", f"at {low:.4g} requests/s: {_violation(result)}"
                 return
         else:
-            # Nobody of this shape has met the SLO yet: find a first rate that does, from above.
+            # Nobody of this shape and drafter has met the SLO yet: find a first rate that does, from above.
             low = bound / 2
             result = self._try(row, deployment, low)
             while not result.meets_slo and low > bound / 100:
@@ -309,11 +342,11 @@ class _ShapeSearch:
                 high = middle
         row.take(kept, low)
         row.status, row.reason = "feasible", ""
-        self.leader = row
+        self.leaders[row.candidate.drafter] = row
 
     def _cannot_win(self, row: Row, bound: float) -> bool:
-        """Drop a candidate whose bound beats neither the leader of its shape nor the best of earlier waves."""
-        for rival in (self.best, self.leader):
+        """Drop a candidate whose bound beats neither its leader nor the best of earlier waves."""
+        for rival in (self.best, self.leaders.get(row.candidate.drafter)):
             if rival is None:
                 continue
             to_beat = rival.value(self.study.objective)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 
 from simtune.specs.plan import Batching, Parallelism, Plan, Pool
+from simtune.specs.speculation import Speculation
 from simtune.specs.study import Study
 
 
@@ -33,11 +34,16 @@ class Candidate:
     shape: Shape
     max_num_seqs: int
     max_num_batched_tokens: int
+    drafter: str = ""
+    """The label of a drafter of the study; empty for none."""
+    speculation: Speculation | None = field(default=None, compare=False)
+    """How it drafts, which follows from all else."""
 
     @property
     def name(self) -> str:
         s = self.shape
-        return f"tp{s.tp}-pp{s.pp}-x{s.instances}-s{self.max_num_seqs}-t{self.max_num_batched_tokens}"
+        name = f"tp{s.tp}-pp{s.pp}-x{s.instances}-s{self.max_num_seqs}-t{self.max_num_batched_tokens}"
+        return f"{name}-{self.drafter}" if self.drafter else name
 
     def plan(self, study: Study, max_model_len: int) -> Plan:
         pool = Pool(
@@ -46,6 +52,7 @@ class Candidate:
             parallelism=Parallelism(tp=self.shape.tp, pp=self.shape.pp),
             batching=Batching(max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_num_batched_tokens),
             max_model_len=max_model_len,
+            speculation=self.speculation,
         )
         return Plan(name=self.name, model=study.model, pools=(pool,))
 
@@ -71,7 +78,8 @@ def shapes(study: Study) -> list[Shape]:
 
 def members(study: Study, shape: Shape) -> list[Candidate]:
     search = study.search
+    drafters = ("", *(choice.label for choice in study.speculation))
     return sorted(
-        Candidate(shape, seqs, tokens)
-        for seqs, tokens in set(product(search.max_num_seqs, search.max_num_batched_tokens))
+        Candidate(shape, seqs, tokens, drafter)
+        for seqs, tokens, drafter in set(product(search.max_num_seqs, search.max_num_batched_tokens, drafters))
     )

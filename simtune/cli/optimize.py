@@ -51,6 +51,8 @@ def optimize(
     """Find the best schedule for a STUDY, and write the plan, engine configs and a report to --out."""
     from simtune import rundir
     from simtune.api import load_question
+    from simtune.emit import speculation
+    from simtune.specs.speculation import Chain
     from simtune.tuner.search import optimize as search
     from simtune.tuner.space import members, shapes
 
@@ -58,6 +60,9 @@ def optimize(
         settings = (*settings, f"seed={seed}")
     question = load_question(study_file, settings)
     study = question.study
+    for draft in question.drafts:
+        # What vLLM cannot be told is refused before the search, not after it.
+        speculation.vllm(draft.speculation(draft.choice.scheme or Chain(tokens=1)), draft.drafting.model)
     space = shapes(study)
     if dry_run:
         count = sum(len(members(study, shape)) for shape in space)

@@ -140,14 +140,22 @@ def _active_width(group: LayerGroup) -> int:
     return feed_forward.intermediate_size
 
 
-def kv_capacity(model: Model, hardware: Hardware, pool: Pool, extra_weights_bytes: float = 0.0) -> Memory:
+def kv_capacity(
+    model: Model,
+    hardware: Hardware,
+    pool: Pool,
+    extra_weights_bytes: float = 0.0,
+    extra_kv_bytes_per_token: float = 0.0,
+) -> Memory:
     """Memory of the tightest rank of one instance of the pool.
 
-    `extra_weights_bytes` stand on every rank beside the model, such as a draft model's. Raises Infeasible when
-    not even one block is left for requests, saying how much is missing and what would help.
+    `extra_weights_bytes` stand on every rank beside the model, such as a draft model's, whose keys and values take
+    `extra_kv_bytes_per_token` beside the model's. Raises Infeasible when not even one block is left for requests,
+    saying how much is missing and what would help.
     """
     check_parallelism(model, pool.parallelism)
-    ranks = [_rank(model, hardware, pool, stage, extra_weights_bytes) for stage in range(pool.parallelism.pp)]
+    extra = extra_weights_bytes, extra_kv_bytes_per_token
+    ranks = [_rank(model, hardware, pool, stage, *extra) for stage in range(pool.parallelism.pp)]
     tightest = min(ranks, key=lambda rank: rank.num_blocks)
     if tightest.num_blocks < 1:
         raise Infeasible(f"model {model.name} on {hardware.name}: {_shortage(pool, tightest)}")
@@ -168,12 +176,17 @@ def _shortage(pool: Pool, rank: Memory) -> str:
     )
 
 
-def _rank(model: Model, hardware: Hardware, pool: Pool, stage: int, extra_weights_bytes: float) -> Memory:
+def _rank(
+    model: Model, hardware: Hardware, pool: Pool, stage: int, extra_weights_bytes: float, extra_per_token: float
+) -> Memory:
     """One rank of a stage, windows counted the better way."""
     longest = pool.max_model_len or model.max_position
     kv_dtype = pool.kv_cache.dtype or model.dtype
     counted = {_cache(model, pool.parallelism, stage, kv_dtype, limit) for limit in (None, longest)}
-    ranks = [_counted(model, hardware, pool, stage, extra_weights_bytes, *cache) for cache in counted]
+    ranks = [
+        _counted(model, hardware, pool, stage, extra_weights_bytes, per_token + extra_per_token, per_sequence)
+        for per_token, per_sequence in counted
+    ]
     return max(ranks, key=lambda rank: (rank.num_blocks, rank.kv_bytes))
 
 

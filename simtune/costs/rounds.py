@@ -35,33 +35,48 @@ from simtune.specs.speculation import BlockDrafter, Drafter, Eagle, Medusa
 
 Ints = NDArray[np.int64]
 
-_FEW = 6
-"""So many rounds are sooner told one by one."""
-
 
 class _Line(NamedTuple):
-    """Piecewise affine in context tokens."""
+    """Piecewise affine in context tokens, on whole numbers."""
 
     starts: list[int]
     ticks: list[int]
     slopes: list[int]
-    arrays: Ints  # the same three
 
     def at(self, context_tokens: int) -> int:
         i = bisect_right(self.starts, context_tokens, 1) - 1
         return self.ticks[i] + self.slopes[i] * (context_tokens - self.starts[i])
 
-    def many(self, context_tokens: Ints) -> Ints:
-        starts, ticks, slopes = self.arrays
-        i = np.maximum(starts.searchsorted(context_tokens, "right") - 1, 0)
-        found: Ints = ticks[i] + slopes[i] * (context_tokens - starts[i])
+    def many(self, context_tokens: Ints, least: int) -> Ints:
+        """At contexts that rise, `least` where it would be less."""
+        starts, ticks, slopes = self
+        x, last = int(context_tokens[0]), int(context_tokens[-1])
+        i = bisect_right(starts, x, 1) - 1
+        found: Ints = context_tokens * slopes[i]
+        found += ticks[i] - slopes[i] * starts[i]
+        while i + 1 < len(starts) and starts[i + 1] <= last:
+            i += 1
+            at = int(context_tokens.searchsorted(starts[i]))
+            found[at:] = ticks[i] + slopes[i] * (context_tokens[at:] - starts[i])
+        if least > min(found[0], found[-1]):
+            np.maximum(found, least, out=found)
         return found
 
 
 def _line(starts: Ints, ticks: Ints) -> _Line:
-    arrays = np.stack([starts[:-1], ticks[:-1], np.diff(ticks) // np.diff(starts)])
-    columns: list[list[int]] = arrays.tolist()
-    return _Line(columns[0], columns[1], columns[2], arrays)
+    slopes = np.diff(ticks) // np.diff(starts)
+    return _Line(starts[:-1].tolist(), ticks[:-1].tolist(), slopes.tolist())
+
+
+def _sum(a: _Line, b: _Line, shift: int, more: int) -> _Line:
+    """a(x) + b(x - shift) + more."""
+    starts = sorted({*a.starts, *(start + shift for start in b.starts[1:])})
+    starts = [a.starts[0], *(start for start in starts if start > a.starts[0])]
+    values = [a.at(x) + b.at(x - shift) + more for x in starts]
+    slopes = [
+        a.slopes[bisect_right(a.starts, x, 1) - 1] + b.slopes[bisect_right(b.starts, x - shift, 1) - 1] for x in starts
+    ]
+    return _Line(starts, values, slopes)
 
 
 class CompiledRounds(CompiledCosts):
@@ -97,6 +112,8 @@ class CompiledRounds(CompiledCosts):
         self._widths: dict[tuple[bool, int, bool], _DecodeAttention] = {}
         self._verifying: dict[tuple[int, int, bool], _Line] = {}
         self._drafting: dict[tuple[int, int, bool], _Line] = {}
+        self._whole: dict[tuple[int, int, int], _Line] = {}
+        self._launches = self._model.launch_s > 0
 
     def _extras(self, hardware: Hardware, model: Model, factors: Mapping[str, float]) -> tuple[list[int], list[int]]:
         """Ticks, by tokens, of joining embeddings to hidden states, and, by sequences, of parallel heads."""
@@ -127,6 +144,9 @@ class CompiledRounds(CompiledCosts):
         completing: int = 0,
     ) -> int:
         """See `simtune.costs.protocol.RoundCosts.round`."""
+        if not chunks and not self._launches:
+            ticks = self._pure_line(num_decodes, verify_tokens, levels).at(context_tokens)
+            return max(ticks, self._pure.floor[num_decodes]) + self._after(num_decodes, levels, False)
         mixed = bool(chunks)
         tables = self._mixed if mixed else self._pure
         new = 0
@@ -137,7 +157,8 @@ class CompiledRounds(CompiledCosts):
         ticks += tables.linear[verify_tokens + new]
         if num_decodes:
             ticks += self._verify_line(num_decodes, verify_tokens, mixed).at(context_tokens)
-        ticks = max(ticks, self._launch(mixed))
+        if self._launches:
+            ticks = max(ticks, to_ticks(self._scale(mixed) * self._model.launch_s))
         if levels:
             drafting = num_decodes + completing
             context = context_tokens - verify_tokens + levels * num_decodes
@@ -150,21 +171,31 @@ class CompiledRounds(CompiledCosts):
 
     def rounds(self, num_decodes: int, verify_tokens: int, levels: int, contexts: Ints) -> Ints:
         """See `simtune.costs.protocol.RoundCosts.rounds`."""
-        if len(contexts) < _FEW:
+        if self._launches:
             told = [self.round(num_decodes, verify_tokens, levels, c) for c in contexts.tolist()]
             return np.array(told, dtype=np.int64)
-        pure = self._pure
-        ticks = self._verify_line(num_decodes, verify_tokens, False).many(contexts)
-        ticks += pure.head[verify_tokens] + pure.linear[verify_tokens]
-        np.maximum(ticks, self._launch(False), out=ticks)
-        if levels and self._network is not None:
-            drafted = contexts - (verify_tokens - levels * num_decodes)
-            ticks += self._draft_line(num_decodes, levels, False).many(drafted)
-        elif levels and self._heads:
-            ticks += self._heads[num_decodes]
-        np.maximum(ticks, pure.floor[num_decodes], out=ticks)
-        ticks += self._after(num_decodes, levels, False)
+        floor = self._pure.floor[num_decodes]
+        ticks = self._pure_line(num_decodes, verify_tokens, levels).many(contexts, floor)
+        after = self._after(num_decodes, levels, False)
+        if after:
+            ticks += after
         return ticks
+
+    def _pure_line(self, num_decodes: int, verify_tokens: int, levels: int) -> _Line:
+        """Of a round without chunks, before the host comes in; where launches take no time."""
+        key = (num_decodes, verify_tokens, levels)
+        line = self._whole.get(key)
+        if line is None:
+            line = self._verify_line(num_decodes, verify_tokens, False)
+            more = self._pure.head[verify_tokens] + self._pure.linear[verify_tokens]
+            if levels and self._network is not None:
+                draft = self._draft_line(num_decodes, levels, False)
+                line = _sum(line, draft, verify_tokens - levels * num_decodes, more)
+            else:
+                more += self._draft(num_decodes, levels, 0, False) if levels else 0
+                line = _Line(line.starts, [ticks + more for ticks in line.ticks], line.slopes)
+            self._whole[key] = line
+        return line
 
     def _after(self, num_seqs: int, levels: int, mixed: bool) -> int:
         """Ticks of the host that nothing hides."""
@@ -177,9 +208,6 @@ class CompiledRounds(CompiledCosts):
         if self._network is None:
             return int(bool(self._heads))
         return 1 if isinstance(self._drafter, BlockDrafter) else levels
-
-    def _launch(self, mixed: bool) -> int:
-        return to_ticks(self._scale(mixed) * self._model.launch_s)
 
     def _scale(self, mixed: bool) -> float:
         correction = self._model.correction(mixed)

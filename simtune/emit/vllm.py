@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+from collections.abc import Mapping
 
+from simtune.emit import speculation
 from simtune.errors import UsageError
 from simtune.specs import yamlfile
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan, Pool
+from simtune.specs.speculation import DraftModel
 
 VLLM_VERSION = "0.32.0"
 
 OPTIONS: dict[str, type] = {
     "tensor-parallel-size": int,
     "pipeline-parallel-size": int,
+    "data-parallel-size": int,
     "enable-expert-parallel": bool,
     "max-num-seqs": int,
     "max-num-batched-tokens": int,
@@ -29,6 +34,7 @@ OPTIONS: dict[str, type] = {
     "enforce-eager": bool,
     "watermark": float,
     "kv-transfer-config": str,
+    "speculative-config": str,
 }
 """The long options of `vllm serve` that are written here, and the type of their value.
 
@@ -41,17 +47,19 @@ _NIXL = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
 """How prefill and decode instances send KV caches to one another: NIXL, in both roles."""
 
 
-
-def emit(plan: Plan, model: Model, devices_per_node: int = 8) -> dict[str, str]:
+def emit(
+    plan: Plan, model: Model, devices_per_node: int = 8, draft_models: Mapping[str, Model] | None = None
+) -> dict[str, str]:
     """Text by file name: `engine/vllm-<pool>.yaml` for each pool, and `engine/launch.sh`.
 
-    A pool's file is used as `vllm serve MODEL --config FILE`. Raises UsageError, with every reason, when vLLM
-    would refuse the plan.
+    A pool's file is used as `vllm serve MODEL --config FILE`. `draft_models` are those that draft, by the names the
+    plan gives. Raises UsageError, with every reason, when vLLM would refuse the plan.
     """
-    problems = [f"{plan.name}: pool {p.name}: {why}" for p in plan.pools for why in _refusals(p, model)]
+    drafts = draft_models or {}
+    problems = [f"{plan.name}: pool {p.name}: {why}" for p in plan.pools for why in _refusals(p, model, drafts)]
     if problems:
         raise UsageError("\n".join(problems))
-    files = {f"engine/{_file(p)}": _settings_text(plan, p, model) for p in plan.pools}
+    files = {f"engine/{_file(p)}": _settings_text(plan, p, model, drafts) for p in plan.pools}
     files["engine/launch.sh"] = _launch_script(plan, model, devices_per_node)
     return files
 
@@ -72,9 +80,22 @@ def _max_model_len(pool: Pool, model: Model) -> int:
     return model.max_position if pool.max_model_len is None else pool.max_model_len
 
 
-def _refusals(pool: Pool, model: Model) -> list[str]:
+def _speculative_config(pool: Pool, drafts: Mapping[str, Model]) -> str | None:
+    """Raises UsageError where vLLM cannot be told."""
+    if pool.speculation is None:
+        return None
+    drafter = pool.speculation.drafter
+    draft = drafts.get(drafter.model) if isinstance(drafter, DraftModel) else None
+    return json.dumps(speculation.vllm(pool.speculation, draft))
+
+
+def _refusals(pool: Pool, model: Model, drafts: Mapping[str, Model]) -> list[str]:
     """What vLLM would not start with, in its own terms."""
     found = []
+    try:
+        _speculative_config(pool, drafts)
+    except UsageError as error:
+        found.append(f"speculation: {error}")
     if pool.batching.policy not in SCHEDULING_POLICY:
         found.append(f"batching.policy: vLLM has no {pool.batching.policy}; it has {', '.join(SCHEDULING_POLICY)}")
     if pool.kv_cache.preemption == "swap":
@@ -106,10 +127,11 @@ def _refusals(pool: Pool, model: Model) -> list[str]:
     return found
 
 
-def _settings(pool: Pool, model: Model) -> dict[str, int | float | str | bool]:
+def _settings(pool: Pool, model: Model, drafts: Mapping[str, Model]) -> dict[str, int | float | str | bool]:
     settings: dict[str, int | float | str | bool | None] = {
         "tensor-parallel-size": pool.parallelism.tp,
         "pipeline-parallel-size": pool.parallelism.pp,
+        "data-parallel-size": pool.parallelism.attention_dp if pool.parallelism.attention_dp > 1 else None,
         "enable-expert-parallel": pool.parallelism.expert_parallel or None,
         "max-num-seqs": pool.batching.max_num_seqs,
         "max-num-batched-tokens": pool.batching.max_num_batched_tokens,
@@ -125,6 +147,7 @@ def _settings(pool: Pool, model: Model) -> dict[str, int | float | str | bool]:
         "async-scheduling": pool.async_scheduling,
         "enforce-eager": not pool.cuda_graphs or None,
         "kv-transfer-config": None if pool.role == "mixed" else _NIXL,
+        "speculative-config": _speculative_config(pool, drafts),
     }
     given = {option: value for option, value in settings.items() if value is not None}
     assert all(isinstance(value, OPTIONS[option]) for option, value in given.items())
@@ -132,9 +155,9 @@ def _settings(pool: Pool, model: Model) -> dict[str, int | float | str | bool]:
     return {f"no-{o}" if v is False else o: True if v is False else v for o, v in given.items()}
 
 
-def _settings_text(plan: Plan, pool: Pool, model: Model) -> str:
+def _settings_text(plan: Plan, pool: Pool, model: Model, drafts: Mapping[str, Model]) -> str:
     comment = f"Plan {plan.name}, pool {pool.name}. {_WRITTEN}\nUse: vllm serve MODEL --config {_file(pool)}"
-    return yamlfile.dump(_settings(pool, model), comment)
+    return yamlfile.dump(_settings(pool, model, drafts), comment)
 
 
 def _nodes(plan: Plan, devices_per_node: int) -> list[list[str]]:

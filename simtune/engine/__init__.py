@@ -20,7 +20,7 @@ from simtune.engine.policies import (
 from simtune.engine.prefix import PrefixCache, hit_rate
 from simtune.engine.request import Request
 from simtune.engine.scheduler import Chunk, Progress, Scheduler, Step
-from simtune.engine.speculation import Speculation, SpeculativeBatch
+from simtune.engine.speculation import Speculation, SpeculativeBatch, Tally
 from simtune.engine.transformers import TransformersFifo, TransformersPrefillFirst
 from simtune.engine.vllm import VllmFcfs, VllmPriority
 
@@ -59,6 +59,7 @@ __all__ = [
     "SpeculativeBatch",
     "StaticBatching",
     "Step",
+    "Tally",
     "TransformersFifo",
     "TransformersPrefillFirst",
     "VllmFcfs",

@@ -97,7 +97,7 @@ class DecodeBatch:
         self.count -= 1
         self.context_tokens -= request.computed
         self._residues[(request.computed - self.steps) % self._block_size] -= 1
-        if self.count * 2 + 16 < len(self._members):
+        if self.count * 4 + 64 < len(self._members):
             self._members = [m for m in self._members if self._present(*m)]
 
     @property
@@ -137,9 +137,11 @@ class DecodeBatch:
     def steps_to_completion(self) -> int:
         """Steps until the first member is complete. The members' own affair: no policy decides by it."""
         completions = self._completions
-        while not self._present(*completions[0][1:]):
+        while True:
+            done, joins, request = completions[0]
+            if request.joins == joins and request.joined >= 0:
+                return done - self.steps
             heapq.heappop(completions)
-        return completions[0][0] - self.steps
 
     def advance(self, steps: int) -> list[Request]:
         """Age every member by `steps`; take out and return those that are complete, in order of joining."""
@@ -149,7 +151,7 @@ class DecodeBatch:
         completions = self._completions
         while completions and completions[0][0] <= self.steps:
             done, joins, request = heapq.heappop(completions)
-            if self._present(joins, request):
+            if request.joins == joins and request.joined >= 0:
                 assert done == self.steps, "a batch must not be advanced past a completion"
                 self.leave(request)
                 finished.append(request)

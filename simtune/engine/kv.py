@@ -33,7 +33,8 @@ class KvBlocks:
 
     def release(self, request: Request, again: bool = False) -> None:
         """Give back all that a request holds, which is not a member of the batch (any more), perhaps to come again."""
-        self.give(self.held_by(request))
+        tokens = request.computed if request.computed > request.slots else request.slots
+        self.give(-(-tokens // self.block_size))
         request.slots = 0
 
     def clear(self) -> None:

@@ -21,13 +21,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypedDict
 
+import numpy as np
+from numpy.typing import NDArray
+
 from simtune.engine.batch import DecodeBatch
 from simtune.engine.kv import KvBlocks
 from simtune.engine.request import Request
 from simtune.engine.speculation import SpeculativeBatch
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class Chunk:
     """Tokens of one request to compute in this step, after the `past` ones already in the cache."""
 
@@ -58,12 +61,17 @@ class Step:
     """Requests that come out of the waiting queue in this step, each with a chunk of its own."""
     draft_tokens: int = 0
     """Drafts verified in this step, of all decodes together."""
+    draft_levels: int = 0
+    """How many drafts in turn lead to those that requests verify in a step like this one."""
+    contexts: NDArray[np.int64] | None = None
+    """The context tokens of each repetition of a step with drafts that may be repeated: they grow as drafts are
+    accepted."""
     swapped_out_blocks: int = 0
     """KV blocks that the preempted take to host memory before this step."""
     swapped_in_blocks: int = 0
     """KV blocks that the admitted bring back from there."""
     longest_context: int = 0
-    """Of the KV tokens the decodes read, those of the one that reads most; 0 where the policy does not say."""
+    """Of the KV tokens the decodes read, those of the one that reads most; 0 where the scheduler does not say."""
     part: tuple[int, int] = (0, 1)
     """(i, n): this is only the i-th, from 0, of n equal parts of the step's layers, and costs so much less. Nothing
     comes out before the last."""
@@ -108,6 +116,9 @@ class WaitingQueue(Protocol):
 
 class Scheduler(ABC):
     """A batching policy with its waiting queue, its resident requests and its KV blocks."""
+
+    tells_longest = True
+    """Whether steps say how long their longest context is; may be switched off by who does not ask."""
 
     def __init__(
         self,
@@ -261,6 +272,10 @@ class Scheduler(ABC):
     @abstractmethod
     def would_notice(self) -> bool:
         """Whether one more waiting request could change the schedule before the present step's repetitions are over."""
+
+    def emitted(self, request: Request) -> int:
+        """Output tokens that a request which is here has delivered so far."""
+        return self.decoding.emitted_by(request) if request.joined >= 0 else request.emitted
 
     def composition(self) -> dict[Request, int]:
         """Tokens of each request in the step given last, in the engine's order. Costs O(residents)."""

@@ -1,11 +1,25 @@
-"""Decoding with drafts: a member computes its next token and some drafts, and goes on by one plus those accepted."""
+"""Decoding with drafts: a member computes its next token and some drafts, and goes on by one plus those accepted.
+
+How many are accepted in a request's n-th verification does not depend on who else is there, so the moment a request
+joins, all its coming rounds are known: what it has computed before each, how many tokens it verifies, which blocks it
+will need. The batch adds them to calendars by step and takes them out again when the member leaves early; a step, or
+any number of steps, is then read off the calendars, whatever the number of members. Where the drafts of a member come
+to be others than was planned, because a step is cut or the batch as a whole drafts more or fewer, it is planned anew.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from simtune.engine.request import Request
+
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +30,10 @@ class Speculation:
     """The most drafts verified per request and step, the nodes of a tree all counted."""
     accepted: Callable[[Request, int, int], int]
     """Of (request, round, drafts): how many of so many drafts are accepted in a request's verification number `round`,
-    counted from 0. In a tree at most its depth."""
+    counted from 0. In a tree at most its depth.
+
+    It may have a method `many(request, first, count, drafts)`, which is faster: after each of `count` rounds from
+    `first` on, how many tokens have come out of them, when so many drafts are made in each."""
     drafts: Callable[[int], int] | None = None
     """How many drafts each request gets after a step of so many requests; always max_drafts unless given."""
     lookahead: int = 0
@@ -25,20 +42,76 @@ class Speculation:
     extra_slots: int = 0
     """What each request takes of the token budget besides its tokens, for what the drafter alone computes: 1 for a
     draft model in vLLM, max_drafts - 1 where all drafts are made at once, else 0."""
+    depth: int | None = None
+    """Levels of a tree; None for chains, where every draft is a level."""
+    stops: Callable[[Request, int, int], NDArray[np.integer]] | None = None
+    """Of (request, first, count): after how many drafts the drafter stops by itself in each of so many rounds."""
+    lengths: Callable[[Request], int] | None = None
+    """The same where it is the same in all rounds of a request."""
+    shares: Callable[[Sequence[Request]], Sequence[int]] | None = None
+    """How the drafts of one step are shared out among these requests, where they are counted for the batch."""
+
+
+class Tally(NamedTuple):
+    """What verifications came to, over all requests and rounds."""
+
+    rounds: int = 0
+    """Of one request each."""
+    drafts: int = 0
+    accepted: int = 0
+    """Drafts, those beyond the end of an answer included."""
+    tokens: int = 0
+    """Delivered."""
+
+
+@dataclass(slots=True)
+class _Plan:
+    """A member's rounds to come, by the number of steps since `begin`."""
+
+    begin: int
+    drafts: int
+    """Of each round, as the batch had it when this was planned."""
+    end: int
+    """Computed tokens with which the answer is complete."""
+    rounds: int
+    rows: Ints
+    """(3, rounds): tokens computed before, tokens verified, new blocks."""
+    ragged: bool
+    """Whether some round verifies another number of tokens than one and `drafts`."""
+    skips: int
+    """1 where the first round verifies no drafts and counts as none."""
+    final: int
+    """Computed tokens after the last round."""
 
 
 class SpeculativeBatch:
-    """What `DecodeBatch` is without drafts, for members that go on at their own pace. A step costs O(members)."""
+    """What `DecodeBatch` is without drafts, for members that go on at their own pace.
+
+    Joining and leaving early cost O(rounds of the request), in a few array operations; steps do not depend on the
+    number of members.
+    """
 
     def __init__(self, block_size: int, speculation: Speculation, max_model_len: int) -> None:
         self._block_size = block_size
         self._speculation = speculation
         self._max_model_len = max_model_len
         self._drafts = speculation.max_drafts
-        self._members: dict[Request, None] = {}
-        self._cut: dict[Request, int] = {}
+        self._many = getattr(speculation.accepted, "many", None)
+        self._steady = speculation.drafts is None and speculation.shares is None and speculation.stops is None
+        self._members: dict[Request, _Plan] = {}
+        self._paused: dict[Request, _Plan] = {}  # left in this step, perhaps to come back as they went
+        self._shares: dict[Request, int] = {}
+        self._cuts: list[Request] = []  # whose next round is other than the batch's
+        self._calendar = np.zeros((3, 1024), dtype=np.int64)  # the members' rows added up; from step _origin on
+        self._origin = 0
+        self._read: list[int] | None = None
+        self._completions: list[tuple[int, int, Request]] = []  # heap of (step, join number, request)
         self._joins = 0
+        self._longest: int | None = None  # drafts of any member
+        self._ragged = 0  # members whose plan is
+        self._per_round = 1.0  # tokens, about: how many rounds to ask for
         self.steps = 0
+        self._rounds = self._drafted = self._accepted = self._tokens = 0
 
     def __iter__(self) -> Iterator[Request]:
         """Members in order of joining."""
@@ -51,79 +124,369 @@ class SpeculativeBatch:
     @property
     def context_tokens(self) -> int:
         """Sum of the members' computed tokens."""
-        return sum(member.computed for member in self._members)
-
-    @property
-    def longest(self) -> int:
-        """Computed tokens of the member that has most."""
-        return max(member.computed for member in self._members)
+        return self._now[0]
 
     @property
     def tokens(self) -> int:
         """Tokens the next step computes."""
-        return sum(map(self.width_of, self._members))
+        return self._now[1]
+
+    @property
+    def _now(self) -> list[int]:
+        """The calendars at the next step."""
+        if self._read is None:
+            self._read = self._calendar[:, self.steps - self._origin].tolist()
+        return self._read
+
+    @property
+    def levels(self) -> int:
+        """How many drafts in turn lead to those of the next step."""
+        speculation = self._speculation
+        if speculation.depth is not None:
+            return speculation.depth if self._drafts else 0
+        if speculation.stops is not None:
+            return max(map(self.width_of, self._members), default=self._drafts + 1) - 1
+        if speculation.shares is None and speculation.lengths is None:
+            return self._drafts
+        if self._longest is None:
+            self._longest = max((plan.drafts for plan in self._members.values()), default=self._drafts)
+        return self._longest
+
+    @property
+    def tally(self) -> Tally:
+        """Of all rounds so far, those of present members included."""
+        ages = [(plan, self.steps - plan.begin) for plan in self._members.values()]
+        return Tally(
+            self._rounds + sum(age for _, age in ages),
+            self._drafted + sum(_drafted(plan, age) for plan, age in ages),
+            self._accepted + sum(_computed(plan, age) - int(plan.rows[0, 0]) - age for plan, age in ages),
+            self._tokens + sum(_computed(plan, age) - int(plan.rows[0, 0]) for plan, age in ages),
+        )
 
     def width_of(self, member: Request) -> int:
         """Tokens the next step computes for a member. Drafts that would not fit max_model_len are not made."""
-        width = self._cut.get(member, 1 + self._drafts)
-        return min(width, self._max_model_len - 1 - member.computed)
+        plan = self._members[member]
+        return int(plan.rows[1, self.steps - plan.begin])
+
+    def emitted_by(self, member: Request) -> int:
+        """Output tokens a member has delivered so far."""
+        plan = self._members[member]
+        return member.emitted + _computed(plan, self.steps - plan.begin) - member.computed
 
     def cut(self, member: Request, tokens: int) -> None:
         """Let the next step compute no more than so many tokens for a member."""
-        self._cut[member] = tokens
+        plan = self._withdraw(member)
+        self._enter(member, self._planned(member, plan.end, plan.drafts, tokens))
+        self._cuts.append(member)
 
     def draft(self, requests: int) -> None:
         """The drafter has run with a step of so many requests."""
-        if self._speculation.drafts is not None:
-            self._drafts = min(self._speculation.drafts(requests), self._speculation.max_drafts)
+        if self._paused:
+            self._paused.clear()
+        if self._steady:
+            return
+        speculation = self._speculation
+        if speculation.shares is not None:
+            if self._unshared:
+                members = list(self._members)
+                self._shares = dict(zip(members, speculation.shares(members), strict=True))
+                self._replan()
+        elif (drafts := self._drafts_after(requests)) != self._drafts:
+            self._drafts = drafts
+            self._replan()
 
     def join(self, request: Request) -> None:
         self._joins += 1
         request.joined = self.steps
         request.joins = self._joins
-        self._members[request] = None
+        drafts = self._drafts_of(request)
+        plan = self._paused.pop(request, None)
+        if plan is None or plan.drafts != drafts or not plan.rounds or request.computed != plan.rows[0, 0]:
+            end = request.computed + request.output_tokens - request.emitted
+            plan = self._planned(request, end, drafts)
+        self._enter(request, plan)
 
     def leave(self, request: Request) -> None:
+        """Take a member out and bring its `computed`, `emitted`, `slots` and `rounds` up to date."""
+        plan = self._withdraw(request)
         del self._members[request]
-        self._cut.pop(request, None)
         request.joined = -1
+        if request not in self._cuts:
+            age = self.steps - plan.begin
+            skips = 0 if age else plan.skips
+            self._paused[request] = replace(plan, rows=plan.rows[:, age:], rounds=plan.rounds - age, skips=skips)
 
     def blocks_of(self, member: Request) -> int:
         """New blocks the next step needs for a member."""
-        held = -(-max(member.computed, member.slots) // self._block_size)
-        return max(0, -(-self._slots(member) // self._block_size) - held)
+        plan = self._members[member]
+        return int(plan.rows[2, self.steps - plan.begin])
 
     def blocks_for(self, steps: int) -> int:
-        """New blocks the next step needs; of more than one nothing can be said."""
-        return sum(map(self.blocks_of, self._members)) if steps else 0
+        """New blocks the next `steps` steps need."""
+        if steps == 1:
+            return self._now[2]
+        at = self.steps - self._origin
+        return int(self._calendar[2, at : at + steps].sum())
+
+    def held_by(self, member: Request) -> int:
+        """Blocks a member holds."""
+        plan = self._members[member]
+        held = -(-max(member.computed, member.slots) // self._block_size)
+        return held + int(plan.rows[2, : self.steps - plan.begin].sum())
+
+    def contexts(self, steps: int) -> Ints:
+        """Context tokens of each of the next `steps` steps, which compute as many tokens as the next one."""
+        at = self.steps - self._origin
+        found: Ints = self._calendar[0, at : at + steps] + self.tokens
+        return found
 
     def steps_that_fit(self, free: int, limit: int) -> int:
-        return 1
+        """The largest number of steps, at most `limit`, whose new blocks number at most `free` and that all compute
+        as many tokens as the next one.
+        """
+        if limit == 1:
+            return 1
+        at = self.steps - self._origin
+        if self._ragged:
+            tokens = self._calendar[1, at : at + limit]
+            other = tokens != tokens[0]
+            if other.any():
+                limit = int(other.argmax())
+        speculation = self._speculation
+        most = limit * (1 + speculation.max_drafts) + speculation.lookahead
+        if self.count * (most // self._block_size + 1) > free:
+            blocks = self._calendar[2, at : at + limit]
+            if int(blocks.sum()) > free:
+                limit = int(blocks.cumsum().searchsorted(free, "right"))
+        return max(1, limit)
 
     def steps_to_completion(self) -> int:
-        return 1
+        """Steps until the first member is complete. The members' own affair: no policy decides by it."""
+        if not self._steady and (
+            self._speculation.stops is not None or self._drafts_after(self.count) != self._drafts or self._unshared
+        ):
+            return 1  # the drafts of the step after are others
+        completions = self._completions
+        while not self._present(*completions[0]):
+            heapq.heappop(completions)
+        return completions[0][0] - self.steps
 
     def advance(self, steps: int) -> list[Request]:
-        """Verify once; take out and return those that are complete, in order of joining.
+        """Verify so many times; take out and return those that are complete, in order of joining.
 
         What is accepted beyond the end of an answer is not delivered.
         """
-        assert steps == 1
-        self.steps += 1
+        self.steps += steps
+        self._read = None
+        if not self._members:
+            self._origin += steps  # nothing is in the calendars
+            return []
         finished = []
-        for member in list(self._members):
-            drafts = self.width_of(member) - 1
-            accepted = self._speculation.accepted(member, member.rounds, drafts) if drafts else 0
-            assert 0 <= accepted <= drafts, f"{accepted} of {drafts} drafts accepted"
-            member.rounds += drafts > 0
-            member.slots = max(member.slots, self._slots(member))
-            member.computed += 1 + accepted
-            member.emitted = min(member.emitted + 1 + accepted, member.output_tokens)
-            if member.emitted == member.output_tokens:
-                self.leave(member)
-                finished.append(member)
-        self._cut.clear()
+        completions = self._completions
+        while completions and completions[0][0] <= self.steps:
+            done, joins, request = heapq.heappop(completions)
+            if self._present(done, joins, request):
+                assert done == self.steps, "a batch must not be advanced past a completion"
+                plan = self._members.pop(request)
+                self._ragged -= plan.ragged
+                self._longest = None
+                self._bring_up(request, plan)
+                request.joined = -1
+                finished.append(request)
+        if self._cuts:
+            self._cuts.clear()
         return finished
 
-    def _slots(self, member: Request) -> int:
-        return min(member.computed + self.width_of(member) + self._speculation.lookahead, self._max_model_len)
+    @property
+    def _unshared(self) -> bool:
+        """Whether drafts counted for the batch were shared out among others than are here."""
+        return self._speculation.shares is not None and self._members.keys() != self._shares.keys()
+
+    def _drafts_after(self, requests: int) -> int:
+        """Drafts of each request after a step of so many."""
+        drafts, most = self._speculation.drafts, self._speculation.max_drafts
+        return most if drafts is None else min(drafts(requests), most)
+
+    # --- plans ----------------------------------------------------------------------------------------------------
+
+    def _replan(self) -> None:
+        """The next drafts of all members are others than they were."""
+        for request, plan in list(self._members.items()):
+            drafts = self._drafts_of(request)
+            if drafts != plan.drafts:
+                self._withdraw(request)
+                self._enter(request, self._planned(request, plan.end, drafts))
+
+    def _drafts_of(self, request: Request) -> int:
+        if self._speculation.shares is not None:
+            return self._shares.get(request, 0)
+        if self._speculation.lengths is not None:
+            return min(self._drafts, self._speculation.lengths(request))
+        return self._drafts
+
+    def _enter(self, request: Request, plan: _Plan) -> None:
+        plan.begin = self.steps
+        self._read = None
+        self._ragged += plan.ragged
+        self._longest = None
+        self._members[request] = plan
+        self._open(plan.rounds)
+        at = self.steps - self._origin
+        self._calendar[:, at : at + plan.rounds] += plan.rows
+        heapq.heappush(self._completions, (self.steps + plan.rounds, request.joins, request))
+
+    def _withdraw(self, request: Request) -> _Plan:
+        """Take a member's coming rounds out of the calendars; it keeps its place."""
+        plan = self._members[request]
+        self._read = None
+        self._ragged -= plan.ragged
+        self._longest = None
+        age, at = self.steps - plan.begin, self.steps - self._origin
+        self._calendar[:, at : at + plan.rounds - age] -= plan.rows[:, age:]
+        self._bring_up(request, plan)
+        return plan
+
+    def _bring_up(self, request: Request, plan: _Plan) -> None:
+        """Write down what became of a request in the rounds that are over."""
+        age = self.steps - plan.begin
+        if not age:
+            return
+        computed = _computed(plan, age)
+        gained = computed - request.computed
+        delivered = min(gained, plan.end - request.computed)
+        before, tokens, _ = plan.rows
+        last = int(before[age - 1]) + 1 + plan.drafts
+        reach = (int((before[:age] + tokens[:age]).max()) if plan.ragged else last) + self._speculation.lookahead
+        request.slots = max(request.slots, min(reach, self._max_model_len))
+        request.computed = computed
+        request.emitted += delivered
+        if plan.drafts:
+            request.rounds += age - plan.skips
+        self._rounds += age
+        self._drafted += _drafted(plan, age)
+        self._accepted += gained - age
+        self._tokens += delivered
+
+    def _planned(self, request: Request, end: int, drafts: int, cut: int | None = None) -> _Plan:
+        """The rounds of a request until it has computed `end` tokens, with so many drafts in each; with `cut`, at most
+        so many tokens in the first.
+        """
+        computed, number, skips = request.computed, request.rounds, 0
+        limit, foreseen = self._max_model_len - 1, self._many is not None and self._speculation.stops is None
+        if cut is None and foreseen and drafts and computed < end < limit - drafts:
+            after, rounds = self._foreseen(request, computed, end, number, drafts)
+            rows = np.empty((3, rounds), dtype=np.int64)
+            rows[0, 0] = computed
+            rows[0, 1:] = after[: rounds - 1]
+            rows[1] = 1 + drafts
+            self._need(request, rows)
+            return _Plan(self.steps, drafts, end, rounds, rows, False, 0, int(after[rounds - 1]))
+        parts: list[tuple[Ints, Ints | int]] = []  # tokens computed before, tokens verified
+        if cut is not None:
+            width = min(1 + self._length(request, number, drafts), cut, limit - computed)
+            skips = int(width == 1 and self._length(request, number, drafts) > 0)
+            parts.append((np.array([computed]), width))
+            computed += 1 + self._taken(request, number, width - 1)
+            number += 1 - skips
+        if computed < end and not drafts:
+            parts.append((np.arange(computed, end), 1))
+            computed = end
+        elif computed < end and self._many is not None:
+            before, widths, computed = self._before_the_limit(request, computed, end, number, drafts)
+            parts.append((before, widths))
+            number += len(before)
+        while computed < end:
+            width = min(1 + self._length(request, number, drafts), limit - computed)
+            parts.append((np.array([computed]), width))
+            computed += 1 + self._taken(request, number, width - 1)
+            number += 1
+        rows = np.empty((3, sum(len(before) for before, _ in parts)), dtype=np.int64)
+        at = 0
+        for some, of_each in parts:
+            rows[0, at : at + len(some)] = some
+            rows[1, at : at + len(some)] = of_each
+            at += len(some)
+        if at:
+            self._need(request, rows)
+        return _Plan(self.steps, drafts, end, at, rows, bool((rows[1] != 1 + drafts).any()), skips, computed)
+
+    def _foreseen(self, request: Request, computed: int, end: int, number: int, drafts: int) -> tuple[Ints, int]:
+        """(tokens computed after each round, rounds until `end`), when max_model_len cuts none; perhaps some more."""
+        assert self._many is not None
+        need = end - computed
+        count = min(need, int(need / self._per_round * 1.1) + 4)
+        while True:
+            after: Ints = self._many(request, number, count, drafts) + computed
+            if after[-1] >= end:
+                break
+            count = min(need, 2 * count)
+        rounds = int(after.searchsorted(end)) + 1
+        self._per_round += 0.1 * (need / rounds - self._per_round)
+        return after, rounds
+
+    def _before_the_limit(
+        self, request: Request, computed: int, end: int, number: int, drafts: int
+    ) -> tuple[Ints, Ints, int]:
+        """(tokens computed before, tokens verified) of the rounds that max_model_len does not cut, and what is computed
+        after them."""
+        after, rounds = self._foreseen(request, computed, end, number, drafts)
+        before = np.concatenate([[computed], after[: rounds - 1]])
+        widths = np.full(rounds, 1 + drafts)
+        if self._speculation.stops is not None:
+            np.minimum(widths, 1 + self._speculation.stops(request, number, rounds), out=widths)
+        over = before + widths > self._max_model_len - 1
+        if over.any():
+            rounds = int(over.argmax())
+            return before[:rounds], widths[:rounds], int(before[rounds])
+        return before, widths, int(after[rounds - 1])
+
+    def _length(self, request: Request, number: int, drafts: int) -> int:
+        """Drafts made for a verification."""
+        stops = self._speculation.stops
+        return drafts if stops is None or not drafts else min(drafts, int(stops(request, number, 1)[0]))
+
+    def _taken(self, request: Request, number: int, drafts: int) -> int:
+        accepted = self._speculation.accepted(request, number, drafts) if drafts else 0
+        assert 0 <= accepted <= drafts, f"{accepted} of {drafts} drafts accepted"
+        return accepted
+
+    def _need(self, request: Request, rows: Ints) -> None:
+        """Fill in the new blocks of each round."""
+        reach = rows[0] + rows[1]
+        reach += self._speculation.lookahead + self._block_size - 1
+        top = self._max_model_len + self._block_size - 1
+        if self._speculation.stops is not None:
+            np.maximum.accumulate(reach, out=reach)
+        if reach[-1] > top:
+            np.minimum(reach, top, out=reach)
+        reach //= self._block_size
+        held = -(-max(request.computed, request.slots) // self._block_size)
+        if reach[0] < held:
+            np.maximum(reach, held, out=reach)
+        rows[2, 0] = reach[0] - held
+        np.subtract(reach[1:], reach[:-1], out=rows[2, 1:])
+
+    def _open(self, rounds: int) -> None:
+        """Make the calendars reach so many steps ahead."""
+        size = self._calendar.shape[1]
+        past = self.steps - self._origin
+        if past + rounds < size:
+            return
+        while rounds * 2 > size:
+            size *= 2
+        calendar = np.zeros((3, size), dtype=np.int64)
+        rest = self._calendar[:, past:]
+        calendar[:, : rest.shape[1]] = rest
+        self._calendar, self._origin = calendar, self.steps
+
+    def _present(self, done: int, joins: int, request: Request) -> bool:
+        plan = self._members.get(request)
+        return plan is not None and request.joins == joins and plan.begin + plan.rounds == done
+
+
+def _drafted(plan: _Plan, age: int) -> int:
+    return int(plan.rows[1, :age].sum()) - age if plan.ragged else age * plan.drafts
+
+
+def _computed(plan: _Plan, age: int) -> int:
+    return int(plan.rows[0, age]) if age < plan.rounds else plan.final

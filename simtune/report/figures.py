@@ -11,7 +11,7 @@ from html import escape
 from typing import Any
 
 from simtune.report.info import BreakdownInfo, Cdf, Curve, ParetoInfo, Point, ms, number, percent
-from simtune.report.run import Timeline
+from simtune.report.run import Instance, Timeline
 
 Figure = dict[str, Any]
 
@@ -353,5 +353,32 @@ def timeline_figure(t: Timeline) -> Figure:
             _axis("requests", domain=[0.42, 1], rangemode="tozero"),
             yaxis2=_axis("KV blocks", domain=[0, 0.32], range=[0, 103], ticksuffix=" %", dtick=50),
             hovermode="x unified",
+        ),
+    }
+
+
+def instances_figure(instances: Sequence[Instance]) -> Figure:
+    """Share of the time in which each instance ran steps."""
+    pools = list(dict.fromkeys(x.pool for x in instances))
+    data = []
+    for i, pool in enumerate(pools):
+        mine = [x for x in instances if x.pool == pool]
+        data.append(
+            {
+                "type": "bar",
+                "name": escape(pool),
+                "x": [f"{escape(pool)} {x.instance}" for x in mine],
+                "y": [100 * x.busy for x in mine],
+                "marker": {"color": _colour(i)},
+                "hovertext": [f"{number(100 * x.busy)} % busy, {number(x.requests)} requests" for x in mine],
+                "hoverinfo": "x+text",
+            }
+        )
+    return {
+        "data": data,
+        "layout": _layout(
+            _axis("instance", type="category", showgrid=False),
+            _axis("busy", range=[0, 103], ticksuffix=" %", dtick=25),
+            showlegend=len(pools) > 1,
         ),
     }

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from simtune.report.run import Candidate, Run, SloResult, Summary
+from simtune.report.run import Candidate, PoolFacts, Run, SloResult, Summary
 from simtune.specs.base import Spec
 
 FOLLOWS = 0.95
@@ -53,7 +53,9 @@ def plural(count: int, word: str) -> str:
 
 # --- words ------------------------------------------------------------------------------------------------
 
-METRIC_NAMES = {"ttft": "TTFT", "tpot": "TPOT", "e2el": "E2EL", "queue": "Queueing"}
+PARTS = {"queue": "Queueing", "prefill": "Prefill", "transfer": "KV transfer", "decode": "Decode"}
+"""What E2EL is made up of."""
+METRIC_NAMES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2EL", **PARTS}
 
 
 def limit(slo: SloResult) -> str:
@@ -72,13 +74,21 @@ def chosen_name(run: Run) -> str:
     return next((c.candidate for c in run.candidates if c.status == "chosen"), run.summary.plan.name)
 
 
+def _shape(s: Summary) -> str:
+    """`2 prefill and 1 decode instances of M on 3 GPUs`, or, where all are alike, on how many GPUs each."""
+    pools = s.plan.pools
+    if len(pools) == 1:
+        text = f"{plural(pools[0].instances, 'instance')} of {s.model} on {plural(_devices(pools[0]), 'GPU')}"
+        return text + " each" * (pools[0].instances > 1)
+    count = sum(p.instances for p in pools)
+    parts = _listed([f"{p.instances:,} {p.name}" for p in pools])
+    return f"{parts} instance{'s' * (count > 1)} of {s.model} on {plural(s.num_gpus, 'GPU')}"
+
+
 def headline(run: Run) -> str:
     """One sentence: which plan, what it achieves, per GPU, under which limits."""
     s = run.summary
-    pool = s.plan.pools[0]
-    each = pool.parallelism.tp * pool.parallelism.pp * pool.parallelism.attention_dp
-    plan = f"{chosen_name(run)} ({plural(pool.instances, 'instance')} of {s.model} on {plural(each, 'GPU')}"
-    plan += " each)" if pool.instances > 1 else ")"
+    plan = f"{chosen_name(run)} ({_shape(s)})"
     if s.saturated:
         offered = "its load" if s.offered_rate_rps is None else f"{number(s.offered_rate_rps)} requests/s"
         done = "" if s.request_throughput_rps is None else f": it finishes {number(s.request_throughput_rps)} a second"
@@ -122,19 +132,70 @@ def key_figures(s: Summary) -> list[tuple[str, str, str]]:
         ("GPUs", number(s.num_gpus), s.hardware.device),
         ("simulated", number(s.requests), "requests"),
         ("preemptions", number(s.preemptions), ""),
+        *_drafted(s),
+        *(
+            (f"prefix cache{f' of {x.pool}' * (len(s.plan.pools) > 1)}", percent(x.hit_rate), "of prompt tokens found")
+            for x in s.prefix_cache
+        ),
     ]
     return [figure for figure in figures if figure[1] != ABSENT]
 
 
+def _drafted(s: Summary) -> list[tuple[str, str, str]]:
+    if s.speculation is None:
+        return []
+    wasted = percent(s.speculation.wasted_share)
+    return [("tokens per round", number(s.speculation.tokens_per_round), f"{wasted} of those verified in vain")]
+
+
 def latency_rows(s: Summary) -> list[tuple[str, ...]]:
-    """metric, then mean, p50, p90, p95, p99, max in milliseconds with their intervals, and the requests counted."""
+    """metric, then mean, p50, p90, p95, p99, max in milliseconds with their intervals, and how many were counted:
+    tokens for ITL, else requests.
+    """
     rows = []
     for metric, name in METRIC_NAMES.items():
-        if metric in s.metrics:
-            m = s.metrics[metric]
+        m = s.metrics.get(metric)
+        if m is not None and (m.count or metric in ("ttft", "tpot", "e2el")):
             cells = (ms(getattr(m, x)) + _interval(s, metric, x) for x in ("mean", "p50", "p90", "p95", "p99", "max"))
             rows.append((name, *cells, number(m.count)))
     return rows
+
+
+def e2el_parts(s: Summary) -> list[tuple[str, str, float]]:
+    """(part, mean over all requests, share of the mean E2EL); none where nothing finished."""
+    whole = s.metrics.get("e2el")
+    if whole is None or not whole.mean:
+        return []
+    found = []
+    for metric, name in PARTS.items():
+        m = s.metrics.get(metric)
+        if m is not None and m.count:
+            seconds = (
+                (m.mean or 0.0) * m.count / whole.count
+            )  # a request that was not sent anywhere took no time for it
+            found.append((name, f"{ms(seconds)} ms", seconds / whole.mean))
+    return found
+
+
+def pool_rows(s: Summary) -> list[tuple[str, ...]]:
+    """name, role, hardware, instances, GPUs of each, policy, seats, token budget of every pool."""
+    return [
+        (
+            p.name,
+            p.role,
+            p.hardware or ABSENT,
+            number(p.instances),
+            number(_devices(p)),
+            p.batching.policy if p.batching else ABSENT,
+            number(p.batching.max_num_seqs) if p.batching else ABSENT,
+            number(p.batching.max_num_batched_tokens) if p.batching else ABSENT,
+        )
+        for p in s.plan.pools
+    ]
+
+
+def _devices(pool: PoolFacts) -> int:
+    return pool.parallelism.tp * pool.parallelism.pp * pool.parallelism.attention_dp
 
 
 def _interval(s: Summary, metric: str, statistic: str) -> str:

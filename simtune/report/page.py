@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from importlib.resources import files
 from pathlib import Path
 
 from simtune import __version__
-from simtune.report import figures, info
+from simtune.report import figures, info, speculation
 from simtune.report.run import Candidate, Run, read_run
+from simtune.report.templates import fill, template
 from simtune.specs.plan import Plan
 from simtune.specs.study import Study
 
@@ -18,14 +18,12 @@ def render(run: Path) -> str:
 
     Raises UsageError when `run` is no run directory, SpecError when one of its files is damaged.
     """
-    from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
     found = read_run(run)
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string((files("simtune.report") / "report.html.j2").read_text("utf-8"))
     s = found.summary
-    return template.render(
+    return fill(
+        "report.html.j2",
         s=s,
         run=found,
         info=info,
@@ -33,6 +31,8 @@ def render(run: Path) -> str:
         Study=Study,
         version=__version__,
         figures={name: Markup(html) for name, html in _figures(found).items()},
+        speculation=Markup(speculation.section(s.draft_schedule)) if s.draft_schedule else None,
+        style=Markup(template("style.j2")),
         candidate_cells=candidate_cells,
         summary_json=Markup(_json_in_html(found)),
         plotly_js=Markup(figures.plotly_js()),
@@ -52,8 +52,12 @@ def _figures(run: Run) -> dict[str, str]:
         drawn[f"cdf-{cdf.title.lower()}"] = (figures.cdf_figure(cdf, series), 420)
     if steps.labels:
         drawn["breakdown"] = (figures.breakdown_figure(steps), 150 + 70 * len(steps.labels))
-    if s.timeline and s.timeline.t_s:
+    if s.pool_timelines and s.pool_timelines[0].t_s:
+        drawn |= {f"timeline-{t.pool}": (figures.timeline_figure(t), 380) for t in s.pool_timelines}
+    elif s.timeline and s.timeline.t_s:
         drawn["timeline"] = (figures.timeline_figure(s.timeline), 440)
+    if len(s.instances) > 1:
+        drawn["instances"] = (figures.instances_figure(s.instances), 300)
     return {name: figures.fragment(figure, name, height) for name, (figure, height) in drawn.items()}
 
 

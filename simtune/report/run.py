@@ -134,21 +134,54 @@ class Timeline(_Block):
         return self
 
 
+class PoolTimeline(Timeline):
+    pool: str
+
+
+class Instance(_Block):
+    """One simulated instance: the share of the time in which it ran steps, and the requests it answered."""
+
+    pool: str
+    instance: Annotated[int, Field(ge=0)]
+    busy: NonNegative
+    requests: Annotated[int, Field(ge=0)]
+
+
+class PrefixCacheUse(_Block):
+    """Of the prompt tokens a pool admitted, how many it had cached."""
+
+    pool: str
+    queried_tokens: Count
+    hit_tokens: Annotated[int, Field(ge=0)]
+    hit_rate: Share
+
+
 class _Parallelism(_Block):
     tp: Count
     pp: Count
+    attention_dp: Count = 1
 
 
-class _Pool(_Block):
+class _Batching(_Block):
+    policy: str = "vllm-fcfs"
+    max_num_seqs: Count
+    max_num_batched_tokens: Count
+
+
+class PoolFacts(_Block):
+    name: str = "mixed"
+    role: str = "mixed"
+    hardware: str | None = None
     instances: Count
     parallelism: _Parallelism
+    batching: _Batching | None = None
 
 
 class PlanFacts(_Block):
     """What the headline says of a plan."""
 
     name: str
-    pools: Annotated[Seq[_Pool], Field(min_length=1, strict=False)]
+    pools: Annotated[Seq[PoolFacts], Field(min_length=1, strict=False)]
 
 
 class UncertaintyFacts(_Block):
@@ -166,6 +199,88 @@ class UncertaintyFacts(_Block):
         for key in keys:
             found = found.get(key) if isinstance(found, dict) else None
         return (found[0], found[1]) if isinstance(found, list) and len(found) == 2 else None
+
+
+class Drafted(_Block):
+    """What the verifications of a simulation came to."""
+
+    tokens_per_round: Positive
+    wasted_share: Share = Field(description="of the verified tokens")
+
+
+class Cell(_Block):
+    """The best way to speculate at one batch and context, and its gain over none."""
+
+    scheme: str
+    short: str
+    off: bool
+    gain: Positive
+    occurs: bool = Field(description="so many sequences of such a length fit")
+
+
+class FixedSetting(_Block):
+    scheme: str
+    gain: Positive
+
+
+class BatchPoint(_Block):
+    """Of a chain whose length follows the batch: tokens of a round, and verified ones in vain, per sequence."""
+
+    batch: Count
+    draft_tokens: Annotated[int, Field(ge=0)]
+    tokens: Positive
+    wasted: NonNegative
+
+
+class EngineSettings(_Block):
+    """What of the schedule an engine can be told: `loss` is the share of its gain that is lost by that."""
+
+    engine: str
+    scheme: str
+    gain: Positive
+    loss: float
+    settings: dict[str, Any] | None
+    why: str = Field(description="there are no settings")
+
+
+class DraftNode(_Block):
+    path: Seq[Count]
+    probability: Share
+
+
+class DraftShape(_Block):
+    batch: Count
+    context: Count
+    nodes: Seq[DraftNode]
+
+
+class LoadPoint(_Block):
+    """Simulated speculation at one offered rate, per round of a request."""
+
+    rate_rps: Positive
+    tokens: Positive
+    wasted: NonNegative
+
+
+class AcceptanceFacts(_Block):
+    name: str
+    origin: str
+
+
+class SpeculationFacts(_Block):
+    """The schedule over (batch, context), and what is left of it in an engine's own terms."""
+
+    drafter: str
+    acceptance: AcceptanceFacts
+    batches: Seq[Count]
+    contexts: Seq[Count]
+    cells: Seq[Seq[Cell]]
+    gain: Positive
+    fixed: FixedSetting
+    by_batch: Seq[BatchPoint]
+    engines: Seq[EngineSettings]
+    draft: DraftShape
+    load: Seq[LoadPoint] = ()
 
 
 class Summary(_Block):
@@ -199,7 +314,12 @@ class Summary(_Block):
     quantiles: Quantiles | None = None
     breakdown: Seq[StepTime] | None = None
     timeline: Timeline | None = None
+    pool_timelines: Seq[PoolTimeline] | None = Field(None, description="where there are several pools")
+    instances: Seq[Instance] = ()
+    prefix_cache: Seq[PrefixCacheUse] = ()
     uncertainty: UncertaintyFacts | None = None
+    speculation: Drafted | None = None
+    draft_schedule: SpeculationFacts | None = None
 
 
 Status = Literal["chosen", "feasible", "infeasible", "pruned", "does_not_fit"]
@@ -216,6 +336,7 @@ class Candidate(NamedTuple):
     num_gpus: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    speculation: str
     status: Status
     reason: str
     kv_blocks: int | None
@@ -311,6 +432,7 @@ _COLUMNS: dict[str, tuple[Callable[[str], Any], str]] = {
     "candidate": (_required, "a name"),
     "status": (_status, "one of " + ", ".join(get_args(Status))),
     "reason": (str, "text"),
+    "speculation": (str, "text"),
     "kv_blocks": (_optional(int), "a whole number or empty"),
     "saturated": (_optional(_bool), "true, false or empty"),
     "simulations": (_optional(int), "a whole number or empty"),

@@ -11,27 +11,32 @@ from typing import Any
 import numpy as np
 
 from simtune.costs.compiled import compile_costs
+from simtune.costs.drafting import DraftMemory, draft_memory
 from simtune.costs.estimate import link_of
 from simtune.costs.iteration import StepModel
 from simtune.costs.memory import Memory, kv_bytes_per_token, kv_capacity
 from simtune.costs.predict import Profile
 from simtune.costs.protocol import StepCosts
+from simtune.costs.rounds import CompiledRounds
 from simtune.costs.ticks import TICKS_PER_SECOND
-from simtune.engine import POLICIES
+from simtune.engine import POLICIES, Speculation
 from simtune.errors import Infeasible, UsageError
 from simtune.sim import router
 from simtune.sim.lane import Lane, Pipeline, Wire
 from simtune.sim.link import Link
 from simtune.sim.requests import RequestStream
 from simtune.sim.result import MissBudget, Result
+from simtune.sim.speculation import Drafting, Luck, check_drafting, drafting_terms
 from simtune.sim.world import Change, World
 from simtune.specs import plan as spec
+from simtune.specs.drafts import shape_of
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
 from simtune.specs.plan import Batching, Failure, KvLink, Parallelism, Plan, Pool, Start, Switch
 from simtune.specs.workload import Slo
 
 VLLM_POLICIES = ("vllm-fcfs", "vllm-priority")
+NEVER_CHUNKED = ("static", "orca")
 ALWAYS_CHUNKED = ("transformers-fifo", "transformers-prefill-first")
 PREDICTING = "shortest-predicted-first"
 """The policy that looks at predicted output lengths."""
@@ -52,6 +57,8 @@ class DeployedPool:
     max_model_len: int
     kv_block_bytes: int
     """One KV block, all GPUs of an instance together."""
+    drafting: Drafting | None = None
+    """What its speculation names; None where it does not speculate."""
 
     @property
     def num_lanes(self) -> int:
@@ -62,7 +69,17 @@ class DeployedPool:
         """Lanes of an instance: its virtual engines, or its groups of ranks under data-parallel attention."""
         return self.spec.parallelism.pp * self.spec.parallelism.attention_dp
 
-    def lanes(self, instances: int, hash_block_tokens: int | None) -> list[Lane]:
+    def speculation(self, stream: RequestStream, seed: int) -> Speculation | None:
+        """How its schedulers draft, and how many drafts are accepted of each request of a stream."""
+        if self.spec.speculation is None:
+            return None
+        assert self.drafting is not None
+        luck = Luck(self.spec.speculation.scheme, self.drafting.acceptance, stream, seed)
+        return drafting_terms(self.spec.speculation, luck)
+
+    def lanes(
+        self, instances: int, hash_block_tokens: int | None, speculation: Speculation | None = None
+    ) -> list[Lane]:
         """Fresh lanes of the first `instances` instances, ordered so that a round robin is one over instances first.
 
         An instance with pp pipeline stages runs pp lanes ("virtual engines") that share the stages, each with its own
@@ -83,8 +100,9 @@ class DeployedPool:
         }
         if batching.policy in VLLM_POLICIES:
             settings |= {
-                "async_scheduling": own.async_scheduling,
+                "async_scheduling": own.async_scheduling and speculation is None,
                 "preemption": own.kv_cache.preemption,
+                "speculation": speculation,
             }
             if own.kv_cache.prefix_caching and hash_block_tokens is not None:
                 settings |= {"prefix_caching": True, "hash_block_tokens": hash_block_tokens}
@@ -141,6 +159,11 @@ class Deployment:
     def estimated(self) -> list[str]:
         """Operators that no table covers: their times are estimated from the data sheet."""
         return sorted({name for p in self.pools for name in StepModel(self.model, p.hardware, p.spec).estimated})
+
+    @property
+    def drafting(self) -> dict[str, Drafting]:
+        """What the speculation of each pool that has one names, by the pool's name."""
+        return {pool.spec.name: pool.drafting for pool in self.pools if pool.drafting is not None}
 
     @property
     def num_lanes(self) -> int:
@@ -214,7 +237,9 @@ class Deployment:
                     )
         joining = Counter(event.to for event in self.plan.events if isinstance(event, Switch))
         by_pool = {
-            p.spec.name: p.lanes((some or p.spec.instances) + joining[p.spec.name], hash_block_tokens)
+            p.spec.name: p.lanes(
+                (some or p.spec.instances) + joining[p.spec.name], hash_block_tokens, p.speculation(stream, seed)
+            )
             for p in self.pools
         }
         lanes = [lane for pool in self.pools for lane in by_pool[pool.spec.name]]
@@ -382,31 +407,40 @@ def deploy(
     costs: StepCosts | None = None,
     *,
     factors: Mapping[str, float] | None = None,
+    drafting: Drafting | Mapping[str, Drafting] | None = None,
 ) -> Deployment:
     """Check that the plan is possible and compile its costs, unless compiled ones are given.
 
     `hardware` is that of all pools, or of each pool by the name the plan gives. `factors` multiply the times of
-    operator kinds (`simtune.costs.iteration.KINDS`), to draw a world in which they are off. Raises Infeasible, saying
-    what is missing, when the model does not fit or the plan contradicts itself.
+    operator kinds (`simtune.costs.iteration.KINDS`), to draw a world in which they are off. `drafting` is what the
+    speculation of all pools, or of each by the pool's name, names; costs of pools that speculate are always compiled
+    here. Raises Infeasible, saying what is missing, when the model does not fit or the plan contradicts itself.
     """
     pools = []
     for pool in plan.pools:
         its = hardware if isinstance(hardware, Hardware) else hardware[pool.hardware]
         max_model_len = pool.max_model_len or model.max_position
-        memory = check(pool, model, its)
+        drafts = drafting if drafting is None or isinstance(drafting, Drafting) else drafting.get(pool.name)
+        memory = check(pool, model, its, drafts)
         given = {} if factors is None else {"factors": factors}
-        compiled = costs or compile_costs(model, its, pool, max_model_len, **given)
+        if pool.speculation is not None and drafts is not None:
+            drafter, shape = pool.speculation.drafter, shape_of(pool.speculation.scheme)
+            compiled: StepCosts = CompiledRounds(model, its, pool, max_model_len, drafter, shape, drafts.model, factors)
+        else:
+            compiled, drafts = costs or compile_costs(model, its, pool, max_model_len, **given), None
         kv_dtype = pool.kv_cache.dtype or model.dtype
         block_bytes = pool.kv_cache.block_size * kv_bytes_per_token(model, Parallelism(), 0, kv_dtype)
-        pools.append(DeployedPool(pool, its, memory, compiled, max_model_len, round(block_bytes)))
+        pools.append(DeployedPool(pool, its, memory, compiled, max_model_len, round(block_bytes), drafts))
         if pool.role == "prefill":
             assert plan.link is not None
             transfer_terms(model, pools[-1], plan.link)
     return Deployment(plan, model, tuple(pools))
 
 
-def check(pool: Pool, model: Model, hardware: Hardware) -> Memory:
-    """The memory of one instance of a pool. Raises Infeasible when the engine would refuse the pool's settings."""
+def check(pool: Pool, model: Model, hardware: Hardware, drafting: Drafting | None = None) -> Memory:
+    """The memory of one instance of a pool, a drafter's included. Raises Infeasible when the engine would refuse the
+    pool's settings.
+    """
     batching, pp = pool.batching, pool.parallelism.pp
     max_model_len = pool.max_model_len or model.max_position
     if max_model_len > model.max_position:
@@ -423,12 +457,20 @@ def check(pool: Pool, model: Model, hardware: Hardware) -> Memory:
             f"max_num_batched_tokens ({batching.max_num_batched_tokens}) must be at least max_num_seqs "
             f"({batching.max_num_seqs}); vLLM refuses it too"
         )
-    if not batching.chunked_prefill and batching.max_num_batched_tokens < max_model_len:
+    never = batching.policy in NEVER_CHUNKED
+    if (never or not batching.chunked_prefill) and batching.max_num_batched_tokens < max_model_len:
+        why = f"policy {batching.policy} never cuts prompts: " if never else "without chunked prefill "
         raise Infeasible(
-            f"without chunked prefill max_num_batched_tokens ({batching.max_num_batched_tokens}) must be at least "
-            f"max_model_len ({max_model_len})"
+            f"{why}max_num_batched_tokens ({batching.max_num_batched_tokens}) must be at least max_model_len "
+            f"({max_model_len})"
         )
-    memory = kv_capacity(model, hardware, pool)
+    extra = DraftMemory(0.0, 0.0)
+    if pool.speculation is not None:
+        if drafting is None:
+            raise ValueError(f"pool {pool.name} speculates: what its speculation names must be given")
+        check_drafting(pool.speculation, drafting, max_model_len, batching.max_num_batched_tokens)
+        extra = draft_memory(pool.speculation.drafter, model, pool, drafting.model)
+    memory = kv_capacity(model, hardware, pool, *extra)
     blocks, needed = memory.num_blocks // pp, -(-max_model_len // pool.kv_cache.block_size)
     if blocks < needed:
         missing = (needed - blocks) * pool.kv_cache.block_size * memory.kv_bytes_per_token * pp / GIB
@@ -444,7 +486,11 @@ def _refused(pool: Pool) -> str | None:
     """Settings that the pool's policy does not have, or not together."""
     policy, kv_cache = pool.batching.policy, pool.kv_cache
     if policy not in VLLM_POLICIES:
-        for asked, what in ((kv_cache.prefix_caching, "prefix_caching"), (kv_cache.preemption == "swap", "swap")):
+        for asked, what in (
+            (kv_cache.prefix_caching, "prefix_caching"),
+            (kv_cache.preemption == "swap", "swap"),
+            (pool.speculation is not None, "speculation"),
+        ):
             if asked:
                 return f"policy {policy} has no {what}; leave it out, or choose {' or '.join(VLLM_POLICIES)}"
     elif kv_cache.prefix_caching and kv_cache.preemption == "swap":
@@ -453,6 +499,8 @@ def _refused(pool: Pool) -> str | None:
         return "static batches are formed of prompts; a decode pool needs another policy"
     if not pool.batching.chunked_prefill and policy in ALWAYS_CHUNKED:
         return f"policy {policy} always cuts prompts at the token budget; leave chunked_prefill out"
+    if kv_cache.watermark and policy in ALWAYS_CHUNKED:
+        return f"policy {policy} keeps blocks free by a margin of its own; leave kv_cache.watermark out"
     return None
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import cast
 
-from simtune.costs.protocol import StepCosts
-from simtune.engine import Request, Scheduler, Step
+from simtune.costs.protocol import RoundCosts, StepCosts
+from simtune.engine import Request, Scheduler, SpeculativeBatch, Step, Tally
 from simtune.sim.link import Link
 
 
@@ -103,6 +105,8 @@ class Lane:
     started: int = 0
     first: int = 0  # ticks of the first repetition of the running step
     slope: int = 0  # ticks that each further repetition takes longer
+    ends: list[int] | None = None
+    """After how many ticks each repetition ends, where they are told one by one."""
     repetitions: int = 0
     jumping: bool = False  # in a jump, alone in its pipeline or gang
     version: int = 0  # of the event that ends the running step; an older one is void
@@ -119,6 +123,8 @@ class Lane:
     """Requests whose KV cache will never come; their reservation ends before the next step."""
     uneven: Callable[[int, int, int, bool], int] | None = None
     """`StepCosts.uneven`, where the costs have it."""
+    rounds: RoundCosts | None = None
+    """The costs of a scheduler that drafts."""
     holding: int = 0
     """Requests handed over whose KV cache is still here."""
 
@@ -126,14 +132,24 @@ class Lane:
         self.uneven = getattr(self.costs, "uneven", None)
         if self.uneven is not None and getattr(self.costs, "is_even", False):
             self.uneven = None
+        if isinstance(self.scheduler.decoding, SpeculativeBatch):
+            self.rounds, self.uneven = cast(RoundCosts, self.costs), None
         self.scheduler.tells_longest = self.uneven is not None
+
+    @property
+    def tally(self) -> Tally:
+        """What its verifications came to so far."""
+        batch = self.scheduler.decoding
+        return batch.tally if isinstance(batch, SpeculativeBatch) else Tally()
 
     @property
     def has_work(self) -> bool:
         return bool(self.inbox or self.arrived or self.dropped) or self.scheduler.has_work
 
     def elapsed(self, repetitions: int) -> int:
-        """Ticks of the first `repetitions` repetitions of the running step: an arithmetic series."""
+        """Ticks of the first `repetitions` repetitions of the running step: an arithmetic series, or as told."""
+        if self.ends is not None:
+            return self.ends[repetitions - 1] if repetitions else 0
         return repetitions * self.first + self.slope * (repetitions * (repetitions - 1) // 2)
 
     def repetitions_reaching(self, ticks: int) -> int:
@@ -141,6 +157,8 @@ class Lane:
 
         Solves first*n + slope*n(n-1)/2 >= ticks for n; the root is exact or one too small, so it is stepped up.
         """
+        if self.ends is not None:
+            return bisect_left(self.ends, ticks) + 1
         first, slope = self.first, self.slope
         if slope == 0:
             return max(1, -(-ticks // first))
@@ -152,5 +170,7 @@ class Lane:
 
     def repetitions_within(self, ticks: int) -> int:
         """How many repetitions are over after `ticks`."""
+        if self.ends is not None:
+            return bisect_right(self.ends, ticks)
         n = self.repetitions_reaching(ticks)
         return n if self.elapsed(n) <= ticks else n - 1

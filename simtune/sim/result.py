@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simtune.costs.ticks import TICKS_PER_SECOND
+from simtune.engine import Tally
 from simtune.sim.requests import RequestStream
 from simtune.sim.statistics import TokenIntervals, batch_means, warm_up
 from simtune.sim.world import Outcome
@@ -249,6 +250,8 @@ class Result:
             "resent": int(self.outcome.resent.sum()),
             "transferred_bytes": self.outcome.transferred_bytes,
             "instances": self._instances(),
+            **({"prefix_cache": found} if (found := self._prefix_cache()) else {}),
+            **({"speculation": self._speculation()} if self.drafted.rounds else {}),
             "slo": [
                 {
                     "class": limit.request_class,
@@ -269,6 +272,38 @@ class Result:
             return {"unit": "s", "count": 0}
         shares = {f"p{p}": itl.quantile_s(p / 100) for p in (50, 90, 95, 99)}
         return {"unit": "s", "count": itl.count, "mean": itl.mean_s(), **shares, "max": itl.max_s()}
+
+    @cached_property
+    def drafted(self) -> Tally:
+        """What all verifications came to; nothing where nobody drafts."""
+        tallies = [lane.drafting for lane in self.outcome.lanes]
+        return Tally(*(sum(column) for column in zip(*tallies, strict=True)))
+
+    def _speculation(self) -> dict[str, Any]:
+        """A wasted draft is one that was verified and not delivered."""
+        rounds, drafts, accepted, tokens = self.drafted
+        return {
+            "rounds": rounds,
+            "tokens_per_round": tokens / rounds,
+            "draft_tokens": drafts,
+            "accepted_tokens": accepted,
+            "acceptance": accepted / drafts if drafts else None,
+            "wasted_tokens": drafts + rounds - tokens,
+            "wasted_share": (drafts + rounds - tokens) / (drafts + rounds),
+        }
+
+    def _prefix_cache(self) -> list[dict[str, Any]]:
+        """For each pool that keeps what prompts share: tokens of the prompts admitted, and how many were cached."""
+        found: dict[str, list[int]] = {}
+        for lane in self.outcome.lanes:
+            counts = found.setdefault(lane.pool, [0, 0])
+            counts[0] += lane.queried_tokens
+            counts[1] += lane.hit_tokens
+        return [
+            {"pool": pool, "queried_tokens": queried, "hit_tokens": hit, "hit_rate": hit / queried}
+            for pool, (queried, hit) in found.items()
+            if queried
+        ]
 
     def _instances(self) -> list[dict[str, Any]]:
         """Every simulated instance: how busy it was, and how many requests it answered."""

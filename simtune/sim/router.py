@@ -101,6 +101,9 @@ class _Informed(Router):
         return self._lightest()
 
     def _lightest(self) -> int | None:
+        best = self._load.index(min(self._load))
+        if self.lanes[best].up:
+            return best
         best, least = None, 0
         for i, load in enumerate(self._load):
             if (best is None or load < least) and self.lanes[i].up:

@@ -22,6 +22,7 @@ from simtune.costs.predict import Profile
 from simtune.parallel import executor, ordered_map
 from simtune.sim.deployment import Deployment, deploy
 from simtune.sim.requests import RequestStream
+from simtune.sim.speculation import Drafting
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
@@ -81,7 +82,7 @@ def uncertainty(
     """Simulate the same requests in `count` redrawn worlds; `jobs` processes, the answer does not depend on it."""
     d = deployment
     tasks = [
-        _World(d.plan, d.model, d.hardware, stream, slo or Slo(), factors)
+        _World(d.plan, d.model, d.hardware, d.drafting, stream, slo or Slo(), factors)
         for factors in worlds(deployment.hardware, count, seed)
     ]
     with executor(jobs, count) as pool:
@@ -101,12 +102,13 @@ class _World:
     plan: Plan
     model: Model
     hardware: Hardware
+    drafting: Mapping[str, Drafting]
     stream: RequestStream
     slo: Slo
     factors: Mapping[str, float]
 
     def run(self) -> tuple[dict[str, Any], bool]:
-        deployment = deploy(self.plan, self.model, self.hardware, factors=self.factors)
+        deployment = deploy(self.plan, self.model, self.hardware, factors=self.factors, drafting=self.drafting)
         result = deployment.simulate(self.stream, self.slo)
         summary = result.summary()
         del summary["quantiles"]

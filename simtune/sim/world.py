@@ -36,8 +36,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from simtune.costs.protocol import RoundCosts
 from simtune.costs.ticks import TICKS_PER_SECOND
-from simtune.engine import Request
+from simtune.engine import PrefixCache, Request, Step, Tally
 from simtune.errors import UsageError
 from simtune.sim.lane import Handoff, Lane
 from simtune.sim.link import Link
@@ -76,6 +77,12 @@ class LaneUse(NamedTuple):
     """Size of its KV cache."""
     busy: int
     """Ticks spent in steps."""
+    drafting: Tally = Tally()
+    """What its verifications came to, where it drafts."""
+    queried_tokens: int = 0
+    """Prompt tokens looked for in its prefix cache."""
+    hit_tokens: int = 0
+    """How many of them were there."""
 
 
 class Change(NamedTuple):
@@ -242,16 +249,7 @@ class World:
             events=self._events,
             steps=self._steps,
             transferred_bytes=self._bytes,
-            lanes=[
-                LaneUse(
-                    lane.pool,
-                    lane.instance,
-                    (lane.pipeline.lanes if lane.pipeline is not None else lane.gang or [lane]).index(lane),
-                    lane.scheduler.kv.total,
-                    lane.busy,
-                )
-                for lane in self._lanes
-            ],
+            lanes=[_use(lane) for lane in self._lanes],
             intervals=_column(self._intervals).reshape(-1, 4),
             records=self._records or [],
         )
@@ -341,9 +339,9 @@ class World:
                 self._cut(now, other)
                 other.jumping = False
                 last = other.repetitions - 1
-                began = other.started + other.elapsed(last)
+                began, took = other.started + other.elapsed(last), other.elapsed(last + 1) - other.elapsed(last)
                 lane.pipeline.free = [0] * lane.pipeline.stages
-                lane.pipeline.pass_through(began, other.first + other.slope * last)
+                lane.pipeline.pass_through(began, took)
 
     def _start(self, now: int, lane: Lane) -> None:
         """Let a lane that runs nothing schedule its next step, if it has one."""
@@ -363,7 +361,7 @@ class World:
         if len(planned) > 1:
             longest = max(lane.first for lane in planned)
             for lane in planned:
-                lane.first, lane.slope, lane.repetitions = longest, 0, 1
+                lane.first, lane.slope, lane.repetitions, lane.ends = longest, 0, 1, None
         for lane in planned:
             lane.jumping = lane.repetitions > 1
             self._launch(now, lane)
@@ -393,7 +391,7 @@ class World:
             for request in step.preempted:
                 self._preemptions[request.id] += 1
             self._count_waiting(lane)
-        lane.repetitions, lane.slope = 1, 0
+        lane.repetitions, lane.slope, lane.ends = 1, 0, None
         if chunks:
             samples, parts, scheduled = step.num_decodes, [], self._scheduled
             for chunk in chunks:
@@ -401,12 +399,21 @@ class World:
                 samples += chunk.completes
                 if scheduled[chunk.request.id] < 0:
                     scheduled[chunk.request.id] = now
-            lane.first = lane.costs.mixed(step.num_decodes, step.context_tokens, parts, samples)
+            if lane.rounds is None:
+                lane.first = lane.costs.mixed(step.num_decodes, step.context_tokens, parts, samples)
+            else:
+                self._time_round(lane.rounds, lane, step, parts, samples - step.num_decodes)
         else:
-            lane.first, lane.slope, span = lane.costs.decode(step.num_decodes, step.context_tokens)
             alone = lane.pipeline is None or self._alone(lane)
-            if alone and not self._single_steps and not (lane.inbox and scheduler.unsettled):
-                lane.repetitions = min(step.repeat, span)
+            jumps = alone and not self._single_steps and not (lane.inbox and (scheduler.unsettled or step.preempted))
+            if lane.rounds is None:
+                lane.first, lane.slope, span = lane.costs.decode(step.num_decodes, step.context_tokens)
+                if jumps:
+                    lane.repetitions = min(step.repeat, span)
+            elif jumps and step.contexts is not None:
+                self._time_rounds(lane.rounds, lane, step, step.contexts)
+            else:
+                self._time_round(lane.rounds, lane, step)
         if lane.uneven is not None:
             lane.first += lane.uneven(step.num_decodes, step.context_tokens, step.longest_context, bool(chunks))
         if step.part != (0, 1):
@@ -414,9 +421,25 @@ class World:
             lane.first = lane.first // n + (i < lane.first % n)
         if step.swapped_out_blocks or step.swapped_in_blocks:
             lane.first += lane.swap * (step.swapped_out_blocks + step.swapped_in_blocks)
+            lane.repetitions = 1  # those that follow do not wait for it
         lane.step, lane.started = step, now
         lane.version += 1
         return True
+
+    @staticmethod
+    def _time_round(
+        costs: RoundCosts, lane: Lane, step: Step, chunks: Sequence[tuple[int, int]] = (), completing: int = 0
+    ) -> None:
+        lane.first = costs.round(
+            step.num_decodes, step.verify_tokens, step.draft_levels, step.context_tokens, chunks, completing
+        )
+
+    @staticmethod
+    def _time_rounds(costs: RoundCosts, lane: Lane, step: Step, contexts: Ticks) -> None:
+        """A jump over rounds, whose contexts grow as drafts are accepted."""
+        ticks = costs.rounds(step.num_decodes, step.verify_tokens, step.draft_levels, contexts)
+        lane.ends = ticks.cumsum().tolist()
+        lane.first, lane.repetitions = lane.ends[0], len(lane.ends)
 
     def _launch(self, now: int, lane: Lane) -> None:
         """Run the planned step."""
@@ -427,6 +450,8 @@ class World:
                 end = now + lane.elapsed(lane.repetitions)
             else:
                 lane.first = end - now  # what it waited for the others included
+        elif lane.repetitions == 1:
+            end = now + lane.first
         else:
             end = now + lane.elapsed(lane.repetitions)
         if lane.gang is not None or (self._heap and end >= self._heap[0][0]):
@@ -472,7 +497,12 @@ class World:
         assert step is not None
         self._steps += lane.repetitions
         lane.busy += end - lane.started
-        if step.num_decodes:
+        if lane.ends is not None:
+            ends, decodes = lane.ends, step.num_decodes
+            self._intervals.extend((lane.first, 0, 1, decodes))
+            for i in range(1, lane.repetitions):
+                self._intervals.extend((ends[i] - ends[i - 1], 0, 1, decodes))
+        elif step.num_decodes:
             self._intervals.extend((lane.first, lane.slope, lane.repetitions, step.num_decodes))
         if self._records is not None:
             self._records.append(
@@ -484,7 +514,7 @@ class World:
                     step.num_decodes,
                     sum(chunk.tokens for chunk in step.chunks),
                     step.num_decodes + len(step.chunks),
-                    lane.scheduler.num_waiting,
+                    lane.scheduler.num_waiting + len(lane.inbox),
                     lane.scheduler.kv.free,
                 )
             )
@@ -681,6 +711,8 @@ class World:
             lane.scheduler.complete(done)
         lane.step = None
         lane.version += 1
+        if lane.pipeline is not None:
+            lane.pipeline.free = [0] * lane.pipeline.stages
 
     def _call_off(self, now: int, handoff: Handoff) -> None:
         """The source is lost: whoever waits for the KV cache need not any more."""
@@ -722,6 +754,13 @@ class World:
         fresh.blocks, fresh.deadline = request.blocks, request.deadline
         fresh.predicted_tokens = request.predicted_tokens
         return fresh
+
+
+def _use(lane: Lane) -> LaneUse:
+    kv = lane.scheduler.kv
+    looked = (kv.queried_tokens, kv.hit_tokens) if isinstance(kv, PrefixCache) else ()
+    which = (lane.pipeline.lanes if lane.pipeline is not None else lane.gang or [lane]).index(lane)
+    return LaneUse(lane.pool, lane.instance, which, kv.total, lane.busy, lane.tally, *looked)
 
 
 def _compact(values: NDArray[np.int64] | NDArray[np.float64]) -> array[int]:

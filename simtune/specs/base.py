@@ -88,6 +88,14 @@ def suggest(word: str, known: Iterable[str]) -> str:
     return f", did you mean {close[0]}?" if close else ""
 
 
+class ErrorAt(ValueError):
+    """What a validator of a whole block raises where one key of it is to be changed: `at` leads there."""
+
+    def __init__(self, message: str, *at: str | int) -> None:
+        super().__init__(message)
+        self.at = at
+
+
 def override(document: yamlfile.Document, settings: Sequence[str]) -> yamlfile.Document:
     """Apply `key.sub=value` settings (values are YAML) to a parsed file. Raises UsageError for a bad setting."""
     data = document.data
@@ -124,7 +132,8 @@ def _kind_of(value: Any) -> str:
 def _problems(model: type[BaseModel], error: ValidationError, document: yamlfile.Document) -> list[Problem]:
     problems = []
     for item in error.errors(include_url=False):
-        loc = [part for part in item["loc"] if part != "[key]"]
+        at = getattr(item.get("ctx", {}).get("error"), "at", ())
+        loc = [part for part in (*item["loc"], *at) if part != "[key]"]
         if item["type"] == "too_short" and len(item["input"]) > item["ctx"]["actual_length"]:
             continue  # pydantic counts only good items; the bad ones are reported on their own
         shown, node = [], document.data

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from simtune.specs.base import Count, Name, NonNegative, Part, Positive, Seq, Spec, suggest
+from simtune.specs.base import Count, ErrorAt, Name, NonNegative, Part, Positive, Seq, Spec, suggest
 from simtune.specs.speculation import Speculation
 
 KvDtype = Literal["fp32", "bf16", "fp16", "fp8", "int8"]
@@ -82,6 +83,21 @@ class Pool(Part):
     max_model_len: Count | None = Field(None, description="longest prompt + output; the model's limit unless given")
     speculation: Speculation | None = Field(None, description="how it drafts; every token by itself unless given")
 
+    @model_validator(mode="after")
+    def _holds_one_request(self) -> Self:
+        blocks, longest = self.kv_cache.num_blocks, self.max_model_len
+        if blocks is not None and longest is not None:
+            needed = -(-longest // self.kv_cache.block_size)
+            if (blocks - 1) // self.parallelism.pp < needed:
+                raise ErrorAt(
+                    f"{blocks} KV blocks, one of them the engine's own, cannot hold one request of max_model_len "
+                    f"({longest}), which needs {needed * self.parallelism.pp}; give "
+                    f"{needed * self.parallelism.pp + 1} or more, or lower max_model_len",
+                    "kv_cache",
+                    "num_blocks",
+                )
+        return self
+
 
 # --- routers ----------------------------------------------------------------------------------------------
 
@@ -152,12 +168,20 @@ class Start(_Event):
     kind: Literal["start"] = "start"
     delay_s: NonNegative = 0.0
 
+    @property
+    def over_s(self) -> float:
+        return self.at_s + self.delay_s
+
 
 class Failure(_Event):
     """The instance is lost with everything in it; its requests are sent again. It is back after recover_s, or never."""
 
     kind: Literal["failure"] = "failure"
     recover_s: Positive | None = None
+
+    @property
+    def over_s(self) -> float:
+        return math.inf if self.recover_s is None else self.at_s + self.recover_s
 
 
 class Switch(_Event):
@@ -166,6 +190,11 @@ class Switch(_Event):
     kind: Literal["switch"] = "switch"
     to: str
     delay_s: NonNegative = 0.0
+
+    @property
+    def over_s(self) -> float:
+        """Never: it is an instance of the other pool then, which no event can name."""
+        return math.inf
 
 
 Event = Annotated[Start | Failure | Switch, Field(discriminator="kind")]
@@ -220,35 +249,40 @@ class Plan(Spec):
             raise ValueError(
                 "prefill and decode pools need a link between them; write `link: {}` for the hardware's inter_node link"
             )
-        for router in (self.router, self.decode_router):
+        for key, router in (("router", self.router), ("decode_router", self.decode_router)):
             if isinstance(router, RoundRobin):
                 for name in router.weights:
-                    self._named(name, names, "the router gives a weight to")
+                    self._named(name, names, "the router gives a weight to", key, "weights", name)
         present: dict[tuple[str, int], float] = {}
-        for event in self.events:
-            self._named(event.pool, names, f"the {event.kind} at {event.at_s:g} s names")
+        for i, event in enumerate(self.events):
+            where = ("events", i)
+            self._named(event.pool, names, f"the {event.kind} names", *where, "pool")
             size = self.pool(event.pool).instances
             if event.instance >= size:
-                raise ValueError(
-                    f"the {event.kind} at {event.at_s:g} s names instance {event.instance} of pool {event.pool}, which "
-                    f"has {size}, numbered from 0"
+                raise ErrorAt(
+                    f"pool {event.pool} has {size} instances, numbered from 0; there is no {event.instance}",
+                    *where,
+                    "instance",
                 )
             if isinstance(event, Switch):
-                self._named(event.to, names, f"the switch at {event.at_s:g} s names")
+                self._named(event.to, names, "the switch names", *where, "to")
                 if event.to == event.pool:
-                    raise ValueError(f"the switch at {event.at_s:g} s leads from pool {event.pool} to itself")
-            key = (event.pool, event.instance)
-            if event.at_s < present.get(key, 0.0):
-                raise ValueError(
+                    raise ErrorAt(f"the switch leads from pool {event.pool} to itself", *where, "to")
+            of_instance = (event.pool, event.instance)
+            over = present.get(of_instance, 0.0)
+            if event.at_s < over or (isinstance(event, Start) and of_instance in present):
+                which = "before an earlier event of that instance is over" if over < math.inf else "after its last event"
+                raise ErrorAt(
                     f"the {event.kind} of instance {event.instance} of pool {event.pool} at {event.at_s:g} s comes "
-                    f"before an earlier one of that instance is over ({present[key]:g} s); list them in order"
+                    f"{which}; list them in order, a start first; a failed instance comes back by recover_s",
+                    *where,
+                    "at_s",
                 )
-            present[key] = event.at_s + (getattr(event, "recover_s", None) or getattr(event, "delay_s", 0.0) or 0.0)
+            present[of_instance] = event.over_s
         return self
 
     @staticmethod
-    def _named(name: str, names: list[str], who: str) -> None:
+    def _named(name: str, names: list[str], who: str, *at: str | int) -> None:
         if name not in names:
-            raise ValueError(
-                f"{who} pool {name!r}, which is not there{suggest(name, names)}; pools: {', '.join(names)}"
-            )
+            message = f"{who} pool {name!r}, which is not there{suggest(name, names)}; pools: {', '.join(names)}"
+            raise ErrorAt(message, *at)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from simtune.specs.base import Count, Part, Seq, Spec
+from simtune.specs.base import Count, Name, Part, Seq, Spec
+from simtune.specs.speculation import BlockDrafter, Drafter, Eagle, Scheme
 from simtune.specs.workload import Slo
 
 Objective = Literal["goodput_per_gpu", "goodput", "gpus", "e2el"]
@@ -35,11 +36,26 @@ class Search(Part):
     )
 
 
+class DrafterChoice(Part):
+    """A drafter that may be used, and how often the target keeps what it proposes."""
+
+    name: Name | None = Field(None, description="in the names of candidates; the drafter's method or kind unless given")
+    drafter: Drafter
+    acceptance: str = Field(description="an acceptance spec, by name or file")
+    scheme: Scheme | None = Field(None, description="the best chain for every batch size unless given")
+
+    @property
+    def label(self) -> str:
+        own = self.drafter.method if isinstance(self.drafter, Eagle | BlockDrafter) else self.drafter.kind
+        return self.name or own.replace("_", "-")
+
+
 class Study(Spec):
     """The question put to `simtune optimize`.
 
     objective goodput_per_gpu and goodput look for the highest request rate that meets the SLO;
     gpus (fewest devices) and e2el (lowest mean end-to-end latency) are judged at the workload's own rate.
+    Every candidate is tried without drafts, and with each drafter of `speculation`.
     """
 
     KIND: ClassVar[str] = "study"
@@ -48,5 +64,15 @@ class Study(Spec):
     workload: str
     slo: Slo
     objective: Objective = "goodput_per_gpu"
+    speculation: Annotated[Seq[DrafterChoice], Field(strict=False)] = ()
     search: Search = Search()
     seed: Annotated[int, Field(ge=0)] = 0
+
+    @field_validator("speculation")
+    @classmethod
+    def _told_apart(cls, speculation: tuple[DrafterChoice, ...]) -> tuple[DrafterChoice, ...]:
+        labels = [choice.label for choice in speculation]
+        for label in labels:
+            if labels.count(label) > 1:
+                raise ValueError(f"{labels.count(label)} drafters are called {label}; give each a name of its own")
+        return speculation

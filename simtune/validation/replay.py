@@ -185,14 +185,14 @@ class _Account:
         for request in step.admitted:
             del self._waiting[request]
             self._running[request] = past[request], request.emitted
-        delivered = {request: request.emitted for request in plan}
+        delivered = {request: scheduler.emitted(request) for request in plan}
         finished = scheduler.complete().finished
         for request, tokens in plan.items():
             computed, emitted = self._running[request]
             if request in past:
                 gained = int(request in complete)
             else:  # of a token and its drafts, those that are accepted stay
-                tokens = gained = request.emitted - delivered[request] if step.draft_tokens else tokens
+                tokens = gained = scheduler.emitted(request) - delivered[request] if step.draft_tokens else tokens
             self._running[request] = computed + tokens, emitted + gained
         for request in finished:
             del self._running[request]

@@ -308,7 +308,6 @@ def test_a_report_of_a_damaged_run_leaves_the_page(desk: Any, call: Call) -> Non
         ("parallelism.tp=3", "model llama-3.1-8b with tp 3: tp must divide the 32 attention heads"),
         ("parallelism.pp=33", "model llama-3.1-8b: pp 33 exceeds its 32 layers"),
         ("max_model_len=200000", "max_model_len (200000) exceeds the longest context of llama-3.1-8b (131072)"),
-        ("kv_cache.num_blocks=20", "one request of max_model_len"),
     ],
 )
 def test_a_plan_that_contradicts_itself(desk: Any, setting: str, message: str) -> None:
@@ -318,6 +317,163 @@ def test_a_plan_that_contradicts_itself(desk: Any, setting: str, message: str) -
     assert desk.simulate("--plan", "plan.yaml").code == 0
     said = desk.refused(desk.simulate, "--plan", "plan.yaml", "--set", f"plan.pools.0.{setting}", code=3)
     assert message in said
+
+
+MINE = """\
+schema: simtune/plan@1
+name: mine
+model: llama-3.1-8b
+pools:
+- {name: a, hardware: h100-sxm, instances: 2, batching: {max_num_seqs: 64, max_num_batched_tokens: 2048},
+   max_model_len: 16384}
+- {name: b, hardware: h100-sxm, instances: 1, batching: {max_num_seqs: 64, max_num_batched_tokens: 2048},
+   max_model_len: 16384}
+"""
+APART = MINE.replace("{name: a,", "{name: a, role: prefill,").replace("{name: b,", "{name: b, role: decode,")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        pytest.param(
+            MINE + "router: {kind: round_robin, weights: {c: 2}}\n",
+            "plan.yaml:9:39: router.weights.c: the router gives a weight to pool 'c', which is not there; pools: a, b",
+            id="a weight for a pool that is not there",
+        ),
+        pytest.param(
+            MINE + "events: [{kind: failure, at_s: 5, pool: c, instance: 0}]\n",
+            "plan.yaml:9:35: events.0.pool: the failure names pool 'c', which is not there; pools: a, b",
+            id="a failure in a pool that is not there",
+        ),
+        pytest.param(
+            MINE + "events: [{kind: switch, at_s: 5, pool: a, instance: 0, to: d}]\n",
+            "plan.yaml:9:56: events.0.to: the switch names pool 'd', which is not there; pools: a, b",
+            id="a switch to a pool that is not there",
+        ),
+        pytest.param(
+            MINE + "events: [{kind: failure, at_s: 5, pool: a, instance: 2}]\n",
+            "plan.yaml:9:44: events.0.instance: pool a has 2 instances, numbered from 0; there is no 2",
+            id="an instance that is not there",
+        ),
+        pytest.param(
+            MINE + "events:\n- {kind: failure, at_s: -1, pool: a, instance: 0}\n",
+            "plan.yaml:10:19: events.0.at_s: must be greater than or equal to 0 (found -1)",
+            id="a failure in the past",
+        ),
+        pytest.param(
+            MINE + "events:\n- {kind: failure, at_s: 5, pool: a, instance: 0, recover_s: 10}\n"
+            "- {kind: failure, at_s: 14, pool: a, instance: 0}\n",
+            "plan.yaml:11:19: events.1.at_s: the failure of instance 0 of pool a at 14 s comes before an earlier "
+            "event of that instance is over; list them in order, a start first; a failed instance comes back by "
+            "recover_s",
+            id="a failure of what has not recovered",
+        ),
+        pytest.param(
+            MINE + "events:\n- {kind: failure, at_s: 5, pool: a, instance: 0}\n"
+            "- {kind: start, at_s: 14, pool: a, instance: 0}\n",
+            "plan.yaml:11:17: events.1.at_s: the start of instance 0 of pool a at 14 s comes after its last "
+            "event; list them in order, a start first; a failed instance comes back by recover_s",
+            id="a start of what is lost for good",
+        ),
+        pytest.param(
+            MINE.replace("max_model_len: 16384}", "max_model_len: 16384, kv_cache: {num_blocks: 1024}}", 1),
+            "plan.yaml:6:37: pools.0.kv_cache.num_blocks: 1024 KV blocks, one of them the engine's own, cannot hold one "
+            "request of max_model_len (16384), which needs 1024; give 1025 or more, or lower max_model_len",
+            id="no room for one request",
+        ),
+        pytest.param(
+            APART,
+            "plan.yaml:1:1: prefill and decode pools need a link between them; write `link: {}` for the hardware's "
+            "inter_node link",
+            id="no link",
+        ),
+        pytest.param(
+            MINE.replace("{name: a,", "{name: a, role: prefill,").replace("{name: b,", "{name: b, role: prefill,"),
+            "plan.yaml:1:1: a prefill pool needs a decode pool beside it; add one, or make the role mixed",
+            id="nobody decodes",
+        ),
+    ],
+)
+def test_a_plan_that_names_what_is_not_there(desk: Any, text: str, message: str) -> None:
+    desk.write("plan.yaml", text)
+    assert desk.refused(desk.simulate, "--plan", "plan.yaml") == message
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("batching.policy=static", "max_model_len=4096"), "policy static never cuts prompts"),
+        (("batching.policy=orca", "max_model_len=4096"), "policy orca never cuts prompts"),
+        (("batching.policy=transformers-fifo", "kv_cache.watermark=0.1"), "keeps blocks free by a margin of its own"),
+        (
+            ("batching.policy=transformers-prefill-first", "batching.chunked_prefill=false",
+             "batching.max_num_batched_tokens=16384"),
+            "policy transformers-prefill-first always cuts prompts at the token budget; leave chunked_prefill out",
+        ),
+        (
+            ("batching.policy=sarathi", "kv_cache.prefix_caching=true"),
+            "policy sarathi has no prefix_caching; leave it out, or choose vllm-fcfs or vllm-priority",
+        ),
+        (
+            ("batching.policy=skip-join-mlfq", "kv_cache.preemption=swap"),
+            "policy skip-join-mlfq has no swap; leave it out, or choose vllm-fcfs or vllm-priority",
+        ),
+        (
+            ("kv_cache.prefix_caching=true", "kv_cache.preemption=swap"),
+            "prefix_caching and preemption by swap do not go together; choose one",
+        ),
+    ],
+)  # fmt: skip
+def test_a_policy_is_asked_for_what_it_does_not_do(desk: Any, settings: tuple[str, ...], message: str) -> None:
+    desk.write("plan.yaml", MINE)
+    given = [x for setting in settings for x in ("--set", f"plan.pools.0.{setting}")]
+    assert message in desk.refused(desk.simulate, "--plan", "plan.yaml", *given, code=3)
+
+
+def test_a_link_that_the_hardware_does_not_have(desk: Any) -> None:
+    desk.write("plan.yaml", APART + "link: {path: pigeon}\n")
+    message = desk.refused(desk.simulate, "--plan", "plan.yaml", code=3)
+    assert message.startswith("hardware h100-sxm: ")
+    assert "pigeon" in message
+
+
+def test_routers_that_need_what_the_workload_does_not_tell(desk: Any) -> None:
+    desk.write("plan.yaml", MINE + "router: {kind: session_affinity}\n")
+    message = desk.refused(desk.simulate, "--plan", "plan.yaml")
+    assert message.startswith("the session_affinity router needs sessions, and the workload names none; give it a")
+    message = desk.refused(desk.simulate, "--plan", "plan.yaml", "--set", "plan.router={kind: prefix_aware}")
+    assert message.startswith(
+        "the prefix_aware router needs prompts that say what they share; use a trace with hash_ids"
+    )
+
+
+def test_prefixes_named_in_blocks_that_are_no_multiple_of_kv_blocks(desk: Any) -> None:
+    desk.write("plan.yaml", MINE)
+    shared = "workload.shared_prefix={groups: 4, tokens: 100, block_tokens: 24}"
+    said = desk.simulate("--plan", "plan.yaml", "--set", shared)
+    assert said.code == 0, "without prefix caching nobody asks"
+    message = desk.refused(
+        desk.simulate, "--plan", "plan.yaml", "--set", shared, "--set", "plan.pools.1.kv_cache.prefix_caching=true"
+    )
+    assert message == (
+        "the workload names what prompts share in blocks of 24 tokens, which must be a multiple of the KV block size "
+        "of pool b (16); change it"
+    )
+
+
+def test_what_simulate_writes_besides(desk: Any) -> None:
+    window = desk.refused(desk.simulate, "--window", "1..2")
+    assert window == "--window chooses what --timeline FILE shows; give both"
+    for text in ("2..1", "1-2", "x..y", "..3", "nan..2"):
+        message = desk.refused(desk.simulate, "--window", text, "--timeline", "t.json.gz")
+        assert message == f"--window {text}: write it as FROM..TO in simulated seconds, for example 10..20"
+    message = desk.refused(desk.simulate, "--per-request", "r.xlsx")
+    assert message == "r.xlsx: end the name in .csv, .jsonl or .parquet"
+    assert desk.simulate("--timeline", "t.json.gz", "--window", "1..2", "--per-request", "r.jsonl").code == 0
+    for flag, file in (("--timeline", "t.json.gz"), ("--per-request", "r.jsonl")):
+        message = desk.refused(desk.simulate, flag, file)
+        assert message == f"{file}: exists; give --force to replace it, or name another file"
+        assert desk.simulate(flag, file, "--force").code == 0
 
 
 def test_a_missing_plan(desk: Any) -> None:

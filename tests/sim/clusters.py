@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
 from simtune.costs.compiled import LinearCosts
 from simtune.costs.ticks import TICKS_PER_SECOND
-from simtune.engine import VllmFcfs
+from simtune.engine import POLICIES, Scheduler
 from simtune.sim import router
 from simtune.sim.lane import Lane, Pipeline, Wire
 from simtune.sim.link import Link
@@ -18,6 +19,18 @@ from simtune.sim.world import Change, Outcome, World
 from tests.sim.worlds import stream_of
 
 BLOCK_BYTES = 1000
+VLLM = ("vllm-fcfs", "vllm-priority")
+WHOLE_PROMPTS = ("static", "orca")
+SMALL = {"SHORT_TOKENS": 16, "LEVELS": 4, "PATIENCE": 60, "PROMPT_TOKENS_PER_ITERATION": 8, "PARTS": 3}
+"""The policies' own constants, on the scale of small worlds."""
+
+
+@dataclass(frozen=True)
+class UnevenCosts(LinearCosts):
+    """Steps take longer the further the longest context is above the mean."""
+
+    def uneven(self, num_decodes: int, context_tokens: int, longest_context: int, with_chunks: bool) -> int:
+        return (2 + with_chunks) * 10**6 * (longest_context * num_decodes - context_tokens)
 
 
 @dataclass(frozen=True)
@@ -47,6 +60,12 @@ class Cluster:
     events: tuple[tuple[str, float, int, int, float], ...] = ()
     """(what, at, pool, instance, how long)."""
     async_scheduling: bool = False
+    policy: str = "vllm-fcfs"
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of its scheduler."""
+    uneven: bool = False
+    predicted_tokens: list[int] | None = None
+    deadlines: list[float] | None = None
     lanes: list[Lane] = field(default_factory=list)
 
     def run(self, *, single_steps: bool = False, record: bool = False) -> Outcome:
@@ -86,6 +105,8 @@ class Cluster:
             router=self._router(front),
             decode_router=self._router(back) if back else None,
             changes=changes,
+            predicted_tokens=self.predicted_tokens,
+            deadlines=self.deadlines,
             single_steps=single_steps,
             record=record,
         ).run()
@@ -93,21 +114,16 @@ class Cluster:
         return outcome
 
     def _lanes(self, kind: Kind, pool: str) -> list[Lane]:
+        costs = UnevenCosts if self.uneven else LinearCosts
         pipelines = [Pipeline(kind.pp) if kind.pp > 1 else None for _ in range(kind.instances)]
         found = [
             Lane(
-                VllmFcfs(
-                    num_blocks=kind.blocks,
-                    block_size=self.block_size,
-                    max_num_seqs=kind.seqs,
-                    max_num_batched_tokens=max(kind.seqs, kind.budget),
-                    max_model_len=kind.blocks * self.block_size,
-                    async_scheduling=self.async_scheduling,
-                ),
-                LinearCosts(step_s=kind.step_s, per_token_s=2e-5, per_context_s=3e-7),
+                self._scheduler(kind, pool),
+                costs(step_s=kind.step_s, per_token_s=2e-5, per_context_s=3e-7),
                 instance,
                 pool,
                 pipeline=pipelines[instance],
+                swap=round(1e-4 * TICKS_PER_SECOND),
             )
             for _ in range(kind.pp)
             for instance in range(kind.instances)
@@ -116,6 +132,19 @@ class Cluster:
             if lane.pipeline is not None:
                 lane.pipeline.lanes.append(lane)
         return found
+
+    def _scheduler(self, kind: Kind, pool: str) -> Scheduler:
+        policy = self.policy if pool == "front" or self.policy != "static" else "vllm-fcfs"  # static: prompts only
+        longest = kind.blocks * self.block_size
+        options = self.options | ({"async_scheduling": self.async_scheduling} if policy in VLLM else {})
+        return type("Small", (POLICIES[policy],), SMALL)(
+            num_blocks=kind.blocks,
+            block_size=self.block_size,
+            max_num_seqs=kind.seqs,
+            max_num_batched_tokens=max(kind.seqs, kind.budget, longest if policy in WHOLE_PROMPTS else 1),
+            max_model_len=longest,
+            **options,
+        )
 
     def _router(self, lanes: list[Lane]) -> router.Router:
         stale = round(self.stale_s * TICKS_PER_SECOND)
@@ -132,6 +161,9 @@ class Cluster:
                 return router.WeightedRoundRobin(lanes, [1.0 + i % 3 for i in range(len(lanes))])
             case _:
                 return router.RoundRobin(lanes)
+
+
+ROUTING = ("round_robin", "least_outstanding", "least_tokens", "power_of_two", "session_affinity", "weighted")
 
 
 def kinds(blocks: list[int], max_pp: int) -> st.SearchStrategy[Kind]:
@@ -185,8 +217,7 @@ def clusters(draw: st.DrawFn, apart: bool, failing: bool, max_pp: int = 3) -> Cl
         back,
         block_size,
         stream,
-        draw(st.sampled_from(["round_robin", "least_outstanding", "least_tokens", "power_of_two", "session_affinity",
-                              "weighted"])),  # fmt: skip
+        draw(st.sampled_from(ROUTING)),
         draw(st.sampled_from([0.0, 0.01])),
         (
             draw(st.sampled_from([1e6, 1e9])),
@@ -197,4 +228,40 @@ def clusters(draw: st.DrawFn, apart: bool, failing: bool, max_pp: int = 3) -> Cl
         ),
         tuple(kept),
         draw(st.booleans()),
+    )
+
+
+@st.composite
+def of_policy(draw: st.DrawFn, policy: str) -> Cluster:
+    """Clusters of any kind under one policy, with all that it can do."""
+    cluster = draw(clusters(apart=draw(st.booleans()), failing=draw(st.booleans()), max_pp=2))
+    n, rng = len(cluster.stream), np.random.default_rng(draw(st.integers(0, 1000)))
+    options: dict[str, Any] = {}
+    if not policy.startswith("transformers"):
+        options["watermark_blocks"] = draw(st.sampled_from([0, 2]))
+    stream = replace(cluster.stream, priority=rng.integers(0, 3, n))
+    if policy in VLLM:
+        feature = draw(st.sampled_from(["plain", "prefix_caching", "swap"]))
+        if feature == "swap":
+            options["preemption"] = "swap"
+        elif feature == "prefix_caching":
+            size = cluster.block_size * draw(st.sampled_from([1, 2]))
+            options |= {"prefix_caching": True, "hash_block_tokens": size}
+            # What is shared: the longer or shorter beginning of one of two texts.
+            shared = [rng.integers(0, 1 + prompt // size) for prompt in stream.prompt_tokens]
+            texts = rng.integers(0, 2, n).tolist()
+            stream = replace(
+                stream,
+                hash_ids=tuple(tuple(1000 * t + i for i in range(k)) for t, k in zip(texts, shared, strict=True)),
+            )
+    return replace(
+        cluster,
+        stream=stream,
+        policy=policy,
+        options=options,
+        uneven=draw(st.booleans()),
+        async_scheduling=cluster.async_scheduling and policy in VLLM,
+        predicted_tokens=rng.integers(1, 50, n).tolist(),
+        deadlines=rng.choice([0.01, 0.2, 9.0], n).tolist(),
+        lanes=[],
     )

@@ -12,8 +12,8 @@ from simtune.costs.compiled import LinearCosts
 from simtune.costs.protocol import UNBOUNDED, StepCosts
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import VllmFcfs
-from simtune.sim.requests import RequestStream
 from simtune.sim.lane import Lane
+from simtune.sim.requests import RequestStream
 from simtune.sim.world import Outcome, World
 from tests.engine.plain import PlainEngine, PlainRequest
 

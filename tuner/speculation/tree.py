@@ -21,18 +21,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from simtune.specs.drafts import Node, Ranks, at_least, depth_of, dynamic, weight, width_of
+
+__all__ = [
+    "Node", "Ranks", "Sized", "Throughput", "accepted_pmf", "best_throughput", "best_trees", "depth_of", "dynamic",
+    "expected_accepted", "falling", "greedy", "hardware_aware", "share_budget", "smoothed", "weight", "width_of",
+]  # fmt: skip
+
 Array = NDArray[np.float64]
-Node = tuple[int, ...]
-Ranks = Sequence[Sequence[float]]
-"""P[d][r], depths and ranks from 0."""
-
-
-def weight(node: Node, ranks: Ranks) -> float:
-    """The probability that the target takes this node."""
-    product = 1.0
-    for depth, rank in enumerate(node):
-        product *= ranks[depth][rank - 1]
-    return product
 
 
 def expected_accepted(nodes: Sequence[Node], ranks: Ranks) -> float:
@@ -41,20 +37,9 @@ def expected_accepted(nodes: Sequence[Node], ranks: Ranks) -> float:
 
 def accepted_pmf(nodes: Sequence[Node], ranks: Ranks) -> Array:
     """P(exactly d draft tokens are kept), d = 0 ... depth of the tree."""
-    at_least = np.zeros(depth_of(nodes) + 2)
-    at_least[0] = 1.0
-    for node in nodes:
-        at_least[len(node)] += weight(node, ranks)
-    return at_least[:-1] - at_least[1:]
-
-
-def depth_of(nodes: Sequence[Node]) -> int:
-    return max((len(node) for node in nodes), default=0)
-
-
-def width_of(nodes: Sequence[Node]) -> int:
-    """Nodes of the widest level: how many tokens of one sequence a drafting step works on."""
-    return max((sum(len(node) == d for node in nodes) for d in range(1, depth_of(nodes) + 1)), default=0)
+    alive = np.array([1.0, *at_least(nodes, ranks), 0.0])
+    pmf: Array = alive[:-1] - alive[1:]
+    return pmf
 
 
 def falling(ranks: Ranks) -> bool:
@@ -163,25 +148,6 @@ def _spelled(shares: Sequence[Sequence[NDArray[np.int64]]], size: int, depth: in
             nodes += [child, *_spelled(shares, own, depth + 1, child)]
             left -= own
     return nodes
-
-
-def dynamic(ranks: Ranks, steps: int, topk: int, tokens: int) -> list[Node]:
-    """The tree EAGLE-2 (arXiv 2406.16858) would verify if confidence were the weight by depth and rank alone.
-
-    Each step expands the topk heaviest nodes of the last level by topk children each; of all nodes the `tokens`
-    heaviest are kept. Real confidences know the context and choose better: this is a lower bound on its value.
-    """
-    level: list[Node] = [()]
-    drafted: list[tuple[float, Node]] = []
-    for depth in range(min(steps, len(ranks))):
-        children = [
-            (-weight(node, ranks) * p, (*node, rank))
-            for node in level
-            for rank, p in enumerate(islice(ranks[depth], topk), start=1)
-        ]
-        drafted += children
-        level = [node for _, node in heapq.nsmallest(topk, children)]
-    return [node for _, node in heapq.nsmallest(tokens, drafted)]
 
 
 class Sized(NamedTuple):

@@ -47,6 +47,7 @@ class SkipJoinMlfq(ListScheduler):
         self._iteration = 0
         self._turns = 0
         self._places: dict[Request, _Place] = {}  # in order of latest service
+        self._arrived: list[_Place] = []  # since the latest choice: in a jump nobody knows which iteration it is
 
     def _key(self, request: Request) -> tuple[int, int]:
         place = self._places[request]
@@ -55,6 +56,7 @@ class SkipJoinMlfq(ListScheduler):
     def add(self, request: Request) -> bool:
         self._join(request, self._iterations_of(request.known_tokens))
         if super().add(request):
+            self._arrived.append(self._places[request])
             return True
         del self._places[request]
         return False
@@ -63,6 +65,9 @@ class SkipJoinMlfq(ListScheduler):
         return True
 
     def _choose(self, preempted: list[Request]) -> Plan:
+        for place in self._arrived:
+            place.served = self._iteration
+        self._arrived.clear()
         self._promote()
         residents, waiting, key = self.residents, self.waiting, self._key
         by_urgency = sorted(residents, key=key)

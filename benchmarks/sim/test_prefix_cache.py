@@ -1,0 +1,79 @@
+"""How much of a published conversation trace a prefix cache of a given size re-uses.
+
+    python -m pytest benchmarks/sim/test_prefix_cache.py -m benchmark_only -s
+
+Prints the share of prompt blocks (512 tokens each) found by a least-recently-used cache that serves the requests of
+Mooncake's conversation trace (arXiv 2407.00079) one after the other, the same as tokens found by the scheduler's own
+cache of KV blocks for two sizes, and draws the curve into runs/mooncake-hit-rate.html.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simtune.engine import Request, VllmFcfs, hit_rate
+from simtune.report import figures
+
+pytestmark = pytest.mark.benchmark_only
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCK_TOKENS = 512
+
+
+def served_one_by_one(lines: list[dict[str, Any]], capacity: int) -> float:
+    """Share of prompt tokens that the scheduler finds in a cache of `capacity` hash blocks, kept as blocks of 16."""
+    longest = max(line["input_length"] + 1 for line in lines)
+    engine = VllmFcfs(
+        num_blocks=max(capacity * BLOCK_TOKENS, longest + 16) // 16,
+        block_size=16,
+        max_num_seqs=1,
+        max_num_batched_tokens=longest,
+        max_model_len=longest,
+        prefix_caching=True,
+        hash_block_tokens=BLOCK_TOKENS,
+    )
+    for number, line in enumerate(lines):
+        engine.add(Request(number, line["input_length"], 1, blocks=tuple(line["hash_ids"])))
+        while engine.schedule() is not None:
+            engine.complete()
+    assert engine.prefix_cache is not None
+    return engine.prefix_cache.hit_tokens / engine.prefix_cache.queried_tokens
+
+
+def test_hit_rate_against_cache_size(data_dir: Path) -> None:
+    with gzip.open(data_dir / "traces" / "mooncake_conversation.jsonl.gz", "rt") as file:
+        lines = [json.loads(line) for line in file]
+    prompts = [line["hash_ids"] for line in lines]
+    distinct = len({name for prompt in prompts for name in prompt})
+    sizes = [*(int(250 * 2 ** (i / 2)) for i in range(18)), distinct]
+    rates = [hit_rate(prompts, size) for size in sizes]
+    print(f"\n{len(prompts):,} requests, {sum(map(len, prompts)):,} prompt blocks, {distinct:,} distinct")
+    print(f"{'blocks':>9} {'tokens':>13} {'re-used':>9}")
+    for size, rate in zip(sizes, rates, strict=True):
+        print(f"{size:9,} {size * BLOCK_TOKENS:13,} {rate:9.2%}")
+    print("tokens found by the scheduler:")
+    for size in (4000, distinct):
+        print(f"{size:9,} {size * BLOCK_TOKENS:13,} {served_one_by_one(lines, size):9.2%}")
+    assert rates == sorted(rates)
+    assert rates[-1] == hit_rate(prompts)
+    assert rates[-1] == pytest.approx(0.3468, abs=5e-5)
+    curve = {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "x": [size * BLOCK_TOKENS for size in sizes],
+        "y": [100 * rate for rate in rates],
+        "line": {"color": figures.COLOURS[0]},
+        "hovertemplate": "%{y:.2f} % of %{x:,} tokens<extra></extra>",
+    }
+    x = figures._axis("size of the cache, tokens", type="log")
+    layout = figures._layout(x, figures._axis("prompt blocks re-used", ticksuffix=" %", rangemode="tozero"))
+    figure = figures.fragment({"data": [curve], "layout": layout}, "hit-rate", 420)
+    page = ROOT / "runs" / "mooncake-hit-rate.html"
+    page.parent.mkdir(exist_ok=True)
+    page.write_text(f"<!doctype html><meta charset=utf-8><script>{figures.plotly_js()}</script>{figure}")
+    print(f"curve: {page.relative_to(ROOT)}")

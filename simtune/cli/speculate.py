@@ -1,0 +1,113 @@
+"""simtune speculate: how to draft at every batch size and context, without a study."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from simtune.cli.output import json_option, number, print_json, print_table, write_file
+from simtune.errors import UsageError
+
+if TYPE_CHECKING:
+    from simtune.specs.speculation import Drafter
+
+CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384)
+
+
+@click.command()
+@click.option("--model", required=True, help="Target: a built-in name, a spec, or a Hugging Face config.json.")
+@click.option("--hardware", required=True, help="A hardware profile, by name or file.")
+@click.option(
+    "--drafter",
+    "drafter_text",
+    required=True,
+    help="A kind or method (eagle3, mtp, suffix), or all of it as in a study: '{kind: medusa, heads: 4}'.",
+)
+@click.option("--acceptance", required=True, help="How often drafts are kept: a spec, by name or file.")
+@click.option("--tp", type=click.IntRange(min=1), default=1, show_default=True, help="GPUs of one instance.")
+@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write one page with maps and the tree.")
+@json_option
+@click.option("--force", is_flag=True, help="Replace FILE.")
+def speculate(
+    model: str,
+    hardware: str,
+    drafter_text: str,
+    acceptance: str,
+    tp: int,
+    html: Path | None,
+    as_json: bool,
+    force: bool,
+) -> None:
+    """Choose how to draft for every batch size and context, and say what of it engines can be told.
+
+    All chains and trees are tried in every cell by the cost model; nothing is simulated. Cells count alike in the gain
+    over all of them.
+    """
+    from simtune import rundir
+    from simtune.api import load_draft
+    from simtune.sim.deployment import vllm_batching
+    from simtune.specs.catalog import load_hardware, load_model
+    from simtune.specs.plan import Parallelism, Pool
+    from simtune.specs.study import DrafterChoice
+    from simtune.tuner.drafting import Contexts, schedule
+
+    if html is not None and html.exists() and not force:
+        raise UsageError(f"{html}: is there already; give --force to replace it")
+    target, its = load_model(model), load_hardware(hardware)
+    draft = load_draft(DrafterChoice(drafter=_drafter(drafter_text), acceptance=acceptance), target)
+    pool = Pool(hardware=its.name, instances=1, parallelism=Parallelism(tp=tp), batching=vllm_batching(its))
+    contexts = Contexts.even([c for c in CONTEXTS if c <= target.max_position] or [target.max_position])
+    found = schedule(draft, target, its, pool, contexts, rundir.MAX_NODES)
+    for notice in draft.drafting.acceptance.notices():
+        click.echo(f"note: {notice}", err=True)
+    facts = rundir.speculation_facts(draft, found)
+    if html is not None:
+        from simtune.report.run import SpeculationFacts
+        from simtune.report.speculation import render
+
+        write_file(html, render(SpeculationFacts.model_validate(facts), target.name, its.device.name))
+        click.echo(f"wrote {html}", err=True)
+    if as_json:
+        print_json(facts)
+    else:
+        _print(facts, f"{target.name} on {its.device.name}, tp {tp}")
+
+
+def _drafter(text: str) -> Drafter:
+    """A drafter as in a study, or by its kind or method alone. Raises SpecError."""
+    from typing import ClassVar
+
+    from simtune.specs import speculation, yamlfile
+    from simtune.specs.base import Spec
+
+    class Asked(Spec):
+        KIND: ClassVar[str] = "drafter"
+        drafter: speculation.Drafter
+
+    data = yamlfile.parse(text, "--drafter").data
+    if isinstance(data, str):
+        data = {"kind": "eagle", "method": data} if data in ("eagle", "eagle3", "mtp") else {"kind": data}
+    whole = {"schema": Asked.schema_id(), "name": "asked", "drafter": data}
+    return Asked.from_document(yamlfile.Document("--drafter", whole, None)).drafter
+
+
+def _print(facts: dict[str, Any], title: str) -> None:
+    rows = [
+        (f"{batch:,}", *(f"{cell['short']} ×{cell['gain']:.2f}" if cell["occurs"] else "-" for cell in cells))
+        for batch, cells in zip(facts["batches"], facts["cells"], strict=True)
+    ]
+    columns = ("batch", *(f"{context:,} tokens" for context in facts["contexts"]))
+    print_table(f"{facts['drafter']} for {title}: best draft and gain, by batch and context", columns, rows)
+    click.echo("a number: chain of so many draft tokens; T: tree of so many; ≤: stops itself before; off: no drafts; "
+               "-: more tokens than the KV cache holds")  # fmt: skip
+    fixed = facts["fixed"]
+    click.echo(f"gain, all cells alike: {number(facts['gain'])}; best single setting, {fixed['scheme']}: "
+               f"{number(fixed['gain'])}")  # fmt: skip
+    for engine in facts["engines"]:
+        click.echo(
+            f"{engine['engine']}: {engine['scheme']}, gain {number(engine['gain'])}, {engine['loss']:.1%} of it lost"
+        )
+        click.echo("  " + (json.dumps(engine["settings"]) if engine["settings"] is not None else engine["why"]))

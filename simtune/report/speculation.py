@@ -1,0 +1,273 @@
+"""Draws how to speculate: gains over batch and context, the draft and its probabilities, yield and waste."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from html import escape
+from typing import NamedTuple
+
+from simtune import __version__
+from simtune.report import figures, info
+from simtune.report.figures import Figure
+from simtune.report.run import Cell, DraftShape, SpeculationFacts
+from simtune.report.templates import fill, template
+
+LABELLED = 0.05
+"""Nodes of a tree that are less likely go without a number."""
+
+# --- computed ---------------------------------------------------------------------------------------------
+
+
+class Edge(NamedTuple):
+    """Between two cells of the map, one of which should not speculate; in cells, from the lower left corner of 0."""
+
+    x: tuple[float, float]
+    y: tuple[float, float]
+
+
+def off_line(facts: SpeculationFacts) -> list[Edge]:
+    """Where speculation should be switched off: all edges between cells with it and cells without."""
+    edges = []
+    for b, row in enumerate(facts.cells):
+        for c, here in enumerate(row):
+            if c + 1 < len(row) and _differ(here, row[c + 1]):
+                edges.append(Edge((c + 0.5, c + 0.5), (b - 0.5, b + 0.5)))
+            if b + 1 < len(facts.cells) and _differ(here, facts.cells[b + 1][c]):
+                edges.append(Edge((c - 0.5, c + 0.5), (b + 0.5, b + 0.5)))
+    return edges
+
+
+def _differ(one: Cell, other: Cell) -> bool:
+    return one.off != other.off and one.occurs and other.occurs
+
+
+def _cells(facts: SpeculationFacts) -> list[Cell]:
+    """Those that occur."""
+    return [cell for row in facts.cells for cell in row if cell.occurs]
+
+
+class Drawn(NamedTuple):
+    """A node of the draft: where it stands, its parent's place, and how likely the target takes it."""
+
+    path: tuple[int, ...]
+    x: float
+    depth: int
+    parent: tuple[float, int]
+    probability: float
+
+
+def drawn_tree(draft: DraftShape) -> list[Drawn]:
+    """Leaves side by side in rank order, every other node above the middle of its children; the root at depth 0."""
+    probability = {tuple(node.path): node.probability for node in draft.nodes}
+    children: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    for path in sorted(probability):
+        children.setdefault(path[:-1], []).append(path)
+    x: dict[tuple[int, ...], float] = {}
+    leaves = 0
+    for path in _depth_first((), children):
+        if path in children:
+            x[path] = (x[children[path][0]] + x[children[path][-1]]) / 2
+        else:
+            x[path], leaves = float(leaves), leaves + 1
+    return [Drawn(path, x[path], len(path), (x[path[:-1]], len(path) - 1), p) for path, p in probability.items()]
+
+
+def _depth_first(
+    path: tuple[int, ...], children: dict[tuple[int, ...], list[tuple[int, ...]]]
+) -> list[tuple[int, ...]]:
+    """Children before their parents."""
+    return [*(node for child in children.get(path, ()) for node in _depth_first(child, children)), path]
+
+
+def headline(facts: SpeculationFacts) -> str:
+    """One sentence: what it brings, and over what."""
+    cells = _cells(facts)
+    most = max(cell.gain for cell in cells)
+    if facts.gain <= 1:
+        return f"Drafting with {facts.drafter} pays at no batch size and context looked at."
+    where = sum(cell.off for cell in cells)
+    off = f"; it should be off in {where} of {len(cells)} cells" if where else ""
+    return (
+        f"Drafting with {facts.drafter} gains a factor of {info.number(facts.gain)} altogether, "
+        f"{info.number(most)} at best{off}."
+    )
+
+
+def engine_rows(facts: SpeculationFacts) -> list[tuple[str, ...]]:
+    """engine, scheme, gain, loss, settings or why there are none."""
+    return [
+        (
+            e.engine,
+            e.scheme,
+            info.number(e.gain),
+            info.percent(e.loss),
+            json.dumps(e.settings) if e.settings is not None else e.why,
+        )
+        for e in facts.engines
+    ]
+
+
+# --- drawn ------------------------------------------------------------------------------------------------
+
+
+def gain_figure(facts: SpeculationFacts) -> Figure:
+    """Gain of the best setting over (context, batch), the setting in each cell, and the line beyond which none is."""
+    data = [
+        {
+            "type": "heatmap",
+            "x": [f"{c:,}" for c in facts.contexts],
+            "y": [f"{b:,}" for b in facts.batches],
+            "z": [[round(cell.gain, 4) if cell.occurs else None for cell in row] for row in facts.cells],
+            "text": [
+                [f"{cell.short}<br>×{cell.gain:.2f}" if cell.occurs else "" for cell in row] for row in facts.cells
+            ],
+            "hoverongaps": False,
+            "texttemplate": "%{text}",
+            "hovertext": [[f"{escape(cell.scheme)}: ×{cell.gain:.3f}" for cell in row] for row in facts.cells],
+            "hovertemplate": "batch %{y}, context %{x}<br>%{hovertext}<extra></extra>",
+            "zmin": 1,
+            "zmax": max(1.1, *(cell.gain for cell in _cells(facts))),
+            "colorscale": [[0, "#d5dbe3"], [0.5, "#7fb0e8"], [1, "#3d7edb"]],
+            "colorbar": {"title": {"text": "gain"}, "thickness": 12},
+            "textfont": {"color": "#10151d", "size": 12},
+            "xgap": 1,
+            "ygap": 1,
+        }
+    ]
+    line = {"color": figures.RED, "width": 3}
+    shapes = [
+        {"type": "line", "x0": e.x[0], "x1": e.x[1], "y0": e.y[0], "y1": e.y[1], "line": line} for e in off_line(facts)
+    ]
+    x = figures._axis("context, tokens", type="category", showgrid=False)
+    y = figures._axis("batch, sequences", type="category", showgrid=False)
+    return {"data": data, "layout": figures._layout(x, y, shapes=shapes)}
+
+
+def tree_figure(draft: DraftShape) -> Figure:
+    """The draft as a tree, root above; a node is the larger and darker the likelier the target takes it."""
+    nodes = drawn_tree(draft)
+    root = next((node.parent for node in nodes if node.depth == 1), (0.0, 0))
+    edges_x: list[float | None] = []
+    edges_y: list[float | None] = []
+    for node in nodes:
+        edges_x += [node.parent[0], node.x, None]
+        edges_y += [-node.parent[1], -node.depth, None]
+    x, y = [root[0], *(n.x for n in nodes)], [0, *(-n.depth for n in nodes)]
+    shares = [1.0, *(n.probability for n in nodes)]
+    names = ["certain", *(" ".join(map(str, n.path)) for n in nodes)]
+    data: list[Figure] = [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "x": edges_x,
+            "y": edges_y,
+            "line": {"color": figures.GREY, "width": 1},
+            "hoverinfo": "skip",
+        },
+        {
+            "type": "scatter",
+            "mode": "markers+text",
+            "x": x,
+            "y": y,
+            "text": [f"{p:.2f}".removeprefix("0") if p >= LABELLED else "" for p in shares],
+            "textposition": "middle right",
+            "marker": {
+                "size": [8 + 18 * p for p in shares],
+                "color": shares,
+                "cmin": 0,
+                "cmax": 1,
+                "colorscale": [[0, "#d5dbe3"], [1, "#3d7edb"]],
+                "line": {"color": figures.COLOURS[0], "width": 1},
+            },
+            "hovertext": [f"ranks {name}: {p:.1%}" for name, p in zip(names, shares, strict=True)],
+            "hoverinfo": "text",
+        },
+    ]
+    deepest = max((n.depth for n in nodes), default=0)
+    levels = list(range(deepest + 1))
+    horizontal = {"visible": False, "range": [min(x) - 0.7, max(x) + 0.9]}
+    vertical = figures._axis(
+        "draft tokens deep",
+        tickvals=[-d for d in levels],
+        ticktext=[str(d) for d in levels],
+        range=[-deepest - 0.5, 0.5],
+    )
+    return {"data": data, "layout": figures._layout(horizontal, vertical, showlegend=False)}
+
+
+def yield_figure(
+    x: Sequence[float], tokens: Sequence[float], wasted: Sequence[float], title: str, logarithmic: bool
+) -> Figure:
+    """Tokens of a round and tokens verified in vain, per sequence, against load."""
+    data = [
+        {
+            "type": "scatter",
+            "mode": "lines+markers",
+            "name": name,
+            "x": list(x),
+            "y": list(values),
+            "line": {"color": colour, "width": 2},
+            "hovertemplate": f"%{{y:.3f}} {name} at %{{x:,.4~g}}<extra></extra>",
+        }
+        for name, values, colour in (
+            ("tokens per round", tokens, figures.COLOURS[0]),
+            ("verified in vain", wasted, figures.COLOURS[1]),
+        )
+    ]
+    across = figures._axis(title, **({"type": "log", "tickvals": list(x)} if logarithmic else {"rangemode": "tozero"}))
+    return {
+        "data": data,
+        "layout": figures._layout(across, figures._axis("tokens per sequence and round", rangemode="tozero")),
+    }
+
+
+def drawn(facts: SpeculationFacts) -> dict[str, str]:
+    """HTML of the figures by name."""
+    found = {"speculation-gains": (gain_figure(facts), 150 + 44 * len(facts.batches))}
+    if facts.draft.nodes:
+        found["speculation-draft"] = (tree_figure(facts.draft), 130 + 70 * max(len(n.path) for n in facts.draft.nodes))
+    points = facts.by_batch
+    found["speculation-batch"] = (
+        yield_figure(
+            [p.batch for p in points], [p.tokens for p in points], [p.wasted for p in points], "batch, sequences", True
+        ),
+        360,
+    )
+    if facts.load:
+        rates = [p.rate_rps for p in facts.load]
+        simulated = yield_figure(
+            rates, [p.tokens for p in facts.load], [p.wasted for p in facts.load], "offered requests/s", False
+        )
+        found["speculation-load"] = (simulated, 360)
+    return {name: figures.fragment(figure, name, height) for name, (figure, height) in found.items()}
+
+
+def section(facts: SpeculationFacts) -> str:
+    """HTML of the part of a report that is about speculation."""
+    from markupsafe import Markup
+
+    return fill(
+        "speculation.html.j2",
+        facts=facts,
+        headline=headline(facts),
+        rows=engine_rows(facts),
+        off_line=off_line(facts),
+        number=info.number,
+        figures={name: Markup(html) for name, html in drawn(facts).items()},
+    )
+
+
+def render(facts: SpeculationFacts, model: str, device: str) -> str:
+    """A page of its own that opens offline, with the same bytes for the same schedule."""
+    from markupsafe import Markup
+
+    return fill(
+        "speculation-page.html.j2",
+        title=f"{facts.drafter} for {model} on {device}",
+        headline=headline(facts),
+        section=Markup(section(facts)),
+        style=Markup(template("style.j2")),
+        plotly_js=Markup(figures.plotly_js()),
+        version=__version__,
+    )

@@ -1,0 +1,18 @@
+"""The templates of the pages."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+
+def template(name: str) -> str:
+    """The text of a template as it is."""
+    return (files("simtune.report") / name).read_text("utf-8")
+
+
+def fill(name: str, **values: object) -> str:
+    """A template with its values, all of them escaped that are no Markup; a value it lacks is an error."""
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(template(name)).render(**values)

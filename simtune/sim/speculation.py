@@ -1,0 +1,284 @@
+"""Luck: how many drafts the target keeps, drawn so that every plan has the same.
+
+A uniform number belongs to every (seed, request, round), whatever the plan, by hashing the three. A round of a chain
+with survival S_1 >= S_2 >= ... keeps as many drafts as there are S_d above it; a tree is taken at its depths, S_d
+being the weights of its nodes at depth d added up. So of two chains the longer never keeps fewer, and of two trees the
+one that is likelier to get to each depth. Requests that have an acceptance of their own are given it by the quantile
+of theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simtune import engine
+from simtune.engine import Request
+from simtune.errors import Infeasible
+from simtune.sim.requests import RequestStream
+from simtune.specs.acceptance import Acceptance, BetaMixture, Revealed
+from simtune.specs.drafts import Shape, shape_of, survival
+from simtune.specs.model import Model
+from simtune.specs.speculation import (
+    BlockDrafter,
+    ByBatch,
+    DraftModel,
+    Eagle,
+    Medusa,
+    Scheme,
+    Speculation,
+    Threshold,
+    TokenBudget,
+)
+
+Array = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bits = NDArray[np.uint64]
+Counts = NDArray[np.integer]
+
+_REQUESTS = 64  # drawn at once, as many rounds of each as it will need, about
+_GROUPS = 256  # kept; they are drawn alike whenever they are needed again
+_EQUAL = 1e-12
+
+
+class _Drawn(NamedTuple):
+    """Rounds of some requests, one request after the other."""
+
+    starts: list[int]
+    """Where each request begins, and where the last one ends."""
+    accepted: Counts
+    stops: Counts
+    """Drafts made before the drafter stops."""
+    tokens: Ints
+    """Of all rounds up to each, those of the requests before included."""
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """What a pool's speculation names, loaded."""
+
+    acceptance: Acceptance
+    model: Model | None = None
+    """Of a draft model."""
+
+
+def uniform(seed: int, requests: Ints, rounds: Ints, purpose: int = 0) -> Array:
+    """Numbers in [0, 1) of pairs of request and round: the same ones for the same seed and purpose, always."""
+    return (_bits(seed, requests, rounds, purpose) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _bits(seed: int, requests: Ints, rounds: Ints, purpose: int = 0) -> Bits:
+    """64 well-mixed bits of each pair of request and round."""
+    key = np.uint64((seed * 0x9E3779B97F4A7C15 + purpose * 0xD1342543DE82EF95) & 0xFFFFFFFFFFFFFFFF)
+    bits = _mixed(requests.astype(np.uint64) * np.uint64(0xBF58476D1CE4E5B9) + key)
+    return _mixed(bits + (rounds + 1).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+
+
+def _mixed(x: Bits) -> Bits:
+    """The finaliser of SplitMix64, in place."""
+    x ^= x >> np.uint64(30)
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    return x
+
+
+class Luck:
+    """Accepted drafts of every request and round of a stream under one scheme: `Speculation.accepted` of the engine."""
+
+    def __init__(self, scheme: Scheme, acceptance: Acceptance, stream: RequestStream, seed: int) -> None:
+        """Raises Infeasible where the scheme drafts what the acceptance does not know."""
+        self._seed, self._scheme, self._shape = seed, scheme, shape_of(scheme)
+        self._class_of = stream.class_index
+        self._rates = [acceptance.rates_for(name) for name in stream.class_names]
+        try:
+            self._survival = [survival(scheme, rates) for rates in self._rates]
+        except ValueError as error:
+            raise Infeasible(f"acceptance {acceptance.name}: {error}; draft less, or measure more") from None
+        self._own = self._own_acceptance(len(stream))
+        self._output = stream.output_tokens
+        self._groups: dict[int, _Drawn] = {}
+
+    def __call__(self, request: Request, number: int, drafts: int) -> int:
+        """How many of so many drafts are accepted in verification `number` of a request."""
+        return min(int(self.accepted(request, number, 1)[0]), drafts)
+
+    def many(self, request: Request, first: int, count: int, drafts: int) -> Counts:
+        """After each of `count` verifications of so many drafts, how many tokens have come out of them."""
+        drawn, at = self._of(request.id, first, count)
+        if drafts < self._shape.levels:
+            kept = np.minimum(drawn.accepted[at : at + count], drafts)
+            return kept.cumsum(dtype=np.int64) + np.arange(1, count + 1)
+        tokens = drawn.tokens[at : at + count]
+        return tokens - drawn.tokens[at - 1] if at else tokens
+
+    def accepted(self, request: Request, first: int, count: int) -> Counts:
+        """How many drafts would be accepted in each of `count` verifications if all were made."""
+        drawn, at = self._of(request.id, first, count)
+        return drawn.accepted[at : at + count]
+
+    def stops(self, request: Request, first: int, count: int) -> Counts:
+        """After how many drafts the drafter stops, its confidence being the acceptance itself."""
+        drawn, at = self._of(request.id, first, count)
+        return drawn.stops[at : at + count]
+
+    @property
+    def varies(self) -> bool:
+        """Whether a drafter that stops by itself may do so elsewhere in every round."""
+        return isinstance(self._scheme, Threshold) and any(isinstance(rates, Revealed) for rates in self._rates)
+
+    def length(self, request: Request) -> int:
+        """After how many drafts the drafter stops in all rounds of a request, where they do not differ."""
+        assert isinstance(self._scheme, Threshold)
+        at_least = self._columns(np.array([request.id]))[0]
+        return int((at_least >= 1 - self._scheme.stop_at - _EQUAL).sum())
+
+    def shares(self, requests: Sequence[Request]) -> list[int]:
+        """A budget of drafts shared out to where they are likeliest to be kept; of equals to the shortest drafts, then
+        to those who came first.
+        """
+        assert isinstance(self._scheme, TokenBudget)
+        if not requests:
+            return []
+        at_least = self._columns(np.array([request.id for request in requests]))
+        best = np.argsort(-at_least.T.ravel(), kind="stable")[: self._scheme.tokens]
+        counts: list[int] = np.bincount(best % len(requests), minlength=len(requests)).tolist()
+        return counts
+
+    def _of(self, request: int, first: int, count: int) -> tuple[_Drawn, int]:
+        """Some drawn rounds, and where among them those of a request from `first` on are found."""
+        number, row = divmod(request, _REQUESTS)
+        group = self._groups.get(number)
+        if group is None:
+            if len(self._groups) >= _GROUPS:
+                del self._groups[next(iter(self._groups))]
+            requests = np.arange(number * _REQUESTS, min((number + 1) * _REQUESTS, len(self._output)))
+            group = self._groups[number] = self._draw(requests, 0, self._about(requests))
+        at = group.starts[row] + first
+        if at + count <= group.starts[row + 1]:
+            return group, at
+        return self._draw(np.array([request]), first, np.array([count])), 0
+
+    def _about(self, requests: Ints) -> Ints:
+        """Rounds that requests may need; more are drawn where that was not enough."""
+        shortest = self._shape.levels
+        if isinstance(self._scheme, ByBatch):
+            shortest = min(r.tokens for r in self._scheme.ranges if r.tokens)
+        elif isinstance(self._scheme, TokenBudget | Threshold):
+            shortest = 1
+        output = self._output[requests]
+        tokens = 1 + self._columns(requests)[:, :shortest].sum(axis=1)
+        about: Ints = np.minimum(output, (1.2 * output / tokens).astype(np.int64) + 12)
+        return about
+
+    def _draw(self, requests: Ints, first: int, counts: Ints) -> _Drawn:
+        """The rounds of some requests from `first` on."""
+        ends = counts.cumsum()
+        of_each = np.repeat(requests, counts)
+        rounds = np.arange(first, first + len(of_each)) - np.repeat(ends - counts, counts)
+        bits, columns = _bits(self._seed, of_each, rounds), self._columns(requests)
+        limits = np.minimum(columns * 2.0**64, 2.0**64 - 2048).astype(np.uint64)
+        alike = bool((limits == limits[0]).all())
+        accepted = np.zeros(len(bits), dtype=np.uint8)
+        for limit in limits.T:
+            accepted += bits < (limit[0] if alike else np.repeat(limit, counts))
+        stops = np.zeros_like(accepted) if self.varies else accepted
+        for index, rates in enumerate(self._rates):
+            if not isinstance(rates, Revealed) and not self.varies:
+                continue
+            mine = self._class_of[of_each] == index
+            if isinstance(rates, Revealed) and not self._shape.tree:
+                accepted[mine], made = self._revealed(rates, of_each[mine], rounds[mine], bits[mine])
+            else:
+                assert isinstance(self._scheme, Threshold)
+                made = np.repeat((columns >= 1 - self._scheme.stop_at - _EQUAL).sum(axis=1), counts)[mine]
+            if self.varies:
+                stops[mine] = made
+        if self.varies:
+            np.minimum(accepted, stops, out=accepted)
+        tokens = accepted.cumsum(dtype=np.int64)
+        tokens += np.arange(1, len(tokens) + 1)
+        return _Drawn([0, *ends.tolist()], accepted, stops, tokens)
+
+    def _revealed(self, rates: Revealed, requests: Ints, rounds: Ints, bits: Bits) -> tuple[Counts, Counts]:
+        """Every draft token has an acceptance of its own, drawn too."""
+        luck = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        alive = np.ones_like(luck)
+        accepted, made = np.zeros(luck.shape, dtype=np.uint8), np.zeros(luck.shape, dtype=np.uint8)
+        rate, bounds = np.array(rates.rate), np.cumsum(rates.share)[:-1]
+        keep = 1 - self._scheme.stop_at if isinstance(self._scheme, Threshold) else 0.0
+        for level in range(1, self._shape.levels + 1):
+            alive = alive * rate[bounds.searchsorted(uniform(self._seed, requests, rounds, level), "right")]
+            accepted += luck < alive
+            made += alive >= keep - _EQUAL
+        return accepted, made
+
+    def _columns(self, requests: Ints) -> Array:
+        """P(at least d drafts are kept) for each of some requests, d = 1 ... levels."""
+        classes = self._class_of[requests]
+        columns = np.array(self._survival)[classes]
+        for index, rates in enumerate(self._rates):
+            if isinstance(rates, BetaMixture):
+                mine = classes == index
+                own = self._own[requests[mine]]
+                columns[mine] = own[:, None] ** np.arange(1, self._shape.levels + 1)
+        return columns
+
+    def _own_acceptance(self, n: int) -> Array:
+        """Of requests whose class has a distribution of them."""
+        own = np.zeros(n)
+        for index, rates in enumerate(self._rates):
+            if isinstance(rates, BetaMixture):
+                from scipy.special import betaincinv
+
+                mine = np.flatnonzero(self._class_of == index)
+                own[mine] = betaincinv(rates.a, rates.b, uniform(self._seed, mine, np.zeros_like(mine), -1))
+        return own
+
+
+def drafting_terms(spec: Speculation, luck: Luck) -> engine.Speculation:
+    """What a scheduler has to know of a pool's speculation."""
+    shape, drafter, scheme = shape_of(spec.scheme), spec.drafter, spec.scheme
+    return engine.Speculation(
+        max_drafts=shape.drafts,
+        accepted=luck,
+        drafts=scheme.tokens_for if isinstance(scheme, ByBatch) else None,
+        lookahead=shape.drafts if isinstance(drafter, DraftModel | Eagle | BlockDrafter) else 0,
+        extra_slots=extra_slots(spec),
+        depth=shape.levels if shape.tree else None,
+        stops=luck.stops if luck.varies else None,
+        lengths=luck.length if isinstance(scheme, Threshold) and not luck.varies else None,
+        shares=luck.shares if isinstance(scheme, TokenBudget) else None,
+    )
+
+
+def extra_slots(spec: Speculation) -> int:
+    """What each request takes of the token budget for what the drafter alone computes, as in vLLM."""
+    if isinstance(spec.drafter, BlockDrafter):
+        return shape_of(spec.scheme).drafts - 1
+    return int(isinstance(spec.drafter, DraftModel))
+
+
+def check_drafting(spec: Speculation, drafting: Drafting, max_model_len: int, budget: int) -> Shape:
+    """Raises Infeasible where an engine could not draft like this."""
+    shape = shape_of(spec.scheme)
+    if isinstance(spec.drafter, Medusa) and shape.levels > spec.drafter.heads:
+        raise Infeasible(f"{spec.drafter.heads} Medusa heads cannot draft {shape.levels} tokens deep; draft less deep")
+    needed = 1 + shape.drafts + extra_slots(spec)
+    if needed > budget:
+        what = "tree" if shape.tree else "chain"
+        raise Infeasible(
+            f"one sequence with a {what} of {shape.drafts} drafts takes {needed} tokens of a step, and "
+            f"max_num_batched_tokens is {budget}; draft less, or raise it"
+        )
+    if drafting.model is not None and drafting.model.max_position < max_model_len:
+        raise Infeasible(
+            f"draft model {drafting.model.name} takes {drafting.model.max_position} tokens, less than max_model_len "
+            f"({max_model_len}); lower that, or take another draft model"
+        )
+    return shape

@@ -1,0 +1,137 @@
+"""Decoding with drafts, one member and one step at a time: what `SpeculativeBatch` is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from simtune.engine import Request, Speculation, SpeculativeBatch, Tally
+
+
+class PlainBatch(SpeculativeBatch):
+    """Shares nothing with its parent but the name it must have: all is overridden."""
+
+    def __init__(self, block_size: int, speculation: Speculation, max_model_len: int) -> None:
+        self._block_size = block_size
+        self._speculation = speculation
+        self._max_model_len = max_model_len
+        self._everyone = speculation.max_drafts
+        self._here: dict[Request, None] = {}
+        self._shared: dict[Request, int] = {}
+        self._cut: dict[Request, int] = {}
+        self._joined = 0
+        self.steps = 0
+        self.counts = [0, 0, 0, 0]
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._here)
+
+    @property
+    def count(self) -> int:
+        return len(self._here)
+
+    @property
+    def context_tokens(self) -> int:
+        return sum(member.computed for member in self._here)
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(self.width_of, self._here))
+
+    @property
+    def levels(self) -> int:
+        speculation = self._speculation
+        if speculation.depth is not None:
+            return speculation.depth if self._everyone else 0
+        if speculation.stops is not None:
+            return max([self.width_of(member) - 1 for member in self._here], default=self._everyone)
+        return max([self._planned_drafts(member) for member in self._here], default=self._everyone)
+
+    @property
+    def tally(self) -> Tally:
+        return Tally(*self.counts)
+
+    def _planned_drafts(self, member: Request) -> int:
+        if self._speculation.shares is not None:
+            return self._shared.get(member, 0)
+        if self._speculation.lengths is not None:
+            return min(self._everyone, self._speculation.lengths(member))
+        return self._everyone
+
+    def _wanted(self, member: Request) -> int:
+        drafts = self._planned_drafts(member)
+        if self._speculation.stops is not None and drafts:
+            drafts = min(drafts, int(self._speculation.stops(member, member.rounds, 1)[0]))
+        return 1 + drafts
+
+    def width_of(self, member: Request) -> int:
+        width = min(self._wanted(member), self._cut.get(member, 1 << 30))
+        return min(width, self._max_model_len - 1 - member.computed)
+
+    def emitted_by(self, member: Request) -> int:
+        return member.emitted
+
+    def cut(self, member: Request, tokens: int) -> None:
+        self._cut[member] = tokens
+
+    def draft(self, requests: int) -> None:
+        speculation = self._speculation
+        if speculation.shares is not None:
+            if self._here.keys() != self._shared.keys():
+                self._shared = dict(zip(self._here, speculation.shares(list(self._here)), strict=True))
+        elif speculation.drafts is not None:
+            self._everyone = min(speculation.drafts(requests), speculation.max_drafts)
+
+    def join(self, request: Request) -> None:
+        self._joined += 1
+        request.joined = self.steps
+        request.joins = self._joined
+        self._here[request] = None
+
+    def leave(self, request: Request) -> None:
+        del self._here[request]
+        self._cut.pop(request, None)
+        request.joined = -1
+
+    def held_by(self, member: Request) -> int:
+        return -(-max(member.computed, member.slots) // self._block_size)
+
+    def blocks_of(self, member: Request) -> int:
+        return max(0, -(-self._slots(member) // self._block_size) - self.held_by(member))
+
+    def blocks_for(self, steps: int) -> int:
+        return sum(map(self.blocks_of, self._here)) if steps else 0
+
+    def contexts(self, steps: int) -> np.ndarray:
+        raise AssertionError("it takes single steps")
+
+    def steps_that_fit(self, free: int, limit: int) -> int:
+        return 1
+
+    def steps_to_completion(self) -> int:
+        return 1
+
+    def advance(self, steps: int) -> list[Request]:
+        assert steps == 1
+        self.steps += 1
+        finished = []
+        for member in list(self._here):
+            member.slots = max(member.slots, self._slots(member))
+            drafts, stopped = self.width_of(member) - 1, self._wanted(member) == 1
+            accepted = self._speculation.accepted(member, member.rounds, drafts) if drafts else 0
+            # A round in which the drafter itself made nothing counts, one whose drafts were cut does not.
+            member.rounds += drafts > 0 or (stopped and self._planned_drafts(member) > 0)
+            before = member.emitted
+            member.computed += 1 + accepted
+            member.emitted = min(member.emitted + 1 + accepted, member.output_tokens)
+            for i, more in enumerate((1, drafts, accepted, member.emitted - before)):
+                self.counts[i] += more
+            if member.emitted == member.output_tokens:
+                self.leave(member)
+                finished.append(member)
+        self._cut.clear()
+        return finished
+
+    def _slots(self, member: Request) -> int:
+        return min(member.computed + self.width_of(member) + self._speculation.lookahead, self._max_model_len)

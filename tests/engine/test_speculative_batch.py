@@ -1,0 +1,224 @@
+"""A batch that knows its members' rounds to come decides as one that goes through its members step by step."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from simtune.engine import Request, Speculation, SpeculativeBatch, VllmFcfs, VllmPriority
+from tests.engine.plain_batch import PlainBatch
+
+many = settings(max_examples=150, deadline=None)
+
+
+@dataclass(frozen=True)
+class Luck:
+    """Some number of accepted drafts, at most `most`, by request and round."""
+
+    most: int
+
+    def __call__(self, request: Request, number: int, drafts: int) -> int:
+        return min(self._of(request.id, number), drafts)
+
+    def many(self, request: Request, first: int, count: int, drafts: int) -> np.ndarray:
+        return np.cumsum([1 + self(request, first + i, drafts) for i in range(count)])
+
+    def _of(self, request: int, number: int) -> int:
+        return (request * 7 + number * 5 + number * number // 3) % (self.most + 1)
+
+
+class Stopped(Luck):
+    """Told at once for a drafter that stops by itself."""
+
+    def many(self, request: Request, first: int, count: int, drafts: int) -> np.ndarray:
+        made = np.minimum(stops(request, first, count), drafts)
+        return np.cumsum([1 + self(request, first + i, int(made[i])) for i in range(count)])
+
+
+class OneByOne(Luck):
+    """The same, told round by round."""
+
+    many = None  # type: ignore[assignment]
+
+
+def stops(request: Request, first: int, count: int) -> np.ndarray:
+    return np.array([(request.id + 3 * (first + i)) % 5 for i in range(count)])
+
+
+def shared(requests: Sequence[Request]) -> list[int]:
+    return [(7 + request.id % 3) // len(requests) for request in requests]
+
+
+SCHEMES: dict[str, Callable[[int, random.Random], dict[str, object]]] = {
+    "chain": lambda k, rng: {"accepted": Luck(k)},
+    "chain, told one by one": lambda k, rng: {"accepted": OneByOne(k)},
+    "tree": lambda k, rng: {"accepted": Luck(2), "depth": 2},
+    "by batch": lambda k, rng: {"accepted": Luck(k), "drafts": lambda n: (k, 0, 1, k - 1)[n % 4]},
+    "by stopping": lambda k, rng: {"accepted": Stopped(k), "stops": stops},
+    "by request": lambda k, rng: {"accepted": Luck(k), "lengths": lambda r: r.id % (k + 1)},
+    "by budget": lambda k, rng: {"accepted": Luck(k), "shares": shared},
+}
+
+
+@dataclass(frozen=True)
+class World:
+    seed: int
+    scheme: str
+
+    def scheduler(self, plain: bool) -> tuple[VllmFcfs, list[tuple[int, Request]]]:
+        rng = random.Random(self.seed)
+        block_size, blocks = rng.choice([1, 2, 4, 8]), rng.choice([5, 8, 12, 20, 60, 300])
+        longest = min(blocks * block_size, rng.choice([30, 1 << 20]))
+        longest = max(longest, 4)
+        blocks = max(blocks, -(-longest // block_size))
+        drafts = rng.randint(2, 5)
+        speculation = Speculation(
+            max_drafts=drafts,
+            lookahead=rng.choice([0, drafts]),
+            extra_slots=rng.choice([0, 0, 1]),
+            **SCHEMES[self.scheme](drafts, rng),  # type: ignore[arg-type]
+        )
+        seqs = rng.randint(1, 10)
+        base = rng.choice([VllmFcfs, VllmPriority])
+        batch = PlainBatch if plain else SpeculativeBatch
+
+        class Engine(base):  # type: ignore[misc, valid-type]
+            def _new_batch(self) -> SpeculativeBatch:
+                return batch(self.kv.block_size, self._speculation, self.max_model_len)
+
+        engine = Engine(
+            num_blocks=blocks,
+            block_size=block_size,
+            max_num_seqs=seqs,
+            max_num_batched_tokens=max(seqs, 2, rng.choice([6, 12, 30, 64])),
+            max_model_len=longest,
+            preemption=rng.choice(["recompute", "swap"]),
+            speculation=speculation,
+        )
+        load, at = [], 0
+        for number in range(rng.randint(1, 20)):
+            at += rng.choice([0, 0, 0, 1, 3, 20])
+            prompt = rng.randint(1, longest // 2)
+            output = rng.randint(1, min(60, longest - prompt))
+            load.append((at, Request(number, prompt, output, rng.randint(0, 2))))
+        return engine, load
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_step_is_that_of_the_plain_batch(scheme: str) -> None:
+    @given(st.integers(0, 2**32))
+    @many
+    def check(seed: int) -> None:
+        (ours, load), (plain, their_load) = World(seed, scheme).scheduler(False), World(seed, scheme).scheduler(True)
+        step = done = sent = 0
+        while done < len(load):
+            while sent < len(load) and (load[sent][0] <= step or sent == done):
+                ours.add(load[sent][1])
+                plain.add(their_load[sent][1])
+                sent += 1
+            a, b = ours.schedule(), plain.schedule()
+            assert a is not None
+            assert b is not None
+            compositions = [[(r.id, n) for r, n in e.composition().items()] for e in (ours, plain)]
+            assert compositions[0] == compositions[1]
+            facts = [(x.num_decodes, x.context_tokens, x.draft_tokens, x.draft_levels, x.part) for x in (a, b)]
+            assert facts[0] == facts[1]
+            assert [r.id for r in a.preempted] == [r.id for r in b.preempted]
+            assert (ours.kv.free, ours.num_running) == (plain.kv.free, plain.num_running)
+            p, q = ours.complete(), plain.complete()
+            assert [r.id for r in p.finished] == [r.id for r in q.finished]
+            assert [r.id for r in p.first_token] == [r.id for r in q.first_token]
+            assert [ours.emitted(r) for r in ours.decoding] == [plain.emitted(r) for r in plain.decoding]
+            assert [ours.decoding.held_by(r) for r in ours.decoding] == [
+                plain.decoding.held_by(r) for r in plain.decoding
+            ]
+            assert ours.decoding.tally == plain.decoding.tally
+            done += len(p.finished)
+            step += 1
+        assert ours.kv.free == ours.kv.total
+
+    check()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_jump_is_as_many_single_steps(scheme: str) -> None:
+    def run(world: World, jumps: bool) -> tuple[list[tuple[object, ...]], int]:
+        engine, load = world.scheduler(False)
+        log: list[tuple[object, ...]] = []
+        step = done = sent = events = 0
+        while done < len(load):
+            while sent < len(load) and (load[sent][0] <= step or sent == done):
+                engine.add(load[sent][1])
+                sent += 1
+            given = engine.schedule()
+            assert given is not None
+            times = given.repeat if jumps else 1
+            if sent < len(load) and load[sent][0] < step + times:
+                times = load[sent][0] - step
+            contexts = [given.context_tokens] if times == 1 else given.contexts[:times].tolist()
+            assert contexts[0] == given.context_tokens
+            log += [
+                (step + i, given.num_decodes, c, given.draft_tokens, given.draft_levels) for i, c in enumerate(contexts)
+            ]
+            log += [(step, "chunk", c.request.id, c.tokens) for c in given.chunks]
+            progress = engine.complete(times)
+            step += times
+            log += [(step, "finished", r.id) for r in progress.finished]
+            if progress.finished:
+                log.append((step, engine.kv.free))
+            done += len(progress.finished)
+            events += 1
+        return log, events
+
+    saved = 0
+
+    @given(st.integers(0, 2**32))
+    @many
+    def check(seed: int) -> None:
+        nonlocal saved
+        (jumped, few), (stepped, more) = run(World(seed, scheme), True), run(World(seed, scheme), False)
+        assert jumped == stepped
+        saved += more - few
+
+    check()
+    assert (saved > 0) == (scheme != "by stopping")
+
+
+def test_a_round_told_one_by_one_is_that_told_at_once() -> None:
+    """Two faces of the same luck make the same plans."""
+    for seed in range(40):
+        found = []
+        for scheme in ("chain", "chain, told one by one"):
+            engine, load = World(seed, scheme).scheduler(False)
+            for _, request in load:
+                engine.add(request)
+            log = []
+            while (step := engine.schedule()) is not None:
+                log.append((step.num_decodes, step.context_tokens, step.repeat, engine.kv.free))
+                engine.complete(step.repeat)
+            found.append((log, engine.decoding.tally))
+        assert found[0] == found[1]
+
+
+def test_calendars_reach_as_far_as_the_longest_answer() -> None:
+    """Ten thousand steps ahead, after a long time: the calendars move along and grow."""
+    speculation = Speculation(2, Luck(2))
+    batch = SpeculativeBatch(16, speculation, 1 << 20)
+    short = Request(0, 5, 4000, computed=5, emitted=1)
+    batch.join(short)
+    while not batch.advance(batch.steps_to_completion()):
+        pass
+    batch.advance(3)  # nobody is here
+    long = Request(1, 5, 30_000, computed=5, emitted=1)
+    batch.join(long)
+    rounds = batch.steps_to_completion()
+    assert sum(1 + speculation.accepted(long, i, 2) for i in range(rounds)) >= 29_999
+    assert sum(1 + speculation.accepted(long, i, 2) for i in range(rounds - 1)) < 29_999
+    assert batch.advance(rounds) == [long]
+    assert (batch.count, batch.tokens, batch.context_tokens) == (0, 0, 0)

@@ -1,0 +1,258 @@
+"""What each router does, by hand; what it does not know yet; and who gets nothing while down."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simtune.costs.compiled import LinearCosts
+from simtune.engine import Request, VllmFcfs
+from simtune.sim.lane import Lane
+from simtune.sim.router import (
+    LeastOutstanding,
+    LeastTokens,
+    PowerOfTwo,
+    PrefixAware,
+    RoundRobin,
+    Router,
+    SessionAffinity,
+    WeightedRoundRobin,
+)
+
+
+def lanes(count: int) -> list[Lane]:
+    found = [
+        Lane(
+            VllmFcfs(num_blocks=9, block_size=1, max_num_seqs=9, max_num_batched_tokens=9, max_model_len=9),
+            LinearCosts(1.0),
+        )
+        for _ in range(count)
+    ]
+    for number, lane in enumerate(found):
+        lane.number = number
+    return found
+
+
+def ask(number: int, prompt_tokens: int = 1, blocks: tuple[Hashable, ...] = ()) -> Request:
+    return Request(number, prompt_tokens, 1, blocks=blocks)
+
+
+def chosen(router: Router, requests: Iterable[Request], now: int = 0) -> list[int | None]:
+    found = [router.choose(request, now) for request in requests]
+    return [None if lane is None else lane.number for lane in found]
+
+
+def test_round_robin_passes_over_those_that_are_down() -> None:
+    up = lanes(3)
+    router = RoundRobin(up)
+    assert chosen(router, map(ask, range(4))) == [0, 1, 2, 0]
+    up[1].up = False
+    assert chosen(router, map(ask, range(3))) == [2, 0, 2]
+    up[1].up = True
+    assert chosen(router, map(ask, range(3))) == [0, 1, 2]
+    for lane in up:
+        lane.up = False
+    assert chosen(router, [ask(0)]) == [None]
+
+
+def test_weights_are_interleaved_smoothly() -> None:
+    up = lanes(3)
+    router = WeightedRoundRobin(up, [5, 1, 1])
+    # Every turn all gain their weight and the chosen one pays 7: (5 1 1) (3 2 2) (1 3 3) (6 -3 4) (4 -2 5) (9 -1 -1)..
+    assert chosen(router, map(ask, range(7))) == [0, 0, 1, 0, 2, 0, 0]
+    up[0].up = False
+    assert sorted(chosen(router, map(ask, range(4)))) == [1, 1, 2, 2], "the others share alike"
+
+
+def test_fewest_under_way_ties_to_the_first() -> None:
+    up = lanes(3)
+    router = LeastOutstanding(up)
+    requests = [ask(i, prompt_tokens=10**i) for i in range(5)]
+    assert chosen(router, requests[:4]) == [0, 1, 2, 0]
+    router.over(requests[1], up[1], now=5)
+    assert chosen(router, requests[4:], now=5) == [1]
+    up[1].up = False
+    assert chosen(router, [ask(5), ask(6)]) == [2, 0]
+
+
+def test_fewest_tokens_under_way() -> None:
+    up = lanes(2)
+    router = LeastTokens(up)
+    requests = [ask(0, 100), ask(1, 30), ask(2, 30), ask(3, 30), ask(4, 50), ask(5, 1)]
+    # 0 | 0, then 100 | 0, 30, 60, 90, 140
+    assert chosen(router, requests) == [0, 1, 1, 1, 1, 0]
+    router.over(requests[4], up[1], now=0)
+    assert chosen(router, [ask(6, 1)]) == [1]
+
+
+def test_a_router_with_stale_news_sends_a_burst_to_one_lane() -> None:
+    up = lanes(2)
+    router = LeastOutstanding(up, stale=10)
+    first = [ask(i) for i in range(3)]
+    assert chosen(router, first, now=0) == [0, 0, 0]
+    assert chosen(router, [ask(3)], now=9) == [0]
+    assert chosen(router, [ask(4), ask(5)], now=10) == [1, 1]  # it knows of the first three, not of the fourth
+    for request in first:
+        router.over(request, up[0], now=11)
+    assert chosen(router, [ask(6)], now=20) == [1]  # 4 at 0 and 2 at 1 are known now, the ends are not
+    assert chosen(router, [ask(7)], now=21) == [0]  # 1 and 2
+
+
+def test_of_two_drawn_the_one_with_less() -> None:
+    up = lanes(8)
+    router = PowerOfTwo(up, seed=4)
+    blind = PowerOfTwo(up, stale=10**9, seed=4)  # it never hears of any load: the first of the two drawn
+    counts, blind_counts = [0] * 8, [0] * 8
+    for i in range(4000):
+        (at,) = chosen(router, [ask(i)])
+        (other,) = chosen(blind, [ask(i)])
+        assert at is not None
+        assert other is not None
+        assert counts[at] <= min(counts[at], counts[other]), "of the two, never the fuller"
+        counts[at] += 1
+        blind_counts[other] += 1
+    assert max(counts) - min(counts) <= 4, "two choices keep the fullest within log log n of the others"
+    # Of two distinct ones of eight the lower number is i with probability (7 - i) / 28.
+    for i, count in enumerate(blind_counts):
+        assert abs(count - 4000 * (7 - i) / 28) < 4 * (4000 * 0.25 * 0.75) ** 0.5
+    for lane in up[1:]:
+        lane.up = False
+    assert chosen(router, [ask(4001)]) == [0]
+    up[0].up = False
+    assert chosen(router, [ask(4002)]) == [None]
+
+
+def test_sessions_stay_and_only_those_of_a_failed_lane_move() -> None:
+    up = lanes(4)
+    sessions = [i % 400 for i in range(1200)]
+    router = SessionAffinity(up, sessions)
+    before = chosen(router, map(ask, range(400)))
+    assert chosen(router, map(ask, range(400, 800))) == before
+    share = [before.count(i) for i in range(4)]
+    assert min(share) > 70, "a quarter of 400 each, more or less"
+    up[2].up = False
+    after = chosen(router, map(ask, range(800, 1200)))
+    assert [b for a, b in zip(before, after, strict=True) if a != 2] == [a for a in before if a != 2]
+    moved = [b for a, b in zip(before, after, strict=True) if a == 2]
+    assert {0, 1, 3} == set(moved), "its sessions are spread over all others"
+    for lane in up:
+        lane.up = False
+    assert chosen(router, [ask(0)]) == [None]
+
+
+# --- prefixes ---------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_goes_where_its_beginning_is_unless_too_much_waits_there() -> None:
+    up = lanes(2)
+    router = PrefixAware(up, block_tokens=10, memory_blocks=100)
+    long = ask(0, 30, ("a", "b", "c"))
+    assert chosen(router, [long]) == [0]
+    router.over(long, up[0], now=1)
+    assert chosen(router, [ask(1, 30, ("a", "b", "x"))], now=1) == [0]  # 20 cached, 0 under way
+    # 30 under way at 0: with 40 cached there is more to gain, with 20 there is not.
+    assert chosen(router, [ask(2, 40, ("a", "b", "y", "z"))], now=1) == [1]
+    router = PrefixAware(up, block_tokens=10, memory_blocks=100, load_weight=0.5)
+    chosen(router, [ask(0, 30, ("a", "b", "c"))])
+    assert chosen(router, [ask(1, 40, ("a", "b", "y", "z"))]) == [0]  # 0.5 * 30 - 20 < 0
+
+
+def test_what_a_failed_lane_had_cached_is_gone() -> None:
+    up = lanes(2)
+    router = PrefixAware(up, block_tokens=10, memory_blocks=100)
+    first = ask(0, 20, ("a", "b"))
+    assert chosen(router, [ask(9, 1), first]) == [0, 1]
+    up[1].up = False
+    router.over(first, up[1], now=1)
+    up[1].up = True
+    assert chosen(router, [ask(1, 20, ("a", "b"))], now=2) == [1]  # lighter
+    up[1].up = False
+    assert chosen(router, [ask(2, 20, ("a", "b"))], now=2) == [0]
+
+
+def test_stale_news_of_prefixes() -> None:
+    up = lanes(2)
+    router = PrefixAware(up, block_tokens=10, memory_blocks=100, load_weight=0.1, stale=10)
+    assert chosen(router, [ask(0, 20, ("a",))], now=0) == [0]
+    assert chosen(router, [ask(1, 20, ("b",))], now=0) == [0]  # nothing is known, the first of equals
+    assert chosen(router, [ask(2, 500, ("c",))], now=10) == [1]  # 40 tokens at 0
+    assert chosen(router, [ask(3, 20, ("b",))], now=11) == [0]
+
+
+class PlainPrefixAware:
+    """The same by looking everywhere: cost of every lane from scratch, blocks of two generations in plain sets."""
+
+    def __init__(self, up: Sequence[Lane], block_tokens: int, memory_blocks: int, load_weight: float) -> None:
+        self.lanes, self.block_tokens, self.load_weight = up, block_tokens, load_weight
+        self.most = memory_blocks * len(up)
+        self.young: set[tuple[int, Hashable]] = set()
+        self.old: set[tuple[int, Hashable]] = set()
+        self.remembered = 0
+        self.load = [0] * len(up)
+
+    def choose(self, request: Request) -> int | None:
+        costs = []
+        for i, lane in enumerate(self.lanes):
+            known = [(i, b) in self.young or (i, b) in self.old for b in request.blocks]
+            cached = known.index(False) if False in known else len(known)
+            if lane.up:
+                costs.append((self.load_weight * self.load[i] - cached * self.block_tokens, i))
+        if not costs:
+            return None
+        _, at = min(costs)
+        self.young |= {(at, block) for block in request.blocks}
+        self.remembered += len(request.blocks)
+        if self.remembered >= self.most:
+            self.old, self.young, self.remembered = self.young, set(), 0
+        self.load[at] += request.prompt_tokens
+        return at
+
+    def over(self, request: Request, at: int) -> None:
+        self.load[at] -= request.prompt_tokens
+        if not self.lanes[at].up:
+            self.young = {(i, block) for i, block in self.young if i != at}
+            self.old = {(i, block) for i, block in self.old if i != at}
+
+
+happenings = st.lists(
+    st.tuples(
+        st.sampled_from(["ask", "ask", "ask", "over", "fail", "back"]),
+        st.integers(0, 4),
+        st.lists(st.integers(0, 2), max_size=5),
+        st.integers(1, 60),
+    ),
+    max_size=60,
+)
+
+
+@given(happenings, st.integers(1, 5), st.sampled_from([1, 3, 50]), st.sampled_from([0.01, 0.3, 1.0]))
+def test_prefix_aware_equals_looking_everywhere(
+    story: list[tuple[str, int, list[int], int]], count: int, memory_blocks: int, load_weight: float
+) -> None:
+    up = lanes(count)
+    router = PrefixAware(up, block_tokens=10, memory_blocks=memory_blocks, load_weight=load_weight)
+    plain = PlainPrefixAware(up, 10, memory_blocks, load_weight)
+    there: list[tuple[Request, int]] = []
+    for number, (what, which, path, tokens) in enumerate(story):
+        if what == "ask":
+            blocks = tuple(tuple(path[: i + 1]) for i in range(len(path)))
+            request = ask(number, tokens + 10 * len(path), blocks)
+            (at,) = chosen(router, [request])
+            assert at == plain.choose(request)
+            if at is not None:
+                there.append((request, at))
+        elif what == "over" and there:
+            request, at = there.pop(which % len(there))
+            router.over(request, up[at], now=0)
+            plain.over(request, at)
+        elif what == "fail":
+            lane = up[which % count]
+            lane.up = False
+            for request, at in [x for x in there if x[1] == lane.number]:
+                router.over(request, lane, now=0)
+                plain.over(request, at)
+            there = [x for x in there if x[1] != lane.number]
+        elif what == "back":
+            up[which % count].up = True

@@ -1,0 +1,380 @@
+"""Speculation under the clock: jumps and single steps agree to the tick; luck is that of the requests, not of the plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from simtune.api import load_hardware, load_model
+from simtune.costs.compiled import LinearCosts
+from simtune.costs.drafting import draft_memory
+from simtune.engine import Request, Tally, VllmFcfs
+from simtune.errors import Infeasible
+from simtune.sim.deployment import Deployment, deploy
+from simtune.sim.lane import Lane
+from simtune.sim.requests import RequestStream
+from simtune.sim.speculation import Drafting, Luck, drafting_terms, uniform
+from simtune.sim.world import Outcome, World
+from simtune.specs.acceptance import Acceptance, BetaMixture, Condition, PerPosition, PerRank, Rates, Revealed
+from simtune.specs.plan import Batching, KvLink, Plan, Pool
+from simtune.specs.speculation import (
+    BatchRange,
+    ByBatch,
+    Chain,
+    Drafter,
+    DraftModel,
+    DynamicTree,
+    Eagle,
+    Medusa,
+    Ngram,
+    Scheme,
+    Speculation,
+    StaticTree,
+    Threshold,
+    TokenBudget,
+)
+from simtune.tuner.speculation import chain, tree
+from tests.sim.worlds import stream_of
+
+MODEL, HARDWARE = load_model("llama-3.1-8b"), load_hardware("h100-sxm")
+
+POSITIONS = PerPosition(conditional=(0.8, 0.7, 0.6, 0.5))
+RANKS = PerRank(probability=((0.6, 0.2, 0.1), (0.5, 0.18, 0.08), (0.45, 0.15, 0.06)))
+NODES = ((1,), (2,), (3,), (1, 1), (1, 2), (2, 1), (1, 1, 1))
+RANGES = (
+    BatchRange(first=1, last=2, tokens=3),
+    BatchRange(first=3, last=4, tokens=1),
+    BatchRange(first=5, last=9, tokens=0),
+)
+
+SCHEMES: dict[str, tuple[Scheme, Rates]] = {
+    "chain": (Chain(tokens=3), POSITIONS),
+    "chain of unequal requests": (Chain(tokens=3), BetaMixture(a=4, b=1.5)),
+    "by batch": (ByBatch(max_tokens=3, ranges=RANGES), POSITIONS),
+    "threshold, revealed": (Threshold(max_tokens=5, stop_at=0.6), Revealed(rate=(0.95, 0.5), share=(0.6, 0.4))),
+    "threshold of unequal requests": (Threshold(max_tokens=5, stop_at=0.6), BetaMixture(a=4, b=1.5)),
+    "static tree": (StaticTree(nodes=NODES), RANKS),
+    "dynamic tree": (DynamicTree(steps=3, topk=2, tokens=6), RANKS),
+    "budget": (TokenBudget(tokens=9, max_tokens=4), BetaMixture(a=4, b=1.5)),
+}
+
+COLUMNS = ("arrival", "scheduled", "first_token", "finish", "preemptions", "transferred", "resent")
+
+
+def acceptance(rates: Rates, **more: Any) -> Acceptance:
+    return Acceptance(name="assumed", origin="assumed", source="made up", rates=rates, **more)
+
+
+def luck(scheme: Scheme, rates: Rates, stream: RequestStream, seed: int = 0) -> Luck:
+    return Luck(scheme, acceptance(rates), stream, seed)
+
+
+def columns(outcome: Outcome) -> dict[str, list[int]]:
+    return {name: getattr(outcome, name).tolist() for name in COLUMNS}
+
+
+def tally(outcome: Outcome) -> Tally:
+    return Tally(*map(sum, zip(*(lane.drafting for lane in outcome.lanes), strict=True)))
+
+
+def requests(n: int, tokens: int) -> RequestStream:
+    return stream_of(np.arange(n) * 0.05, [10] * n, [tokens] * n)
+
+
+# --- jumps --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_jumps_are_single_steps_to_the_tick(name: str) -> None:
+    saved = 0
+
+    @given(st.data())
+    @hypothesis_settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    def check(data: st.DataObject) -> None:
+        nonlocal saved
+        scheme, rates = SCHEMES[name]
+        block_size, blocks = data.draw(st.sampled_from([1, 4, 16])), data.draw(st.sampled_from([12, 60, 400]))
+        longest, n = blocks * block_size, data.draw(st.integers(1, 25))
+        prompt = data.draw(st.lists(st.integers(1, longest // 2), min_size=n, max_size=n))
+        output = data.draw(st.lists(st.integers(1, longest // 2), min_size=n, max_size=n))
+        gaps = data.draw(st.lists(st.sampled_from([0.0, 1e-3, 0.02, 0.3]), min_size=n, max_size=n))
+        closed = data.draw(st.booleans())
+        arrival = None if closed else np.cumsum(gaps).tolist()
+        stream = stream_of(arrival, prompt, output, users=4 if closed else 0)
+        costs = LinearCosts(
+            step_s=1e-3,
+            per_token_s=data.draw(st.sampled_from([0.0, 2e-5])),
+            per_context_s=data.draw(st.sampled_from([0.0, 3e-7, 1e-5])),
+            per_level_s=data.draw(st.sampled_from([0.0, 1e-4])),
+        )
+        seqs, extra = data.draw(st.integers(1, 12)), data.draw(st.integers(0, 1))
+        budget = max(seqs, 4, data.draw(st.sampled_from([8, 24, 512])))
+
+        def run(single_steps: bool) -> Outcome:
+            drafts = drafting_terms(
+                Speculation(drafter=Eagle(), scheme=scheme, acceptance="assumed"), luck(scheme, rates, stream)
+            )
+            lanes = [
+                Lane(
+                    VllmFcfs(
+                        num_blocks=blocks,
+                        block_size=block_size,
+                        max_num_seqs=seqs,
+                        max_num_batched_tokens=budget,
+                        max_model_len=longest,
+                        speculation=replace(drafts, extra_slots=extra),
+                    ),
+                    costs,
+                )
+                for _ in range(2)
+            ]
+            return World(lanes, stream, single_steps=single_steps).run()
+
+        jumped, stepped = run(False), run(True)
+        assert columns(jumped) == columns(stepped)
+        assert (jumped.steps, tally(jumped)) == (stepped.steps, tally(stepped))
+        times = [np.sort(np.repeat(_expanded(o)[:, 0], _expanded(o)[:, 1])).tolist() for o in (jumped, stepped)]
+        assert times[0] == times[1]
+        fits = stream.prompt_tokens + stream.output_tokens <= longest
+        # Everyone gets all tokens, and prompts give the first: the others come out of rounds, but for those that a
+        # recomputed prompt gives again.
+        assert tally(jumped).tokens <= int((stream.output_tokens - 1)[fits].sum())
+        if not jumped.preemptions.any():
+            assert tally(jumped).tokens == int((stream.output_tokens - 1)[fits].sum())
+        saved += stepped.events - jumped.events
+
+    check()
+    assert (saved > 0) == (name != "threshold, revealed")
+
+
+def _expanded(outcome: Outcome) -> np.ndarray:
+    """(ticks, decodes) of every step."""
+    rows = [
+        (first + k * slope, decodes)
+        for first, slope, steps, decodes in outcome.intervals.tolist()
+        for k in range(steps)
+    ]
+    return np.array(rows, dtype=np.int64).reshape(-1, 2)
+
+
+def deployed(
+    scheme: Scheme,
+    rates: Rates,
+    drafter: Drafter,
+    draft: str | None = None,
+    *,
+    apart: bool = False,
+    seqs: int = 16,
+    **pool: Any,
+) -> Deployment:
+    spec = Speculation(drafter=drafter, scheme=scheme, acceptance="assumed")
+    batching = Batching(max_num_seqs=seqs, max_num_batched_tokens=512)
+    one = {"hardware": HARDWARE.name, "instances": 1, "batching": batching, "max_model_len": 2048, **pool}
+    if apart:
+        decode = Pool(name="decode", role="decode", speculation=spec, **one)
+        plan = Plan(
+            name="plan", model=MODEL.name, pools=(Pool(name="prefill", role="prefill", **one), decode), link=KvLink()
+        )
+    else:
+        plan = Plan(name="plan", model=MODEL.name, pools=(Pool(speculation=spec, **one),))
+    model = None if draft is None else load_model(draft)
+    return deploy(plan, MODEL, HARDWARE, drafting=Drafting(acceptance(rates), model))
+
+
+DRAFTERS: dict[str, tuple[Drafter, str | None]] = {
+    "model": (DraftModel(model="llama-3.2-1b"), "llama-3.2-1b"),
+    "head": (Eagle(), None),
+    "n-gram": (Ngram(lookup_max=3, host_s=2e-5), None),
+}
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("name", ["chain", "static tree", "threshold of unequal requests", "by batch"])
+@pytest.mark.parametrize("apart", [False, True], ids=["mixed", "prefill and decode apart"])
+def test_compiled_rounds_jump_exactly_too(name: str, drafter: str, apart: bool) -> None:
+    rng = np.random.default_rng(3)
+    stream = stream_of(
+        np.cumsum(rng.exponential(0.05, 60)), rng.integers(1, 900, 60).tolist(), rng.integers(1, 300, 60).tolist()
+    )
+    deployment = deployed(*SCHEMES[name], *DRAFTERS[drafter], apart=apart)
+    jumped, stepped = (deployment.simulate(stream, single_steps=single).outcome for single in (False, True))
+    assert columns(jumped) == columns(stepped)
+    assert tally(jumped) == tally(stepped)
+    assert jumped.events < stepped.events
+    assert (jumped.transferred >= 0).any() == apart
+
+
+# --- luck ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("chain", chain.expected_tokens(POSITIONS.conditional[:3])),
+        ("chain of unequal requests", chain.expected_tokens(chain.beta(4, 1.5, 3))),
+        ("static tree", 1 + tree.expected_accepted(NODES, RANKS.probability)),
+        ("dynamic tree", 1 + tree.expected_accepted(tree.dynamic(RANKS.probability, 3, 2, 6), RANKS.probability)),
+        ("threshold, revealed", 1 + chain.stopped((0.95, 0.5), (0.6, 0.4), 5, 0.4).accepted),
+    ],
+)
+def test_tokens_per_round_are_those_of_the_formulas(name: str, expected: float) -> None:
+    stream = requests(2000, 100)
+    drawn = luck(*SCHEMES[name], stream)
+    rounds = np.array([drawn.accepted(Request(i, 10, 100), 0, 200) for i in range(2000)])
+    made = 5 if not drawn.varies else np.array([drawn.stops(Request(i, 10, 100), 0, 200) for i in range(2000)])
+    per_request = 1 + np.minimum(rounds, made).mean(axis=1)
+    error = per_request.std() / np.sqrt(2000)
+    assert abs(per_request.mean() - expected) < 4 * error
+    assert error < 0.02 * expected
+
+
+def test_a_world_yields_as_many_tokens_per_round_as_the_formula_that_knows_of_the_last_round() -> None:
+    """One request at a time. A round may be cut short at the end of an answer: that is the renewal equation."""
+    scheme, rates = SCHEMES["chain"]
+    stream = stream_of(np.arange(400) * 10.0, [10] * 400, [61] * 400)
+    found = tally(deployed(scheme, rates, Eagle()).simulate(stream).outcome)
+    pmf = chain.accepted_pmf(rates.chain(3))
+    rounds = np.zeros(61)
+    for left in range(1, 61):
+        rounds[left] = 1 + sum(p * rounds[max(0, left - 1 - j)] for j, p in enumerate(pmf))
+    assert found.tokens == 400 * 60
+    assert found.rounds / 400 == pytest.approx(rounds[60], rel=0.01)
+
+
+def test_luck_belongs_to_the_request_and_the_round() -> None:
+    """It does not depend on how much is asked at once, on who else is there, nor on the plan; it does on the seed."""
+    stream = requests(200, 500)
+    drawn, other = luck(*SCHEMES["chain"], stream), luck(*SCHEMES["chain"], stream, seed=1)
+    whole = {i: drawn.accepted(Request(i, 10, 500), 0, 500) for i in (0, 63, 64, 199)}
+    again = luck(*SCHEMES["chain"], requests(2000, 500))
+    for i, rounds in whole.items():
+        request = Request(i, 10, 500)
+        assert rounds.tolist() == again.accepted(request, 0, 500).tolist()
+        assert rounds[130:400].tolist() == drawn.accepted(request, 130, 270).tolist()
+        assert [drawn(request, k, 2) for k in range(70)] == np.minimum(rounds[:70], 2).tolist()
+        assert rounds.tolist() != other.accepted(request, 0, 500).tolist()
+
+
+def test_the_better_scheme_never_has_the_worse_luck() -> None:
+    stream = requests(50, 500)
+    small, large = luck(Chain(tokens=2), POSITIONS, stream), luck(Chain(tokens=4), POSITIONS, stream)
+    narrow = luck(StaticTree(nodes=((1,), (1, 1), (1, 1, 1))), RANKS, stream)
+    wide = luck(StaticTree(nodes=NODES), RANKS, stream)
+    for i in range(50):
+        request = Request(i, 10, 500)
+        assert (np.minimum(large.accepted(request, 0, 500), 2) == small.accepted(request, 0, 500)).all()
+        assert (wide.accepted(request, 0, 500) >= narrow.accepted(request, 0, 500)).all()
+
+
+def test_two_plans_see_the_same_luck() -> None:
+    """A request alone takes as many rounds on a small instance as on a large one, whatever the batch."""
+    stream = requests(40, 200)
+    counts = [
+        tally(deployed(Chain(tokens=3), POSITIONS, Eagle(), seqs=seqs).simulate(stream).outcome) for seqs in (2, 16)
+    ]
+    assert counts[0] == counts[1]
+
+
+def test_classes_have_acceptances_of_their_own() -> None:
+    stream = replace(
+        requests(2000, 50), class_index=np.arange(2000) % 2, class_names=("easy", "hard"), slos=(None, None)
+    )
+    rates = PerPosition(conditional=(0.9, 0.9))
+    hard = Condition(request_class="hard", rates=PerPosition(conditional=(0.2, 0.2)))
+    drawn = Luck(Chain(tokens=2), acceptance(rates, conditions=(hard,)), stream, 0)
+    mean = [np.mean([drawn.accepted(Request(i, 10, 50), 0, 64).mean() for i in range(c, 2000, 2)]) for c in (0, 1)]
+    assert mean == pytest.approx([0.9 + 0.81, 0.2 + 0.04], abs=0.01)
+
+
+def test_uniform_numbers_are_uniform_and_unrelated() -> None:
+    requests, rounds = (grid.ravel() for grid in np.meshgrid(np.arange(1000), np.arange(1000), indexing="ij"))
+    drawn, other = (uniform(seed, requests, rounds).reshape(1000, 1000) for seed in (7, 8))
+    counts = np.histogram(drawn, bins=50, range=(0, 1))[0]
+    expected = 1_000_000 / 50
+    assert ((counts - expected) ** 2 / expected).sum() < 100  # chi-square of 49 degrees: p < 1e-4
+    for a, b in ((drawn[:-1], drawn[1:]), (drawn[:, :-1], drawn[:, 1:]), (drawn, other)):
+        assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 5e-3
+
+
+def test_a_budget_goes_to_the_likeliest_drafts() -> None:
+    drawn = luck(TokenBudget(tokens=5, max_tokens=3), PerPosition(conditional=(0.9, 0.5, 0.5)), requests(9, 9))
+    some = [Request(i, 1, 1) for i in range(9)]
+    assert drawn.shares(some[:2]) == [3, 2]
+    assert drawn.shares(some[:4]) == [2, 1, 1, 1]
+    assert drawn.shares(some) == [1, 1, 1, 1, 1, 0, 0, 0, 0]
+    assert drawn.shares([]) == []
+
+
+# --- a pool that drafts -------------------------------------------------------------------------------------------
+
+
+def test_a_summary_says_what_drafting_came_to() -> None:
+    stream = requests(50, 100)
+    result = deployed(Chain(tokens=3), POSITIONS, Eagle()).simulate(stream)
+    found = result.summary()["speculation"]
+    verified = found["draft_tokens"] + found["rounds"]
+    assert found["tokens_per_round"] * found["rounds"] == pytest.approx(50 * 99)
+    assert found["wasted_tokens"] == verified - 50 * 99
+    assert found["wasted_share"] == found["wasted_tokens"] / verified
+    assert found["acceptance"] == pytest.approx((0.8 + 0.56 + 0.336) / 3, abs=0.03)
+    plain = Plan(name="plain", model=MODEL.name, pools=(_without(result, stream),))
+    assert "speculation" not in deploy(plain, MODEL, HARDWARE).simulate(stream).summary()
+
+
+def _without(result: Any, stream: RequestStream) -> Pool:
+    return deployed(Chain(tokens=3), POSITIONS, Eagle()).plan.pools[0].model_copy(update={"speculation": None})
+
+
+def test_drafting_pays_where_a_request_is_alone() -> None:
+    stream = stream_of(np.arange(20) * 10.0, [100] * 20, [200] * 20)
+    drafting = deployed(Chain(tokens=3), POSITIONS, Eagle())
+    plain = deploy(drafting.plan.model_copy(update={"pools": (_without(None, stream),)}), MODEL, HARDWARE).simulate(
+        stream
+    )
+    faster = drafting.simulate(stream)
+    assert faster.tpot_s.mean() < 0.7 * plain.tpot_s.mean()
+    assert faster.ttft_s.mean() > plain.ttft_s.mean()  # the drafter reads the prompt too
+
+
+def test_a_drafter_takes_its_share_of_memory() -> None:
+    drafting = deployed(Chain(tokens=3), POSITIONS, *DRAFTERS["model"])
+    pool = drafting.plan.pools[0]
+    taken = draft_memory(DraftModel(model="llama-3.2-1b"), MODEL, pool, load_model("llama-3.2-1b"))
+    plain = deploy(
+        drafting.plan.model_copy(update={"pools": (pool.model_copy(update={"speculation": None}),)}), MODEL, HARDWARE
+    )
+    assert drafting.memory.weights_bytes == pytest.approx(plain.memory.weights_bytes + taken.weights_bytes)
+    assert drafting.memory.kv_bytes_per_token == plain.memory.kv_bytes_per_token + taken.kv_bytes_per_token
+    assert taken.kv_bytes_per_token > 0
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: deployed(Chain(tokens=3), POSITIONS, DraftModel(model="qwen3-8b"), "qwen3-8b"), "vocabulary"),
+        (lambda: deployed(Chain(tokens=4), POSITIONS, Medusa(heads=3)), "3 Medusa heads cannot draft 4"),
+        (
+            lambda: deployed(StaticTree(nodes=tuple((i,) for i in range(1, 600))), RANKS, Eagle()),
+            "tree of 599 drafts takes 600 tokens of a step, and max_num_batched_tokens is 512",
+        ),
+        (
+            lambda: deployed(Chain(tokens=5), POSITIONS, Eagle()).simulate(requests(3, 3)),
+            "drafts are 5 tokens deep, and the rates are known for 4",
+        ),
+        (
+            lambda: deployed(StaticTree(nodes=((1,), (4,))), RANKS, Eagle()).simulate(requests(3, 3)),
+            r"node \[4\] of the tree has rank 4 at depth 1, where the rates know 3",
+        ),
+        (lambda: deployed(Chain(tokens=3), POSITIONS, Eagle(), batching=Batching(
+            policy="sarathi", max_num_seqs=4, max_num_batched_tokens=512)), "policy sarathi has no speculation"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(build: Any, message: str) -> None:
+    with pytest.raises(Infeasible, match=message):
+        build()

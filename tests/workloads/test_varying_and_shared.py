@@ -1,0 +1,193 @@
+"""Load that changes with time, prompts that begin alike, and traces repeated without sharing across rounds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from simtune.errors import UsageError
+from simtune.sim.deployment import deploy
+from simtune.sim.requests import RepeatedBlocks, RequestStream, build_stream
+from simtune.sim.result import Result
+from simtune.specs.catalog import load_hardware, load_model
+from simtune.specs.plan import Batching, KvCache, Plan, Pool
+from simtune.specs.traces import Trace
+from simtune.specs.workload import (
+    Arrivals,
+    FixedLength,
+    Lognormal,
+    Piecewise,
+    Poisson,
+    Segment,
+    SharedPrefix,
+    TraceArrivals,
+    TraceLengths,
+    Workload,
+)
+
+DAY = Piecewise(
+    segments=(
+        Segment(for_s=100, rate_rps=20),
+        Segment(for_s=50, rate_rps=0),
+        Segment(for_s=200, rate_rps=2),
+        Segment(for_s=10, rate_rps=100),
+    )
+)
+CYCLE_S, PER_CYCLE = 360.0, 3400.0
+
+
+def stream_of(arrivals: Arrivals, requests: int, shared: SharedPrefix | None = None, seed: int = 0) -> RequestStream:
+    workload = Workload(
+        name="w",
+        arrivals=arrivals,
+        prompt=Lognormal(mean_tokens=1000, sigma=0.6, max_tokens=8000),
+        output=FixedLength(tokens=10),
+        shared_prefix=shared,
+    )
+    return build_stream(workload, None, requests=requests, seed=seed)
+
+
+# --- rates that change ------------------------------------------------------------------------------------
+
+
+def test_each_segment_has_its_rate_and_the_day_begins_again() -> None:
+    stream = stream_of(DAY, 60_000)
+    assert stream.arrival_s is not None
+    assert (np.diff(stream.arrival_s) >= 0).all()
+    days, at = np.divmod(stream.arrival_s, CYCLE_S)
+    whole = days < days.max()
+    begin = 0.0
+    for segment in DAY.segments:
+        inside = whole & (at >= begin) & (at < begin + segment.for_s)
+        expected = segment.rate_rps * segment.for_s * days.max()
+        assert abs(inside.sum() - expected) <= 4 * np.sqrt(expected)
+        if expected:
+            gaps = np.diff(stream.arrival_s[inside & (days == 1)])
+            assert gaps.mean() == pytest.approx(1 / segment.rate_rps, rel=0.25)
+        begin += segment.for_s
+    per_day = np.bincount(days[whole].astype(int))
+    assert abs(per_day - PER_CYCLE).max() < 5 * np.sqrt(PER_CYCLE)
+
+
+def test_one_segment_is_poisson_and_another_rate_stretches_the_pattern() -> None:
+    steady = stream_of(Piecewise(segments=(Segment(for_s=7, rate_rps=5),)), 1000)
+    plain = stream_of(Poisson(rate_rps=5), 1000)
+    assert steady.arrival_s == pytest.approx(plain.arrival_s)
+    day = stream_of(DAY, 20_000)
+    double = day.at_rate(2 * (day.offered_rate_rps or 0.0))
+    assert day.arrival_s is not None
+    assert double.arrival_s == pytest.approx(day.arrival_s / 2)
+    assert (double.prompt_tokens == day.prompt_tokens).all()
+
+
+def test_more_requests_only_append() -> None:
+    few, many = stream_of(DAY, 500), stream_of(DAY, 5000)
+    assert few.arrival_s is not None
+    assert many.arrival_s is not None
+    assert (many.arrival_s[:500] == few.arrival_s).all()
+
+
+def test_somebody_must_come() -> None:
+    with pytest.raises(ValidationError, match="at least one segment must have a rate above zero"):
+        Piecewise(segments=(Segment(for_s=7, rate_rps=0),))
+
+
+# --- prompts that begin alike -----------------------------------------------------------------------------
+
+SHARED = SharedPrefix(groups=5, tokens=600, block_tokens=16)
+
+
+def test_a_group_shares_as_much_of_its_prefix_as_the_prompt_has() -> None:
+    stream = stream_of(Poisson(rate_rps=4), 2000, SHARED)
+    assert stream.session is not None
+    assert stream.hash_ids is not None
+    assert stream.block_tokens == 16
+    sizes = np.bincount(stream.session, minlength=5)
+    assert len(sizes) == 5
+    assert abs(sizes - 400).max() < 4 * np.sqrt(400)
+    rows = list(zip(stream.prompt_tokens.tolist(), stream.session.tolist(), stream.hash_ids, strict=True))
+    whole = {group: blocks for _, group, blocks in rows if len(blocks) == 600 // 16}
+    assert len({block for blocks in whole.values() for block in blocks}) == 5 * 37, "no two groups share a block"
+    for prompt, group, blocks in rows:
+        assert len(blocks) == min(600, prompt) // 16
+        assert blocks == whole[group][: len(blocks)]
+
+
+def simulated(prefix_caching: bool, instances: int = 1) -> Result:
+    pool = Pool(
+        hardware="h100-sxm",
+        instances=instances,
+        batching=Batching(max_num_seqs=64, max_num_batched_tokens=4096),
+        kv_cache=KvCache(prefix_caching=prefix_caching),
+        max_model_len=16_384,
+    )
+    plan = Plan(name="p", model="llama-3.1-8b", pools=(pool,))
+    deployment = deploy(plan, load_model("llama-3.1-8b"), load_hardware("h100-sxm"))
+    return deployment.simulate(stream_of(Poisson(rate_rps=2.0), 1000, SHARED))
+
+
+def test_the_hit_rate_is_that_of_everyone_but_the_first_of_a_group() -> None:
+    """Requests rarely overlap and the cache is large: all but the first find what they share, if it is all cached."""
+    cached, plain = simulated(True), simulated(False)
+    (pool,) = cached.summary()["prefix_cache"]
+    stream = cached.stream
+    assert stream.session is not None
+    assert pool["pool"] == "mixed"
+    assert pool["queried_tokens"] == stream.prompt_tokens.sum()
+    # At least one token is computed anew; what is found is whole blocks, and never more than somebody had before.
+    there = np.minimum(stream.prompt_tokens - 1, np.minimum(stream.prompt_tokens, 600) // 16 * 16) // 16 * 16
+    expected = 0
+    longest = dict.fromkeys(range(5), 0)
+    for group, tokens in zip(stream.session.tolist(), there.tolist(), strict=True):
+        expected += min(longest[group], tokens)
+        longest[group] = max(longest[group], tokens)
+    assert expected * 0.99 <= pool["hit_tokens"] <= expected
+    assert pool["hit_rate"] == pool["hit_tokens"] / pool["queried_tokens"]
+    assert "prefix_cache" not in plain.summary()
+    assert cached.values("ttft").mean() < plain.values("ttft").mean()
+
+
+def test_two_instances_have_to_learn_the_prefixes_each() -> None:
+    one, two = (simulated(True, n).summary()["prefix_cache"][0]["hit_tokens"] for n in (1, 2))
+    assert 0 < one - two <= 5 * 600
+
+
+# --- traces that are repeated -----------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 30), max_size=4).map(tuple), min_size=1, max_size=6),
+    st.lists(st.integers(-1, 20), max_size=20),
+    st.data(),
+)
+def test_a_repeated_round_has_the_same_pattern_and_other_names(
+    rows: list[tuple[int, ...]], requests: list[int], data: st.DataObject
+) -> None:
+    blocks = RepeatedBlocks(rows, np.array(requests, dtype=np.int64))
+    assert len(blocks) == len(requests)
+    for request, found in zip(requests, blocks, strict=True):
+        if request < 0:
+            assert found == ()
+            continue
+        row = rows[request % len(rows)]
+        assert len({b - a for a, b in zip(row, found, strict=True)}) <= 1
+        for other, named in zip(requests, blocks, strict=True):
+            if other >= 0 and other // len(rows) != request // len(rows):
+                assert not set(found) & set(named), "rounds share nothing"
+    mine = np.array(data.draw(st.lists(st.booleans(), min_size=len(requests), max_size=len(requests))), dtype=bool)
+    assert list(blocks.kept(mine)) == [found for found, keep in zip(blocks, mine, strict=True) if keep]
+    assert list(blocks[1:3]) == list(blocks)[1:3]
+    assert blocks == list(blocks)
+
+
+def test_a_trace_that_says_what_is_shared_needs_no_groups() -> None:
+    trace = Trace("t.jsonl", "", np.array([0.0, 1.0]), np.array([600, 700]), np.array([1, 2]), ((0, 1), (0, 2)))
+    workload = Workload(
+        name="w", arrivals=TraceArrivals(), prompt=TraceLengths(), output=TraceLengths(), trace="t.jsonl",
+        shared_prefix=SHARED,
+    )  # fmt: skip
+    with pytest.raises(UsageError, match="so the workload needs no shared_prefix"):
+        build_stream(workload, trace, requests=2, seed=0)
