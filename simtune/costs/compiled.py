@@ -414,12 +414,11 @@ class LinearCosts:
         ticks = self.mixed(verify_tokens, context_tokens, chunks, verify_tokens + completing)
         return ticks + to_ticks(self.per_level_s) * levels
 
-    def rounds(
-        self, num_decodes: int, verify_tokens: int, levels: int, contexts: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
+    def rounds(self, num_decodes: int, verify_tokens: int, levels: int, contexts: NDArray[np.int64]) -> list[int]:
         """See `simtune.costs.protocol.RoundCosts.rounds`."""
         first = self.round(num_decodes, verify_tokens, levels, 0)
-        return first + self._four_ticks[2] * contexts
+        ends: list[int] = (first + self._four_ticks[2] * contexts).cumsum().tolist()
+        return ends
 
 
 def _chunks(budget: int) -> list[int]:

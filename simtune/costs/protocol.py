@@ -50,9 +50,9 @@ class RoundCosts(StepCosts, Protocol):
     """Duration of the steps of an engine that drafts and verifies: `round` and `rounds` take the place of `decode` and
     `mixed`.
 
-    Contexts grow as drafts are accepted, by no rule. So rounds of a jump are told one by one, and the law is
+    Contexts grow as drafts are accepted, by no rule. So the rounds of a jump are told one by one, and the law is
 
-    * `rounds(b, t, d, contexts)[i] == round(b, t, d, contexts[i])`.
+    * `rounds(b, t, d, contexts)[i] == sum(round(b, t, d, c) for c in contexts[: i + 1])`.
     """
 
     def round(
@@ -74,6 +74,7 @@ class RoundCosts(StepCosts, Protocol):
 
     def rounds(
         self, num_decodes: int, verify_tokens: int, levels: int, contexts: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
-        """Ticks of each of some steps without chunks that are alike but for their context tokens."""
+    ) -> list[int]:
+        """After how many ticks each of some steps ends that have no chunks and are alike but for their contexts, which
+        rise."""
         ...

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +27,7 @@ from numpy.typing import NDArray
 from simtune.costs.compiled import CompiledCosts, _DecodeAttention, _sizes, _ticks
 from simtune.costs.drafting import drafting_model, drafting_parallelism
 from simtune.costs.predict import Profile
+from simtune.costs.protocol import UNBOUNDED
 from simtune.costs.ticks import to_ticks
 from simtune.specs.drafts import Shape
 from simtune.specs.hardware import Hardware
@@ -34,6 +36,10 @@ from simtune.specs.plan import Pool
 from simtune.specs.speculation import BlockDrafter, Drafter, Eagle, Medusa
 
 Ints = NDArray[np.int64]
+
+
+_FEW = 24
+"""So many rounds are sooner added up one by one."""
 
 
 class _Line(NamedTuple):
@@ -47,19 +53,23 @@ class _Line(NamedTuple):
         i = bisect_right(self.starts, context_tokens, 1) - 1
         return self.ticks[i] + self.slopes[i] * (context_tokens - self.starts[i])
 
-    def many(self, context_tokens: Ints, least: int) -> Ints:
-        """At contexts that rise, `least` where it would be less."""
+    def piece(self, context_tokens: int) -> tuple[int, int, int]:
+        """(ticks without any context, ticks per context token, contexts below which that holds)."""
         starts, ticks, slopes = self
-        x, last = int(context_tokens[0]), int(context_tokens[-1])
-        i = bisect_right(starts, x, 1) - 1
+        i = bisect_right(starts, context_tokens, 1) - 1
+        end = starts[i + 1] if i + 1 < len(starts) else UNBOUNDED
+        return ticks[i] - slopes[i] * starts[i], slopes[i], end
+
+    def many(self, context_tokens: Ints) -> Ints:
+        """At contexts that rise."""
+        starts, ticks, slopes = self
+        i, last = bisect_right(starts, int(context_tokens[0]), 1) - 1, int(context_tokens[-1])
         found: Ints = context_tokens * slopes[i]
         found += ticks[i] - slopes[i] * starts[i]
         while i + 1 < len(starts) and starts[i + 1] <= last:
             i += 1
             at = int(context_tokens.searchsorted(starts[i]))
             found[at:] = ticks[i] + slopes[i] * (context_tokens[at:] - starts[i])
-        if least > min(found[0], found[-1]):
-            np.maximum(found, least, out=found)
         return found
 
 
@@ -169,17 +179,25 @@ class CompiledRounds(CompiledCosts):
         num_seqs = num_decodes + len(chunks)
         return max(ticks, tables.floor[num_seqs]) + self._after(num_seqs, levels, mixed)
 
-    def rounds(self, num_decodes: int, verify_tokens: int, levels: int, contexts: Ints) -> Ints:
+    def rounds(self, num_decodes: int, verify_tokens: int, levels: int, contexts: Ints) -> list[int]:
         """See `simtune.costs.protocol.RoundCosts.rounds`."""
         if self._launches:
-            told = [self.round(num_decodes, verify_tokens, levels, c) for c in contexts.tolist()]
-            return np.array(told, dtype=np.int64)
-        floor = self._pure.floor[num_decodes]
-        ticks = self._pure_line(num_decodes, verify_tokens, levels).many(contexts, floor)
-        after = self._after(num_decodes, levels, False)
-        if after:
+            return list(accumulate(self.round(num_decodes, verify_tokens, levels, c) for c in contexts.tolist()))
+        floor, after = self._pure.floor[num_decodes], self._after(num_decodes, levels, False)
+        line = self._pure_line(num_decodes, verify_tokens, levels)
+        if len(contexts) > _FEW:
+            ticks = np.maximum(line.many(contexts), floor)
             ticks += after
-        return ticks
+            whole: list[int] = ticks.cumsum().tolist()
+            return whole
+        ends, passed, end = [], 0, 0
+        for context in contexts.tolist():
+            if context >= end:
+                base, slope, end = line.piece(context)
+            gpu = base + slope * context
+            passed += (gpu if gpu > floor else floor) + after
+            ends.append(passed)
+        return ends
 
     def _pure_line(self, num_decodes: int, verify_tokens: int, levels: int) -> _Line:
         """Of a round without chunks, before the host comes in; where launches take no time."""

@@ -32,8 +32,8 @@ class Speculation:
     """Of (request, round, drafts): how many of so many drafts are accepted in a request's verification number `round`,
     counted from 0. In a tree at most its depth.
 
-    It may have a method `many(request, first, count, drafts)`, which is faster: after each of `count` rounds from
-    `first` on, how many tokens have come out of them, when so many drafts are made in each."""
+    It may have a method `many(request, first, count, drafts, tokens)`, which is faster: after each of `count` rounds
+    from `first` on, how many tokens there are, when so many drafts are made in each and there were `tokens` before."""
     drafts: Callable[[int], int] | None = None
     """How many drafts each request gets after a step of so many requests; always max_drafts unless given."""
     lookahead: int = 0
@@ -379,7 +379,7 @@ class SpeculativeBatch:
             rows[0, 0] = computed
             rows[0, 1:] = after[: rounds - 1]
             rows[1] = 1 + drafts
-            self._need(request, rows)
+            self._need(request, rows, 1 + drafts)
             return _Plan(self.steps, drafts, end, rounds, rows, False, 0, int(after[rounds - 1]))
         parts: list[tuple[Ints, Ints | int]] = []  # tokens computed before, tokens verified
         if cut is not None:
@@ -416,7 +416,7 @@ class SpeculativeBatch:
         need = end - computed
         count = min(need, int(need / self._per_round * 1.1) + 4)
         while True:
-            after: Ints = self._many(request, number, count, drafts) + computed
+            after: Ints = self._many(request, number, count, drafts, computed)
             if after[-1] >= end:
                 break
             count = min(need, 2 * count)
@@ -450,10 +450,10 @@ class SpeculativeBatch:
         assert 0 <= accepted <= drafts, f"{accepted} of {drafts} drafts accepted"
         return accepted
 
-    def _need(self, request: Request, rows: Ints) -> None:
-        """Fill in the new blocks of each round."""
-        reach = rows[0] + rows[1]
-        reach += self._speculation.lookahead + self._block_size - 1
+    def _need(self, request: Request, rows: Ints, width: int | None = None) -> None:
+        """Fill in the new blocks of each round; `width` is what each of them verifies, where that is the same."""
+        more = self._speculation.lookahead + self._block_size - 1
+        reach = rows[0] + (rows[1] + more if width is None else width + more)
         top = self._max_model_len + self._block_size - 1
         if self._speculation.stops is not None:
             np.maximum.accumulate(reach, out=reach)

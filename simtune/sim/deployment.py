@@ -84,7 +84,7 @@ class DeployedPool:
 
         An instance with pp pipeline stages runs pp lanes ("virtual engines") that share the stages, each with its own
         batch, its share of the seats and of the KV blocks; a lane's step takes the time of all stages. With
-        data-parallel attention each group of tp ranks is a lane with seats and blocks of its own, and all step together.
+        data-parallel attention each group of tp ranks is a lane with seats and blocks of its own; all step together.
         """
         own, batching, pp = self.spec, self.spec.batching, self.spec.parallelism.pp
         policy = POLICIES[batching.policy]

@@ -101,14 +101,11 @@ class _Informed(Router):
         return self._lightest()
 
     def _lightest(self) -> int | None:
-        best = self._load.index(min(self._load))
-        if self.lanes[best].up:
-            return best
-        best, least = None, 0
-        for i, load in enumerate(self._load):
-            if (best is None or load < least) and self.lanes[i].up:
-                best, least = i, load
-        return best
+        lightest = self._load.index(min(self._load))
+        if self.lanes[lightest].up:
+            return lightest
+        up = [i for i, lane in enumerate(self.lanes) if lane.up]
+        return min(up, key=self._load.__getitem__, default=None)
 
     def _change(self, now: int, at: int, change: int) -> None:
         if self._stale:

@@ -108,14 +108,15 @@ class Luck:
         """How many of so many drafts are accepted in verification `number` of a request."""
         return min(int(self.accepted(request, number, 1)[0]), drafts)
 
-    def many(self, request: Request, first: int, count: int, drafts: int) -> Counts:
-        """After each of `count` verifications of so many drafts, how many tokens have come out of them."""
+    def many(self, request: Request, first: int, count: int, drafts: int, tokens: int) -> Ints:
+        """After each of `count` verifications of so many drafts, how many tokens there are, if `tokens` before."""
         drawn, at = self._of(request.id, first, count)
         if drafts < self._shape.levels:
             kept = np.minimum(drawn.accepted[at : at + count], drafts)
-            return kept.cumsum(dtype=np.int64) + np.arange(1, count + 1)
-        tokens = drawn.tokens[at : at + count]
-        return tokens - drawn.tokens[at - 1] if at else tokens
+            return kept.cumsum(dtype=np.int64) + np.arange(tokens + 1, tokens + 1 + count)
+        if at:
+            tokens -= int(drawn.tokens[at - 1])
+        return drawn.tokens[at : at + count] + tokens
 
     def accepted(self, request: Request, first: int, count: int) -> Counts:
         """How many drafts would be accepted in each of `count` verifications if all were made."""

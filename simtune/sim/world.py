@@ -11,9 +11,10 @@ last bit. At one instant the order is fixed, and it is the order of a real engin
 
 A *lane* is one scheduler with one batch under way: an instance without pipeline parallelism, or one of the pp virtual
 engines of an instance with it. With data-parallel attention an instance is a *gang* of lanes that step together, each
-step as long as that of the lane that takes longest. A lane runs a step as often as the scheduler says nothing can change and the cost model
-says its time is affine, in one event. Whatever the scheduler would notice, an arrival or a KV cache, cuts such a jump
-at the end of the step in which it falls. The lanes of a pipeline jump only while the others are idle.
+step as long as that of the lane that takes longest. A lane runs a step as often as the scheduler says nothing can
+change and the cost model says its time is affine, in one event. Whatever the scheduler would notice, an arrival or a
+KV cache, cuts such a jump at the end of the step in which it falls. The lanes of a pipeline or gang jump only while the
+others are idle.
 
 The event queue is a plain heap: one entry per jump and per arrival, ordered by (tick, phase, subject), so that the
 order above is the key itself. The same events on simpy take about seven times as long: benchmarks/sim/.
@@ -31,6 +32,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -437,8 +439,7 @@ class World:
     @staticmethod
     def _time_rounds(costs: RoundCosts, lane: Lane, step: Step, contexts: Ticks) -> None:
         """A jump over rounds, whose contexts grow as drafts are accepted."""
-        ticks = costs.rounds(step.num_decodes, step.verify_tokens, step.draft_levels, contexts)
-        lane.ends = ticks.cumsum().tolist()
+        lane.ends = costs.rounds(step.num_decodes, step.verify_tokens, step.draft_levels, contexts)
         lane.first, lane.repetitions = lane.ends[0], len(lane.ends)
 
     def _launch(self, now: int, lane: Lane) -> None:
@@ -498,10 +499,8 @@ class World:
         self._steps += lane.repetitions
         lane.busy += end - lane.started
         if lane.ends is not None:
-            ends, decodes = lane.ends, step.num_decodes
-            self._intervals.extend((lane.first, 0, 1, decodes))
-            for i in range(1, lane.repetitions):
-                self._intervals.extend((ends[i] - ends[i - 1], 0, 1, decodes))
+            ends, decodes = [0, *lane.ends[: lane.repetitions]], step.num_decodes
+            self._intervals.extend([x for a, b in pairwise(ends) for x in (b - a, 0, 1, decodes)])
         elif step.num_decodes:
             self._intervals.extend((lane.first, lane.slope, lane.repetitions, step.num_decodes))
         if self._records is not None:

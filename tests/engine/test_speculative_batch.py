@@ -26,8 +26,8 @@ class Luck:
     def __call__(self, request: Request, number: int, drafts: int) -> int:
         return min(self._of(request.id, number), drafts)
 
-    def many(self, request: Request, first: int, count: int, drafts: int) -> np.ndarray:
-        return np.cumsum([1 + self(request, first + i, drafts) for i in range(count)])
+    def many(self, request: Request, first: int, count: int, drafts: int, tokens: int) -> np.ndarray:
+        return tokens + np.cumsum([1 + self(request, first + i, drafts) for i in range(count)])
 
     def _of(self, request: int, number: int) -> int:
         return (request * 7 + number * 5 + number * number // 3) % (self.most + 1)
@@ -36,9 +36,9 @@ class Luck:
 class Stopped(Luck):
     """Told at once for a drafter that stops by itself."""
 
-    def many(self, request: Request, first: int, count: int, drafts: int) -> np.ndarray:
+    def many(self, request: Request, first: int, count: int, drafts: int, tokens: int) -> np.ndarray:
         made = np.minimum(stops(request, first, count), drafts)
-        return np.cumsum([1 + self(request, first + i, int(made[i])) for i in range(count)])
+        return tokens + np.cumsum([1 + self(request, first + i, int(made[i])) for i in range(count)])
 
 
 class OneByOne(Luck):

@@ -119,6 +119,42 @@ def test_a_70b_model_does_not_fit_one_gpu(tmp_path: Path) -> None:
     assert 70e9 * 2 / plan.pools[0].parallelism.tp < memory["weights_bytes"] < memory["total_bytes"]
 
 
+def test_prefill_and_decode_apart_with_a_failure(tmp_path: Path) -> None:
+    """The plan that the README simulates: nobody is lost with the instance, and all that is sent arrives."""
+    run = tmp_path / "run"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "simtune", "simulate", "--plan", "examples/prefill-decode/plan.yaml",
+         "--workload", "chat", "--rate", "12", "--requests", "1200", "--out", str(run)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    plan, summary = Plan.from_file(run / "plan.yaml"), json.loads((run / "summary.json").read_text())
+    assert {pool.role for pool in plan.pools} == {"prefill", "decode"}
+    assert [event.kind for event in plan.events] == ["failure"]
+    assert summary["completed"] == summary["requests"] == 1200
+    assert not summary["saturated"]
+    with (run / "requests.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    blocks = [-(-int(row["prompt_tokens"]) // 16) for row in rows if row["transfer_s"]]
+    # 16 tokens x keys and values x 32 layers x 8 heads x 128 numbers x 2 bytes
+    if not summary["resent"]:
+        assert summary["transferred_bytes"] == sum(blocks) * 16 * 2 * 32 * 8 * 128 * 2
+    parts = ("queue_s", "prefill_s", "transfer_s", "decode_s")
+    for row in rows:
+        assert sum(float(row[part] or 0) for part in parts) == pytest.approx(float(row["e2el_s"]))
+    page = (run / "report.html").read_text()
+    assert "2 prefill and 1 decode instances of llama-3.1-8b on 3 GPUs" in page
+    for pool in plan.pools:
+        assert (run / "engine" / f"vllm-{pool.name}.yaml").is_file()
+        assert f'id="timeline-{pool.name}"' in page
+    assert 'id="instances"' in page
+    assert {x["pool"] for x in summary["instances"]} == {"prefill", "decode"}
+
+
 # --- README -----------------------------------------------------------------------------------------------
 
 

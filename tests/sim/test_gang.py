@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 from hypothesis import HealthCheck, given
@@ -33,7 +34,7 @@ def test_steps_of_a_gang_begin_and_end_together_and_jumps_are_exact(world: Setti
     (jumped, lanes), (stepped, _) = run(world), run(world, single_steps=True)
     assert columns(jumped) == columns(stepped)
     spans = sorted({(r.start, r.end) for r in jumped.records})
-    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    assert all(end <= start for (_, end), (start, _) in pairwise(spans))
     assert all(lane.scheduler.kv.free == lane.scheduler.kv.total for lane in lanes)
     fits = world.stream.prompt_tokens + world.stream.output_tokens <= world.blocks * world.block_size
     assert ((jumped.finish >= 0) == fits).all()

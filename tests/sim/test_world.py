@@ -125,4 +125,5 @@ def test_cutting_a_jump_finds_the_step_in_which_the_arrival_falls(first: int, sl
     n = lane.repetitions_reaching(elapsed)
     assert lane.elapsed(n) >= elapsed
     assert n == 1 or lane.elapsed(n - 1) < elapsed
-    assert lane.elapsed(lane.repetitions_within(elapsed)) <= elapsed < lane.elapsed(lane.repetitions_within(elapsed) + 1)
+    over = lane.repetitions_within(elapsed)
+    assert lane.elapsed(over) <= elapsed < lane.elapsed(over + 1)
