@@ -170,8 +170,11 @@ def _print(name: str, summary: dict[str, Any], intervals: dict[str, Any], out: P
     rows = []
     for metric, block in summary["metrics"].items():
         bounds = intervals.get("metrics", {}).get(metric, {})
-        rows.append((metric.upper(), *(milliseconds(block.get(s)) + _between(bounds.get(s), 1e3) for s in statistics)))
-    print_table(f"{name}: latencies in ms", ("metric", *statistics), rows)
+        spread = (_between(bounds.get(s), 1e3) if intervals else _noise(block, s) for s in statistics)
+        cells = (milliseconds(block.get(s)) + more for s, more in zip(statistics, spread, strict=True))
+        rows.append((metric.upper(), *cells))
+    what = "in brackets: 90 % of redrawn worlds" if intervals else "± 95 %: noise of this run"
+    print_table(f"{name}: latencies in ms ({what})", ("metric", *statistics), rows)
     for key in (
         "requests",
         "refused",
@@ -188,6 +191,12 @@ def _print(name: str, summary: dict[str, Any], intervals: dict[str, Any], out: P
         click.echo("SATURATED: requests pile up faster than they are served; latencies grow without bound")
     if out is not None:
         click.echo(f"report: {out / 'report.html'}")
+
+
+def _noise(block: dict[str, Any], statistic: str) -> str:
+    """` ± x` by batch means, or nothing where the run is too short."""
+    interval = block.get("ci95", {}).get(statistic)
+    return "" if interval is None else f" ± {number((interval[1] - interval[0]) / 2 * 1e3)}"
 
 
 def _between(bounds: list[float | None] | None, scale: float = 1.0) -> str:
