@@ -106,6 +106,8 @@ class DeployedPool:
             }
             if own.kv_cache.prefix_caching and hash_block_tokens is not None:
                 settings |= {"prefix_caching": True, "hash_block_tokens": hash_block_tokens}
+        if batching.safety_margin is not None:
+            settings["safety_margin"] = batching.safety_margin
         swap = 0
         if own.kv_cache.preemption == "swap":
             host = link_of(self.hardware, "host").bytes_per_s * own.parallelism.devices
@@ -499,8 +501,10 @@ def _refused(pool: Pool) -> str | None:
         return "static batches are formed of prompts; a decode pool needs another policy"
     if not pool.batching.chunked_prefill and policy in ALWAYS_CHUNKED:
         return f"policy {policy} always cuts prompts at the token budget; leave chunked_prefill out"
+    if pool.batching.safety_margin is not None and policy not in ALWAYS_CHUNKED:
+        return f"policy {policy} has no safety_margin; leave it out, or choose {' or '.join(ALWAYS_CHUNKED)}"
     if kv_cache.watermark and policy in ALWAYS_CHUNKED:
-        return f"policy {policy} keeps blocks free by a margin of its own; leave kv_cache.watermark out"
+        return f"policy {policy} keeps blocks free by safety_margin; leave kv_cache.watermark out"
     return None
 
 

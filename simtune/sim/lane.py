@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -105,7 +105,7 @@ class Lane:
     started: int = 0
     first: int = 0  # ticks of the first repetition of the running step
     slope: int = 0  # ticks that each further repetition takes longer
-    ends: list[int] | None = None
+    ends: Sequence[int] | None = None
     """After how many ticks each repetition ends, where they are told one by one."""
     repetitions: int = 0
     jumping: bool = False  # in a jump, alone in its pipeline or gang

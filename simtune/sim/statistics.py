@@ -60,7 +60,8 @@ def batch_means(values: Column, statistic: str) -> tuple[float, float] | None:
 
 
 class TokenIntervals:
-    """Distribution of the times between tokens (ITL): every token counts once, none is stored.
+    """Distribution of the times between tokens (ITL): every token counts once, none is stored. The tokens of one round
+    of speculation come together and count as one, as for a client that times what is streamed to it.
 
     A token's time is that of the step that made it. What a request waited besides, after a preemption or for its KV
     cache to come, is not in it.

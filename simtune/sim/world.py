@@ -32,7 +32,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -199,6 +198,7 @@ class World:
         self._steps = 0
         self._bytes = 0
         self._intervals = array("q")  # rows of four
+        self._round_ends, self._round_jumps = array("q"), array("q")
 
     def run(self) -> Outcome:
         """Run until every request is finished or refused, or `stop_when` says so."""
@@ -252,9 +252,19 @@ class World:
             steps=self._steps,
             transferred_bytes=self._bytes,
             lanes=[_use(lane) for lane in self._lanes],
-            intervals=_column(self._intervals).reshape(-1, 4),
+            intervals=np.concatenate([_column(self._intervals).reshape(-1, 4), self._round_intervals()]),
             records=self._records or [],
         )
+
+    def _round_intervals(self) -> Ticks:
+        """Of jumps whose rounds are told one by one: a row for each round."""
+        ends, (rounds, decodes) = _column(self._round_ends), _column(self._round_jumps).reshape(-1, 2).T
+        rows = np.ones((len(ends), 4), dtype=np.int64)
+        rows[:, 0] = np.diff(ends, prepend=0)
+        begins = (rounds.cumsum() - rounds)[rounds > 0]
+        rows[begins, 0] = ends[begins]
+        rows[:, 1], rows[:, 3] = 0, np.repeat(decodes, rounds)
+        return rows
 
     # --- arrivals -----------------------------------------------------------------------------------------
 
@@ -499,8 +509,8 @@ class World:
         self._steps += lane.repetitions
         lane.busy += end - lane.started
         if lane.ends is not None:
-            ends, decodes = [0, *lane.ends[: lane.repetitions]], step.num_decodes
-            self._intervals.extend([x for a, b in pairwise(ends) for x in (b - a, 0, 1, decodes)])
+            self._round_ends.extend(lane.ends[: lane.repetitions])
+            self._round_jumps.extend((lane.repetitions, step.num_decodes))
         elif step.num_decodes:
             self._intervals.extend((lane.first, lane.slope, lane.repetitions, step.num_decodes))
         if self._records is not None:

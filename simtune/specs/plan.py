@@ -51,6 +51,10 @@ class Batching(Part):
     max_num_seqs: Count
     max_num_batched_tokens: Count
     chunked_prefill: bool = True
+    safety_margin: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None,
+        description="transformers policies: share of free blocks below which nobody is admitted; default theirs",
+    )
     prediction_sigma: NonNegative = Field(
         0.5, description="how far off predicted output lengths are, for policies that use them: log standard deviation"
     )
@@ -271,7 +275,9 @@ class Plan(Spec):
             of_instance = (event.pool, event.instance)
             over = present.get(of_instance, 0.0)
             if event.at_s < over or (isinstance(event, Start) and of_instance in present):
-                which = "before an earlier event of that instance is over" if over < math.inf else "after its last event"
+                which = (
+                    "before an earlier event of that instance is over" if over < math.inf else "after its last event"
+                )
                 raise ErrorAt(
                     f"the {event.kind} of instance {event.instance} of pool {event.pool} at {event.at_s:g} s comes "
                     f"{which}; list them in order, a start first; a failed instance comes back by recover_s",

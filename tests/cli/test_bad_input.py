@@ -377,8 +377,8 @@ APART = MINE.replace("{name: a,", "{name: a, role: prefill,").replace("{name: b,
         ),
         pytest.param(
             MINE.replace("max_model_len: 16384}", "max_model_len: 16384, kv_cache: {num_blocks: 1024}}", 1),
-            "plan.yaml:6:37: pools.0.kv_cache.num_blocks: 1024 KV blocks, one of them the engine's own, cannot hold one "
-            "request of max_model_len (16384), which needs 1024; give 1025 or more, or lower max_model_len",
+            "plan.yaml:6:37: pools.0.kv_cache.num_blocks: 1024 KV blocks, one of them the engine's own, cannot hold "
+            "one request of max_model_len (16384), which needs 1024; give 1025 or more, or lower max_model_len",
             id="no room for one request",
         ),
         pytest.param(
@@ -402,9 +402,10 @@ def test_a_plan_that_names_what_is_not_there(desk: Any, text: str, message: str)
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        (("batching.safety_margin=0.1",), "policy vllm-fcfs has no safety_margin; leave it out, or choose transf"),
         (("batching.policy=static", "max_model_len=4096"), "policy static never cuts prompts"),
         (("batching.policy=orca", "max_model_len=4096"), "policy orca never cuts prompts"),
-        (("batching.policy=transformers-fifo", "kv_cache.watermark=0.1"), "keeps blocks free by a margin of its own"),
+        (("batching.policy=transformers-fifo", "kv_cache.watermark=0.1"), "keeps blocks free by safety_margin"),
         (
             ("batching.policy=transformers-prefill-first", "batching.chunked_prefill=false",
              "batching.max_num_batched_tokens=16384"),

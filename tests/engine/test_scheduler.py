@@ -191,6 +191,18 @@ def test_a_swapped_request_brings_its_blocks_back_and_computes_nothing_again() -
     assert computed == 2 * (8 + 8 - 1)
 
 
+def test_what_is_computed_again_is_not_swapped() -> None:
+    scheduler = engine(5, 4, 2, 16)
+    for number in (0, 1):
+        scheduler.add(Request(number, 8, 8))
+    preempted = 0
+    while (step := scheduler.schedule()) is not None:
+        preempted += len(step.preempted)
+        assert (step.swapped_out_blocks, step.swapped_in_blocks) == (0, 0)
+        scheduler.complete()
+    assert preempted == 1
+
+
 def test_the_watermark_keeps_a_newcomer_out_but_not_the_only_one() -> None:
     def running(watermark: int) -> list[int]:
         scheduler = VllmFcfs(

@@ -14,6 +14,6 @@ from tests.sim.test_cluster import check
 
 @pytest.mark.parametrize("policy", POLICIES)
 @given(data=st.data())
-@hypothesis_settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@hypothesis_settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_jumps_equal_steps_and_nothing_is_lost(policy: str, data: st.DataObject) -> None:
     check(data.draw(of_policy(policy)))

@@ -1,4 +1,4 @@
-"""Speculation under the clock: jumps and single steps agree to the tick; luck is that of the requests, not of the plan."""
+"""Speculation under the clock: jumps and single steps agree to the tick; luck is of the requests, not of the plan."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from simtune.costs.compiled import LinearCosts
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import VllmFcfs
 from simtune.sim.lane import Lane
-from simtune.sim.world import Outcome
+from simtune.sim.world import Outcome, World
 from tests.sim.worlds import Setting, settings, stream_of
 
 COLUMNS = ("scheduled", "first_token", "finish", "preemptions")
@@ -127,3 +127,15 @@ def test_cutting_a_jump_finds_the_step_in_which_the_arrival_falls(first: int, sl
     assert n == 1 or lane.elapsed(n - 1) < elapsed
     over = lane.repetitions_within(elapsed)
     assert lane.elapsed(over) <= elapsed < lane.elapsed(over + 1)
+
+
+def test_steps_after_a_swap_do_not_wait_for_it_again() -> None:
+    """Five blocks of 4; 1 s a step and 10 s a block. Each of two prompts of 8 fills two, and then needs a third."""
+    scheduler = VllmFcfs(
+        num_blocks=5, block_size=4, max_num_seqs=2, max_num_batched_tokens=16, max_model_len=16, preemption="swap"
+    )
+    lane = Lane(scheduler, LinearCosts(step_s=1.0), swap=10 * TICKS_PER_SECOND)
+    outcome = World([lane], stream_of([0.0, 0.0], [8, 8], [8, 8])).run()
+    # The second goes out before the step that begins at 1 and ends at 22; the first is done six steps later, at 28.
+    # Then the second comes back, which takes 20 s more of one of its seven steps.
+    assert (outcome.finish / TICKS_PER_SECOND).tolist() == [28.0, 28.0 + 7 + 20]

@@ -1,0 +1,86 @@
+"""What drafting costs a simulation: the same 10,000 requests with a tree and without, in one process.
+
+    python -m pytest benchmarks/sim/test_speculation_speed.py -m benchmark_only -s
+
+CPU seconds of a whole simulation, luck included, the least of some runs that take turns; nothing is asserted about
+time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from simtune.api import load_hardware, load_model
+from simtune.sim.deployment import default_plan, deploy
+from simtune.sim.requests import build_stream
+from simtune.sim.speculation import Drafting
+from simtune.specs.acceptance import Acceptance, PerRank
+from simtune.specs.plan import Plan
+from simtune.specs.speculation import Chain, Eagle, Scheme, Speculation, StaticTree
+from simtune.specs.workload import Lognormal, Poisson, Workload
+
+pytestmark = pytest.mark.benchmark_only
+
+LOADS = {
+    "chat": (8.0, 900, 250),
+    "busy chat": (20.0, 900, 250),
+    "reasoning": (0.8, 600, 4000),
+    "code completion": (8.0, 2000, 30),
+}
+"""Requests per second, mean prompt tokens, mean output tokens."""
+
+RANKS = PerRank(probability=((0.6, 0.2, 0.1), (0.5, 0.18, 0.08), (0.45, 0.15, 0.06)))
+SCHEMES: dict[str, Scheme] = {
+    "tree": StaticTree(nodes=((1,), (2,), (3,), (1, 1), (1, 2), (2, 1), (1, 1, 1))),
+    "chain": Chain(tokens=3),
+}
+
+
+def least_cpu_s(works: list[Callable[[], Any]], turns: int = 5) -> list[float]:
+    least = [float("inf")] * len(works)
+    for _ in range(turns):
+        for i, work in enumerate(works):
+            start = time.process_time()
+            work()
+            least[i] = min(least[i], time.process_time() - start)
+    return least
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_a_tree_against_none(load: str, benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    rate, prompt, output = LOADS[load]
+    workload = Workload(
+        name="load",
+        arrivals=Poisson(rate_rps=rate),
+        prompt=Lognormal(mean_tokens=prompt, sigma=0.8, max_tokens=30_000),
+        output=Lognormal(mean_tokens=output, sigma=0.8, max_tokens=30_000),
+    )
+    stream = build_stream(workload, None, requests=10_000, seed=1)
+    model, hardware = load_model("llama-3.1-8b"), load_hardware("h100-sxm")
+    plain = default_plan(model, hardware, stream)
+    acceptance = Acceptance(name="assumed", origin="assumed", source="made up", rates=RANKS)
+
+    def drafting(scheme: Scheme) -> Plan:
+        spec = Speculation(drafter=Eagle(), scheme=scheme, acceptance="assumed")
+        pools = tuple(pool.model_copy(update={"speculation": spec}) for pool in plain.pools)
+        return plain.model_copy(update={"pools": pools})
+
+    plans = [plain, *map(drafting, SCHEMES.values())]
+    deployments = [deploy(plan, model, hardware, drafting=Drafting(acceptance)) for plan in plans]
+    results = [deployment.simulate(stream) for deployment in deployments]
+    took = least_cpu_s([lambda d=d: d.simulate(stream) for d in deployments])  # type: ignore[misc]
+    benchmark.extra_info.update(zip(("plain_s", *SCHEMES), took, strict=True))
+    benchmark.pedantic(lambda: deployments[1].simulate(stream), rounds=1)
+    with capsys.disabled():
+        print(f"\n{load}: 10,000 requests without drafts {took[0]:.2f} s CPU, {results[0].outcome.steps:,} steps")
+        for name, s, result in zip(SCHEMES, took[1:], results[1:], strict=True):
+            outcome, drafted = result.outcome, result.drafted
+            print(
+                f"  with a {name}: {s:.2f} s, {s / took[0]:.2f} x; "
+                f"{outcome.steps:,} steps in {outcome.events:,} events, "
+                f"{drafted.tokens / drafted.rounds:.2f} tokens per round"
+            )

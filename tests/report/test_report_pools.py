@@ -1,0 +1,87 @@
+"""The page of a plan with several pools: each is named, and what a request's time is made up of adds up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simtune.report import info
+from simtune.report.page import render
+from simtune.report.run import read_run
+
+RunMaker = Callable[..., Path]
+
+PARALLELISM = {"tp": 2, "pp": 1}
+BATCHING = {"policy": "vllm-fcfs", "max_num_seqs": 64, "max_num_batched_tokens": 8192}
+POOLS = [
+    {"name": "front", "role": "prefill", "hardware": "h100-sxm", "instances": 2, "parallelism": PARALLELISM,
+     "batching": BATCHING},
+    {"name": "back", "role": "decode", "hardware": "h200-sxm", "instances": 1, "parallelism": {"tp": 4, "pp": 1},
+     "batching": {**BATCHING, "max_num_seqs": 256}},
+]  # fmt: skip
+
+
+def block(mean: float, count: int = 100) -> dict[str, Any]:
+    return {"unit": "s", "count": count} | dict.fromkeys(("mean", "p50", "p90", "p95", "p99", "max"), mean)
+
+
+@pytest.fixture
+def apart(make_run: RunMaker) -> Path:
+    """Half of 100 requests had an answer of one token, and were sent nowhere."""
+    timeline = {"t_s": [0.0, 1.0], "running": [1.0, 2.0], "waiting": [0.0, 1.0], "kv_used": [0.1, 0.2]}
+    return make_run(
+        searched=False,
+        slo=[],
+        num_gpus=8,
+        plan={"name": "pd", "pools": POOLS},
+        metrics={
+            "ttft": block(0.3), "tpot": block(0.01, 50), "itl": block(0.012, 4000), "e2el": block(2.0),
+            "queue": block(0.1), "prefill": block(0.2), "transfer": block(0.4, 50), "decode": block(1.5),
+        },
+        pool_timelines=[{"pool": pool["name"], **timeline} for pool in POOLS],
+        instances=[
+            {"pool": "front", "instance": 0, "busy": 0.5, "requests": 0},
+            {"pool": "front", "instance": 1, "busy": 0.25, "requests": 0},
+            {"pool": "back", "instance": 0, "busy": 0.99, "requests": 100},
+        ],
+        prefix_cache=[{"pool": "front", "queried_tokens": 1000, "hit_tokens": 250, "hit_rate": 0.25}],
+    )  # fmt: skip
+
+
+def test_the_headline_counts_the_instances_of_each_pool(apart: Path) -> None:
+    run = read_run(apart)
+    assert "(2 front and 1 back instances of llama-3.1-8b on 8 GPUs)" in info.headline(run)
+    assert info.pool_rows(run.summary) == [
+        ("front", "prefill", "h100-sxm", "2", "2", "vllm-fcfs", "64", "8,192"),
+        ("back", "decode", "h200-sxm", "1", "4", "vllm-fcfs", "256", "8,192"),
+    ]
+    assert ("prefix cache of front", "25.0 %", "of prompt tokens found") in info.key_figures(run.summary)
+
+
+def test_the_parts_of_a_request_add_up_to_its_time(apart: Path) -> None:
+    parts = info.e2el_parts(read_run(apart).summary)
+    assert [(name, mean) for name, mean, _ in parts] == [
+        ("Queueing", "100 ms"), ("Prefill", "200 ms"), ("KV transfer", "200 ms"), ("Decode", "1,500 ms"),
+    ]  # fmt: skip
+    assert sum(share for *_, share in parts) == pytest.approx(1.0)
+
+
+def test_times_between_tokens_have_a_row_and_absent_parts_have_none(apart: Path, make_run: RunMaker) -> None:
+    names = [row[0] for row in info.latency_rows(read_run(apart).summary)]
+    assert names == ["TTFT", "TPOT", "ITL", "E2EL", "Queueing", "Prefill", "KV transfer", "Decode"]
+    mixed = make_run(metrics={"ttft": block(0.3), "tpot": block(0.01), "e2el": block(2.0),
+                              "transfer": {"unit": "s", "count": 0}})  # fmt: skip
+    assert [row[0] for row in info.latency_rows(read_run(mixed).summary)] == ["TTFT", "TPOT", "E2EL"]
+
+
+def test_every_pool_and_instance_is_drawn(apart: Path, make_run: RunMaker) -> None:
+    page = render(apart)
+    for name in ("timeline-front", "timeline-back", "instances"):
+        assert f'id="{name}"' in page
+    assert 'id="timeline"' not in page
+    single = render(make_run())
+    assert 'id="instances"' not in single
+    assert 'id="timeline"' in single
