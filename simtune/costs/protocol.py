@@ -72,9 +72,7 @@ class RoundCosts(StepCosts, Protocol):
         """
         ...
 
-    def rounds(
-        self, num_decodes: int, verify_tokens: int, levels: int, contexts: NDArray[np.int64]
-    ) -> list[int]:
+    def rounds(self, num_decodes: int, verify_tokens: int, levels: int, contexts: NDArray[np.int64]) -> Sequence[int]:
         """After how many ticks each of some steps ends that have no chunks and are alike but for their contexts, which
         rise."""
         ...

@@ -16,6 +16,7 @@ without. A prompt just completed is taken to be as long as the chunks of its ste
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -159,10 +160,11 @@ class CompiledRounds(CompiledCosts):
             return max(ticks, self._pure.floor[num_decodes]) + self._after(num_decodes, levels, False)
         mixed = bool(chunks)
         tables = self._mixed if mixed else self._pure
-        new = 0
+        new = length = 0
         ticks = tables.head[verify_tokens + completing]
         for past, tokens in chunks:
             new += tokens
+            length += past + tokens
             ticks += self._chunk + self._prefill[past + tokens] - self._cached[past]
         ticks += tables.linear[verify_tokens + new]
         if num_decodes:
@@ -173,13 +175,13 @@ class CompiledRounds(CompiledCosts):
             drafting = num_decodes + completing
             context = context_tokens - verify_tokens + levels * num_decodes
             if completing:
-                context += completing * (sum(past + tokens for past, tokens in chunks) // len(chunks) + levels)
+                context += completing * (length // len(chunks) + levels)
             ticks += self._draft(drafting, levels, context, mixed)
             ticks += self._draft_chunks(drafting * (levels + 1), chunks, new)
         num_seqs = num_decodes + len(chunks)
         return max(ticks, tables.floor[num_seqs]) + self._after(num_seqs, levels, mixed)
 
-    def rounds(self, num_decodes: int, verify_tokens: int, levels: int, contexts: Ints) -> list[int]:
+    def rounds(self, num_decodes: int, verify_tokens: int, levels: int, contexts: Ints) -> Sequence[int]:
         """See `simtune.costs.protocol.RoundCosts.rounds`."""
         if self._launches:
             return list(accumulate(self.round(num_decodes, verify_tokens, levels, c) for c in contexts.tolist()))
@@ -188,8 +190,7 @@ class CompiledRounds(CompiledCosts):
         if len(contexts) > _FEW:
             ticks = np.maximum(line.many(contexts), floor)
             ticks += after
-            whole: list[int] = ticks.cumsum().tolist()
-            return whole
+            return array("q", ticks.cumsum().tobytes())
         ends, passed, end = [], 0, 0
         for context in contexts.tolist():
             if context >= end:

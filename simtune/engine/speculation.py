@@ -32,8 +32,9 @@ class Speculation:
     """Of (request, round, drafts): how many of so many drafts are accepted in a request's verification number `round`,
     counted from 0. In a tree at most its depth.
 
-    It may have a method `many(request, first, count, drafts, tokens)`, which is faster: after each of `count` rounds
-    from `first` on, how many tokens there are, when so many drafts are made in each and there were `tokens` before."""
+    It may have a method `many(request, first, count, drafts, tokens)`, which is faster: after each of at least
+    `count` rounds from `first` on, how many tokens there are, when so many drafts are made in each and there were
+    `tokens` before."""
     drafts: Callable[[int], int] | None = None
     """How many drafts each request gets after a step of so many requests; always max_drafts unless given."""
     lookahead: int = 0
@@ -109,7 +110,6 @@ class SpeculativeBatch:
         self._joins = 0
         self._longest: int | None = None  # drafts of any member
         self._ragged = 0  # members whose plan is
-        self._per_round = 1.0  # tokens, about: how many rounds to ask for
         self.steps = 0
         self._rounds = self._drafted = self._accepted = self._tokens = 0
 
@@ -414,14 +414,13 @@ class SpeculativeBatch:
         """(tokens computed after each round, rounds until `end`), when max_model_len cuts none; perhaps some more."""
         assert self._many is not None
         need = end - computed
-        count = min(need, int(need / self._per_round * 1.1) + 4)
+        count = -(-need // (1 + drafts))
         while True:
             after: Ints = self._many(request, number, count, drafts, computed)
             if after[-1] >= end:
                 break
-            count = min(need, 2 * count)
+            count = min(need, 2 * len(after))
         rounds = int(after.searchsorted(end)) + 1
-        self._per_round += 0.1 * (need / rounds - self._per_round)
         return after, rounds
 
     def _before_the_limit(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -109,23 +110,25 @@ class Luck:
         return min(int(self.accepted(request, number, 1)[0]), drafts)
 
     def many(self, request: Request, first: int, count: int, drafts: int, tokens: int) -> Ints:
-        """After each of `count` verifications of so many drafts, how many tokens there are, if `tokens` before."""
-        drawn, at = self._of(request.id, first, count)
+        """After each of `count` verifications of so many drafts, and of others that are drawn already, how many tokens
+        there are, if `tokens` before.
+        """
+        drawn, at, end = self._of(request.id, first, count)
         if drafts < self._shape.levels:
-            kept = np.minimum(drawn.accepted[at : at + count], drafts)
-            return kept.cumsum(dtype=np.int64) + np.arange(tokens + 1, tokens + 1 + count)
+            kept = np.minimum(drawn.accepted[at:end], drafts)
+            return kept.cumsum(dtype=np.int64) + np.arange(tokens + 1, tokens + 1 + end - at)
         if at:
             tokens -= int(drawn.tokens[at - 1])
-        return drawn.tokens[at : at + count] + tokens
+        return drawn.tokens[at:end] + tokens
 
     def accepted(self, request: Request, first: int, count: int) -> Counts:
         """How many drafts would be accepted in each of `count` verifications if all were made."""
-        drawn, at = self._of(request.id, first, count)
+        drawn, at, _ = self._of(request.id, first, count)
         return drawn.accepted[at : at + count]
 
     def stops(self, request: Request, first: int, count: int) -> Counts:
         """After how many drafts the drafter stops, its confidence being the acceptance itself."""
-        drawn, at = self._of(request.id, first, count)
+        drawn, at, _ = self._of(request.id, first, count)
         return drawn.stops[at : at + count]
 
     @property
@@ -135,9 +138,14 @@ class Luck:
 
     def length(self, request: Request) -> int:
         """After how many drafts the drafter stops in all rounds of a request, where they do not differ."""
+        return self._lengths[request.id]
+
+    @cached_property
+    def _lengths(self) -> list[int]:
         assert isinstance(self._scheme, Threshold)
-        at_least = self._columns(np.array([request.id]))[0]
-        return int((at_least >= 1 - self._scheme.stop_at - _EQUAL).sum())
+        at_least = self._columns(np.arange(len(self._output)))
+        lengths: list[int] = (at_least >= 1 - self._scheme.stop_at - _EQUAL).sum(axis=1).tolist()
+        return lengths
 
     def shares(self, requests: Sequence[Request]) -> list[int]:
         """A budget of drafts shared out to where they are likeliest to be kept; of equals to the shortest drafts, then
@@ -151,8 +159,8 @@ class Luck:
         counts: list[int] = np.bincount(best % len(requests), minlength=len(requests)).tolist()
         return counts
 
-    def _of(self, request: int, first: int, count: int) -> tuple[_Drawn, int]:
-        """Some drawn rounds, and where among them those of a request from `first` on are found."""
+    def _of(self, request: int, first: int, count: int) -> tuple[_Drawn, int, int]:
+        """Some drawn rounds, and from where to where they are a request's from `first` on, at least `count`."""
         number, row = divmod(request, _REQUESTS)
         group = self._groups.get(number)
         if group is None:
@@ -160,10 +168,10 @@ class Luck:
                 del self._groups[next(iter(self._groups))]
             requests = np.arange(number * _REQUESTS, min((number + 1) * _REQUESTS, len(self._output)))
             group = self._groups[number] = self._draw(requests, 0, self._about(requests))
-        at = group.starts[row] + first
-        if at + count <= group.starts[row + 1]:
-            return group, at
-        return self._draw(np.array([request]), first, np.array([count])), 0
+        at, end = group.starts[row] + first, group.starts[row + 1]
+        if at + count <= end:
+            return group, at, end
+        return self._draw(np.array([request]), first, np.array([count])), 0, count
 
     def _about(self, requests: Ints) -> Ints:
         """Rounds that requests may need; more are drawn where that was not enough."""

@@ -47,7 +47,7 @@ def batch_means(values: Column, statistic: str) -> tuple[float, float] | None:
     values = values[warm_up(values) :]
     size = len(values) // BATCHES
     beyond = 1.0 if statistic == "mean" else 1 - float(statistic[1:]) / 100
-    if size * beyond < 10:
+    if size * beyond < 10 - 1e-9:
         return None
     batches = values[: size * BATCHES].reshape(BATCHES, size)
     if statistic == "mean":

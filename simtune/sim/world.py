@@ -117,7 +117,7 @@ class Outcome:
     transferred: Ticks
     """When its KV cache had come to the decode instance; -1 where nothing was sent."""
     resent: Ticks
-    """How often it was sent again because an instance failed."""
+    """How often it was sent again because an instance failed; those that waited at one that left are not counted."""
     aborted: bool
     events: int
     steps: int

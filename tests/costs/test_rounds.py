@@ -1,0 +1,112 @@
+"""Compiled rounds are those of the cost model, jump or step, and cost nothing extra where nothing is drafted."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+
+from simtune.costs.compiled import compile_costs
+from simtune.costs.drafting import RoundCosts
+from simtune.costs.rounds import CompiledRounds
+from simtune.costs.ticks import TICKS_PER_SECOND
+from simtune.specs.catalog import load_hardware, load_model
+from simtune.specs.drafts import shape_of
+from simtune.specs.hardware import Calibration, Correction
+from simtune.specs.plan import Batching, Pool
+from simtune.specs.speculation import BlockDrafter, Chain, Drafter, DraftModel, Eagle, Medusa, Ngram, Scheme, StaticTree
+
+MODEL, HARDWARE, DRAFT = load_model("llama-3.1-8b"), load_hardware("h100-sxm"), load_model("llama-3.2-1b")
+LONGEST = 8192
+
+SCHEMES: dict[str, Scheme] = {
+    "chain": Chain(tokens=4),
+    "tree": StaticTree(nodes=((1,), (2,), (1, 1), (1, 2), (2, 1), (1, 1, 1))),
+}
+DRAFTERS: dict[str, Drafter] = {
+    "head": Eagle(),
+    "model": DraftModel(model=DRAFT.name),
+    "medusa": Medusa(heads=4),
+    "n-gram": Ngram(lookup_max=3, host_s=1e-5),
+    "block": BlockDrafter(layers=2),
+}
+
+
+def pool(**settings: object) -> Pool:
+    batching = Batching(max_num_seqs=64, max_num_batched_tokens=2048)
+    given = {"hardware": HARDWARE.name, "instances": 1, "batching": batching, "max_model_len": LONGEST, **settings}
+    return Pool.model_validate(given)
+
+
+def rounds(drafter: str, scheme: str = "chain", its: Pool | None = None) -> CompiledRounds:
+    draft = DRAFT if drafter == "model" else None
+    return CompiledRounds(MODEL, HARDWARE, its or pool(), LONGEST, DRAFTERS[drafter], shape_of(SCHEMES[scheme]), draft)
+
+
+@pytest.mark.parametrize("its", [pool(), pool(async_scheduling=False)], ids=["asynchronous", "synchronous"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_compiled_round_takes_what_the_model_says(drafter: str, scheme: str, its: Pool) -> None:
+    shape, compiled = shape_of(SCHEMES[scheme]), rounds(drafter, scheme, its)
+    told = RoundCosts(MODEL, HARDWARE, its, DRAFTERS[drafter], DRAFT if drafter == "model" else None)
+    for batch, context in ((1, 500), (8, 1000), (33, 777), (64, 3000)):
+        tokens = 1 + shape.drafts
+        ticks = compiled.round(batch, batch * tokens, shape.levels, batch * (context + tokens))
+        expected = told(batch, context, tokens, shape.levels, shape.width)
+        assert ticks / TICKS_PER_SECOND == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("its", [pool(), pool(cuda_graphs=False)], ids=["graphs", "no graphs"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("number", [1, 5, 400])
+def test_a_jump_is_the_sum_of_its_rounds(drafter: str, its: Pool, number: int) -> None:
+    """Over many pieces of the tables, and where the verified tokens are no multiple of the batch."""
+    compiled = rounds(drafter, its=its)
+    contexts = np.cumsum(np.random.default_rng(1).integers(0, 150, number)) + 2000
+    for batch, tokens in ((8, 40), (8, 27), (1, 5)):
+        ends = list(compiled.rounds(batch, tokens, 4, contexts))
+        assert ends == np.cumsum([compiled.round(batch, tokens, 4, c) for c in contexts.tolist()]).tolist()
+
+
+def test_without_drafts_a_round_is_a_step() -> None:
+    compiled, plain = rounds("head"), compile_costs(MODEL, HARDWARE, pool(), LONGEST)
+    for batch, context in ((1, 700), (8, 9000), (60, 100_000)):
+        assert compiled.round(batch, batch, 0, context) == plain.decode(batch, context)[0]
+        chunks = [(0, 300), (512, 200)]
+        assert compiled.round(batch, batch, 0, context, chunks, 1) == plain.mixed(batch, context, chunks, batch + 1)
+
+
+def test_the_drafter_reads_prompts_too() -> None:
+    chunks = [(0, 1500)]
+    took = {}
+    for drafter in ("n-gram", "head", "model"):
+        compiled = rounds(drafter)
+        took[drafter] = compiled.round(8, 40, 4, 8 * 1000, chunks) - compiled.round(8, 40, 4, 8 * 1000)
+    assert took["n-gram"] < took["head"] < took["model"]
+
+
+def test_they_are_compiled_again_elsewhere() -> None:
+    compiled = rounds("model", "tree")
+    again = pickle.loads(pickle.dumps(compiled))
+    assert again.round(8, 56, 3, 9000) == compiled.round(8, 56, 3, 9000)
+
+
+def test_more_costs_more() -> None:
+    compiled = rounds("model")
+    base = compiled.round(8, 24, 2, 8000)
+    assert compiled.round(8, 25, 2, 8000) >= base
+    assert compiled.round(8, 32, 3, 8000) > base
+    assert compiled.round(8, 24, 2, 80_000) > base
+
+
+def test_a_correction_of_steps_goes_for_rounds() -> None:
+    """An engine's log has all of the GPU time off by a factor, and an offset in place of the host."""
+    errors = dict.fromkeys(("median_before", "p90_before", "median_after", "p90_after"), 0.1)
+    decode = Correction(scale=1.5, offset_s=1e-3, steps=100, **errors)
+    calibration = Calibration(model=MODEL.name, tp=1, pp=1, source="a log", decode=decode)
+    corrected = HARDWARE.model_copy(update={"calibration": calibration})
+    shape = shape_of(SCHEMES["chain"])
+    compiled = CompiledRounds(MODEL, corrected, pool(), LONGEST, DRAFTERS["head"], shape)
+    expected = RoundCosts(MODEL, corrected, pool(), DRAFTERS["head"])(8, 1000, 5, 4, 1)
+    assert compiled.round(8, 40, 4, 8 * 1005) / TICKS_PER_SECOND == pytest.approx(expected, rel=1e-3)
