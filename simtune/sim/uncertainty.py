@@ -4,18 +4,20 @@ A time model errs in the same direction for all layers, steps and plans that use
 operator kind and simulated world, never per call: independent errors would average out and fake certainty. World
 i of a seed has the same errors for every plan, so that plans can be compared world by world.
 
-What this covers is the error of operator times as seen on points held back from their fits. It does not cover what the
+What this covers is the error of operator times as seen on points held back from their fits, and that of acceptance as
+its estimate states it. It does not cover what the
 model leaves out: another engine release, noise of the machine, or a load that is not the one asked about.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from simtune.costs.iteration import KINDS
 from simtune.costs.predict import Profile
@@ -29,7 +31,7 @@ from simtune.specs.plan import Plan
 from simtune.specs.workload import Slo
 
 LEVEL = 0.9
-_PURPOSE = 4  # key of the random streams of `simtune.sim.requests`, continued
+_PURPOSE = 6  # key of the random streams of `simtune.sim.requests`, continued
 
 _FIXED = {
     "requests", "num_gpus", "unit", "count", "offered_rate_rps", "limit_s", "class", "metric", "statistic",
@@ -60,14 +62,23 @@ class Uncertainty:
         }
 
 
-def worlds(hardware: Hardware, count: int, seed: int) -> list[dict[str, float]]:
-    """`count` worlds: a factor on the time of every operator kind, lognormal with the kind's typical log error."""
-    log_sd = Profile(hardware).kind_log_sd()
-    drawn = {
-        kind: np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, _PURPOSE, i)))).standard_normal(count)
-        for i, kind in enumerate(KINDS)
-    }
+def worlds(hardware: Iterable[Hardware], count: int, seed: int) -> list[dict[str, float]]:
+    """`count` worlds: a factor on the time of every operator kind, lognormal with the kind's typical log error.
+
+    Pools on different hardware share the factor, of the size of the larger error.
+    """
+    log_sd: dict[str, float] = {}
+    for one in hardware:
+        for kind, sd in Profile(one).kind_log_sd().items():
+            log_sd[kind] = max(sd, log_sd.get(kind, 0.0))
+    drawn = {kind: _normal(seed, i, count) for i, kind in enumerate(KINDS)}
     return [{kind: math.exp(log_sd[kind] * drawn[kind][i]) for kind in KINDS if kind in log_sd} for i in range(count)]
+
+
+def _normal(seed: int, purpose: int, count: int) -> NDArray[np.float64]:
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, _PURPOSE, purpose)))).standard_normal(
+        count
+    )
 
 
 def uncertainty(
@@ -79,11 +90,17 @@ def uncertainty(
     seed: int,
     jobs: int | None = None,
 ) -> Uncertainty:
-    """Simulate the same requests in `count` redrawn worlds; `jobs` processes, the answer does not depend on it."""
+    """Simulate the same requests in `count` redrawn worlds; `jobs` processes, the answer does not depend on it.
+
+    Where drafts are verified, how often they are kept is off too: by one multiple of its standard errors per world.
+    """
     d = deployment
+    hardware = {pool.spec.hardware: pool.hardware for pool in d.pools}
     tasks = [
-        _World(d.plan, d.model, d.hardware, d.drafting, stream, slo or Slo(), factors)
-        for factors in worlds(deployment.hardware, count, seed)
+        _World(d.plan, d.model, hardware, _shifted(d.drafting, float(errors)), stream, slo or Slo(), factors, seed)
+        for factors, errors in zip(
+            worlds(hardware.values(), count, seed), _normal(seed, len(KINDS), count), strict=True
+        )
     ]
     with executor(jobs, count) as pool:
         found = list(ordered_map(pool, _World.run, tasks))
@@ -97,19 +114,24 @@ def uncertainty(
     )
 
 
+def _shifted(drafting: Mapping[str, Drafting], errors: float) -> dict[str, Drafting]:
+    return {pool: replace(one, acceptance=one.acceptance.shifted(errors)) for pool, one in drafting.items()}
+
+
 @dataclass(frozen=True)
 class _World:
     plan: Plan
     model: Model
-    hardware: Hardware
+    hardware: Mapping[str, Hardware]
     drafting: Mapping[str, Drafting]
     stream: RequestStream
     slo: Slo
     factors: Mapping[str, float]
+    seed: int
 
     def run(self) -> tuple[dict[str, Any], bool]:
         deployment = deploy(self.plan, self.model, self.hardware, factors=self.factors, drafting=self.drafting)
-        result = deployment.simulate(self.stream, self.slo)
+        result = deployment.simulate(self.stream, self.slo, seed=self.seed)
         summary = result.summary()
         del summary["quantiles"]
         return summary, result.meets_slo

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -40,6 +41,13 @@ class PerPosition(Part):
     def ranks(self, depth: int) -> tuple[tuple[float, ...], ...]:
         """At each depth of a tree, the probability that the target takes the candidate of each rank."""
         return tuple((a,) for a in self.chain(depth))
+
+    def shifted(self, errors: float) -> Self:
+        """All rates higher by so many of their standard errors; the same where these are not known."""
+        if self.standard_error is None:
+            return self
+        pairs = zip(self.conditional, self.standard_error, strict=True)
+        return self.model_copy(update={"conditional": tuple(_probability(a + errors * se) for a, se in pairs)})
 
 
 class PerRank(Part):
@@ -84,6 +92,16 @@ class PerRank(Part):
     def ranks(self, depth: int) -> tuple[tuple[float, ...], ...]:
         return self.probability[:depth]
 
+    def shifted(self, errors: float) -> Self:
+        """See `PerPosition.shifted`; a row that would add up to more than 1 is scaled down to it."""
+        if self.standard_error is None:
+            return self
+        rows = []
+        for row, error in zip(self.probability, self.standard_error, strict=True):
+            moved = [_probability(p + errors * se) for p, se in zip(row, error, strict=True)]
+            rows.append(tuple(p / max(1.0, sum(moved)) for p in moved))
+        return self.model_copy(update={"probability": tuple(rows)})
+
 
 class BetaMixture(Part):
     """Every request has an acceptance of its own, the same at all positions, drawn from Beta(a, b).
@@ -108,6 +126,18 @@ class BetaMixture(Part):
 
     def ranks(self, depth: int) -> tuple[tuple[float, ...], ...]:
         return tuple((a,) for a in self.chain(depth))
+
+    def shifted(self, errors: float) -> Self:
+        """The mean a / (a + b) higher by so many of its standard errors, at the same a + b.
+
+        Its error follows from those of a and b to first order, as if they were independent.
+        """
+        if self.standard_error is None:
+            return self
+        a, b, total = self.a, self.b, self.a + self.b
+        error = math.hypot(b * self.standard_error[0], a * self.standard_error[1]) / total**2
+        mean = min(max(a / total + errors * error, 1e-3), 1 - 1e-3)
+        return self.model_copy(update={"a": mean * total, "b": (1 - mean) * total})
 
 
 class Revealed(Part):
@@ -136,6 +166,14 @@ class Revealed(Part):
 
     def ranks(self, depth: int) -> tuple[tuple[float, ...], ...]:
         return tuple((a,) for a in self.chain(depth))
+
+    def shifted(self, errors: float) -> Self:
+        """The same: such rates are given without errors."""
+        return self
+
+
+def _probability(x: float) -> float:
+    return min(max(x, 0.0), 1.0)
 
 
 Rates = Annotated[PerPosition | PerRank | BetaMixture | Revealed, Field(discriminator="kind")]
@@ -184,6 +222,11 @@ class Acceptance(Spec):
         if not fitting:
             return self.rates
         return max(fitting, key=lambda c: (c.request_class is not None, c.temperature is not None)).rates
+
+    def shifted(self, errors: float) -> Self:
+        """All rates higher by so many of their standard errors, to draw a world in which they are off together."""
+        conditions = tuple(c.model_copy(update={"rates": c.rates.shifted(errors)}) for c in self.conditions)
+        return self.model_copy(update={"rates": self.rates.shifted(errors), "conditions": conditions})
 
     def notices(self) -> list[str]:
         """What a user of these rates should be told."""

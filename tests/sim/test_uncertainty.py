@@ -12,8 +12,11 @@ from simtune.costs.iteration import KINDS
 from simtune.costs.predict import Profile
 from simtune.sim.deployment import Deployment, default_plan, deploy
 from simtune.sim.requests import RequestStream, build_stream
+from simtune.sim.speculation import Drafting
 from simtune.sim.uncertainty import _interval, uncertainty, worlds
+from simtune.specs.acceptance import Acceptance, BetaMixture, PerPosition, PerRank
 from simtune.specs.catalog import load_hardware, load_model
+from simtune.specs.speculation import Speculation
 from simtune.specs.workload import Lognormal, Poisson, Slo, Workload
 
 MODEL, HARDWARE = load_model("llama-3.1-8b"), load_hardware("h100-sxm")
@@ -32,7 +35,7 @@ def deployed() -> tuple[Deployment, RequestStream]:
 
 
 def test_a_world_is_one_error_per_operator_kind() -> None:
-    drawn = worlds(HARDWARE, 4000, seed=1)
+    drawn = worlds([HARDWARE], 4000, seed=1)
     log_sd = Profile(HARDWARE).kind_log_sd()
     assert set(drawn[0]) == set(log_sd) & set(KINDS)
     for kind in drawn[0]:
@@ -41,8 +44,8 @@ def test_a_world_is_one_error_per_operator_kind() -> None:
         assert logs.std() == pytest.approx(log_sd[kind], rel=0.05)
     gemm, decode = (np.log([world[kind] for world in drawn]) for kind in ("gemm", "decode_attention"))
     assert abs(np.corrcoef(gemm, decode)[0, 1]) < 0.05
-    assert worlds(HARDWARE, 10, seed=1) == drawn[:10], "more worlds are more of the same"
-    assert worlds(HARDWARE, 10, seed=2) != drawn[:10]
+    assert worlds([HARDWARE], 10, seed=1) == drawn[:10], "more worlds are more of the same"
+    assert worlds([HARDWARE], 10, seed=2) != drawn[:10]
 
 
 def test_factors_slow_a_deployment_down(deployed: tuple[Deployment, RequestStream]) -> None:
@@ -89,3 +92,46 @@ def test_an_unbounded_number_is_the_largest() -> None:
     assert _interval([float(i) for i in range(100)]) == [5.0, 94.0]
     assert _interval([1.0] * 10 + [None] * 10) == [1.0, None]
     assert _interval([None] * 3) == [None, None]
+
+
+def test_acceptance_is_off_by_its_own_standard_error() -> None:
+    """Where drafts are kept more often, answers come sooner: the interval is wider than with rates known exactly."""
+    drafted = {
+        "drafter": {"kind": "eagle", "method": "eagle3"},
+        "scheme": {"kind": "chain", "tokens": 3},
+        "acceptance": "made-up",
+    }
+    stream = build_stream(LOAD, None, requests=200, seed=0)
+    plan = default_plan(MODEL, HARDWARE, stream)
+    pool = plan.pools[0].model_copy(update={"speculation": Speculation.model_validate(drafted, strict=False)})
+    plan = plan.model_copy(update={"pools": (pool,)})
+    widths = []
+    for error in (0.0, 0.1):
+        rates = PerPosition(conditional=(0.7, 0.7, 0.7), standard_error=(error,) * 3)
+        acceptance = Acceptance(name="made-up", origin="assumed", source="this test", rates=rates)
+        deployment = deploy(plan, MODEL, HARDWARE, drafting=Drafting(acceptance))
+        found = uncertainty(deployment, stream, count=20, seed=0, jobs=1)
+        low, high = found.intervals["metrics"]["tpot"]["mean"]
+        widths.append(high - low)
+    assert widths[1] > 1.1 * widths[0]
+
+
+@pytest.mark.parametrize(
+    ("rates", "up"),
+    [
+        (PerPosition(conditional=(0.5, 0.98), standard_error=(0.1, 0.1)), (0.6, 1.0)),
+        (PerPosition(conditional=(0.5, 0.98)), (0.5, 0.98)),
+        (BetaMixture(a=3.0, b=1.0, standard_error=(0.4, 0.0)), (0.775, 3.1 / 4 + 0.0)),
+    ],
+)
+def test_rates_are_shifted_within_what_is_possible(rates: PerPosition | BetaMixture, up: tuple[float, float]) -> None:
+    assert rates.shifted(1.0).chain(1)[0] == pytest.approx(up[0])
+    if isinstance(rates, PerPosition):
+        assert rates.shifted(1.0).chain(2)[1] == pytest.approx(up[1])
+
+
+def test_ranks_that_would_exceed_one_are_scaled_down() -> None:
+    rates = PerRank(probability=((0.7, 0.25),), standard_error=((0.1, 0.1),))
+    (row,) = rates.shifted(1.0).probability
+    assert sum(row) == pytest.approx(1)
+    assert row[0] / row[1] == pytest.approx(0.8 / 0.35)
