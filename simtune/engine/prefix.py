@@ -16,7 +16,7 @@ rest; and the rest of an idle run, of which a request may use only the beginning
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -27,12 +27,13 @@ from simtune.engine.request import Request
 class CachedRun:
     """The leading `size` KV blocks of what has this name."""
 
-    __slots__ = ("holders", "name", "size", "twin")
+    __slots__ = ("holders", "name", "queued", "size", "twin")
 
     def __init__(self, name: Hashable, size: int, holders: int) -> None:
         self.name = name  # a Request for its private run, None once nobody can ask for it
         self.size = size
         self.holders = holders
+        self.queued = 0  # its places in the queue; only the last one counts, and only while nobody holds it
         self.twin: CachedRun | None = None  # the next copy under this name, computed before the first could be found
 
 
@@ -67,7 +68,7 @@ class PrefixCache(KvBlocks):
     def clear(self) -> None:
         super().clear()
         self._blank = self.total  # free blocks with nothing to find in them
-        self._idle: OrderedDict[CachedRun, None] = OrderedDict()  # the others, in order of eviction
+        self._idle: deque[CachedRun] = deque()  # the others, in order of eviction, among runs that are held again
         self._cached: dict[Hashable, CachedRun] = {}
 
     def find(self, request: Request) -> Hit:
@@ -101,7 +102,6 @@ class PrefixCache(KvBlocks):
         request.shared = rest
         for run in hit.runs:
             if not run.holders:
-                del self._idle[run]
                 self.free -= run.size
                 if run.size > rest:
                     self.give(run.size - rest)
@@ -114,7 +114,7 @@ class PrefixCache(KvBlocks):
             private.name = None
         if hit.private is not None:
             self.free -= hit.private.size
-            del self._idle[hit.private]
+            hit.private.size = 0
         request.runs = hit.runs
         request.computed = hit.blocks * self.block_size
         if not request.preemptions:
@@ -161,18 +161,36 @@ class PrefixCache(KvBlocks):
     def _evict(self) -> None:
         blank, idle, cached = self._blank, self._idle, self._cached
         while blank < 0:
-            run, _ = idle.popitem(last=False)
+            run = idle.popleft()
+            run.queued -= 1
+            if run.holders or run.queued:
+                continue
             blank += run.size
             if blank > 0:
                 run.size, blank = blank, 0
-                idle[run] = None
-                idle.move_to_end(run, last=False)
+                run.queued = 1
+                idle.appendleft(run)
             elif run.name is not None:
                 if cached[run.name] is run and run.twin is None:
                     del cached[run.name]
                 else:
                     self._forget(run)
         self._blank = blank
+
+    def _queue(self, run: CachedRun) -> None:
+        """Nobody holds a run any more: it is the last to be evicted."""
+        self.free += run.size
+        run.queued += 1
+        self._idle.append(run)
+        if len(self._idle) > 4 * self.total:  # most places are old ones, for a run has at least one block
+            kept: deque[CachedRun] = deque()
+            for one in self._idle:
+                one.queued -= 1
+                if not one.queued and not one.holders:
+                    kept.append(one)
+            for one in kept:
+                one.queued = 1
+            self._idle = kept
 
     def give(self, blocks: int) -> None:
         super().give(blocks)
@@ -188,22 +206,21 @@ class PrefixCache(KvBlocks):
         for run in reversed(request.runs or ()):
             run.holders -= 1
             if not run.holders:
-                self.free += run.size
-                self._idle[run] = None
+                self._queue(run)
         request.slots = 0
         if not again:
             request.shared = 0
         request.runs = None
 
     def _idle_run(self, name: Hashable, size: int) -> None:
-        self.free += size
         if name is None and self._idle:
-            last = next(reversed(self._idle))
-            if last.name is None:
+            last = self._idle[-1]
+            if last.name is None and last.queued == 1:
+                self.free += size
                 last.size += size
                 return
         run = CachedRun(name, size, 0)
-        self._idle[run] = None
+        self._queue(run)
         if name is not None:
             self._remember(run)
 
