@@ -177,20 +177,22 @@ class PrefixCache(KvBlocks):
                     self._forget(run)
         self._blank = blank
 
-    def _queue(self, run: CachedRun) -> None:
-        """Nobody holds a run any more: it is the last to be evicted."""
-        self.free += run.size
-        run.queued += 1
-        self._idle.append(run)
-        if len(self._idle) > 4 * self.total:  # most places are old ones, for a run has at least one block
-            kept: deque[CachedRun] = deque()
-            for one in self._idle:
-                one.queued -= 1
-                if not one.queued and not one.holders:
-                    kept.append(one)
-            for one in kept:
-                one.queued = 1
-            self._idle = kept
+    def _queue(self, runs: Iterable[CachedRun]) -> None:
+        """Nobody holds these runs any more: they are the last to be evicted, in this order."""
+        idle = self._idle
+        for run in runs:
+            self.free += run.size
+            run.queued += 1
+            idle.append(run)
+        if len(idle) > 4 * self.total:  # most places are old ones, for a run has at least one block
+            last = []
+            for run in idle:
+                run.queued -= 1
+                if not run.queued and not run.holders:
+                    last.append(run)
+            for run in last:
+                run.queued = 1
+            self._idle = deque(last)
 
     def give(self, blocks: int) -> None:
         super().give(blocks)
@@ -203,10 +205,13 @@ class PrefixCache(KvBlocks):
         self.give(held - full)
         if full > request.shared:
             self._idle_run(request if again else None, full - request.shared)
-        for run in reversed(request.runs or ()):
-            run.holders -= 1
-            if not run.holders:
-                self._queue(run)
+        if request.runs:
+            left = []
+            for run in reversed(request.runs):
+                run.holders -= 1
+                if not run.holders:
+                    left.append(run)
+            self._queue(left)
         request.slots = 0
         if not again:
             request.shared = 0
@@ -220,7 +225,7 @@ class PrefixCache(KvBlocks):
                 last.size += size
                 return
         run = CachedRun(name, size, 0)
-        self._queue(run)
+        self._queue([run])
         if name is not None:
             self._remember(run)
 

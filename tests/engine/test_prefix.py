@@ -136,3 +136,26 @@ def test_the_scheduler_finds_what_an_unbounded_cache_contains(conversations: lis
         request = Request(number, prompt, output, blocks=tuple(ids))
         assert serve(scheduler, request) == [16 * min(expected, (prompt - 1) // 16)]
         seen.update(blocks)
+
+
+def test_a_prompt_asked_for_again_and_again_stays_and_the_queue_stays_short() -> None:
+    """Its first two blocks are found each time; the third, computed anew, each time takes the block used least lately."""
+    scheduler = VllmFcfs(
+        num_blocks=8, block_size=1, max_num_seqs=1, max_num_batched_tokens=8, max_model_len=8, prefix_caching=True
+    )
+    assert scheduler.prefix_cache is not None
+    cache = scheduler.prefix_cache
+
+    def ask(number: int, name: str) -> int:
+        before = cache.hit_tokens
+        assert scheduler.add(Request(number, 3, 1, blocks=tuple((name, i) for i in range(3))))
+        while scheduler.has_work:
+            assert scheduler.schedule() is not None
+            scheduler.complete()
+        return cache.hit_tokens - before
+
+    assert ask(0, "old") == 0
+    assert ask(1, "new") == 0
+    assert [ask(number, "new") for number in range(2, 200)] == [2] * 198
+    assert len(cache._idle) <= 4 * cache.total
+    assert ask(200, "old") == 0, "its blocks were the ones used least lately"
