@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from operator import add
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -165,6 +166,7 @@ class CompiledCosts:
         self._contexts = _knots(KNOTS_PER_OCTAVE, max_model_len, step_model.windows)
         without, with_chunks = step_model.correction(False), step_model.correction(True)
         self._pure = self._mixed = self._tables(pool, without)
+        self._decode_rest = list(map(add, self._pure.linear, self._pure.head))  # of pure decode steps, by decodes
         self._alone = self._decode_attention(0, without)
         self._beside = [self._alone]
         if with_chunks != without:
@@ -230,7 +232,7 @@ class CompiledCosts:
         at = bisect_right(starts, context_tokens, 1) - 1
         per_token = slopes[at]
         ticks = values[at] + per_token * (context_tokens - starts[at])
-        ticks += pure.linear[num_decodes] + pure.head[num_decodes]
+        ticks += self._decode_rest[num_decodes]
         slope = per_token * num_decodes
         at += 1
         span = -((context_tokens - starts[at]) // num_decodes) if at < len(starts) else UNBOUNDED

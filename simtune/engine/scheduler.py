@@ -18,7 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol, TypedDict
 
 import numpy as np
@@ -82,12 +82,14 @@ class Step:
         return self.num_decodes + self.draft_tokens
 
 
-@dataclass(slots=True)
 class Progress:
     """What came out of a completed step (or of the last of its repetitions)."""
 
-    first_token: list[Request] = field(default_factory=list)
-    finished: list[Request] = field(default_factory=list)
+    __slots__ = ("finished", "first_token")
+
+    def __init__(self) -> None:
+        self.first_token: list[Request] = []
+        self.finished: list[Request] = []
 
 
 class Settings(TypedDict, total=False):

@@ -114,7 +114,8 @@ class VllmFcfs(Scheduler):
             super().release(request)
 
     def schedule(self) -> Step | None:
-        self._begin()
+        if self._received or self._under_way is not None:
+            self._begin()
         step = self._decode_on()
         if step is not None:
             return step
@@ -135,8 +136,9 @@ class VllmFcfs(Scheduler):
 
         `schedule` would come to the same, in more time.
         """
-        batch, kv = self.decoding, self.kv
-        count, tokens = batch.count, batch.tokens
+        batch, kv, plain = self.decoding, self.kv, self._speculation is None
+        count = batch.count
+        tokens = count if plain else batch.tokens
         if (
             not count
             or self.waiting
@@ -152,13 +154,15 @@ class VllmFcfs(Scheduler):
             return None
         step = Step(count, batch.context_tokens + tokens, [], [])
         limit = batch.steps_to_completion()
-        if isinstance(batch, SpeculativeBatch):
+        if not plain:
+            assert isinstance(batch, SpeculativeBatch)
             step.draft_tokens, step.draft_levels = tokens - count, batch.levels
             step.repeat = batch.steps_that_fit(kv.free, limit)
             if step.repeat > 1:
                 step.contexts = batch.contexts(step.repeat)
         else:
             if self.tells_longest:
+                assert isinstance(batch, DecodeBatch)
                 step.longest_context = batch.longest + 1
             roomy = kv.free // count * kv.block_size >= limit
             step.repeat = limit if roomy else batch.steps_that_fit(kv.free, limit)
@@ -195,7 +199,8 @@ class VllmFcfs(Scheduler):
                 self._finish(request, progress)
         if self._paused:
             self._rejoin()
-        if isinstance(batch, SpeculativeBatch):
+        if self._speculation is not None:
+            assert isinstance(batch, SpeculativeBatch)
             batch.draft(step.num_decodes + len(step.chunks))
         return progress
 

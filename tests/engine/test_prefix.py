@@ -139,7 +139,7 @@ def test_the_scheduler_finds_what_an_unbounded_cache_contains(conversations: lis
 
 
 def test_a_prompt_asked_for_again_and_again_stays_and_the_queue_stays_short() -> None:
-    """Its first two blocks are found each time; the third, computed anew, each time takes the block used least lately."""
+    """Its first two blocks are found each time; the third, computed anew, takes the block used least lately."""
     scheduler = VllmFcfs(
         num_blocks=8, block_size=1, max_num_seqs=1, max_num_batched_tokens=8, max_model_len=8, prefix_caching=True
     )
