@@ -191,7 +191,7 @@ class World:
         self._parked: deque[Request] = deque()  # new requests for which no lane is up
         self._stranded: list[Handoff] = []  # handed over, and no decode lane is up
         self._leaving: dict[int, Change] = {}  # lanes that finish what they have, by number
-        self._next_end: tuple[int, Lane] | None = None  # the step that ends before anything in the heap happens
+        self._end_apart: tuple[int, int, int, int] | None = None  # one lane's end that need not go through the heap
         self._next_request = 0
         self._aborted = False
         self._events = 0
@@ -211,13 +211,15 @@ class World:
             self._send_next(self._arrival[0])
         heap, lanes, pop = self._heap, self._lanes, heappop
         events = 0
-        while (heap or self._next_end is not None) and not self._aborted:
-            if self._next_end is not None:
-                (now, lane), self._next_end = self._next_end, None
-                events += 1
-                self._end(now, lane)
-                continue
-            now, phase, subject, version = pop(heap)
+        while not self._aborted:
+            event = self._end_apart
+            if event is not None and not (heap and heap[0] < event):
+                self._end_apart = None
+            elif heap:
+                event = pop(heap)
+            else:
+                break
+            now, phase, subject, version = event
             events += 1
             if phase == _END:
                 lane = lanes[subject]
@@ -465,10 +467,11 @@ class World:
             end = now + lane.first
         else:
             end = now + lane.elapsed(lane.repetitions)
-        if lane.gang is not None or (self._heap and end >= self._heap[0][0]):
-            heappush(self._heap, (end, _END, lane.number, lane.version))
+        event = end, _END, lane.number, lane.version
+        if self._end_apart is None:
+            self._end_apart = event
         else:
-            self._next_end = end, lane
+            heappush(self._heap, event)
 
     @staticmethod
     def _alone(lane: Lane) -> bool:
@@ -481,7 +484,11 @@ class World:
         if repetitions < lane.repetitions:
             lane.repetitions = repetitions
             lane.version += 1
-            heappush(self._heap, (lane.started + lane.elapsed(repetitions), _END, lane.number, lane.version))
+            event = lane.started + lane.elapsed(repetitions), _END, lane.number, lane.version
+            if self._end_apart is not None and self._end_apart[2] == lane.number:
+                self._end_apart = event
+            else:
+                heappush(self._heap, event)
 
     def _end(self, now: int, lane: Lane) -> None:
         self._account(now, lane)
@@ -497,7 +504,8 @@ class World:
             if lane.wire is not None and self._hand_over(now, lane, request):
                 continue
             self._finished(now, request.id)
-        if self._heap and self._heap[0][0] == now:
+        heap, apart = self._heap, self._end_apart
+        if (heap and heap[0][0] == now) or (apart is not None and apart[0] == now):
             self._wake(now, lane)  # something else happens at this instant, and comes first
         else:
             self._start(now, lane)
