@@ -24,6 +24,7 @@ from simtune.specs.speculation import (
     Chain,
     DynamicTree,
     Medusa,
+    Pearl,
     Scheme,
     Speculation,
     StaticTree,
@@ -140,6 +141,8 @@ def in_words(scheme: Scheme | None) -> str:
         return "chain of " + ", ".join(parts)
     if isinstance(scheme, Threshold):
         return f"chain of {scheme.max_tokens} at most, stopped at {scheme.stop_at:g}"
+    if isinstance(scheme, Pearl):
+        return f"chain of {scheme.tokens} beside every step (PEARL)"
     if isinstance(scheme, StaticTree):
         return f"tree of {len(scheme.nodes)}, {max(map(len, scheme.nodes))} deep"
     if isinstance(scheme, DynamicTree):

@@ -5,7 +5,13 @@ A step with B decodes that verify T tokens between them, beside some prefill chu
     T_gpu = linear(T + chunk tokens) + head(T + completed chunks) + attention(B, T / B) + prefill
             + drafting(sequences that got a token) + the drafter's own pass over the chunks
 
-of which drafting is that of the next drafts: of every decode and of every chunk that completes its prompt. As in
+of which drafting is that of the next drafts: of every decode and of every chunk that completes its prompt. Where the
+drafter drafts beside the target, on devices of its own, that is
+
+    max(target, drafting(decodes) + the drafter's own pass over the chunks)
+
+and every draft is one pass over one token of each decode: what was rejected is forgotten, and the token that came in
+its place is read as the first draft is made. What the two send each other is not counted. As in
 `simtune.costs.compiled` all tables hold whole ticks and attention has whole ticks per context token between knots, so
 that every round is told by itself, exactly: a jump is the sum of its rounds. Where T is no multiple of B attention is
 that between the two nearest widths.
@@ -19,7 +25,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -79,6 +85,10 @@ def _line(starts: Ints, ticks: Ints) -> _Line:
     return _Line(starts[:-1].tolist(), ticks[:-1].tolist(), slopes.tolist())
 
 
+def _plus(a: _Line, more: int) -> _Line:
+    return _Line(a.starts, [ticks + more for ticks in a.ticks], a.slopes)
+
+
 def _sum(a: _Line, b: _Line, shift: int, more: int) -> _Line:
     """a(x) + b(x - shift) + more."""
     starts = sorted({*a.starts, *(start + shift for start in b.starts[1:])})
@@ -88,6 +98,21 @@ def _sum(a: _Line, b: _Line, shift: int, more: int) -> _Line:
         a.slopes[bisect_right(a.starts, x, 1) - 1] + b.slopes[bisect_right(b.starts, x - shift, 1) - 1] for x in starts
     ]
     return _Line(starts, values, slopes)
+
+
+def _larger(a: _Line, b: _Line, shift: int) -> _Line:
+    """max(a(x), b(x - shift)), on whole numbers."""
+    starts = [a.starts[0], *sorted({x for x in (*a.starts, *(s + shift for s in b.starts)) if x > a.starts[0]})]
+    pieces = []
+    for x, end in pairwise([*starts, UNBOUNDED]):
+        (p, q, _), (r, s, _) = a.piece(x), b.piece(x - shift)
+        mine, other = (p + q * x, q), (r + s * (x - shift), s)
+        if mine < other:
+            mine, other = other, mine
+        pieces.append((x, *mine))
+        if other[1] > mine[1] and (cross := x + -(-(mine[0] - other[0]) // (other[1] - mine[1]))) < end:
+            pieces.append((cross, other[0] + other[1] * (cross - x), other[1]))
+    return _Line(*map(list, zip(*pieces, strict=True)))
 
 
 class CompiledRounds(CompiledCosts):
@@ -172,12 +197,16 @@ class CompiledRounds(CompiledCosts):
         if self._launches:
             ticks = max(ticks, to_ticks(self._scale(mixed) * self._model.launch_s))
         if levels:
+            if self._shape.overlapped:
+                completing = 0  # the first drafts are made beside the first round
             drafting = num_decodes + completing
-            context = context_tokens - verify_tokens + levels * num_decodes
+            context = context_tokens - self._rewound(num_decodes, verify_tokens, levels)
             if completing:
                 context += completing * (length // len(chunks) + levels)
-            ticks += self._draft(drafting, levels, context, mixed)
-            ticks += self._draft_chunks(drafting * (levels + 1), chunks, new)
+            drafts = self._draft(drafting, levels, context, mixed)
+            drafts += self._draft_chunks(drafting * self._first(levels), chunks, new)
+            drafts += self._prepared(num_decodes + len(chunks), levels, mixed)
+            ticks = max(ticks, drafts) if self._shape.overlapped else ticks + drafts
         num_seqs = num_decodes + len(chunks)
         return max(ticks, tables.floor[num_seqs]) + self._after(num_seqs, levels, mixed)
 
@@ -209,19 +238,38 @@ class CompiledRounds(CompiledCosts):
             more = self._pure.head[verify_tokens] + self._pure.linear[verify_tokens]
             if levels and self._network is not None:
                 draft = self._draft_line(num_decodes, levels, False)
-                line = _sum(line, draft, verify_tokens - levels * num_decodes, more)
+                shift = self._rewound(num_decodes, verify_tokens, levels)
+                if self._shape.overlapped:
+                    draft = _plus(draft, self._prepared(num_decodes, levels, False))
+                    line = _larger(_plus(line, more), draft, shift)
+                else:
+                    line = _sum(line, draft, shift, more)
             else:
                 more += self._draft(num_decodes, levels, 0, False) if levels else 0
-                line = _Line(line.starts, [ticks + more for ticks in line.ticks], line.slopes)
+                line = _plus(line, more)
             self._whole[key] = line
         return line
 
     def _after(self, num_seqs: int, levels: int, mixed: bool) -> int:
         """Ticks of the host that nothing hides."""
         after = (self._mixed if mixed else self._pure).after[num_seqs]
-        if levels and self._apart:
+        if levels and self._apart and not self._shape.overlapped:
             after *= 1 + self._passes(levels)
         return after + (self._host * num_seqs if levels else 0)
+
+    def _prepared(self, num_seqs: int, levels: int, mixed: bool) -> int:
+        """Ticks of the host before every pass but one of a drafter that runs beside the target, if nothing hides it."""
+        if not self._apart or not self._shape.overlapped:
+            return 0
+        return (self._passes(levels) - 1) * (self._mixed if mixed else self._pure).after[num_seqs]
+
+    def _rewound(self, num_decodes: int, verify_tokens: int, levels: int) -> int:
+        """By how many tokens the contexts that are drafted on are shorter than those that the target verifies."""
+        return (0 if self._shape.overlapped else verify_tokens) - levels * num_decodes
+
+    def _first(self, levels: int) -> int:
+        """Tokens of a sequence that the drafter reads as it makes the first draft."""
+        return 1 if self._shape.overlapped else levels + 1
 
     def _passes(self, levels: int) -> int:
         if self._network is None:
@@ -272,7 +320,7 @@ class CompiledRounds(CompiledCosts):
             if isinstance(self._drafter, BlockDrafter):
                 ticks = self._pass(sequences, levels, sequences * levels, mixed)
             else:
-                ticks = self._pass(sequences, levels + 1, sequences, mixed)
+                ticks = self._pass(sequences, self._first(levels), sequences, mixed)
                 width = self._shape.width
                 if levels > 1:
                     ticks = ticks + (levels - 1) * self._pass(sequences, width, sequences * width, mixed)

@@ -22,6 +22,7 @@ from simtune.specs.speculation import (
     Eagle,
     Medusa,
     Ngram,
+    Pearl,
     Scheme,
     Speculation,
     StaticTree,
@@ -215,4 +216,6 @@ def _chain_length(scheme: Scheme) -> int | None:
 
 
 def _refused(engine: str, scheme: Scheme, why: str) -> UsageError:
+    if isinstance(scheme, Pearl):
+        why = "it drafts and verifies in turn; take a chain"
     return UsageError(f"{engine} cannot be told a {scheme.kind} scheme: {why}")

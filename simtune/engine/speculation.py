@@ -44,7 +44,8 @@ class Speculation:
     """What each request takes of the token budget besides its tokens, for what the drafter alone computes: 1 for a
     draft model in vLLM, max_drafts - 1 where all drafts are made at once, else 0."""
     depth: int | None = None
-    """Levels of a tree; None for chains, where every draft is a level."""
+    """Levels drafted in every step, whatever is verified: those of a tree. None for chains, where every draft is a
+    level."""
     stops: Callable[[Request, int, int], NDArray[np.integer]] | None = None
     """Of (request, first, count): after how many drafts the drafter stops by itself in each of so many rounds."""
     lengths: Callable[[Request], int] | None = None
@@ -262,8 +263,11 @@ class SpeculativeBatch:
 
     def steps_to_completion(self) -> int:
         """Steps until the first member is complete. The members' own affair: no policy decides by it."""
+        speculation = self._speculation
         if not self._steady and (
-            self._speculation.stops is not None or self._drafts_after(self.count) != self._drafts or self._unshared
+            (speculation.stops is not None and speculation.depth is None)
+            or self._drafts_after(self.count) != self._drafts
+            or self._unshared
         ):
             return 1  # the drafts of the step after are others
         completions = self._completions

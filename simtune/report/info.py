@@ -195,7 +195,9 @@ def pool_rows(s: Summary) -> list[tuple[str, ...]]:
 
 
 def _devices(pool: PoolFacts) -> int:
-    return pool.parallelism.tp * pool.parallelism.pp * pool.parallelism.attention_dp
+    parallelism, speculation = pool.parallelism, pool.speculation
+    drafter = 0 if speculation is None else speculation.own_devices(parallelism.tp)
+    return parallelism.tp * parallelism.pp * parallelism.attention_dp + drafter
 
 
 def _interval(s: Summary, metric: str, statistic: str) -> str:

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from simtune.errors import Problem, SpecError, UsageError
 from simtune.specs import yamlfile
 from simtune.specs.base import Count, NonNegative, Positive, Seq
+from simtune.specs.speculation import Speculation
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -175,6 +176,7 @@ class PoolFacts(_Block):
     instances: Count
     parallelism: _Parallelism
     batching: _Batching | None = None
+    speculation: Speculation | None = None
 
 
 class PlanFacts(_Block):

@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from simtune.costs.compiled import compile_costs
-from simtune.costs.drafting import DraftMemory, draft_memory
+from simtune.costs.drafting import DraftMemory, draft_memory, drafting_parallelism
 from simtune.costs.estimate import link_of
 from simtune.costs.iteration import StepModel
 from simtune.costs.memory import Memory, kv_bytes_per_token, kv_capacity
 from simtune.costs.predict import Profile
-from simtune.costs.protocol import StepCosts
+from simtune.costs.protocol import UNBOUNDED, StepCosts
 from simtune.costs.rounds import CompiledRounds
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import POLICIES, Speculation
@@ -466,13 +466,16 @@ def check(pool: Pool, model: Model, hardware: Hardware, drafting: Drafting | Non
             f"{why}max_num_batched_tokens ({batching.max_num_batched_tokens}) must be at least max_model_len "
             f"({max_model_len})"
         )
-    extra = DraftMemory(0.0, 0.0)
+    extra, most = DraftMemory(0.0, 0.0), UNBOUNDED
     if pool.speculation is not None:
         if drafting is None:
             raise ValueError(f"pool {pool.name} speculates: what its speculation names must be given")
         check_drafting(pool.speculation, drafting, max_model_len, batching.max_num_batched_tokens)
         extra = draft_memory(pool.speculation.drafter, model, pool, drafting.model)
+        if pool.devices > pool.parallelism.devices:
+            most, extra = _alone(drafting.model, pool, hardware).num_blocks, DraftMemory(0.0, 0.0)
     memory = kv_capacity(model, hardware, pool, *extra)
+    memory = replace(memory, num_blocks=min(memory.num_blocks, most))
     blocks, needed = memory.num_blocks // pp, -(-max_model_len // pool.kv_cache.block_size)
     if blocks < needed:
         missing = (needed - blocks) * pool.kv_cache.block_size * memory.kv_bytes_per_token * pp / GIB
@@ -482,6 +485,14 @@ def check(pool: Pool, model: Model, hardware: Hardware, drafting: Drafting | Non
             "are missing; raise tp or pp, or lower max_model_len"
         )
     return memory
+
+
+def _alone(draft: Model | None, pool: Pool, hardware: Hardware) -> Memory:
+    """The memory of the pool's draft model on devices of its own."""
+    assert draft is not None
+    assert pool.speculation is not None
+    parallelism = drafting_parallelism(pool.speculation.drafter, pool)
+    return kv_capacity(draft, hardware, pool.model_copy(update={"parallelism": parallelism, "speculation": None}))
 
 
 def _refused(pool: Pool) -> str | None:

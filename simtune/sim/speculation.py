@@ -5,6 +5,10 @@ with survival S_1 >= S_2 >= ... keeps as many drafts as there are S_d above it; 
 being the weights of its nodes at depth d added up. So of two chains the longer never keeps fewer, and of two trees the
 one that is likelier to get to each depth. Requests that have an acceptance of their own are given it by the quantile
 of theirs.
+
+Where the drafter drafts on while the target verifies (PEARL), what a round verifies depends on the rounds before: each
+still has its own number, which says how many of the drafts are right, and a request's rounds are gone through from the
+first. They go on as if no round was cut short by the token budget, and as if a preempted request's drafts were kept.
 """
 
 from __future__ import annotations
@@ -12,7 +16,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from itertools import accumulate, islice, pairwise
+from operator import getitem
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +36,7 @@ from simtune.specs.speculation import (
     DraftModel,
     Eagle,
     Medusa,
+    Pearl,
     Scheme,
     Speculation,
     Threshold,
@@ -171,7 +178,9 @@ class Luck:
         at, end = group.starts[row] + first, group.starts[row + 1]
         if at + count <= end:
             return group, at, end
-        return self._draw(np.array([request]), first, np.array([count])), 0, count
+        start = 0 if self._shape.overlapped else first
+        end = first - start + count
+        return self._draw(np.array([request]), start, np.array([end])), first - start, end
 
     def _about(self, requests: Ints) -> Ints:
         """Rounds that requests may need; more are drawn where that was not enough."""
@@ -180,6 +189,8 @@ class Luck:
             shortest = min(r.tokens for r in self._scheme.ranges if r.tokens)
         elif isinstance(self._scheme, TokenBudget | Threshold):
             shortest = 1
+        elif isinstance(self._scheme, Pearl):
+            shortest = 0
         output = self._output[requests]
         tokens = 1 + self._columns(requests)[:, :shortest].sum(axis=1)
         about: Ints = np.minimum(output, (1.2 * output / tokens).astype(np.int64) + 12)
@@ -193,7 +204,7 @@ class Luck:
         bits, columns = _bits(self._seed, of_each, rounds), self._columns(requests)
         limits = np.minimum(columns * 2.0**64, 2.0**64 - 2048).astype(np.uint64)
         alike = bool((limits == limits[0]).all())
-        accepted = np.zeros(len(bits), dtype=np.uint8)
+        accepted: Counts = np.zeros(len(bits), dtype=np.uint8)
         for limit in limits.T:
             accepted += bits < (limit[0] if alike else np.repeat(limit, counts))
         stops = np.zeros_like(accepted) if self.varies else accepted
@@ -210,6 +221,8 @@ class Luck:
                 stops[mine] = made
         if self.varies:
             np.minimum(accepted, stops, out=accepted)
+        if isinstance(self._scheme, Pearl):
+            accepted, stops = _overlapped(accepted, [0, *ends.tolist()], self._scheme.tokens)
         tokens = accepted.cumsum(dtype=np.int64)
         tokens += np.arange(1, len(tokens) + 1)
         return _Drawn([0, *ends.tolist()], accepted, stops, tokens)
@@ -250,17 +263,39 @@ class Luck:
         return own
 
 
+def _overlapped(right: Counts, starts: Sequence[int], window: int) -> tuple[Counts, Counts]:
+    """(drafts kept, drafts computed) in rounds of PEARL, of requests that begin at `starts`, given how many of the
+    drafts are right in each round.
+
+    Of m drafts to verify the target computes all but the last, and its own next token comes on top where that is not
+    the last draft itself: min(right + 1, m) tokens. With no drafts yet it computes one token and looks whether the
+    first draft made meanwhile is the same.
+    """
+    states: dict[int, list[Any]] = {pending: [] for pending in (0, window - 1, window)}
+    for pending, state in states.items():  # the state after so many drafts are right, then how many are to be verified
+        after, needed = (window, pending) if pending else (window - 1, 1)
+        state += [states[after if drafts >= needed else 0] for drafts in range(window + 1)]
+        state.append(pending)
+    luck, found = right.tolist(), []
+    for begin, end in pairwise(starts):
+        before = accumulate(luck[begin:end], getitem, initial=states[0])
+        found += [state[-1] for state in islice(before, end - begin)]
+    computed = np.maximum(np.array(found, dtype=np.int64) - 1, 0)
+    return np.minimum(right, computed), computed
+
+
 def drafting_terms(spec: Speculation, luck: Luck) -> engine.Speculation:
     """What a scheduler has to know of a pool's speculation."""
     shape, drafter, scheme = shape_of(spec.scheme), spec.drafter, spec.scheme
+    ahead = shape.levels if shape.overlapped else shape.drafts
     return engine.Speculation(
         max_drafts=shape.drafts,
         accepted=luck,
         drafts=scheme.tokens_for if isinstance(scheme, ByBatch) else None,
-        lookahead=shape.drafts if isinstance(drafter, DraftModel | Eagle | BlockDrafter) else 0,
+        lookahead=ahead if isinstance(drafter, DraftModel | Eagle | BlockDrafter) else 0,
         extra_slots=extra_slots(spec),
-        depth=shape.levels if shape.tree else None,
-        stops=luck.stops if luck.varies else None,
+        depth=shape.levels if shape.tree or shape.overlapped else None,
+        stops=luck.stops if luck.varies or shape.overlapped else None,
         lengths=luck.length if isinstance(scheme, Threshold) and not luck.varies else None,
         shares=luck.shares if isinstance(scheme, TokenBudget) else None,
     )

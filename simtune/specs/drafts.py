@@ -13,7 +13,7 @@ from operator import mul
 from typing import NamedTuple
 
 from simtune.specs.acceptance import Rates
-from simtune.specs.speculation import ByBatch, Chain, DynamicTree, Scheme, StaticTree
+from simtune.specs.speculation import ByBatch, Chain, DynamicTree, Pearl, Scheme, StaticTree
 
 Node = tuple[int, ...]
 Ranks = Sequence[Sequence[float]]
@@ -72,8 +72,10 @@ class Shape(NamedTuple):
     width: int
     """Tokens of the widest level."""
     drafts: int
-    """Draft tokens verified."""
+    """Draft tokens that the target computes, besides the one that is certain."""
     tree: bool
+    overlapped: bool = False
+    """Drafted while the target verifies what was drafted before."""
 
 
 def shape_of(scheme: Scheme) -> Shape:
@@ -81,6 +83,9 @@ def shape_of(scheme: Scheme) -> Shape:
         return Shape(depth_of(scheme.nodes), width_of(scheme.nodes), len(scheme.nodes), True)
     if isinstance(scheme, DynamicTree):
         return Shape(scheme.steps, scheme.topk, scheme.tokens, True)
+    if isinstance(scheme, Pearl):
+        # The last draft of a window need not be computed to be verified: that it is right shows before it.
+        return Shape(scheme.tokens, 1, scheme.tokens - 1, False, True)
     longest = scheme.tokens if isinstance(scheme, Chain) else scheme.max_tokens
     if isinstance(scheme, ByBatch):
         longest = min(longest, max(r.tokens for r in scheme.ranges))

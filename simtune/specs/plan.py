@@ -102,6 +102,25 @@ class Pool(Part):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _one_target_for_each_drafter(self) -> Self:
+        if self.devices > self.parallelism.devices:
+            for key in ("pp", "attention_dp"):
+                if getattr(self.parallelism, key) > 1:
+                    raise ErrorAt(
+                        f"a drafter with GPUs of its own drafts for one batch at a time, and {key} makes "
+                        f"{getattr(self.parallelism, key)} of them; set it to 1, raise tp instead, or draft a chain",
+                        "parallelism",
+                        key,
+                    )
+        return self
+
+    @property
+    def devices(self) -> int:
+        """GPUs of one instance, those that a drafter has for itself among them."""
+        drafter = 0 if self.speculation is None else self.speculation.own_devices(self.parallelism.tp)
+        return self.parallelism.devices + drafter
+
 
 # --- routers ----------------------------------------------------------------------------------------------
 
@@ -232,7 +251,7 @@ class Plan(Spec):
 
     @property
     def num_devices(self) -> int:
-        return sum(pool.instances * pool.parallelism.devices for pool in self.pools)
+        return sum(pool.instances * pool.devices for pool in self.pools)
 
     def pool(self, name: str) -> Pool:
         return next(pool for pool in self.pools if pool.name == name)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from simtune.specs.base import Count, NonNegative, Part, Seq
+from simtune.specs.base import Count, ErrorAt, NonNegative, Part, Seq
 
 # --- drafters ---------------------------------------------------------------------------------------------
 
@@ -167,8 +167,20 @@ class TokenBudget(Part):
     max_tokens: Count = Field(description="of one request")
 
 
+class Pearl(Part):
+    """A chain drafted while the target verifies the one before, on devices of the drafter's own (arXiv 2408.11850).
+
+    After a rejection the target computes one token, beside which the drafter drafts `tokens`. If the first of them is
+    that one, the others are verified next, beside the next `tokens`, and so on until something is rejected. Rates by
+    position count from the first draft that a step verifies.
+    """
+
+    kind: Literal["pearl"] = "pearl"
+    tokens: Annotated[int, Field(ge=2, description="in turn, beside each step of the target")]
+
+
 Scheme = Annotated[
-    Chain | ByBatch | Threshold | StaticTree | DynamicTree | TokenBudget,
+    Chain | ByBatch | Threshold | StaticTree | DynamicTree | TokenBudget | Pearl,
     Field(discriminator="kind"),
 ]
 
@@ -179,3 +191,25 @@ class Speculation(Part):
     drafter: Drafter
     scheme: Scheme
     acceptance: str = Field(description="an acceptance spec, by name or file")
+
+    @model_validator(mode="after")
+    def _fit(self) -> Self:
+        check_scheme(self.drafter, self.scheme)
+        return self
+
+    def own_devices(self, tp: int) -> int:
+        """GPUs that the drafter has for itself, beside a target on `tp`."""
+        if not isinstance(self.scheme, Pearl):
+            return 0
+        assert isinstance(self.drafter, DraftModel)
+        return self.drafter.tp or tp
+
+
+def check_scheme(drafter: Drafter, scheme: Scheme | None) -> None:
+    """Raises ErrorAt where a drafter cannot do what a scheme asks."""
+    if isinstance(scheme, Pearl) and not isinstance(drafter, DraftModel):
+        raise ErrorAt(
+            f"scheme pearl drafts while the target verifies, which takes a model of its own; drafter {drafter.kind} "
+            "has none: take a draft_model, or a chain",
+            "scheme",
+        )

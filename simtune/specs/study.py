@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from simtune.specs.base import Count, Name, Part, Seq, Spec
-from simtune.specs.speculation import BlockDrafter, Drafter, Eagle, Scheme
+from simtune.specs.speculation import BlockDrafter, Drafter, Eagle, Scheme, check_scheme
 from simtune.specs.workload import Slo
 
 Objective = Literal["goodput_per_gpu", "goodput", "gpus", "e2el"]
@@ -43,6 +43,11 @@ class DrafterChoice(Part):
     drafter: Drafter
     acceptance: str = Field(description="an acceptance spec, by name or file")
     scheme: Scheme | None = Field(None, description="the best chain for every batch size unless given")
+
+    @model_validator(mode="after")
+    def _fit(self) -> Self:
+        check_scheme(self.drafter, self.scheme)
+        return self
 
     @property
     def label(self) -> str:

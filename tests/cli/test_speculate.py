@@ -197,6 +197,12 @@ def test_a_study_with_a_drafter_tries_both_and_emits_what_it_chose(desk: Any) ->
         pytest.param(DRAFTER.replace("eagle3-llama-3.1-8b", "medusa-vicuna-7b")
                      + "    scheme: {kind: static_tree, nodes: [[1], [2]]}\n",
                      "vLLM cannot be told a static_tree scheme", id="a tree"),
+        pytest.param(DRAFTER.replace("{kind: eagle, checkpoint: org/head, draft_vocab_size: 32000}",
+                                     "{kind: draft_model, model: llama-3.2-1b}")
+                     + "    scheme: {kind: pearl, tokens: 3}\n",
+                     "vLLM cannot be told a pearl scheme: it drafts and verifies in turn", id="beside the target"),
+        pytest.param(DRAFTER + "    scheme: {kind: pearl, tokens: 3}\n",
+                     "speculation.0.scheme: scheme pearl drafts while the target verifies", id="a head beside it"),
         pytest.param(DRAFTER + "    scheme: {kind: chain, tokens: 5}\n",
                      "drafter eagle3: drafts are 5 tokens deep, and the rates are known for 3", id="too deep"),
         pytest.param(DRAFTER + DRAFTER.partition("\n")[2],

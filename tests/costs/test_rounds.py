@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import pickle
+from itertools import accumulate
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from simtune.costs.compiled import compile_costs
 from simtune.costs.drafting import RoundCosts
-from simtune.costs.rounds import CompiledRounds
+from simtune.costs.rounds import CompiledRounds, _larger, _Line
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.drafts import shape_of
 from simtune.specs.hardware import Calibration, Correction
 from simtune.specs.plan import Batching, Pool
-from simtune.specs.speculation import BlockDrafter, Chain, Drafter, DraftModel, Eagle, Medusa, Ngram, Scheme, StaticTree
+from simtune.specs.speculation import (
+    BlockDrafter,
+    Chain,
+    Drafter,
+    DraftModel,
+    Eagle,
+    Medusa,
+    Ngram,
+    Pearl,
+    Scheme,
+    StaticTree,
+)
 
 MODEL, HARDWARE, DRAFT = load_model("llama-3.1-8b"), load_hardware("h100-sxm"), load_model("llama-3.2-1b")
 LONGEST = 8192
@@ -67,6 +81,79 @@ def test_a_jump_is_the_sum_of_its_rounds(drafter: str, its: Pool, number: int) -
     for batch, tokens in ((8, 40), (8, 27), (1, 5)):
         ends = list(compiled.rounds(batch, tokens, 4, contexts))
         assert ends == np.cumsum([compiled.round(batch, tokens, 4, c) for c in contexts.tolist()]).tolist()
+
+
+def beside(its: Pool | None = None, window: int = 4) -> CompiledRounds:
+    drafter, shape = DRAFTERS["model"], shape_of(Pearl(tokens=window))
+    return CompiledRounds(MODEL, HARDWARE, its or pool(), LONGEST, drafter, shape, DRAFT)
+
+
+def test_drafting_beside_the_target_takes_the_longer_of_the_two() -> None:
+    """Few drafts hide behind the target, many the target behind them; each is one step of the draft model."""
+    target, draft = (RoundCosts(model, HARDWARE, pool(), Ngram(lookup_max=3)) for model in (MODEL, DRAFT))
+    longer = set()
+    for window in (2, 4, 12):
+        compiled = beside(window=window)
+        for batch, context in ((1, 500), (8, 1000), (64, 3000)):
+            verify = target(batch, context, window)
+            drafting = window * draft.verify_s(batch, context + 2 * window - 1, 1)
+            ticks = compiled.round(batch, batch * window, window, batch * (context + window))
+            assert ticks / TICKS_PER_SECOND == pytest.approx(max(verify, drafting), rel=1e-3)
+            longer.add(verify > drafting)
+    assert longer == {True, False}
+
+
+def lines(limit: int) -> st.SearchStrategy[_Line]:
+    pieces = st.tuples(st.integers(1, 40), st.integers(0, limit), st.integers(-9, 9))
+    return st.lists(pieces, min_size=1, max_size=5).map(
+        lambda found: _Line(list(accumulate(p[0] for p in found)), [p[1] for p in found], [p[2] for p in found])
+    )
+
+
+@given(lines(200), lines(200), st.integers(-30, 30))
+def test_the_larger_of_two_lines_is_that_everywhere(a: _Line, b: _Line, shift: int) -> None:
+    found = _larger(a, b, shift)
+    everywhere = range(a.starts[0], 300)
+    assert [found.at(x) for x in everywhere] == [max(a.at(x), b.at(x - shift)) for x in everywhere]
+    assert found.many(np.array(everywhere)).tolist() == [found.at(x) for x in everywhere]
+
+
+def test_which_is_the_longer_may_change_as_contexts_grow() -> None:
+    """The line that is looked up is the larger of the two at every single context."""
+    target, crossed = rounds("n-gram"), 0
+    for batch, window in ((1, 2), (8, 3), (64, 5)):
+        compiled = beside(window=window)
+        draft = compiled._draft_line(batch, window, False)
+        contexts = np.arange(batch * 20, batch * LONGEST, 11 * batch)
+        target_ticks = [target.round(batch, batch * window, 0, c) for c in contexts.tolist()]
+        draft_ticks = [draft.at(c + window * batch) for c in contexts.tolist()]
+        expected = np.maximum(target_ticks, draft_ticks)
+        assert [compiled.round(batch, batch * window, window, c) for c in contexts.tolist()] == expected.tolist()
+        ends = compiled.rounds(batch, batch * window, window, contexts)
+        assert list(ends) == expected.cumsum().tolist()
+        crossed += bool((np.diff(np.sign(np.subtract(target_ticks, draft_ticks))) != 0).any())
+    assert crossed
+
+
+def test_a_prompt_is_read_by_both_beside_each_other() -> None:
+    chunks, compiled = [(0, 1500)], beside()
+    plain, draft = rounds("n-gram"), compiled._network
+    assert draft is not None
+    alone = plain.round(0, 0, 0, 0, chunks, 1)
+    assert compiled.round(0, 0, 4, 0, chunks, 1) == alone, "the smaller model is done before"
+    with_decodes = compiled.round(8, 32, 4, 8 * 1000, chunks, 1)
+    assert with_decodes >= plain.round(8, 32, 0, 8 * 1000, chunks, 1)
+    assert with_decodes < rounds("model").round(8, 32, 4, 8 * 1000, chunks, 1)
+
+
+@pytest.mark.parametrize("its", [pool(), pool(cuda_graphs=False), pool(cuda_graphs=False, async_scheduling=False)])
+def test_a_jump_beside_drafting_is_the_sum_of_its_rounds(its: Pool) -> None:
+    compiled = beside(its)
+    for number in (5, 400):
+        contexts = np.cumsum(np.random.default_rng(1).integers(0, 150, number)) + 2000
+        for batch, tokens in ((8, 32), (8, 19), (1, 4)):
+            ends = list(compiled.rounds(batch, tokens, 4, contexts))
+            assert ends == np.cumsum([compiled.round(batch, tokens, 4, c) for c in contexts.tolist()]).tolist()
 
 
 def test_without_drafts_a_round_is_a_step() -> None:

@@ -61,6 +61,7 @@ SCHEMES: dict[str, Callable[[int, random.Random], dict[str, object]]] = {
     "tree": lambda k, rng: {"accepted": Luck(2), "depth": 2},
     "by batch": lambda k, rng: {"accepted": Luck(k), "drafts": lambda n: (k, 0, 1, k - 1)[n % 4]},
     "by stopping": lambda k, rng: {"accepted": Stopped(k), "stops": stops},
+    "by stopping, as deep whatever stops": lambda k, rng: {"accepted": Stopped(k), "stops": stops, "depth": k + 1},
     "by request": lambda k, rng: {"accepted": Luck(k), "lengths": lambda r: r.id % (k + 1)},
     "by budget": lambda k, rng: {"accepted": Luck(k), "shares": shared},
 }

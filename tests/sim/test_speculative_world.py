@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from simtune.api import load_hardware, load_model
 from simtune.costs.compiled import LinearCosts
-from simtune.costs.drafting import draft_memory
+from simtune.costs.drafting import RoundCosts, draft_memory
 from simtune.engine import Request, Tally, VllmFcfs
 from simtune.errors import Infeasible
 from simtune.sim.deployment import Deployment, deploy
@@ -33,13 +33,14 @@ from simtune.specs.speculation import (
     Eagle,
     Medusa,
     Ngram,
+    Pearl,
     Scheme,
     Speculation,
     StaticTree,
     Threshold,
     TokenBudget,
 )
-from simtune.tuner.speculation import chain, tree
+from simtune.tuner.speculation import chain, overlap, tree
 from tests.sim.worlds import stream_of
 
 MODEL, HARDWARE = load_model("llama-3.1-8b"), load_hardware("h100-sxm")
@@ -62,6 +63,8 @@ SCHEMES: dict[str, tuple[Scheme, Rates]] = {
     "static tree": (StaticTree(nodes=NODES), RANKS),
     "dynamic tree": (DynamicTree(steps=3, topk=2, tokens=6), RANKS),
     "budget": (TokenBudget(tokens=9, max_tokens=4), BetaMixture(a=4, b=1.5)),
+    "overlapped": (Pearl(tokens=3), POSITIONS),
+    "overlapped, of unequal requests": (Pearl(tokens=4), BetaMixture(a=9, b=1.5)),
 }
 
 COLUMNS = ("arrival", "scheduled", "first_token", "finish", "preemptions", "transferred", "resent")
@@ -73,6 +76,10 @@ def acceptance(rates: Rates, **more: Any) -> Acceptance:
 
 def luck(scheme: Scheme, rates: Rates, stream: RequestStream, seed: int = 0) -> Luck:
     return Luck(scheme, acceptance(rates), stream, seed)
+
+
+def drafter_for(scheme: Scheme) -> Drafter:
+    return DraftModel(model="llama-3.2-1b") if isinstance(scheme, Pearl) else Eagle()
 
 
 def columns(outcome: Outcome) -> dict[str, list[int]]:
@@ -118,7 +125,8 @@ def test_jumps_are_single_steps_to_the_tick(name: str) -> None:
 
         def run(single_steps: bool) -> Outcome:
             drafts = drafting_terms(
-                Speculation(drafter=Eagle(), scheme=scheme, acceptance="assumed"), luck(scheme, rates, stream)
+                Speculation(drafter=drafter_for(scheme), scheme=scheme, acceptance="assumed"),
+                luck(scheme, rates, stream),
             )
             lanes = [
                 Lane(
@@ -194,8 +202,14 @@ DRAFTERS: dict[str, tuple[Drafter, str | None]] = {
 }
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("name", ["chain", "static tree", "threshold of unequal requests", "by batch"])
+JUMPS = [
+    (name, drafter)
+    for name in ("chain", "static tree", "threshold of unequal requests", "by batch", "overlapped")
+    for drafter in (("model",) if name == "overlapped" else DRAFTERS)
+]
+
+
+@pytest.mark.parametrize(("name", "drafter"), JUMPS)
 @pytest.mark.parametrize("apart", [False, True], ids=["mixed", "prefill and decode apart"])
 def test_compiled_rounds_jump_exactly_too(name: str, drafter: str, apart: bool) -> None:
     rng = np.random.default_rng(3)
@@ -245,6 +259,60 @@ def test_a_world_yields_as_many_tokens_per_round_as_the_formula_that_knows_of_th
         rounds[left] = 1 + sum(p * rounds[max(0, left - 1 - j)] for j, p in enumerate(pmf))
     assert found.tokens == 400 * 60
     assert found.rounds / 400 == pytest.approx(rounds[60], rel=0.01)
+
+
+@pytest.mark.parametrize(("acceptance", "window"), [(0.8, 4), (0.5, 2), (0.9, 7), (0.0, 3)])
+def test_tokens_beside_every_step_are_those_of_the_formula(acceptance: float, window: int) -> None:
+    """PEARL, told by its equilibrium; long answers, so that how one begins and ends does not matter."""
+    n, tokens = 100, 4000
+    stream = stream_of(np.arange(n) * 100.0, [10] * n, [tokens] * n)
+    rates = PerPosition(conditional=(acceptance,) * window)
+    own = deployed(Pearl(tokens=window), rates, *DRAFTERS["model"], max_model_len=8192)
+    found = tally(own.simulate(stream).outcome)
+    assert found.tokens == n * (tokens - 1)
+    assert found.tokens / found.rounds == pytest.approx(overlap.pearl_tokens(acceptance, window), rel=5e-3)
+
+
+@pytest.mark.parametrize("window", [2, 4, 8])
+def test_a_request_alone_gets_its_tokens_as_fast_as_the_formula_says(window: int) -> None:
+    """PEARL with little to draft, as much as a step of the target hides, and more than it hides."""
+    tokens, acceptance = 4000, 0.8
+    stream = stream_of(np.arange(40) * 100.0, [10] * 40, [tokens] * 40)
+    rates = PerPosition(conditional=(acceptance,) * window)
+    own = deployed(Pearl(tokens=window), rates, *DRAFTERS["model"], max_model_len=8192)
+    pool = own.plan.pools[0]
+    draft_s, target_s = (
+        RoundCosts(model, HARDWARE, pool, Ngram(lookup_max=3)).verify_s(1, tokens // 2, width)
+        for model, width in ((load_model("llama-3.2-1b"), 1), (MODEL, window))
+    )
+    rate = 1 / own.simulate(stream).tpot_s.mean()
+    assert rate == pytest.approx(overlap.pearl_tokens_per_s(acceptance, window, draft_s, target_s), rel=0.02)
+
+
+def test_what_is_verified_beside_drafting_follows_from_what_was_right() -> None:
+    """Gone through by hand: one token alone, then the rest of its window, then whole windows until one fails."""
+    stream = requests(70, 300)
+    plain, beside = luck(Chain(tokens=3), POSITIONS, stream), luck(Pearl(tokens=3), POSITIONS, stream)
+    seen = set()
+    for i in (0, 5, 69):
+        request, window = Request(i, 10, 300), 0
+        right = plain.accepted(request, 0, 300).tolist()
+        for n, (made, kept) in enumerate(
+            zip(beside.stops(request, 0, 300), beside.accepted(request, 0, 300), strict=True)
+        ):
+            seen.add(window)
+            if window == 0:
+                assert (made, kept) == (0, 0)
+                window = 2 if right[n] >= 1 else 0
+            else:
+                assert 1 + made == window
+                assert 1 + kept == min(right[n] + 1, window)
+                window = 3 if right[n] >= window else 0
+        far = beside.accepted(request, 700, 60)  # beyond what is drawn at first
+        assert far.tolist() == beside.accepted(request, 0, 760)[700:].tolist()
+        after = beside.many(request, 10, 50, 2, 1000)[:50]
+        assert after.tolist() == (1000 + np.cumsum(1 + beside.accepted(request, 10, 50))).tolist()
+    assert seen == {0, 2, 3}
 
 
 def test_luck_belongs_to_the_request_and_the_round() -> None:
@@ -352,6 +420,25 @@ def test_a_drafter_takes_its_share_of_memory() -> None:
     assert drafting.memory.weights_bytes == pytest.approx(plain.memory.weights_bytes + taken.weights_bytes)
     assert drafting.memory.kv_bytes_per_token == plain.memory.kv_bytes_per_token + taken.kv_bytes_per_token
     assert taken.kv_bytes_per_token > 0
+
+
+def test_a_drafter_beside_the_target_has_devices_of_its_own() -> None:
+    """It takes nothing of the target's memory; the GPUs count, and it must have room for the same blocks itself."""
+    chain_, beside = (deployed(scheme, POSITIONS, *DRAFTERS["model"]) for scheme in (Chain(tokens=3), Pearl(tokens=3)))
+    plain = deploy(chain_.plan.model_copy(update={"pools": (_without(None, requests(1, 1)),)}), MODEL, HARDWARE)
+    assert beside.memory == plain.memory
+    assert chain_.memory.num_blocks < plain.memory.num_blocks
+    assert (chain_.plan.num_devices, beside.plan.num_devices) == (1, 2)
+    found = beside.simulate(requests(20, 50)).summary()
+    assert found["num_gpus"] == 2
+    split = deployed(
+        Pearl(tokens=3), POSITIONS, DraftModel(model="llama-3.2-1b", tp=1), "llama-3.2-1b", parallelism={"tp": 4}
+    )
+    assert split.plan.num_devices == 5
+    large = deployed(
+        Pearl(tokens=3), POSITIONS, DraftModel(model="llama-3.1-8b", tp=1), MODEL.name, parallelism={"tp": 8}
+    )
+    assert large.memory.num_blocks == plain.memory.num_blocks, "as many as one GPU holds of the same model"
 
 
 @pytest.mark.parametrize(

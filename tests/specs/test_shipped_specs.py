@@ -142,7 +142,7 @@ PLAN = st.builds(
             dtype=st.none() | st.sampled_from(["bf16", "fp8"]),
             block_size=COUNTS,
             memory_utilization=st.floats(0, 1, exclude_min=True),
-            num_blocks=st.none() | COUNTS,
+            num_blocks=st.none() | COUNTS.map(lambda n: n + 10**12),  # enough for any max_model_len
         ),
         async_scheduling=st.booleans(),
         max_model_len=st.none() | COUNTS,

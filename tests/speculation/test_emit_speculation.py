@@ -22,6 +22,7 @@ from simtune.specs.speculation import (
     Eagle,
     Medusa,
     Ngram,
+    Pearl,
     Scheme,
     Speculation,
     StaticTree,
@@ -31,7 +32,8 @@ from simtune.specs.speculation import (
 )
 
 HEAD = Eagle(checkpoint="org/head")
-DRAFT = load_model("llama-3.1-8b")
+DRAFTER = DraftModel(model="llama-3.1-8b")
+DRAFT = load_model(DRAFTER.model)
 BY_BATCH = ByBatch(
     max_tokens=3, ranges=(BatchRange(first=1, last=64, tokens=3), BatchRange(first=65, last=512, tokens=0))
 )
@@ -121,6 +123,9 @@ def test_tensorrt_llm_trees() -> None:
         (vllm, HEAD, StaticTree(nodes=((1,), (2,))), "vLLM cannot be told a static_tree scheme"),
         (vllm, HEAD, Threshold(max_tokens=8, stop_at=0.7), "vLLM cannot be told a threshold scheme"),
         (vllm, HEAD, TokenBudget(tokens=64, max_tokens=8), "vLLM cannot be told a budget scheme"),
+        (vllm, DRAFTER, Pearl(tokens=4), "vLLM cannot be told a pearl scheme: it drafts and verifies in turn"),
+        (sglang, DRAFTER, Pearl(tokens=4), "SGLang cannot be told a pearl scheme"),
+        (tensorrt_llm, DRAFTER, Pearl(tokens=4), "TensorRT-LLM cannot be told a pearl scheme"),
         (vllm, Eagle(), Chain(tokens=3), "drafter eagle3: name the `checkpoint` that vLLM loads"),
         (sglang, HEAD, BY_BATCH, "SGLang cannot be told a by_batch scheme"),
         (sglang, Medusa(heads=4, checkpoint="x"), Chain(tokens=3), "has no medusa drafter"),

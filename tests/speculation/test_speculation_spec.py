@@ -5,15 +5,22 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
+from simtune.specs.plan import Batching, Parallelism, Pool
 from simtune.specs.speculation import (
     BatchRange,
     ByBatch,
     Chain,
+    Drafter,
+    DraftModel,
     DynamicTree,
+    Eagle,
+    Medusa,
     Ngram,
+    Pearl,
     Speculation,
     StaticTree,
 )
+from simtune.specs.study import DrafterChoice
 
 
 def by_batch(*ranges: tuple[int, int, int], most: int = 3) -> ByBatch:
@@ -58,3 +65,29 @@ def test_read_from_a_plan() -> None:
     assert read == Speculation(drafter=Ngram(lookup_max=4), scheme=Chain(tokens=3), acceptance="mine")
     with pytest.raises(ValidationError, match=r"lookup_min \(5\) exceeds lookup_max \(4\)"):
         Ngram(lookup_min=5, lookup_max=4)
+
+
+@pytest.mark.parametrize("drafter", [Eagle(), Medusa(heads=4), Ngram(lookup_max=4)])
+def test_only_a_model_of_its_own_drafts_while_the_target_verifies(drafter: Drafter) -> None:
+    message = f"takes a model of its own; drafter {drafter.kind} has none: take a draft_model, or a chain"
+    with pytest.raises(ValidationError, match=message):
+        Speculation(drafter=drafter, scheme=Pearl(tokens=4), acceptance="mine")
+    with pytest.raises(ValidationError, match=message):
+        DrafterChoice(drafter=drafter, scheme=Pearl(tokens=4), acceptance="mine")
+    with pytest.raises(ValidationError, match="greater than or equal to 2"):
+        Pearl(tokens=1)
+
+
+def test_a_drafter_beside_the_target_has_gpus_of_its_own() -> None:
+    def devices(parallelism: Parallelism, tp: int | None = None) -> int:
+        drafter = DraftModel(model="llama-3.2-1b", tp=tp)
+        beside = Speculation(drafter=drafter, scheme=Pearl(tokens=4), acceptance="mine")
+        batching = Batching(max_num_seqs=8, max_num_batched_tokens=512)
+        pool = Pool(hardware="h100-sxm", instances=3, batching=batching, speculation=beside, parallelism=parallelism)
+        return pool.devices
+
+    assert devices(Parallelism(tp=4)) == 8
+    assert devices(Parallelism(tp=4), 1) == 5
+    for parallelism in (Parallelism(pp=2), Parallelism(attention_dp=2)):
+        with pytest.raises(ValidationError, match=r"drafts for one batch at a time, and .* makes 2 of them"):
+            devices(parallelism)

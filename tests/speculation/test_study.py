@@ -25,6 +25,7 @@ from simtune.specs.speculation import (
     DynamicTree,
     Eagle,
     Medusa,
+    Pearl,
     Scheme,
     Speculation,
     StaticTree,
@@ -167,6 +168,7 @@ def test_yield_and_waste_add_up_to_what_is_verified() -> None:
         (StaticTree(nodes=((1,), (2,), (1, 1))), "tree of 3, 2 deep", "T3"),
         (DynamicTree(steps=3, topk=4, tokens=9), "EAGLE-2 tree of 9: 3 steps, topk 4", "T9"),
         (DynamicTree(steps=3, topk=1, tokens=3), "chain of 3", "3"),
+        (Pearl(tokens=5), "chain of 5 beside every step (PEARL)", "5"),
         (TokenBudget(tokens=64, max_tokens=4), "64 tokens for the batch, 4 for each at most", "≤4"),
     ],
 )  # fmt: skip
