@@ -76,23 +76,6 @@ def run(
     return found
 
 
-@pytest.mark.parametrize(
-    ("name", "prompt", "output", "rate"), [("chat", 900, 250, 16.0), ("reasoning", 600, 4000, 0.75)]
-)
-def test_a_million_requests_on_one_instance(name: str, prompt: int, output: int, rate: float) -> None:
-    """Llama-3.1-8B on one H100, near 80 % of the rate it can sustain."""
-    print(f"\n{name} {prompt}/{output} at {rate} requests/s")
-    for requests in (10_000, 100_000, 1_000_000):
-        line(requests, run("lognormal", 1, prompt, output, rate, requests, ""))
-
-
-def test_a_million_requests_that_share_prefixes_on_64_instances(data_dir: Path) -> None:
-    print("\nMooncake conversations, repeated, 64 instances, prefix-aware routing")
-    for requests in (10_000, 100_000, 1_000_000):
-        trace = str(data_dir / "traces" / "mooncake_conversation.jsonl.gz")
-        line(requests, run("mooncake", 64, 0, 0, 64 * 0.55, requests, trace))
-
-
 VIDUR_LOOP_S, VIDUR_PROCESS_S, VIDUR_MIB = 0.87, 3.7, 948
 """Vidur on this load, measured on two shared cores: its event loop, the whole process, and its memory."""
 
@@ -129,6 +112,23 @@ def test_the_load_of_vidurs_own_example(tmp_path: Path) -> None:
         f"{VIDUR_LOOP_S / loop:.0f} x), process {process:.2f} CPU-s, {statistics.median(walls):.2f} s wall (Vidur "
         f"{VIDUR_PROCESS_S}, {VIDUR_PROCESS_S / process:.1f} x), at most {mib:.0f} MiB (Vidur {VIDUR_MIB})"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "output", "rate"), [("chat", 900, 250, 16.0), ("reasoning", 600, 4000, 0.75)]
+)
+def test_a_million_requests_on_one_instance(name: str, prompt: int, output: int, rate: float) -> None:
+    """Llama-3.1-8B on one H100, near 80 % of the rate it can sustain."""
+    print(f"\n{name} {prompt}/{output} at {rate} requests/s")
+    for requests in (10_000, 100_000, 1_000_000):
+        line(requests, run("lognormal", 1, prompt, output, rate, requests, ""))
+
+
+def test_a_million_requests_that_share_prefixes_on_64_instances(data_dir: Path) -> None:
+    print("\nMooncake conversations, repeated, 64 instances, prefix-aware routing")
+    for requests in (10_000, 100_000, 1_000_000):
+        trace = str(data_dir / "traces" / "mooncake_conversation.jsonl.gz")
+        line(requests, run("mooncake", 64, 0, 0, 64 * 0.55, requests, trace))
 
 
 def line(requests: int, found: dict[str, float]) -> None:

@@ -143,7 +143,6 @@ class VllmFcfs(Scheduler):
             not count
             or self.waiting
             or self.prefilling
-            or self._ending
             or self._paused
             or self._preempted
             or tokens + self._extra_slots * count > self.max_num_batched_tokens
