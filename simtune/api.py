@@ -76,13 +76,20 @@ def run(
         stream = stream.at_rate(rate_rps)
     references = [hardware or ""] if plan is None else [hardware or pool.hardware for pool in plan.pools]
     loaded = {name: load_hardware(name, given.get("hardware", ())) for name in dict.fromkeys(references)}
+    asked = plan is not None or bool(given.get("plan"))
     if plan is None:
         plan = default_plan(m, loaded[references[0]], stream)
         if given.get("plan"):
             plan = _overridden(plan, given["plan"])
     pools = [p.model_copy(update={"hardware": loaded[r].name}) for p, r in zip(plan.pools, references, strict=True)]
     plan = plan.model_copy(update={"model": m.name, "pools": tuple(pools)})
-    deployment = deploy(plan, m, {h.name: h for h in loaded.values()}, drafting=load_drafting(plan))
+    drafting = load_drafting(plan)
+    try:
+        deployment = deploy(plan, m, {h.name: h for h in loaded.values()}, drafting=drafting)
+    except Infeasible as error:
+        if asked:  # a plan of the user's own that cannot be is wrong input, not an answer
+            raise UsageError(f"plan {plan.name}: {error}") from None
+        raise
     return Ran(deployment, w, trace, deployment.simulate(stream, record=record, seed=seed))
 
 
