@@ -178,6 +178,7 @@ def _print(name: str, summary: dict[str, Any], intervals: dict[str, Any], out: P
     for key in (
         "requests",
         "refused",
+        "unserved",
         "preemptions",
         "offered_rate_rps",
         "request_throughput_rps",
@@ -187,7 +188,9 @@ def _print(name: str, summary: dict[str, Any], intervals: dict[str, Any], out: P
         value = summary[key]
         shown = number(value) if isinstance(value, float) else value
         click.echo(f"{key.replace('_', ' '):30} {shown}{_between(intervals.get(key))}")
-    if summary["saturated"]:
+    if summary["unserved"]:
+        click.echo("NOT SERVED: requests were left when no instance was up any more")
+    elif summary["saturated"]:
         click.echo("SATURATED: requests pile up faster than they are served; latencies grow without bound")
     if out is not None:
         click.echo(f"report: {out / 'report.html'}")

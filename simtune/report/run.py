@@ -306,6 +306,7 @@ class Summary(_Block):
     num_gpus: Count
     requests: Annotated[int, Field(ge=0)]
     refused: Annotated[int, Field(ge=0)] = Field(0, description="requests longer than max_model_len")
+    unserved: Annotated[int, Field(ge=0)] = Field(0, description="requests left when no instance was up any more")
     preemptions: Annotated[int, Field(ge=0)] | None = None
     saturated: bool
     interrupted: bool = Field(False, description="the search was stopped and this is its best so far")

@@ -210,6 +210,8 @@ class Deployment:
         world = self._world(stream, slo, some, seed, stop_when, record, single_steps)
         outcome = world.run()
         result = Result(stream, outcome, self.plan.num_devices, slo, offered_rate_rps, scale)
+        if result.unserved and not result.completed.any():
+            raise UsageError(f"plan {self.plan.name}: its events leave no instance that could answer any request")
         if not result.completed.any():
             raise UsageError(
                 f"every request is longer than max_model_len ({self.max_model_len} tokens); raise it in the plan, "

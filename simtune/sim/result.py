@@ -127,7 +127,12 @@ class Result:
     @property
     def refused(self) -> int:
         """Requests that exceed max_model_len; 0 for a run that was stopped early, where it cannot be told."""
-        return 0 if self.outcome.aborted else int((~self.completed).sum())
+        return 0 if self.outcome.aborted else self.outcome.refused
+
+    @property
+    def unserved(self) -> int:
+        """Requests left when no instance was up any more to serve them; 0 for a run that was stopped early."""
+        return 0 if self.outcome.aborted else int((~self.completed).sum()) - self.refused
 
     @cached_property
     def duration_s(self) -> float:
@@ -143,8 +148,10 @@ class Result:
         The second half is cut into ten batches and a line laid through their mean queue lengths; the system counts as
         saturated when that line rises by more than 2 % of the arrivals and by more than three of its standard errors.
         A closed loop cannot saturate: its users wait; nor can requests that all come at once: they have no rate. Of a
-        run that was stopped early it is not known.
+        run that was stopped early it is not known. Requests that are left when no instance is up pile up for ever.
         """
+        if self.unserved:
+            return True
         waiting = self.outcome.waiting_at_arrival[len(self.arrival_s) // 2 :]
         if self.stream.offered_rate_rps is None or len(waiting) < 20 or self.outcome.aborted:
             return False
@@ -233,6 +240,7 @@ class Result:
             "requests": len(completed),
             "completed": int(completed.sum()),
             "refused": self.refused,
+            "unserved": self.unserved,
             "preemptions": int(self.outcome.preemptions.sum()),
             "duration_s": duration,
             "saturated": self.saturated,

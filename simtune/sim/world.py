@@ -118,6 +118,8 @@ class Outcome:
     """When its KV cache had come to the decode instance; -1 where nothing was sent."""
     resent: Ticks
     """How often it was sent again because an instance failed; those that waited at one that left are not counted."""
+    refused: int
+    """Requests that no instance takes, for they are too long."""
     aborted: bool
     events: int
     steps: int
@@ -159,6 +161,8 @@ class World:
             lane.number = number
         self._router = RoundRobin(self._lanes) if router is None else router
         self._decode_router = decode_router
+        if decode_router is not None:
+            self._longest = min(lane.scheduler.max_model_len for lane in decode_router.lanes)
         self._changes = list(changes)
         self._single_steps = single_steps
         self._stop_when = stop_when
@@ -194,6 +198,7 @@ class World:
         self._end_apart: tuple[int, int, int, int] | None = None  # one lane's end that need not go through the heap
         self._next_request = 0
         self._aborted = False
+        self._refused = 0
         self._events = 0
         self._steps = 0
         self._bytes = 0
@@ -201,7 +206,7 @@ class World:
         self._round_ends, self._round_jumps = array("q"), array("q")
 
     def run(self) -> Outcome:
-        """Run until every request is finished or refused, or `stop_when` says so."""
+        """Run until every request is finished or refused, no lane is up to serve it, or `stop_when` says so."""
         for i, change in enumerate(self._changes):
             heappush(self._heap, (change.tick, _CHANGE, i, 0))
         if self._stream.arrival_s is None:
@@ -249,6 +254,7 @@ class World:
             waiting_at_arrival=_column(self._waiting_at),
             transferred=_column(self._transferred),
             resent=_column(self._resent),
+            refused=self._refused,
             aborted=self._aborted,
             events=self._events,
             steps=self._steps,
@@ -303,7 +309,8 @@ class World:
         notices = lane.step is not None and lane.repetitions > 1 and lane.scheduler.would_notice()
         if not self._fits(number) or not lane.scheduler.add(asked):
             self._router.over(asked, lane, now)
-            if self._stream.arrival_s is None:  # refused: its user goes on thinking
+            self._refused += 1
+            if self._stream.arrival_s is None:  # its user goes on thinking
                 self._send_next(now + self._think)
             return
         self._waiting += 1
@@ -325,11 +332,10 @@ class World:
         return prompt
 
     def _fits(self, number: int) -> bool:
-        """Whether decode instances, where they are apart, can hold the whole request."""
+        """Whether every decode instance, where they are apart, can hold the whole request."""
         if self._decode_router is None:
             return True
-        longest = self._decode_router.lanes[0].scheduler.max_model_len
-        return self._prompt[number] + self._output[number] <= longest
+        return self._prompt[number] + self._output[number] <= self._longest
 
     # --- steps --------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import pytest
 from simtune.costs.compiled import LinearCosts
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import VllmFcfs
-from simtune.errors import Infeasible
+from simtune.errors import Infeasible, UsageError
 from simtune.sim.deployment import deploy
 from simtune.sim.lane import Lane, Pipeline, Wire
 from simtune.sim.link import Link
@@ -21,7 +21,7 @@ from simtune.sim.result import Result
 from simtune.sim.router import LeastTokens, RoundRobin
 from simtune.sim.world import World
 from simtune.specs.catalog import load_hardware, load_model
-from simtune.specs.plan import Batching, KvLink, Plan, Pool
+from simtune.specs.plan import Batching, Failure, KvLink, Plan, Pool
 from simtune.specs.workload import FixedLength, Lognormal, Poisson, Workload
 from tests.sim.worlds import stream_of
 
@@ -247,3 +247,39 @@ def test_the_plan_may_say_how_fast_the_link_is() -> None:
 def test_hardware_without_the_named_link_is_refused() -> None:
     with pytest.raises(Infeasible, match="carrier_pigeon"):
         deploy(plan(KvLink(path="carrier_pigeon")), load_model("llama-3.1-8b"), load_hardware("h100-sxm"))
+
+
+def test_a_request_that_one_decode_pool_could_not_hold_is_refused_and_blocks_nobody() -> None:
+    whole = plan(KvLink())
+    prefill, decode = whole.pools
+    small = decode.model_copy(update={"name": "small", "max_model_len": 512})
+    stream = chat()
+    too_long = stream.prompt_tokens + stream.output_tokens > 512
+    assert 0 < too_long.sum() < len(stream)
+    deployment = deploy(
+        whole.model_copy(update={"pools": (prefill, decode, small)}),
+        load_model("llama-3.1-8b"),
+        load_hardware("h100-sxm"),
+    )
+    result = deployment.simulate(stream)
+    assert result.completed.tolist() == (~too_long).tolist()
+    assert (result.refused, result.unserved) == (too_long.sum(), 0)
+
+
+def test_requests_that_nobody_is_left_to_serve_are_not_refused_but_pile_up() -> None:
+    whole = plan(KvLink())
+    stream = chat()
+    assert stream.arrival_s is not None
+    events = (Failure(at_s=float(stream.arrival_s[len(stream) // 2]), pool="decode", instance=0),)
+    result = deploy(
+        whole.model_copy(update={"events": events}), load_model("llama-3.1-8b"), load_hardware("h100-sxm")
+    ).simulate(stream)
+    assert result.refused == 0
+    assert 0 < result.unserved == len(stream) - result.completed.sum()
+    assert result.saturated
+    assert not result.meets_slo
+    at_once = tuple(Failure(at_s=0.0, pool="prefill", instance=i) for i in range(2))
+    with pytest.raises(UsageError, match="leave no instance"):
+        deploy(
+            whole.model_copy(update={"events": at_once}), load_model("llama-3.1-8b"), load_hardware("h100-sxm")
+        ).simulate(stream)
