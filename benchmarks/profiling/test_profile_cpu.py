@@ -67,7 +67,7 @@ def test_whole_steps_are_the_sum_of_their_operators(profiled: list[tuple[Path, f
 
 def test_two_profiles_say_the_same(profiled: list[tuple[Path, float]]) -> None:
     first, second = (load_hardware(str(out)) for out, _ in profiled)
-    header = json.loads((profiled[0][0] / "measurements.jsonl").open().readline())
+    header = json.loads((profiled[0][0] / "measurements.jsonl").read_text().splitlines()[0])
     points: Plan = plan([load_model(MODEL)], (1,), Limits(**header["limits"]))
     ratios = []
     for task in points.tasks:
