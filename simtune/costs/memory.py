@@ -2,8 +2,9 @@
 
 Weights and KV bytes per token follow from the model and agree with published start-up logs within about 1
 %. What vLLM measures by a dummy run (activations, graphs, contexts) is `other_bytes`, a starting formula
-that no log has confirmed beyond one device: single-GPU logs imply 1.2-1.4 GiB, others 0.4-3 GiB. Where the
-KV cache is small, give `kv_cache.num_blocks` from a log of the engine itself.
+that no log has confirmed beyond one device: single-GPU logs imply 1.2-1.4 GiB, others 0.4-3 GiB, and releases of 2023
+up to 14 GiB under tensor parallelism. Where the KV cache is small, give `kv_cache.other_memory_gib` or
+`kv_cache.num_blocks` from a log of the engine itself.
 
 What a sequence needs however long it is, the states of linear attention, is set aside for max_num_seqs
 sequences. A sliding window is either counted like that, as a whole window for every seat, or in full for every
@@ -119,9 +120,11 @@ def _cache(
 
 
 def other_bytes(model: Model, pool: Pool) -> float:
-    """Activations of the largest step, logits, graphs, context, communicators: a starting formula, per
-    rank.
+    """Activations of the largest step, logits, graphs, context, communicators, per rank: what the plan was told from a
+    log, or else a starting formula.
     """
+    if pool.kv_cache.other_memory_gib is not None:
+        return pool.kv_cache.other_memory_gib * GIB
     tp, pp = pool.parallelism.tp, pool.parallelism.pp
     tokens = pool.batching.max_num_batched_tokens
     width = max(_active_width(group) for group in model.layers)

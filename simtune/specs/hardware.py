@@ -107,8 +107,9 @@ class HoldOut(Part):
 class Residual(Part):
     """Gaussian process on log(measured / base): Matern-3/2 with one length per feature, and noise.
 
-    Features are those of `simtune.costs.residual`, standardised by `centre` and `spread`. The points it was
-    fitted on and their weights are the arrays `<array>.points` and `<array>.weights` beside the profile.
+    Features are those of `simtune.costs.residual`, standardised by `centre` and `spread`. Its points, a user's own or
+    centres of other people's, and their weights are the arrays `<array>.points` and `<array>.weights` beside the
+    profile.
     """
 
     features: Annotated[Seq[str], Field(min_length=1)]
@@ -154,8 +155,8 @@ class Interval(Part):
     The sd is that of the residual process at the shape in question; without a residual it is `log_sd`.
     """
 
-    method: Literal["folds", "split"] = Field(
-        description="what calibrated it: fifths of the points, each predicted from the others, or rows kept back"
+    method: Literal["leave-one-out", "split"] = Field(
+        description="what calibrated it: each point as predicted from all the others, or rows kept back"
     )
     quantile: Positive = Field(description="90 % quantile of |log(measured / predicted)| / sd")
     log_sd: Positive = Field(description="standard deviation of the log error, typical inside the measured box")

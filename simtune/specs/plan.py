@@ -61,11 +61,18 @@ class Batching(Part):
 
 
 class KvCache(Part):
-    """The paged KV cache. `num_blocks` overrides what memory accounting would give, per pipeline rank."""
+    """The paged KV cache. What the engine's own log says is better than memory accounting: `other_memory_gib` takes
+    the place of its one estimate, and `num_blocks` overrides it altogether, per pipeline rank.
+    """
 
     dtype: KvDtype | None = Field(None, description="the model's own dtype unless given")
     block_size: Count = 16
     memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.92
+    other_memory_gib: NonNegative | None = Field(
+        None,
+        description="what all but weights and KV cache takes on each device, from the engine's log (vLLM: activation "
+        "peak, memory outside torch, CUDA graphs if it counts them); estimated unless given",
+    )
     num_blocks: Count | None = None
     prefix_caching: bool = Field(False, description="re-use the blocks of prompts that begin alike")
     preemption: Literal["recompute", "swap"] = "recompute"

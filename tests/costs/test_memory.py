@@ -14,7 +14,6 @@ from simtune.costs.memory import (
     GRAPHS_BYTES,
     kv_bytes_per_token,
     kv_capacity,
-    other_bytes,
     stage_layers,
     weights_bytes,
 )
@@ -61,7 +60,7 @@ def test_llama_2_7b_on_an_a100_has_the_blocks_vllm_logged() -> None:
 def test_blocks_of_logs_that_say_what_else_took_memory(
     name: str, weights: str, gib_seen: float, utilization: float, logged_other_gib: float, blocks: float
 ) -> None:
-    """All but `other_bytes` is accounted for: with the log's own figure in its place, the blocks are the log's."""
+    """All but one number is accounted for: given that from the log, the blocks are the log's."""
     h100 = load_hardware("h100-sxm")
     device = h100.device.model_copy(update={"memory_bytes": gib_seen * GIB})
     language_model = load_model(name, [f"weight_dtype={weights}"])
@@ -69,11 +68,22 @@ def test_blocks_of_logs_that_say_what_else_took_memory(
         hardware="h100-sxm",
         instances=1,
         batching=Batching(max_num_seqs=256, max_num_batched_tokens=8192),
-        kv_cache=KvCache(memory_utilization=utilization),
+        kv_cache=KvCache(memory_utilization=utilization, other_memory_gib=logged_other_gib),
     )
-    instead = logged_other_gib * GIB - other_bytes(language_model, plan)
-    memory = kv_capacity(language_model, h100.model_copy(update={"device": device}), plan, instead)
+    memory = kv_capacity(language_model, h100.model_copy(update={"device": device}), plan)
+    assert memory.other_bytes == logged_other_gib * GIB
     assert memory.num_blocks == pytest.approx(blocks, rel=0.005)
+
+
+def test_other_memory_from_a_log_takes_the_place_of_the_formula() -> None:
+    """A GiB more of it is a GiB less of KV cache on every rank, whatever the formula would say of steps and graphs."""
+    device = hardware(memory_bytes=8 * GIB)
+    one, two = (kv_capacity(model(), device, pool(tp=2, kv_cache=KvCache(other_memory_gib=gib))) for gib in (1.0, 2.0))
+    assert one.kv_bytes - two.kv_bytes == GIB
+    larger = pool(tp=2, budget=4096, cuda_graphs=False, kv_cache=KvCache(other_memory_gib=1.0))
+    assert kv_capacity(model(), device, larger) == one
+    with pytest.raises(Infeasible, match=r"everything else 7.90 GiB"):
+        kv_capacity(model(), device, pool(tp=2, kv_cache=KvCache(other_memory_gib=7.9)))
 
 
 @pytest.mark.parametrize(
@@ -94,6 +104,12 @@ def test_weights_of_llama_3_1_70b_in_int8() -> None:
     """67.72 GiB logged: int8 layers, 16-bit embeddings (vllm issue 12569)."""
     weights = weights_bytes(load_model("llama-3.1-70b", ["weight_dtype=int8"]), Parallelism(), 0)
     assert weights / GIB == pytest.approx(67.72, rel=0.0005)
+
+
+@pytest.mark.parametrize(("tp", "gib"), [(1, 14.96), (2, 7.48)])
+def test_weights_of_an_8b_llama_on_one_and_two_ranks(tp: int, gib: float) -> None:
+    """As logged (vllm pull request 10511)."""
+    assert weights_bytes(load_model("llama-3.1-8b"), Parallelism(tp=tp), 0) / GIB == pytest.approx(gib, abs=0.005)
 
 
 def test_8_bit_weights_have_a_scale_for_each_output() -> None:

@@ -110,6 +110,50 @@ def test_left_out_is_what_refits_without_the_point_say() -> None:
         assert sd[i] == pytest.approx(float(variance[0, 0]) ** 0.5, rel=1e-6)
 
 
+def test_centres_in_every_point_are_the_exact_process() -> None:
+    x, z = planted(150, 0.02)
+    exact = fitted()
+    same = exact.condensed(x, z, 150)
+    others = exact.standardised(planted(50, 0.0, seed=2)[0])
+    assert same.points.shape == exact.points.shape
+    assert same.mean(others) == pytest.approx(exact.mean(others), abs=1e-4)
+
+
+def test_few_centres_say_what_all_points_told_them() -> None:
+    """By brute force: the weights solve (noise^2 K_cc + K_cn K_nc) w = K_cn z. A hundred centres of a thousand points
+    predict better than the exact process of a hundred of the points.
+    """
+    x, z = planted(1000, 0.1)
+    chosen = cover(x, 100)
+    exact = fit_process({name: column[chosen] for name, column in x.items()}, z[chosen])
+    assert exact is not None
+    few = exact.condensed(x, z, 100)
+    assert 80 < len(few.points) <= 100
+
+    def kernel(a: Array, b: Array) -> Array:
+        return few.hyper.kernel((((a[:, None] - b[None]) / few.hyper.length) ** 2).sum(-1))
+
+    across = kernel(few.points, few.standardised(x))
+    left = few.hyper.noise**2 * kernel(few.points, few.points) + across @ across.T
+    assert left @ few.weights == pytest.approx(across @ z, rel=1e-3, abs=1e-3)
+    others, true = planted(500, 0.0, seed=1)
+    off = [np.sqrt(np.mean((p.mean(p.standardised(others)) - true) ** 2)) for p in (few, exact)]
+    assert off[0] < 0.7 * off[1]
+
+
+def test_an_exact_process_tells_its_residuals_and_centres_do_not() -> None:
+    """With as many weights as residuals these are (K + noise^2) w: why other people's rows are condensed."""
+    x, z = planted(150, 0.1)
+    exact = fit_process(x, z)
+    assert exact is not None
+    squares = (((exact.points[:, None] - exact.points[None]) / exact.hyper.length) ** 2).sum(-1)
+    told = exact.hyper.kernel(squares) @ exact.weights + exact.hyper.noise**2 * exact.weights
+    assert told == pytest.approx(z, abs=1e-6)
+    few = exact.condensed(x, z, 110)
+    assert len(few.points) <= 110
+    assert np.std(few.mean(few.standardised(x)) - z) > 0.05, "what they say there is smooth, without the noise"
+
+
 def test_a_process_comes_back_from_its_spec_and_arrays() -> None:
     process = fitted()
     spec, arrays = process.spec("gemm.bf16")

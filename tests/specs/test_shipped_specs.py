@@ -142,6 +142,7 @@ PLAN = st.builds(
             dtype=st.none() | st.sampled_from(["bf16", "fp8"]),
             block_size=COUNTS,
             memory_utilization=st.floats(0, 1, exclude_min=True),
+            other_memory_gib=st.none() | st.floats(0, 40),
             num_blocks=st.none() | COUNTS.map(lambda n: n + 10**12),  # enough for any max_model_len
         ),
         async_scheduling=st.booleans(),
