@@ -2,9 +2,9 @@
 
 `CompiledCosts` tabulates `StepModel` once: `linear` per number of tokens, `head` per number of sampled
 rows, `prefill` per prompt length, and for each number of decodes, when first asked, a row of decode
-attention: knots over the mean context, eight per octave, with whole ticks at the knots and whole ticks per
-context token between them. Because both are integers, a pure decode step is exactly affine in the context
-tokens between two knots, which is what `simtune.costs.protocol.StepCosts` asks for.
+attention: knots over the mean context, eight per octave but where a line is as good, with whole ticks at the
+knots and whole ticks per context token between them. Because both are integers, a pure decode step is exactly
+affine in the context tokens between two knots, which is what `simtune.costs.protocol.StepCosts` asks for.
 
 Base times are tabulated densely. What residuals and curves add to them costs a thousand times more to
 evaluate and is smooth: its logarithm is taken on knots, summed over all operators of a table, and
@@ -18,6 +18,7 @@ prompt takes less than no time.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ from simtune.specs.plan import Pool
 
 KNOTS_PER_OCTAVE = 8
 CORRECTION_KNOTS_PER_OCTAVE = 4
+STRAIGHT = 5e-4
+"""Share of decode attention by which what lies between knots may be off for one knot less: jumps end at knots."""
 
 
 class _Row(NamedTuple):
@@ -87,6 +90,8 @@ class _DecodeAttention:
         contexts = self._contexts
         ticks = self.at_knots(num_decodes)
         starts = contexts.astype(np.int64) * num_decodes
+        kept = _bends(starts, ticks)
+        starts, ticks = starts[kept], ticks[kept]
         # Rounded down, so that no segment ends above the knot it leads to.
         slopes = np.diff(ticks) // np.diff(starts)
         row = _Row(starts[:-1].tolist(), ticks[:-1].tolist(), slopes.tolist())
@@ -466,6 +471,22 @@ def _sizes(x: Array) -> Array:
     wanted = np.concatenate([sizes[:64], edges, edges + 1, _knots(KNOTS_PER_OCTAVE, int(sizes[-1]), set())])
     at = np.searchsorted(sizes, wanted[wanted <= sizes[-1]])
     return np.unique(sizes[at])
+
+
+def _bends(x: NDArray[np.int64], y: NDArray[np.int64]) -> list[int]:
+    """Which knots to keep so that straight lines between them pass all others within `STRAIGHT`, both ends among them.
+
+    From each one as far as some line stays within reach of everything on the way (the swing filter of Elmeleegy et
+    al., VLDB 2009).
+    """
+    kept, (x0, y0), least, most = [0], (int(x[0]), int(y[0])), -math.inf, math.inf
+    for i, (x1, y1) in enumerate(zip(x[1:].tolist(), y[1:].tolist(), strict=True), start=1):
+        if not least <= (y1 - y0) / (x1 - x0) <= most:
+            kept.append(i - 1)
+            x0, y0, least, most = int(x[i - 1]), int(y[i - 1]), -math.inf, math.inf
+        least = max(least, (y1 * (1 - STRAIGHT) - y0) / (x1 - x0))
+        most = min(most, (y1 * (1 + STRAIGHT) - y0) / (x1 - x0))
+    return [*kept, len(x) - 1]
 
 
 def _turns_down(a: tuple[int, int], b: tuple[int, int], c: tuple[int, int]) -> bool:

@@ -31,7 +31,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from simtune.costs.compiled import CompiledCosts, _DecodeAttention, _sizes, _ticks
+from simtune.costs.compiled import CompiledCosts, _bends, _DecodeAttention, _sizes, _ticks
 from simtune.costs.drafting import drafting_model, drafting_parallelism
 from simtune.costs.predict import Profile
 from simtune.costs.protocol import UNBOUNDED
@@ -81,6 +81,8 @@ class _Line(NamedTuple):
 
 
 def _line(starts: Ints, ticks: Ints) -> _Line:
+    kept = _bends(starts, ticks)
+    starts, ticks = starts[kept], ticks[kept]
     slopes = np.diff(ticks) // np.diff(starts)
     return _Line(starts[:-1].tolist(), ticks[:-1].tolist(), slopes.tolist())
 

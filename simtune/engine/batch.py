@@ -108,16 +108,17 @@ class DecodeBatch:
             self._longest = max((request.computed - request.joined, joins, request) for joins, request in present)
         return self._longest[0] + self.steps
 
-    def blocks_for(self, steps: int) -> int:
-        """New blocks the next `steps` steps need."""
-        if steps == 1:
-            return self._residues[-self.steps % self._block_size]
+    def blocks_for(self, steps: int, after: int = 0) -> int:
+        """New blocks that `steps` steps need, the first of them after so many others."""
         size, residues = self._block_size, self._residues
-        cycles, rest = divmod(steps, size)
-        end = -self.steps % size + 1  # the next steps are those of the residues before this one, downwards and around
-        if rest <= end:
-            return cycles * self.count + sum(residues[end - rest : end])
-        return cycles * self.count + sum(residues[:end]) + sum(residues[end - rest :])
+        end = -(self.steps + after) % size  # steps are those of the residues from this one downwards and around
+        if steps == 1:
+            return residues[end]
+        blocks = steps // size * self.count
+        begin = end - steps % size
+        if begin >= -1:
+            return blocks + sum(residues[begin + 1 : end + 1])
+        return blocks + sum(residues[: end + 1]) + sum(residues[begin + 1 :])
 
     def steps_that_fit(self, free: int, limit: int) -> int:
         """The largest number of steps, at most `limit`, whose new blocks number at most `free`."""

@@ -222,11 +222,11 @@ class SpeculativeBatch:
         plan = self._members[member]
         return int(plan.rows[2, self.steps - plan.begin])
 
-    def blocks_for(self, steps: int) -> int:
-        """New blocks the next `steps` steps need."""
-        if steps == 1:
+    def blocks_for(self, steps: int, after: int = 0) -> int:
+        """New blocks that `steps` steps need, the first of them after so many others."""
+        if steps == 1 and not after:
             return self._now[2]
-        at = self.steps - self._origin
+        at = self.steps - self._origin + after
         return int(self._calendar[2, at : at + steps].sum())
 
     def held_by(self, member: Request) -> int:

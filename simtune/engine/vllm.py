@@ -105,7 +105,8 @@ class VllmFcfs(Scheduler):
         return bool(self._ending)
 
     def would_notice(self) -> bool:
-        return not self.waiting and self.num_running - len(self._ending) < self.max_num_seqs
+        here = self.decoding.count + len(self.prefilling) + len(self._reserved) + len(self._paused)
+        return not self.waiting and here < self.max_num_seqs
 
     def release(self, request: Request) -> None:
         if request in self._ending:
@@ -116,9 +117,10 @@ class VllmFcfs(Scheduler):
     def schedule(self) -> Step | None:
         if self._received or self._under_way is not None:
             self._begin()
-        step = self._decode_on()
-        if step is not None:
-            return step
+        if self.decoding.count and not (self.waiting or self.prefilling or self._paused or self._preempted):
+            step = self._decode_on()
+            if step is not None:
+                return step
         while True:
             chunks, budget, short = self._go_on()
             past = len(chunks)
@@ -132,24 +134,15 @@ class VllmFcfs(Scheduler):
             self._part()
 
     def _decode_on(self) -> Step | None:
-        """The step in which the batch does nothing but decode, as most are; None where there is more to think about.
+        """The step in which the batch does nothing but decode, as most are; None where budget or blocks are short.
 
         `schedule` would come to the same, in more time.
         """
         batch, kv, plain = self.decoding, self.kv, self._speculation is None
         count = batch.count
         tokens = count if plain else batch.tokens
-        if (
-            not count
-            or self.waiting
-            or self.prefilling
-            or self._paused
-            or self._preempted
-            or tokens + self._extra_slots * count > self.max_num_batched_tokens
-        ):
-            return None
         blocks = batch.blocks_for(1)
-        if blocks > kv.free:
+        if blocks > kv.free or tokens + self._extra_slots * count > self.max_num_batched_tokens:
             return None
         step = Step(count, batch.context_tokens + tokens, [], [])
         limit = batch.steps_to_completion()
@@ -178,15 +171,14 @@ class VllmFcfs(Scheduler):
         batch = self.decoding
         if self._ending:
             self._part()
-        if repetitions > 1 and (more := batch.blocks_for(repetitions) - batch.blocks_for(1)):
+        if repetitions > 1 and (more := batch.blocks_for(repetitions - 1, 1)):
             self.kv.take(more)
         for request in batch.advance(repetitions):
             self._finish(request, progress)
         for chunk in step.chunks:
             request = chunk.request
-            completes = chunk.completes
             request.computed += chunk.tokens
-            if not completes:
+            if request.computed < request.prompt_tokens + request.emitted:
                 continue
             self.prefilling.remove(request)
             request.emitted += 1
@@ -329,11 +321,13 @@ class VllmFcfs(Scheduler):
                 hit = cache.find(request)
                 found, idle = hit.blocks, hit.idle
                 past = found * kv.block_size
-            if not self.chunked_prefill and known - past > budget - extra:
-                break
-            tokens = min(known - past, budget - extra)
-            blocks = kv.blocks_for(self._reach(past, tokens))
-            needed = max(blocks, kv.blocks_for(known)) - found + idle
+            tokens, whole = known - past, -(-known // kv.block_size)
+            if tokens > budget - extra:
+                if not self.chunked_prefill:
+                    break
+                tokens = budget - extra
+            blocks = kv.blocks_for(self._reach(past, tokens)) if self._lookahead or tokens < known - past else whole
+            needed = (blocks if blocks > whole else whole) - found + idle
             if needed > kv.free - (self.watermark_blocks if running else 0):
                 break
             self.waiting.popleft()

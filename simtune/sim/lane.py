@@ -101,6 +101,10 @@ class Lane:
     up: bool = True
     """Whether it takes new requests."""
     number: int = 0
+    receives: bool = False
+    """Whether other lanes hand requests over to it."""
+    jumps_freely: bool = False
+    """Whether all that bounds its jumps is the scheduler and the costs."""
     step: Step | None = None
     started: int = 0
     first: int = 0  # ticks of the first repetition of the running step
@@ -155,16 +159,15 @@ class Lane:
     def repetitions_reaching(self, ticks: int) -> int:
         """The smallest number of repetitions, at least 1, that take `ticks` or longer.
 
-        Solves first*n + slope*n(n-1)/2 >= ticks for n; the root is exact or one too small, so it is stepped up.
+        Solves first*n + slope*n(n-1)/2 = ticks for n in floating point, exact or a little too small once it is cut to
+        a whole number, which is stepped up.
         """
         if self.ends is not None:
             return bisect_left(self.ends, ticks) + 1
         first, slope = self.first, self.slope
-        if slope == 0:
-            return max(1, -(-ticks // first))
-        b = 2 * first - slope
-        n = max(1, (math.isqrt(b * b + 8 * slope * ticks) - b) // (2 * slope))
-        while self.elapsed(n) < ticks:
+        b = 2.0 * first - slope
+        n = int(4.0 * ticks / (b + math.sqrt(b * b + 8.0 * slope * ticks))) or 1
+        while n * first + slope * (n * (n - 1) // 2) < ticks:
             n += 1
         return n
 

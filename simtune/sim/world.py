@@ -27,11 +27,13 @@ the prompt is done.
 
 from __future__ import annotations
 
+import gc
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -45,6 +47,8 @@ from simtune.sim.lane import Handoff, Lane
 from simtune.sim.link import Link
 from simtune.sim.requests import RequestStream
 from simtune.sim.router import RoundRobin, Router
+
+_ROWS = 1 << 10  # of intervals, kept as tuples at most
 
 _END, _SEND, _SENT, _CHANGE, _ARRIVE, _WAKE = range(6)
 
@@ -157,8 +161,12 @@ class World:
         run ends there and the outcome is marked `aborted`.
         """
         self._lanes = list(lanes)
+        receiving = set() if decode_router is None else set(decode_router.lanes)
         for number, lane in enumerate(self._lanes):
             lane.number = number
+            lane.receives = lane in receiving
+            special = lane.receives or lane.pipeline or lane.rounds or lane.uneven
+            lane.jumps_freely = not (special or single_steps or record)
         self._router = RoundRobin(self._lanes) if router is None else router
         self._decode_router = decode_router
         if decode_router is not None:
@@ -183,6 +191,7 @@ class World:
                     f"clock counts to {LONGEST_S / 86400:.0f}. Simulate fewer requests, or a higher rate"
                 )
             self._arrival = _compact(np.rint(stream.arrival_s * TICKS_PER_SECOND))
+        self._open = stream.arrival_s is not None
         self._think = round(stream.think_s * TICKS_PER_SECOND)
         self._scheduled, self._first, self._finish = _unset(n), _unset(n), _unset(n)
         self._lane_of, self._transferred = _unset(n), _unset(n)
@@ -202,48 +211,27 @@ class World:
         self._events = 0
         self._steps = 0
         self._bytes = 0
-        self._intervals = array("q")  # rows of four
+        self._rows: list[tuple[int, int, int, int]] = []  # of intervals, not yet in the array
+        self._intervals = array("q")
         self._round_ends, self._round_jumps = array("q"), array("q")
 
     def run(self) -> Outcome:
         """Run until every request is finished or refused, no lane is up to serve it, or `stop_when` says so."""
         for i, change in enumerate(self._changes):
             heappush(self._heap, (change.tick, _CHANGE, i, 0))
-        if self._stream.arrival_s is None:
+        if not self._open:
             for _ in range(min(self._stream.users or 1, len(self._prompt))):
                 self._send_next(0)
         elif self._prompt:
-            self._send_next(self._arrival[0])
-        heap, lanes, pop = self._heap, self._lanes, heappop
-        events = 0
-        while not self._aborted:
-            event = self._end_apart
-            if event is not None and not (heap and heap[0] < event):
-                self._end_apart = None
-            elif heap:
-                event = pop(heap)
-            else:
-                break
-            now, phase, subject, version = event
-            events += 1
-            if phase == _END:
-                lane = lanes[subject]
-                if lane.version == version and lane.step is not None:
-                    self._end(now, lane)
-            elif phase == _ARRIVE:
-                self._arrive(now, subject)
-            elif phase == _WAKE:
-                lane = lanes[subject]
-                lane.woken = False
-                if lane.step is None:
-                    self._start(now, lane)
-            elif phase == _SEND:
-                self._send(now, subject, version)
-            elif phase == _SENT:
-                self._sent(now, subject, version)
-            else:
-                self._change(now, self._changes[subject])
-        self._events = events
+            heappush(self._heap, (self._arrival[0], _ARRIVE, 0, 0))
+        collects = gc.isenabled()
+        gc.disable()  # requests come and go by the million, and none of them refers to itself
+        try:
+            self._go()
+        finally:
+            if collects:
+                gc.enable()
+        self._pack()
         return Outcome(
             arrival=_column(self._arrival),
             scheduled=_column(self._scheduled),
@@ -264,6 +252,41 @@ class World:
             records=self._records or [],
         )
 
+    def _go(self) -> None:
+        heap, lanes, pop = self._heap, self._lanes, heappop
+        while not self._aborted:
+            event = self._end_apart
+            if event is not None and not (heap and heap[0] < event):
+                self._end_apart = None
+            elif heap:
+                event = pop(heap)
+            else:
+                break
+            now, phase, subject, version = event
+            self._events += 1
+            if phase == _END:
+                lane = lanes[subject]
+                if lane.version == version and lane.step is not None:
+                    self._end(now, lane)
+            elif phase == _ARRIVE:
+                self._arrive(now, subject)
+            elif phase == _WAKE:
+                lane = lanes[subject]
+                lane.woken = False
+                if lane.step is None:
+                    self._start(now, lane)
+            elif phase == _SEND:
+                self._send(now, subject, version)
+            elif phase == _SENT:
+                self._sent(now, subject, version)
+            else:
+                self._change(now, self._changes[subject])
+
+    def _pack(self) -> None:
+        """Put the latest intervals where they take less memory."""
+        self._intervals.extend(chain.from_iterable(self._rows))
+        self._rows.clear()
+
     def _round_intervals(self) -> Ticks:
         """Of jumps whose rounds are told one by one: a row for each round."""
         ends, (rounds, decodes) = _column(self._round_ends), _column(self._round_jumps).reshape(-1, 2).T
@@ -277,7 +300,7 @@ class World:
     # --- arrivals -----------------------------------------------------------------------------------------
 
     def _send_next(self, tick: int) -> None:
-        """Let the next request of the stream arrive at `tick`."""
+        """Let the next request of a closed loop arrive at `tick`."""
         number = self._next_request
         if number < len(self._prompt):
             self._next_request += 1
@@ -285,8 +308,10 @@ class World:
             heappush(self._heap, (tick, _ARRIVE, number, 0))
 
     def _arrive(self, now: int, number: int) -> None:
-        if self._stream.arrival_s is not None and self._next_request < len(self._prompt):
-            self._send_next(self._arrival[self._next_request])
+        if self._open:
+            after = number + 1
+            if after < len(self._prompt):
+                heappush(self._heap, (self._arrival[after], _ARRIVE, after, 0))
         self._waiting_at[number] = self._waiting
         request = Request(number, self._prompt[number], self._output[number], priority=self._priority[number])
         if self._blocks is not None:
@@ -304,13 +329,13 @@ class World:
         if lane is None:
             self._parked.append(request)
             return
-        number = request.id
+        number, scheduler = request.id, lane.scheduler
         self._lane_of[number] = lane.number
-        notices = lane.step is not None and lane.repetitions > 1 and lane.scheduler.would_notice()
-        if not self._fits(number) or not lane.scheduler.add(asked):
+        notices = lane.step is not None and lane.repetitions > 1 and scheduler.would_notice()
+        if not (asked is request or self._fits(number)) or not scheduler.add(asked):
             self._router.over(asked, lane, now)
             self._refused += 1
-            if self._stream.arrival_s is None:  # its user goes on thinking
+            if not self._open:  # its user goes on thinking
                 self._send_next(now + self._think)
             return
         self._waiting += 1
@@ -333,8 +358,6 @@ class World:
 
     def _fits(self, number: int) -> bool:
         """Whether every decode instance, where they are apart, can hold the whole request."""
-        if self._decode_router is None:
-            return True
         return self._prompt[number] + self._output[number] <= self._longest
 
     # --- steps --------------------------------------------------------------------------------------------
@@ -368,7 +391,7 @@ class World:
         if lane.gang is not None:
             self._start_gang(now, lane.gang)
         elif self._plan(now, lane):
-            self._launch(now, lane)
+            self._expect(self._launched(now, lane))
 
     def _start_gang(self, now: int, gang: Sequence[Lane]) -> None:
         """Start all lanes of a gang, unless a step of theirs is under way: they step together, as long as the longest.
@@ -384,29 +407,38 @@ class World:
                 lane.first, lane.slope, lane.repetitions, lane.ends = longest, 0, 1, None
         for lane in planned:
             lane.jumping = lane.repetitions > 1
-            self._launch(now, lane)
+            self._expect(self._launched(now, lane))
 
     def _plan(self, now: int, lane: Lane) -> bool:
         """Schedule a lane's next step and find its ticks; False when nothing can run."""
         scheduler = lane.scheduler
-        if lane.dropped:
+        if lane.receives:
             for request in lane.dropped:
                 scheduler.release(request)
             lane.dropped.clear()
-        if lane.arrived:
             for request in lane.arrived:
                 scheduler.receive(request)
             lane.arrived.clear()
-        if lane.inbox:
             self._make_room(now, lane)
         step = scheduler.schedule()
         if step is None:
-            if lane.inbox:
-                self._make_room(now, lane)  # with asynchronous scheduling the last ones have left only now
-            if lane.number in self._leaving:
-                self._left(now, lane)
+            self._idle(now, lane)
             return False
-        chunks = step.chunks
+        self._time(now, lane, step)
+        lane.step, lane.started = step, now
+        lane.version += 1
+        return True
+
+    def _idle(self, now: int, lane: Lane) -> None:
+        """A lane has nothing to run."""
+        if lane.inbox:
+            self._make_room(now, lane)  # with asynchronous scheduling the last ones have left only now
+        if lane.number in self._leaving:
+            self._left(now, lane)
+
+    def _time(self, now: int, lane: Lane, step: Step) -> None:
+        """Find how long the repetitions of a step take, and how many are run at once."""
+        scheduler, chunks = lane.scheduler, step.chunks
         if chunks or step.preempted:
             for request in step.preempted:
                 self._preemptions[request.id] += 1
@@ -442,9 +474,6 @@ class World:
         if step.swapped_out_blocks or step.swapped_in_blocks:
             lane.first += lane.swap * (step.swapped_out_blocks + step.swapped_in_blocks)
             lane.repetitions = 1  # those that follow do not wait for it
-        lane.step, lane.started = step, now
-        lane.version += 1
-        return True
 
     @staticmethod
     def _time_round(
@@ -460,20 +489,21 @@ class World:
         lane.ends = costs.rounds(step.num_decodes, step.verify_tokens, step.draft_levels, contexts)
         lane.first, lane.repetitions = lane.ends[0], len(lane.ends)
 
-    def _launch(self, now: int, lane: Lane) -> None:
-        """Run the planned step."""
-        if lane.pipeline is not None:
+    def _launched(self, now: int, lane: Lane) -> tuple[int, int, int, int]:
+        """Run the planned step; the event of its end."""
+        if lane.pipeline is None:
+            end = now + lane.elapsed(lane.repetitions)
+        else:
             end = lane.pipeline.pass_through(now, lane.first)
             lane.jumping = lane.repetitions > 1
             if lane.jumping:
                 end = now + lane.elapsed(lane.repetitions)
             else:
                 lane.first = end - now  # what it waited for the others included
-        elif lane.repetitions == 1:
-            end = now + lane.first
-        else:
-            end = now + lane.elapsed(lane.repetitions)
-        event = end, _END, lane.number, lane.version
+        return end, _END, lane.number, lane.version
+
+    def _expect(self, event: tuple[int, int, int, int]) -> None:
+        """Remember the end of a step."""
         if self._end_apart is None:
             self._end_apart = event
         else:
@@ -497,24 +527,63 @@ class World:
                 heappush(self._heap, event)
 
     def _end(self, now: int, lane: Lane) -> None:
-        self._account(now, lane)
-        progress = lane.scheduler.complete(lane.repetitions)
-        lane.step = None
-        for request in progress.first_token:
-            if self._first[request.id] < 0:
-                self._first[request.id] = now
-        router = self._router
-        for request in progress.finished:
-            if router.informed:
-                self._over(request, lane, now)
-            if lane.wire is not None and self._hand_over(now, lane, request):
-                continue
-            self._finished(now, request.id)
-        heap, apart = self._heap, self._end_apart
-        if (heap and heap[0][0] == now) or (apart is not None and apart[0] == now):
-            self._wake(now, lane)  # something else happens at this instant, and comes first
-        else:
-            self._start(now, lane)
+        """A step ends, and the next one begins; so do those after it, as long as nothing else comes before they end."""
+        heap, firsts, informed, free = self._heap, self._first, self._router.informed, lane.jumps_freely
+        complete, schedule, decode = lane.scheduler.complete, lane.scheduler.schedule, lane.costs.decode
+        note = self._rows.append
+        while True:
+            repetitions, step = lane.repetitions, lane.step
+            if free and step is not None:  # `_account` comes to the same
+                self._steps += repetitions
+                lane.busy += now - lane.started
+                if step.num_decodes:
+                    note((lane.first, lane.slope, repetitions, step.num_decodes))
+            else:
+                self._account(now, lane)
+            progress = complete(repetitions)
+            lane.step = None
+            for request in progress.first_token:
+                if firsts[request.id] < 0:
+                    firsts[request.id] = now
+            for request in progress.finished:
+                if informed:
+                    self._over(request, lane, now)
+                if lane.wire is not None and self._hand_over(now, lane, request):
+                    continue
+                self._finished(now, request.id)
+            apart = self._end_apart
+            if (heap and heap[0][0] == now) or (apart is not None and apart[0] == now):
+                self._wake(now, lane)  # something else happens at this instant, and comes first
+                return
+            if lane.gang is not None:
+                self._start_gang(now, lane.gang)
+                return
+            if free:  # `_plan` and `_launched` come to the same, in more time
+                step = schedule()
+                if step is None:
+                    self._idle(now, lane)
+                    return
+                if step.chunks or step.preempted:
+                    self._time(now, lane, step)
+                    repetitions = lane.repetitions
+                else:
+                    lane.first, lane.slope, repetitions = decode(step.num_decodes, step.context_tokens)
+                    if step.repeat < repetitions:
+                        repetitions = step.repeat
+                    lane.repetitions = repetitions
+                lane.step, lane.started = step, now
+                lane.version = version = lane.version + 1
+                now += repetitions * lane.first + lane.slope * (repetitions * (repetitions - 1) // 2)
+                event = now, _END, lane.number, version
+            elif self._plan(now, lane):
+                event = self._launched(now, lane)
+                now = event[0]
+            else:
+                return
+            if self._aborted or (heap and heap[0] < event) or (apart is not None and apart < event):
+                self._expect(event)
+                return
+            self._events += 1
 
     def _account(self, end: int, lane: Lane) -> None:
         """Write the running step's repetitions down; the last of them ends at `end`."""
@@ -526,7 +595,7 @@ class World:
             self._round_ends.extend(lane.ends[: lane.repetitions])
             self._round_jumps.extend((lane.repetitions, step.num_decodes))
         elif step.num_decodes:
-            self._intervals.extend((lane.first, lane.slope, lane.repetitions, step.num_decodes))
+            self._rows.append((lane.first, lane.slope, lane.repetitions, step.num_decodes))
         if self._records is not None:
             self._records.append(
                 StepRecord(
@@ -544,7 +613,9 @@ class World:
 
     def _finished(self, now: int, number: int) -> None:
         self._finish[number] = now
-        if self._stream.arrival_s is None:
+        if len(self._rows) > _ROWS:
+            self._pack()
+        if not self._open:
             self._send_next(now + self._think)
         if self._stop_when is not None and self._stop_when(number, self._arrival[number], self._first[number], now):
             self._aborted = True
