@@ -15,6 +15,7 @@ decode attention time per context token. More requests per second than lanes / w
 With drafts of at most K tokens a verification emits no more than K + 1: of its n decode steps a request keeps at least
 n / (K + 1), and of the context tokens g at least (g - n K / 2) / (K + 1), as if each round read no more than its first
 token does. The tokens it emits are still computed, each of them once or more; what drafting takes comes on top.
+Replicas of a target that verify in turn (DSI) count as if each was a lane that shares prompts too.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class Capacity:
         """Requests per second that no schedule on the lanes of a pool can exceed."""
         batching, pp = pool.spec.batching, pool.spec.parallelism.pp
         kv_tokens = pool.memory.num_blocks // pp * pool.spec.kv_cache.block_size
-        drafts = 0 if pool.spec.speculation is None else shape_of(pool.spec.speculation.scheme).levels
+        shape = None if pool.spec.speculation is None else shape_of(pool.spec.speculation.scheme)
+        drafts, replicas = (0, 1) if shape is None else (shape.levels, max(1, shape.replicas))
         decodes = self._decodes / (drafts + 1)
         context = (self._context - self._decodes * drafts / 2) / (drafts + 1)
         iterations = max(
@@ -58,4 +60,4 @@ class Capacity:
             context / kv_tokens,
         )
         linear_s = max(c0 * iterations + c1 * self._tokens for c0, c1 in self._lines)
-        return pool.num_lanes / (linear_s + self._context_s * context + self._other_s)
+        return replicas * pool.num_lanes / (linear_s + self._context_s * context + self._other_s)

@@ -22,7 +22,9 @@ from simtune.specs.plan import Pool
 from simtune.specs.speculation import (
     ByBatch,
     Chain,
+    Dsi,
     DynamicTree,
+    Frontier,
     Medusa,
     Pearl,
     Scheme,
@@ -143,6 +145,10 @@ def in_words(scheme: Scheme | None) -> str:
         return f"chain of {scheme.max_tokens} at most, stopped at {scheme.stop_at:g}"
     if isinstance(scheme, Pearl):
         return f"chain of {scheme.tokens} beside every step (PEARL)"
+    if isinstance(scheme, Dsi):
+        return f"chain of {scheme.tokens} in every tick of {scheme.replicas} replicas (DSI)"
+    if isinstance(scheme, Frontier):
+        return f"chain of {scheme.tokens} in {scheme.chunks} chunks"
     if isinstance(scheme, StaticTree):
         return f"tree of {len(scheme.nodes)}, {max(map(len, scheme.nodes))} deep"
     if isinstance(scheme, DynamicTree):

@@ -11,10 +11,22 @@ drafter drafts beside the target, on devices of its own, that is
     max(target, drafting(decodes) + the drafter's own pass over the chunks)
 
 and every draft is one pass over one token of each decode: what was rejected is forgotten, and the token that came in
-its place is read as the first draft is made. What the two send each other is not counted. As in
+its place is read as the first draft is made. What the two send each other is not counted. Of a target with R replicas
+(DSI, arXiv 2405.14105) this is a tick: on one of them the verification of a window begins, of every decode whatever
+becomes of it, and it takes R ticks, so that it counts 1 / R, rounded up to whole ticks. Prefill chunks are computed by
+all replicas at once, beside which they go on: what a step takes longer for them is not divided; nor is the host.
+
+A chain in chunks that are verified while the next one is drafted (like FASER, arXiv 2604.20503; the formula is that of
+`simtune.tuner.speculation.overlap.frontier_seconds`) takes
+
+    d_1 + sum over j >= 2 of max(d_j / draft_share, v_(j-1) / verify_share) + v_last
+
+with d_j the drafting of chunk j, in the first with the pass over what was verified last, and v_j a pass of the target
+over as many tokens of each decode, in the last with one more. Prefill chunks are computed once, with v_1 and d_1, and
+the first drafts of a prompt just completed are made in its first round. As in
 `simtune.costs.compiled` all tables hold whole ticks and attention has whole ticks per context token between knots, so
 that every round is told by itself, exactly: a jump is the sum of its rounds. Where T is no multiple of B attention is
-that between the two nearest widths.
+that between the two nearest widths; where it is less than B, as in a chunk that not every decode got to, that of B.
 
 Known leanings besides those of `simtune.costs.drafting`. Decode attention beside prefill chunks is that of steps
 without. A prompt just completed is taken to be as long as the chunks of its step are on average.
@@ -22,10 +34,11 @@ without. A prompt just completed is taken to be as long as the chunks of its ste
 
 from __future__ import annotations
 
+import math
 from array import array
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -91,24 +104,33 @@ def _plus(a: _Line, more: int) -> _Line:
     return _Line(a.starts, [ticks + more for ticks in a.ticks], a.slopes)
 
 
-def _sum(a: _Line, b: _Line, shift: int, more: int) -> _Line:
-    """a(x) + b(x - shift) + more."""
-    starts = sorted({*a.starts, *(start + shift for start in b.starts[1:])})
-    starts = [a.starts[0], *(start for start in starts if start > a.starts[0])]
-    values = [a.at(x) + b.at(x - shift) + more for x in starts]
-    slopes = [
-        a.slopes[bisect_right(a.starts, x, 1) - 1] + b.slopes[bisect_right(b.starts, x - shift, 1) - 1] for x in starts
-    ]
-    return _Line(starts, values, slopes)
+def _moved(a: _Line, shift: int) -> _Line:
+    """a(x - shift)."""
+    return _Line([start + shift for start in a.starts], a.ticks, a.slopes)
 
 
-def _larger(a: _Line, b: _Line, shift: int) -> _Line:
-    """max(a(x), b(x - shift)), on whole numbers."""
-    starts = [a.starts[0], *sorted({x for x in (*a.starts, *(s + shift for s in b.starts)) if x > a.starts[0]})]
+def _at_speed(a: _Line, speed: float) -> _Line:
+    """a(x) / speed, rounded up to whole ticks where a piece starts, and down to whole ticks per context token."""
+    return _Line(a.starts, [math.ceil(t / speed) for t in a.ticks], [math.floor(s / speed) for s in a.slopes])
+
+
+def _starts(a: _Line, b: _Line) -> list[int]:
+    """Of the pieces of both together, from where a starts."""
+    return [a.starts[0], *sorted({x for x in (*a.starts, *b.starts) if x > a.starts[0]})]
+
+
+def _sum(a: _Line, b: _Line) -> _Line:
+    """a(x) + b(x)."""
+    starts = _starts(a, b)
+    return _Line(starts, [a.at(x) + b.at(x) for x in starts], [a.piece(x)[1] + b.piece(x)[1] for x in starts])
+
+
+def _larger(a: _Line, b: _Line) -> _Line:
+    """max(a(x), b(x)), on whole numbers."""
     pieces = []
-    for x, end in pairwise([*starts, UNBOUNDED]):
-        (p, q, _), (r, s, _) = a.piece(x), b.piece(x - shift)
-        mine, other = (p + q * x, q), (r + s * (x - shift), s)
+    for x, end in pairwise([*_starts(a, b), UNBOUNDED]):
+        (p, q, _), (r, s, _) = a.piece(x), b.piece(x)
+        mine, other = (p + q * x, q), (r + s * x, s)
         if mine < other:
             mine, other = other, mine
         pieces.append((x, *mine))
@@ -149,7 +171,7 @@ class CompiledRounds(CompiledCosts):
         self._apart = not pool.cuda_graphs and not pool.async_scheduling and self._model.correction(False) is None
         self._widths: dict[tuple[bool, int, bool], _DecodeAttention] = {}
         self._verifying: dict[tuple[int, int, bool], _Line] = {}
-        self._drafting: dict[tuple[int, int, bool], _Line] = {}
+        self._drafting: dict[tuple[int, int, bool, int], _Line] = {}
         self._whole: dict[tuple[int, int, int], _Line] = {}
         self._launches = self._model.launch_s > 0
 
@@ -182,40 +204,49 @@ class CompiledRounds(CompiledCosts):
         completing: int = 0,
     ) -> int:
         """See `simtune.costs.protocol.RoundCosts.round`."""
-        if not chunks and not self._launches:
+        if not chunks:
             ticks = self._pure_line(num_decodes, verify_tokens, levels).at(context_tokens)
             return max(ticks, self._pure.floor[num_decodes]) + self._after(num_decodes, levels, False)
-        mixed = bool(chunks)
-        tables = self._mixed if mixed else self._pure
-        new = length = 0
-        ticks = tables.head[verify_tokens + completing]
+        tables, num_seqs = self._mixed, num_decodes + len(chunks)
+        new = length = more = 0
         for past, tokens in chunks:
             new += tokens
             length += past + tokens
-            ticks += self._chunk + self._prefill[past + tokens] - self._cached[past]
-        ticks += tables.linear[verify_tokens + new]
-        if num_decodes:
-            ticks += self._verify_line(num_decodes, verify_tokens, mixed).at(context_tokens)
-        if self._launches:
-            ticks = max(ticks, to_ticks(self._scale(mixed) * self._model.launch_s))
+            more += self._chunk + self._prefill[past + tokens] - self._cached[past]
+        parts = self._parts(num_decodes, verify_tokens, levels)
+        together = min(len(tables.linear) - 1, parts[0] + new)
+        more += tables.linear[together] - tables.linear[together - new]
+        more += tables.head[parts[0] + completing] - tables.head[parts[0]]
+        left, speed, launch = verify_tokens, max(1, self._shape.replicas), self._launch(True)
+        verifies = []
+        for part in parts:
+            left -= part
+            ticks = tables.linear[part] + tables.head[part]
+            if num_decodes:
+                ticks += self._verify_line(num_decodes, part, True).at(context_tokens - max(0, left))
+            verifies.append(max(-(-ticks // speed) + more, -(-launch // speed)))
+            more = 0
+        ticks = verifies[-1]
         if levels:
-            if self._shape.overlapped:
-                completing = 0  # the first drafts are made beside the first round
+            if self._shape.overlapped or self._shape.frontier:
+                completing = 0  # the first drafts are made in the first round
             drafting = num_decodes + completing
             context = context_tokens - self._rewound(num_decodes, verify_tokens, levels)
             if completing:
                 context += completing * (length // len(chunks) + levels)
-            drafts = self._draft(drafting, levels, context, mixed)
-            drafts += self._draft_chunks(drafting * self._first(levels), chunks, new)
-            drafts += self._prepared(num_decodes + len(chunks), levels, mixed)
-            ticks = max(ticks, drafts) if self._shape.overlapped else ticks + drafts
-        num_seqs = num_decodes + len(chunks)
-        return max(ticks, tables.floor[num_seqs]) + self._after(num_seqs, levels, mixed)
+            drafts = [self._draft(drafting, levels, context, True, part) for part in range(len(parts))]
+            drafts[0] += self._draft_chunks(drafting * self._first(levels), chunks, new)
+            if self._shape.overlapped:
+                ticks = max(ticks, drafts[0] + self._prepared(num_seqs, levels, True))
+            else:
+                beside = zip(drafts[1:], verifies[:-1], strict=True)
+                draft_share, verify_share = self._shares
+                ticks += drafts[0]
+                ticks += sum(max(math.ceil(d / draft_share), math.ceil(v / verify_share)) for d, v in beside)
+        return max(ticks, tables.floor[num_seqs]) + self._after(num_seqs, levels, True)
 
     def rounds(self, num_decodes: int, verify_tokens: int, levels: int, contexts: Ints) -> Sequence[int]:
         """See `simtune.costs.protocol.RoundCosts.rounds`."""
-        if self._launches:
-            return list(accumulate(self.round(num_decodes, verify_tokens, levels, c) for c in contexts.tolist()))
         floor, after = self._pure.floor[num_decodes], self._after(num_decodes, levels, False)
         line = self._pure_line(num_decodes, verify_tokens, levels)
         if len(contexts) > _FEW:
@@ -232,31 +263,58 @@ class CompiledRounds(CompiledCosts):
         return ends
 
     def _pure_line(self, num_decodes: int, verify_tokens: int, levels: int) -> _Line:
-        """Of a round without chunks, before the host comes in; where launches take no time."""
+        """Of a round without chunks, before the host comes in."""
         key = (num_decodes, verify_tokens, levels)
         line = self._whole.get(key)
         if line is None:
-            line = self._verify_line(num_decodes, verify_tokens, False)
-            more = self._pure.head[verify_tokens] + self._pure.linear[verify_tokens]
+            verifies, left = [], verify_tokens
+            for part in self._parts(num_decodes, verify_tokens, levels):
+                left -= part
+                verify = _plus(self._verify_line(num_decodes, part, False), self._pure.head[part])
+                verify = _moved(_plus(verify, self._pure.linear[part]), max(0, left))
+                verifies.append(_larger(verify, _Line([0], [self._launch(False)], [0])) if self._launches else verify)
+            line = verifies[-1]
             if levels and self._network is not None:
-                draft = self._draft_line(num_decodes, levels, False)
                 shift = self._rewound(num_decodes, verify_tokens, levels)
+                drafts = [
+                    _moved(self._draft_line(num_decodes, levels, False, part), shift) for part in range(len(verifies))
+                ]
                 if self._shape.overlapped:
-                    draft = _plus(draft, self._prepared(num_decodes, levels, False))
-                    line = _larger(_plus(line, more), draft, shift)
+                    drafting = _plus(drafts[0], self._prepared(num_decodes, levels, False))
+                    line = _larger(_at_speed(line, self._shape.replicas), drafting)
                 else:
-                    line = _sum(line, draft, shift, more)
-            else:
-                more += self._draft(num_decodes, levels, 0, False) if levels else 0
-                line = _plus(line, more)
+                    line = _sum(line, drafts[0])
+                    draft_share, verify_share = self._shares
+                    for draft, verify in zip(drafts[1:], verifies[:-1], strict=True):
+                        line = _sum(line, _larger(_at_speed(draft, draft_share), _at_speed(verify, verify_share)))
+            elif levels:
+                line = _plus(line, self._draft(num_decodes, levels, 0, False))
             self._whole[key] = line
         return line
+
+    def _parts(self, num_decodes: int, verify_tokens: int, levels: int) -> list[int]:
+        """Tokens that the target computes in one pass after the other; drafts are taken to be spread evenly."""
+        if levels and self._shape.replicas > 1:
+            return [num_decodes * levels]
+        parts, left = [], verify_tokens
+        if levels and num_decodes and self._shape.frontier is not None:
+            for size in self._shape.frontier.sizes[:-1]:
+                parts.append(min(left, num_decodes * size))
+                left -= parts[-1]
+        return [*parts, left]
+
+    @property
+    def _shares(self) -> tuple[float, float]:
+        """Of the processors, for the drafter and for the target, while both run."""
+        frontier = self._shape.frontier
+        return (1.0, 1.0) if frontier is None else (frontier.draft_share, frontier.verify_share)
 
     def _after(self, num_seqs: int, levels: int, mixed: bool) -> int:
         """Ticks of the host that nothing hides."""
         after = (self._mixed if mixed else self._pure).after[num_seqs]
         if levels and self._apart and not self._shape.overlapped:
-            after *= 1 + self._passes(levels)
+            frontier = self._shape.frontier
+            after *= (1 if frontier is None else frontier.chunks) + self._passes(levels)
         return after + (self._host * num_seqs if levels else 0)
 
     def _prepared(self, num_seqs: int, levels: int, mixed: bool) -> int:
@@ -267,7 +325,9 @@ class CompiledRounds(CompiledCosts):
 
     def _rewound(self, num_decodes: int, verify_tokens: int, levels: int) -> int:
         """By how many tokens the contexts that are drafted on are shorter than those that the target verifies."""
-        return (0 if self._shape.overlapped else verify_tokens) - levels * num_decodes
+        if self._shape.overlapped:
+            return -levels * self._shape.replicas * num_decodes
+        return verify_tokens - levels * num_decodes
 
     def _first(self, levels: int) -> int:
         """Tokens of a sequence that the drafter reads as it makes the first draft."""
@@ -278,15 +338,19 @@ class CompiledRounds(CompiledCosts):
             return int(bool(self._heads))
         return 1 if isinstance(self._drafter, BlockDrafter) else levels
 
+    def _launch(self, mixed: bool) -> int:
+        """Ticks that the launches of the target's step take, which it hides or waits for."""
+        return to_ticks(self._scale(mixed) * self._model.launch_s)
+
     def _scale(self, mixed: bool) -> float:
         correction = self._model.correction(mixed)
         return 1.0 if correction is None else correction.scale
 
-    def _draft(self, sequences: int, levels: int, context_tokens: int, mixed: bool) -> int:
+    def _draft(self, sequences: int, levels: int, context_tokens: int, mixed: bool, part: int = 0) -> int:
         if not sequences:
             return 0
         if self._network is not None:
-            return self._draft_line(sequences, levels, mixed).at(context_tokens)
+            return self._draft_line(sequences, levels, mixed, part).at(context_tokens)
         return round(self._scale(mixed) * self._heads[sequences]) if self._heads else 0
 
     def _draft_chunks(self, tokens: int, chunks: Sequence[tuple[int, int]], new: int) -> int:
@@ -307,7 +371,7 @@ class CompiledRounds(CompiledCosts):
         key = (num_decodes, verify_tokens, mixed)
         line = self._verifying.get(key)
         if line is None:
-            width, rest = divmod(verify_tokens, num_decodes)
+            width, rest = divmod(max(verify_tokens, num_decodes), num_decodes)
             ticks = self._attention(self, width, mixed).at_knots(num_decodes)
             if rest:
                 above = self._attention(self, width + 1, mixed).at_knots(num_decodes)
@@ -315,17 +379,19 @@ class CompiledRounds(CompiledCosts):
             line = self._verifying[key] = _line(self._contexts.astype(np.int64) * num_decodes, ticks)
         return line
 
-    def _draft_line(self, sequences: int, levels: int, mixed: bool) -> _Line:
-        key = (sequences, levels, mixed)
+    def _draft_line(self, sequences: int, levels: int, mixed: bool, part: int = 0) -> _Line:
+        """Of a chunk of the drafts, if they are made in chunks; the first begins with what was verified last."""
+        key = (sequences, levels, mixed, part)
         line = self._drafting.get(key)
         if line is None:
             if isinstance(self._drafter, BlockDrafter):
                 ticks = self._pass(sequences, levels, sequences * levels, mixed)
             else:
-                ticks = self._pass(sequences, self._first(levels), sequences, mixed)
-                width = self._shape.width
-                if levels > 1:
-                    ticks = ticks + (levels - 1) * self._pass(sequences, width, sequences * width, mixed)
+                frontier, width = self._shape.frontier, self._shape.width
+                each = self._pass(sequences, width, sequences * width, mixed)
+                ticks = each * (levels if frontier is None else frontier.sizes[part])
+                if part == 0:
+                    ticks = ticks - each + self._pass(sequences, self._first(levels), sequences, mixed)
             line = self._drafting[key] = _line(self._contexts.astype(np.int64) * sequences, ticks)
         return line
 

@@ -18,8 +18,10 @@ from simtune.specs.speculation import (
     Chain,
     Drafter,
     DraftModel,
+    Dsi,
     DynamicTree,
     Eagle,
+    Frontier,
     Medusa,
     Ngram,
     Pearl,
@@ -216,6 +218,6 @@ def _chain_length(scheme: Scheme) -> int | None:
 
 
 def _refused(engine: str, scheme: Scheme, why: str) -> UsageError:
-    if isinstance(scheme, Pearl):
+    if isinstance(scheme, Pearl | Dsi | Frontier):
         why = "it drafts and verifies in turn; take a chain"
     return UsageError(f"{engine} cannot be told a {scheme.kind} scheme: {why}")

@@ -30,7 +30,7 @@ class Speculation:
     """The most drafts verified per request and step, the nodes of a tree all counted."""
     accepted: Callable[[Request, int, int], int]
     """Of (request, round, drafts): how many of so many drafts are accepted in a request's verification number `round`,
-    counted from 0. In a tree at most its depth.
+    counted from 0. In a tree at most its depth. Of -1 drafts -1: nothing is verified in that round, and none delivered.
 
     It may have a method `many(request, first, count, drafts, tokens)`, which is faster: after each of at least
     `count` rounds from `first` on, how many tokens there are, when so many drafts are made in each and there were
@@ -47,7 +47,8 @@ class Speculation:
     """Levels drafted in every step, whatever is verified: those of a tree. None for chains, where every draft is a
     level."""
     stops: Callable[[Request, int, int], NDArray[np.integer]] | None = None
-    """Of (request, first, count): after how many drafts the drafter stops by itself in each of so many rounds."""
+    """Of (request, first, count): after how many drafts the drafter stops by itself in each of so many rounds; -1 where
+    a request only waits for a verdict, and does not even verify the token that is certain."""
     lengths: Callable[[Request], int] | None = None
     """The same where it is the same in all rounds of a request."""
     shares: Callable[[Sequence[Request]], Sequence[int]] | None = None
@@ -156,13 +157,14 @@ class SpeculativeBatch:
     @property
     def tally(self) -> Tally:
         """Of all rounds so far, those of present members included."""
-        ages = [(plan, self.steps - plan.begin) for plan in self._members.values()]
-        return Tally(
-            self._rounds + sum(age for _, age in ages),
-            self._drafted + sum(_drafted(plan, age) for plan, age in ages),
-            self._accepted + sum(_computed(plan, age) - int(plan.rows[0, 0]) - age for plan, age in ages),
-            self._tokens + sum(_computed(plan, age) - int(plan.rows[0, 0]) for plan, age in ages),
-        )
+        found = [self._rounds, self._drafted, self._accepted, self._tokens]
+        for plan in self._members.values():
+            age = self.steps - plan.begin
+            if age:
+                rounds, drafted = _verified(plan, age)
+                gained = _computed(plan, age) - int(plan.rows[0, 0])
+                found = [a + b for a, b in zip(found, (rounds, drafted, gained - rounds, gained), strict=True)]
+        return Tally(*found)
 
     def width_of(self, member: Request) -> int:
         """Tokens the next step computes for a member. Drafts that would not fit max_model_len are not made."""
@@ -366,9 +368,10 @@ class SpeculativeBatch:
         request.emitted += delivered
         if plan.drafts:
             request.rounds += age - plan.skips
-        self._rounds += age
-        self._drafted += _drafted(plan, age)
-        self._accepted += gained - age
+        rounds, drafted = _verified(plan, age)
+        self._rounds += rounds
+        self._drafted += drafted
+        self._accepted += gained - rounds
         self._tokens += delivered
 
     def _planned(self, request: Request, end: int, drafts: int, cut: int | None = None) -> _Plan:
@@ -423,7 +426,7 @@ class SpeculativeBatch:
             after: Ints = self._many(request, number, count, drafts, computed)
             if after[-1] >= end:
                 break
-            count = min(need, 2 * len(after))
+            count = 2 * len(after)
         rounds = int(after.searchsorted(end)) + 1
         return after, rounds
 
@@ -450,7 +453,7 @@ class SpeculativeBatch:
 
     def _taken(self, request: Request, number: int, drafts: int) -> int:
         accepted = self._speculation.accepted(request, number, drafts) if drafts else 0
-        assert 0 <= accepted <= drafts, f"{accepted} of {drafts} drafts accepted"
+        assert min(0, drafts) <= accepted <= drafts, f"{accepted} of {drafts} drafts accepted"
         return accepted
 
     def _need(self, request: Request, rows: Ints, width: int | None = None) -> None:
@@ -487,8 +490,13 @@ class SpeculativeBatch:
         return plan is not None and request.joins == joins and plan.begin + plan.rounds == done
 
 
-def _drafted(plan: _Plan, age: int) -> int:
-    return int(plan.rows[1, :age].sum()) - age if plan.ragged else age * plan.drafts
+def _verified(plan: _Plan, age: int) -> tuple[int, int]:
+    """(verifications, drafts verified) of the first `age` rounds."""
+    if not plan.ragged:
+        return age, age * plan.drafts
+    tokens = plan.rows[1, :age]
+    rounds = int(np.count_nonzero(tokens))
+    return rounds, int(tokens.sum()) - rounds
 
 
 def _computed(plan: _Plan, age: int) -> int:

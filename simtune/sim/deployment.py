@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from simtune.costs.compiled import compile_costs
-from simtune.costs.drafting import DraftMemory, draft_memory, drafting_parallelism
+from simtune.costs.drafting import DraftMemory, draft_memory, drafting_model, drafting_parallelism
 from simtune.costs.estimate import link_of
 from simtune.costs.iteration import StepModel
 from simtune.costs.memory import Memory, kv_bytes_per_token, kv_capacity
@@ -283,7 +283,8 @@ class Deployment:
         for pool in self.pools:
             if pool.spec.role != "prefill":
                 continue
-            kv = transfer_terms(self.model, pool, way)
+            sent = self._sent(pool)
+            kv = transfer_terms(sent, pool, way)
             links: dict[int, Link] = {}
             for lane in by_pool[pool.spec.name]:
                 if lane.instance not in links:
@@ -293,11 +294,24 @@ class Deployment:
                     links[lane.instance] = link
                 lane.wire = Wire(
                     links[lane.instance],
-                    block_bytes=pool.kv_block_bytes,
+                    block_bytes=sum(_kv_block_bytes(model, pool.spec) for model in sent),
                     setup=round(kv.setup_s * TICKS_PER_SECOND),
                     descriptors=round(kv.block_s * TICKS_PER_SECOND),
-                    layers=self.model.num_layers if way.layerwise else 1,
+                    layers=sum(model.num_layers for model in sent) if way.layerwise else 1,
                 )
+
+    def _sent(self, pool: DeployedPool) -> list[Model]:
+        """Models whose keys and values a prefill pool sends: the target, and the drafter of the pool if it is also that
+        of some decode pool.
+
+        A drafter that only the decode pool has is taken to know the prompt without having read it.
+        """
+        own = pool.spec.speculation
+        others = [p.speculation.drafter for p in self.plan.pools if p.role == "decode" and p.speculation is not None]
+        if own is None or pool.drafting is None or own.drafter not in others:
+            return [self.model]
+        network = drafting_model(own.drafter, self.model, pool.drafting.model)
+        return [self.model] if network is None else [self.model, network]
 
     def _changes(self, by_pool: Mapping[str, Sequence[Lane]]) -> list[Change]:
         """What the plan's events do to lanes. Targets of a switch, and instances that start later, begin down."""
@@ -340,14 +354,21 @@ class Transfer:
     """Per block besides its bytes: its descriptors."""
 
 
-def transfer_terms(model: Model, pool: DeployedPool, link: KvLink) -> Transfer:
-    """The plan's own numbers, and those of the profile's KV transfer operator where it gives none.
+def _kv_block_bytes(model: Model, pool: Pool) -> int:
+    """Of one KV block of a model, all GPUs of an instance together."""
+    kv_dtype = pool.kv_cache.dtype or model.dtype
+    return round(pool.kv_cache.block_size * kv_bytes_per_token(model, Parallelism(), 0, kv_dtype))
+
+
+def transfer_terms(sent: Sequence[Model], pool: DeployedPool, link: KvLink) -> Transfer:
+    """The plan's own numbers, and those of the profile's KV transfer operator where it gives none; for the keys and
+    values of so many models, the target first.
 
     Raises Infeasible when the hardware has no link of that name.
     """
-    kv_dtype = pool.spec.kv_cache.dtype or model.dtype
+    kv_dtype = pool.spec.kv_cache.dtype or sent[0].dtype
     base = Profile(pool.hardware).predictor("kv_transfer", kv_dtype, variant=link.path).operator.base
-    each = 1 if link.packed else 2 * model.num_layers
+    each = 1 if link.packed else 2 * sum(model.num_layers for model in sent)
     return Transfer(
         bytes_per_s=link.bytes_per_s or base.bytes_per_s * pool.spec.parallelism.devices,
         setup_s=base.overhead_s if link.setup_s is None else link.setup_s,
@@ -432,12 +453,11 @@ def deploy(
             compiled: StepCosts = CompiledRounds(model, its, pool, max_model_len, drafter, shape, drafts.model, factors)
         else:
             compiled, drafts = costs or compile_costs(model, its, pool, max_model_len, **given), None
-        kv_dtype = pool.kv_cache.dtype or model.dtype
-        block_bytes = pool.kv_cache.block_size * kv_bytes_per_token(model, Parallelism(), 0, kv_dtype)
-        pools.append(DeployedPool(pool, its, memory, compiled, max_model_len, round(block_bytes), drafts))
+        block_bytes = _kv_block_bytes(model, pool)
+        pools.append(DeployedPool(pool, its, memory, compiled, max_model_len, block_bytes, drafts))
         if pool.role == "prefill":
             assert plan.link is not None
-            transfer_terms(model, pools[-1], plan.link)
+            transfer_terms([model], pools[-1], plan.link)
     return Deployment(plan, model, tuple(pools))
 
 
@@ -472,7 +492,7 @@ def check(pool: Pool, model: Model, hardware: Hardware, drafting: Drafting | Non
     if pool.speculation is not None:
         if drafting is None:
             raise ValueError(f"pool {pool.name} speculates: what its speculation names must be given")
-        check_drafting(pool.speculation, drafting, max_model_len, batching.max_num_batched_tokens)
+        check_drafting(pool, drafting, max_model_len)
         extra = draft_memory(pool.speculation.drafter, model, pool, drafting.model)
         if pool.devices > pool.parallelism.devices:
             most, extra = _alone(drafting.model, pool, hardware).num_blocks, DraftMemory(0.0, 0.0)

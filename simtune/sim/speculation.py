@@ -6,7 +6,7 @@ being the weights of its nodes at depth d added up. So of two chains the longer 
 one that is likelier to get to each depth. Requests that have an acceptance of their own are given it by the quantile
 of theirs.
 
-Where the drafter drafts on while the target verifies (PEARL), what a round verifies depends on the rounds before: each
+Where the drafter drafts on while the target verifies (PEARL, DSI), what a round verifies depends on those before: each
 still has its own number, which says how many of the drafts are right, and a request's rounds are gone through from the
 first. They go on as if no round was cut short by the token budget, and as if a preempted request's drafts were kept.
 """
@@ -30,13 +30,13 @@ from simtune.sim.requests import RequestStream
 from simtune.specs.acceptance import Acceptance, BetaMixture, Revealed
 from simtune.specs.drafts import Shape, shape_of, survival
 from simtune.specs.model import Model
+from simtune.specs.plan import Pool
 from simtune.specs.speculation import (
     BlockDrafter,
     ByBatch,
     DraftModel,
     Eagle,
     Medusa,
-    Pearl,
     Scheme,
     Speculation,
     Threshold,
@@ -189,10 +189,11 @@ class Luck:
             shortest = min(r.tokens for r in self._scheme.ranges if r.tokens)
         elif isinstance(self._scheme, TokenBudget | Threshold):
             shortest = 1
-        elif isinstance(self._scheme, Pearl):
-            shortest = 0
-        output = self._output[requests]
-        tokens = 1 + self._columns(requests)[:, :shortest].sum(axis=1)
+        output, columns = self._output[requests], self._columns(requests)
+        if self._shape.overlapped:  # a token after every round, or after as many as there are replicas
+            per_token = 1 + (self._shape.replicas - 1) * (1 - columns[:, 0])
+            return np.ceil(output * per_token).astype(np.int64)
+        tokens = 1 + columns[:, :shortest].sum(axis=1)
         about: Ints = np.minimum(output, (1.2 * output / tokens).astype(np.int64) + 12)
         return about
 
@@ -221,8 +222,8 @@ class Luck:
                 stops[mine] = made
         if self.varies:
             np.minimum(accepted, stops, out=accepted)
-        if isinstance(self._scheme, Pearl):
-            accepted, stops = _overlapped(accepted, [0, *ends.tolist()], self._scheme.tokens)
+        if self._shape.overlapped:
+            accepted, stops = _overlapped(accepted, [0, *ends.tolist()], self._shape.levels, self._shape.replicas)
         tokens = accepted.cumsum(dtype=np.int64)
         tokens += np.arange(1, len(tokens) + 1)
         return _Drawn([0, *ends.tolist()], accepted, stops, tokens)
@@ -263,33 +264,37 @@ class Luck:
         return own
 
 
-def _overlapped(right: Counts, starts: Sequence[int], window: int) -> tuple[Counts, Counts]:
-    """(drafts kept, drafts computed) in rounds of PEARL, of requests that begin at `starts`, given how many of the
-    drafts are right in each round.
+def _overlapped(right: Counts, starts: Sequence[int], window: int, replicas: int) -> tuple[Counts, Counts]:
+    """(drafts kept, drafts computed) in rounds of DSI, of requests that begin at `starts`, given how many of the drafts
+    are right in each round. PEARL is DSI with one replica.
 
     Of m drafts to verify the target computes all but the last, and its own next token comes on top where that is not
     the last draft itself: min(right + 1, m) tokens. With no drafts yet it computes one token and looks whether the
-    first draft made meanwhile is the same.
+    first draft made meanwhile is the same. Before that verdict come replicas - 1 rounds without any, here and in
+    `simtune.engine` rounds of -1 drafts: not even the token that is certain is verified, and none delivered.
     """
     states: dict[int, list[Any]] = {pending: [] for pending in (0, window - 1, window)}
-    for pending, state in states.items():  # the state after so many drafts are right, then how many are to be verified
-        after, needed = (window, pending) if pending else (window - 1, 1)
-        state += [states[after if drafts >= needed else 0] for drafts in range(window + 1)]
-        state.append(pending)
+    anew = states[0]
+    for _ in range(replicas - 1):
+        anew = [anew] * (window + 1) + [-1]
+    for pending, state in states.items():  # the state after so many drafts are right, then how many are computed
+        after, needed = (window, pending) if pending else (window - 1 or window, 1)
+        state += [states[after] if drafts >= needed else anew for drafts in range(window + 1)]
+        state.append(max(pending - 1, 0))
     luck, found = right.tolist(), []
     for begin, end in pairwise(starts):
-        before = accumulate(luck[begin:end], getitem, initial=states[0])
+        before = accumulate(luck[begin:end], getitem, initial=anew)
         found += [state[-1] for state in islice(before, end - begin)]
-    computed = np.maximum(np.array(found, dtype=np.int64) - 1, 0)
+    computed = np.array(found, dtype=np.int64)
     return np.minimum(right, computed), computed
 
 
 def drafting_terms(spec: Speculation, luck: Luck) -> engine.Speculation:
     """What a scheduler has to know of a pool's speculation."""
     shape, drafter, scheme = shape_of(spec.scheme), spec.drafter, spec.scheme
-    ahead = shape.levels if shape.overlapped else shape.drafts
+    ahead = shape.levels * shape.replicas if shape.overlapped else shape.drafts
     return engine.Speculation(
-        max_drafts=shape.drafts,
+        max_drafts=max(int(shape.overlapped), shape.drafts),  # none would mean that nothing is drafted
         accepted=luck,
         drafts=scheme.tokens_for if isinstance(scheme, ByBatch) else None,
         lookahead=ahead if isinstance(drafter, DraftModel | Eagle | BlockDrafter) else 0,
@@ -308,8 +313,10 @@ def extra_slots(spec: Speculation) -> int:
     return int(isinstance(spec.drafter, DraftModel))
 
 
-def check_drafting(spec: Speculation, drafting: Drafting, max_model_len: int, budget: int) -> Shape:
-    """Raises Infeasible where an engine could not draft like this."""
+def check_drafting(pool: Pool, drafting: Drafting, max_model_len: int) -> Shape:
+    """Raises Infeasible where the engine of a pool that speculates could not draft like this."""
+    spec, budget = pool.speculation, pool.batching.max_num_batched_tokens
+    assert spec is not None
     shape = shape_of(spec.scheme)
     if isinstance(spec.drafter, Medusa) and shape.levels > spec.drafter.heads:
         raise Infeasible(f"{spec.drafter.heads} Medusa heads cannot draft {shape.levels} tokens deep; draft less deep")
@@ -320,6 +327,19 @@ def check_drafting(spec: Speculation, drafting: Drafting, max_model_len: int, bu
             f"one sequence with a {what} of {shape.drafts} drafts takes {needed} tokens of a step, and "
             f"max_num_batched_tokens is {budget}; draft less, or raise it"
         )
+    if shape.replicas > 1:
+        needed = pool.batching.max_num_seqs * (shape.levels + extra_slots(spec))
+        if needed > budget:
+            raise Infeasible(
+                f"replicas verify a window of every sequence at a time, {needed} tokens with max_num_seqs "
+                f"{pool.batching.max_num_seqs}, and max_num_batched_tokens is {budget}; raise it, or lower "
+                "max_num_seqs or the scheme's tokens"
+            )
+        if pool.role != "mixed":
+            raise Infeasible(
+                f"pool {pool.name}: every replica of the target needs the prompt's keys and values, and a link brings "
+                "them to one; make the role mixed, take one replica, or draft a chain"
+            )
     if drafting.model is not None and drafting.model.max_position < max_model_len:
         raise Infeasible(
             f"draft model {drafting.model.name} takes {drafting.model.max_position} tokens, less than max_model_len "

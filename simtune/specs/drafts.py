@@ -13,7 +13,7 @@ from operator import mul
 from typing import NamedTuple
 
 from simtune.specs.acceptance import Rates
-from simtune.specs.speculation import ByBatch, Chain, DynamicTree, Pearl, Scheme, StaticTree
+from simtune.specs.speculation import ByBatch, Chain, Dsi, DynamicTree, Frontier, Pearl, Scheme, StaticTree
 
 Node = tuple[int, ...]
 Ranks = Sequence[Sequence[float]]
@@ -74,8 +74,15 @@ class Shape(NamedTuple):
     drafts: int
     """Draft tokens that the target computes, besides the one that is certain."""
     tree: bool
-    overlapped: bool = False
-    """Drafted while the target verifies what was drafted before."""
+    replicas: int = 0
+    """Of a target that verifies what was drafted before while the drafter goes on; 0 where one waits for the other."""
+    frontier: Frontier | None = None
+    """Where a chain is verified in chunks."""
+
+    @property
+    def overlapped(self) -> bool:
+        """Drafted while the target verifies what was drafted before, on devices of the drafter's own."""
+        return self.replicas > 0
 
 
 def shape_of(scheme: Scheme) -> Shape:
@@ -83,9 +90,11 @@ def shape_of(scheme: Scheme) -> Shape:
         return Shape(depth_of(scheme.nodes), width_of(scheme.nodes), len(scheme.nodes), True)
     if isinstance(scheme, DynamicTree):
         return Shape(scheme.steps, scheme.topk, scheme.tokens, True)
-    if isinstance(scheme, Pearl):
+    if isinstance(scheme, Pearl | Dsi):
         # The last draft of a window need not be computed to be verified: that it is right shows before it.
-        return Shape(scheme.tokens, 1, scheme.tokens - 1, False, True)
+        return Shape(scheme.tokens, 1, scheme.tokens - 1, False, replicas=scheme.replicas)
+    if isinstance(scheme, Frontier):
+        return Shape(scheme.tokens, 1, scheme.tokens, False, frontier=scheme)
     longest = scheme.tokens if isinstance(scheme, Chain) else scheme.max_tokens
     if isinstance(scheme, ByBatch):
         longest = min(longest, max(r.tokens for r in scheme.ranges))

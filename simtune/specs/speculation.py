@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -177,10 +177,60 @@ class Pearl(Part):
 
     kind: Literal["pearl"] = "pearl"
     tokens: Annotated[int, Field(ge=2, description="in turn, beside each step of the target")]
+    replicas: ClassVar[int] = 1
+
+
+class Dsi(Part):
+    """A chain drafted on and on while replicas of the target verify it in turn (DSI, arXiv 2405.14105), in lockstep.
+
+    In every tick the drafter drafts `tokens`, and the verification of one window begins on one replica; its verdict
+    comes `replicas` ticks later, so that one verdict comes in every tick while all drafts are right. After a rejection
+    the target begins anew, with the one token that follows: nothing is delivered until its verdict. From there on it
+    is PEARL, which is DSI with one replica. Rounds are counted by verdict, so windows thrown away before theirs are not
+    among the wasted tokens; times between tokens (ITL) are told by tick, with those that bring no verdict.
+    """
+
+    kind: Literal["dsi"] = "dsi"
+    tokens: Count = Field(description="the look-ahead: drafts made in turn in every tick, and verified together")
+    replicas: Count = Field(
+        description="of the target, each on GPUs of its own with the whole KV cache; a verification no longer than "
+        "replicas x tokens drafts keeps up with the drafter"
+    )
+
+
+class Frontier(Part):
+    """A chain in chunks on one GPU: each is verified while the next one is drafted (like FASER, arXiv 2604.20503).
+
+    While both run, each has its share of the processors; alone it has them all. What is verified and kept is that of
+    the chain.
+    """
+
+    kind: Literal["frontier"] = "frontier"
+    tokens: Count
+    chunks: Annotated[int, Field(ge=2)]
+    draft_share: Annotated[float, Field(gt=0, le=1, description="of the processors, while the target verifies")]
+    verify_share: Annotated[float, Field(gt=0, le=1, description="of the processors, while the drafter drafts")]
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.chunks > self.tokens:
+            raise ValueError(f"{self.tokens} tokens cannot be cut into {self.chunks} chunks")
+        if self.draft_share + self.verify_share > 1:
+            raise ValueError(
+                f"draft_share ({self.draft_share:g}) and verify_share ({self.verify_share:g}) are of the same "
+                "processors and exceed 1 together"
+            )
+        return self
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Draft tokens of each chunk; what is left over goes to the first ones."""
+        size, rest = divmod(self.tokens, self.chunks)
+        return tuple(size + (i < rest) for i in range(self.chunks))
 
 
 Scheme = Annotated[
-    Chain | ByBatch | Threshold | StaticTree | DynamicTree | TokenBudget | Pearl,
+    Chain | ByBatch | Threshold | StaticTree | DynamicTree | TokenBudget | Pearl | Dsi | Frontier,
     Field(discriminator="kind"),
 ]
 
@@ -198,18 +248,24 @@ class Speculation(Part):
         return self
 
     def own_devices(self, tp: int) -> int:
-        """GPUs that the drafter has for itself, beside a target on `tp`."""
-        if not isinstance(self.scheme, Pearl):
+        """GPUs beside those of one target on `tp`: of its other replicas, and what the drafter has for itself."""
+        if not isinstance(self.scheme, Pearl | Dsi):
             return 0
         assert isinstance(self.drafter, DraftModel)
-        return self.drafter.tp or tp
+        return (self.scheme.replicas - 1) * tp + (self.drafter.tp or tp)
 
 
 def check_scheme(drafter: Drafter, scheme: Scheme | None) -> None:
     """Raises ErrorAt where a drafter cannot do what a scheme asks."""
-    if isinstance(scheme, Pearl) and not isinstance(drafter, DraftModel):
+    if isinstance(scheme, Pearl | Dsi) and not isinstance(drafter, DraftModel):
         raise ErrorAt(
-            f"scheme pearl drafts while the target verifies, which takes a model of its own; drafter {drafter.kind} "
-            "has none: take a draft_model, or a chain",
+            f"scheme {scheme.kind} drafts while the target verifies, which takes a model of its own; drafter "
+            f"{drafter.kind} has none: take a draft_model, or a chain",
+            "scheme",
+        )
+    if isinstance(scheme, Frontier) and not isinstance(drafter, DraftModel | Eagle):
+        raise ErrorAt(
+            f"scheme frontier drafts some tokens while others are verified, which takes a drafter that makes one after "
+            f"the other; drafter {drafter.kind} does not: take a draft_model or eagle, or a chain",
             "scheme",
         )

@@ -150,6 +150,23 @@ def test_a_plan_with_a_chain_tells_vllm(call: Call, desk: Any) -> None:
     assert check("vllm", told) == []
 
 
+@pytest.mark.parametrize(
+    ("scheme", "gpus"),
+    [
+        ("{kind: dsi, tokens: 2, replicas: 3}", 4),
+        ("{kind: frontier, tokens: 4, chunks: 2, draft_share: 0.4, verify_share: 0.6}", 1),
+    ],
+)
+def test_a_plan_may_draft_as_no_engine_does(call: Call, desk: Any, scheme: str, gpus: int) -> None:
+    plan = PLAN.replace("{kind: eagle, checkpoint: org/head}", "{kind: draft_model, model: vicuna-7b}")
+    files = simulated(call, desk, PLAN, plan.replace("{kind: dynamic_tree, steps: 2, topk: 2, tokens: 4}", scheme))
+    assert files == {}
+    summary = json.loads((desk.folder / "run" / "summary.json").read_text())
+    assert (summary["num_gpus"], summary["completed"]) == (gpus, 50)
+    assert summary["speculation"]["tokens_per_round"] > 1
+    assert call("check", "plan.yaml").code == 0
+
+
 # --- in a study -------------------------------------------------------------------------------------------
 
 DRAFTER = """\
@@ -201,6 +218,9 @@ def test_a_study_with_a_drafter_tries_both_and_emits_what_it_chose(desk: Any) ->
                                      "{kind: draft_model, model: llama-3.2-1b}")
                      + "    scheme: {kind: pearl, tokens: 3}\n",
                      "vLLM cannot be told a pearl scheme: it drafts and verifies in turn", id="beside the target"),
+        pytest.param(DRAFTER
+                     + "    scheme: {kind: frontier, tokens: 3, chunks: 2, draft_share: 0.4, verify_share: 0.6}\n",
+                     "vLLM cannot be told a frontier scheme: it drafts and verifies in turn", id="in chunks"),
         pytest.param(DRAFTER + "    scheme: {kind: pearl, tokens: 3}\n",
                      "speculation.0.scheme: scheme pearl drafts while the target verifies", id="a head beside it"),
         pytest.param(DRAFTER + "    scheme: {kind: chain, tokens: 5}\n",

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simtune.costs.compiled import compile_costs
-from simtune.costs.drafting import RoundCosts
-from simtune.costs.rounds import CompiledRounds, _larger, _Line
+from simtune.costs.drafting import RoundCosts, drafting_model
+from simtune.costs.rounds import CompiledRounds, _larger, _Line, _moved
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.drafts import shape_of
@@ -23,13 +23,16 @@ from simtune.specs.speculation import (
     Chain,
     Drafter,
     DraftModel,
+    Dsi,
     Eagle,
+    Frontier,
     Medusa,
     Ngram,
     Pearl,
     Scheme,
     StaticTree,
 )
+from simtune.tuner.speculation import overlap
 
 MODEL, HARDWARE, DRAFT = load_model("llama-3.1-8b"), load_hardware("h100-sxm"), load_model("llama-3.2-1b")
 LONGEST = 8192
@@ -38,6 +41,7 @@ SCHEMES: dict[str, Scheme] = {
     "chain": Chain(tokens=4),
     "tree": StaticTree(nodes=((1,), (2,), (1, 1), (1, 2), (2, 1), (1, 1, 1))),
 }
+CHUNKS = Frontier(tokens=7, chunks=3, draft_share=0.25, verify_share=0.75)
 DRAFTERS: dict[str, Drafter] = {
     "head": Eagle(),
     "model": DraftModel(model=DRAFT.name),
@@ -103,6 +107,121 @@ def test_drafting_beside_the_target_takes_the_longer_of_the_two() -> None:
     assert longer == {True, False}
 
 
+def replicated(window: int, replicas: int, its: Pool | None = None) -> CompiledRounds:
+    drafter, shape = DRAFTERS["model"], shape_of(Dsi(tokens=window, replicas=replicas))
+    return CompiledRounds(MODEL, HARDWARE, its or pool(), LONGEST, drafter, shape, DRAFT)
+
+
+def test_a_tick_of_replicas_takes_a_share_of_a_verification_or_a_window_of_drafts() -> None:
+    """Whatever the verdicts of this tick come to: a window of every sequence is verified, on one replica or another."""
+    target, draft = (RoundCosts(model, HARDWARE, pool(), Ngram(lookup_max=3)) for model in (MODEL, DRAFT))
+    longer = set()
+    for window, replicas in ((1, 2), (1, 8), (3, 2), (6, 3)):
+        compiled = replicated(window, replicas)
+        for batch, context in ((1, 500), (8, 1000), (64, 3000)):
+            verify = target.verify_s(batch, context, window) / replicas
+            drafting = window * draft.verify_s(batch, context + window * (replicas + 1) - 1, 1)
+            for verdicts in (0, batch, batch * window):
+                ticks = compiled.round(batch, verdicts, window, batch * (context + window))
+                floor = compiled._pure.floor[batch] / TICKS_PER_SECOND
+                assert ticks / TICKS_PER_SECOND == pytest.approx(max(verify, drafting, floor), rel=1e-3)
+            longer.add(verify > drafting)
+    assert longer == {True, False}
+
+
+def test_every_replica_reads_the_prompts() -> None:
+    """What prompts take longer is not divided by the replicas; alone they take what they take on one target."""
+    chunks, one, several = [(0, 1500)], replicated(4, 1), replicated(4, 3)
+    assert several.round(0, 0, 4, 0, chunks, 1) == one.round(0, 0, 4, 0, chunks, 1)
+    context = 8 * 1000
+    verify = replicated(4, 1)._pure_line(8, 32, 0).at(context)
+    both = [compiled.round(8, 32, 4, context, chunks, 1) for compiled in (one, several)]
+    assert both[0] - both[1] == verify - -(-verify // 3)
+    full = [(0, 2048)]  # the verdicts of a tick leave the prompt all of the budget, its verifications none
+    assert several.round(8, 0, 4, context, full) > both[1]
+
+
+@pytest.mark.parametrize("its", [pool(), pool(cuda_graphs=False), pool(cuda_graphs=False, async_scheduling=False)])
+def test_a_jump_of_replicas_is_the_sum_of_its_ticks(its: Pool) -> None:
+    compiled = replicated(4, 3, its)
+    for number in (5, 400):
+        contexts = np.cumsum(np.random.default_rng(1).integers(0, 150, number)) + 2000
+        for batch, tokens in ((8, 32), (8, 3), (1, 0)):
+            ends = list(compiled.rounds(batch, tokens, 4, contexts))
+            assert ends == np.cumsum([compiled.round(batch, tokens, 4, c) for c in contexts.tolist()]).tolist()
+
+
+def in_chunks(drafter: str, its: Pool | None = None, scheme: Frontier = CHUNKS) -> CompiledRounds:
+    draft = DRAFT if drafter == "model" else None
+    return CompiledRounds(MODEL, HARDWARE, its or pool(), LONGEST, DRAFTERS[drafter], shape_of(scheme), draft)
+
+
+@pytest.mark.parametrize("drafter", ["model", "head"])
+@pytest.mark.parametrize("share", [0.1, 0.5], ids=["slow drafts", "fast drafts"])
+def test_a_round_in_chunks_takes_what_the_formula_says(drafter: str, share: float) -> None:
+    """Chunks of 3, 2 and 2 drafts; the target computes 3, 2 and 3 tokens of each sequence."""
+    scheme = Frontier(tokens=7, chunks=3, draft_share=share, verify_share=1 - share)
+    assert scheme.sizes == (3, 2, 2)
+    own = DRAFT if drafter == "model" else None
+    told = RoundCosts(MODEL, HARDWARE, pool(), DRAFTERS[drafter], own)
+    network = drafting_model(DRAFTERS[drafter], MODEL, own)
+    assert network is not None
+    alone = RoundCosts(network, HARDWARE, pool(), Ngram(lookup_max=3))
+    compiled, longer = in_chunks(drafter, scheme=scheme), set()
+    for batch, context in ((1, 500), (8, 1000), (64, 3000)):
+        each = alone.verify_s(batch, context + 6, 1) + told._join(batch)
+        drafts = [told.draft_s(batch, context, 7) - 4 * each, 2 * each, 2 * each]
+        verifies = [told.verify_s(batch, context + done, width) for done, width in ((0, 3), (3, 2), (5, 3))]
+        expected = overlap.frontier_seconds(drafts, verifies, share, 1 - share)
+        ticks = compiled.round(batch, batch * 8, 7, batch * (context + 8))
+        assert ticks / TICKS_PER_SECOND == pytest.approx(expected, rel=1e-3)
+        longer.add(drafts[1] / share > verifies[0] / (1 - share))
+    assert longer == {share < 0.5}
+
+
+def test_chunks_of_ticks_made_by_hand() -> None:
+    """Drafts of 10 ticks each, the first with 5 more; verifications of 100 ticks and 1 for each token."""
+    compiled = in_chunks("model")
+    flat = lambda ticks: _Line([0], [ticks], [0])  # noqa: E731
+    compiled._draft_line = lambda n, levels, mixed, part=0: flat(10 * CHUNKS.sizes[part] + 5 * (part == 0))  # type: ignore[method-assign]
+    compiled._verify_line = lambda n, tokens, mixed: flat(100 + tokens)  # type: ignore[method-assign]
+    tables = compiled._pure._replace(linear=[0] * 100, head=[0] * 100, floor=[0] * 9, after=[0] * 9)
+    compiled._pure = compiled._mixed = tables
+    expected = overlap.frontier_seconds([35, 20, 20], [103, 102, 103], 0.25, 0.75)
+    assert expected == 35 + 103 / 0.75 + 102 / 0.75 + 103
+    assert compiled.round(1, 8, 7, 500) == pytest.approx(expected, abs=2)
+    assert compiled.round(1, 1, 7, 500) == pytest.approx(35 + 101 / 0.75 + 100 / 0.75 + 100, abs=2)
+    assert compiled.round(1, 8, 0, 500) == 108, "without drafts there is one pass"
+    compiled._prefill, compiled._cached, compiled._chunk = [0] * 50 + [400], [0] * 51, 0
+    compiled._draft_chunks = lambda *given: 7  # type: ignore[method-assign]
+    assert compiled.round(1, 8, 7, 500, [(0, 50)], 1) == pytest.approx(35 + 7 + 503 / 0.75 + 102 / 0.75 + 103, abs=2)
+    assert compiled.round(0, 0, 7, 0, [(0, 50)], 1) == 400 + 7, "no chunk of drafts to go on beside"
+
+
+@pytest.mark.parametrize("its", [pool(), pool(cuda_graphs=False), pool(cuda_graphs=False, async_scheduling=False)])
+@pytest.mark.parametrize("drafter", ["model", "head"])
+def test_a_jump_in_chunks_is_the_sum_of_its_rounds(drafter: str, its: Pool) -> None:
+    compiled = in_chunks(drafter, its)
+    for number in (5, 400):
+        contexts = np.cumsum(np.random.default_rng(1).integers(0, 150, number)) + 2000
+        for batch, tokens in ((8, 64), (8, 19), (8, 8), (1, 8)):
+            ends = list(compiled.rounds(batch, tokens, 7, contexts))
+            assert ends == np.cumsum([compiled.round(batch, tokens, 7, c) for c in contexts.tolist()]).tolist()
+
+
+def test_each_pass_over_a_chunk_is_launched_and_prepared() -> None:
+    """Without graphs the target's launches floor every one of its passes."""
+    eager = pool(cuda_graphs=False)
+    chain = CompiledRounds(MODEL, HARDWARE, eager, LONGEST, DRAFTERS["head"], shape_of(Chain(tokens=7)))
+    compiled, launch = in_chunks("head", eager), chain._launch(False)
+    assert launch > 0
+    more = compiled.round(1, 8, 7, 500) - chain.round(1, 8, 7, 500)
+    assert more >= 2 * launch / CHUNKS.verify_share - 7 * launch
+    alone = pool(cuda_graphs=False, async_scheduling=False)
+    afters = [c._after(1, 7, False) / c._pure.after[1] for c in (in_chunks("head", alone), rounds("head", its=alone))]
+    assert afters == [3 + 7, 1 + 7]
+
+
 def lines(limit: int) -> st.SearchStrategy[_Line]:
     pieces = st.tuples(st.integers(1, 40), st.integers(0, limit), st.integers(-9, 9))
     return st.lists(pieces, min_size=1, max_size=5).map(
@@ -112,7 +231,7 @@ def lines(limit: int) -> st.SearchStrategy[_Line]:
 
 @given(lines(200), lines(200), st.integers(-30, 30))
 def test_the_larger_of_two_lines_is_that_everywhere(a: _Line, b: _Line, shift: int) -> None:
-    found = _larger(a, b, shift)
+    found = _larger(a, _moved(b, shift))
     everywhere = range(a.starts[0], 300)
     assert [found.at(x) for x in everywhere] == [max(a.at(x), b.at(x - shift)) for x in everywhere]
     assert found.many(np.array(everywhere)).tolist() == [found.at(x) for x in everywhere]

@@ -121,12 +121,13 @@ class PlainBatch(SpeculativeBatch):
             drafts, stopped = self.width_of(member) - 1, self._wanted(member) == 1
             accepted = self._speculation.accepted(member, member.rounds, drafts) if drafts else 0
             # A round in which the drafter itself made nothing counts, one whose drafts were cut does not.
-            member.rounds += drafts > 0 or (stopped and self._planned_drafts(member) > 0)
+            member.rounds += drafts != 0 or (stopped and self._planned_drafts(member) > 0)
             before = member.emitted
             member.computed += 1 + accepted
             member.emitted = min(member.emitted + 1 + accepted, member.output_tokens)
-            for i, more in enumerate((1, drafts, accepted, member.emitted - before)):
-                self.counts[i] += more
+            if drafts >= 0:
+                for i, more in enumerate((1, drafts, accepted, member.emitted - before)):
+                    self.counts[i] += more
             if member.emitted == member.output_tokens:
                 self.leave(member)
                 finished.append(member)

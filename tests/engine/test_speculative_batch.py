@@ -33,11 +33,14 @@ class Luck:
         return (request * 7 + number * 5 + number * number // 3) % (self.most + 1)
 
 
+@dataclass(frozen=True)
 class Stopped(Luck):
     """Told at once for a drafter that stops by itself."""
 
+    stops: Callable[[Request, int, int], np.ndarray]
+
     def many(self, request: Request, first: int, count: int, drafts: int, tokens: int) -> np.ndarray:
-        made = np.minimum(stops(request, first, count), drafts)
+        made = np.minimum(self.stops(request, first, count), drafts)
         return tokens + np.cumsum([1 + self(request, first + i, int(made[i])) for i in range(count)])
 
 
@@ -51,6 +54,11 @@ def stops(request: Request, first: int, count: int) -> np.ndarray:
     return np.array([(request.id + 3 * (first + i)) % 5 for i in range(count)])
 
 
+def waits(request: Request, first: int, count: int) -> np.ndarray:
+    """In two rounds of three, more or less, there is no verdict."""
+    return np.array([(-1, -1, 2, 0, -1, 4, -1)[(request.id + first + i) % 7] for i in range(count)])
+
+
 def shared(requests: Sequence[Request]) -> list[int]:
     return [(7 + request.id % 3) // len(requests) for request in requests]
 
@@ -60,8 +68,13 @@ SCHEMES: dict[str, Callable[[int, random.Random], dict[str, object]]] = {
     "chain, told one by one": lambda k, rng: {"accepted": OneByOne(k)},
     "tree": lambda k, rng: {"accepted": Luck(2), "depth": 2},
     "by batch": lambda k, rng: {"accepted": Luck(k), "drafts": lambda n: (k, 0, 1, k - 1)[n % 4]},
-    "by stopping": lambda k, rng: {"accepted": Stopped(k), "stops": stops},
-    "by stopping, as deep whatever stops": lambda k, rng: {"accepted": Stopped(k), "stops": stops, "depth": k + 1},
+    "by stopping": lambda k, rng: {"accepted": Stopped(k, stops), "stops": stops},
+    "by stopping, as deep whatever stops": lambda k, rng: {
+        "accepted": Stopped(k, stops),
+        "stops": stops,
+        "depth": k + 1,
+    },
+    "by waiting": lambda k, rng: {"accepted": Stopped(k, waits), "stops": waits, "depth": k + 1},
     "by request": lambda k, rng: {"accepted": Luck(k), "lengths": lambda r: r.id % (k + 1)},
     "by budget": lambda k, rng: {"accepted": Luck(k), "shares": shared},
 }

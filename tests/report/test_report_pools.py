@@ -63,7 +63,11 @@ def test_the_headline_counts_the_instances_of_each_pool(apart: Path) -> None:
 
 def test_a_drafter_beside_the_target_counts_among_the_gpus(make_run: RunMaker) -> None:
     drafting = {"acceptance": "mine", "drafter": {"kind": "draft_model", "model": "small", "tp": 1}}
-    for scheme, gpus in (({"kind": "chain", "tokens": 3}, 2), ({"kind": "pearl", "tokens": 3}, 3)):
+    for scheme, gpus in (
+        ({"kind": "chain", "tokens": 3}, 2),
+        ({"kind": "pearl", "tokens": 3}, 3),
+        ({"kind": "dsi", "tokens": 3, "replicas": 4}, 9),
+    ):
         pool = {**POOLS[0], "role": "mixed", "speculation": {**drafting, "scheme": scheme}}
         run = read_run(make_run(searched=False, num_gpus=2 * gpus, plan={"name": "p", "pools": [pool]}))
         assert f"2 instances of llama-3.1-8b on {gpus} GPUs each" in info.headline(run)

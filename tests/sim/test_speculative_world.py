@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from simtune.api import load_hardware, load_model
 from simtune.costs.compiled import LinearCosts
 from simtune.costs.drafting import RoundCosts, draft_memory
+from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import Request, Tally, VllmFcfs
 from simtune.errors import Infeasible
 from simtune.sim.deployment import Deployment, deploy
@@ -29,8 +30,10 @@ from simtune.specs.speculation import (
     Chain,
     Drafter,
     DraftModel,
+    Dsi,
     DynamicTree,
     Eagle,
+    Frontier,
     Medusa,
     Ngram,
     Pearl,
@@ -65,6 +68,9 @@ SCHEMES: dict[str, tuple[Scheme, Rates]] = {
     "budget": (TokenBudget(tokens=9, max_tokens=4), BetaMixture(a=4, b=1.5)),
     "overlapped": (Pearl(tokens=3), POSITIONS),
     "overlapped, of unequal requests": (Pearl(tokens=4), BetaMixture(a=9, b=1.5)),
+    "replicas": (Dsi(tokens=3, replicas=3), POSITIONS),
+    "replicas, one token at a time": (Dsi(tokens=1, replicas=4), BetaMixture(a=9, b=1.5)),
+    "chunks": (Frontier(tokens=4, chunks=2, draft_share=0.3, verify_share=0.7), POSITIONS),
 }
 
 COLUMNS = ("arrival", "scheduled", "first_token", "finish", "preemptions", "transferred", "resent")
@@ -79,7 +85,7 @@ def luck(scheme: Scheme, rates: Rates, stream: RequestStream, seed: int = 0) -> 
 
 
 def drafter_for(scheme: Scheme) -> Drafter:
-    return DraftModel(model="llama-3.2-1b") if isinstance(scheme, Pearl) else Eagle()
+    return DraftModel(model="llama-3.2-1b") if isinstance(scheme, Pearl | Dsi) else Eagle()
 
 
 def columns(outcome: Outcome) -> dict[str, list[int]]:
@@ -202,15 +208,17 @@ DRAFTERS: dict[str, tuple[Drafter, str | None]] = {
 }
 
 
+OF_ALL = ("chain", "static tree", "threshold of unequal requests", "by batch")
 JUMPS = [
-    (name, drafter)
-    for name in ("chain", "static tree", "threshold of unequal requests", "by batch", "overlapped")
-    for drafter in (("model",) if name == "overlapped" else DRAFTERS)
+    *((name, drafter, apart) for name in OF_ALL for drafter in DRAFTERS for apart in (False, True)),
+    *((name, "model", apart) for name in ("overlapped", "chunks") for apart in (False, True)),
+    ("replicas", "model", False),
+    ("replicas, one token at a time", "model", False),
+    ("chunks", "head", False),
 ]
 
 
-@pytest.mark.parametrize(("name", "drafter"), JUMPS)
-@pytest.mark.parametrize("apart", [False, True], ids=["mixed", "prefill and decode apart"])
+@pytest.mark.parametrize(("name", "drafter", "apart"), JUMPS)
 def test_compiled_rounds_jump_exactly_too(name: str, drafter: str, apart: bool) -> None:
     rng = np.random.default_rng(3)
     stream = stream_of(
@@ -273,6 +281,50 @@ def test_tokens_beside_every_step_are_those_of_the_formula(acceptance: float, wi
     assert found.tokens / found.rounds == pytest.approx(overlap.pearl_tokens(acceptance, window), rel=5e-3)
 
 
+@pytest.mark.parametrize(
+    ("acceptance", "look_ahead", "replicas"), [(0.8, 1, 5), (0.5, 2, 3), (0.9, 4, 2), (0.8, 4, 1), (0.0, 2, 4)]
+)
+def test_tokens_in_every_tick_are_those_of_the_formula(acceptance: float, look_ahead: int, replicas: int) -> None:
+    """DSI; a request alone, whose steps are its prompt and its ticks."""
+    n, tokens = 60, 3000
+    stream = stream_of(np.arange(n) * 1000.0, [10] * n, [tokens] * n)
+    rates = PerPosition(conditional=(acceptance,) * look_ahead)
+    scheme = Dsi(tokens=look_ahead, replicas=replicas)
+    outcome = deployed(scheme, rates, *DRAFTERS["model"], max_model_len=8192).simulate(stream).outcome
+    verdicts, ticks = tally(outcome), outcome.steps - n
+    assert verdicts.tokens == n * (tokens - 1)
+    expected = overlap.dsi_tokens(acceptance, look_ahead, replicas)
+    assert verdicts.tokens / ticks == pytest.approx(expected, rel=8e-3)
+    assert verdicts.tokens / verdicts.rounds == pytest.approx(overlap.pearl_tokens(acceptance, look_ahead), rel=8e-3), (
+        "what a verdict brings does not depend on how long it takes"
+    )
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.6, 0.9])
+@pytest.mark.parametrize("replicas", [1, 5])
+def test_an_answer_takes_as_long_as_the_formula_says(acceptance: float, replicas: int) -> None:
+    """DSI with look-ahead 1 and a tick as long as a draft: its mean seconds for all tokens but the prompt's."""
+    n, tokens, draft_s = 2000, 51, 0.01
+    stream = stream_of(np.arange(n) * 100.0, [10] * n, [tokens] * n)
+    scheme, rates = Dsi(tokens=1, replicas=replicas), PerPosition(conditional=(acceptance,))
+    spec = Speculation(drafter=drafter_for(scheme), scheme=scheme, acceptance="assumed")
+    lane = Lane(
+        VllmFcfs(
+            num_blocks=100,
+            block_size=16,
+            max_num_seqs=4,
+            max_num_batched_tokens=64,
+            max_model_len=256,
+            speculation=drafting_terms(spec, luck(scheme, rates, stream)),
+        ),
+        LinearCosts(step_s=draft_s),
+    )
+    outcome = World([lane], stream).run()
+    seconds = (outcome.finish - outcome.first_token).mean() / TICKS_PER_SECOND
+    expected = overlap.dsi_mean_seconds(tokens - 1, acceptance, draft_s, replicas * draft_s)
+    assert seconds == pytest.approx(expected, rel=5e-3)
+
+
 @pytest.mark.parametrize("window", [2, 4, 8])
 def test_a_request_alone_gets_its_tokens_as_fast_as_the_formula_says(window: int) -> None:
     """PEARL with little to draft, as much as a step of the target hides, and more than it hides."""
@@ -313,6 +365,41 @@ def test_what_is_verified_beside_drafting_follows_from_what_was_right() -> None:
         after = beside.many(request, 10, 50, 2, 1000)[:50]
         assert after.tolist() == (1000 + np.cumsum(1 + beside.accepted(request, 10, 50))).tolist()
     assert seen == {0, 2, 3}
+
+
+@pytest.mark.parametrize(("look_ahead", "replicas"), [(3, 3), (2, 2), (1, 4), (1, 1)])
+def test_nothing_is_verified_while_a_verdict_is_on_its_way(look_ahead: int, replicas: int) -> None:
+    """Gone through by hand: what begins after a rejection, or after the prompt, is known so many ticks later."""
+    stream = requests(70, 300)
+    rates = PerPosition(conditional=(0.8,) * look_ahead)
+    right = luck(Chain(tokens=look_ahead), rates, stream)
+    drawn = luck(Dsi(tokens=look_ahead, replicas=replicas), rates, stream)
+    for i in (0, 5, 69):
+        request, tick, begun, due = Request(i, 10, 300), 0, 0, replicas
+        found = drawn.accepted(request, 0, 400), drawn.stops(request, 0, 400)
+        luck_ = right.accepted(request, 0, 400).tolist()
+        for kept, made in zip(*found, strict=True):
+            tick += 1
+            if tick < due:
+                assert (made, kept) == (-1, -1)
+                continue
+            window = 1 if begun == 0 else look_ahead - 1 if begun == 1 and look_ahead > 1 else look_ahead
+            assert 1 + made == window
+            assert 1 + kept == min(luck_[tick - 1] + 1, window)
+            begun, due = (begun + 1, tick + 1) if luck_[tick - 1] >= window else (0, tick + replicas)
+        far = drawn.accepted(request, 2000, 60)  # beyond what is drawn at first
+        assert far.tolist() == drawn.accepted(request, 0, 2060)[2000:].tolist()
+        after = drawn.many(request, 10, 50, max(1, look_ahead - 1), 1000)[:50]
+        assert after.tolist() == (1000 + np.cumsum(1 + drawn.accepted(request, 10, 50))).tolist()
+
+
+def test_one_replica_is_pearl() -> None:
+    stream = requests(40, 200)
+    one, pearl = (deployed(s, POSITIONS, *DRAFTERS["model"]) for s in (Dsi(tokens=3, replicas=1), Pearl(tokens=3)))
+    found, expected = one.simulate(stream).outcome, pearl.simulate(stream).outcome
+    assert columns(found) == columns(expected)
+    assert tally(found) == tally(expected)
+    assert one.plan.num_devices == pearl.plan.num_devices == 2
 
 
 def test_luck_belongs_to_the_request_and_the_round() -> None:
@@ -435,10 +522,59 @@ def test_a_drafter_beside_the_target_has_devices_of_its_own() -> None:
         Pearl(tokens=3), POSITIONS, DraftModel(model="llama-3.2-1b", tp=1), "llama-3.2-1b", parallelism={"tp": 4}
     )
     assert split.plan.num_devices == 5
+    several = deployed(
+        Dsi(tokens=3, replicas=3),
+        POSITIONS,
+        DraftModel(model="llama-3.2-1b", tp=1),
+        "llama-3.2-1b",
+        parallelism={"tp": 4},
+    )
+    assert several.plan.num_devices == 3 * 4 + 1
+    assert several.memory == split.memory, "every replica holds the keys and values of all requests"
+    assert several.simulate(requests(5, 20)).summary()["num_gpus"] == 13
     large = deployed(
         Pearl(tokens=3), POSITIONS, DraftModel(model="llama-3.1-8b", tp=1), MODEL.name, parallelism={"tp": 8}
     )
     assert large.memory.num_blocks == plain.memory.num_blocks, "as many as one GPU holds of the same model"
+
+
+@pytest.mark.parametrize(
+    ("front", "back", "kv_bytes_per_token"),
+    [
+        (None, "model", 2 * 32 * 8 * 128 * 2),  # what only the decode pool has is not sent
+        ("model", "model", 2 * 32 * 8 * 128 * 2 + 2 * 16 * 8 * 64 * 2),
+        ("head", "head", 2 * 33 * 8 * 128 * 2),
+        ("n-gram", "n-gram", 2 * 32 * 8 * 128 * 2),
+        ("head", "model", 2 * 32 * 8 * 128 * 2),
+    ],
+)
+def test_a_drafter_of_both_pools_has_its_keys_and_values_sent(
+    front: str | None, back: str, kv_bytes_per_token: int
+) -> None:
+    """Layers x heads x width x 2 bytes, keys and values: of llama-3.1-8b, and of what drafts beside it."""
+    own = {"hardware": HARDWARE.name, "instances": 1, "max_model_len": 2048}
+    batching = Batching(max_num_seqs=16, max_num_batched_tokens=512)
+    pools, drafting = [], {}
+    for name, drafter in (("prefill", front), ("decode", back)):
+        spec = None
+        if drafter is not None:
+            which, draft = DRAFTERS[drafter]
+            spec = Speculation(drafter=which, scheme=Chain(tokens=3), acceptance="assumed")
+            drafting[name] = Drafting(acceptance(POSITIONS), None if draft is None else load_model(draft))
+        pools.append(Pool(name=name, role=name, batching=batching, speculation=spec, **own))
+    plan = Plan(name="plan", model=MODEL.name, pools=tuple(pools), link=KvLink(descriptor_s=1e-6))
+    deployment = deploy(plan, MODEL, HARDWARE, drafting=drafting)
+    found = deployment.simulate(stream_of(np.arange(10) * 10.0, [100] * 10, [30] * 10))
+    blocks = 7  # of 16 tokens
+    assert found.outcome.transferred_bytes == 10 * blocks * 16 * kv_bytes_per_token
+    assert found.completed.all()
+    plain = deploy(
+        plan.model_copy(update={"pools": tuple(pool.model_copy(update={"speculation": None}) for pool in pools)}),
+        MODEL,
+        HARDWARE,
+    ).simulate(stream_of(np.arange(10) * 10.0, [100] * 10, [30] * 10))
+    more = kv_bytes_per_token > 2 * 32 * 8 * 128 * 2
+    assert (found.transfer_s.mean() > plain.transfer_s.mean()) == more
 
 
 @pytest.mark.parametrize(
@@ -458,6 +594,10 @@ def test_a_drafter_beside_the_target_has_devices_of_its_own() -> None:
             lambda: deployed(StaticTree(nodes=((1,), (4,))), RANKS, Eagle()).simulate(requests(3, 3)),
             r"node \[4\] of the tree has rank 4 at depth 1, where the rates know 3",
         ),
+        (lambda: deployed(Dsi(tokens=3, replicas=2), POSITIONS, *DRAFTERS["model"], apart=True),
+         "pool decode: every replica of the target needs the prompt's keys and values"),
+        (lambda: deployed(Dsi(tokens=3, replicas=2), POSITIONS, *DRAFTERS["model"], seqs=200),
+         "800 tokens with max_num_seqs 200, and max_num_batched_tokens is 512; raise it"),
         (lambda: deployed(Chain(tokens=3), POSITIONS, Eagle(), batching=Batching(
             policy="sarathi", max_num_seqs=4, max_num_batched_tokens=512)), "policy sarathi has no speculation"),
     ],

@@ -18,8 +18,10 @@ from simtune.specs.speculation import (
     Chain,
     Drafter,
     DraftModel,
+    Dsi,
     DynamicTree,
     Eagle,
+    Frontier,
     Medusa,
     Ngram,
     Pearl,
@@ -38,6 +40,8 @@ BY_BATCH = ByBatch(
     max_tokens=3, ranges=(BatchRange(first=1, last=64, tokens=3), BatchRange(first=65, last=512, tokens=0))
 )
 TREE = DynamicTree(steps=4, topk=8, tokens=24)
+DSI = Dsi(tokens=4, replicas=2)
+CHUNKS = Frontier(tokens=4, chunks=2, draft_share=0.5, verify_share=0.5)
 Emit = Callable[..., dict[str, Any]]
 
 
@@ -126,6 +130,12 @@ def test_tensorrt_llm_trees() -> None:
         (vllm, DRAFTER, Pearl(tokens=4), "vLLM cannot be told a pearl scheme: it drafts and verifies in turn"),
         (sglang, DRAFTER, Pearl(tokens=4), "SGLang cannot be told a pearl scheme"),
         (tensorrt_llm, DRAFTER, Pearl(tokens=4), "TensorRT-LLM cannot be told a pearl scheme"),
+        (vllm, DRAFTER, DSI, "vLLM cannot be told a dsi scheme: it drafts and verifies in turn; take a chain"),
+        (sglang, DRAFTER, DSI, "SGLang cannot be told a dsi scheme: it drafts and verifies in turn"),
+        (tensorrt_llm, DRAFTER, DSI, "TensorRT-LLM cannot be told a dsi scheme"),
+        (vllm, HEAD, CHUNKS, "vLLM cannot be told a frontier scheme: it drafts and verifies in turn; take a chain"),
+        (sglang, HEAD, CHUNKS, "SGLang cannot be told a frontier scheme: it drafts and verifies in turn"),
+        (tensorrt_llm, HEAD, CHUNKS, "TensorRT-LLM cannot be told a frontier scheme"),
         (vllm, Eagle(), Chain(tokens=3), "drafter eagle3: name the `checkpoint` that vLLM loads"),
         (sglang, HEAD, BY_BATCH, "SGLang cannot be told a by_batch scheme"),
         (sglang, Medusa(heads=4, checkpoint="x"), Chain(tokens=3), "has no medusa drafter"),

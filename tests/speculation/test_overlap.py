@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from simtune.tuner.speculation import chain, overlap
@@ -40,6 +41,26 @@ def test_dsi(oracle: Any) -> None:
         assert seconds <= row["ar"], "never slower than no speculation"
     assert overlap.dsi_replicas(0.2, 1.0) == 5
     assert overlap.dsi_replicas(0.2, 1.0, look_ahead=2) == 3
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "look_ahead", "replicas"), [(0.5, 1, 4), (0.8, 1, 1), (0.8, 4, 3), (0.95, 2, 8), (0.0, 3, 2)]
+)
+def test_dsi_in_lockstep(acceptance: float, look_ahead: int, replicas: int) -> None:
+    """Verifications begin in every tick, of 1, look_ahead - 1, look_ahead, ... tokens, and each takes `replicas`."""
+    first_wrong = np.random.default_rng(1).geometric(1 - acceptance, 400_000)
+    sizes = [1, *([look_ahead - 1] if look_ahead > 1 else []), *([look_ahead] * int(first_wrong.max()))]
+    begun = np.searchsorted(np.cumsum(sizes), first_wrong)
+    expected = first_wrong.sum() / (begun + replicas).sum()
+    assert overlap.dsi_tokens(acceptance, look_ahead, replicas) == pytest.approx(expected, rel=0.01)
+
+
+def test_dsi_in_lockstep_is_dsi() -> None:
+    """Look-ahead 1, and a tick as long as a draft."""
+    for acceptance in (0.0, 0.3, 0.9, 1.0):
+        per_token_s = overlap.dsi_mean_seconds(10**9, acceptance, 0.2, 1.0) / 10**9
+        assert 0.2 / overlap.dsi_tokens(acceptance, 1, 5) == pytest.approx(per_token_s, rel=1e-6)
+    assert overlap.dsi_tokens(1 - 1e-9, 3, 4) == pytest.approx(3.0, rel=1e-6)
 
 
 def test_chunks_of_a_round_overlap() -> None:

@@ -12,8 +12,10 @@ from simtune.specs.speculation import (
     Chain,
     Drafter,
     DraftModel,
+    Dsi,
     DynamicTree,
     Eagle,
+    Frontier,
     Medusa,
     Ngram,
     Pearl,
@@ -74,20 +76,41 @@ def test_only_a_model_of_its_own_drafts_while_the_target_verifies(drafter: Draft
         Speculation(drafter=drafter, scheme=Pearl(tokens=4), acceptance="mine")
     with pytest.raises(ValidationError, match=message):
         DrafterChoice(drafter=drafter, scheme=Pearl(tokens=4), acceptance="mine")
+    with pytest.raises(ValidationError, match=f"scheme dsi .* drafter {drafter.kind} has none"):
+        Speculation(drafter=drafter, scheme=Dsi(tokens=4, replicas=2), acceptance="mine")
     with pytest.raises(ValidationError, match="greater than or equal to 2"):
         Pearl(tokens=1)
 
 
+def test_chunks() -> None:
+    def frontier(tokens: int = 7, chunks: int = 3, draft: float = 0.25, verify: float = 0.75) -> Frontier:
+        return Frontier(tokens=tokens, chunks=chunks, draft_share=draft, verify_share=verify)
+
+    assert [frontier(tokens=k).sizes for k in (3, 7, 8)] == [(1, 1, 1), (3, 2, 2), (3, 3, 2)]
+    with pytest.raises(ValidationError, match="2 tokens cannot be cut into 3 chunks"):
+        frontier(tokens=2)
+    with pytest.raises(ValidationError, match="greater than or equal to 2"):
+        frontier(chunks=1)
+    with pytest.raises(ValidationError, match=r"draft_share \(0.5\) and verify_share \(0.75\) .* exceed 1 together"):
+        frontier(draft=0.5)
+    for drafter in (Medusa(heads=7), Ngram(lookup_max=4)):
+        message = f"makes one after the other; drafter {drafter.kind} does not: take a draft_model or eagle, or a chain"
+        with pytest.raises(ValidationError, match=message):
+            Speculation(drafter=drafter, scheme=frontier(), acceptance="mine")
+
+
 def test_a_drafter_beside_the_target_has_gpus_of_its_own() -> None:
-    def devices(parallelism: Parallelism, tp: int | None = None) -> int:
+    def devices(parallelism: Parallelism, tp: int | None = None, replicas: int = 1) -> int:
         drafter = DraftModel(model="llama-3.2-1b", tp=tp)
-        beside = Speculation(drafter=drafter, scheme=Pearl(tokens=4), acceptance="mine")
+        scheme = Pearl(tokens=4) if replicas == 1 else Dsi(tokens=4, replicas=replicas)
+        beside = Speculation(drafter=drafter, scheme=scheme, acceptance="mine")
         batching = Batching(max_num_seqs=8, max_num_batched_tokens=512)
         pool = Pool(hardware="h100-sxm", instances=3, batching=batching, speculation=beside, parallelism=parallelism)
         return pool.devices
 
     assert devices(Parallelism(tp=4)) == 8
     assert devices(Parallelism(tp=4), 1) == 5
+    assert devices(Parallelism(tp=4), 1, replicas=3) == 3 * 4 + 1
     for parallelism in (Parallelism(pp=2), Parallelism(attention_dp=2)):
         with pytest.raises(ValidationError, match=r"drafts for one batch at a time, and .* makes 2 of them"):
             devices(parallelism)

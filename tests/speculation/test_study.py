@@ -22,8 +22,10 @@ from simtune.specs.speculation import (
     ByBatch,
     Chain,
     DraftModel,
+    Dsi,
     DynamicTree,
     Eagle,
+    Frontier,
     Medusa,
     Pearl,
     Scheme,
@@ -62,11 +64,13 @@ def load(prompt: int = 900, output: int = 200, rate_rps: float = 8.0, requests: 
     )
 
 
-def draft(*conditional: float, scheme: Scheme | None = None) -> Draft:
+def draft(*conditional: float, scheme: Scheme | None = None, model: str | None = None) -> Draft:
     acceptance = Acceptance(
         name="mine", origin="assumed", source="made up", rates=PerPosition(conditional=conditional or (0.8, 0.8, 0.8))
     )
-    return Draft(DrafterChoice(drafter=HEAD, acceptance="mine", scheme=scheme), Drafting(acceptance))
+    drafter = HEAD if model is None else DraftModel(model=model)
+    drafting = Drafting(acceptance, None if model is None else load_model(model))
+    return Draft(DrafterChoice(name="eagle3", drafter=drafter, acceptance="mine", scheme=scheme), drafting)
 
 
 def pool(max_num_seqs: int = 256, **more: Any) -> Pool:
@@ -169,6 +173,8 @@ def test_yield_and_waste_add_up_to_what_is_verified() -> None:
         (DynamicTree(steps=3, topk=4, tokens=9), "EAGLE-2 tree of 9: 3 steps, topk 4", "T9"),
         (DynamicTree(steps=3, topk=1, tokens=3), "chain of 3", "3"),
         (Pearl(tokens=5), "chain of 5 beside every step (PEARL)", "5"),
+        (Dsi(tokens=2, replicas=3), "chain of 2 in every tick of 3 replicas (DSI)", "2"),
+        (Frontier(tokens=6, chunks=2, draft_share=0.5, verify_share=0.5), "chain of 6 in 2 chunks", "6"),
         (TokenBudget(tokens=64, max_tokens=4), "64 tokens for the batch, 4 for each at most", "≤4"),
     ],
 )  # fmt: skip
@@ -274,11 +280,20 @@ def test_what_drafting_gains_is_in_the_table() -> None:
     assert 2.5 < tally.tokens / tally.rounds < 1 + 0.8 + 0.64 + 0.512, "the last round of each answer is cut"
 
 
-@pytest.mark.parametrize("scheme", [Chain(tokens=3), AT_NINE])
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        Chain(tokens=3),
+        AT_NINE,
+        Frontier(tokens=3, chunks=3, draft_share=0.1, verify_share=0.9),
+        Dsi(tokens=3, replicas=2),
+    ],
+    ids=lambda scheme: scheme.kind,
+)
 @pytest.mark.parametrize("workload", [load(), load(prompt=6000, output=100), load(prompt=50, output=600)])
 def test_the_capacity_bound_holds_with_drafts(scheme: Scheme, workload: Workload) -> None:
     """Far more is offered than can be served: what is served per second is no more than the bound."""
-    d = draft(0.98, 0.98, 0.98, scheme=scheme)
+    d = draft(0.98, 0.98, 0.98, scheme=scheme, model="llama-3.2-1b" if isinstance(scheme, Dsi) else None)
     q = question(d, workload=workload)
     candidate = Candidate(Shape(1, 1, 1), 64, 2048, "eagle3", d.speculation(scheme))
     deployment = q.deploy(candidate, 8192)

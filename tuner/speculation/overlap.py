@@ -10,21 +10,9 @@ def pearl_tokens(acceptance: float, window: int) -> float:
     """Mean tokens per round of PEARL (arXiv 2408.11850) with iid acceptance; a round lasts
     max(window x draft, target).
 
-    While the target verifies one window the drafter fills the next. Three states: after a rejection the first
-    token alone is verified (one token comes out); if it was right, the window - 1 tokens drafted beside it
-    follow; from then on whole windows, until one is rejected.
+    While the target verifies one window the drafter fills the next: DSI with one replica.
     """
-    a, g = acceptance, window
-    if g == 1:
-        return 1.0
-    if a == 1:
-        return float(g)
-    whole = a**g / (1 - a**g)
-
-    def tokens(m: int) -> float:
-        return (1 - a**m) / (1 - a)
-
-    return (1 + a * tokens(g - 1) + whole * tokens(g)) / (1 + a + whole)
+    return dsi_tokens(acceptance, window, 1)
 
 
 def pearl_tokens_per_s(acceptance: float, window: int, draft_s: float, target_s: float) -> float:
@@ -38,6 +26,26 @@ def dsi_mean_seconds(num_tokens: int, acceptance: float, draft_s: float, target_
     the last one always waits for a target. Never more than num_tokens x target_s.
     """
     return (num_tokens - 1) * (acceptance * draft_s + (1 - acceptance) * target_s) + target_s
+
+
+def dsi_tokens(acceptance: float, look_ahead: int, replicas: int) -> float:
+    """Mean tokens per tick of DSI (arXiv 2405.14105) in lockstep, with iid acceptance; a tick lasts
+    max(look_ahead x draft, target / replicas).
+
+    After a rejection the first token alone is verified, and its verdict comes after `replicas` ticks (one token comes
+    out); if it was right, the look_ahead - 1 tokens drafted beside it follow in the next tick; from then on whole
+    windows, one in each tick, until one is rejected. With look-ahead 1 it is the mean of `dsi_mean_seconds`.
+    """
+    a, g = acceptance, look_ahead
+    if a == 1:
+        return float(g)
+    whole = a**g / (1 - a**g)  # windows verified, of all drafts after a rejection
+
+    def tokens(m: int) -> float:
+        return (1 - a**m) / (1 - a)
+
+    rest = a if g > 1 else 0.0  # of the first window, where anything is left of it
+    return (1 + rest * tokens(g - 1) + whole * tokens(g)) / (replicas + rest + whole)
 
 
 def dsi_replicas(draft_s: float, target_s: float, look_ahead: int = 1) -> int:
