@@ -11,7 +11,7 @@ from simtune.errors import UsageError
 from simtune.specs import yamlfile
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan, Pool
-from simtune.specs.speculation import DraftModel
+from simtune.specs.speculation import ByBatch, DraftModel
 
 VLLM_VERSION = "0.32.0"
 
@@ -45,6 +45,9 @@ _WRITTEN = f"Written by simtune with the option names of vLLM {VLLM_VERSION}."
 SCHEDULING_POLICY = {"vllm-fcfs": "fcfs", "vllm-priority": "priority"}
 _NIXL = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
 """How prefill and decode instances send KV caches to one another: NIXL, in both roles."""
+
+_AWAITED = ("medusa", "ngram", "suffix")
+"""Drafters whose tokens the scheduler waits for: with them vLLM refuses to be told to schedule asynchronously."""
 
 
 def emit(
@@ -89,6 +92,10 @@ def _speculative_config(pool: Pool, drafts: Mapping[str, Model]) -> str | None:
     return json.dumps(speculation.vllm(pool.speculation, draft))
 
 
+def _awaits_drafts(pool: Pool) -> bool:
+    return pool.speculation is not None and pool.speculation.drafter.kind in _AWAITED
+
+
 def _refusals(pool: Pool, model: Model, drafts: Mapping[str, Model]) -> list[str]:
     """What vLLM would not start with, in its own terms."""
     found = []
@@ -96,11 +103,20 @@ def _refusals(pool: Pool, model: Model, drafts: Mapping[str, Model]) -> list[str
         _speculative_config(pool, drafts)
     except UsageError as error:
         found.append(f"speculation: {error}")
+    batching, tp, pp = pool.batching, pool.parallelism.tp, pool.parallelism.pp
+    if pool.speculation is not None:
+        drafter = pool.speculation.drafter
+        if isinstance(drafter, DraftModel) and drafter.tp not in (None, 1, tp):
+            found.append(f"speculation.drafter.tp: vLLM drafts on 1 GPU or on the target's {tp}, not on {drafter.tp}")
+        if isinstance(pool.speculation.scheme, ByBatch) and pool.parallelism.attention_dp > 1:
+            found.append(
+                "speculation.scheme: with attention_dp vLLM drops draft lengths by batch size, "
+                "because its ranks would draft unequal lengths; take a chain"
+            )
     if pool.batching.policy not in SCHEDULING_POLICY:
         found.append(f"batching.policy: vLLM has no {pool.batching.policy}; it has {', '.join(SCHEDULING_POLICY)}")
     if pool.kv_cache.preemption == "swap":
         found.append("kv_cache.preemption: vLLM V1 recomputes what it preempts; it cannot swap")
-    batching, tp, pp = pool.batching, pool.parallelism.tp, pool.parallelism.pp
     if _kv_cache_dtype(pool, model) is None:
         found.append(
             f"kv_cache.dtype: vLLM cannot keep a {pool.kv_cache.dtype} cache for a {model.dtype} model; "
@@ -144,7 +160,7 @@ def _settings(pool: Pool, model: Model, drafts: Mapping[str, Model]) -> dict[str
         "watermark": pool.kv_cache.watermark or None,
         "enable-chunked-prefill": pool.batching.chunked_prefill,
         "enable-prefix-caching": pool.kv_cache.prefix_caching,
-        "async-scheduling": pool.async_scheduling,
+        "async-scheduling": pool.async_scheduling and not _awaits_drafts(pool),
         "enforce-eager": not pool.cuda_graphs or None,
         "kv-transfer-config": None if pool.role == "mixed" else _NIXL,
         "speculative-config": _speculative_config(pool, drafts),
@@ -157,6 +173,9 @@ def _settings(pool: Pool, model: Model, drafts: Mapping[str, Model]) -> dict[str
 
 def _settings_text(plan: Plan, pool: Pool, model: Model, drafts: Mapping[str, Model]) -> str:
     comment = f"Plan {plan.name}, pool {pool.name}. {_WRITTEN}\nUse: vllm serve MODEL --config {_file(pool)}"
+    if pool.async_scheduling and _awaits_drafts(pool):
+        assert pool.speculation is not None
+        comment += f"\nvLLM cannot schedule asynchronously with {pool.speculation.drafter.kind} drafts."
     return yamlfile.dump(_settings(pool, model, drafts), comment)
 
 

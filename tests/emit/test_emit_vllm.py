@@ -158,6 +158,40 @@ def test_a_plan_vllm_would_refuse_is_refused_here(pool: dict[str, Any], words: l
         assert word in str(caught.value)
 
 
+def drafting(drafter: dict[str, Any], scheme: dict[str, Any] | None = None, **pool: Any) -> dict[str, Any]:
+    scheme = scheme or {"kind": "chain", "tokens": 3}
+    return {"speculation": {"drafter": drafter, "scheme": scheme, "acceptance": "mine"}, **pool}
+
+
+def test_where_the_scheduler_must_wait_for_drafts_it_is_not_told_to_run_ahead_of_them() -> None:
+    ngram = plan_of(**drafting({"kind": "ngram", "lookup_max": 4}))
+    assert settings_of(ngram)["no-async-scheduling"] is True
+    assert "# vLLM cannot schedule asynchronously with ngram drafts." in emit(ngram, MODEL)["engine/vllm-mixed.yaml"]
+    head = plan_of(**drafting({"kind": "eagle", "checkpoint": "org/head"}))
+    assert settings_of(head)["async-scheduling"] is True
+
+
+def test_drafts_that_vllm_would_refuse_or_forget_are_refused_here() -> None:
+    small = {"small": MODEL}
+    wide = plan_of(**drafting({"kind": "draft_model", "model": "small", "tp": 2}, parallelism={"tp": 4}))
+    with pytest.raises(
+        UsageError, match=r"speculation\.drafter\.tp: vLLM drafts on 1 GPU or on the target's 4, not on 2"
+    ):
+        emit(wide, MODEL, draft_models=small)
+    for tp in (None, 1, 4):
+        emit(
+            plan_of(**drafting({"kind": "draft_model", "model": "small", "tp": tp}, parallelism={"tp": 4})),
+            MODEL,
+            8,
+            small,
+        )
+    by_batch = {"kind": "by_batch", "max_tokens": 3, "ranges": [{"first": 1, "last": 64, "tokens": 3}]}
+    head = {"kind": "eagle", "checkpoint": "org/head"}
+    emit(plan_of(**drafting(head, by_batch)), MODEL)
+    with pytest.raises(UsageError, match="with attention_dp vLLM drops draft lengths by batch size"):
+        emit(plan_of(**drafting(head, by_batch, parallelism={"attention_dp": 2})), MODEL)
+
+
 def test_all_reasons_are_told_at_once() -> None:
     with pytest.raises(UsageError) as caught:
         emit(plan_of(parallelism={"tp": 3}, kv_cache={"dtype": "fp32"}), MODEL)
