@@ -47,7 +47,7 @@ STRAIGHT = 5e-4
 class _Row(NamedTuple):
     """Decode attention of one number of decodes, piecewise affine in the context tokens of the step."""
 
-    starts: list[int]  # context tokens at the knots, ascending
+    starts: list[int]  # context tokens at the knots, ascending; then more than there can be
     ticks: list[int]  # at the knots
     slopes: list[int]  # ticks per context token from each knot on
 
@@ -94,7 +94,7 @@ class _DecodeAttention:
         starts, ticks = starts[kept], ticks[kept]
         # Rounded down, so that no segment ends above the knot it leads to.
         slopes = np.diff(ticks) // np.diff(starts)
-        row = _Row(starts[:-1].tolist(), ticks[:-1].tolist(), slopes.tolist())
+        row = _Row([*starts[:-1].tolist(), UNBOUNDED * num_decodes], ticks[:-1].tolist(), slopes.tolist())
         self.rows[num_decodes] = row
         return row
 
@@ -172,6 +172,7 @@ class CompiledCosts:
         without, with_chunks = step_model.correction(False), step_model.correction(True)
         self._pure = self._mixed = self._tables(pool, without)
         self._decode_rest = list(map(add, self._pure.linear, self._pure.head))  # of pure decode steps, by decodes
+        self._decode_floor, self._decode_after = self._pure.floor, self._pure.after
         self._alone = self._decode_attention(0, without)
         self._beside = [self._alone]
         if with_chunks != without:
@@ -232,20 +233,16 @@ class CompiledCosts:
 
     def decode(self, num_decodes: int, context_tokens: int) -> tuple[int, int, int]:
         """See `simtune.costs.protocol.StepCosts.decode`."""
-        pure, alone = self._pure, self._alone
-        starts, values, slopes = alone.rows[num_decodes] or alone.make(num_decodes)
-        at = bisect_right(starts, context_tokens, 1) - 1
-        per_token = slopes[at]
-        ticks = values[at] + per_token * (context_tokens - starts[at])
-        ticks += self._decode_rest[num_decodes]
-        slope = per_token * num_decodes
-        at += 1
-        span = -((context_tokens - starts[at]) // num_decodes) if at < len(starts) else UNBOUNDED
-        floor, after = pure.floor[num_decodes], pure.after[num_decodes]
+        starts, values, slopes = self._alone.rows[num_decodes] or self._alone.make(num_decodes)
+        at = bisect_right(starts, context_tokens, 1)
+        start, per_token = starts[at - 1], slopes[at - 1]
+        ticks = values[at - 1] + per_token * (context_tokens - start) + self._decode_rest[num_decodes]
+        span = -((context_tokens - starts[at]) // num_decodes)
+        floor, after = self._decode_floor[num_decodes], self._decode_after[num_decodes]
         if ticks >= floor:
-            return ticks + after, slope, span
-        if slope:
-            span = min(span, (floor - ticks) // slope + 1)
+            return ticks + after, per_token * num_decodes, span
+        if per_token:
+            span = min(span, (floor - ticks) // (per_token * num_decodes) + 1)
         return floor + after, 0, span
 
     def mixed(self, num_decodes: int, context_tokens: int, chunks: Sequence[tuple[int, int]], num_samples: int) -> int:
@@ -340,8 +337,8 @@ class CompiledCosts:
         for attention in {self._alone, *self._beside}:
             for num_decodes in range(1, self._max_num_seqs + 1):
                 row = attention.rows[num_decodes] or attention.make(num_decodes)
-                starts, values, slopes = (np.array(column) for column in row)
-                ends = np.append(starts[1:], last * num_decodes)
+                ends = np.array([*row.starts[1:-1], last * num_decodes])
+                starts, values, slopes = np.array(row.starts[:-1]), np.array(row.ticks), np.array(row.slopes)
                 at_ends = (values + slopes * (ends - starts)) / ends
                 lowest = min(lowest, float((values / starts).min()), float(at_ends.min()))
         self._context_cost_s = lowest / TICKS_PER_SECOND

@@ -178,12 +178,15 @@ class PrefixCache(KvBlocks):
         self._blank = blank
 
     def _queue(self, runs: Iterable[CachedRun]) -> None:
-        """Nobody holds these runs any more: they are the last to be evicted, in this order."""
-        idle = self._idle
+        """One holder less for each of these runs; those without any are the last to be evicted, in this order."""
+        idle, freed = self._idle, 0
         for run in runs:
-            self.free += run.size
-            run.queued += 1
-            idle.append(run)
+            run.holders -= 1
+            if not run.holders:
+                freed += run.size
+                run.queued += 1
+                idle.append(run)
+        self.free += freed
         if len(idle) > 4 * self.total:  # most places are old ones, for a run has at least one block
             last = []
             for run in idle:
@@ -206,12 +209,7 @@ class PrefixCache(KvBlocks):
         if full > request.shared:
             self._idle_run(request if again else None, full - request.shared)
         if request.runs:
-            left = []
-            for run in reversed(request.runs):
-                run.holders -= 1
-                if not run.holders:
-                    left.append(run)
-            self._queue(left)
+            self._queue(reversed(request.runs))
         request.slots = 0
         if not again:
             request.shared = 0
@@ -224,7 +222,7 @@ class PrefixCache(KvBlocks):
                 self.free += size
                 last.size += size
                 return
-        run = CachedRun(name, size, 0)
+        run = CachedRun(name, size, 1)
         self._queue([run])
         if name is not None:
             self._remember(run)

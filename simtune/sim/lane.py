@@ -156,24 +156,26 @@ class Lane:
             return self.ends[repetitions - 1] if repetitions else 0
         return repetitions * self.first + self.slope * (repetitions * (repetitions - 1) // 2)
 
-    def repetitions_reaching(self, ticks: int) -> int:
-        """The smallest number of repetitions, at least 1, that take `ticks` or longer.
+    def reaching(self, ticks: int) -> tuple[int, int]:
+        """(n, ticks of n repetitions) for the smallest n, at least 1, that take `ticks` or longer.
 
         Solves first*n + slope*n(n-1)/2 = ticks for n in floating point, exact or a little too small once it is cut to
         a whole number, which is stepped up.
         """
         if self.ends is not None:
-            return bisect_left(self.ends, ticks) + 1
+            n = bisect_left(self.ends, ticks) + 1
+            return n, self.elapsed(n)
         first, slope = self.first, self.slope
         b = 2.0 * first - slope
-        n = int(4.0 * ticks / (b + math.sqrt(b * b + 8.0 * slope * ticks))) or 1
-        while n * first + slope * (n * (n - 1) // 2) < ticks:
+        root = math.sqrt(b * b + 8.0 * slope * ticks)
+        n = int(4.0 * ticks / (root + b) if b > 0 else (root - b) / (2.0 * slope)) or 1
+        while (elapsed := n * first + slope * (n * (n - 1) // 2)) < ticks:
             n += 1
-        return n
+        return n, elapsed
 
     def repetitions_within(self, ticks: int) -> int:
         """How many repetitions are over after `ticks`."""
         if self.ends is not None:
             return bisect_right(self.ends, ticks)
-        n = self.repetitions_reaching(ticks)
-        return n if self.elapsed(n) <= ticks else n - 1
+        n, elapsed = self.reaching(ticks)
+        return n if elapsed <= ticks else n - 1

@@ -42,7 +42,9 @@ class RoundRobin(Router):
         lanes = self.lanes
         for _ in lanes:
             lane = lanes[self._next]
-            self._next = (self._next + 1) % len(lanes)
+            self._next += 1
+            if self._next == len(lanes):
+                self._next = 0
             if lane.up:
                 return lane
         return None

@@ -447,10 +447,11 @@ class World:
         if chunks:
             samples, parts, scheduled = step.num_decodes, [], self._scheduled
             for chunk in chunks:
-                parts.append((chunk.past, chunk.tokens))
-                samples += chunk.completes
-                if scheduled[chunk.request.id] < 0:
-                    scheduled[chunk.request.id] = now
+                request, past, tokens = chunk.request, chunk.past, chunk.tokens
+                parts.append((past, tokens))
+                samples += past + tokens == request.prompt_tokens + request.emitted  # it `completes`
+                if scheduled[request.id] < 0:
+                    scheduled[request.id] = now
             if lane.rounds is None:
                 lane.first = lane.costs.mixed(step.num_decodes, step.context_tokens, parts, samples)
             else:
@@ -516,11 +517,11 @@ class World:
 
     def _cut(self, now: int, lane: Lane) -> None:
         """Shorten a jump so that it ends with the step in which `now` falls."""
-        repetitions = lane.repetitions_reaching(now - lane.started)
+        repetitions, elapsed = lane.reaching(now - lane.started)
         if repetitions < lane.repetitions:
             lane.repetitions = repetitions
             lane.version += 1
-            event = lane.started + lane.elapsed(repetitions), _END, lane.number, lane.version
+            event = lane.started + elapsed, _END, lane.number, lane.version
             if self._end_apart is not None and self._end_apart[2] == lane.number:
                 self._end_apart = event
             else:

@@ -122,8 +122,8 @@ def test_at_one_instant_steps_end_before_arrivals_and_arrivals_before_scheduling
 def test_cutting_a_jump_finds_the_step_in_which_the_arrival_falls(first: int, slope: int, elapsed: int) -> None:
     scheduler = VllmFcfs(num_blocks=1, block_size=1, max_num_seqs=1, max_num_batched_tokens=1, max_model_len=1)
     lane = Lane(scheduler, LinearCosts(1.0), first=first + 1, slope=slope)
-    n = lane.repetitions_reaching(elapsed)
-    assert lane.elapsed(n) >= elapsed
+    n, reached = lane.reaching(elapsed)
+    assert reached == lane.elapsed(n) >= elapsed
     assert n == 1 or lane.elapsed(n - 1) < elapsed
     over = lane.repetitions_within(elapsed)
     assert lane.elapsed(over) <= elapsed < lane.elapsed(over + 1)
