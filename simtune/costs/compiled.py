@@ -215,7 +215,7 @@ class CompiledCosts:
         launch = to_ticks(scale * model.launch_s)
         host = [to_ticks(model.host_s(n)) for n in range(seqs + 1)]
         # A step takes max(GPU, floor) + after: the host hides behind the GPU or comes after it.
-        hides = pool.async_scheduling and correction is None
+        hides = pool.schedules_async and correction is None
         after = host if correction is None else [to_ticks(correction.offset_s)] * (seqs + 1)
         return _Tables(
             linear=[0, *_ticks(linear)],

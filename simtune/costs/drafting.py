@@ -36,7 +36,7 @@ from simtune.specs.base import DTYPE_BYTES
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
 from simtune.specs.plan import Parallelism, Pool
-from simtune.specs.speculation import BlockDrafter, Drafter, DraftModel, Eagle, Medusa
+from simtune.specs.speculation import BlockDrafter, Drafter, DraftModel, Eagle, Medusa, awaited
 
 
 def drafting_model(drafter: Drafter, target: Model, draft: Model | None = None) -> Model | None:
@@ -149,12 +149,13 @@ class RoundCosts:
         gpu = self.verify_s(batch, context, verify_tokens) + self.draft_s(batch, context, draft_depth, draft_width)
         correction = self._target.correction(with_chunks=False)
         host = self._target.host_s(batch)
-        if not self._pool.cuda_graphs and not self._pool.async_scheduling:
+        hides = self._pool.async_scheduling and not (draft_depth and awaited(self._drafter))
+        if not self._pool.cuda_graphs and not hides:
             host *= 1 + self.passes(draft_depth)
         if correction is not None:
             seconds = correction.scale * gpu + correction.offset_s
         else:
-            seconds = max(gpu, host) if self._pool.async_scheduling else gpu + host
+            seconds = max(gpu, host) if hides else gpu + host
         return seconds + (batch * getattr(self._drafter, "host_s", 0.0) if draft_depth else 0.0)
 
     def passes(self, depth: int) -> int:

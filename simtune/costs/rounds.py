@@ -53,7 +53,7 @@ from simtune.specs.drafts import Shape
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
 from simtune.specs.plan import Pool
-from simtune.specs.speculation import BlockDrafter, Drafter, Eagle, Medusa
+from simtune.specs.speculation import BlockDrafter, Drafter, Eagle, Medusa, awaited
 
 Ints = NDArray[np.int64]
 
@@ -157,6 +157,8 @@ class CompiledRounds(CompiledCosts):
         draft: Model | None = None,
         factors: Mapping[str, float] | None = None,
     ) -> None:
+        if awaited(drafter):
+            pool = pool.model_copy(update={"async_scheduling": False})
         super().__init__(model, hardware, pool, max_model_len, factors, 1 + shape.drafts)
         self._compiled_from = (model, hardware, pool, max_model_len, drafter, shape, draft, factors)
         self._drafter, self._shape = drafter, shape
@@ -168,12 +170,15 @@ class CompiledRounds(CompiledCosts):
             self._network = CompiledCosts(network, hardware, draft_pool, max_model_len, factors, width)
         self._join, self._heads = self._extras(hardware, model, factors or {})
         self._host = to_ticks(getattr(drafter, "host_s", 0.0))
-        self._apart = not pool.cuda_graphs and not pool.async_scheduling and self._model.correction(False) is None
+        self._apart = not pool.cuda_graphs and not pool.schedules_async and self._model.correction(False) is None
         self._widths: dict[tuple[bool, int, bool], _DecodeAttention] = {}
         self._verifying: dict[tuple[int, int, bool], _Line] = {}
         self._drafting: dict[tuple[int, int, bool, int], _Line] = {}
         self._whole: dict[tuple[int, int, int], _Line] = {}
         self._launches = self._model.launch_s > 0
+        # Of the target's step, without chunks and with them; it hides them or waits for them.
+        self._launch = [to_ticks(self._scale(mixed) * self._model.launch_s) for mixed in (False, True)]
+        self._in_turn = not shape.overlapped and shape.frontier is None
 
     def _extras(self, hardware: Hardware, model: Model, factors: Mapping[str, float]) -> tuple[list[int], list[int]]:
         """Ticks, by tokens, of joining embeddings to hidden states, and, by sequences, of parallel heads."""
@@ -208,16 +213,29 @@ class CompiledRounds(CompiledCosts):
             ticks = self._pure_line(num_decodes, verify_tokens, levels).at(context_tokens)
             return max(ticks, self._pure.floor[num_decodes]) + self._after(num_decodes, levels, False)
         tables, num_seqs = self._mixed, num_decodes + len(chunks)
-        new = length = more = 0
+        new = length = 0
+        more, prefill, cached = self._chunk * len(chunks), self._prefill, self._cached
         for past, tokens in chunks:
             new += tokens
             length += past + tokens
-            more += self._chunk + self._prefill[past + tokens] - self._cached[past]
+            more += prefill[past + tokens] - cached[past]
+        if self._in_turn:  # what follows would come to the same, in more time
+            ticks = more + tables.linear[verify_tokens + new] + tables.head[verify_tokens + completing]
+            if num_decodes:
+                ticks += self._verify_line(num_decodes, verify_tokens, True).at(context_tokens)
+            ticks = max(ticks, self._launch[True])
+            if levels:
+                drafting = num_decodes + completing
+                context = context_tokens - self._rewound(num_decodes, verify_tokens, levels)
+                context += completing * (length // len(chunks) + levels)
+                ticks += self._draft(drafting, levels, context, True)
+                ticks += self._draft_chunks(drafting * (levels + 1), chunks, new)
+            return max(ticks, tables.floor[num_seqs]) + self._after(num_seqs, levels, True)
         parts = self._parts(num_decodes, verify_tokens, levels)
         together = min(len(tables.linear) - 1, parts[0] + new)
         more += tables.linear[together] - tables.linear[together - new]
         more += tables.head[parts[0] + completing] - tables.head[parts[0]]
-        left, speed, launch = verify_tokens, max(1, self._shape.replicas), self._launch(True)
+        left, speed, launch = verify_tokens, max(1, self._shape.replicas), self._launch[True]
         verifies = []
         for part in parts:
             left -= part
@@ -272,7 +290,7 @@ class CompiledRounds(CompiledCosts):
                 left -= part
                 verify = _plus(self._verify_line(num_decodes, part, False), self._pure.head[part])
                 verify = _moved(_plus(verify, self._pure.linear[part]), max(0, left))
-                verifies.append(_larger(verify, _Line([0], [self._launch(False)], [0])) if self._launches else verify)
+                verifies.append(_larger(verify, _Line([0], [self._launch[False]], [0])) if self._launches else verify)
             line = verifies[-1]
             if levels and self._network is not None:
                 shift = self._rewound(num_decodes, verify_tokens, levels)
@@ -337,10 +355,6 @@ class CompiledRounds(CompiledCosts):
         if self._network is None:
             return int(bool(self._heads))
         return 1 if isinstance(self._drafter, BlockDrafter) else levels
-
-    def _launch(self, mixed: bool) -> int:
-        """Ticks that the launches of the target's step take, which it hides or waits for."""
-        return to_ticks(self._scale(mixed) * self._model.launch_s)
 
     def _scale(self, mixed: bool) -> float:
         correction = self._model.correction(mixed)

@@ -46,9 +46,6 @@ SCHEDULING_POLICY = {"vllm-fcfs": "fcfs", "vllm-priority": "priority"}
 _NIXL = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
 """How prefill and decode instances send KV caches to one another: NIXL, in both roles."""
 
-_AWAITED = ("medusa", "ngram", "suffix")
-"""Drafters whose tokens the scheduler waits for: with them vLLM refuses to be told to schedule asynchronously."""
-
 
 def emit(
     plan: Plan, model: Model, devices_per_node: int = 8, draft_models: Mapping[str, Model] | None = None
@@ -90,10 +87,6 @@ def _speculative_config(pool: Pool, drafts: Mapping[str, Model]) -> str | None:
     drafter = pool.speculation.drafter
     draft = drafts.get(drafter.model) if isinstance(drafter, DraftModel) else None
     return json.dumps(speculation.vllm(pool.speculation, draft))
-
-
-def _awaits_drafts(pool: Pool) -> bool:
-    return pool.speculation is not None and pool.speculation.drafter.kind in _AWAITED
 
 
 def _refusals(pool: Pool, model: Model, drafts: Mapping[str, Model]) -> list[str]:
@@ -160,7 +153,7 @@ def _settings(pool: Pool, model: Model, drafts: Mapping[str, Model]) -> dict[str
         "watermark": pool.kv_cache.watermark or None,
         "enable-chunked-prefill": pool.batching.chunked_prefill,
         "enable-prefix-caching": pool.kv_cache.prefix_caching,
-        "async-scheduling": pool.async_scheduling and not _awaits_drafts(pool),
+        "async-scheduling": pool.schedules_async,  # vLLM refuses to be told so where it cannot
         "enforce-eager": not pool.cuda_graphs or None,
         "kv-transfer-config": None if pool.role == "mixed" else _NIXL,
         "speculative-config": _speculative_config(pool, drafts),
@@ -173,7 +166,7 @@ def _settings(pool: Pool, model: Model, drafts: Mapping[str, Model]) -> dict[str
 
 def _settings_text(plan: Plan, pool: Pool, model: Model, drafts: Mapping[str, Model]) -> str:
     comment = f"Plan {plan.name}, pool {pool.name}. {_WRITTEN}\nUse: vllm serve MODEL --config {_file(pool)}"
-    if pool.async_scheduling and _awaits_drafts(pool):
+    if pool.async_scheduling and not pool.schedules_async:
         assert pool.speculation is not None
         comment += f"\nvLLM cannot schedule asynchronously with {pool.speculation.drafter.kind} drafts."
     return yamlfile.dump(_settings(pool, model, drafts), comment)

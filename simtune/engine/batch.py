@@ -93,6 +93,7 @@ class DecodeBatch:
         age = self.steps - request.joined
         request.computed += age
         request.emitted += age
+        request.settled = request.computed - 1 if age else -1
         request.joined = -1
         self.count -= 1
         self.context_tokens -= request.computed

@@ -51,14 +51,18 @@ class Hit(NamedTuple):
 class PrefixCache(KvBlocks):
     """KV blocks that can be found again by what they contain."""
 
-    __slots__ = ("_blank", "_cached", "_hash_blocks", "_idle", "hit_tokens", "queried_tokens")
+    __slots__ = ("_blank", "_cached", "_drops", "_hash_blocks", "_idle", "hit_tokens", "queried_tokens")
 
-    def __init__(self, total: int, block_size: int, hash_block_tokens: int) -> None:
-        """Raises ValueError unless hash_block_tokens is a multiple of block_size."""
+    def __init__(self, total: int, block_size: int, hash_block_tokens: int, drops_last_hit: bool = False) -> None:
+        """With `drops_last_hit` the last KV block of every hit counts as not found.
+
+        Raises ValueError unless hash_block_tokens is a multiple of block_size.
+        """
         super().__init__(total, block_size)
         if hash_block_tokens < block_size or hash_block_tokens % block_size:
             raise ValueError(f"hash_block_tokens ({hash_block_tokens}) must be a multiple of block_size ({block_size})")
         self._hash_blocks = hash_block_tokens // block_size
+        self._drops = drops_last_hit
         self.queried_tokens = 0
         """Tokens of all requests admitted; those that come back from preemption are not counted again."""
         self.hit_tokens = 0
@@ -79,9 +83,9 @@ class PrefixCache(KvBlocks):
         blocks = idle = 0
         for name in request.blocks:
             run = cached.get(name)
-            size = min(run.size, limit - blocks) if run is not None else 0
-            if run is None or not size:
+            if run is None or blocks == limit:
                 break
+            size = run.size if run.size < limit - blocks else limit - blocks
             runs.append(run)
             blocks += size
             if not run.holders:
@@ -89,16 +93,27 @@ class PrefixCache(KvBlocks):
             if size < whole:
                 break
         private = cached.get(request)
-        if private is not None and blocks == request.shared:
-            blocks += private.size
-            idle += private.size
+        if private is not None and blocks == request.shared < limit:
+            own = min(private.size, limit - blocks)
+            blocks += own
+            idle += own
         else:
             private = None
-        return Hit(runs, private, blocks, idle)
+        hit = Hit(runs, private, blocks, idle)
+        return self._less_one(hit, request.shared) if self._drops and blocks else hit
+
+    def _less_one(self, hit: Hit, shared: int) -> Hit:
+        """A hit without its last block; of one with a private run so many blocks are shared."""
+        runs, private, blocks, idle = hit
+        if private is not None:
+            return Hit(runs, private if blocks - 1 > shared else None, blocks - 1, idle - 1)
+        used = blocks - (len(runs) - 1) * self._hash_blocks
+        return Hit(runs if used > 1 else runs[:-1], None, blocks - 1, idle - (not runs[-1].holders))
 
     def hold(self, request: Request, hit: Hit) -> None:
         """Give a request what was found; those tokens count as computed."""
-        rest = hit.blocks - (hit.private.size if hit.private is not None else 0)
+        rest = hit.blocks if hit.private is None else request.shared
+        own = hit.blocks - rest
         request.shared = rest
         for run in hit.runs:
             if not run.holders:
@@ -113,8 +128,8 @@ class PrefixCache(KvBlocks):
             self._forget(private)
             private.name = None
         if hit.private is not None:
-            self.free -= hit.private.size
-            hit.private.size = 0
+            self.free -= own
+            hit.private.size -= own
         request.runs = hit.runs
         request.computed = hit.blocks * self.block_size
         if not request.preemptions:
@@ -166,13 +181,14 @@ class PrefixCache(KvBlocks):
             if run.holders or run.queued:
                 continue
             blank += run.size
+            name = run.name
             if blank > 0:
                 run.size, blank = blank, 0
                 run.queued = 1
                 idle.appendleft(run)
-            elif run.name is not None:
-                if cached[run.name] is run and run.twin is None:
-                    del cached[run.name]
+            elif name is not None:
+                if run.twin is None and cached[name] is run:
+                    del cached[name]
                 else:
                     self._forget(run)
         self._blank = blank
@@ -201,10 +217,13 @@ class PrefixCache(KvBlocks):
         super().give(blocks)
         self._blank += blocks
 
-    def release(self, request: Request, again: bool = False) -> None:
-        held, full = self.held_by(request), request.computed // self.block_size
+    def release(self, request: Request, again: bool = False, known: int | None = None) -> None:
+        """The engine has named the first `known` tokens, where that is not all that is computed, and no more."""
+        if known is None:
+            known = request.computed
         if request.blocks:
-            self.name(request, request.computed)
+            self.name(request, known)
+        held, full = self.held_by(request), max(known // self.block_size, request.shared)
         self.give(held - full)
         if full > request.shared:
             self._idle_run(request if again else None, full - request.shared)

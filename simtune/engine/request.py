@@ -48,6 +48,9 @@ class Request:
     """Tokens it holds KV blocks for, where that is more than `computed`: room taken for drafts."""
     rounds: int = 0
     """Verifications so far, for those who say how many drafts are accepted."""
+    settled: int = -1
+    """Tokens it had computed before its latest step as a member of the batch; -1 where there was none since it joined.
+    Up to date when it has left."""
     runs: list[CachedRun] | None = None
     """What it holds of the prefix cache, in order of its prompt."""
     shared: int = 0

@@ -37,11 +37,13 @@ class Chunk:
     request: Request
     past: int
     tokens: int
+    padding: int = 0
+    """How many of them are drafts that nobody made, to be rejected."""
 
     @property
     def completes(self) -> bool:
         """Whether the step samples a token for this request."""
-        return self.past + self.tokens == self.request.known_tokens
+        return self.past + self.tokens - self.padding == self.request.known_tokens
 
 
 @dataclass(slots=True)

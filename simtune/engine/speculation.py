@@ -34,15 +34,17 @@ class Speculation:
 
     It may have a method `many(request, first, count, drafts, tokens)`, which is faster: after each of at least
     `count` rounds from `first` on, how many tokens there are, when so many drafts are made in each and there were
-    `tokens` before."""
+    `tokens` before. And a method `laid_out(request, lay_out)`, faster still, for requests whose prompt was just
+    computed: it returns their rows and the tokens computed after the last round, or None where it cannot tell, and gets
+    rows of as many requests as it likes from `lay_out`, see `SpeculativeBatch._lay_out`."""
     drafts: Callable[[int], int] | None = None
     """How many drafts each request gets after a step of so many requests; always max_drafts unless given."""
     lookahead: int = 0
     """Tokens beyond those of a step that a resident's blocks must have room for, where the drafter writes keys and
-    values of its own: vLLM takes max_drafts for draft models, EAGLE and MTP."""
+    values of its own: vLLM takes max_drafts for draft models, EAGLE, MTP and dspark, one more for dflash."""
     extra_slots: int = 0
-    """What each request takes of the token budget besides its tokens, for what the drafter alone computes: 1 for a
-    draft model in vLLM, max_drafts - 1 where all drafts are made at once, else 0."""
+    """What each request takes of the token budget besides its tokens, for what the drafter alone computes: in vLLM 1
+    for a draft model, max_drafts for dflash, max_drafts - 1 for dspark, else 0."""
     depth: int | None = None
     """Levels drafted in every step, whatever is verified: those of a tree. None for chains, where every draft is a
     level."""
@@ -53,6 +55,14 @@ class Speculation:
     """The same where it is the same in all rounds of a request."""
     shares: Callable[[Sequence[Request]], Sequence[int]] | None = None
     """How the drafts of one step are shared out among these requests, where they are counted for the batch."""
+    drops_last_hit: bool = False
+    """Whether the last block found in the prefix cache is computed again, for a drafter that needs what the target
+    makes of those tokens: EAGLE, MTP and block drafters in vLLM."""
+
+    @property
+    def pads(self) -> bool:
+        """Whether a newcomer with one token to compute gets drafts that nobody made, to be as wide as the others."""
+        return self.drafts is None and self.shares is None and self.stops is None
 
 
 class Tally(NamedTuple):
@@ -82,7 +92,7 @@ class _Plan:
     ragged: bool
     """Whether some round verifies another number of tokens than one and `drafts`."""
     skips: int
-    """1 where the first round verifies no drafts and counts as none."""
+    """1 where the first round verifies no drafts, or some that nobody made, and counts as none."""
     final: int
     """Computed tokens after the last round."""
 
@@ -100,6 +110,7 @@ class SpeculativeBatch:
         self._max_model_len = max_model_len
         self._drafts = speculation.max_drafts
         self._many = getattr(speculation.accepted, "many", None)
+        self._laid_out = getattr(speculation.accepted, "laid_out", None)
         self._steady = speculation.drafts is None and speculation.shares is None and speculation.stops is None
         self._members: dict[Request, _Plan] = {}
         self._paused: dict[Request, _Plan] = {}  # left in this step, perhaps to come back as they went
@@ -179,8 +190,15 @@ class SpeculativeBatch:
     def cut(self, member: Request, tokens: int) -> None:
         """Let the next step compute no more than so many tokens for a member."""
         plan = self._withdraw(member)
-        self._enter(member, self._planned(member, plan.end, plan.drafts, tokens))
+        padded = plan.skips and plan.begin == self.steps and plan.rows[1, 0] > 1
+        planned = self._padded if padded else self._planned
+        self._enter(member, planned(member, plan.end, plan.drafts, tokens))
         self._cuts.append(member)
+
+    def pad(self, member: Request) -> None:
+        """Let the next step compute drafts that nobody made, all to be rejected, for a member that has just come."""
+        plan = self._withdraw(member)
+        self._enter(member, self._padded(member, plan.end, plan.drafts, 1 + self._speculation.max_drafts))
 
     def draft(self, requests: int) -> None:
         """The drafter has run with a step of so many requests."""
@@ -202,6 +220,7 @@ class SpeculativeBatch:
         self._joins += 1
         request.joined = self.steps
         request.joins = self._joins
+        request.settled = -1
         drafts = self._drafts_of(request)
         plan = self._paused.pop(request, None)
         if plan is None or plan.drafts != drafts or not plan.rounds or request.computed != plan.rows[0, 0]:
@@ -338,7 +357,8 @@ class SpeculativeBatch:
         self._members[request] = plan
         self._open(plan.rounds)
         at = self.steps - self._origin
-        self._calendar[:, at : at + plan.rounds] += plan.rows
+        coming = self._calendar[:, at : at + plan.rounds]
+        np.add(coming, plan.rows, out=coming)
         heapq.heappush(self._completions, (self.steps + plan.rounds, request.joins, request))
 
     def _withdraw(self, request: Request) -> _Plan:
@@ -361,7 +381,8 @@ class SpeculativeBatch:
         gained = computed - request.computed
         delivered = min(gained, plan.end - request.computed)
         before, tokens, _ = plan.rows
-        last = int(before[age - 1]) + 1 + plan.drafts
+        request.settled = int(before[age - 1])
+        last = request.settled + 1 + plan.drafts
         reach = (int((before[:age] + tokens[:age]).max()) if plan.ragged else last) + self._speculation.lookahead
         request.slots = max(request.slots, min(reach, self._max_model_len))
         request.computed = computed
@@ -381,6 +402,12 @@ class SpeculativeBatch:
         computed, number, skips = request.computed, request.rounds, 0
         limit, foreseen = self._max_model_len - 1, self._many is not None and self._speculation.stops is None
         if cut is None and foreseen and drafts and computed < end < limit - drafts:
+            if self._laid_out is not None and not number and drafts == self._speculation.max_drafts:
+                held = computed if computed > request.slots else request.slots
+                if computed == request.prompt_tokens and held == computed + self._speculation.lookahead:
+                    known = self._laid_out(request, self._lay_out)
+                    if known is not None:
+                        return _Plan(self.steps, drafts, end, known[0].shape[1], known[0], False, 0, known[1])
             after, rounds = self._foreseen(request, computed, end, number, drafts)
             rows = np.empty((3, rounds), dtype=np.int64)
             rows[0, 0] = computed
@@ -416,6 +443,37 @@ class SpeculativeBatch:
         if at:
             self._need(request, rows)
         return _Plan(self.steps, drafts, end, at, rows, bool((rows[1] != 1 + drafts).any()), skips, computed)
+
+    def _padded(self, request: Request, end: int, drafts: int, width: int) -> _Plan:
+        """The rounds of a request whose first one verifies `width` tokens, all but one of them drafts nobody made."""
+        request.computed += 1
+        rest = self._follow(request, end, drafts, width - 1)
+        request.computed -= 1
+        first = np.array([[request.computed], [width], [0]])
+        rows = np.concatenate([first, rest.rows], axis=1)
+        self._need(request, rows)
+        return replace(rest, rounds=rest.rounds + 1, rows=rows, ragged=rest.ragged or width != 1 + drafts, skips=1)
+
+    def _follow(self, request: Request, end: int, drafts: int, rejected: int) -> _Plan:
+        """The rounds of a request of which so many drafts were rejected in the one before."""
+        return self._planned(request, end, drafts)
+
+    def _lay_out(self, before: Ints, prompt: Ints, begins: Sequence[int]) -> Ints:
+        """Rows of the rounds of many requests, one after the other, that follow their prompts and draft all they may:
+        given the tokens computed before each round, the prompts, and where each request begins (and the last one ends).
+        """
+        speculation, size = self._speculation, self._block_size
+        rows = np.empty((3, len(before)), dtype=np.int64)
+        rows[0], rows[1] = before, 1 + speculation.max_drafts
+        more = 1 + speculation.max_drafts + speculation.lookahead
+        reach = np.minimum(before + more, self._max_model_len)
+        reach += size - 1
+        reach //= size
+        rows[2, 1:] = np.diff(reach)
+        first = np.array(begins[:-1])
+        rows[2, first] = reach[first] + -(prompt + speculation.lookahead) // size
+        rows.flags.writeable = False
+        return rows
 
     def _foreseen(self, request: Request, computed: int, end: int, number: int, drafts: int) -> tuple[Ints, int]:
         """(tokens computed after each round, rounds until `end`), when max_model_len cuts none; perhaps some more."""

@@ -11,15 +11,22 @@ its known tokens would fit the free blocks (`scheduler_reserve_full_isl`) and le
 for the tokens computed now; the last one admitted may be cut. Because a cut prompt exhausts the budget, at most one
 prompt is under way between steps, and it is the newest resident.
 
-With asynchronous scheduling a step is scheduled before the engine knows who finished in the one before: a finished
-request keeps its seat and its blocks for one step more. (It is not computed in vain, because here every answer ends by
-its length, which the engine knows; one that ends by a stop token would be.)
-
 With drafts a resident that decodes takes its next token and its drafts, as many as budget and max_model_len leave it;
 each request in a step also takes the drafter's extra slots of the budget, and its blocks must have room for the
-drafter's lookahead. Blocks taken for drafts that are rejected stay taken.
+drafter's lookahead. Blocks taken for drafts that are rejected stay taken. A newcomer with one token to compute, be it
+that the rest is cached or has come from a prefill instance, is padded with drafts nobody made to be like the others,
+unless lengths go by batch or a prompt is under way; where the budget has no room for them, nobody more is admitted.
 
-Checked step by step against logs of the real engine: tests/engine/test_steplogs.py.
+With asynchronous scheduling a step is scheduled before the engine knows what came of the one before. Whoever ended in
+that keeps seat and blocks for one step more, and if the blocks run short, it is preempted like any other. Every answer
+ends by its length here, so without drafts nothing is computed in vain (one that ends by a stop token would be). With
+drafts (`AheadBatch`) all those under way count as accepted: blocks are taken and max_model_len is kept accordingly, and
+an answer completed by accepted drafts is in the next step all the same, in vain. What a preempted request had under way
+is delivered.
+
+Checked step by step against logs of the real engine: tests/engine/test_steplogs.py. One thing is not exact: where
+scheduling is asynchronous, a request that goes without in one step and is preempted right after the next may find one
+block fewer of its answer in the prefix cache than it would.
 """
 
 from __future__ import annotations
@@ -29,6 +36,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 from typing import ClassVar, Literal, Unpack
 
+from simtune.engine.ahead import AheadBatch
 from simtune.engine.batch import DecodeBatch
 from simtune.engine.prefix import PrefixCache
 from simtune.engine.request import Request
@@ -67,25 +75,35 @@ class VllmFcfs(Scheduler):
         Raises ValueError, also for features that do not go together.
         """
         self._speculation = speculation
+        self.async_scheduling = async_scheduling
         super().__init__(**settings)
         if prefix_caching and preemption == "swap":
             raise ValueError("preemption by swap does not go with prefix caching")
-        if async_scheduling and speculation is not None:
-            raise ValueError("async_scheduling does not go with speculation")
+        if async_scheduling and speculation is not None and (speculation.stops or speculation.shares):
+            raise ValueError("async_scheduling does not go with drafts whose number is known only when they are made")
         self._extra_slots = speculation.extra_slots if speculation is not None else 0
         self._lookahead = speculation.lookahead if speculation is not None else 0
+        self._padding = speculation.max_drafts if speculation is not None and speculation.pads else 0
+        if 1 + self._padding + self._extra_slots > self.max_num_batched_tokens:
+            self._padding = 0  # vLLM would wait for ever
         if self.max_num_batched_tokens <= self._extra_slots:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must exceed the drafter's extra slots "
                 f"({self._extra_slots})"
             )
         self.preemption = preemption
-        self.async_scheduling = async_scheduling
         self.prefix_cache: PrefixCache | None = None
         if prefix_caching:
             block_size = self.kv.block_size
-            self.kv = self.prefix_cache = PrefixCache(self.kv.total, block_size, hash_block_tokens or block_size)
+            self.kv = self.prefix_cache = PrefixCache(
+                self.kv.total,
+                block_size,
+                hash_block_tokens or block_size,
+                drops_last_hit=speculation is not None and speculation.drops_last_hit,
+            )
+        self._ahead = self.decoding if isinstance(self.decoding, AheadBatch) else None
         self._ending: list[Request] = []  # finished in the latest step, the engine does not know yet
+        self._stale: list[Request] = []  # the same, but preempted: the engine thinks that they wait
         self._paused: list[Request] = []  # members of the batch that the step leaves out
         self._preempted: list[Request] = []  # since the latest step
         self._swapped_out = 0
@@ -93,7 +111,12 @@ class VllmFcfs(Scheduler):
     def _new_batch(self) -> DecodeBatch | SpeculativeBatch:
         if self._speculation is None:
             return super()._new_batch()
-        return SpeculativeBatch(self.kv.block_size, self._speculation, self.max_model_len)
+        kind = AheadBatch if self.async_scheduling else SpeculativeBatch
+        return kind(self.kv.block_size, self._speculation, self.max_model_len)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting) + len(self._stale)
 
     @property
     def num_running(self) -> int:
@@ -102,14 +125,14 @@ class VllmFcfs(Scheduler):
 
     @property
     def unsettled(self) -> bool:
-        return bool(self._ending)
+        return bool(self._ending or (self._ahead is not None and self._ahead.in_vain))
 
     def would_notice(self) -> bool:
         here = self.decoding.count + len(self.prefilling) + len(self._reserved) + len(self._paused)
         return not self.waiting and here < self.max_num_seqs
 
     def release(self, request: Request) -> None:
-        if request in self._ending:
+        if request in self._ending or (self._ahead is not None and request in self._ahead.in_vain):
             request.hold = False
         else:
             super().release(request)
@@ -128,7 +151,7 @@ class VllmFcfs(Scheduler):
                 self._admit(chunks, budget)
             if self.decoding.count or chunks:
                 return self._give(chunks, past, short)
-            if not short and not self._ending:
+            if not (short or self._ending or self._paused):
                 return None
             self._rejoin()  # nothing runs: the engine comes straight back, and knows by then who has ended
             self._part()
@@ -140,6 +163,8 @@ class VllmFcfs(Scheduler):
         """
         batch, kv, plain = self.decoding, self.kv, self._speculation is None
         count = batch.count
+        if self._ahead is not None and self._ahead.rests:
+            return None
         tokens = count if plain else batch.tokens
         blocks = batch.blocks_for(1)
         if blocks > kv.free or tokens + self._extra_slots * count > self.max_num_batched_tokens:
@@ -168,23 +193,31 @@ class VllmFcfs(Scheduler):
         assert step is not None
         assert 1 <= repetitions <= step.repeat
         progress = Progress()
-        batch = self.decoding
-        if self._ending:
+        batch, ahead = self.decoding, self._ahead
+        in_vain = None if ahead is None else list(ahead.in_vain)
+        if not in_vain and (self._ending or self._stale):
             self._part()
         if repetitions > 1 and (more := batch.blocks_for(repetitions - 1, 1)):
             self.kv.take(more)
-        for request in batch.advance(repetitions):
+        finished = batch.advance(repetitions)
+        if in_vain:
+            self._ending = sorted(self._ending + in_vain, key=attrgetter("joins"))
+            self._part()
+        for request in finished:
             self._finish(request, progress)
         for chunk in step.chunks:
             request = chunk.request
-            request.computed += chunk.tokens
+            request.computed += chunk.tokens - chunk.padding
             if request.computed < request.prompt_tokens + request.emitted:
                 continue
             self.prefilling.remove(request)
             request.emitted += 1
             if request.emitted == 1:
                 progress.first_token.append(request)
-            batch.join(request)
+            if chunk.padding and ahead is not None:
+                ahead.join(request, rejected=chunk.padding)
+            else:
+                batch.join(request)
             if request.emitted == request.output_tokens:
                 batch.leave(request)
                 self._finish(request, progress)
@@ -193,6 +226,9 @@ class VllmFcfs(Scheduler):
         if self._speculation is not None:
             assert isinstance(batch, SpeculativeBatch)
             batch.draft(step.num_decodes + len(step.chunks))
+            if ahead is not None:
+                for request in ahead.go_on_in_vain():
+                    self._ending.remove(request)
         return progress
 
     def _give(self, chunks: list[Chunk], past: int, short: bool) -> Step:
@@ -231,7 +267,7 @@ class VllmFcfs(Scheduler):
                 (request,) = self.prefilling
                 tokens = min(request.known_tokens - request.computed, budget - extra)
                 more = self._more_blocks(request, tokens)
-            if budget >= 0 and blocks + more <= kv.free:
+            if budget >= 0 and blocks + more <= kv.free and (self._ahead is None or not self._ahead.rests):
                 break
             if self._ending or not self._newest_goes or isinstance(batch, SpeculativeBatch):
                 return self._go_on_one_by_one()
@@ -251,6 +287,7 @@ class VllmFcfs(Scheduler):
         taken: dict[Request, tuple[int, int]] = {}  # tokens and new blocks
         budget = self.max_num_batched_tokens
         chunks: list[Chunk] = []
+        resting: list[Request] = []
         short = False
         i = 0
         while i < len(running) and budget > extra:
@@ -260,6 +297,10 @@ class VllmFcfs(Scheduler):
                 continue
             decodes = request.joined >= 0
             wanted = batch.width_of(request) if decodes else request.known_tokens - request.computed
+            if not wanted and self._ahead is not None:
+                resting.append(request)
+                i += 1
+                continue
             tokens = min(wanted, budget - extra)
             if decodes and tokens < wanted:
                 assert isinstance(batch, SpeculativeBatch)
@@ -270,10 +311,11 @@ class VllmFcfs(Scheduler):
                 victim = self._victim(running)
                 i -= running.index(victim) < i
                 running.remove(victim)
+                here = victim in taken
                 spent, blocks = taken.pop(victim, (-extra, 0))
                 budget += spent + extra
                 self.kv.give(blocks)
-                self._preempt(victim)
+                self._preempt(victim, here)
             if i == len(running) or running[i] is not request:
                 break
             if decodes:
@@ -283,20 +325,30 @@ class VllmFcfs(Scheduler):
             taken[request] = tokens, more
             budget -= tokens + extra
             i += 1
-        for request in running[i:]:
+        for request in [*resting, *running[i:]]:
             if request.joined >= 0:
+                away = self._ending if self._ahead is not None and request in self._ahead.in_vain else self._paused
                 batch.leave(request)
-                self._paused.append(request)
+                away.append(request)
         return chunks, budget, short
 
     def _victim(self, running: list[Request]) -> Request:
         """Whom to preempt of the residents, in order of admission."""
         return running[-1]
 
-    def _preempt(self, victim: Request) -> None:
-        if victim in self._ending:  # the engine only thinks that it will go on
-            self._ending.remove(victim)
-            self._let_go(victim)
+    def _preempt(self, victim: Request, here: bool = False) -> None:
+        in_vain = self._ahead is not None and victim in self._ahead.in_vain
+        if in_vain or victim in self._ending:  # the engine only thinks that it will go on
+            if in_vain:
+                self.decoding.leave(victim)
+            else:
+                self._ending.remove(victim)
+            if victim.hold:
+                self._held[victim] = None
+            else:
+                self._lose(victim, False, here)
+            self._preempted.append(victim)
+            self._stale.append(victim)
             return
         if victim.joined >= 0:
             self.decoding.leave(victim)
@@ -304,7 +356,7 @@ class VllmFcfs(Scheduler):
             self.prefilling.remove(victim)
         if self.preemption == "swap":
             self._swapped_out += self.kv.held_by(victim)
-        self.kv.release(victim, again=True)
+        self._lose(victim, True, here)
         if self.preemption == "recompute":
             victim.computed = 0
         victim.preemptions += 1
@@ -314,6 +366,7 @@ class VllmFcfs(Scheduler):
     def _admit(self, chunks: list[Chunk], budget: int) -> None:
         kv, cache, extra = self.kv, self.prefix_cache, self._extra_slots
         running = self.num_running
+        padding = 0 if chunks else self._padding
         while self.waiting and budget > extra and running < self.max_num_seqs:
             request = self.waiting[0]
             known, past, found, idle = request.known_tokens, request.computed, 0, 0
@@ -321,12 +374,16 @@ class VllmFcfs(Scheduler):
                 hit = cache.find(request)
                 found, idle = hit.blocks, hit.idle
                 past = found * kv.block_size
-            tokens, whole = known - past, -(-known // kv.block_size)
-            if tokens > budget - extra:
+            tokens, whole, padded = known - past, -(-known // kv.block_size), 0
+            if tokens == 1 and padding and (past or self.decoding.count) and past + padding + 2 <= self.max_model_len:
+                padded, tokens = padding, 1 + padding
+                if tokens > budget - extra:
+                    break
+            elif tokens > budget - extra:
                 if not self.chunked_prefill:
                     break
                 tokens = budget - extra
-            blocks = kv.blocks_for(self._reach(past, tokens)) if self._lookahead or tokens < known - past else whole
+            blocks = kv.blocks_for(self._reach(past, tokens)) if self._lookahead or tokens != known - past else whole
             needed = (blocks if blocks > whole else whole) - found + idle
             if needed > kv.free - (self.watermark_blocks if running else 0):
                 break
@@ -334,7 +391,7 @@ class VllmFcfs(Scheduler):
             self.prefilling.append(request)
             if cache is not None:
                 cache.hold(request, hit)
-            chunks.append(self._compute(request, tokens, blocks - found))
+            chunks.append(self._compute(request, tokens, blocks - found, padded))
             budget -= tokens + extra
             running += 1
 
@@ -346,47 +403,84 @@ class VllmFcfs(Scheduler):
         """For how many tokens a prompt under way must hold blocks to compute `tokens` after `past` ones."""
         return min(past + tokens + self._lookahead, self.max_model_len)
 
-    def _compute(self, request: Request, tokens: int, more_blocks: int) -> Chunk:
+    def _compute(self, request: Request, tokens: int, more_blocks: int, padding: int = 0) -> Chunk:
         if more_blocks:
             self.kv.take(more_blocks)
-        if self._lookahead:
+        if self._lookahead or padding:
             request.slots = max(request.slots, self._reach(request.computed, tokens))
         if self.prefix_cache is not None:
-            self.prefix_cache.name(request, request.computed + tokens)
-        return Chunk(request, request.computed, tokens)
+            self.prefix_cache.name(request, request.computed + tokens - padding)
+        return Chunk(request, request.computed, tokens, padding)
 
     def _finish(self, request: Request, progress: Progress) -> None:
         progress.finished.append(request)
         if self.async_scheduling:
             self._ending.append(request)
-        elif request.hold:
-            self._held[request] = None
         else:
+            self._let_go(request)
+
+    def _let_go(self, request: Request) -> None:
+        if request.hold:
+            self._held[request] = None
+            return
+        if self.prefix_cache is None:
             self.kv.release(request)
+            return
+        known = request.computed
+        if self.async_scheduling:
+            known = min(known, request.prompt_tokens + request.output_tokens - 1)
+        elif request.settled >= 0:
+            known = request.settled + 1
+        self.prefix_cache.release(request, known=known)
+
+    def _lose(self, victim: Request, again: bool, here: bool) -> None:
+        """Free the blocks of a preempted request, perhaps one that has its tokens of this step already."""
+        if self.prefix_cache is None:
+            self.kv.release(victim, again)
+            return
+        known = victim.computed
+        if victim.settled >= 0:
+            known = victim.settled + here if self.async_scheduling else max(victim.settled, known * here) + 1
+        elif here and not self.async_scheduling:
+            known += 1
+        self.prefix_cache.release(victim, again, known)
+        victim.settled = -1
 
     def _part(self) -> None:
         """The engine learns who has ended in the step before the latest."""
         for request in self._ending:
             self._let_go(request)
         self._ending.clear()
+        self._stale.clear()
 
     def _rejoin(self) -> None:
-        """Those left out of a step are the last of the batch again."""
+        """Those left out of a step are in the batch again."""
         for request in self._paused:
-            self.decoding.join(request)
+            if self._ahead is not None:
+                self._ahead.rejoin(request)
+            else:  # they were the last
+                self.decoding.join(request)
         self._paused.clear()
 
     def _enter(self, request: Request) -> None:
         super()._enter(request)
-        if isinstance(self.decoding, SpeculativeBatch):
-            self.decoding.cut(request, 1)  # nobody has made drafts for it yet
+        if isinstance(self.decoding, SpeculativeBatch):  # nobody has made drafts for it yet
+            if self._padding and request.computed + self._padding + 2 <= self.max_model_len:
+                self.decoding.pad(request)
+            else:
+                self.decoding.cut(request, 1)
         if self.prefix_cache is not None:
             self.prefix_cache.name(request, request.computed)
 
     def _lose_residents(self) -> list[Request]:
         self._rejoin()
+        if self._ahead is not None:
+            for request in list(self._ahead.in_vain):
+                self._ahead.leave(request)
+                self._ending.append(request)
         self._held.update((request, None) for request in self._ending if request.hold)
         self._ending.clear()
+        self._stale.clear()
         self._preempted = []
         self._swapped_out = 0
         return super()._lose_residents()

@@ -26,7 +26,7 @@ from simtune.sim.lane import Lane, Pipeline, Wire
 from simtune.sim.link import Link
 from simtune.sim.requests import RequestStream
 from simtune.sim.result import MissBudget, Result
-from simtune.sim.speculation import Drafting, Luck, check_drafting, drafting_terms
+from simtune.sim.speculation import Drafting, Luck, check_drafting, counts_ahead, drafting_terms
 from simtune.sim.world import Change, World
 from simtune.specs import plan as spec
 from simtune.specs.drafts import shape_of
@@ -100,7 +100,8 @@ class DeployedPool:
         }
         if batching.policy in VLLM_POLICIES:
             settings |= {
-                "async_scheduling": own.async_scheduling and speculation is None,
+                "async_scheduling": own.schedules_async
+                and (own.speculation is None or counts_ahead(own.speculation.scheme)),
                 "preemption": own.kv_cache.preemption,
                 "speculation": speculation,
             }

@@ -221,11 +221,11 @@ class PrefixAware(_Informed):
 
     def _cached(self, blocks: Sequence[Hashable]) -> list[tuple[int, int]]:
         """(lanes as bits, leading blocks they have) for those that have any."""
-        young, old = self._young, self._old
+        young, old = self._young.get, self._old.get
         found: list[tuple[int, int]] = []
         lanes, depth = -1, 0
         for block in blocks:
-            still = lanes & (young.get(block, 0) | old.get(block, 0))
+            still = lanes & (young(block, 0) | old(block, 0))
             if still != lanes and depth:
                 found.append((lanes & ~still, depth))
             lanes = still
@@ -239,7 +239,9 @@ class PrefixAware(_Informed):
     def _remember(self, at: int, blocks: Sequence[Hashable]) -> None:
         young, bit = self._young, 1 << at
         for block in blocks:
-            young[block] = young.get(block, 0) | bit
+            have = young.get(block, 0)
+            if not have & bit:
+                young[block] = have | bit
         self._remembered += len(blocks)
         if self._remembered >= self._generation:
             self._old, self._young, self._remembered = young, {}, 0

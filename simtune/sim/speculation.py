@@ -13,7 +13,7 @@ first. They go on as if no round was cut short by the token budget, and as if a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, islice, pairwise
@@ -34,11 +34,14 @@ from simtune.specs.plan import Pool
 from simtune.specs.speculation import (
     BlockDrafter,
     ByBatch,
+    Chain,
     DraftModel,
+    DynamicTree,
     Eagle,
     Medusa,
     Scheme,
     Speculation,
+    StaticTree,
     Threshold,
     TokenBudget,
 )
@@ -50,6 +53,7 @@ Counts = NDArray[np.integer]
 
 _REQUESTS = 64  # drawn at once, as many rounds of each as it will need, about
 _GROUPS = 256  # kept; they are drawn alike whenever they are needed again
+_LAID_OUT = 16  # groups whose rounds are kept as a batch wants them
 _EQUAL = 1e-12
 
 
@@ -63,6 +67,16 @@ class _Drawn(NamedTuple):
     """Drafts made before the drafter stops."""
     tokens: Ints
     """Of all rounds up to each, those of the requests before included."""
+
+
+class _LaidOut(NamedTuple):
+    """Rounds of the same requests as a batch lays them out, from a request's first to the one that ends its answer."""
+
+    rows: Ints
+    begins: list[int]
+    ends: list[int]
+    final: list[int]
+    """Tokens computed after the last round of each request."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +93,13 @@ def uniform(seed: int, requests: Ints, rounds: Ints, purpose: int = 0) -> Array:
     return (_bits(seed, requests, rounds, purpose) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def _bits(seed: int, requests: Ints, rounds: Ints, purpose: int = 0) -> Bits:
-    """64 well-mixed bits of each pair of request and round."""
+def _bits(seed: int, requests: Ints, rounds: Ints, purpose: int = 0, counts: Ints | int = 1) -> Bits:
+    """64 well-mixed bits of each pair of request and round; so many of the rounds are of each of the requests."""
     key = np.uint64((seed * 0x9E3779B97F4A7C15 + purpose * 0xD1342543DE82EF95) & 0xFFFFFFFFFFFFFFFF)
-    bits = _mixed(requests.astype(np.uint64) * np.uint64(0xBF58476D1CE4E5B9) + key)
-    return _mixed(bits + (rounds + 1).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+    bits = (rounds + 1).astype(np.uint64)
+    bits *= np.uint64(0x9E3779B97F4A7C15)
+    bits += np.repeat(_mixed(requests.astype(np.uint64) * np.uint64(0xBF58476D1CE4E5B9) + key), counts)
+    return _mixed(bits)
 
 
 def _mixed(x: Bits) -> Bits:
@@ -109,8 +125,9 @@ class Luck:
         except ValueError as error:
             raise Infeasible(f"acceptance {acceptance.name}: {error}; draft less, or measure more") from None
         self._own = self._own_acceptance(len(stream))
-        self._output = stream.output_tokens
+        self._prompt, self._output = stream.prompt_tokens, stream.output_tokens
         self._groups: dict[int, _Drawn] = {}
+        self._laid_out: dict[int, _LaidOut] = {}
 
     def __call__(self, request: Request, number: int, drafts: int) -> int:
         """How many of so many drafts are accepted in verification `number` of a request."""
@@ -127,6 +144,35 @@ class Luck:
         if at:
             tokens -= int(drawn.tokens[at - 1])
         return drawn.tokens[at:end] + tokens
+
+    def laid_out(self, request: Request, lay_out: Callable[[Ints, Ints, list[int]], Ints]) -> tuple[Ints, int] | None:
+        """All rounds of a request whose prompt is computed, of all drafts each, as `lay_out` wants them, and the tokens
+        that are computed then; None where more would have to be drawn.
+
+        `lay_out` is asked for many requests at once: of (tokens computed before each round, prompt tokens of each
+        request, where each begins).
+        """
+        number, row = divmod(request.id, _REQUESTS)
+        group = self._laid_out.get(number)
+        if group is None:
+            if len(self._laid_out) >= _LAID_OUT:
+                del self._laid_out[next(iter(self._laid_out))]
+            group = self._laid_out[number] = self._lay_out(number, lay_out)
+        begin, end = group.begins[row], group.ends[row]
+        return (group.rows[:, begin:end], group.final[row]) if end <= group.begins[row + 1] else None
+
+    def _lay_out(self, number: int, lay_out: Callable[[Ints, Ints, list[int]], Ints]) -> _LaidOut:
+        drawn, _, _ = self._of(number * _REQUESTS, 0, 0)
+        begins = np.array(drawn.starts)
+        mine = slice(number * _REQUESTS, number * _REQUESTS + len(begins) - 1)
+        prompt, output = self._prompt[mine], self._output[mine]
+        before = np.concatenate([[0], drawn.tokens])
+        passed = before[begins[:-1]]
+        ends = drawn.tokens.searchsorted(passed + output - 1) + 1  # its prompt's own step delivers one
+        final = prompt + before[np.minimum(ends, len(drawn.tokens))] - passed
+        before = before[:-1] + np.repeat(prompt - passed, np.diff(begins))
+        rows = lay_out(before, prompt, drawn.starts)
+        return _LaidOut(rows, drawn.starts, ends.tolist(), final.tolist())
 
     def accepted(self, request: Request, first: int, count: int) -> Counts:
         """How many drafts would be accepted in each of `count` verifications if all were made."""
@@ -202,7 +248,7 @@ class Luck:
         ends = counts.cumsum()
         of_each = np.repeat(requests, counts)
         rounds = np.arange(first, first + len(of_each)) - np.repeat(ends - counts, counts)
-        bits, columns = _bits(self._seed, of_each, rounds), self._columns(requests)
+        bits, columns = _bits(self._seed, requests, rounds, counts=counts), self._columns(requests)
         limits = np.minimum(columns * 2.0**64, 2.0**64 - 2048).astype(np.uint64)
         alike = bool((limits == limits[0]).all())
         accepted: Counts = np.zeros(len(bits), dtype=np.uint8)
@@ -290,9 +336,10 @@ def _overlapped(right: Counts, starts: Sequence[int], window: int, replicas: int
 
 
 def drafting_terms(spec: Speculation, luck: Luck) -> engine.Speculation:
-    """What a scheduler has to know of a pool's speculation."""
+    """What a scheduler has to know of a pool's speculation, as vLLM 0.32 has it."""
     shape, drafter, scheme = shape_of(spec.scheme), spec.drafter, spec.scheme
     ahead = shape.levels * shape.replicas if shape.overlapped else shape.drafts
+    ahead += isinstance(drafter, BlockDrafter) and drafter.method == "dflash"  # its block begins with the certain token
     return engine.Speculation(
         max_drafts=max(int(shape.overlapped), shape.drafts),  # none would mean that nothing is drafted
         accepted=luck,
@@ -303,14 +350,21 @@ def drafting_terms(spec: Speculation, luck: Luck) -> engine.Speculation:
         stops=luck.stops if luck.varies or shape.overlapped else None,
         lengths=luck.length if isinstance(scheme, Threshold) and not luck.varies else None,
         shares=luck.shares if isinstance(scheme, TokenBudget) else None,
+        drops_last_hit=isinstance(drafter, Eagle | BlockDrafter),
     )
 
 
 def extra_slots(spec: Speculation) -> int:
     """What each request takes of the token budget for what the drafter alone computes, as in vLLM."""
     if isinstance(spec.drafter, BlockDrafter):
-        return shape_of(spec.scheme).drafts - 1
+        return shape_of(spec.scheme).drafts - (spec.drafter.method == "dspark")
     return int(isinstance(spec.drafter, DraftModel))
+
+
+def counts_ahead(scheme: Scheme) -> bool:
+    """Whether a step can be scheduled before its drafts are made: how many there are is known then, and an engine has
+    the scheme. Else scheduling is synchronous, whatever the host's work costs."""
+    return isinstance(scheme, Chain | ByBatch | StaticTree | DynamicTree)
 
 
 def check_drafting(pool: Pool, drafting: Drafting, max_model_len: int) -> Shape:

@@ -165,7 +165,7 @@ class World:
         for number, lane in enumerate(self._lanes):
             lane.number = number
             lane.receives = lane in receiving
-            special = lane.receives or lane.pipeline or lane.rounds or lane.uneven
+            special = lane.receives or lane.pipeline or lane.uneven
             lane.jumps_freely = not (special or single_steps or record)
         self._router = RoundRobin(self._lanes) if router is None else router
         self._decode_router = decode_router
@@ -449,7 +449,7 @@ class World:
             for chunk in chunks:
                 request, past, tokens = chunk.request, chunk.past, chunk.tokens
                 parts.append((past, tokens))
-                samples += past + tokens == request.prompt_tokens + request.emitted  # it `completes`
+                samples += past + tokens - chunk.padding == request.prompt_tokens + request.emitted  # it `completes`
                 if scheduled[request.id] < 0:
                     scheduled[request.id] = now
             if lane.rounds is None:
@@ -531,10 +531,10 @@ class World:
         """A step ends, and the next one begins; so do those after it, as long as nothing else comes before they end."""
         heap, firsts, informed, free = self._heap, self._first, self._router.informed, lane.jumps_freely
         complete, schedule, decode = lane.scheduler.complete, lane.scheduler.schedule, lane.costs.decode
-        note = self._rows.append
+        note, drafts = self._rows.append, lane.rounds is not None
         while True:
             repetitions, step = lane.repetitions, lane.step
-            if free and step is not None:  # `_account` comes to the same
+            if free and step is not None and lane.ends is None:  # `_account` comes to the same
                 self._steps += repetitions
                 lane.busy += now - lane.started
                 if step.num_decodes:
@@ -564,17 +564,17 @@ class World:
                 if step is None:
                     self._idle(now, lane)
                     return
-                if step.chunks or step.preempted:
+                lane.step, lane.started = step, now
+                lane.version = version = lane.version + 1
+                if drafts or step.chunks or step.preempted:
                     self._time(now, lane, step)
-                    repetitions = lane.repetitions
+                    now += lane.elapsed(lane.repetitions)
                 else:
                     lane.first, lane.slope, repetitions = decode(step.num_decodes, step.context_tokens)
                     if step.repeat < repetitions:
                         repetitions = step.repeat
                     lane.repetitions = repetitions
-                lane.step, lane.started = step, now
-                lane.version = version = lane.version + 1
-                now += repetitions * lane.first + lane.slope * (repetitions * (repetitions - 1) // 2)
+                    now += repetitions * lane.first + lane.slope * (repetitions * (repetitions - 1) // 2)
                 event = now, _END, lane.number, version
             elif self._plan(now, lane):
                 event = self._launched(now, lane)

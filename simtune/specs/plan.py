@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from simtune.specs.base import Count, ErrorAt, Name, NonNegative, Part, Positive, Seq, Spec, suggest
-from simtune.specs.speculation import Speculation
+from simtune.specs.speculation import Speculation, awaited
 
 KvDtype = Literal["fp32", "bf16", "fp16", "fp8", "int8"]
 Policy = Literal[
@@ -121,6 +121,13 @@ class Pool(Part):
                         key,
                     )
         return self
+
+    @property
+    def schedules_async(self) -> bool:
+        """Whether the host's work hides behind the GPU's: `async_scheduling`, unless drafts must be awaited. It does so
+        with schemes that no engine has (PEARL, DSI, frontier) as well.
+        """
+        return self.async_scheduling and (self.speculation is None or not awaited(self.speculation.drafter))
 
     @property
     def devices(self) -> int:

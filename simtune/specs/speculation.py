@@ -69,6 +69,13 @@ class BlockDrafter(Part):
 
 Drafter = Annotated[DraftModel | Eagle | Medusa | Ngram | Suffix | BlockDrafter, Field(discriminator="kind")]
 
+
+def awaited(drafter: Drafter) -> bool:
+    """Whether the drafts must be known before the next step can be scheduled, so that with them scheduling is
+    synchronous whatever is asked for: so it is in vLLM 0.32."""
+    return isinstance(drafter, Medusa | Ngram | Suffix)
+
+
 # --- schemes ----------------------------------------------------------------------------------------------
 
 

@@ -177,19 +177,23 @@ class _Account:
             return None
         plan = scheduler.composition()
         past = {chunk.request: chunk.past for chunk in step.chunks}
+        padding = {chunk.request: chunk.padding for chunk in step.chunks}
         complete = {chunk.request for chunk in step.chunks if chunk.completes}
         free, running, waiting = scheduler.kv.free, scheduler.num_running, scheduler.num_waiting
         for request in step.preempted:
-            self._running.pop(request, None)
-            self._waiting[request] = None
+            if self._running.pop(request, None) is not None:  # else it has ended, which the engine does not know yet
+                self._waiting[request] = None
         for request in step.admitted:
             del self._waiting[request]
             self._running[request] = past[request], request.emitted
         delivered = {request: scheduler.emitted(request) for request in plan}
         finished = scheduler.complete().finished
         for request, tokens in plan.items():
+            if request not in self._running:  # in vain
+                continue
             computed, emitted = self._running[request]
             if request in past:
+                tokens -= padding[request]
                 gained = int(request in complete)
             else:  # of a token and its drafts, those that are accepted stay
                 tokens = gained = scheduler.emitted(request) - delivered[request] if step.draft_tokens else tokens
@@ -241,6 +245,17 @@ class _Drafting(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
     k: Count
     draft_slots_per_request: int
+    method: str = "draft_model"
+    by_batch: tuple[tuple[Count, Count, int], ...] | None = None
+    """(first, last, drafts) for batches of so many requests; beyond the last and in gaps those of the range before."""
+
+    def drafts(self, batch: int) -> int:
+        assert self.by_batch is not None
+        return max(entry for entry in self.by_batch if entry[0] <= batch)[2]
+
+
+DROP_LAST_HIT = ("eagle", "eagle3", "mtp", "dflash", "dspark")
+"""Methods by which vLLM drafts from what the target makes of a text, and so computes the last cached block again."""
 
 
 class _VllmOptions(_Options):
@@ -277,8 +292,10 @@ class _VllmOptions(_Options):
             drafting = Speculation(
                 max_drafts=self.spec.k,
                 accepted=_Accepted(log),
+                drafts=self.spec.drafts if self.spec.by_batch else None,
                 lookahead=self.num_lookahead_tokens,
                 extra_slots=self.spec.draft_slots_per_request,
+                drops_last_hit=self.spec.method in DROP_LAST_HIT,
             )
         return kind(
             **plain,
@@ -334,7 +351,8 @@ class _Accepted:
         self._log: dict[int, list[int]] = defaultdict(list)
         for step in log.steps:
             for name, accepted in step.accept.items():
-                self._log[names[name]].append(accepted)
+                if name not in step.admit:  # one that enters has no drafts but padding
+                    self._log[names[name]].append(accepted)
 
     def __call__(self, request: Request, number: int, drafts: int) -> int:
         logged = self._log[request.id]

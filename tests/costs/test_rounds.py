@@ -213,7 +213,7 @@ def test_each_pass_over_a_chunk_is_launched_and_prepared() -> None:
     """Without graphs the target's launches floor every one of its passes."""
     eager = pool(cuda_graphs=False)
     chain = CompiledRounds(MODEL, HARDWARE, eager, LONGEST, DRAFTERS["head"], shape_of(Chain(tokens=7)))
-    compiled, launch = in_chunks("head", eager), chain._launch(False)
+    compiled, launch = in_chunks("head", eager), chain._launch[False]
     assert launch > 0
     more = compiled.round(1, 8, 7, 500) - chain.round(1, 8, 7, 500)
     assert more >= 2 * launch / CHUNKS.verify_share - 7 * launch
@@ -239,7 +239,7 @@ def test_the_larger_of_two_lines_is_that_everywhere(a: _Line, b: _Line, shift: i
 
 def test_which_is_the_longer_may_change_as_contexts_grow() -> None:
     """The line that is looked up is the larger of the two at every single context."""
-    target, crossed = rounds("n-gram"), 0
+    target, crossed = rounds("head"), 0
     for batch, window in ((1, 2), (8, 3), (64, 5)):
         compiled = beside(window=window)
         draft = compiled._draft_line(batch, window, False)
@@ -256,7 +256,7 @@ def test_which_is_the_longer_may_change_as_contexts_grow() -> None:
 
 def test_a_prompt_is_read_by_both_beside_each_other() -> None:
     chunks, compiled = [(0, 1500)], beside()
-    plain, draft = rounds("n-gram"), compiled._network
+    plain, draft = rounds("head"), compiled._network
     assert draft is not None
     alone = plain.round(0, 0, 0, 0, chunks, 1)
     assert compiled.round(0, 0, 4, 0, chunks, 1) == alone, "the smaller model is done before"

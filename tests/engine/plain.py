@@ -23,7 +23,11 @@ class PlainRequest:
     preemptions: int = 0
     decoding: bool = False  # its prompt is in the cache and its last token is the one to compute next
     ended: bool = False  # complete, but the engine does not know it yet
+    in_vain: bool = False  # the same, and it is computed once more
     drafts: int = 0
+    padding: int = 0  # drafts of its first step that nobody made
+    ahead: int = 0  # drafts rejected in the step before, which the engine does not know yet
+    unheard: int = 0  # tokens delivered by that step
     rounds: int = 0
 
     @property
@@ -67,18 +71,22 @@ class PlainEngine:
         accepted: Callable[[int, int, int], int] = lambda request, number, drafts: 0,
         lookahead: int = 0,
         extra_slots: int = 0,
+        drops_last_hit: bool = False,
+        by_batch: Callable[[int], int] | None = None,
     ) -> None:
         self.block_size, self.max_num_seqs, self.budget, self.chunked = block_size, max_num_seqs, budget, chunked
         self.max_model_len, self.watermark = max_model_len, watermark
         self.priority, self.caching, self.asynchronous, self.swap = priority, caching, asynchronous, swap
         self.drafts, self.accepted, self.lookahead, self.extra = drafts, accepted, lookahead, extra_slots
+        self.drops_last_hit, self.by_batch = drops_last_hit, by_batch
         self.waiting: list[PlainRequest] = []
         self.running: list[PlainRequest] = []
         self.queue = list(range(blocks))  # free blocks, the next one to take first
         self.users = [0] * blocks
         self.content: dict[int, Hashable] = {}  # block -> what can be found in it
         self.just_ended: list[PlainRequest] = []
-        self.short = False
+        self.short = self.rested = False
+        self.stale = 0  # preempted, though they had ended
 
     @property
     def free(self) -> int:
@@ -129,7 +137,7 @@ class PlainEngine:
                 if block is None:
                     break
                 found.append(block)
-        return found
+        return found[:-1] if self.drops_last_hit else found
 
     def step(self) -> PlainStep:
         """The next step with something in it; where nothing runs, the engine comes straight back."""
@@ -140,23 +148,28 @@ class PlainEngine:
             step.preempted = preempted
             if step.scheduled:
                 return step
-            if not (step.preempted or self.just_ended or self.short):
+            if not (step.preempted or self.just_ended or self.short or self.rested):
                 raise RuntimeError("nothing can run")
             self._part()
 
     def _step(self) -> PlainStep:
         step, left = PlainStep(), self.budget
-        self.short = False
+        self.short = self.rested = prefills = False
         i = 0
         while i < len(self.running) and left > self.extra:
             request = self.running[i]
-            if request.ended:
+            if request.ended and not request.in_vain:
                 i += 1
                 continue
-            tokens = min(request.known + request.drafts - request.computed, left - self.extra)
+            wanted = 1 + request.drafts if request.decoding else request.known - request.computed
+            tokens = min(wanted, left - self.extra)
             if request.decoding:
-                tokens = min(tokens, self.max_model_len - 1 - request.computed)
-            more = self._more(request, request.computed, tokens)
+                tokens = min(tokens, self.max_model_len - 1 - request.computed - request.ahead)
+            if tokens <= 0:
+                self.rested = True
+                i += 1
+                continue
+            more = self._more(request, request.computed + request.ahead, tokens)
             while more > self.free:
                 self.short = True
                 victim = max(self.running, key=lambda r: (r.priority, r.id)) if self.priority else self.running[-1]
@@ -170,11 +183,15 @@ class PlainEngine:
                 self._free(victim)
                 if victim.ended:
                     self.just_ended.remove(victim)
+                    self.stale += 1
+                    step.preempted.append(victim.id)
+                    if victim is request:
+                        break
                     continue
                 if not self.swap:
                     victim.computed = 0
                 victim.preemptions += 1
-                victim.decoding, victim.drafts = False, 0
+                victim.decoding, victim.drafts, victim.ahead, victim.unheard = False, 0, 0, 0
                 self.waiting.insert(0, victim)
                 self._sort()
                 step.preempted.append(victim.id)
@@ -184,16 +201,24 @@ class PlainEngine:
                 break
             self._take(request, more)
             self._schedule(step, request, tokens)
+            prefills = prefills or not request.decoding
             left -= tokens + self.extra
             i += 1
+        residents = len(step.scheduled)
         if not self.short:
             while self.waiting and left > self.extra and len(self.running) < self.max_num_seqs:
                 request = self.waiting[0]
                 found = self._found(request)
                 past = len(found) * self.block_size if found else request.computed
-                if not self.chunked and request.known - past > left - self.extra:
+                request.padding = 0
+                tokens = request.known - past
+                fits = past + self.drafts + 2 <= self.max_model_len and 1 + self.drafts + self.extra <= self.budget
+                if tokens == 1 and fits and self.by_batch is None and not prefills and (past or residents):
+                    request.padding = self.drafts
+                    tokens += self.drafts
+                if tokens > left - self.extra and (request.padding or not self.chunked):
                     break
-                tokens = min(request.known - past, left - self.extra)
+                tokens = min(tokens, left - self.extra)
                 needed = max(self._more(request, past, tokens), self._blocks(request.known))
                 free = self.free - sum(self.users[block] == 0 for block in found)
                 if needed - len(found) > free - (self.watermark if self.running else 0):
@@ -210,7 +235,10 @@ class PlainEngine:
                 self._schedule(step, request, tokens)
                 step.admitted[request.id] = past
                 left -= tokens + self.extra
-        step.free, step.running, step.waiting = self.free, len(self.running), len(self.waiting)
+        step.free, step.running, step.waiting = self.free, len(self.running), len(self.waiting) + self.stale
+        for request in self.running:
+            if request.id not in step.scheduled:
+                request.ahead = request.unheard = 0
         if step.scheduled:
             self._part()
             self._run(step)
@@ -221,10 +249,14 @@ class PlainEngine:
             if request.id not in step.scheduled:
                 continue
             tokens = step.scheduled[request.id]
+            request.ahead, request.in_vain, request.unheard = 0, False, 0
+            before = request.emitted
             if not request.decoding:
-                request.computed += tokens
+                request.computed += tokens - request.padding
                 if request.computed < request.known:
                     continue
+                request.ahead = request.padding if self.asynchronous else 0
+                request.padding = 0
                 request.emitted += 1
                 request.decoding = True
                 if request.emitted == 1:
@@ -234,10 +266,13 @@ class PlainEngine:
                 if tokens > 1:
                     accepted = self.accepted(request.id, request.rounds, tokens - 1)
                     request.rounds += 1
+                request.ahead = tokens - 1 - accepted if self.asynchronous else 0
+                request.in_vain = self.asynchronous and request.output - request.emitted > 1
                 request.computed += 1 + accepted
                 request.emitted = min(request.emitted + 1 + accepted, request.output)
-                self._store(request, request.computed)
-            request.drafts = self.drafts
+            request.drafts = self.drafts if self.by_batch is None else self.by_batch(len(step.scheduled))
+            if self.asynchronous:
+                request.unheard = request.emitted - before
             if request.emitted == request.output:
                 step.finished.append(request.id)
                 request.ended = True
@@ -246,15 +281,21 @@ class PlainEngine:
             self._part()
 
     def _part(self) -> None:
+        if self.asynchronous:
+            for request in self.running:
+                if request.decoding:
+                    self._store(request, request.known - 1)
         for request in self.just_ended:
             self.running.remove(request)
             self._free(request)
         self.just_ended = []
+        self.stale = 0
 
     def _schedule(self, step: PlainStep, request: PlainRequest, tokens: int) -> None:
         step.scheduled[request.id] = tokens
         step.past[request.id] = request.computed
         if request.decoding:
             step.decodes.append(request.id)
+            self._store(request, min(request.computed + request.ahead + tokens, request.known - request.unheard))
         else:
-            self._store(request, request.computed + tokens)
+            self._store(request, request.computed + tokens - request.padding)

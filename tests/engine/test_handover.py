@@ -153,6 +153,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "swap": {"preemption": "swap"},
     "drafts": {"speculation": Speculation(3, lambda r, n, d: (r.id + n) % (d + 1), lookahead=3, extra_slots=1)},
 }
+FEATURES["drafts, async"] = FEATURES["drafts"] | {"async_scheduling": True}
+FEATURES["drafts, async, caching"] = FEATURES["drafts, async"] | {"prefix_caching": True}
 
 
 @pytest.mark.parametrize("features", FEATURES)

@@ -20,6 +20,13 @@ FEATURES: dict[str, tuple[type[VllmFcfs], dict[str, Any]]] = {
     "async": (VllmFcfs, {"async_scheduling": True}),
     "swap": (VllmFcfs, {"preemption": "swap"}),
     "drafts": (VllmFcfs, {"speculation": Speculation(2, lambda r, n, d: (r.id + n) % (d + 1), lookahead=2)}),
+    "drafts, async": (
+        VllmFcfs,
+        {
+            "speculation": Speculation(2, lambda r, n, d: (r.id + n) % (d + 1), lookahead=2),
+            "async_scheduling": True,
+        },
+    ),
 }
 
 
@@ -154,7 +161,13 @@ def test_a_batch_remembers_the_order_of_joining_and_forgets_who_left() -> None:
         ({"speculation": Speculation(64, lambda r, n, d: 0, extra_slots=64)}, "must exceed the drafter's extra slots"),
         ({"prefix_caching": True, "hash_block_tokens": 24}, "must be a multiple of block_size"),
         ({"prefix_caching": True, "preemption": "swap"}, "does not go with prefix caching"),
-        ({"async_scheduling": True, "speculation": Speculation(1, lambda r, n, d: 0)}, "does not go with speculation"),
+        (
+            {
+                "async_scheduling": True,
+                "speculation": Speculation(1, lambda r, n, d: 0, shares=lambda requests: [1] * len(requests)),
+            },
+            "does not go with drafts whose number is known only when they are made",
+        ),
     ],
 )
 def test_settings_that_cannot_work_are_refused(change: dict[str, Any], message: str) -> None:

@@ -84,6 +84,8 @@ SCHEMES: dict[str, Callable[[int, random.Random], dict[str, object]]] = {
 class World:
     seed: int
     scheme: str
+    ahead: bool = False
+    """Whether scheduling is asynchronous."""
 
     def scheduler(self, plain: bool) -> tuple[VllmFcfs, list[tuple[int, Request]]]:
         rng = random.Random(self.seed)
@@ -104,6 +106,8 @@ class World:
 
         class Engine(base):  # type: ignore[misc, valid-type]
             def _new_batch(self) -> SpeculativeBatch:
+                if self.async_scheduling:
+                    return super()._new_batch()
                 return batch(self.kv.block_size, self._speculation, self.max_model_len)
 
         engine = Engine(
@@ -113,6 +117,7 @@ class World:
             max_num_batched_tokens=max(seqs, 2, rng.choice([6, 12, 30, 64])),
             max_model_len=longest,
             preemption=rng.choice(["recompute", "swap"]),
+            async_scheduling=self.ahead,
             speculation=speculation,
         )
         load, at = [], 0
@@ -160,8 +165,11 @@ def test_every_step_is_that_of_the_plain_batch(scheme: str) -> None:
     check()
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_jump_is_as_many_single_steps(scheme: str) -> None:
+AHEAD = [scheme for scheme in SCHEMES if scheme.startswith(("chain", "tree", "by batch", "by request"))]
+
+
+@pytest.mark.parametrize(("scheme", "ahead"), [(s, False) for s in SCHEMES] + [(s, True) for s in AHEAD])
+def test_a_jump_is_as_many_single_steps(scheme: str, ahead: bool) -> None:
     def run(world: World, jumps: bool) -> tuple[list[tuple[object, ...]], int]:
         engine, load = world.scheduler(False)
         log: list[tuple[object, ...]] = []
@@ -196,7 +204,7 @@ def test_a_jump_is_as_many_single_steps(scheme: str) -> None:
     @many
     def check(seed: int) -> None:
         nonlocal saved
-        (jumped, few), (stepped, more) = run(World(seed, scheme), True), run(World(seed, scheme), False)
+        (jumped, few), (stepped, more) = (run(World(seed, scheme, ahead), jumps) for jumps in (True, False))
         assert jumped == stepped
         saved += more - few
 
@@ -206,10 +214,10 @@ def test_a_jump_is_as_many_single_steps(scheme: str) -> None:
 
 def test_a_round_told_one_by_one_is_that_told_at_once() -> None:
     """Two faces of the same luck make the same plans."""
-    for seed in range(40):
+    for seed in range(80):
         found = []
         for scheme in ("chain", "chain, told one by one"):
-            engine, load = World(seed, scheme).scheduler(False)
+            engine, load = World(seed, scheme, ahead=seed % 2 == 1).scheduler(False)
             for _, request in load:
                 engine.add(request)
             log = []

@@ -16,6 +16,7 @@ from simtune.costs.compiled import LinearCosts
 from simtune.costs.drafting import RoundCosts, draft_memory
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import Request, Tally, VllmFcfs
+from simtune.engine import Speculation as engine_terms
 from simtune.errors import Infeasible
 from simtune.sim.deployment import Deployment, deploy
 from simtune.sim.lane import Lane
@@ -26,6 +27,7 @@ from simtune.specs.acceptance import Acceptance, BetaMixture, Condition, PerPosi
 from simtune.specs.plan import Batching, KvLink, Plan, Pool
 from simtune.specs.speculation import (
     BatchRange,
+    BlockDrafter,
     ByBatch,
     Chain,
     Drafter,
@@ -72,6 +74,16 @@ SCHEMES: dict[str, tuple[Scheme, Rates]] = {
     "replicas, one token at a time": (Dsi(tokens=1, replicas=4), BetaMixture(a=9, b=1.5)),
     "chunks": (Frontier(tokens=4, chunks=2, draft_share=0.3, verify_share=0.7), POSITIONS),
 }
+
+AHEAD = (
+    "chain",
+    "chain of unequal requests",
+    "by batch",
+    "threshold of unequal requests",
+    "static tree",
+    "dynamic tree",
+)
+"""Schemes that asynchronous scheduling goes with."""
 
 COLUMNS = ("arrival", "scheduled", "first_token", "finish", "preemptions", "transferred", "resent")
 
@@ -128,6 +140,7 @@ def test_jumps_are_single_steps_to_the_tick(name: str) -> None:
         )
         seqs, extra = data.draw(st.integers(1, 12)), data.draw(st.integers(0, 1))
         budget = max(seqs, 4, data.draw(st.sampled_from([8, 24, 512])))
+        ahead = name in AHEAD and data.draw(st.booleans())
 
         def run(single_steps: bool) -> Outcome:
             drafts = drafting_terms(
@@ -142,6 +155,7 @@ def test_jumps_are_single_steps_to_the_tick(name: str) -> None:
                         max_num_seqs=seqs,
                         max_num_batched_tokens=budget,
                         max_model_len=longest,
+                        async_scheduling=ahead,
                         speculation=replace(drafts, extra_slots=extra),
                     ),
                     costs,
@@ -575,6 +589,81 @@ def test_a_drafter_of_both_pools_has_its_keys_and_values_sent(
     ).simulate(stream_of(np.arange(10) * 10.0, [100] * 10, [30] * 10))
     more = kv_bytes_per_token > 2 * 32 * 8 * 128 * 2
     assert (found.transfer_s.mean() > plain.transfer_s.mean()) == more
+
+
+@pytest.mark.parametrize(
+    ("scheme", "rates", "drafter", "ahead"),
+    [
+        ("chain", POSITIONS, Eagle(), True),
+        ("chain", POSITIONS, DraftModel(model="llama-3.2-1b"), True),
+        ("chain", POSITIONS, BlockDrafter(layers=3), True),
+        ("by batch", POSITIONS, Eagle(), True),
+        ("dynamic tree", RANKS, Eagle(), True),
+        ("chain", POSITIONS, Ngram(lookup_max=3), False),
+        ("chain", POSITIONS, Medusa(heads=4), False),
+        ("threshold of unequal requests", SCHEMES["threshold of unequal requests"][1], Eagle(), False),
+        ("overlapped", POSITIONS, DraftModel(model="llama-3.2-1b"), False),
+        ("chunks", POSITIONS, Eagle(), False),
+    ],
+)
+def test_steps_are_scheduled_ahead_where_an_engine_can(
+    scheme: str, rates: Rates, drafter: Drafter, ahead: bool
+) -> None:
+    draft = drafter.model if isinstance(drafter, DraftModel) else None
+    for asked in (True, False):
+        pool = deployed(SCHEMES[scheme][0], rates, drafter, draft, async_scheduling=asked).pools[0]
+        (lane,) = pool.lanes(1, None, pool.speculation(requests(3, 3), 0))
+        assert isinstance(lane.scheduler, VllmFcfs)
+        assert lane.scheduler.async_scheduling is (ahead and asked)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "lookahead", "slots", "drops"),
+    [
+        (Eagle(), 3, 0, True),
+        (DraftModel(model="llama-3.2-1b"), 3, 1, False),
+        (BlockDrafter(method="dflash", layers=3), 4, 3, True),
+        (BlockDrafter(method="dspark", layers=3), 3, 2, True),
+        (Medusa(heads=3), 0, 0, False),
+        (Ngram(lookup_max=3), 0, 0, False),
+    ],
+)
+def test_what_a_drafter_takes_of_blocks_and_budget(drafter: Drafter, lookahead: int, slots: int, drops: bool) -> None:
+    """As in vllm/config of release 0.32: num_lookahead_tokens, max_num_new_slots_for_drafting, use_eagle."""
+    stream = requests(3, 3)
+    terms = drafting_terms(
+        Speculation(drafter=drafter, scheme=Chain(tokens=3), acceptance="assumed"),
+        luck(Chain(tokens=3), POSITIONS, stream),
+    )
+    assert (terms.lookahead, terms.extra_slots, terms.drops_last_hit) == (lookahead, slots, drops)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("blocks", [45, 400])
+def test_rounds_laid_out_for_many_requests_at_once_are_those_of_each(ahead: bool, blocks: int) -> None:
+    rng = np.random.default_rng(0)
+    stream = stream_of(rng.exponential(0.005, 200).cumsum(), rng.integers(1, 90, 200), rng.integers(1, 90, 200))
+    chosen = luck(Chain(tokens=3), POSITIONS, stream)
+
+    class OneByOne:
+        many = chosen.many
+        __call__ = staticmethod(chosen.__call__)
+
+    found = []
+    for accepted in (chosen, OneByOne()):
+        engine = VllmFcfs(
+            num_blocks=blocks,
+            block_size=4,
+            max_num_seqs=24,
+            max_num_batched_tokens=128,
+            max_model_len=180,
+            async_scheduling=ahead,
+            speculation=engine_terms(3, accepted=accepted, lookahead=3),
+        )
+        outcome = World([Lane(engine, LinearCosts(step_s=1e-3, per_token_s=2e-5, per_context_s=3e-7))], stream).run()
+        found.append((columns(outcome), tally(outcome)))
+        assert outcome.preemptions.any() == (blocks == 45)
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,17 @@ from simtune.costs.iteration import Batch, StepModel
 from simtune.errors import Infeasible
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import Batching, Parallelism, Pool
-from simtune.specs.speculation import BlockDrafter, Drafter, DraftModel, Eagle, Medusa, Ngram, Suffix
+from simtune.specs.speculation import (
+    BlockDrafter,
+    Chain,
+    Drafter,
+    DraftModel,
+    Eagle,
+    Medusa,
+    Ngram,
+    Speculation,
+    Suffix,
+)
 
 TARGET = load_model("llama-3.1-8b")
 DRAFT = TARGET.model_copy(
@@ -65,7 +75,22 @@ def test_copying_costs_host_time_only() -> None:
     for drafter in (Ngram(lookup_max=3, host_s=1e-4), Suffix(host_s=1e-4)):
         rounds = costs(drafter)
         assert rounds.draft_s(8, 1000, 5) == 0
-        assert rounds(8, 1000, 6, 5, 1) == pytest.approx(rounds(8, 1000, 6) + 8e-4)
+        waiting = costs(drafter, async_scheduling=False)
+        assert waiting(8, 1000, 6, 5, 1) == pytest.approx(waiting(8, 1000, 6) + 8e-4)
+
+
+@pytest.mark.parametrize("drafter", [Ngram(lookup_max=3), Suffix(), Medusa(heads=4)])
+def test_the_host_waits_for_drafts_that_must_be_awaited(drafter: Drafter) -> None:
+    """Whatever is asked for; without drafts it does not."""
+    host = StepModel(TARGET, HARDWARE, pool()).host_s(8)
+    asynchronous, synchronous = costs(drafter), costs(drafter, async_scheduling=False)
+    assert asynchronous(8, 1000, 4, 3, 1) == synchronous(8, 1000, 4, 3, 1)
+    assert synchronous(8, 1000, 1) == pytest.approx(asynchronous(8, 1000, 1) + host)
+    its = pool(speculation=Speculation(drafter=drafter, scheme=Chain(tokens=3), acceptance="any"))
+    assert its.async_scheduling
+    assert not its.schedules_async
+    batch = Batch(8, 8008, (), 8)
+    assert StepModel(TARGET, HARDWARE, its).seconds(batch) == pytest.approx(synchronous(8, 1000, 1))
 
 
 def test_a_waiting_host_is_paid_once_a_pass_without_graphs() -> None:

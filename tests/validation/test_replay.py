@@ -19,6 +19,7 @@ LOGS = (
     *(f"vllm_{name}" for name in ("arrivals", "async", "base", "budget64", "kv", "kv_decode", "nochunk", "prefix")),
     *(f"vllm_{name}" for name in ("priority", "seqs16", "spec_k3_a70")),
 )
+DRAFTS = sorted((Path(__file__).parents[1] / "engine" / "logs").glob("*.gz"))
 
 Line = dict[str, Any]
 
@@ -87,6 +88,13 @@ def test_every_step_of_every_log_is_equal(name: str, data_dir: Path) -> None:
     found = replay(log)
     assert found.parting is None
     assert found.equal == found.steps == log.header.n_steps
+
+
+@pytest.mark.parametrize("path", DRAFTS, ids=lambda path: path.name.split(".")[0])
+def test_drafts_and_asynchronous_scheduling_are_replayed_together(path: Path) -> None:
+    found = replay(read(path))
+    assert found.parting is None
+    assert found.equal == found.steps > 0
 
 
 def one_token_more(step: Line) -> bool:
