@@ -24,7 +24,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from operator import add
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -171,7 +170,7 @@ class CompiledCosts:
         self._contexts = _knots(KNOTS_PER_OCTAVE, max_model_len, step_model.windows)
         without, with_chunks = step_model.correction(False), step_model.correction(True)
         self._pure = self._mixed = self._tables(pool, without)
-        self._decode_rest = list(map(add, self._pure.linear, self._pure.head))  # of pure decode steps, by decodes
+        self._steps: list[_Row | None] = [None] * (self._max_num_seqs + 1)  # pure decode steps, by decodes
         self._decode_floor, self._decode_after = self._pure.floor, self._pure.after
         self._alone = self._decode_attention(0, without)
         self._beside = [self._alone]
@@ -233,17 +232,24 @@ class CompiledCosts:
 
     def decode(self, num_decodes: int, context_tokens: int) -> tuple[int, int, int]:
         """See `simtune.costs.protocol.StepCosts.decode`."""
-        starts, values, slopes = self._alone.rows[num_decodes] or self._alone.make(num_decodes)
+        starts, values, slopes = self._steps[num_decodes] or self._make_step(num_decodes)
         at = bisect_right(starts, context_tokens, 1)
         start, per_token = starts[at - 1], slopes[at - 1]
-        ticks = values[at - 1] + per_token * (context_tokens - start) + self._decode_rest[num_decodes]
+        ticks = values[at - 1] + per_token * (context_tokens - start)
         span = -((context_tokens - starts[at]) // num_decodes)
         floor, after = self._decode_floor[num_decodes], self._decode_after[num_decodes]
         if ticks >= floor:
-            return ticks + after, per_token * num_decodes, span
+            return ticks + after if after else ticks, per_token * num_decodes, span
         if per_token:
             span = min(span, (floor - ticks) // (per_token * num_decodes) + 1)
         return floor + after, 0, span
+
+    def _make_step(self, num_decodes: int) -> _Row:
+        """The row of attention, everything else that a pure decode step takes on the GPU added."""
+        starts, values, slopes = self._alone.rows[num_decodes] or self._alone.make(num_decodes)
+        rest = self._pure.linear[num_decodes] + self._pure.head[num_decodes]
+        row = self._steps[num_decodes] = _Row(starts, [ticks + rest for ticks in values], slopes)
+        return row
 
     def mixed(self, num_decodes: int, context_tokens: int, chunks: Sequence[tuple[int, int]], num_samples: int) -> int:
         """See `simtune.costs.protocol.StepCosts.mixed`."""

@@ -16,7 +16,7 @@ taken at once, exactly.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from simtune.engine.request import Request
 
@@ -145,16 +145,18 @@ class DecodeBatch:
                 return done - self.steps
             heapq.heappop(completions)
 
-    def advance(self, steps: int) -> list[Request]:
+    def advance(self, steps: int) -> Sequence[Request]:
         """Age every member by `steps`; take out and return those that are complete, in order of joining."""
-        self.steps += steps
+        now = self.steps = self.steps + steps
         self.context_tokens += steps * self.count
-        finished: list[Request] = []
         completions = self._completions
-        while completions and completions[0][0] <= self.steps:
+        if not completions or completions[0][0] > now:
+            return ()
+        finished: list[Request] = []
+        while completions and completions[0][0] <= now:
             done, joins, request = heapq.heappop(completions)
             if request.joins == joins and request.joined >= 0:
-                assert done == self.steps, "a batch must not be advanced past a completion"
+                assert done == now, "a batch must not be advanced past a completion"
                 self.leave(request)
                 finished.append(request)
         return finished

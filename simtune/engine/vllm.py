@@ -194,14 +194,14 @@ class VllmFcfs(Scheduler):
         assert 1 <= repetitions <= step.repeat
         progress = Progress()
         batch, ahead = self.decoding, self._ahead
-        in_vain = None if ahead is None else list(ahead.in_vain)
-        if not in_vain and (self._ending or self._stale):
+        in_vain = () if ahead is None else tuple(ahead.in_vain)
+        if (self._ending or self._stale) and not in_vain:
             self._part()
         if repetitions > 1 and (more := batch.blocks_for(repetitions - 1, 1)):
             self.kv.take(more)
         finished = batch.advance(repetitions)
         if in_vain:
-            self._ending = sorted(self._ending + in_vain, key=attrgetter("joins"))
+            self._ending = sorted([*self._ending, *in_vain], key=attrgetter("joins"))
             self._part()
         for request in finished:
             self._finish(request, progress)

@@ -532,9 +532,10 @@ class World:
         heap, firsts, informed, free = self._heap, self._first, self._router.informed, lane.jumps_freely
         complete, schedule, decode = lane.scheduler.complete, lane.scheduler.schedule, lane.costs.decode
         note, drafts = self._rows.append, lane.rounds is not None
+        plain = free and not drafts
         while True:
             repetitions, step = lane.repetitions, lane.step
-            if free and step is not None and lane.ends is None:  # `_account` comes to the same
+            if plain and step is not None:  # `_account` comes to the same
                 self._steps += repetitions
                 lane.busy += now - lane.started
                 if step.num_decodes:
