@@ -9,7 +9,7 @@ vain: it takes part in all but the delivery.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from operator import attrgetter
 
 import numpy as np
@@ -213,20 +213,12 @@ class AheadBatch(SpeculativeBatch):
         ragged = bool((rows[1] != 1 + drafts).any())
         return _Plan(self.steps, drafts, end, rows.shape[1], rows, ragged, skips, computed)
 
-    def _lay_out(self, before: Ints, prompt: Ints, begins: Sequence[int]) -> Ints:
-        wide, ahead, size = 1 + self._speculation.max_drafts, self._speculation.lookahead, self._block_size
-        first = np.array(begins[:-1])
+    def _reach(self, before: Ints, first: Ints) -> Ints:
+        wide = 1 + self._speculation.max_drafts
         reach = before + 2 * wide  # as in `_need`
         reach[1:] = reach[:-1]
         reach[first] = before[first] + wide
-        reach = np.minimum(reach + ahead, self._max_model_len) + size - 1
-        reach //= size
-        rows = np.empty((3, len(before)), dtype=np.int64)
-        rows[0], rows[1] = before, wide
-        rows[2, 1:] = np.diff(reach)
-        rows[2, first] = reach[first] + -(prompt + ahead) // size
-        rows.flags.writeable = False
-        return rows
+        return reach
 
     def _need(self, request: Request, rows: Ints, width: int | None = None) -> None:
         reach, behind = rows[0] + rows[1], self._behind(request)

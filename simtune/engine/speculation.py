@@ -462,18 +462,21 @@ class SpeculativeBatch:
         """Rows of the rounds of many requests, one after the other, that follow their prompts and draft all they may:
         given the tokens computed before each round, the prompts, and where each request begins (and the last one ends).
         """
-        speculation, size = self._speculation, self._block_size
+        lookahead, size, first = self._speculation.lookahead, self._block_size, np.array(begins[:-1])
         rows = np.empty((3, len(before)), dtype=np.int64)
-        rows[0], rows[1] = before, 1 + speculation.max_drafts
-        more = 1 + speculation.max_drafts + speculation.lookahead
-        reach = np.minimum(before + more, self._max_model_len)
+        rows[0], rows[1] = before, 1 + self._speculation.max_drafts
+        reach = np.minimum(self._reach(before, first) + lookahead, self._max_model_len)
         reach += size - 1
         reach //= size
         rows[2, 1:] = np.diff(reach)
-        first = np.array(begins[:-1])
-        rows[2, first] = reach[first] + -(prompt + speculation.lookahead) // size
+        rows[2, first] = reach[first] + -(prompt + lookahead) // size
         rows.flags.writeable = False
         return rows
+
+    def _reach(self, before: Ints, first: Ints) -> Ints:
+        """Up to which token each of such rounds verifies, as the scheduler sees it; `first` are those that begin a
+        request."""
+        return before + (1 + self._speculation.max_drafts)
 
     def _foreseen(self, request: Request, computed: int, end: int, number: int, drafts: int) -> tuple[Ints, int]:
         """(tokens computed after each round, rounds until `end`), when max_model_len cuts none; perhaps some more."""

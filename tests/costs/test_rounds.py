@@ -283,6 +283,17 @@ def test_without_drafts_a_round_is_a_step() -> None:
         assert compiled.round(batch, batch, 0, context, chunks, 1) == plain.mixed(batch, context, chunks, batch + 1)
 
 
+@pytest.mark.parametrize("its", [pool(), pool(cuda_graphs=False, async_scheduling=False)], ids=["graphs", "eager"])
+@pytest.mark.parametrize("drafter", ["head", "model", "medusa", "n-gram"])
+def test_the_short_way_to_a_round_with_chunks_comes_to_the_same(drafter: str, its: Pool) -> None:
+    short, long = rounds(drafter, its=its), rounds(drafter, its=its)
+    long._in_turn = False
+    for decodes, chunks, completing in ((0, [(0, 300)], 1), (8, [(0, 300), (512, 200)], 1), (3, [(96, 64)], 0)):
+        for levels in (0, 4):
+            batch = (decodes, decodes * (1 + levels), levels, decodes * 1000)
+            assert short.round(*batch, chunks, completing) == long.round(*batch, chunks, completing)
+
+
 def test_the_drafter_reads_prompts_too() -> None:
     chunks = [(0, 1500)]
     took = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 from hypothesis import HealthCheck, event, given
 from hypothesis import settings as hypothesis_settings
@@ -127,6 +129,27 @@ def test_cutting_a_jump_finds_the_step_in_which_the_arrival_falls(first: int, sl
     assert n == 1 or lane.elapsed(n - 1) < elapsed
     over = lane.repetitions_within(elapsed)
     assert lane.elapsed(over) <= elapsed < lane.elapsed(over + 1)
+
+
+def test_requests_leave_no_garbage_that_only_a_collector_would_find() -> None:
+    """None is collected while a world runs, preemptions and all; and whoever collected before does so again."""
+
+    def garbage(requests: int) -> int:
+        stream = stream_of([0.5 * i for i in range(requests)], [8] * requests, [12] * requests)
+        world = Setting(8, 4, 4, 8, 1, LinearCosts(step_s=0.1), stream)
+        gc.collect()
+        gc.disable()
+        try:
+            outcome = world.run()
+            assert not gc.isenabled(), "it was off before"
+            assert outcome.preemptions.any()
+            return gc.collect()
+        finally:
+            gc.enable()
+
+    assert garbage(200) == garbage(20)
+    Setting(8, 4, 4, 8, 1, LinearCosts(step_s=0.1), stream_of([0.0], [8], [12])).run()
+    assert gc.isenabled()
 
 
 def test_steps_after_a_swap_do_not_wait_for_it_again() -> None:
