@@ -424,10 +424,12 @@ class LinearCosts:
         ticks = self.mixed(verify_tokens, context_tokens, chunks, verify_tokens + completing)
         return ticks + to_ticks(self.per_level_s) * levels
 
-    def rounds(self, num_decodes: int, verify_tokens: int, levels: int, contexts: NDArray[np.int64]) -> Sequence[int]:
+    def rounds(
+        self, num_decodes: int, verify_tokens: int, levels: int, computed: Sequence[int] | NDArray[np.int64]
+    ) -> Sequence[int]:
         """See `simtune.costs.protocol.RoundCosts.rounds`."""
-        first = self.round(num_decodes, verify_tokens, levels, 0)
-        ends: list[int] = (first + self._four_ticks[2] * contexts).cumsum().tolist()
+        first = self.round(num_decodes, verify_tokens, levels, verify_tokens)
+        ends: list[int] = (first + self._four_ticks[2] * np.asarray(computed)).cumsum().tolist()
         return ends
 
 

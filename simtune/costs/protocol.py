@@ -52,7 +52,7 @@ class RoundCosts(StepCosts, Protocol):
 
     Contexts grow as drafts are accepted, by no rule. So the rounds of a jump are told one by one, and the law is
 
-    * `rounds(b, t, d, contexts)[i] == sum(round(b, t, d, c) for c in contexts[: i + 1])`.
+    * `rounds(b, t, d, computed)[i] == sum(round(b, t, d, c + t) for c in computed[: i + 1])`.
     """
 
     def round(
@@ -72,7 +72,9 @@ class RoundCosts(StepCosts, Protocol):
         """
         ...
 
-    def rounds(self, num_decodes: int, verify_tokens: int, levels: int, contexts: NDArray[np.int64]) -> Sequence[int]:
-        """After how many ticks each of some steps ends that have no chunks and are alike but for their contexts, which
-        rise."""
+    def rounds(
+        self, num_decodes: int, verify_tokens: int, levels: int, computed: Sequence[int] | NDArray[np.int64]
+    ) -> Sequence[int]:
+        """After how many ticks each of some steps ends that have no chunks and are alike but for the tokens that the
+        decodes have computed before, which rise."""
         ...

@@ -38,7 +38,7 @@ import math
 from array import array
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -56,10 +56,6 @@ from simtune.specs.plan import Pool
 from simtune.specs.speculation import BlockDrafter, Drafter, Eagle, Medusa, awaited
 
 Ints = NDArray[np.int64]
-
-
-_FEW = 24
-"""So many rounds are sooner added up one by one."""
 
 
 class _Line(NamedTuple):
@@ -210,8 +206,9 @@ class CompiledRounds(CompiledCosts):
     ) -> int:
         """See `simtune.costs.protocol.RoundCosts.round`."""
         if not chunks:
-            ticks = self._pure_line(num_decodes, verify_tokens, levels).at(context_tokens)
-            return max(ticks, self._pure.floor[num_decodes]) + self._after(num_decodes, levels, False)
+            return self._pure_line(num_decodes, verify_tokens, levels).at(context_tokens - verify_tokens)
+        if self._in_turn:
+            return self._mixed_round(num_decodes, verify_tokens, levels, context_tokens, chunks, completing)
         tables, num_seqs = self._mixed, num_decodes + len(chunks)
         new = length = 0
         more, prefill, cached = self._chunk * len(chunks), self._prefill, self._cached
@@ -219,18 +216,6 @@ class CompiledRounds(CompiledCosts):
             new += tokens
             length += past + tokens
             more += prefill[past + tokens] - cached[past]
-        if self._in_turn:  # what follows would come to the same, in more time
-            ticks = more + tables.linear[verify_tokens + new] + tables.head[verify_tokens + completing]
-            if num_decodes:
-                ticks += self._verify_line(num_decodes, verify_tokens, True).at(context_tokens)
-            ticks = max(ticks, self._launch[True])
-            if levels:
-                drafting = num_decodes + completing
-                context = context_tokens - self._rewound(num_decodes, verify_tokens, levels)
-                context += completing * (length // len(chunks) + levels)
-                ticks += self._draft(drafting, levels, context, True)
-                ticks += self._draft_chunks(drafting * (levels + 1), chunks, new)
-            return max(ticks, tables.floor[num_seqs]) + self._after(num_seqs, levels, True)
         parts = self._parts(num_decodes, verify_tokens, levels)
         together = min(len(tables.linear) - 1, parts[0] + new)
         more += tables.linear[together] - tables.linear[together - new]
@@ -263,25 +248,56 @@ class CompiledRounds(CompiledCosts):
                 ticks += sum(max(math.ceil(d / draft_share), math.ceil(v / verify_share)) for d, v in beside)
         return max(ticks, tables.floor[num_seqs]) + self._after(num_seqs, levels, True)
 
-    def rounds(self, num_decodes: int, verify_tokens: int, levels: int, contexts: Ints) -> Sequence[int]:
+    def _mixed_round(
+        self,
+        num_decodes: int,
+        verify_tokens: int,
+        levels: int,
+        context_tokens: int,
+        chunks: Sequence[tuple[int, int]],
+        completing: int,
+    ) -> int:
+        """What `round` comes to where drafts are made and verified in turn, in less time."""
+        tables, prefill, cached = self._mixed, self._prefill, self._cached
+        ticks, new, length = self._chunk * len(chunks), 0, 0
+        for past, tokens in chunks:
+            new += tokens
+            length += past + tokens
+            ticks += prefill[past + tokens] - cached[past]
+        ticks += tables.linear[verify_tokens + new] + tables.head[verify_tokens + completing]
+        if num_decodes:
+            ticks += self._verify_line(num_decodes, verify_tokens, True).at(context_tokens)
+        if self._launches:
+            ticks = max(ticks, self._launch[True])
+        if levels:
+            drafting = num_decodes + completing
+            context = context_tokens - verify_tokens + levels * num_decodes
+            context += completing * (length // len(chunks) + levels)
+            ticks += self._draft(drafting, levels, context, True)
+            ticks += self._draft_chunks(drafting * (levels + 1), chunks, new)
+        num_seqs = num_decodes + len(chunks)
+        floor = tables.floor[num_seqs]
+        return (ticks if ticks > floor else floor) + self._after(num_seqs, levels, True)
+
+    def rounds(
+        self, num_decodes: int, verify_tokens: int, levels: int, computed: Sequence[int] | Ints
+    ) -> Sequence[int]:
         """See `simtune.costs.protocol.RoundCosts.rounds`."""
-        floor, after = self._pure.floor[num_decodes], self._after(num_decodes, levels, False)
         line = self._pure_line(num_decodes, verify_tokens, levels)
-        if len(contexts) > _FEW:
-            ticks = np.maximum(line.many(contexts), floor)
-            ticks += after
-            return array("q", ticks.cumsum().tobytes())
-        ends, passed, end = [], 0, 0
-        for context in contexts.tolist():
-            if context >= end:
-                base, slope, end = line.piece(context)
-            gpu = base + slope * context
-            passed += (gpu if gpu > floor else floor) + after
-            ends.append(passed)
-        return ends
+        if isinstance(computed, np.ndarray):
+            return array("q", line.many(computed).cumsum().tobytes())
+        base, slope, end = line.piece(computed[0])
+        if computed[-1] < end:
+            return list(accumulate([base + slope * tokens for tokens in computed]))
+        ticks = []
+        for tokens in computed:
+            if tokens >= end:
+                base, slope, end = line.piece(tokens)
+            ticks.append(base + slope * tokens)
+        return list(accumulate(ticks))
 
     def _pure_line(self, num_decodes: int, verify_tokens: int, levels: int) -> _Line:
-        """Of a round without chunks, before the host comes in."""
+        """Of a round without chunks, by the tokens that the decodes have computed before it."""
         key = (num_decodes, verify_tokens, levels)
         line = self._whole.get(key)
         if line is None:
@@ -307,6 +323,8 @@ class CompiledRounds(CompiledCosts):
                         line = _sum(line, _larger(_at_speed(draft, draft_share), _at_speed(verify, verify_share)))
             elif levels:
                 line = _plus(line, self._draft(num_decodes, levels, 0, False))
+            line = _larger(line, _Line([0], [self._pure.floor[num_decodes]], [0]))
+            line = _moved(_plus(line, self._after(num_decodes, levels, False)), -verify_tokens)
             self._whole[key] = line
         return line
 

@@ -9,13 +9,13 @@ vain: it takes part in all but the delivery.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 
 import numpy as np
 
 from simtune.engine.request import Request
-from simtune.engine.speculation import Ints, Speculation, SpeculativeBatch, _Plan
+from simtune.engine.speculation import Ints, NextSteps, Speculation, SpeculativeBatch, _Plan, _unless_even
 
 
 class AheadBatch(SpeculativeBatch):
@@ -34,20 +34,13 @@ class AheadBatch(SpeculativeBatch):
         """Members in order of joining. Costs O(members log members)."""
         return iter(sorted([*self._members, *self.in_vain], key=attrgetter("joins")))
 
-    @property
-    def count(self) -> int:
-        return len(self._members) + len(self.in_vain)
-
-    @property
-    def _now(self) -> list[int]:
-        if self._read is None:
-            context, tokens, blocks = self._calendar[:, self.steps - self._origin].tolist()
-            for request, (width, more) in self.in_vain.items():
-                context += request.computed
-                tokens += width
-                blocks += more
-            self._read = [context, tokens, blocks]
-        return self._read
+    def totals(self) -> tuple[int, int, int]:
+        tokens, context, blocks = super().totals()
+        for request, (width, more) in self.in_vain.items():
+            tokens += width
+            context += request.computed
+            blocks += more
+        return tokens, context, blocks
 
     @property
     def rests(self) -> bool:
@@ -69,7 +62,8 @@ class AheadBatch(SpeculativeBatch):
     def leave(self, request: Request) -> None:
         self._rejected.pop(request, None)
         if self.in_vain.pop(request, None) is not None:
-            self._read, request.joined = None, -1
+            self.count -= 1
+            request.joined = -1
             return
         super().leave(request)
         self._paused.clear()  # its rounds to come are others now
@@ -77,7 +71,7 @@ class AheadBatch(SpeculativeBatch):
 
     def cut(self, member: Request, tokens: int) -> None:
         if member in self.in_vain:
-            self._read, self.in_vain[member] = None, self._once(member, tokens)
+            self.in_vain[member] = self._once(member, tokens)
         else:
             super().cut(member, tokens)
 
@@ -94,18 +88,19 @@ class AheadBatch(SpeculativeBatch):
         return member.emitted if member in self.in_vain else super().emitted_by(member)
 
     def advance(self, steps: int) -> list[Request]:
-        for request, (_, blocks) in self.in_vain.items():
-            request.slots = (self._held(request) + blocks) * self._block_size
-            request.joined = -1
-            del self._rejected[request]
-        self.in_vain.clear()
+        if self.in_vain:
+            for request, (_, blocks) in self.in_vain.items():
+                request.slots = (self._held(request) + blocks) * self._block_size
+                request.joined = -1
+                del self._rejected[request]
+            self.count -= len(self.in_vain)
+            self.in_vain.clear()
         return super().advance(steps)
 
-    def go_on_in_vain(self) -> list[Request]:
-        """Let those who ended in the latest step by accepted drafts take part in the next one; return them."""
+    def draft(self, requests: int) -> Sequence[Request]:
+        super().draft(requests)
         if not self._ended:
-            return []
-        self._read = None
+            return ()
         for request in self._ended:
             room = self._max_model_len - 1 - request.computed - self._behind(request)
             if room > 0:
@@ -113,11 +108,29 @@ class AheadBatch(SpeculativeBatch):
                 self.in_vain[request] = self._once(request, min(1 + self._drafts_of(request), room))
             else:
                 del self._rejected[request]
+        self.count += len(self.in_vain)
         self._ended.clear()
         return list(self.in_vain)
 
+    def next_steps(self, free: int, budget: int) -> NextSteps | None:
+        if self._resting and self.rests:
+            return None
+        if not self.in_vain:
+            return super().next_steps(free, budget)
+        tokens, context, blocks = self.totals()
+        vain = sum(width for width, _ in self.in_vain.values())
+        if tokens > budget or blocks > free:
+            return None
+        if not self._members:
+            return NextSteps(tokens, context, blocks, 1, (), vain)
+        others = super().next_steps(free - sum(more for _, more in self.in_vain.values()), budget - vain)
+        assert others is not None
+        return NextSteps(tokens, context, blocks, others.steps, others.contexts, vain)
+
     def steps_to_completion(self) -> int:
-        return 1 if self.in_vain else super().steps_to_completion()
+        if self.in_vain and not (self._even and self._members):
+            return 1
+        return super().steps_to_completion()
 
     def steps_that_fit(self, free: int, limit: int) -> int:
         return 1 if self._resting else super().steps_that_fit(free, limit)
@@ -144,7 +157,7 @@ class AheadBatch(SpeculativeBatch):
 
     def _enter(self, request: Request, plan: _Plan) -> None:
         super()._enter(request, plan)
-        if plan.ragged and not plan.rows[1].all():
+        if plan.widths is not None and not plan.widths.all():
             self._resting[request] = None
 
     def _bring_up(self, request: Request, plan: _Plan) -> None:
@@ -152,17 +165,17 @@ class AheadBatch(SpeculativeBatch):
         self._resting.pop(request, None)
         if not age:
             return
-        before, tokens, blocks = plan.rows[:, :age]
-        last, rounds = int(before[-1]), request.rounds
-        reach = last + int(tokens[-1])
-        if age > 1 and self._even and not plan.ragged:
-            slots = min(int(before[-2]) + 2 * (1 + plan.drafts) + self._speculation.lookahead, self._max_model_len)
+        last, rounds = plan.rows.item(0, age - 1), request.rounds
+        reach = last + (1 + plan.drafts if plan.widths is None else plan.widths.item(age - 1))
+        if age > 1 and self._even and plan.widths is None:
+            slots = plan.rows.item(0, age - 2) + 2 * (1 + plan.drafts) + self._speculation.lookahead
+            slots = min(slots, self._max_model_len)
         else:
-            slots = (self._held(request) + int(blocks.sum())) * self._block_size
+            slots = (self._held(request) + int(plan.rows[1, :age].sum())) * self._block_size
         super()._bring_up(request, plan)
-        if plan.drafts and plan.ragged:
-            padded = plan.skips and tokens[0] > 1
-            request.rounds = rounds + int(np.count_nonzero(tokens > 1)) - int(padded)
+        if plan.drafts and plan.widths is not None:
+            padded = plan.skips and plan.widths[0] > 1
+            request.rounds = rounds + int(np.count_nonzero(plan.widths[:age] > 1)) - int(padded)
         if slots > request.slots:
             request.slots = slots
         if age < plan.rounds:
@@ -202,16 +215,15 @@ class AheadBatch(SpeculativeBatch):
             behind = width - gained
             computed += gained
             number += width > 1
-        rows = np.zeros((3, len(head) + len(tail)), dtype=np.int64)
-        rows[0, : len(head)], rows[1, : len(head)] = head, 1 + drafts
+        rounds, skips = len(head) + len(tail), 0
+        rows, widths = np.zeros((2, rounds), dtype=np.int64), np.full(rounds, 1 + drafts)
+        rows[0, : len(head)] = head
         if tail:
-            rows[:2, len(head) :] = np.array(tail).T
-        skips = 0
-        if rows.size:
-            self._need(request, rows)
-            skips = int(drafts > 0 and rows[1, 0] == 1)
-        ragged = bool((rows[1] != 1 + drafts).any())
-        return _Plan(self.steps, drafts, end, rows.shape[1], rows, ragged, skips, computed)
+            rows[0, len(head) :], widths[len(head) :] = np.array(tail).T
+        if rounds:
+            self._need(request, rows, widths)
+            skips = int(drafts > 0 and widths[0] == 1)
+        return _Plan(self.steps, drafts, end, rounds, rows, _unless_even(widths, drafts), skips, computed)
 
     def _reach(self, before: Ints, first: Ints) -> Ints:
         wide = 1 + self._speculation.max_drafts
@@ -220,16 +232,16 @@ class AheadBatch(SpeculativeBatch):
         reach[first] = before[first] + wide
         return reach
 
-    def _need(self, request: Request, rows: Ints, width: int | None = None) -> None:
-        reach, behind = rows[0] + rows[1], self._behind(request)
-        reach[1:] = reach[:-1] + rows[1, 1:]  # as if all drafts of the round before were accepted
+    def _need(self, request: Request, rows: Ints, widths: Ints | int) -> None:
+        reach, behind, even = rows[0] + widths, self._behind(request), isinstance(widths, int)
+        reach[1:] = reach[:-1] + (widths if even else widths[1:])  # as if all drafts of the round before were accepted
         reach[0] += behind
         reach += self._speculation.lookahead + self._block_size - 1
         np.minimum(reach, self._max_model_len + self._block_size - 1, out=reach)
         reach //= self._block_size
-        if width is None or behind > width:
+        if not even or behind > widths:
             np.maximum.accumulate(reach, out=reach)
         held = self._held(request)
         np.maximum(reach, held, out=reach)
-        rows[2, 0] = reach[0] - held
-        np.subtract(reach[1:], reach[:-1], out=rows[2, 1:])
+        rows[1, 0] = reach[0] - held
+        np.subtract(reach[1:], reach[:-1], out=rows[1, 1:])

@@ -52,10 +52,9 @@ class DecodeBatch:
         """Members in order of joining. For executors and tests: costs O(members)."""
         return (request for joins, request in self._members if self._present(joins, request))
 
-    @property
-    def tokens(self) -> int:
-        """Tokens the next step computes."""
-        return self.count
+    def totals(self) -> tuple[int, int, int]:
+        """(tokens the next step computes, tokens its members have computed before, new blocks it needs)."""
+        return self.count, self.context_tokens, self._residues[-self.steps % self._block_size]
 
     def width_of(self, member: Request) -> int:
         """Tokens the next step computes for a member."""

@@ -65,9 +65,14 @@ class Step:
     """Drafts verified in this step, of all decodes together."""
     draft_levels: int = 0
     """How many drafts in turn lead to those that requests verify in a step like this one."""
-    contexts: NDArray[np.int64] | None = None
-    """The context tokens of each repetition of a step with drafts that may be repeated: they grow as drafts are
-    accepted."""
+    contexts: Sequence[int] | NDArray[np.int64] | None = None
+    """Tokens that the decodes have computed before each repetition of a step with drafts that may be repeated: they grow
+    as drafts are accepted."""
+    in_vain: int = 0
+    """Of the decodes, those whose answer is complete: they deliver nothing, and are not in the repetitions that follow;
+    nor in `contexts`."""
+    vain_tokens: int = 0
+    """How many tokens those compute."""
     swapped_out_blocks: int = 0
     """KV blocks that the preempted take to host memory before this step."""
     swapped_in_blocks: int = 0

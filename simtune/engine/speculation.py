@@ -21,6 +21,9 @@ from simtune.engine.request import Request
 
 Ints = NDArray[np.int64]
 
+_FEW = 32
+"""Steps whose calendar is sooner read one by one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
@@ -65,6 +68,23 @@ class Speculation:
         return self.drafts is None and self.shares is None and self.stops is None
 
 
+class NextSteps(NamedTuple):
+    """Steps in which all members do alike."""
+
+    tokens: int
+    """Verified in the first."""
+    context: int
+    """Tokens computed before the first."""
+    blocks: int
+    """New ones in the first."""
+    steps: int
+    contexts: Sequence[int] | Ints
+    """Tokens that members have computed before each."""
+    vain_tokens: int = 0
+    """Of those of the first step, those of members that take part in vain, and in no other step; the contexts are
+    without them."""
+
+
 class Tally(NamedTuple):
     """What verifications came to, over all requests and rounds."""
 
@@ -88,9 +108,9 @@ class _Plan:
     """Computed tokens with which the answer is complete."""
     rounds: int
     rows: Ints
-    """(3, rounds): tokens computed before, tokens verified, new blocks."""
-    ragged: bool
-    """Whether some round verifies another number of tokens than one and `drafts`."""
+    """(2, rounds): tokens computed before, new blocks."""
+    widths: Ints | None
+    """Tokens verified in each round, where that is not always one and `drafts`."""
     skips: int
     """1 where the first round verifies no drafts, or some that nobody made, and counts as none."""
     final: int
@@ -110,46 +130,35 @@ class SpeculativeBatch:
         self._max_model_len = max_model_len
         self._drafts = speculation.max_drafts
         self._many = getattr(speculation.accepted, "many", None)
-        self._laid_out = getattr(speculation.accepted, "laid_out", None)
+        self._laid_out = getattr(speculation.accepted, "laid_out", None) if speculation.stops is None else None
         self._steady = speculation.drafts is None and speculation.shares is None and speculation.stops is None
         self._members: dict[Request, _Plan] = {}
         self._paused: dict[Request, _Plan] = {}  # left in this step, perhaps to come back as they went
         self._shares: dict[Request, int] = {}
         self._cuts: list[Request] = []  # whose next round is other than the batch's
-        self._calendar = np.zeros((3, 1024), dtype=np.int64)  # the members' rows added up; from step _origin on
+        self._calendar = np.zeros((2, 1024), dtype=np.int64)  # the members' rows added up; from step _origin on
+        self._fewer = np.zeros(1024, dtype=np.int64)  # tokens verified than one and `drafts` of each member
         self._origin = 0
-        self._read: list[int] | None = None
+        self._wide = 0  # one and `drafts` of all members
+        self._read: list[list[int]] | None = None  # the calendar at the next steps
         self._completions: list[tuple[int, int, Request]] = []  # heap of (step, join number, request)
         self._joins = 0
         self._longest: int | None = None  # drafts of any member
         self._ragged = 0  # members whose plan is
         self.steps = 0
+        self.count = 0
         self._rounds = self._drafted = self._accepted = self._tokens = 0
 
     def __iter__(self) -> Iterator[Request]:
         """Members in order of joining."""
         return iter(self._members)
 
-    @property
-    def count(self) -> int:
-        return len(self._members)
-
-    @property
-    def context_tokens(self) -> int:
-        """Sum of the members' computed tokens."""
-        return self._now[0]
-
-    @property
-    def tokens(self) -> int:
-        """Tokens the next step computes."""
-        return self._now[1]
-
-    @property
-    def _now(self) -> list[int]:
-        """The calendars at the next step."""
-        if self._read is None:
-            self._read = self._calendar[:, self.steps - self._origin].tolist()
-        return self._read
+    def totals(self) -> tuple[int, int, int]:
+        """(tokens the next step computes, tokens its members have computed before, new blocks it needs)."""
+        at = self.steps - self._origin
+        tokens = self._wide - int(self._fewer[at]) if self._ragged else self._wide
+        contexts, blocks = self._read or self._calendar[:, at : at + 1].tolist()
+        return tokens, contexts[0], blocks[0]
 
     @property
     def levels(self) -> int:
@@ -180,7 +189,7 @@ class SpeculativeBatch:
     def width_of(self, member: Request) -> int:
         """Tokens the next step computes for a member. Drafts that would not fit max_model_len are not made."""
         plan = self._members[member]
-        return int(plan.rows[1, self.steps - plan.begin])
+        return 1 + plan.drafts if plan.widths is None else int(plan.widths[self.steps - plan.begin])
 
     def emitted_by(self, member: Request) -> int:
         """Output tokens a member has delivered so far."""
@@ -190,7 +199,7 @@ class SpeculativeBatch:
     def cut(self, member: Request, tokens: int) -> None:
         """Let the next step compute no more than so many tokens for a member."""
         plan = self._withdraw(member)
-        padded = plan.skips and plan.begin == self.steps and plan.rows[1, 0] > 1
+        padded = plan.skips and plan.begin == self.steps and self.width_of(member) > 1
         planned = self._padded if padded else self._planned
         self._enter(member, planned(member, plan.end, plan.drafts, tokens))
         self._cuts.append(member)
@@ -200,12 +209,15 @@ class SpeculativeBatch:
         plan = self._withdraw(member)
         self._enter(member, self._padded(member, plan.end, plan.drafts, 1 + self._speculation.max_drafts))
 
-    def draft(self, requests: int) -> None:
-        """The drafter has run with a step of so many requests."""
+    def draft(self, requests: int) -> Sequence[Request]:
+        """The drafter has run with a step of so many requests; returns those that are complete and go on in vain."""
         if self._paused:
             self._paused.clear()
-        if self._steady:
-            return
+        if not self._steady:
+            self._draft_anew(requests)
+        return ()
+
+    def _draft_anew(self, requests: int) -> None:
         speculation = self._speculation
         if speculation.shares is not None:
             if self._unshared:
@@ -222,45 +234,66 @@ class SpeculativeBatch:
         request.joins = self._joins
         request.settled = -1
         drafts = self._drafts_of(request)
-        plan = self._paused.pop(request, None)
+        plan = self._paused.pop(request, None) if self._paused else None
         if plan is None or plan.drafts != drafts or not plan.rounds or request.computed != plan.rows[0, 0]:
             end = request.computed + request.output_tokens - request.emitted
-            plan = self._planned(request, end, drafts)
+            plan = self._known(request, end, drafts) or self._planned(request, end, drafts)
+        self.count += 1
         self._enter(request, plan)
 
     def leave(self, request: Request) -> None:
         """Take a member out and bring its `computed`, `emitted`, `slots` and `rounds` up to date."""
         plan = self._withdraw(request)
         del self._members[request]
+        self.count -= 1
         request.joined = -1
         if request not in self._cuts:
             age = self.steps - plan.begin
             skips = 0 if age else plan.skips
-            self._paused[request] = replace(plan, rows=plan.rows[:, age:], rounds=plan.rounds - age, skips=skips)
+            widths = None if plan.widths is None else plan.widths[age:]
+            rows, rounds = plan.rows[:, age:], plan.rounds - age
+            self._paused[request] = replace(plan, rows=rows, widths=widths, rounds=rounds, skips=skips)
 
     def blocks_of(self, member: Request) -> int:
         """New blocks the next step needs for a member."""
         plan = self._members[member]
-        return int(plan.rows[2, self.steps - plan.begin])
+        return int(plan.rows[1, self.steps - plan.begin])
 
     def blocks_for(self, steps: int, after: int = 0) -> int:
         """New blocks that `steps` steps need, the first of them after so many others."""
-        if steps == 1 and not after:
-            return self._now[2]
+        if self._read is not None and len(self._read[1]) >= after + steps:
+            return sum(self._read[1][after : after + steps])
         at = self.steps - self._origin + after
-        return int(self._calendar[2, at : at + steps].sum())
+        return int(self._calendar[1, at : at + steps].sum())
 
     def held_by(self, member: Request) -> int:
         """Blocks a member holds."""
         plan = self._members[member]
         held = -(-max(member.computed, member.slots) // self._block_size)
-        return held + int(plan.rows[2, : self.steps - plan.begin].sum())
+        return held + int(plan.rows[1, : self.steps - plan.begin].sum())
 
     def contexts(self, steps: int) -> Ints:
-        """Context tokens of each of the next `steps` steps, which compute as many tokens as the next one."""
+        """The members' computed tokens before each of the next `steps` steps."""
         at = self.steps - self._origin
-        found: Ints = self._calendar[0, at : at + steps] + self.tokens
-        return found
+        return self._calendar[0, at : at + steps]
+
+    def next_steps(self, free: int, budget: int) -> NextSteps | None:
+        """What members do next as long as it remains the same; None where the first step's new blocks number more than
+        `free`, or its tokens more than `budget`.
+        """
+        at = self.steps - self._origin
+        tokens = self._wide - int(self._fewer[at]) if self._ragged else self._wide
+        if tokens > budget:
+            return None
+        steps = self.steps_to_completion()
+        most = steps * (1 + self._speculation.max_drafts) + self._speculation.lookahead
+        if self._ragged or len(self._members) * (most // self._block_size + 1) > free:
+            steps = self.steps_that_fit(free, steps)
+        if steps <= _FEW:
+            self._read = contexts, blocks = self._calendar[:, at : at + steps].tolist()
+            return NextSteps(tokens, contexts[0], blocks[0], steps, contexts) if blocks[0] <= free else None
+        context, block = self._calendar[:, at].tolist()
+        return NextSteps(tokens, context, block, steps, self._calendar[0, at : at + steps]) if block <= free else None
 
     def steps_that_fit(self, free: int, limit: int) -> int:
         """The largest number of steps, at most `limit`, whose new blocks number at most `free` and that all compute
@@ -270,14 +303,14 @@ class SpeculativeBatch:
             return 1
         at = self.steps - self._origin
         if self._ragged:
-            tokens = self._calendar[1, at : at + limit]
-            other = tokens != tokens[0]
+            fewer = self._fewer[at : at + limit]
+            other = fewer != fewer[0]
             if other.any():
                 limit = int(other.argmax())
         speculation = self._speculation
         most = limit * (1 + speculation.max_drafts) + speculation.lookahead
         if self.count * (most // self._block_size + 1) > free:
-            blocks = self._calendar[2, at : at + limit]
+            blocks = self._calendar[1, at : at + limit]
             if int(blocks.sum()) > free:
                 limit = int(blocks.cumsum().searchsorted(free, "right"))
         return max(1, limit)
@@ -313,7 +346,9 @@ class SpeculativeBatch:
             if self._present(done, joins, request):
                 assert done == self.steps, "a batch must not be advanced past a completion"
                 plan = self._members.pop(request)
-                self._ragged -= plan.ragged
+                self.count -= 1
+                self._wide -= 1 + plan.drafts
+                self._ragged -= plan.widths is not None
                 self._longest = None
                 self._bring_up(request, plan)
                 request.joined = -1
@@ -352,23 +387,29 @@ class SpeculativeBatch:
     def _enter(self, request: Request, plan: _Plan) -> None:
         plan.begin = self.steps
         self._read = None
-        self._ragged += plan.ragged
         self._longest = None
         self._members[request] = plan
+        self._wide += 1 + plan.drafts
         self._open(plan.rounds)
         at = self.steps - self._origin
         coming = self._calendar[:, at : at + plan.rounds]
         np.add(coming, plan.rows, out=coming)
+        if plan.widths is not None:
+            self._ragged += 1
+            self._fewer[at : at + plan.rounds] += 1 + plan.drafts - plan.widths
         heapq.heappush(self._completions, (self.steps + plan.rounds, request.joins, request))
 
     def _withdraw(self, request: Request) -> _Plan:
         """Take a member's coming rounds out of the calendars; it keeps its place."""
         plan = self._members[request]
         self._read = None
-        self._ragged -= plan.ragged
         self._longest = None
+        self._wide -= 1 + plan.drafts
         age, at = self.steps - plan.begin, self.steps - self._origin
         self._calendar[:, at : at + plan.rounds - age] -= plan.rows[:, age:]
+        if plan.widths is not None:
+            self._ragged -= 1
+            self._fewer[at : at + plan.rounds - age] -= 1 + plan.drafts - plan.widths[age:]
         self._bring_up(request, plan)
         return plan
 
@@ -380,10 +421,12 @@ class SpeculativeBatch:
         computed = _computed(plan, age)
         gained = computed - request.computed
         delivered = min(gained, plan.end - request.computed)
-        before, tokens, _ = plan.rows
-        request.settled = int(before[age - 1])
-        last = request.settled + 1 + plan.drafts
-        reach = (int((before[:age] + tokens[:age]).max()) if plan.ragged else last) + self._speculation.lookahead
+        request.settled = reach = plan.rows.item(0, age - 1)
+        if plan.widths is None:
+            reach += 1 + plan.drafts
+        else:
+            reach = int((plan.rows[0, :age] + plan.widths[:age]).max())
+        reach += self._speculation.lookahead
         request.slots = max(request.slots, min(reach, self._max_model_len))
         request.computed = computed
         request.emitted += delivered
@@ -395,6 +438,21 @@ class SpeculativeBatch:
         self._accepted += gained - rounds
         self._tokens += delivered
 
+    def _known(self, request: Request, end: int, drafts: int) -> _Plan | None:
+        """What `_planned` comes to, where the rounds of many requests were laid out at once, this one among them."""
+        if self._laid_out is None or request.rounds or drafts != self._speculation.max_drafts or not drafts:
+            return None
+        computed, slots = request.computed, request.slots
+        held = computed if computed > slots else slots
+        if computed != request.prompt_tokens or held != computed + self._speculation.lookahead or computed == end:
+            return None
+        if end + 2 * drafts >= self._max_model_len:
+            return None
+        known = self._laid_out(request, self._lay_out)
+        if known is None:
+            return None
+        return _Plan(self.steps, drafts, end, known[0].shape[1], known[0], None, 0, known[1])
+
     def _planned(self, request: Request, end: int, drafts: int, cut: int | None = None) -> _Plan:
         """The rounds of a request until it has computed `end` tokens, with so many drafts in each; with `cut`, at most
         so many tokens in the first.
@@ -402,19 +460,12 @@ class SpeculativeBatch:
         computed, number, skips = request.computed, request.rounds, 0
         limit, foreseen = self._max_model_len - 1, self._many is not None and self._speculation.stops is None
         if cut is None and foreseen and drafts and computed < end < limit - drafts:
-            if self._laid_out is not None and not number and drafts == self._speculation.max_drafts:
-                held = computed if computed > request.slots else request.slots
-                if computed == request.prompt_tokens and held == computed + self._speculation.lookahead:
-                    known = self._laid_out(request, self._lay_out)
-                    if known is not None:
-                        return _Plan(self.steps, drafts, end, known[0].shape[1], known[0], False, 0, known[1])
             after, rounds = self._foreseen(request, computed, end, number, drafts)
-            rows = np.empty((3, rounds), dtype=np.int64)
+            rows = np.empty((2, rounds), dtype=np.int64)
             rows[0, 0] = computed
             rows[0, 1:] = after[: rounds - 1]
-            rows[1] = 1 + drafts
             self._need(request, rows, 1 + drafts)
-            return _Plan(self.steps, drafts, end, rounds, rows, False, 0, int(after[rounds - 1]))
+            return _Plan(self.steps, drafts, end, rounds, rows, None, 0, int(after[rounds - 1]))
         parts: list[tuple[Ints, Ints | int]] = []  # tokens computed before, tokens verified
         if cut is not None:
             width = min(1 + self._length(request, number, drafts), cut, limit - computed)
@@ -434,25 +485,29 @@ class SpeculativeBatch:
             parts.append((np.array([computed]), width))
             computed += 1 + self._taken(request, number, width - 1)
             number += 1
-        rows = np.empty((3, sum(len(before) for before, _ in parts)), dtype=np.int64)
+        rows = np.empty((2, sum(len(before) for before, _ in parts)), dtype=np.int64)
+        widths = np.empty(rows.shape[1], dtype=np.int64)
         at = 0
         for some, of_each in parts:
             rows[0, at : at + len(some)] = some
-            rows[1, at : at + len(some)] = of_each
+            widths[at : at + len(some)] = of_each
             at += len(some)
         if at:
-            self._need(request, rows)
-        return _Plan(self.steps, drafts, end, at, rows, bool((rows[1] != 1 + drafts).any()), skips, computed)
+            self._need(request, rows, widths)
+        return _Plan(self.steps, drafts, end, at, rows, _unless_even(widths, drafts), skips, computed)
 
     def _padded(self, request: Request, end: int, drafts: int, width: int) -> _Plan:
         """The rounds of a request whose first one verifies `width` tokens, all but one of them drafts nobody made."""
         request.computed += 1
         rest = self._follow(request, end, drafts, width - 1)
         request.computed -= 1
-        first = np.array([[request.computed], [width], [0]])
-        rows = np.concatenate([first, rest.rows], axis=1)
-        self._need(request, rows)
-        return replace(rest, rounds=rest.rounds + 1, rows=rows, ragged=rest.ragged or width != 1 + drafts, skips=1)
+        rows = np.concatenate([[[request.computed], [0]], rest.rows], axis=1)
+        widths = np.full(rest.rounds + 1, 1 + drafts)
+        widths[0] = width
+        if rest.widths is not None:
+            widths[1:] = rest.widths
+        self._need(request, rows, widths)
+        return replace(rest, rounds=rest.rounds + 1, rows=rows, widths=_unless_even(widths, drafts), skips=1)
 
     def _follow(self, request: Request, end: int, drafts: int, rejected: int) -> _Plan:
         """The rounds of a request of which so many drafts were rejected in the one before."""
@@ -463,13 +518,13 @@ class SpeculativeBatch:
         given the tokens computed before each round, the prompts, and where each request begins (and the last one ends).
         """
         lookahead, size, first = self._speculation.lookahead, self._block_size, np.array(begins[:-1])
-        rows = np.empty((3, len(before)), dtype=np.int64)
-        rows[0], rows[1] = before, 1 + self._speculation.max_drafts
+        rows = np.empty((2, len(before)), dtype=np.int64)
+        rows[0] = before
         reach = np.minimum(self._reach(before, first) + lookahead, self._max_model_len)
         reach += size - 1
         reach //= size
-        rows[2, 1:] = np.diff(reach)
-        rows[2, first] = reach[first] + -(prompt + lookahead) // size
+        rows[1, 1:] = np.diff(reach)
+        rows[1, first] = reach[first] + -(prompt + lookahead) // size
         rows.flags.writeable = False
         return rows
 
@@ -517,10 +572,9 @@ class SpeculativeBatch:
         assert min(0, drafts) <= accepted <= drafts, f"{accepted} of {drafts} drafts accepted"
         return accepted
 
-    def _need(self, request: Request, rows: Ints, width: int | None = None) -> None:
-        """Fill in the new blocks of each round; `width` is what each of them verifies, where that is the same."""
-        more = self._speculation.lookahead + self._block_size - 1
-        reach = rows[0] + (rows[1] + more if width is None else width + more)
+    def _need(self, request: Request, rows: Ints, widths: Ints | int) -> None:
+        """Fill in the new blocks of each round, of which each verifies so many tokens."""
+        reach: Ints = rows[0] + (widths + self._speculation.lookahead + self._block_size - 1)
         top = self._max_model_len + self._block_size - 1
         if self._speculation.stops is not None:
             np.maximum.accumulate(reach, out=reach)
@@ -530,8 +584,8 @@ class SpeculativeBatch:
         held = -(-max(request.computed, request.slots) // self._block_size)
         if reach[0] < held:
             np.maximum(reach, held, out=reach)
-        rows[2, 0] = reach[0] - held
-        np.subtract(reach[1:], reach[:-1], out=rows[2, 1:])
+        rows[1, 0] = reach[0] - held
+        np.subtract(reach[1:], reach[:-1], out=rows[1, 1:])
 
     def _open(self, rounds: int) -> None:
         """Make the calendars reach so many steps ahead."""
@@ -541,10 +595,10 @@ class SpeculativeBatch:
             return
         while rounds * 2 > size:
             size *= 2
-        calendar = np.zeros((3, size), dtype=np.int64)
-        rest = self._calendar[:, past:]
-        calendar[:, : rest.shape[1]] = rest
-        self._calendar, self._origin = calendar, self.steps
+        rest, calendar, fewer = self._calendar.shape[1] - past, np.zeros((2, size), np.int64), np.zeros(size, np.int64)
+        calendar[:, :rest] = self._calendar[:, past:]
+        fewer[:rest] = self._fewer[past:]
+        self._calendar, self._fewer, self._origin = calendar, fewer, self.steps
 
     def _present(self, done: int, joins: int, request: Request) -> bool:
         plan = self._members.get(request)
@@ -553,12 +607,16 @@ class SpeculativeBatch:
 
 def _verified(plan: _Plan, age: int) -> tuple[int, int]:
     """(verifications, drafts verified) of the first `age` rounds."""
-    if not plan.ragged:
+    if plan.widths is None:
         return age, age * plan.drafts
-    tokens = plan.rows[1, :age]
+    tokens = plan.widths[:age]
     rounds = int(np.count_nonzero(tokens))
     return rounds, int(tokens.sum()) - rounds
 
 
 def _computed(plan: _Plan, age: int) -> int:
-    return int(plan.rows[0, age]) if age < plan.rounds else plan.final
+    return plan.rows.item(0, age) if age < plan.rounds else plan.final
+
+
+def _unless_even(widths: Ints, drafts: int) -> Ints | None:
+    return widths if (widths != 1 + drafts).any() else None

@@ -128,8 +128,12 @@ class VllmFcfs(Scheduler):
         return bool(self._ending or (self._ahead is not None and self._ahead.in_vain))
 
     def would_notice(self) -> bool:
+        if self.waiting:
+            return False
         here = self.decoding.count + len(self.prefilling) + len(self._reserved) + len(self._paused)
-        return not self.waiting and here < self.max_num_seqs
+        if self._ahead is not None:
+            here -= len(self._ahead.in_vain)  # their seats are free from the second repetition on
+        return here < self.max_num_seqs
 
     def release(self, request: Request) -> None:
         if request in self._ending or (self._ahead is not None and request in self._ahead.in_vain):
@@ -161,25 +165,26 @@ class VllmFcfs(Scheduler):
 
         `schedule` would come to the same, in more time.
         """
-        batch, kv, plain = self.decoding, self.kv, self._speculation is None
-        count = batch.count
-        if self._ahead is not None and self._ahead.rests:
-            return None
-        tokens = count if plain else batch.tokens
-        blocks = batch.blocks_for(1)
-        if blocks > kv.free or tokens + self._extra_slots * count > self.max_num_batched_tokens:
-            return None
-        step = Step(count, batch.context_tokens + tokens, [], [])
-        limit = batch.steps_to_completion()
-        if not plain:
-            assert isinstance(batch, SpeculativeBatch)
-            step.draft_tokens, step.draft_levels = tokens - count, batch.levels
-            step.repeat = batch.steps_that_fit(kv.free, limit)
-            if step.repeat > 1:
-                step.contexts = batch.contexts(step.repeat)
+        batch, kv, count = self.decoding, self.kv, self.decoding.count
+        budget = self.max_num_batched_tokens - self._extra_slots * count
+        if isinstance(batch, SpeculativeBatch):
+            found = batch.next_steps(kv.free, budget)
+            if found is None:
+                return None
+            tokens, context, blocks, repeat, contexts, vain = found
+            step = Step(count, context + tokens, [], [], repeat, (), tokens - count, batch.levels)
+            if repeat > 1:
+                step.contexts = contexts
+            if vain:
+                assert self._ahead is not None
+                step.in_vain, step.vain_tokens = len(self._ahead.in_vain), vain
         else:
+            _, context, blocks = batch.totals()
+            if blocks > kv.free or count > budget:
+                return None
+            step = Step(count, context + count, [], [])
+            limit = batch.steps_to_completion()
             if self.tells_longest:
-                assert isinstance(batch, DecodeBatch)
                 step.longest_context = batch.longest + 1
             roomy = kv.free // count * kv.block_size >= limit
             step.repeat = limit if roomy else batch.steps_that_fit(kv.free, limit)
@@ -193,16 +198,19 @@ class VllmFcfs(Scheduler):
         assert step is not None
         assert 1 <= repetitions <= step.repeat
         progress = Progress()
-        batch, ahead = self.decoding, self._ahead
-        in_vain = () if ahead is None else tuple(ahead.in_vain)
-        if (self._ending or self._stale) and not in_vain:
+        batch, in_vain = self.decoding, []
+        if step.in_vain:
+            assert self._ahead is not None
+            in_vain = list(self._ahead.in_vain)
+        elif self._ending or self._stale:
             self._part()
-        if repetitions > 1 and (more := batch.blocks_for(repetitions - 1, 1)):
-            self.kv.take(more)
+        more = batch.blocks_for(repetitions - 1, 1) if repetitions > 1 else 0
         finished = batch.advance(repetitions)
         if in_vain:
             self._ending = sorted([*self._ending, *in_vain], key=attrgetter("joins"))
             self._part()
+        if more:
+            self.kv.take(more)
         for request in finished:
             self._finish(request, progress)
         for chunk in step.chunks:
@@ -214,8 +222,8 @@ class VllmFcfs(Scheduler):
             request.emitted += 1
             if request.emitted == 1:
                 progress.first_token.append(request)
-            if chunk.padding and ahead is not None:
-                ahead.join(request, rejected=chunk.padding)
+            if chunk.padding and self._ahead is not None:
+                self._ahead.join(request, rejected=chunk.padding)
             else:
                 batch.join(request)
             if request.emitted == request.output_tokens:
@@ -225,31 +233,32 @@ class VllmFcfs(Scheduler):
             self._rejoin()
         if self._speculation is not None:
             assert isinstance(batch, SpeculativeBatch)
-            batch.draft(step.num_decodes + len(step.chunks))
-            if ahead is not None:
-                for request in ahead.go_on_in_vain():
-                    self._ending.remove(request)
+            for request in batch.draft(step.num_decodes + len(step.chunks)):
+                self._ending.remove(request)
         return progress
 
     def _give(self, chunks: list[Chunk], past: int, short: bool) -> Step:
         """The step that consists of the batch and these chunks; those from number `past` on are of newcomers."""
-        batch, tokens = self.decoding, self.decoding.tokens
-        step = Step(batch.count, batch.context_tokens + tokens, chunks, self._preempted)
+        batch, count = self.decoding, self.decoding.count
+        tokens, context, blocks = batch.totals()
+        step = Step(count, context + tokens, chunks, self._preempted)
         if isinstance(batch, SpeculativeBatch):
             step.draft_levels = batch.levels
-        elif batch.count and self.tells_longest:
+            if self._ahead is not None and self._ahead.in_vain:
+                step.in_vain = len(self._ahead.in_vain)
+        elif count and self.tells_longest:
             step.longest_context = batch.longest + 1
         if self._preempted:
             self._preempted = []
             step.swapped_out_blocks, self._swapped_out = self._swapped_out, 0
-        step.draft_tokens = tokens - batch.count
+        step.draft_tokens = tokens - count
         if chunks:
             step.admitted = [chunk.request for chunk in chunks[past:]]
             if self.preemption == "swap":
                 step.swapped_in_blocks = sum(self.kv.blocks_for(chunk.past) for chunk in chunks[past:])
-        elif not short and not self._paused and not (self._ending and self.waiting):
+        elif not (short or self._paused or step.in_vain or (self._ending and self.waiting)):
             # The first repetition's blocks are taken already.
-            step.repeat = batch.steps_that_fit(self.kv.free + batch.blocks_for(1), batch.steps_to_completion())
+            step.repeat = batch.steps_that_fit(self.kv.free + blocks, batch.steps_to_completion())
             if step.repeat > 1 and isinstance(batch, SpeculativeBatch):
                 step.contexts = batch.contexts(step.repeat)
         self._under_way = step
@@ -260,8 +269,8 @@ class VllmFcfs(Scheduler):
         batch, kv, extra = self.decoding, self.kv, self._extra_slots
         short = False
         while True:
-            blocks = batch.blocks_for(1)
-            budget = self.max_num_batched_tokens - batch.tokens - extra * batch.count
+            count, (verified, _, blocks) = batch.count, batch.totals()
+            budget = self.max_num_batched_tokens - verified - extra * count
             more = tokens = 0
             if self.prefilling and budget > extra:
                 (request,) = self.prefilling

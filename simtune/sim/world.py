@@ -485,9 +485,15 @@ class World:
         )
 
     @staticmethod
-    def _time_rounds(costs: RoundCosts, lane: Lane, step: Step, contexts: Ticks) -> None:
+    def _time_rounds(costs: RoundCosts, lane: Lane, step: Step, contexts: Sequence[int] | Ticks) -> None:
         """A jump over rounds, whose contexts grow as drafts are accepted."""
-        lane.ends = costs.rounds(step.num_decodes, step.verify_tokens, step.draft_levels, contexts)
+        decodes, tokens, levels = step.num_decodes, step.verify_tokens, step.draft_levels
+        if step.in_vain:
+            first = costs.round(decodes, tokens, levels, step.context_tokens)
+            rest = costs.rounds(decodes - step.in_vain, tokens - step.vain_tokens, levels, contexts[1:])
+            lane.ends = [first, *(first + end for end in rest)]
+        else:
+            lane.ends = costs.rounds(decodes, tokens, levels, contexts)
         lane.first, lane.repetitions = lane.ends[0], len(lane.ends)
 
     def _launched(self, now: int, lane: Lane) -> tuple[int, int, int, int]:
@@ -531,15 +537,14 @@ class World:
         """A step ends, and the next one begins; so do those after it, as long as nothing else comes before they end."""
         heap, firsts, informed, free = self._heap, self._first, self._router.informed, lane.jumps_freely
         complete, schedule, decode = lane.scheduler.complete, lane.scheduler.schedule, lane.costs.decode
-        note, drafts = self._rows.append, lane.rounds is not None
-        plain = free and not drafts
+        note, rounds = self._rows.append, lane.rounds
         while True:
             repetitions, step = lane.repetitions, lane.step
-            if plain and step is not None:  # `_account` comes to the same
+            if free and step is not None and lane.ends is None:  # `_account` comes to the same
                 self._steps += repetitions
                 lane.busy += now - lane.started
-                if step.num_decodes:
-                    note((lane.first, lane.slope, repetitions, step.num_decodes))
+                if decodes := step.num_decodes - step.in_vain:
+                    note((lane.first, lane.slope, repetitions, decodes))
             else:
                 self._account(now, lane)
             progress = complete(repetitions)
@@ -567,9 +572,14 @@ class World:
                     return
                 lane.step, lane.started = step, now
                 lane.version = version = lane.version + 1
-                if drafts or step.chunks or step.preempted:
+                if step.chunks or step.preempted or (rounds is not None and step.contexts is None):
                     self._time(now, lane, step)
                     now += lane.elapsed(lane.repetitions)
+                elif rounds is not None:
+                    assert step.contexts is not None
+                    self._time_rounds(rounds, lane, step, step.contexts)
+                    assert lane.ends is not None
+                    now += lane.ends[-1]
                 else:
                     lane.first, lane.slope, repetitions = decode(step.num_decodes, step.context_tokens)
                     if step.repeat < repetitions:
@@ -593,11 +603,12 @@ class World:
         assert step is not None
         self._steps += lane.repetitions
         lane.busy += end - lane.started
+        decodes = step.num_decodes - step.in_vain
         if lane.ends is not None:
             self._round_ends.extend(lane.ends[: lane.repetitions])
-            self._round_jumps.extend((lane.repetitions, step.num_decodes))
-        elif step.num_decodes:
-            self._rows.append((lane.first, lane.slope, lane.repetitions, step.num_decodes))
+            self._round_jumps.extend((lane.repetitions, decodes))
+        elif decodes:
+            self._rows.append((lane.first, lane.slope, lane.repetitions, decodes))
         if self._records is not None:
             self._records.append(
                 StepRecord(

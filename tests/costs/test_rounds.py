@@ -83,7 +83,8 @@ def test_a_jump_is_the_sum_of_its_rounds(drafter: str, its: Pool, number: int) -
     compiled = rounds(drafter, its=its)
     contexts = np.cumsum(np.random.default_rng(1).integers(0, 150, number)) + 2000
     for batch, tokens in ((8, 40), (8, 27), (1, 5)):
-        ends = list(compiled.rounds(batch, tokens, 4, contexts))
+        ends = list(compiled.rounds(batch, tokens, 4, contexts - tokens))
+        assert ends == list(compiled.rounds(batch, tokens, 4, (contexts - tokens).tolist()))
         assert ends == np.cumsum([compiled.round(batch, tokens, 4, c) for c in contexts.tolist()]).tolist()
 
 
@@ -134,7 +135,7 @@ def test_every_replica_reads_the_prompts() -> None:
     chunks, one, several = [(0, 1500)], replicated(4, 1), replicated(4, 3)
     assert several.round(0, 0, 4, 0, chunks, 1) == one.round(0, 0, 4, 0, chunks, 1)
     context = 8 * 1000
-    verify = replicated(4, 1)._pure_line(8, 32, 0).at(context)
+    verify = replicated(4, 1)._pure_line(8, 32, 0).at(context - 32)
     both = [compiled.round(8, 32, 4, context, chunks, 1) for compiled in (one, several)]
     assert both[0] - both[1] == verify - -(-verify // 3)
     full = [(0, 2048)]  # the verdicts of a tick leave the prompt all of the budget, its verifications none
@@ -147,7 +148,8 @@ def test_a_jump_of_replicas_is_the_sum_of_its_ticks(its: Pool) -> None:
     for number in (5, 400):
         contexts = np.cumsum(np.random.default_rng(1).integers(0, 150, number)) + 2000
         for batch, tokens in ((8, 32), (8, 3), (1, 0)):
-            ends = list(compiled.rounds(batch, tokens, 4, contexts))
+            ends = list(compiled.rounds(batch, tokens, 4, contexts - tokens))
+            assert ends == list(compiled.rounds(batch, tokens, 4, (contexts - tokens).tolist()))
             assert ends == np.cumsum([compiled.round(batch, tokens, 4, c) for c in contexts.tolist()]).tolist()
 
 
@@ -205,7 +207,8 @@ def test_a_jump_in_chunks_is_the_sum_of_its_rounds(drafter: str, its: Pool) -> N
     for number in (5, 400):
         contexts = np.cumsum(np.random.default_rng(1).integers(0, 150, number)) + 2000
         for batch, tokens in ((8, 64), (8, 19), (8, 8), (1, 8)):
-            ends = list(compiled.rounds(batch, tokens, 7, contexts))
+            ends = list(compiled.rounds(batch, tokens, 7, contexts - tokens))
+            assert ends == list(compiled.rounds(batch, tokens, 7, (contexts - tokens).tolist()))
             assert ends == np.cumsum([compiled.round(batch, tokens, 7, c) for c in contexts.tolist()]).tolist()
 
 
@@ -248,7 +251,7 @@ def test_which_is_the_longer_may_change_as_contexts_grow() -> None:
         draft_ticks = [draft.at(c + window * batch) for c in contexts.tolist()]
         expected = np.maximum(target_ticks, draft_ticks)
         assert [compiled.round(batch, batch * window, window, c) for c in contexts.tolist()] == expected.tolist()
-        ends = compiled.rounds(batch, batch * window, window, contexts)
+        ends = compiled.rounds(batch, batch * window, window, contexts - batch * window)
         assert list(ends) == expected.cumsum().tolist()
         crossed += bool((np.diff(np.sign(np.subtract(target_ticks, draft_ticks))) != 0).any())
     assert crossed
@@ -271,7 +274,8 @@ def test_a_jump_beside_drafting_is_the_sum_of_its_rounds(its: Pool) -> None:
     for number in (5, 400):
         contexts = np.cumsum(np.random.default_rng(1).integers(0, 150, number)) + 2000
         for batch, tokens in ((8, 32), (8, 19), (1, 4)):
-            ends = list(compiled.rounds(batch, tokens, 4, contexts))
+            ends = list(compiled.rounds(batch, tokens, 4, contexts - tokens))
+            assert ends == list(compiled.rounds(batch, tokens, 4, (contexts - tokens).tolist()))
             assert ends == np.cumsum([compiled.round(batch, tokens, 4, c) for c in contexts.tolist()]).tolist()
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from simtune.engine import Request, Speculation, SpeculativeBatch, Tally
+from simtune.engine.speculation import NextSteps
 
 
 class PlainBatch(SpeculativeBatch):
@@ -21,23 +22,16 @@ class PlainBatch(SpeculativeBatch):
         self._shared: dict[Request, int] = {}
         self._cut: dict[Request, int] = {}
         self._joined = 0
-        self.steps = 0
+        self.steps = self.count = 0
         self.counts = [0, 0, 0, 0]
 
     def __iter__(self) -> Iterator[Request]:
         return iter(self._here)
 
-    @property
-    def count(self) -> int:
-        return len(self._here)
-
-    @property
-    def context_tokens(self) -> int:
-        return sum(member.computed for member in self._here)
-
-    @property
-    def tokens(self) -> int:
-        return sum(map(self.width_of, self._here))
+    def totals(self) -> tuple[int, int, int]:
+        everyone = list(self._here)
+        blocks = sum(map(self.blocks_of, everyone))
+        return sum(map(self.width_of, everyone)), sum(member.computed for member in everyone), blocks
 
     @property
     def levels(self) -> int:
@@ -75,22 +69,25 @@ class PlainBatch(SpeculativeBatch):
     def cut(self, member: Request, tokens: int) -> None:
         self._cut[member] = tokens
 
-    def draft(self, requests: int) -> None:
+    def draft(self, requests: int) -> Sequence[Request]:
         speculation = self._speculation
         if speculation.shares is not None:
             if self._here.keys() != self._shared.keys():
                 self._shared = dict(zip(self._here, speculation.shares(list(self._here)), strict=True))
         elif speculation.drafts is not None:
             self._everyone = min(speculation.drafts(requests), speculation.max_drafts)
+        return ()
 
     def join(self, request: Request) -> None:
         self._joined += 1
         request.joined = self.steps
         request.joins = self._joined
         self._here[request] = None
+        self.count += 1
 
     def leave(self, request: Request) -> None:
         del self._here[request]
+        self.count -= 1
         self._cut.pop(request, None)
         request.joined = -1
 
@@ -100,8 +97,12 @@ class PlainBatch(SpeculativeBatch):
     def blocks_of(self, member: Request) -> int:
         return max(0, -(-self._slots(member) // self._block_size) - self.held_by(member))
 
-    def blocks_for(self, steps: int) -> int:
-        return sum(map(self.blocks_of, self._here)) if steps else 0
+    def next_steps(self, free: int, budget: int) -> NextSteps | None:
+        tokens, context, blocks = self.totals()
+        return NextSteps(tokens, context, blocks, 1, ()) if tokens <= budget and blocks <= free else None
+
+    def blocks_for(self, steps: int, after: int = 0) -> int:
+        raise AssertionError("it takes single steps")
 
     def contexts(self, steps: int) -> np.ndarray:
         raise AssertionError("it takes single steps")

@@ -183,11 +183,14 @@ def test_a_jump_is_as_many_single_steps(scheme: str, ahead: bool) -> None:
             times = given.repeat if jumps else 1
             if sent < len(load) and load[sent][0] < step + times:
                 times = load[sent][0] - step
-            contexts = [given.context_tokens] if times == 1 else given.contexts[:times].tolist()
-            assert contexts[0] == given.context_tokens
-            log += [
-                (step + i, given.num_decodes, c, given.draft_tokens, given.draft_levels) for i, c in enumerate(contexts)
-            ]
+            decodes, tokens = given.num_decodes, given.verify_tokens
+            log.append((step, decodes, given.context_tokens, tokens, given.draft_levels))
+            decodes, tokens = decodes - given.in_vain, tokens - given.vain_tokens
+            if times > 1:
+                assert given.in_vain or given.contexts[0] + tokens == given.context_tokens
+                saved_in_vain.append(given.in_vain)
+            for i, computed in enumerate(given.contexts[1:times] if times > 1 else (), start=1):
+                log.append((step + i, decodes, computed + tokens, tokens, given.draft_levels))
             log += [(step, "chunk", c.request.id, c.tokens) for c in given.chunks]
             progress = engine.complete(times)
             step += times
@@ -198,7 +201,7 @@ def test_a_jump_is_as_many_single_steps(scheme: str, ahead: bool) -> None:
             events += 1
         return log, events
 
-    saved = 0
+    saved, saved_in_vain = 0, []
 
     @given(st.integers(0, 2**32))
     @many
@@ -210,6 +213,7 @@ def test_a_jump_is_as_many_single_steps(scheme: str, ahead: bool) -> None:
 
     check()
     assert (saved > 0) == (scheme != "by stopping")
+    assert any(saved_in_vain) == (ahead and not scheme.startswith("by"))
 
 
 def test_a_round_told_one_by_one_is_that_told_at_once() -> None:
@@ -243,4 +247,4 @@ def test_calendars_reach_as_far_as_the_longest_answer() -> None:
     assert sum(1 + speculation.accepted(long, i, 2) for i in range(rounds)) >= 29_999
     assert sum(1 + speculation.accepted(long, i, 2) for i in range(rounds - 1)) < 29_999
     assert batch.advance(rounds) == [long]
-    assert (batch.count, batch.tokens, batch.context_tokens) == (0, 0, 0)
+    assert (batch.count, *batch.totals()) == (0, 0, 0, 0)
