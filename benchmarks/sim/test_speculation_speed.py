@@ -1,18 +1,23 @@
-"""What drafting costs a simulation: the same 10,000 requests with a tree and without, in one process.
+"""What drafting costs a simulation: the same 10,000 requests with a tree and without.
 
     python -m pytest benchmarks/sim/test_speculation_speed.py -m benchmark_only -s
 
-CPU seconds of a whole simulation, luck included, the least of some runs that take turns; nothing is asserted about
-time.
+CPU seconds, the least of some runs that take turns: of the simulation alone in one process, luck included, and of the
+whole command `simtune simulate`, in a process of its own each. Nothing is asserted about time.
 """
 
 from __future__ import annotations
 
+import resource
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from simtune.api import load_hardware, load_model
 from simtune.sim.deployment import default_plan, deploy
@@ -40,36 +45,49 @@ SCHEMES: dict[str, Scheme] = {
 }
 
 
-def least_cpu_s(works: list[Callable[[], Any]], turns: int = 5) -> list[float]:
+ACCEPTANCE = Acceptance(name="assumed", origin="assumed", source="made up", rates=RANKS)
+
+
+def least_cpu_s(
+    works: list[Callable[[], Any]], clock: Callable[[], float] = time.process_time, turns: int = 5
+) -> list[float]:
     least = [float("inf")] * len(works)
     for _ in range(turns):
         for i, work in enumerate(works):
-            start = time.process_time()
+            start = clock()
             work()
-            least[i] = min(least[i], time.process_time() - start)
+            least[i] = min(least[i], clock() - start)
     return least
 
 
-@pytest.mark.parametrize("load", LOADS)
-def test_a_tree_against_none(load: str, benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def workload_of(load: str) -> Workload:
     rate, prompt, output = LOADS[load]
-    workload = Workload(
+    return Workload(
         name="load",
+        requests=10_000,
         arrivals=Poisson(rate_rps=rate),
         prompt=Lognormal(mean_tokens=prompt, sigma=0.8, max_tokens=30_000),
         output=Lognormal(mean_tokens=output, sigma=0.8, max_tokens=30_000),
     )
-    stream = build_stream(workload, None, requests=10_000, seed=1)
+
+
+def drafting(plain: Plan, scheme: Scheme, acceptance: str) -> Plan:
+    spec = Speculation(drafter=Eagle(), scheme=scheme, acceptance=acceptance)
+    pools = tuple(pool.model_copy(update={"speculation": spec}) for pool in plain.pools)
+    return plain.model_copy(update={"pools": pools})
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_a_tree_against_none(load: str, benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    stream = build_stream(workload_of(load), None, requests=10_000, seed=1)
     model, hardware = load_model("llama-3.1-8b"), load_hardware("h100-sxm")
-    plain = default_plan(model, hardware, stream)
-    acceptance = Acceptance(name="assumed", origin="assumed", source="made up", rates=RANKS)
-
-    def drafting(scheme: Scheme) -> Plan:
-        spec = Speculation(drafter=Eagle(), scheme=scheme, acceptance="assumed")
-        pools = tuple(pool.model_copy(update={"speculation": spec}) for pool in plain.pools)
-        return plain.model_copy(update={"pools": pools})
-
-    plans = [plain, *map(drafting, SCHEMES.values())]
+    plain, acceptance = default_plan(model, hardware, stream), ACCEPTANCE
+    plans = [plain, *(drafting(plain, scheme, "assumed") for scheme in SCHEMES.values())]
     deployments = [deploy(plan, model, hardware, drafting=Drafting(acceptance)) for plan in plans]
     results = [deployment.simulate(stream) for deployment in deployments]
     took = least_cpu_s([lambda d=d: d.simulate(stream) for d in deployments])  # type: ignore[misc]
@@ -84,3 +102,35 @@ def test_a_tree_against_none(load: str, benchmark: Any, capsys: pytest.CaptureFi
                 f"{outcome.steps:,} steps in {outcome.events:,} events, "
                 f"{drafted.tokens / drafted.rounds:.2f} tokens per round"
             )
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_the_command_with_a_tree_against_none(
+    load: str, benchmark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def written(name: str, schema: str, spec: Any) -> Path:
+        facts = spec.model_dump(mode="json", exclude_none=True)
+        (tmp_path / name).write_text(yaml.safe_dump({"schema": schema} | facts))
+        return tmp_path / name
+
+    workload = workload_of(load)
+    stream = build_stream(workload, None, requests=10_000, seed=1)
+    plain = default_plan(load_model("llama-3.1-8b"), load_hardware("h100-sxm"), stream)
+    file = written("workload.yaml", "simtune/workload@1", workload)
+    acceptance = written("acceptance.yaml", "simtune/acceptance@1", ACCEPTANCE)
+    plans = {"plain": plain, "tree": drafting(plain, SCHEMES["tree"], str(acceptance))}
+
+    def simulate(name: str) -> None:
+        plan = written(f"{name}.plan.yaml", "simtune/plan@1", plans[name])
+        options = ("--workload", file, "--plan", plan, "--requests", 10_000, "--seed", 1, "--json")
+        command = [sys.executable, "-c", "import simtune.cli; simtune.cli.main()", "simulate", *map(str, options)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+    took = least_cpu_s([lambda: simulate("plain"), lambda: simulate("tree")], of_children)
+    benchmark.extra_info.update(zip(plans, took, strict=True))
+    benchmark.pedantic(lambda: simulate("tree"), rounds=1)
+    with capsys.disabled():
+        print(
+            f"\n{load}: `simtune simulate` of 10,000 requests {took[0]:.2f} s CPU without drafts, {took[1]:.2f} s with "
+            f"a tree, {took[1] / took[0]:.2f} x"
+        )

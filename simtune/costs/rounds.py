@@ -238,7 +238,8 @@ class CompiledRounds(CompiledCosts):
             if completing:
                 context += completing * (length // len(chunks) + levels)
             drafts = [self._draft(drafting, levels, context, True, part) for part in range(len(parts))]
-            drafts[0] += self._draft_chunks(drafting * self._first(levels), chunks, new)
+            if self._network is not None:
+                drafts[0] += self._draft_chunks(self._network, drafting * self._first(levels), chunks, new)
             if self._shape.overlapped:
                 ticks = max(ticks, drafts[0] + self._prepared(num_seqs, levels, True))
             else:
@@ -258,24 +259,27 @@ class CompiledRounds(CompiledCosts):
         completing: int,
     ) -> int:
         """What `round` comes to where drafts are made and verified in turn, in less time."""
-        tables, prefill, cached = self._mixed, self._prefill, self._cached
-        ticks, new, length = self._chunk * len(chunks), 0, 0
+        tables, prefill, cached, network = self._mixed, self._prefill, self._cached, self._network
+        ticks, new, length, number = 0, 0, 0, len(chunks)
         for past, tokens in chunks:
             new += tokens
             length += past + tokens
             ticks += prefill[past + tokens] - cached[past]
-        ticks += tables.linear[verify_tokens + new] + tables.head[verify_tokens + completing]
+        ticks += self._chunk * number + tables.linear[verify_tokens + new] + tables.head[verify_tokens + completing]
         if num_decodes:
-            ticks += self._verify_line(num_decodes, verify_tokens, True).at(context_tokens)
+            line = self._verifying.get((num_decodes, verify_tokens, True))
+            ticks += (line or self._verify_line(num_decodes, verify_tokens, True)).at(context_tokens)
         if self._launches:
             ticks = max(ticks, self._launch[True])
         if levels:
             drafting = num_decodes + completing
-            context = context_tokens - verify_tokens + levels * num_decodes
-            context += completing * (length // len(chunks) + levels)
-            ticks += self._draft(drafting, levels, context, True)
-            ticks += self._draft_chunks(drafting * (levels + 1), chunks, new)
-        num_seqs = num_decodes + len(chunks)
+            if drafting:
+                context = context_tokens - verify_tokens + levels * num_decodes
+                context += completing * (length // number + levels)
+                ticks += self._draft(drafting, levels, context, True)
+            if network is not None:
+                ticks += self._draft_chunks(network, drafting * (levels + 1), chunks, new)
+        num_seqs = num_decodes + number
         floor = tables.floor[num_seqs]
         return (ticks if ticks > floor else floor) + self._after(num_seqs, levels, True)
 
@@ -385,18 +389,17 @@ class CompiledRounds(CompiledCosts):
             return self._draft_line(sequences, levels, mixed, part).at(context_tokens)
         return round(self._scale(mixed) * self._heads[sequences]) if self._heads else 0
 
-    def _draft_chunks(self, tokens: int, chunks: Sequence[tuple[int, int]], new: int) -> int:
+    def _draft_chunks(self, network: CompiledCosts, tokens: int, chunks: Sequence[tuple[int, int]], new: int) -> int:
         """Ticks by which prefill chunks lengthen the drafter's first pass, which has `tokens` without them."""
-        network = self._network
-        if network is None or not chunks:
-            return 0
-        linear = network._mixed.linear
+        linear, prefill, cached, join = network._mixed.linear, network._prefill, network._cached, self._join
         most = len(linear) - 1
-        ticks = linear[min(most, tokens + new)] - linear[min(most, tokens)]
-        if self._join:
-            ticks += self._join[min(most, tokens + new)] - self._join[min(most, tokens)]
+        without = tokens if tokens < most else most
+        together = tokens + new if tokens + new < most else most
+        ticks = network._chunk * len(chunks) + linear[together] - linear[without]
+        if join:
+            ticks += join[together] - join[without]
         for past, more in chunks:
-            ticks += network._chunk + network._prefill[past + more] - network._cached[past]
+            ticks += prefill[past + more] - cached[past]
         return ticks
 
     def _verify_line(self, num_decodes: int, verify_tokens: int, mixed: bool) -> _Line:

@@ -26,8 +26,8 @@ class AheadBatch(SpeculativeBatch):
         self._even = self._steady and speculation.lengths is None  # as many drafts in every round of every request
         self.in_vain: dict[Request, tuple[int, int]] = {}
         """Members that are complete, in the next step all the same: its tokens and new blocks."""
+        self._vain = 0, 0, 0  # their tokens, tokens computed before, new blocks
         self._rejected: dict[Request, tuple[int, int]] = {}  # (step, drafts rejected in the one before)
-        self._ended: list[Request] = []  # in the latest step, and perhaps in the next one in vain
         self._resting: dict[Request, None] = {}  # members with rounds in which they rest
 
     def __iter__(self) -> Iterator[Request]:
@@ -35,12 +35,17 @@ class AheadBatch(SpeculativeBatch):
         return iter(sorted([*self._members, *self.in_vain], key=attrgetter("joins")))
 
     def totals(self) -> tuple[int, int, int]:
-        tokens, context, blocks = super().totals()
-        for request, (width, more) in self.in_vain.items():
-            tokens += width
-            context += request.computed
-            blocks += more
-        return tokens, context, blocks
+        if self._totals is None and self.in_vain:
+            tokens, context, blocks = super().totals()
+            more = self._vain
+            self._totals = tokens + more[0], context + more[1], blocks + more[2]
+        return super().totals()
+
+    def _sum_up(self) -> None:
+        widths = self.in_vain.values()
+        context = sum(request.computed for request in self.in_vain)
+        self._vain = sum(width for width, _ in widths), context, sum(blocks for _, blocks in widths)
+        self._totals = None
 
     @property
     def rests(self) -> bool:
@@ -63,6 +68,7 @@ class AheadBatch(SpeculativeBatch):
         self._rejected.pop(request, None)
         if self.in_vain.pop(request, None) is not None:
             self.count -= 1
+            self._sum_up()
             request.joined = -1
             return
         super().leave(request)
@@ -72,6 +78,7 @@ class AheadBatch(SpeculativeBatch):
     def cut(self, member: Request, tokens: int) -> None:
         if member in self.in_vain:
             self.in_vain[member] = self._once(member, tokens)
+            self._sum_up()
         else:
             super().cut(member, tokens)
 
@@ -87,20 +94,18 @@ class AheadBatch(SpeculativeBatch):
     def emitted_by(self, member: Request) -> int:
         return member.emitted if member in self.in_vain else super().emitted_by(member)
 
-    def advance(self, steps: int) -> list[Request]:
-        if self.in_vain:
-            for request, (_, blocks) in self.in_vain.items():
-                request.slots = (self._held(request) + blocks) * self._block_size
-                request.joined = -1
-                del self._rejected[request]
-            self.count -= len(self.in_vain)
-            self.in_vain.clear()
-        return super().advance(steps)
+    def end_in_vain(self) -> list[Request]:
+        """The next step is over for those who were in it in vain; returns them. To be called before `advance`."""
+        ended = list(self.in_vain)
+        for request, (_, blocks) in self.in_vain.items():
+            request.slots = (self._held(request) + blocks) * self._block_size
+            request.joined = -1
+            del self._rejected[request]
+        self.count -= len(ended)
+        self.in_vain.clear()
+        return ended
 
-    def draft(self, requests: int) -> Sequence[Request]:
-        super().draft(requests)
-        if not self._ended:
-            return ()
+    def _go_on_in_vain(self) -> Sequence[Request]:
         for request in self._ended:
             room = self._max_model_len - 1 - request.computed - self._behind(request)
             if room > 0:
@@ -108,8 +113,9 @@ class AheadBatch(SpeculativeBatch):
                 self.in_vain[request] = self._once(request, min(1 + self._drafts_of(request), room))
             else:
                 del self._rejected[request]
-        self.count += len(self.in_vain)
         self._ended.clear()
+        self.count += len(self.in_vain)
+        self._sum_up()
         return list(self.in_vain)
 
     def next_steps(self, free: int, budget: int) -> NextSteps | None:
@@ -118,17 +124,17 @@ class AheadBatch(SpeculativeBatch):
         if not self.in_vain:
             return super().next_steps(free, budget)
         tokens, context, blocks = self.totals()
-        vain = sum(width for width, _ in self.in_vain.values())
         if tokens > budget or blocks > free:
             return None
+        vain, _, more = self._vain
         if not self._members:
             return NextSteps(tokens, context, blocks, 1, (), vain)
-        others = super().next_steps(free - sum(more for _, more in self.in_vain.values()), budget - vain)
+        others = super().next_steps(free - more, budget - vain)
         assert others is not None
         return NextSteps(tokens, context, blocks, others.steps, others.contexts, vain)
 
     def steps_to_completion(self) -> int:
-        if self.in_vain and not (self._even and self._members):
+        if self.in_vain and not (self._steady and self._members):
             return 1
         return super().steps_to_completion()
 
@@ -162,7 +168,8 @@ class AheadBatch(SpeculativeBatch):
 
     def _bring_up(self, request: Request, plan: _Plan) -> None:
         age = self.steps - plan.begin
-        self._resting.pop(request, None)
+        if self._resting:
+            self._resting.pop(request, None)
         if not age:
             return
         last, rounds = plan.rows.item(0, age - 1), request.rounds
@@ -233,13 +240,14 @@ class AheadBatch(SpeculativeBatch):
         return reach
 
     def _need(self, request: Request, rows: Ints, widths: Ints | int) -> None:
-        reach, behind, even = rows[0] + widths, self._behind(request), isinstance(widths, int)
-        reach[1:] = reach[:-1] + (widths if even else widths[1:])  # as if all drafts of the round before were accepted
+        reach, behind = rows[0] + widths, self._behind(request)
+        # As if all drafts of the round before were accepted.
+        reach[1:] = reach[:-1] + (widths if isinstance(widths, int) else widths[1:])
         reach[0] += behind
         reach += self._speculation.lookahead + self._block_size - 1
         np.minimum(reach, self._max_model_len + self._block_size - 1, out=reach)
         reach //= self._block_size
-        if not even or behind > widths:
+        if not isinstance(widths, int) or behind > widths:
             np.maximum.accumulate(reach, out=reach)
         held = self._held(request)
         np.maximum(reach, held, out=reach)

@@ -66,8 +66,8 @@ class Step:
     draft_levels: int = 0
     """How many drafts in turn lead to those that requests verify in a step like this one."""
     contexts: Sequence[int] | NDArray[np.int64] | None = None
-    """Tokens that the decodes have computed before each repetition of a step with drafts that may be repeated: they grow
-    as drafts are accepted."""
+    """Tokens that the decodes have computed before each repetition of a step with drafts that may be repeated: they
+    grow as drafts are accepted."""
     in_vain: int = 0
     """Of the decodes, those whose answer is complete: they deliver nothing, and are not in the repetitions that follow;
     nor in `contexts`."""

@@ -135,12 +135,14 @@ class SpeculativeBatch:
         self._members: dict[Request, _Plan] = {}
         self._paused: dict[Request, _Plan] = {}  # left in this step, perhaps to come back as they went
         self._shares: dict[Request, int] = {}
+        self._ended: list[Request] = []  # in the latest step, and perhaps in the next one in vain
         self._cuts: list[Request] = []  # whose next round is other than the batch's
         self._calendar = np.zeros((2, 1024), dtype=np.int64)  # the members' rows added up; from step _origin on
         self._fewer = np.zeros(1024, dtype=np.int64)  # tokens verified than one and `drafts` of each member
         self._origin = 0
         self._wide = 0  # one and `drafts` of all members
         self._read: list[list[int]] | None = None  # the calendar at the next steps
+        self._totals: tuple[int, int, int] | None = None  # see `totals`
         self._completions: list[tuple[int, int, Request]] = []  # heap of (step, join number, request)
         self._joins = 0
         self._longest: int | None = None  # drafts of any member
@@ -155,10 +157,13 @@ class SpeculativeBatch:
 
     def totals(self) -> tuple[int, int, int]:
         """(tokens the next step computes, tokens its members have computed before, new blocks it needs)."""
-        at = self.steps - self._origin
-        tokens = self._wide - int(self._fewer[at]) if self._ragged else self._wide
-        contexts, blocks = self._read or self._calendar[:, at : at + 1].tolist()
-        return tokens, contexts[0], blocks[0]
+        totals = self._totals
+        if totals is None:
+            at = self.steps - self._origin
+            tokens = self._wide - int(self._fewer[at]) if self._ragged else self._wide
+            context, blocks = self._calendar[:, at].tolist()
+            totals = self._totals = tokens, context, blocks
+        return totals
 
     @property
     def levels(self) -> int:
@@ -215,7 +220,10 @@ class SpeculativeBatch:
             self._paused.clear()
         if not self._steady:
             self._draft_anew(requests)
-        return ()
+        return self._go_on_in_vain() if self._ended else ()
+
+    def _go_on_in_vain(self) -> Sequence[Request]:
+        raise NotImplementedError
 
     def _draft_anew(self, requests: int) -> None:
         speculation = self._speculation
@@ -285,7 +293,17 @@ class SpeculativeBatch:
         tokens = self._wide - int(self._fewer[at]) if self._ragged else self._wide
         if tokens > budget:
             return None
-        steps = self.steps_to_completion()
+        if self._steady:  # `steps_to_completion` comes to the same
+            completions, members = self._completions, self._members
+            while True:
+                done, joins, request = completions[0]
+                plan = members.get(request)
+                if plan is not None and request.joins == joins and plan.begin + plan.rounds == done:
+                    break
+                heapq.heappop(completions)
+            steps = done - self.steps
+        else:
+            steps = self.steps_to_completion()
         most = steps * (1 + self._speculation.max_drafts) + self._speculation.lookahead
         if self._ragged or len(self._members) * (most // self._block_size + 1) > free:
             steps = self.steps_that_fit(free, steps)
@@ -335,7 +353,7 @@ class SpeculativeBatch:
         What is accepted beyond the end of an answer is not delivered.
         """
         self.steps += steps
-        self._read = None
+        self._read = self._totals = None
         if not self._members:
             self._origin += steps  # nothing is in the calendars
             return []
@@ -386,7 +404,7 @@ class SpeculativeBatch:
 
     def _enter(self, request: Request, plan: _Plan) -> None:
         plan.begin = self.steps
-        self._read = None
+        self._read = self._totals = None
         self._longest = None
         self._members[request] = plan
         self._wide += 1 + plan.drafts
@@ -402,7 +420,7 @@ class SpeculativeBatch:
     def _withdraw(self, request: Request) -> _Plan:
         """Take a member's coming rounds out of the calendars; it keeps its place."""
         plan = self._members[request]
-        self._read = None
+        self._read = self._totals = None
         self._longest = None
         self._wide -= 1 + plan.drafts
         age, at = self.steps - plan.begin, self.steps - self._origin

@@ -201,7 +201,7 @@ class VllmFcfs(Scheduler):
         batch, in_vain = self.decoding, []
         if step.in_vain:
             assert self._ahead is not None
-            in_vain = list(self._ahead.in_vain)
+            in_vain = self._ahead.end_in_vain()
         elif self._ending or self._stale:
             self._part()
         more = batch.blocks_for(repetitions - 1, 1) if repetitions > 1 else 0

@@ -51,7 +51,7 @@ Ints = NDArray[np.int64]
 Bits = NDArray[np.uint64]
 Counts = NDArray[np.integer]
 
-_REQUESTS = 64  # drawn at once, as many rounds of each as it will need, about
+_ROUNDS = 1 << 16  # drawn at once, about, of as many requests as will need so many
 _GROUPS = 256  # kept; they are drawn alike whenever they are needed again
 _LAID_OUT = 16  # groups whose rounds are kept as a batch wants them
 _EQUAL = 1e-12
@@ -126,6 +126,7 @@ class Luck:
             raise Infeasible(f"acceptance {acceptance.name}: {error}; draft less, or measure more") from None
         self._own = self._own_acceptance(len(stream))
         self._prompt, self._output = stream.prompt_tokens, stream.output_tokens
+        self._size = max(1, min(1024, round(_ROUNDS / max(1.0, self._output.mean()))))  # requests drawn at once
         self._groups: dict[int, _Drawn] = {}
         self._laid_out: dict[int, _LaidOut] = {}
 
@@ -152,7 +153,7 @@ class Luck:
         `lay_out` is asked for many requests at once: of (tokens computed before each round, prompt tokens of each
         request, where each begins).
         """
-        number, row = divmod(request.id, _REQUESTS)
+        number, row = divmod(request.id, self._size)
         group = self._laid_out.get(number)
         if group is None:
             if len(self._laid_out) >= _LAID_OUT:
@@ -162,9 +163,9 @@ class Luck:
         return (group.rows[:, begin:end], group.final[row]) if end <= group.begins[row + 1] else None
 
     def _lay_out(self, number: int, lay_out: Callable[[Ints, Ints, list[int]], Ints]) -> _LaidOut:
-        drawn, _, _ = self._of(number * _REQUESTS, 0, 0)
+        drawn, _, _ = self._of(number * self._size, 0, 0)
         begins = np.array(drawn.starts)
-        mine = slice(number * _REQUESTS, number * _REQUESTS + len(begins) - 1)
+        mine = slice(number * self._size, number * self._size + len(begins) - 1)
         prompt, output = self._prompt[mine], self._output[mine]
         before = np.concatenate([[0], drawn.tokens])
         passed = before[begins[:-1]]
@@ -214,12 +215,12 @@ class Luck:
 
     def _of(self, request: int, first: int, count: int) -> tuple[_Drawn, int, int]:
         """Some drawn rounds, and from where to where they are a request's from `first` on, at least `count`."""
-        number, row = divmod(request, _REQUESTS)
+        number, row = divmod(request, self._size)
         group = self._groups.get(number)
         if group is None:
             if len(self._groups) >= _GROUPS:
                 del self._groups[next(iter(self._groups))]
-            requests = np.arange(number * _REQUESTS, min((number + 1) * _REQUESTS, len(self._output)))
+            requests = np.arange(number * self._size, min((number + 1) * self._size, len(self._output)))
             group = self._groups[number] = self._draw(requests, 0, self._about(requests))
         at, end = group.starts[row] + first, group.starts[row + 1]
         if at + count <= end:
@@ -229,7 +230,7 @@ class Luck:
         return self._draw(np.array([request]), start, np.array([end])), first - start, end
 
     def _about(self, requests: Ints) -> Ints:
-        """Rounds that requests may need; more are drawn where that was not enough."""
+        """Rounds that requests may need, all but a few of them; more are drawn where that was not enough."""
         shortest = self._shape.levels
         if isinstance(self._scheme, ByBatch):
             shortest = min(r.tokens for r in self._scheme.ranges if r.tokens)
@@ -239,8 +240,11 @@ class Luck:
         if self._shape.overlapped:  # a token after every round, or after as many as there are replicas
             per_token = 1 + (self._shape.replicas - 1) * (1 - columns[:, 0])
             return np.ceil(output * per_token).astype(np.int64)
-        tokens = 1 + columns[:, :shortest].sum(axis=1)
-        about: Ints = np.minimum(output, (1.2 * output / tokens).astype(np.int64) + 12)
+        columns = columns[:, :shortest]
+        kept, squared = columns.sum(axis=1), columns @ np.arange(1.0, 2 * columns.shape[1], 2)
+        rounds = output / (1 + kept)
+        more = 4 * np.sqrt(rounds * (squared - kept**2)) / (1 + kept)  # standard deviations
+        about: Ints = np.minimum(output, (rounds + more).astype(np.int64) + 3)
         return about
 
     def _draw(self, requests: Ints, first: int, counts: Ints) -> _Drawn:

@@ -70,6 +70,13 @@ class TokenIntervals:
     def __init__(self, intervals: NDArray[np.int64]) -> None:
         """`intervals` are those of `simtune.sim.world.Outcome`, at least one row."""
         self._first, self._slope, self._steps, self._decodes = intervals.T
+        even = (self._slope == 0) | (self._steps == 1)
+        order = self._first[even].argsort()
+        self._even = self._first[even][order]  # times that all tokens of a row have, ascending
+        self._up_to = np.concatenate(
+            [[0], (self._steps * self._decodes)[even][order].cumsum()]
+        )  # tokens of so many rows
+        self._rising = intervals[~even].T
 
     @property
     def count(self) -> int:
@@ -97,7 +104,6 @@ class TokenIntervals:
 
     def _at_most(self, ticks: int) -> int:
         """Tokens whose time is at most `ticks`."""
-        room = ticks - self._first
-        flat = np.where(room >= 0, self._steps, 0)
-        steps = np.minimum(np.where(room >= 0, room // np.maximum(self._slope, 1) + 1, 0), self._steps)
-        return int((np.where(self._slope > 0, steps, flat) * self._decodes).sum())
+        first, slope, steps, decodes = self._rising
+        within = np.clip((ticks - first) // slope + 1, 0, steps)
+        return int(self._up_to[self._even.searchsorted(ticks, "right")] + (within * decodes).sum())

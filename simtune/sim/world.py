@@ -464,7 +464,8 @@ class World:
                 if jumps:
                     lane.repetitions = min(step.repeat, span)
             elif jumps and step.contexts is not None:
-                self._time_rounds(lane.rounds, lane, step, step.contexts)
+                lane.ends = self._round_by_round(lane.rounds, step)
+                lane.first, lane.repetitions = lane.ends[0], len(lane.ends)
             else:
                 self._time_round(lane.rounds, lane, step)
         if lane.uneven is not None:
@@ -485,16 +486,16 @@ class World:
         )
 
     @staticmethod
-    def _time_rounds(costs: RoundCosts, lane: Lane, step: Step, contexts: Sequence[int] | Ticks) -> None:
-        """A jump over rounds, whose contexts grow as drafts are accepted."""
-        decodes, tokens, levels = step.num_decodes, step.verify_tokens, step.draft_levels
-        if step.in_vain:
-            first = costs.round(decodes, tokens, levels, step.context_tokens)
-            rest = costs.rounds(decodes - step.in_vain, tokens - step.vain_tokens, levels, contexts[1:])
-            lane.ends = [first, *(first + end for end in rest)]
-        else:
-            lane.ends = costs.rounds(decodes, tokens, levels, contexts)
-        lane.first, lane.repetitions = lane.ends[0], len(lane.ends)
+    def _round_by_round(costs: RoundCosts, step: Step) -> Sequence[int]:
+        """After how many ticks each repetition of a step with drafts ends, whose contexts grow as they are accepted."""
+        decodes, levels, computed = step.num_decodes, step.draft_levels, step.contexts
+        tokens = decodes + step.draft_tokens
+        assert computed is not None
+        if not step.in_vain:
+            return costs.rounds(decodes, tokens, levels, computed)
+        first = costs.round(decodes, tokens, levels, step.context_tokens)
+        rest = costs.rounds(decodes - step.in_vain, tokens - step.vain_tokens, levels, computed[1:])
+        return [first, *[first + end for end in rest]]
 
     def _launched(self, now: int, lane: Lane) -> tuple[int, int, int, int]:
         """Run the planned step; the event of its end."""
@@ -537,13 +538,17 @@ class World:
         """A step ends, and the next one begins; so do those after it, as long as nothing else comes before they end."""
         heap, firsts, informed, free = self._heap, self._first, self._router.informed, lane.jumps_freely
         complete, schedule, decode = lane.scheduler.complete, lane.scheduler.schedule, lane.costs.decode
-        note, rounds = self._rows.append, lane.rounds
+        note, rounds, round_ends, round_jumps = self._rows.append, lane.rounds, self._round_ends, self._round_jumps
         while True:
             repetitions, step = lane.repetitions, lane.step
-            if free and step is not None and lane.ends is None:  # `_account` comes to the same
+            if free and step is not None:  # `_account` comes to the same
                 self._steps += repetitions
                 lane.busy += now - lane.started
-                if decodes := step.num_decodes - step.in_vain:
+                decodes, ends = step.num_decodes - step.in_vain, lane.ends
+                if ends is not None:
+                    round_ends.extend(ends if len(ends) == repetitions else ends[:repetitions])
+                    round_jumps.extend((repetitions, decodes))
+                elif decodes:
                     note((lane.first, lane.slope, repetitions, decodes))
             else:
                 self._account(now, lane)
@@ -576,10 +581,9 @@ class World:
                     self._time(now, lane, step)
                     now += lane.elapsed(lane.repetitions)
                 elif rounds is not None:
-                    assert step.contexts is not None
-                    self._time_rounds(rounds, lane, step, step.contexts)
-                    assert lane.ends is not None
-                    now += lane.ends[-1]
+                    lane.ends = ends = self._round_by_round(rounds, step)
+                    lane.repetitions = len(ends)
+                    now += ends[-1]
                 else:
                     lane.first, lane.slope, repetitions = decode(step.num_decodes, step.context_tokens)
                     if step.repeat < repetitions:
