@@ -168,6 +168,8 @@ class CompiledRounds(CompiledCosts):
         self._host = to_ticks(getattr(drafter, "host_s", 0.0))
         self._apart = not pool.cuda_graphs and not pool.schedules_async and self._model.correction(False) is None
         self._widths: dict[tuple[bool, int, bool], _DecodeAttention] = {}
+        self._attended: dict[tuple[bool, int, bool, int], Ints] = {}
+        self._alike = self._model.correction(False) == self._model.correction(True)
         self._verifying: dict[tuple[int, int, bool], _Line] = {}
         self._drafting: dict[tuple[int, int, bool, int], _Line] = {}
         self._whole: dict[tuple[int, int, int], _Line] = {}
@@ -407,9 +409,9 @@ class CompiledRounds(CompiledCosts):
         line = self._verifying.get(key)
         if line is None:
             width, rest = divmod(max(verify_tokens, num_decodes), num_decodes)
-            ticks = self._attention(self, width, mixed).at_knots(num_decodes)
+            ticks = self._attention(self, width, num_decodes, mixed)
             if rest:
-                above = self._attention(self, width + 1, mixed).at_knots(num_decodes)
+                above = self._attention(self, width + 1, num_decodes, mixed)
                 ticks = ticks + (above - ticks) * rest // num_decodes
             line = self._verifying[key] = _line(self._contexts.astype(np.int64) * num_decodes, ticks)
         return line
@@ -436,14 +438,18 @@ class CompiledRounds(CompiledCosts):
         assert network is not None
         tables = network._mixed if mixed else network._pure
         tokens = min(sequences * width, len(tables.linear) - 1)
-        ticks = self._attention(network, width, mixed).at_knots(sequences)
+        ticks = self._attention(network, width, sequences, mixed)
         ticks = ticks + tables.linear[tokens] + tables.head[min(samples, len(tables.head) - 1)]
         launch = to_ticks(self._scale(mixed) * network._model.launch_s)
         joins = round(self._scale(mixed) * self._join[tokens]) if self._join else 0
         return np.maximum(ticks, launch) + joins
 
-    def _attention(self, costs: CompiledCosts, width: int, mixed: bool) -> _DecodeAttention:
-        key = (costs is self, width, mixed)
-        if key not in self._widths:
-            self._widths[key] = costs._decode_attention(0, costs._model.correction(mixed), width)
-        return self._widths[key]
+    def _attention(self, costs: CompiledCosts, width: int, sequences: int, mixed: bool) -> Ints:
+        """Ticks of the target's or the drafter's, at all contexts."""
+        mixed = mixed and not self._alike
+        ticks = self._attended.get(key := (costs is self, width, mixed, sequences))
+        if ticks is None:
+            if key[:3] not in self._widths:
+                self._widths[key[:3]] = costs._decode_attention(0, costs._model.correction(mixed), width)
+            ticks = self._attended[key] = self._widths[key[:3]].at_knots(sequences)
+        return ticks

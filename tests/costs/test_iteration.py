@@ -65,8 +65,8 @@ def test_prefill_chunks_are_differences_of_whole_prompts() -> None:
     whole = parts.breakdown(Batch(chunks=((0, 96),)))["prefill_attention"]
     first = parts.breakdown(Batch(chunks=((0, 64),)))["prefill_attention"]
     second = parts.breakdown(Batch(chunks=((64, 32),)))["prefill_attention"]
-    # 4 h d s(s+1)/2 flops; q, k, v, output once; 2 KV heads x ceil(192/128) x 16/128 blocks on 8 processors
-    by_hand = call(4 * 4 * 16 * 96 * 97 / 2, 2 * 96 * 16 * 2 * (4 + 2), 2 * 2 * (16 / 128) / 8)
+    # 4 h (d + 64) (s(s+1)/2 + 64 s) flops; q, k, v, output once; 2 KV heads x ceil(192/128) blocks on 8 processors
+    by_hand = call(4 * 4 * (16 + 64) * 96 * (97 / 2 + 64), 2 * 96 * 16 * 2 * (4 + 2), 2 * 2 / 8)
     assert whole == pytest.approx(2 * by_hand)
     assert first + second == pytest.approx(whole + 2 * US), "each chunk pays its own overhead, in two layers"
 

@@ -55,15 +55,31 @@ def pairs(tokens: int, context: int, window: int) -> int:
     return sum(min(window, position + 1) for position in range(context - tokens, context))
 
 
+def test_a_causal_kernel_computes_the_diagonal_in_whole_tiles() -> None:
+    """1,024 queries of one head; all keys of a tile of 128 for whoever sees its first, counted one by one."""
+    in_tiles = sum(128 * math.ceil((position + 1) / 128) for position in range(1024))
+    found = terms(
+        "prefill_attention", batch=1, tokens=1024, context=1024, heads=1, kv_heads=1, head_dim=64, window=1024
+    )
+    assert found.flops == pytest.approx(4 * (64 + 64) * in_tiles, rel=1e-3)
+
+
+def test_narrow_heads_take_as_many_exponentials() -> None:
+    shape = {"batch": 1, "tokens": 512, "context": 512, "heads": 8, "kv_heads": 8, "window": 512}
+    narrow, wide = (terms("prefill_attention", head_dim=d, **shape) for d in (64, 128))
+    assert wide.flops / narrow.flops == pytest.approx((128 + 64) / (64 + 64)), "64 more of head_dim for the softmax"
+    assert wide.blocks == narrow.blocks
+
+
 @given(past=st.integers(0, 60), tokens=st.integers(1, 60), window=st.integers(1, 130), group=st.sampled_from([1, 2, 8]))
 def test_prefill_counts_the_pairs_that_see_each_other(past: int, tokens: int, window: int, group: int) -> None:
     context = past + tokens
     shape = {"tokens": tokens, "context": context, "window": window, "batch": 3, "head_dim": 16}
     found = terms("prefill_attention", heads=2 * group, kv_heads=2, **shape)
-    assert found.flops == 4 * 3 * 2 * group * 16 * pairs(tokens, context, window)
+    assert found.flops == 4 * 3 * 2 * group * (16 + 64) * (pairs(tokens, context, window) + 64 * tokens)
     read = min(context, tokens + window)
     assert found.bytes == 2 * 3 * 16 * 2 * (2 * group * tokens + 2 * read), "keys and values of the past are read"
-    assert found.blocks == 3 * 2 * math.ceil(tokens * group / 128) * (16 / 128) / PROCESSORS
+    assert found.blocks == 3 * 2 * math.ceil(tokens * group / 128) / PROCESSORS
 
 
 @given(past=st.integers(1, 500), tokens=st.integers(1, 500), window=st.integers(1, 1200))
@@ -120,7 +136,7 @@ def test_latent_decode_reads_one_cache_for_all_heads() -> None:
 
 def test_latent_prefill_has_wider_keys_than_values() -> None:
     found = terms("mla_prefill", batch=2, tokens=300, heads=16, qk_dim=192, v_dim=128)
-    assert found.flops == 2 * 2 * 16 * (192 + 128) * pairs(300, 300, 300)
+    assert found.flops == 2 * 2 * 16 * (192 + 128 + 2 * 64) * (pairs(300, 300, 300) + 64 * 300)
     assert found.bytes == 2 * 2 * 300 * 16 * 2 * (192 + 128)
     assert found.blocks == 2 * 16 * 3 / PROCESSORS
 

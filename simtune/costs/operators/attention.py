@@ -7,13 +7,31 @@ from numpy.typing import NDArray
 
 from simtune.costs.operators.base import Array, OperatorTerms, Setting, Shape, Terms, ceil_div
 
+_EXPONENTIAL = 64
+"""Flops that one exponential of the softmax takes as long as, over the 4 of a query, a key and one of head_dim.
+
+An H100 does 4,096 dense 16-bit flops a cycle and multiprocessor, and 16 exponentials (FlashAttention 3,
+arXiv:2407.08608): 256 = 4 x 64. Its tables of heads of 64 and 128 say 67. An A100 would be at 32.
+"""
+
+_HALF_TILE = 64
+"""Of 128 keys: what a query computes past its own position, on average, since the diagonal is computed in tiles."""
+
+
+def _beyond_products(setting: Setting) -> tuple[int, int]:
+    """(what the softmax adds to head_dim, keys that a query computes in vain). None on a CPU: points measured on one
+    are predicted better without.
+    """
+    return (_EXPONENTIAL, _HALF_TILE) if setting.processors > 1 else (0, 0)
+
 
 class PrefillAttention(OperatorTerms):
     """Causal attention of the last `tokens` of `context` tokens in each of `batch` sequences.
 
     context == tokens is a whole prompt; context > tokens is a chunk whose past is cached. `window` is how many
-    of the latest tokens a query sees; window >= context is full attention. A block is 128 query rows of one KV
-    head, per processor.
+    of the latest tokens a query sees; window >= context is full attention. On a GPU flops are those of whole tiles, with
+    the exponentials of the softmax, which occupy the processors as long as the products of another 64 of head_dim. A
+    block is 128 query rows of one KV head, per processor; it costs the same whatever head_dim.
     """
 
     shape = ("batch", "tokens", "context", "heads", "kv_heads", "head_dim", "window")
@@ -25,10 +43,11 @@ class PrefillAttention(OperatorTerms):
         b, s, c, h, hk, d = (x[name] for name in self.shape[:-1])
         pairs = _pairs(c, x["window"]) - _pairs(c - s, x["window"])
         read = np.minimum(c, s + x["window"])
+        softmax, vain = _beyond_products(setting)
         return Terms(
-            4 * b * h * d * pairs,
+            4 * b * h * (d + softmax) * (pairs + vain * s),
             2 * b * d * (setting.dtype_bytes * h * s + setting.kv_bytes * hk * read),
-            b * hk * ceil_div(s * (h / hk), 128) * (d / 128) / setting.processors,
+            b * hk * ceil_div(s * (h / hk), 128) / setting.processors,
         )
 
 
@@ -121,7 +140,7 @@ class TreeAttention(OperatorTerms):
 
 class MlaPrefill(OperatorTerms):
     """Latent attention over whole prompts, its keys and values spelled out for every head (192 and 128 wide in
-    DeepSeek V2 and V3). A block is 128 query rows of one head, per processor.
+    DeepSeek V2 and V3). Flops and blocks count as in `PrefillAttention`.
     """
 
     shape = ("batch", "tokens", "heads", "qk_dim", "v_dim")
@@ -131,10 +150,11 @@ class MlaPrefill(OperatorTerms):
 
     def terms(self, x: Shape, setting: Setting) -> Terms:
         b, s, h, qk, v = (x[name] for name in self.shape)
+        softmax, vain = _beyond_products(setting)
         return Terms(
-            2 * b * h * (qk + v) * s * (s + 1) / 2,
+            2 * b * h * (qk + v + 2 * softmax) * (s * (s + 1) / 2 + vain * s),
             2 * setting.dtype_bytes * b * s * h * (qk + v),
-            b * h * ceil_div(s, 128) * (v / 128) / setting.processors,
+            b * h * ceil_div(s, 128) / setting.processors,
         )
 
 
