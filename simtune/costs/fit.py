@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simtune.costs import curve
-from simtune.costs.operators import OPERATORS, Array, Setting, Shape, Terms
+from simtune.costs.operators import OPERATORS, Array, OperatorTerms, Setting, Shape, Terms
 from simtune.costs.operators.attention import unsplit
 from simtune.costs.predict import LEVEL, Z90, Predictor, base_seconds
 from simtune.costs.residual import MAX_POINTS, Process, cover, features, fit_process
@@ -38,7 +38,8 @@ _SMALLEST_SD = 1e-4
 _FEWEST = 15  # points for which a residual is worth having, and rows a split must train on and test
 _SCALE = 0.1  # deviations of 10 % and more count linearly
 _SHEET_SHARE = 0.7  # kernels reach about 70 % of the data sheet
-_PRIOR_SD = np.array([0.7, 0.7, 0.5, 1.5, 1.0])  # of log flops_per_s, bytes_per_s, overhead_s, block_s, overlap_p - 1
+_PRIOR_SD = (0.7, 0.7, 0.5, OperatorTerms.block_log_sd, 1.0)
+"""Of log flops_per_s, bytes_per_s, overhead_s, block_s, overlap_p - 1; on a GPU of block_s as the operator says."""
 _STARTS = (0.0, -1.5, 1.0)  # shifts of both log rates from the prior
 _MAX_EVALUATIONS = 200
 _DIGITS = 6
@@ -357,11 +358,14 @@ def fit_base(table: Table, processors: int, flops_per_s: float, bytes_per_s: flo
     scale = np.hypot(_SCALE, table.resolution_s / np.sqrt(12) / table.seconds)
     sheet = (_SHEET_SHARE * flops_per_s, _SHEET_SHARE * bytes_per_s)
     prior = np.log([*sheet, 0.9 * table.seconds.min(), operator.block_s, operator.overlap])
+    sd = np.array(_PRIOR_SD)
+    if processors > 1:
+        sd[3] = operator.block_log_sd
 
     def residuals(theta: Array) -> Array:
         deviation = np.clip(np.log(_seconds(terms, theta)) - log_measured, -6, 6) / scale
         soft = np.sign(deviation) * np.sqrt(2 * (np.sqrt(1 + deviation**2) - 1))
-        return np.concatenate([soft, (theta - prior) / _PRIOR_SD])
+        return np.concatenate([soft, (theta - prior) / sd])
 
     fits = [
         least_squares(residuals, prior + np.array([shift, shift, 0, 0, 0]), max_nfev=_MAX_EVALUATIONS)

@@ -50,6 +50,10 @@ def _attention(x: Shape, setting: Setting) -> dict[str, Array]:
     return logs
 
 
+def _decode(x: Shape, setting: Setting) -> dict[str, Array]:
+    return _attention(x, setting) | {"windowed": np.where(x["window"] < x["context"], 1.0, 0.0)}  # another kernel
+
+
 def _prefill(x: Shape, setting: Setting) -> dict[str, Array]:
     logs = _attention(x, setting)
     return logs | {"context": logs["context"] - logs["tokens"]}  # zero for whole prompts
@@ -66,7 +70,7 @@ def _moe(x: Shape, setting: Setting) -> dict[str, Array]:
 _FEATURES: dict[OperatorKind, Callable[[Shape, Setting], dict[str, Array]]] = {
     "gemm": _gemm,
     "prefill_attention": _prefill,
-    "decode_attention": _attention,
+    "decode_attention": _decode,
     "mixed_attention": _attention,
     "tree_attention": _attention,
     "moe": _moe,

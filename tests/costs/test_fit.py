@@ -83,6 +83,22 @@ def test_the_data_sheet_carries_a_fit_on_a_dozen_points() -> None:
     assert fit.bytes_per_s == pytest.approx(2.2e12, rel=0.25)
 
 
+def test_what_a_wave_of_decodes_takes_is_known_where_there_is_one_wave() -> None:
+    """On a GPU batches of one wave leave it at about 3 us; on a CPU, where it is another thing, a few tell otherwise."""
+    table = planted("decode_attention", BASE | {"block_s": 0.5e-6}, rows=40)
+    waves = np.ceil(table.shape["batch"] * table.shape["kv_heads"] / PROCESSORS)
+    small = take(table, np.flatnonzero(waves == 1))
+    assert len(small) > 5
+    assert fit_base(small, PROCESSORS, SHEET_FLOPS, SHEET_BYTES).block_s == pytest.approx(3e-6, rel=0.05)
+    lone = replace(table, seconds=_seconds_on_one(table))
+    assert fit_base(lone, 1, SHEET_FLOPS, SHEET_BYTES).block_s == pytest.approx(0.5e-6, rel=0.2)
+
+
+def _seconds_on_one(table: Table) -> np.ndarray:
+    terms = OPERATORS["decode_attention"].terms(table.shape, Setting.of(1, "bf16", None))
+    return base_seconds(terms, **BASE | {"block_s": 0.5e-6})
+
+
 def test_rounded_times_count_for_less_where_they_are_short() -> None:
     """Times of 1-3 us rounded up to whole microseconds do not hide the true overhead."""
     rng = np.random.default_rng(3)

@@ -187,6 +187,15 @@ def test_every_kind_has_finite_features(kind: OperatorKind) -> None:
             assert np.isfinite(column).all(), name
 
 
+def test_decode_attention_that_a_window_cuts_is_another_kernel() -> None:
+    def windowed(context: float) -> float:
+        sizes = {"batch": 4, "context": context, "heads": 8, "kv_heads": 2, "head_dim": 64, "window": 128}
+        shape = {name: np.array([float(size)]) for name, size in sizes.items()}
+        return float(features("decode_attention", shape, Setting.of(132, "bf16", "bf16"))["windowed"][0])
+
+    assert [windowed(context) for context in (64, 128, 129, 4096)] == [0, 0, 1, 1]
+
+
 def test_the_kernel_is_matern() -> None:
     """(1 + sqrt(3) r) exp(-sqrt(3) r), by hand at r = 0, 1 and 2."""
     kernel = Hyper(np.ones(1), 2.0, 0.1).kernel(np.array([0.0, 1.0, 4.0]))

@@ -53,6 +53,7 @@ class OperatorTerms(ABC):
     shape: ClassVar[tuple[str, ...]]
     overhead_s: ClassVar[float]  # of one call where nothing was measured
     block_s: ClassVar[float]  # prior of the time per block
+    block_log_sd: ClassVar[float] = 1.5  # how far off that may be
     overlap: ClassVar[float]  # prior of overlap_p - 1
     computes: ClassVar[bool] = True  # False: it only moves bytes, and no peak rate of its dtype is needed
     link: ClassVar[bool] = False  # True: its bytes move between devices, not to and from memory
