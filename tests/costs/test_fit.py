@@ -84,7 +84,7 @@ def test_the_data_sheet_carries_a_fit_on_a_dozen_points() -> None:
 
 
 def test_what_a_wave_of_decodes_takes_is_known_where_there_is_one_wave() -> None:
-    """On a GPU batches of one wave leave it at about 3 us; on a CPU, where it is another thing, a few tell otherwise."""
+    """On a GPU batches of one wave leave it at 3 us; on a CPU, where it is another thing, a few rows tell otherwise."""
     table = planted("decode_attention", BASE | {"block_s": 0.5e-6}, rows=40)
     waves = np.ceil(table.shape["batch"] * table.shape["kv_heads"] / PROCESSORS)
     small = take(table, np.flatnonzero(waves == 1))
