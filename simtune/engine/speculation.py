@@ -594,7 +594,7 @@ class SpeculativeBatch:
         """Fill in the new blocks of each round, of which each verifies so many tokens."""
         reach: Ints = rows[0] + (widths + self._speculation.lookahead + self._block_size - 1)
         top = self._max_model_len + self._block_size - 1
-        if self._speculation.stops is not None:
+        if not isinstance(widths, int):
             np.maximum.accumulate(reach, out=reach)
         if reach[-1] > top:
             np.minimum(reach, top, out=reach)

@@ -46,6 +46,8 @@ from simtune.specs.speculation import (
     TokenBudget,
 )
 from simtune.tuner.speculation import chain, overlap, tree
+from tests.sim.clusters import Cluster, clusters
+from tests.sim.test_cluster import check
 from tests.sim.worlds import stream_of
 
 MODEL, HARDWARE = load_model("llama-3.1-8b"), load_hardware("h100-sxm")
@@ -179,6 +181,23 @@ def test_jumps_are_single_steps_to_the_tick(name: str) -> None:
 
     check()
     assert (saved > 0) == (name != "threshold, revealed")
+
+
+@pytest.mark.parametrize("name", ["chain", "by batch", "threshold of unequal requests", "static tree"])
+@pytest.mark.parametrize("apart", [False, True])
+def test_drafts_in_clusters(name: str, apart: bool) -> None:
+    """Pipelines, handovers, failures, and the prefix cache: still exact, and nothing is lost."""
+    scheme, rates = SCHEMES[name]
+    spec = Speculation(drafter=drafter_for(scheme), scheme=scheme, acceptance="assumed")
+
+    @given(clusters(apart=apart, failing=True), st.booleans(), st.booleans())
+    @hypothesis_settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+    def drafting(cluster: Cluster, ahead: bool, caching: bool) -> None:
+        options = {"speculation": drafting_terms(spec, luck(scheme, rates, cluster.stream)), "prefix_caching": caching}
+        front, back = (kind and replace(kind, budget=max(8, kind.budget)) for kind in (cluster.front, cluster.back))
+        check(replace(cluster, front=front, back=back, async_scheduling=ahead, options=options, lanes=[]))
+
+    drafting()
 
 
 def _expanded(outcome: Outcome) -> np.ndarray:
