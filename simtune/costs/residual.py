@@ -40,7 +40,8 @@ _ROOT3 = np.sqrt(3.0)
 def _gemm(x: Shape, setting: Setting) -> dict[str, Array]:
     tiles = np.ceil(x["m"] / 128) * np.ceil(x["n"] / 128)
     waves = np.ceil(tiles / setting.processors) * setting.processors / tiles
-    return {"m": np.log2(x["m"]), "n": np.log2(x["n"]), "k": np.log2(x["k"]), "wave loss": np.log2(waves)}
+    logs = {name: np.log2(x[name]) for name in ("m", "n", "k")}
+    return logs | {"wave loss": np.log2(waves), "tiles": np.log2(tiles)}
 
 
 def _attention(x: Shape, setting: Setting) -> dict[str, Array]:
@@ -51,12 +52,19 @@ def _attention(x: Shape, setting: Setting) -> dict[str, Array]:
 
 
 def _decode(x: Shape, setting: Setting) -> dict[str, Array]:
-    return _attention(x, setting) | {"windowed": np.where(x["window"] < x["context"], 1.0, 0.0)}  # another kernel
+    logs = _attention(x, setting)
+    logs["windowed"] = np.where(x["window"] < x["context"], 1.0, 0.0)  # another kernel
+    if setting.processors > 1:  # a GPU splits them as they fill it
+        logs["keys"] = np.log2(x["batch"] * x["kv_heads"] * np.minimum(x["window"], x["context"]))
+    return logs
 
 
 def _prefill(x: Shape, setting: Setting) -> dict[str, Array]:
     logs = _attention(x, setting)
-    return logs | {"context": logs["context"] - logs["tokens"]}  # zero for whole prompts
+    logs["context"] -= logs["tokens"]  # zero for whole prompts
+    if setting.processors > 1:
+        logs["tiles"] = np.log2(x["batch"] * x["kv_heads"] * np.ceil(x["tokens"] * x["heads"] / x["kv_heads"] / 128))
+    return logs
 
 
 def _moe(x: Shape, setting: Setting) -> dict[str, Array]:

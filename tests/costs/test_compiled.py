@@ -15,6 +15,7 @@ from simtune.costs.iteration import Batch, StepModel
 from simtune.costs.protocol import UNBOUNDED, StepCosts
 from simtune.costs.residual import fit_process
 from simtune.costs.ticks import TICKS_PER_SECOND, to_ticks
+from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.hardware import Arrays, Curve, Hardware
 from simtune.specs.model import DenseFeedForward
 from tests.costs.made_up import calibrated, hardware, mixing, model, pool
@@ -232,10 +233,15 @@ class TestCompiledCosts:
         assert spent >= costs.prefill_cost_s(np.array([length]))[0] * (1 - 1e-9) - 1e-15
 
     def test_the_context_bound_keeps_most_of_the_slope(self) -> None:
-        costs, step_model = compiled(0)
-        low, high = step_model.decode(SEQS, np.array([LONGEST / 2, LONGEST]))
+        """On a real device; where no call had any overhead, short contexts would bring it down."""
+        large, device, plan = (
+            load_model("llama-3.1-8b"),
+            load_hardware("h100-sxm"),
+            pool(max_num_seqs=SEQS, budget=4000),
+        )
+        low, high = StepModel(large, device, plan).decode(SEQS, np.array([LONGEST / 2, LONGEST]))
         slope = (high - low) / (SEQS * LONGEST / 2)
-        assert 0.9 * slope < costs.context_cost_s() < 1.5 * slope
+        assert 0.9 * slope < compile_costs(large, device, plan, LONGEST).context_cost_s() < 1.5 * slope
 
     def test_the_minorants_follow_a_convex_table(self) -> None:
         """Reading weights bounds small steps, computing bounds large ones: no single line does for both."""
