@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simtune.costs.operators import OPERATORS, Array, Setting, Shape
+from simtune.costs.operators.moe import active_experts, padded_rows
 from simtune.specs.hardware import OperatorKind, Residual
 
 MAX_POINTS = 500
@@ -67,12 +68,27 @@ def _prefill(x: Shape, setting: Setting) -> dict[str, Array]:
     return logs
 
 
+_MOE_WIDTHS = 16
+"""Triton reads several values at a time only from matrices whose rows are a multiple of 16 values apart."""
+
+_MOE_FEW_ROWS = 6
+"""Rows for every expert of a rank, those of other ranks' experts included, up to which vLLM multiplies 4-bit weights in
+a kernel of its own (`should_moe_wna16_use_cuda`)."""
+
+
 def _moe(x: Shape, setting: Setting) -> dict[str, Array]:
     logs = {name: np.log2(x[name]) for name in ("tokens", "hidden", "intermediate", "experts_per_token")}
-    logs["local experts"] = np.log2(x["experts"] / x["ep"])
-    hit = x["experts"] * (1 - (1 - x["experts_per_token"] / x["experts"]) ** x["tokens"])
-    logs["tokens per expert"] = np.log2(x["tokens"] * x["experts_per_token"] / np.maximum(hit, 1))
-    return logs | ({"skew": x["skew"]} if "skew" in x else {})
+    local = x["experts"] / x["ep"]
+    rows = x["tokens"] * x["experts_per_token"]
+    per_expert = rows / active_experts(x["tokens"], x["experts"], x["experts_per_token"], x["skew"])
+    return logs | {
+        "local experts": np.log2(local),
+        "tokens per expert": np.log2(per_expert),
+        "padding": np.log2(padded_rows(per_expert, x["skew"]) / per_expert),
+        "odd width": np.where(x["intermediate"] % _MOE_WIDTHS, 1.0, 0.0),
+        "few rows": np.where((setting.dtype_bytes < 1) & (rows / local <= _MOE_FEW_ROWS), 1.0, 0.0),
+        "skew": x["skew"],
+    }
 
 
 _FEATURES: dict[OperatorKind, Callable[[Shape, Setting], dict[str, Array]]] = {

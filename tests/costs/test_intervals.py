@@ -70,8 +70,11 @@ def test_more_points_are_surer() -> None:
 
 
 def test_conformal_quantiles_by_hand() -> None:
-    """Of n scores the ceil(0.9 (n + 1)) smallest; of fewer than nine the largest."""
+    """Of n scores the 0.9 (n + 1) smallest, between two of them where that is no whole number; of fewer than nine the
+    largest.
+    """
     scores = np.random.default_rng(0).permutation(np.arange(1.0, 100.0))
     assert conformal_quantile(scores) == 90.0
     assert conformal_quantile(np.arange(1.0, 10.0)) == 9.0
+    assert conformal_quantile(np.arange(1.0, 17.0)) == pytest.approx(15.3)
     assert conformal_quantile(np.array([3.0, 1.0])) == 3.0

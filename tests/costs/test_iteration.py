@@ -106,7 +106,7 @@ def test_mixture_of_experts_layer() -> None:
     assert step["gemm"] == pytest.approx(2 * (attention + router + shared))
     active = 8 * (1 - (1 - 2 / 8) ** 4)  # of 8 experts, each of 4 tokens picks 2
     rows, matrices = 4 * 2, 3 * 64 * 32
-    moved = 2 * active * matrices + 2 * (rows * (2 * 64 + 3 * 32) + 2 * 4 * 64)
+    moved = 2 * active * matrices + 2 * (rows * (3 * 64 + 6 * 32) + 4 * 64)
     experts = call(2 * rows * matrices, moved, active * (2 * 32 + 64) / 128 / 8)
     assert step["moe"] == pytest.approx(2 * experts)
 
@@ -287,7 +287,8 @@ def test_experts_on_ranks_wait_for_the_busiest() -> None:
     tokens, matrices = 64 * load, 3 * 64 * 32
     active = 8 * (1 - (1 - 2 / 8) ** tokens) / 4
     rows = tokens * 2 / 4
-    moved = 2 * active * matrices + 2 * (rows * (2 * 64 + 3 * 32) + 2 * tokens * 64)
+    others = tokens * 2 - rows  # written as zeros, activated and added up all the same
+    moved = 2 * active * matrices + 2 * (rows * (3 * 64 + 6 * 32) + others * (2 * 64 + 5 * 32) + tokens * 64)
     blocks = active * (2 * 32 + 64) / 128 / 8
     assert whole["moe"] == pytest.approx(2 * call(2 * rows * matrices, moved, blocks))
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from simtune.costs.estimate import estimate
 from simtune.costs.operators import OPERATORS, Setting, Terms
 from simtune.costs.operators.attention import unsplit
-from simtune.costs.operators.moe import active_experts, rank_load, visit_probabilities
+from simtune.costs.operators.moe import DEALT, active_experts, padded_rows, rank_load, visit_probabilities
 from simtune.costs.predict import Predictor
 from simtune.errors import Infeasible
 from simtune.specs.hardware import OperatorKind
@@ -164,6 +164,32 @@ def test_prefill_of_a_linear_layer_is_linear(tokens: int) -> None:
 
 def test_experts_hit_under_uniform_routing() -> None:
     assert active_experts(np.array([16.0]), *np.array([[128.0], [8.0], [0.0]]))[0] == pytest.approx(82.4, abs=0.05)
+
+
+def test_tokens_that_are_dealt_out_wake_as_many_experts_as_they_can() -> None:
+    tokens = np.array([1.0, 15.0, 16.0, 500.0])
+    dealt, chance = (active_experts(tokens, *np.array([[128.0], [8.0], [a]])) for a in (DEALT, 0.0))
+    assert dealt.tolist() == [8, 120, 128, 128]
+    assert chance[0] == pytest.approx(8)
+    assert (chance <= dealt * (1 + 1e-12)).all()
+    assert (chance / dealt).min() == pytest.approx(1 - math.exp(-1), abs=0.02), "where all experts are just reached"
+
+
+def test_blocks_of_64_rows() -> None:
+    """Dealt out in steps; by chance as a Poisson number of rows an expert needs them on average."""
+    rows = np.array([1.0, 10.0, 48.0, 64.0, 65.0, 80.0, 130.0, 1000.0])
+    assert padded_rows(rows, np.array(DEALT)).tolist() == [64, 64, 64, 64, 128, 128, 192, 1024]
+    drawn = np.maximum(np.random.default_rng(0).poisson(rows, (20_000, len(rows))), 1)
+    assert padded_rows(rows, np.array(0.0)) == pytest.approx((64 * np.ceil(drawn / 64)).mean(axis=0), rel=0.05)
+
+
+def test_experts_on_many_ranks_leave_every_rank_all_activations() -> None:
+    """Weights and flops are shared out; rows of other ranks' experts are zeros, and still activated and added up."""
+    shape = {"tokens": 4096, "hidden": 2048, "intermediate": 768, "experts_per_token": 8, "experts": 128, "skew": DEALT}
+    one, many = (terms("moe", **shape, ep=ep) for ep in (1, 128))
+    assert many.flops == one.flops / 128
+    weights = 2 * 3 * 2048 * 768
+    assert one.bytes - 128 * weights > many.bytes - weights > (one.bytes - 128 * weights) / 2
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simtune.costs.operators import OPERATORS, Array, Setting
+from simtune.costs.operators.moe import DEALT
 from simtune.costs.residual import (
     Hyper,
     Process,
@@ -194,6 +195,21 @@ def test_decode_attention_that_a_window_cuts_is_another_kernel() -> None:
         return float(features("decode_attention", shape, Setting.of(132, "bf16", "bf16"))["windowed"][0])
 
     assert [windowed(context) for context in (64, 128, 129, 4096)] == [0, 0, 1, 1]
+
+
+def test_what_fused_experts_depend_on_besides_their_size() -> None:
+    def found(name: str, dtype: str = "bf16", **other: float) -> float:
+        sizes = {"tokens": 64, "hidden": 4096, "intermediate": 1024, "experts_per_token": 8, "experts": 128, "ep": 1}
+        shape = {key: np.array([float(size)]) for key, size in (sizes | {"skew": DEALT} | other).items()}
+        return float(features("moe", shape, Setting.of(132, dtype, None))[name][0])
+
+    assert found("tokens per expert") == 2, "64 x 8 rows for 128 experts"
+    assert found("tokens per expert", tokens=2, skew=0) > 0, "chance sends some tokens to one expert"
+    assert [found("padding", tokens=t) for t in (512, 1024, 1536)] == [1, 0, pytest.approx(np.log2(128 / 96))]
+    assert [found("odd width", intermediate=i) for i in (1024, 464, 232)] == [0, 0, 1]
+    assert [found("few rows", "int4", tokens=t) for t in (96, 97)] == [1, 0]
+    assert found("few rows", "int4", ep=2) == 0, "each rank holds the rows of all, and half of the experts"
+    assert found("few rows") == 0, "a kernel for 4-bit weights"
 
 
 def test_the_kernel_is_matern() -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from simtune.costs.operators import OPERATORS
+from simtune.costs.operators.moe import DEALT
 from simtune.costs.tables import Table, account, designation, read_tables
 from simtune.errors import SpecError, UsageError
 
@@ -104,7 +105,7 @@ def test_moe_is_sharded_by_width_and_balanced(tmp_path: Path) -> None:
     path = write(tmp_path, "moe.csv", MOE, f"{row},balanced,2", f"{row},power_law_1.2,3")
     table = read_tables([path]).operators["moe.bf16"]
     assert table.shape["intermediate"].tolist() == [1024]
-    assert (table.shape["ep"].tolist(), table.shape["skew"].tolist()) == ([2], [0])
+    assert (table.shape["ep"].tolist(), table.shape["skew"].tolist()) == ([2], [DEALT])
     assert table.seconds.tolist() == [2e-3]
     assert table.left_out == {"skewed routing": 1}
 

@@ -73,13 +73,13 @@ class DecodeAttention(OperatorTerms):
     """One new token for each of `batch` sequences whose KV is `context` tokens long, itself included.
 
     A block is one more wave of (sequence, KV head) pairs than the first: each costs microseconds however
-    short, and about as many on all GPUs: 3.3 us on A100 tables, 3.2 on RTX 4090 ones, 2.5 on RTX PRO 6000 ones. Small
+    short, and about as many on all GPUs: 3.7 on A100 tables, 4.9 on RTX 4090 ones, 4.1 on RTX PRO 6000 ones. Small
     batches alone, which are one wave, tell nothing of it.
     """
 
     shape = ("batch", "context", "heads", "kv_heads", "head_dim", "window")
     overhead_s = 11e-6
-    block_s = 3e-6
+    block_s = 4e-6
     block_log_sd = 0.3
     overlap = 2.0
 
@@ -137,7 +137,7 @@ class TreeAttention(OperatorTerms):
 
     shape = ("batch", "width", "context", "heads", "kv_heads", "head_dim", "window")
     overhead_s = 11e-6
-    block_s = 3e-6
+    block_s = 4e-6
     overlap = 2.0
 
     def terms(self, x: Shape, setting: Setting) -> Terms:

@@ -4,6 +4,8 @@ Times are means of six replays of a CUDA graph, stored without a spread. `messag
 table as in the custom one: its collector divides the bytes by the width of the dtype, and rows of half and int8 with
 equal bytes take equal times. An all_gather, reduce_scatter or alltoall of S bytes is one whose larger buffer holds S,
 as in nccl-tests.
+
+Balanced routing of the moe table deals tokens out: token t takes every (experts / topk)-th expert from the t-th on.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from simtune.costs.operators import Array
+from simtune.costs.operators.moe import DEALT
 from simtune.costs.tables.common import AICONFIGURATOR, MS, Columns, Formats, Found, Mask, Table, finish, take
 from simtune.specs.base import DTYPE_BYTES, Dtype
 from simtune.specs.hardware import OperatorKind
@@ -44,7 +47,7 @@ def _moe(columns: Columns) -> Found:
         "experts_per_token": columns.numbers("topk"),
         "experts": columns.numbers("num_experts"),
         "ep": columns.numbers("moe_ep_size"),
-        "skew": np.zeros(len(columns)),
+        "skew": np.full(len(columns), DEALT),
     }
     skewed = ~columns.equal("distribution", "balanced")
     return _by_dtype(columns, "moe", ("moe_dtype",), shape, {"skewed routing": skewed}, dtypes=_MOE_DTYPES)

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simtune.costs.operators import OPERATORS, Array, operator_key
+from simtune.costs.operators.moe import DEALT
 from simtune.errors import Problem, SpecError, UsageError
 from simtune.specs.base import Dtype
 from simtune.specs.hardware import OperatorKind
@@ -27,7 +28,7 @@ Mask = NDArray[np.bool_]
 MS, US, NS = 1e-3, 1e-6, 1e-9
 
 _ROUNDED_ROWS = 20  # fewer rows may be whole microseconds by chance
-_MAY_BE_ZERO = ("skew",)
+_MAY_ALSO_BE = {"skew": (0.0, DEALT)}
 _CONFLICT = 1.1  # times of one shape that differ by more than this contradict each other
 
 
@@ -249,7 +250,7 @@ def finish(table: Table, excluded: Mapping[str, Mask] | None = None) -> Table:
     """
     times = np.isfinite(table.seconds) & (table.seconds > 0)
     shapes: Mask = np.logical_and.reduce(
-        [np.isfinite(x) & ((x > 0) | (name in _MAY_BE_ZERO)) & (x >= 0) for name, x in table.shape.items()]
+        [np.isfinite(x) & ((x > 0) | np.isin(x, _MAY_ALSO_BE.get(name, ()))) for name, x in table.shape.items()]
     )
     reasons = {**(excluded or {}), "no positive time": ~times, "no positive shape": ~shapes}
     kept = np.ones(len(table), dtype=np.bool_)
