@@ -25,7 +25,7 @@ from benchmarks.costs.published import gemm_table, vidur
 from benchmarks.costs.rivals import RIVALS
 from simtune.costs.fit import EVERY_SECOND, RANDOM, Rows, Split, above, fit_predictor, split_rows, unseen
 from simtune.costs.operators import Setting
-from simtune.costs.predict import Z90
+from simtune.costs.predict import Z90, Predictor
 from simtune.costs.profile import Facts, build
 from simtune.costs.tables import Table, read_tables, take
 from simtune.specs.catalog import load_hardware
@@ -82,7 +82,8 @@ def compare(name: str, cuts: Iterator[tuple[Table, Rows, Rows]], target: tuple[f
         bytes_per_s = LINK if table.kind == "all_reduce" else BYTES
         setting = Setting.of(PROCESSORS, table.dtype, table.kv_dtype)
         ours = fit_predictor(trained, PROCESSORS, FLOPS, bytes_per_s)
-        predicted = {"ours": ours.seconds(**tested.shape)}
+        base = Predictor(ours.operator.model_copy(update={"residual": None, "curves": ()}), PROCESSORS)
+        predicted = {"ours": ours.seconds(**tested.shape), "base alone": base.seconds(**tested.shape)}
         predicted |= {rival: fit(trained, setting)(tested.shape) for rival, fit in RIVALS.items()}
         for who, seconds in predicted.items():
             off = np.abs(seconds / tested.seconds - 1)

@@ -54,7 +54,7 @@ class Predictor:
 
     A measured curve through the shape answers where there is one; otherwise the base times what the residual
     process says. Outside the measured box that correction fades to nothing within the process's own lengths, and
-    the base is left; there is no step at the edge, where the base alone is up to 3.6 times as far off
+    the base is left; there is no step at the edge, where the base alone is up to 3.7 times as far off
     (benchmarks/costs/test_outside.py). `arrays` are those of the profile. Raises SpecError when they do not fit
     the operator.
     """

@@ -27,6 +27,7 @@ class AheadBatch(SpeculativeBatch):
         self.in_vain: dict[Request, tuple[int, int]] = {}
         """Members that are complete, in the next step all the same: its tokens and new blocks."""
         self._vain = 0, 0, 0  # their tokens, tokens computed before, new blocks
+        self._ended: list[Request] = []  # in the latest step, and perhaps in the next one in vain
         self._rejected: dict[Request, tuple[int, int]] = {}  # (step, drafts rejected in the one before)
         self._resting: dict[Request, None] = {}  # members with rounds in which they rest
 
@@ -105,7 +106,10 @@ class AheadBatch(SpeculativeBatch):
         self.in_vain.clear()
         return ended
 
-    def _go_on_in_vain(self) -> Sequence[Request]:
+    def draft(self, requests: int) -> Sequence[Request]:
+        super().draft(requests)
+        if not self._ended:
+            return ()
         for request in self._ended:
             room = self._max_model_len - 1 - request.computed - self._behind(request)
             if room > 0:

@@ -135,7 +135,6 @@ class SpeculativeBatch:
         self._members: dict[Request, _Plan] = {}
         self._paused: dict[Request, _Plan] = {}  # left in this step, perhaps to come back as they went
         self._shares: dict[Request, int] = {}
-        self._ended: list[Request] = []  # in the latest step, and perhaps in the next one in vain
         self._cuts: list[Request] = []  # whose next round is other than the batch's
         self._calendar = np.zeros((2, 1024), dtype=np.int64)  # the members' rows added up; from step _origin on
         self._fewer = np.zeros(1024, dtype=np.int64)  # tokens verified than one and `drafts` of each member
@@ -220,10 +219,7 @@ class SpeculativeBatch:
             self._paused.clear()
         if not self._steady:
             self._draft_anew(requests)
-        return self._go_on_in_vain() if self._ended else ()
-
-    def _go_on_in_vain(self) -> Sequence[Request]:
-        raise NotImplementedError
+        return ()
 
     def _draft_anew(self, requests: int) -> None:
         speculation = self._speculation

@@ -544,12 +544,15 @@ class World:
             if free and step is not None:  # `_account` comes to the same
                 self._steps += repetitions
                 lane.busy += now - lane.started
-                decodes, ends = step.num_decodes - step.in_vain, lane.ends
-                if ends is not None:
-                    round_ends.extend(ends if len(ends) == repetitions else ends[:repetitions])
-                    round_jumps.extend((repetitions, decodes))
-                elif decodes:
-                    note((lane.first, lane.slope, repetitions, decodes))
+                if rounds is None:
+                    if step.num_decodes:
+                        note((lane.first, lane.slope, repetitions, step.num_decodes))
+                elif lane.ends is None:
+                    if decodes := step.num_decodes - step.in_vain:
+                        note((lane.first, 0, 1, decodes))
+                else:
+                    round_ends.extend(lane.ends[:repetitions])
+                    round_jumps.extend((repetitions, step.num_decodes - step.in_vain))
             else:
                 self._account(now, lane)
             progress = complete(repetitions)
