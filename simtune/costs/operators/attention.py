@@ -60,8 +60,8 @@ def _pairs(tokens: Array, window: Array) -> Array:
 
 _START = 64
 """Keys, about, that a block of decode attention reads while it starts, and so for nothing: kernels read them in tiles
-of 64 to 128. Of none, 32 and 64 this says best, on tables of four GPUs, what takes larger batches than were
-trained on; longer contexts on the two with GDDR memory it says a little worse."""
+of 64 to 128. Of none, 32 and 64 this says best, on tables of four GPUs, what takes larger batches than were trained on;
+longer contexts than were trained on, on the two of them with GDDR memory, none says best."""
 
 
 def _waited_for(keys: Array, setting: Setting) -> Array:
