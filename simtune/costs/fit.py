@@ -344,8 +344,8 @@ def _flat_interval(log_errors: Array) -> Interval:
 
 def conformal_quantile(scores: Array, level: float = LEVEL) -> float:
     """The (n + 1) level smallest of n scores, or their maximum: a new score is below it with probability `level` if
-    it is exchangeable with them. Between two ranks it is interpolated; the next whole one of 16 scores is their
-    maximum, which 94 % are below.
+    it is exchangeable with them. Between two ranks it is interpolated, and the probability about that: the next whole
+    rank of 16 scores is their maximum, which 94 % are below.
     """
     ranks = np.arange(1, len(scores) + 1)
     return float(np.interp((len(scores) + 1) * level, ranks, np.sort(scores)))

@@ -126,7 +126,8 @@ class Luck:
             raise Infeasible(f"acceptance {acceptance.name}: {error}; draft less, or measure more") from None
         self._own = self._own_acceptance(len(stream))
         self._prompt, self._output = stream.prompt_tokens, stream.output_tokens
-        self._size = max(1, min(1024, round(_ROUNDS / max(1.0, self._output.mean()))))  # requests drawn at once
+        many = _ROUNDS * len(self._output) // max(1, int(self._output.sum()))
+        self._size = max(1, min(1024, many))  # requests drawn at once
         self._groups: dict[int, _Drawn] = {}
         self._laid_out: dict[int, _LaidOut] = {}
 

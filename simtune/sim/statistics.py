@@ -72,10 +72,9 @@ class TokenIntervals:
         self._first, self._slope, self._steps, self._decodes = intervals.T
         even = (self._slope == 0) | (self._steps == 1)
         order = self._first[even].argsort()
+        tokens = (self._steps * self._decodes)[even][order]
         self._even = self._first[even][order]  # times that all tokens of a row have, ascending
-        self._up_to = np.concatenate(
-            [[0], (self._steps * self._decodes)[even][order].cumsum()]
-        )  # tokens of so many rows
+        self._up_to = np.concatenate([[0], tokens.cumsum()])  # tokens of so many such rows
         self._rising = intervals[~even].T
 
     @property

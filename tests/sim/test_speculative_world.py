@@ -171,6 +171,8 @@ def test_jumps_are_single_steps_to_the_tick(name: str) -> None:
         assert (jumped.steps, tally(jumped)) == (stepped.steps, tally(stepped))
         times = [np.sort(np.repeat(_expanded(o)[:, 0], _expanded(o)[:, 1])).tolist() for o in (jumped, stepped)]
         assert times[0] == times[1]
+        if name in AHEAD:
+            assert len(times[0]) == tally(stepped).rounds, "each round delivers, and nobody who is there in vain"
         fits = stream.prompt_tokens + stream.output_tokens <= longest
         # Everyone gets all tokens, and prompts give the first: the others come out of rounds, but for those that a
         # recomputed prompt gives again.

@@ -11,7 +11,8 @@ _EXPONENTIAL = 64
 """Flops that one exponential of the softmax takes as long as, over the 4 of a query, a key and one of head_dim.
 
 An H100 does 4,096 dense 16-bit flops a cycle and multiprocessor, and 16 exponentials (FlashAttention 3,
-arXiv:2407.08608): 256 = 4 x 64. Its tables of heads of 64 and 128 say 67. An A100 would be at 32.
+arXiv:2407.08608): 256 = 4 x 64. Its tables of heads of 64 and 128 say 67. An A100 would be at 32; it is taken for all
+GPUs, for tables of others have heads of 128 only, which do not tell.
 """
 
 _HALF_TILE = 64
