@@ -54,7 +54,7 @@ CANDIDATE_COLUMNS = (
 )  # fmt: skip
 
 REQUEST_COLUMNS = (
-    "request", "class", "lane", "prompt_tokens", "output_tokens", "arrival_s", "scheduled_s", "first_token_s",
+    "request", "class", "engine_core", "prompt_tokens", "output_tokens", "arrival_s", "scheduled_s", "first_token_s",
     "finish_s", "ttft_s", "tpot_s", "e2el_s", "queue_s", "prefill_s", "transfer_s", "decode_s", "preemptions", "resent",
     "good",
 )  # fmt: skip
@@ -263,12 +263,13 @@ def _drafting_file(engine: str, settings: dict[str, Any], what: str) -> Files:
 
 
 def _engine_files(deployment: Deployment) -> Files:
-    """Settings for vLLM; none where a policy is another engine's or nobody's, or vLLM cannot draft as the plan does.
+    """Settings for vLLM; none where a policy is not its own, or it cannot draft or swap as the plan does.
 
     Then those of the engines that can, as far as drafting goes.
     """
-    if any(pool.spec.batching.policy not in vllm.SCHEDULING_POLICY for pool in deployment.pools):
-        return {}
+    for pool in deployment.pools:
+        if pool.spec.batching.policy not in vllm.SCHEDULING_POLICY or pool.spec.kv_cache.preemption == "swap":
+            return {}
     drafting = [(p.spec.speculation, p.drafting.model) for p in deployment.pools if p.spec.speculation and p.drafting]
     if not all(_settings(speculation.vllm, *each)[0] for each in drafting):
         files: Files = {}
@@ -381,12 +382,12 @@ def _breakdown(deployment: Deployment, result: Result) -> list[dict[str, Any]]:
 
     Typical is the mean over simulated time of the pool's decode batch, at the requests' mean context.
     """
-    lanes, stream, several = result.outcome.lanes, result.stream, len(deployment.pools) > 1
+    cores, stream, several = result.outcome.cores, result.stream, len(deployment.pools) > 1
     context = round(float((stream.prompt_tokens + stream.output_tokens / 2).mean()))
     longest = int(stream.prompt_tokens.max())
     found = []
     for pool in deployment.pools:
-        busy = [r for r in result.outcome.records if r.num_decodes and lanes[r.lane].pool == pool.spec.name]
+        busy = [r for r in result.outcome.records if r.num_decodes and cores[r.core].pool == pool.spec.name]
         weight = sum(r.end - r.start for r in busy)
         decodes = max(1, round(sum(r.num_decodes * (r.end - r.start) for r in busy) / weight)) if weight else 1
         budget = pool.spec.batching.max_num_batched_tokens
@@ -420,37 +421,37 @@ def _breakdown(deployment: Deployment, result: Result) -> list[dict[str, Any]]:
 
 def _timeline(result: Result, pool: str | None = None, points: int = 400) -> dict[str, list[float]]:
     """Running, waiting and KV use of the whole deployment or of one pool, sampled at even times."""
-    lanes = [i for i, lane in enumerate(result.outcome.lanes) if pool in (None, lane.pool)]
-    by_lane: dict[int, list[Any]] = {lane: [] for lane in lanes}
+    cores = [i for i, core in enumerate(result.outcome.cores) if pool in (None, core.pool)]
+    by_core: dict[int, list[Any]] = {core: [] for core in cores}
     for record in result.outcome.records:
-        if record.lane in by_lane:
-            by_lane[record.lane].append(record)
+        if record.core in by_core:
+            by_core[record.core].append(record)
     if not result.outcome.records:
         return {"t_s": [], "running": [], "waiting": [], "kv_used": []}
     grid = np.linspace(0, max(r.end for r in result.outcome.records), points)
     running, waiting, used = np.zeros(points), np.zeros(points), np.zeros(points)
-    for lane, mine in by_lane.items():
+    for core, mine in by_core.items():
         if not mine:
             continue
         at = np.searchsorted([r.start for r in mine], grid, side="right") - 1
         inside = (at >= 0) & (grid < np.array([r.end for r in mine])[at])
         running += np.where(inside, np.array([r.running for r in mine])[at], 0)
         waiting += np.where(inside, np.array([r.waiting for r in mine])[at], 0)
-        used += np.where(inside, 1 - np.array([r.free_blocks for r in mine])[at] / result.outcome.lanes[lane].blocks, 0)
+        used += np.where(inside, 1 - np.array([r.free_blocks for r in mine])[at] / result.outcome.cores[core].blocks, 0)
     return {
         "t_s": (grid / TICKS_PER_SECOND).tolist(),
         "running": running.tolist(),
         "waiting": waiting.tolist(),
-        "kv_used": (used / len(lanes)).tolist(),
+        "kv_used": (used / len(cores)).tolist(),
     }
 
 
 def _step_records(result: Result) -> list[StepRecord]:
-    lanes = result.outcome.lanes
+    cores = result.outcome.cores
     return [
         StepRecord(
-            instance=f"{lanes[r.lane].pool} {lanes[r.lane].instance}",
-            lane=lanes[r.lane].virtual_engine,
+            instance=f"{cores[r.core].pool} {cores[r.core].instance}",
+            core=cores[r.core].virtual_engine,
             start_s=r.start / TICKS_PER_SECOND,
             end_s=r.end / TICKS_PER_SECOND,
             steps=r.steps,
@@ -500,7 +501,7 @@ def requests_table(result: Result) -> dict[str, list[Any]]:
     columns: list[list[Any]] = [
         list(range(len(stream))),
         [stream.class_names[i] for i in stream.class_index.tolist()],
-        outcome.lane.tolist(),
+        outcome.core.tolist(),
         stream.prompt_tokens.tolist(),
         stream.output_tokens.tolist(),
     ]

@@ -1,7 +1,7 @@
 """How much a plan could serve at the very best: a necessary condition, safe to prune with.
 
 Capacity (its terms are those of Li, Dai and Peng, arXiv 2504.07347, for tokens, and of Nie, Si and Zhou, arXiv
-2605.04595, for memory). A request of P prompt and O output tokens keeps its lane busy, averaged over the
+2605.04595, for memory). A request of P prompt and O output tokens keeps its core busy, averaged over the
 load and whatever the schedule, for at least
 
     w = c0 * I + c1 * E[P + n] + c2 * E[g] + E[prefill attention of P] + E[O] * head
@@ -10,12 +10,12 @@ load and whatever the schedule, for at least
     I = max(E[n] / max_num_seqs, E[P + n] / max_num_batched_tokens, E[g] / KV tokens)   iterations per request
 
 where c0 + c1*m is any line below the step time as a function of the tokens m in the step, and c2 any number below the
-decode attention time per context token. More requests per second than lanes / w pile up without end.
+decode attention time per context token. More requests per second than cores / w pile up without end.
 
 With drafts of at most K tokens a verification emits no more than K + 1: of its n decode steps a request keeps at least
 n / (K + 1), and of the context tokens g at least (g - n K / 2) / (K + 1), as if each round read no more than its first
 token does. The tokens it emits are still computed, each of them once or more; what drafting takes comes on top.
-Replicas of a target that verify in turn (DSI) count as if each was a lane that shares prompts too.
+Replicas of a target that verify in turn (DSI) count as if each was a core that shares prompts too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from simtune.specs.drafts import shape_of
 
 
 class Capacity:
-    """What lanes with the given costs can do for the load of `stream`; requests beyond max_model_len cost nothing."""
+    """What cores with the given costs can do for the load of `stream`; requests beyond max_model_len cost nothing."""
 
     def __init__(self, costs: CompiledCosts, stream: RequestStream, max_model_len: int) -> None:
         fits = stream.prompt_tokens + stream.output_tokens <= max_model_len
@@ -47,7 +47,7 @@ class Capacity:
         )
 
     def rps(self, pool: DeployedPool) -> float:
-        """Requests per second that no schedule on the lanes of a pool can exceed."""
+        """Requests per second that no schedule on the cores of a pool can exceed."""
         batching, pp = pool.spec.batching, pool.spec.parallelism.pp
         kv_tokens = pool.memory.num_blocks // pp * pool.spec.kv_cache.block_size
         shape = None if pool.spec.speculation is None else shape_of(pool.spec.speculation.scheme)
@@ -60,4 +60,4 @@ class Capacity:
             context / kv_tokens,
         )
         linear_s = max(c0 * iterations + c1 * self._tokens for c0, c1 in self._lines)
-        return replicas * pool.num_lanes / (linear_s + self._context_s * context + self._other_s)
+        return replicas * pool.num_cores / (linear_s + self._context_s * context + self._other_s)

@@ -25,7 +25,7 @@ class Point:
     saturated: bool
     tokens_per_round: float | None
     wasted_per_round: float | None
-    """Of one request that drafts: tokens delivered by a verification, and tokens verified in vain."""
+    """Of one request that drafts: tokens delivered by a verification, and tokens verified and rejected."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from simtune.tuner.space import Candidate, Shape, members, shapes
 
 WAVE = 4
 SAMPLED_LANES = 4
-"""Of wide deployments this many lanes are simulated while searching; the chosen plan is confirmed on all of them."""
+"""Of wide deployments this many cores are simulated while searching; the chosen plan is confirmed on all of them."""
 RATE_OBJECTIVES = ("goodput_per_gpu", "goodput")
 UNITS = {"goodput_per_gpu": "requests/s/GPU", "goodput": "requests/s", "gpus": "GPUs", "e2el": "s"}
 
@@ -81,14 +81,14 @@ class Question:
         return deploy(candidate.plan(self.study, max_model_len), self.model, self.hardware, costs, drafting=drafting)
 
     def judge(self, deployment: Deployment, rate_rps: float | None) -> Result:
-        """Whether a deployment meets the SLO, judged by some of its lanes; ends as soon as it cannot any more."""
+        """Whether a deployment meets the SLO, judged by some of its cores; ends as soon as it cannot any more."""
         stream = self.stream_for(deployment, rate_rps)
-        return deployment.simulate(stream, self.study.slo, lanes=SAMPLED_LANES, stop_when_lost=True)
+        return deployment.simulate(stream, self.study.slo, cores=SAMPLED_LANES, stop_when_lost=True)
 
     def watch(self, deployment: Deployment, rate_rps: float | None) -> Result:
         """The same to the end."""
         stream = self.stream_for(deployment, rate_rps)
-        return deployment.simulate(stream, self.study.slo, lanes=SAMPLED_LANES)
+        return deployment.simulate(stream, self.study.slo, cores=SAMPLED_LANES)
 
 
 @dataclass
@@ -202,7 +202,7 @@ def optimize(question: Question, *, jobs: int | None = None, progress: Progress 
 
 
 def _confirm(question: Question, rows: list[Row], max_model_len: int) -> tuple[Row, Deployment, Result]:
-    """Simulate all lanes of the best candidate, not some of them; if that misses the SLO, take its verdict back.
+    """Simulate all cores of the best candidate, not some of them; if that misses the SLO, take its verdict back.
 
     A rate is taken back by one step of the tolerance, a verdict at a given load altogether; then the best is chosen
     anew.

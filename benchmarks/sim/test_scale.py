@@ -53,7 +53,7 @@ stream = build_stream(workload, rows, requests=requests, seed=0).at_rate(rate)
 began = time.process_time()
 result = deployment.simulate(stream)
 cpu_s = time.process_time() - began
-busy = sum(lane.busy for lane in result.outcome.lanes) / len(result.outcome.lanes) / result.outcome.finish.max()
+busy = sum(core.busy for core in result.outcome.cores) / len(result.outcome.cores) / result.outcome.finish.max()
 print(json.dumps({
     "cpu_s": cpu_s,
     "mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,

@@ -65,7 +65,7 @@ def test_jumps_against_single_steps(load: str, benchmark: Any, capsys: pytest.Ca
     deployment, stream = world(load, 2000)
 
     def run(single_steps: bool) -> Outcome:
-        return World(deployment.lanes(), stream, single_steps=single_steps).run()
+        return World(deployment.cores(), stream, single_steps=single_steps).run()
 
     jumped, stepped = run(False), run(True)
     assert jumped.finish.tolist() == stepped.finish.tolist()
@@ -81,42 +81,42 @@ def test_jumps_against_single_steps(load: str, benchmark: Any, capsys: pytest.Ca
 
 
 def test_a_heap_against_simpy(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """The event loop alone, without engine or costs: 100,000 timed events of 8 lanes, every third one interrupted."""
+    """The event loop alone, without engine or costs: 100,000 timed events of 8 cores, every third one interrupted."""
     import simpy
 
-    lanes, rounds = 8, 12_500
-    gaps = np.random.default_rng(0).integers(1, 1000, (lanes, rounds)).tolist()
+    cores, rounds = 8, 12_500
+    gaps = np.random.default_rng(0).integers(1, 1000, (cores, rounds)).tolist()
 
     def with_heap() -> int:
         heap: list[tuple[int, int, int, int]] = []
         numbers = done = 0
-        valid = [0] * lanes
+        valid = [0] * cores
         left = [iter(g) for g in gaps]
-        for lane in range(lanes):
+        for core in range(cores):
             numbers += 1
-            valid[lane] = numbers
-            heapq.heappush(heap, (next(left[lane]), 0, numbers, lane))
+            valid[core] = numbers
+            heapq.heappush(heap, (next(left[core]), 0, numbers, core))
         while heap:
-            now, _, number, lane = heapq.heappop(heap)
-            if valid[lane] != number:
+            now, _, number, core = heapq.heappop(heap)
+            if valid[core] != number:
                 continue
             done += 1
-            gap = next(left[lane], None)
+            gap = next(left[core], None)
             if gap is None:
                 continue
             if done % 3 == 0:  # a jump that will be cut short
                 numbers += 1
-                heapq.heappush(heap, (now + 2 * gap, 0, numbers, lane))
+                heapq.heappush(heap, (now + 2 * gap, 0, numbers, core))
             numbers += 1
-            valid[lane] = numbers
-            heapq.heappush(heap, (now + gap, 0, numbers, lane))
+            valid[core] = numbers
+            heapq.heappush(heap, (now + gap, 0, numbers, core))
         return done
 
     def with_simpy() -> int:
         environment = simpy.Environment()
         done = 0
 
-        def lane(own: list[int]) -> Generator[Any, Any, None]:
+        def core(own: list[int]) -> Generator[Any, Any, None]:
             nonlocal done
             for gap in own:
                 if done % 3 == 0:
@@ -132,11 +132,11 @@ def test_a_heap_against_simpy(benchmark: Any, capsys: pytest.CaptureFixture[str]
             victim.interrupt()
 
         for own in gaps:
-            environment.process(lane(own))
+            environment.process(core(own))
         environment.run()
         return done
 
-    assert with_heap() == with_simpy() == lanes * rounds
+    assert with_heap() == with_simpy() == cores * rounds
     ours, theirs = cpu_s(with_heap), cpu_s(with_simpy, rounds=3)
     benchmark.extra_info.update(ratio=theirs / ours)
     benchmark.pedantic(with_heap, rounds=3)

@@ -2,8 +2,8 @@
 
     python -m pytest benchmarks/sim/test_speculation_speed.py -m benchmark_only -s
 
-CPU seconds, the least of some runs that take turns: of the simulation alone in one process, luck included, and of the
-whole command `simtune simulate`, in a process of its own each. Nothing is asserted about time.
+CPU seconds, the least of some runs that take turns: of the simulation alone in one process, sampler included, and of
+the whole command `simtune simulate`, in a process of its own each. Nothing is asserted about time.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 The scheduler takes all drafts under way for accepted until it hears. So a member that had d drafts rejected in the step
 before stands d tokens further on for it than it is: it takes blocks for that many more, and where max_model_len leaves
 less room than its drafts need, it verifies fewer, perhaps not even the token that is certain: then it rests for a step,
-after which all is known. A member whose answer was completed by accepted drafts is in the next step all the same, in
-vain: it takes part in all but the delivery.
+after which all is known. A member whose answer was completed by accepted drafts is in the next step all the same, and
+what it computes there is discarded.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ class AheadBatch(SpeculativeBatch):
     def __init__(self, block_size: int, speculation: Speculation, max_model_len: int) -> None:
         super().__init__(block_size, speculation, max_model_len)
         self._even = self._steady and speculation.lengths is None  # as many drafts in every round of every request
-        self.in_vain: dict[Request, tuple[int, int]] = {}
+        self.discarded: dict[Request, tuple[int, int]] = {}
         """Members that are complete, in the next step all the same: its tokens and new blocks."""
-        self._vain = 0, 0, 0  # their tokens, tokens computed before, new blocks
-        self._ended: list[Request] = []  # in the latest step, and perhaps in the next one in vain
+        self._discarded = 0, 0, 0  # their tokens, tokens computed before, new blocks
+        self._ended: list[Request] = []  # in the latest step, and perhaps in the next one too
         self._rejected: dict[Request, tuple[int, int]] = {}  # (step, drafts rejected in the one before)
         self._resting: dict[Request, None] = {}  # members with rounds in which they rest
 
     def __iter__(self) -> Iterator[Request]:
         """Members in order of joining. Costs O(members log members)."""
-        return iter(sorted([*self._members, *self.in_vain], key=attrgetter("joins")))
+        return iter(sorted([*self._members, *self.discarded], key=attrgetter("joins")))
 
     def totals(self) -> tuple[int, int, int]:
-        if self._totals is None and self.in_vain:
+        if self._totals is None and self.discarded:
             tokens, context, blocks = super().totals()
-            more = self._vain
+            more = self._discarded
             self._totals = tokens + more[0], context + more[1], blocks + more[2]
         return super().totals()
 
     def _sum_up(self) -> None:
-        widths = self.in_vain.values()
-        context = sum(request.computed for request in self.in_vain)
-        self._vain = sum(width for width, _ in widths), context, sum(blocks for _, blocks in widths)
+        widths = self.discarded.values()
+        context = sum(request.computed for request in self.discarded)
+        self._discarded = sum(width for width, _ in widths), context, sum(blocks for _, blocks in widths)
         self._totals = None
 
     @property
@@ -67,7 +67,7 @@ class AheadBatch(SpeculativeBatch):
 
     def leave(self, request: Request) -> None:
         self._rejected.pop(request, None)
-        if self.in_vain.pop(request, None) is not None:
+        if self.discarded.pop(request, None) is not None:
             self.count -= 1
             self._sum_up()
             request.joined = -1
@@ -77,33 +77,33 @@ class AheadBatch(SpeculativeBatch):
         self._rejected.pop(request, None)
 
     def cut(self, member: Request, tokens: int) -> None:
-        if member in self.in_vain:
-            self.in_vain[member] = self._once(member, tokens)
+        if member in self.discarded:
+            self.discarded[member] = self._once(member, tokens)
             self._sum_up()
         else:
             super().cut(member, tokens)
 
     def width_of(self, member: Request) -> int:
-        return self.in_vain[member][0] if member in self.in_vain else super().width_of(member)
+        return self.discarded[member][0] if member in self.discarded else super().width_of(member)
 
     def blocks_of(self, member: Request) -> int:
-        return self.in_vain[member][1] if member in self.in_vain else super().blocks_of(member)
+        return self.discarded[member][1] if member in self.discarded else super().blocks_of(member)
 
     def held_by(self, member: Request) -> int:
-        return self._held(member) if member in self.in_vain else super().held_by(member)
+        return self._held(member) if member in self.discarded else super().held_by(member)
 
     def emitted_by(self, member: Request) -> int:
-        return member.emitted if member in self.in_vain else super().emitted_by(member)
+        return member.emitted if member in self.discarded else super().emitted_by(member)
 
-    def end_in_vain(self) -> list[Request]:
-        """The next step is over for those who were in it in vain; returns them. To be called before `advance`."""
-        ended = list(self.in_vain)
-        for request, (_, blocks) in self.in_vain.items():
+    def end_discarded(self) -> list[Request]:
+        """The step is over for those of whom it is discarded; returns them. To be called before `advance`."""
+        ended = list(self.discarded)
+        for request, (_, blocks) in self.discarded.items():
             request.slots = (self._held(request) + blocks) * self._block_size
             request.joined = -1
             del self._rejected[request]
         self.count -= len(ended)
-        self.in_vain.clear()
+        self.discarded.clear()
         return ended
 
     def draft(self, requests: int) -> Sequence[Request]:
@@ -114,31 +114,31 @@ class AheadBatch(SpeculativeBatch):
             room = self._max_model_len - 1 - request.computed - self._behind(request)
             if room > 0:
                 request.joined = self.steps
-                self.in_vain[request] = self._once(request, min(1 + self._drafts_of(request), room))
+                self.discarded[request] = self._once(request, min(1 + self._drafts_of(request), room))
             else:
                 del self._rejected[request]
         self._ended.clear()
-        self.count += len(self.in_vain)
+        self.count += len(self.discarded)
         self._sum_up()
-        return list(self.in_vain)
+        return list(self.discarded)
 
     def next_steps(self, free: int, budget: int) -> NextSteps | None:
         if self._resting and self.rests:
             return None
-        if not self.in_vain:
+        if not self.discarded:
             return super().next_steps(free, budget)
         tokens, context, blocks = self.totals()
         if tokens > budget or blocks > free:
             return None
-        vain, _, more = self._vain
+        tokens_discarded, _, more = self._discarded
         if not self._members:
-            return NextSteps(tokens, context, blocks, 1, (), vain)
-        others = super().next_steps(free - more, budget - vain)
+            return NextSteps(tokens, context, blocks, 1, (), tokens_discarded)
+        others = super().next_steps(free - more, budget - tokens_discarded)
         assert others is not None
-        return NextSteps(tokens, context, blocks, others.steps, others.contexts, vain)
+        return NextSteps(tokens, context, blocks, others.steps, others.contexts, tokens_discarded)
 
     def steps_to_completion(self) -> int:
-        if self.in_vain and not (self._steady and self._members):
+        if self.discarded and not (self._steady and self._members):
             return 1
         return super().steps_to_completion()
 
@@ -155,7 +155,7 @@ class AheadBatch(SpeculativeBatch):
         return -(-max(request.computed, request.slots) // self._block_size)
 
     def _once(self, request: Request, width: int) -> tuple[int, int]:
-        """(tokens, new blocks) of a step in vain."""
+        """(tokens, new blocks) of a step to be discarded."""
         reach = request.computed + self._behind(request) + width + self._speculation.lookahead
         return width, max(0, -(-min(reach, self._max_model_len) // self._block_size) - self._held(request))
 

@@ -68,10 +68,10 @@ class Step:
     contexts: Sequence[int] | NDArray[np.int64] | None = None
     """Tokens that the decodes have computed before each repetition of a step with drafts that may be repeated: they
     grow as drafts are accepted."""
-    in_vain: int = 0
+    discarded: int = 0
     """Of the decodes, those whose answer is complete: they deliver nothing, and are not in the repetitions that follow;
     nor in `contexts`."""
-    vain_tokens: int = 0
+    discarded_tokens: int = 0
     """How many tokens those compute."""
     swapped_out_blocks: int = 0
     """KV blocks that the preempted take to host memory before this step."""

@@ -80,9 +80,9 @@ class NextSteps(NamedTuple):
     steps: int
     contexts: Sequence[int] | Ints
     """Tokens that members have computed before each."""
-    vain_tokens: int = 0
-    """Of those of the first step, those of members that take part in vain, and in no other step; the contexts are
-    without them."""
+    discarded_tokens: int = 0
+    """Of those of the first step, the ones to be discarded, for their members are complete; the contexts are without
+    them."""
 
 
 class Tally(NamedTuple):
@@ -214,7 +214,7 @@ class SpeculativeBatch:
         self._enter(member, self._padded(member, plan.end, plan.drafts, 1 + self._speculation.max_drafts))
 
     def draft(self, requests: int) -> Sequence[Request]:
-        """The drafter has run with a step of so many requests; returns those that are complete and go on in vain."""
+        """The drafter has run with a step of so many requests; returns those of whom the next step is discarded."""
         if self._paused:
             self._paused.clear()
         if not self._steady:

@@ -19,10 +19,10 @@ unless lengths go by batch or a prompt is under way; where the budget has no roo
 
 With asynchronous scheduling a step is scheduled before the engine knows what came of the one before. Whoever ended in
 that keeps seat and blocks for one step more, and if the blocks run short, it is preempted like any other. Every answer
-ends by its length here, so without drafts nothing is computed in vain (one that ends by a stop token would be). With
-drafts (`AheadBatch`) all those under way count as accepted: blocks are taken and max_model_len is kept accordingly, and
-an answer completed by accepted drafts is in the next step all the same, in vain. What a preempted request had under way
-is delivered.
+ends by its length here, so without drafts no token is discarded (after a stop token one would be). With drafts
+(`AheadBatch`) all those under way count as accepted: blocks are taken and max_model_len is kept accordingly, and an
+answer completed by accepted drafts is in the next step all the same, whose tokens for it are discarded. What a
+preempted request had under way is delivered.
 
 Checked step by step against logs of the real engine: tests/engine/test_steplogs.py. One thing is not exact: where
 scheduling is asynchronous, a request that goes without in one step and is preempted right after the next may find one
@@ -125,18 +125,18 @@ class VllmFcfs(Scheduler):
 
     @property
     def unsettled(self) -> bool:
-        return bool(self._ending or (self._ahead is not None and self._ahead.in_vain))
+        return bool(self._ending or (self._ahead is not None and self._ahead.discarded))
 
     def would_notice(self) -> bool:
         if self.waiting:
             return False
         here = self.decoding.count + len(self.prefilling) + len(self._reserved) + len(self._paused)
         if self._ahead is not None:
-            here -= len(self._ahead.in_vain)  # their seats are free from the second repetition on
+            here -= len(self._ahead.discarded)  # their seats are free from the second repetition on
         return here < self.max_num_seqs
 
     def release(self, request: Request) -> None:
-        if request in self._ending or (self._ahead is not None and request in self._ahead.in_vain):
+        if request in self._ending or (self._ahead is not None and request in self._ahead.discarded):
             request.hold = False
         else:
             super().release(request)
@@ -171,13 +171,13 @@ class VllmFcfs(Scheduler):
             found = batch.next_steps(kv.free, budget)
             if found is None:
                 return None
-            tokens, context, blocks, repeat, contexts, vain = found
+            tokens, context, blocks, repeat, contexts, discarded = found
             step = Step(count, context + tokens, [], [], repeat, (), tokens - count, batch.levels)
             if repeat > 1:
                 step.contexts = contexts
-            if vain:
+            if discarded:
                 assert self._ahead is not None
-                step.in_vain, step.vain_tokens = len(self._ahead.in_vain), vain
+                step.discarded, step.discarded_tokens = len(self._ahead.discarded), discarded
         else:
             _, context, blocks = batch.totals()
             if blocks > kv.free or count > budget:
@@ -198,16 +198,16 @@ class VllmFcfs(Scheduler):
         assert step is not None
         assert 1 <= repetitions <= step.repeat
         progress = Progress()
-        batch, in_vain = self.decoding, []
-        if step.in_vain:
+        batch, discarded = self.decoding, []
+        if step.discarded:
             assert self._ahead is not None
-            in_vain = self._ahead.end_in_vain()
+            discarded = self._ahead.end_discarded()
         elif self._ending or self._stale:
             self._part()
         more = batch.blocks_for(repetitions - 1, 1) if repetitions > 1 else 0
         finished = batch.advance(repetitions)
-        if in_vain:
-            self._ending = sorted([*self._ending, *in_vain], key=attrgetter("joins"))
+        if discarded:
+            self._ending = sorted([*self._ending, *discarded], key=attrgetter("joins"))
             self._part()
         if more:
             self.kv.take(more)
@@ -244,8 +244,8 @@ class VllmFcfs(Scheduler):
         step = Step(count, context + tokens, chunks, self._preempted)
         if isinstance(batch, SpeculativeBatch):
             step.draft_levels = batch.levels
-            if self._ahead is not None and self._ahead.in_vain:
-                step.in_vain = len(self._ahead.in_vain)
+            if self._ahead is not None and self._ahead.discarded:
+                step.discarded = len(self._ahead.discarded)
         elif count and self.tells_longest:
             step.longest_context = batch.longest + 1
         if self._preempted:
@@ -256,7 +256,7 @@ class VllmFcfs(Scheduler):
             step.admitted = [chunk.request for chunk in chunks[past:]]
             if self.preemption == "swap":
                 step.swapped_in_blocks = sum(self.kv.blocks_for(chunk.past) for chunk in chunks[past:])
-        elif not (short or self._paused or step.in_vain or (self._ending and self.waiting)):
+        elif not (short or self._paused or step.discarded or (self._ending and self.waiting)):
             # The first repetition's blocks are taken already.
             step.repeat = batch.steps_that_fit(self.kv.free + blocks, batch.steps_to_completion())
             if step.repeat > 1 and isinstance(batch, SpeculativeBatch):
@@ -336,7 +336,7 @@ class VllmFcfs(Scheduler):
             i += 1
         for request in [*resting, *running[i:]]:
             if request.joined >= 0:
-                away = self._ending if self._ahead is not None and request in self._ahead.in_vain else self._paused
+                away = self._ending if self._ahead is not None and request in self._ahead.discarded else self._paused
                 batch.leave(request)
                 away.append(request)
         return chunks, budget, short
@@ -346,9 +346,9 @@ class VllmFcfs(Scheduler):
         return running[-1]
 
     def _preempt(self, victim: Request, here: bool = False) -> None:
-        in_vain = self._ahead is not None and victim in self._ahead.in_vain
-        if in_vain or victim in self._ending:  # the engine only thinks that it will go on
-            if in_vain:
+        discarded = self._ahead is not None and victim in self._ahead.discarded
+        if discarded or victim in self._ending:  # the engine only thinks that it will go on
+            if discarded:
                 self.decoding.leave(victim)
             else:
                 self._ending.remove(victim)
@@ -484,7 +484,7 @@ class VllmFcfs(Scheduler):
     def _lose_residents(self) -> list[Request]:
         self._rejoin()
         if self._ahead is not None:
-            for request in list(self._ahead.in_vain):
+            for request in list(self._ahead.discarded):
                 self._ahead.leave(request)
                 self._ending.append(request)
         self._held.update((request, None) for request in self._ending if request.hold)

@@ -145,7 +145,7 @@ def _drafted(s: Summary) -> list[tuple[str, str, str]]:
     if s.speculation is None:
         return []
     wasted = percent(s.speculation.wasted_share)
-    return [("tokens per round", number(s.speculation.tokens_per_round), f"{wasted} of those verified in vain")]
+    return [("tokens per round", number(s.speculation.tokens_per_round), f"{wasted} of those rejected")]
 
 
 def latency_rows(s: Summary) -> list[tuple[str, ...]]:

@@ -226,7 +226,7 @@ class FixedSetting(_Block):
 
 
 class BatchPoint(_Block):
-    """Of a chain whose length follows the batch: tokens of a round, and verified ones in vain, per sequence."""
+    """Of a chain whose length follows the batch: tokens of a round, and wasted ones, per sequence."""
 
     batch: Count
     draft_tokens: Annotated[int, Field(ge=0)]

@@ -199,7 +199,7 @@ def tree_figure(draft: DraftShape) -> Figure:
 def yield_figure(
     x: Sequence[float], tokens: Sequence[float], wasted: Sequence[float], title: str, logarithmic: bool
 ) -> Figure:
-    """Tokens of a round and tokens verified in vain, per sequence, against load."""
+    """Tokens of a round and wasted tokens, per sequence, against load."""
     data = [
         {
             "type": "scatter",
@@ -212,7 +212,7 @@ def yield_figure(
         }
         for name, values, colour in (
             ("tokens per round", tokens, figures.COLOURS[0]),
-            ("verified in vain", wasted, figures.COLOURS[1]),
+            ("verified, then rejected", wasted, figures.COLOURS[1]),
         )
     ]
     across = figures._axis(title, **({"type": "log", "tickvals": list(x)} if logarithmic else {"rangemode": "tozero"}))

@@ -1,6 +1,6 @@
 """Steps of a simulation as a timeline: gzipped Chrome trace JSON, opened by dropping it on ui.perfetto.dev.
 
-One process per instance, one track per lane. A lane runs one step at a time: overlapping slices could not be
+One process per instance, one track per engine core. A core runs one step at a time: overlapping slices could not be
 drawn. Counters are those of the latest step and stand until the next one.
 """
 
@@ -20,7 +20,7 @@ class StepRecord(NamedTuple):
     """
 
     instance: str
-    lane: int
+    core: int
     start_s: float
     end_s: float
     steps: int
@@ -34,32 +34,32 @@ class StepRecord(NamedTuple):
 def chrome_trace(events: Iterable[StepRecord]) -> bytes:
     """The same bytes for the same steps, in whatever order they come.
 
-    Times are rounded to nanoseconds. Raises ValueError when two steps of one lane overlap.
+    Times are rounded to nanoseconds. Raises ValueError when two steps of one core overlap.
     """
-    steps = sorted(events, key=lambda e: (e.instance, e.start_s, e.lane, e.end_s))
-    lanes = sorted({(e.instance, e.lane) for e in steps})
+    steps = sorted(events, key=lambda e: (e.instance, e.start_s, e.core, e.end_s))
+    cores = sorted({(e.instance, e.core) for e in steps})
     out: list[dict[str, Any]] = []
     processes = {instance: number for number, instance in enumerate(sorted({e.instance for e in steps}, key=_natural))}
     for instance, number in processes.items():
         out.append(_metadata("process_name", number, 0, name=instance))
         out.append(_metadata("process_sort_index", number, 0, sort_index=number))
-    for instance, lane in lanes:
-        out.append(_metadata("thread_name", processes[instance], lane, name=f"lane {lane}"))
-        out.append(_metadata("thread_sort_index", processes[instance], lane, sort_index=lane))
-    free_ns = dict.fromkeys(lanes, 0)
+    for instance, core in cores:
+        out.append(_metadata("thread_name", processes[instance], core, name=f"engine core {core}"))
+        out.append(_metadata("thread_sort_index", processes[instance], core, sort_index=core))
+    free_ns = dict.fromkeys(cores, 0)
     shown: dict[tuple[str, str], dict[str, int]] = {}
     for step in steps:
         start_ns, end_ns = round(step.start_s * 1e9), round(step.end_s * 1e9)
-        lane_of = (step.instance, step.lane)
-        if not free_ns[lane_of] <= start_ns <= end_ns:
-            raise ValueError(f"{step}: its lane is busy until {free_ns[lane_of] / 1e9} s, or it ends before it begins")
-        free_ns[lane_of] = end_ns
+        core_of = (step.instance, step.core)
+        if not free_ns[core_of] <= start_ns <= end_ns:
+            raise ValueError(f"{step}: its core is busy until {free_ns[core_of] / 1e9} s, or it ends before it begins")
+        free_ns[core_of] = end_ns
         out.append(
             {
                 "ph": "X",
                 "name": _name(step),
                 "pid": processes[step.instance],
-                "tid": step.lane,
+                "tid": step.core,
                 "ts": start_ns / 1000,
                 "dur": (end_ns - start_ns) / 1000,
                 "args": {
@@ -90,8 +90,8 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-def _metadata(what: str, instance: int, lane: int, **args: str | int) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": instance, "tid": lane, "args": args}
+def _metadata(what: str, instance: int, core: int, **args: str | int) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": instance, "tid": core, "args": args}
 
 
 def _name(step: StepRecord) -> str:

@@ -1,4 +1,4 @@
-"""From a plan to things that run: memory, cost tables and fresh lanes."""
+"""From a plan to things that run: memory, cost tables and fresh cores."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import POLICIES, Speculation
 from simtune.errors import Infeasible, UsageError
 from simtune.sim import router
-from simtune.sim.lane import Lane, Pipeline, Wire
+from simtune.sim.core import EngineCore, KvConnector, Pipeline
 from simtune.sim.link import Link
 from simtune.sim.requests import RequestStream
 from simtune.sim.result import MissBudget, Result
-from simtune.sim.speculation import Drafting, Luck, check_drafting, counts_ahead, drafting_terms
+from simtune.sim.speculation import AcceptanceSampler, Drafting, check_drafting, counts_ahead, drafting_terms
 from simtune.sim.world import Change, World
 from simtune.specs import plan as spec
 from simtune.specs.drafts import shape_of
@@ -61,12 +61,12 @@ class DeployedPool:
     """What its speculation names; None where it does not speculate."""
 
     @property
-    def num_lanes(self) -> int:
-        return self.spec.instances * self.lanes_each
+    def num_cores(self) -> int:
+        return self.spec.instances * self.cores_each
 
     @property
-    def lanes_each(self) -> int:
-        """Lanes of an instance: its virtual engines, or its groups of ranks under data-parallel attention."""
+    def cores_each(self) -> int:
+        """Cores of an instance: its virtual engines, or its groups of ranks under data-parallel attention."""
         return self.spec.parallelism.pp * self.spec.parallelism.attention_dp
 
     def speculation(self, stream: RequestStream, seed: int) -> Speculation | None:
@@ -74,17 +74,17 @@ class DeployedPool:
         if self.spec.speculation is None:
             return None
         assert self.drafting is not None
-        luck = Luck(self.spec.speculation.scheme, self.drafting.acceptance, stream, seed)
-        return drafting_terms(self.spec.speculation, luck)
+        sampler = AcceptanceSampler(self.spec.speculation.scheme, self.drafting.acceptance, stream, seed)
+        return drafting_terms(self.spec.speculation, sampler)
 
-    def lanes(
+    def cores(
         self, instances: int, hash_block_tokens: int | None, speculation: Speculation | None = None
-    ) -> list[Lane]:
-        """Fresh lanes of the first `instances` instances, ordered so that a round robin is one over instances first.
+    ) -> list[EngineCore]:
+        """Fresh cores of the first `instances` instances, ordered so that a round robin is one over instances first.
 
-        An instance with pp pipeline stages runs pp lanes ("virtual engines") that share the stages, each with its own
-        batch, its share of the seats and of the KV blocks; a lane's step takes the time of all stages. With
-        data-parallel attention each group of tp ranks is a lane with seats and blocks of its own; all step together.
+        An instance with pp pipeline stages runs pp cores ("virtual engines") that share the stages, each with its own
+        batch, its share of the seats and of the KV blocks; a core's step takes the time of all stages. With
+        data-parallel attention each group of tp ranks is a core with seats and blocks of its own; all step together.
         """
         own, batching, pp = self.spec, self.spec.batching, self.spec.parallelism.pp
         policy = POLICIES[batching.policy]
@@ -115,18 +115,18 @@ class DeployedPool:
             swap = round(self.kv_block_bytes / host * TICKS_PER_SECOND)
         pipelines = [Pipeline(pp) if pp > 1 else None for _ in range(instances)]
         found = [
-            Lane(policy(**settings), self.costs, instance, own.name, pipeline=pipelines[instance], swap=swap)
-            for _ in range(self.lanes_each)
+            EngineCore(policy(**settings), self.costs, instance, own.name, pipeline=pipelines[instance], swap=swap)
+            for _ in range(self.cores_each)
             for instance in range(instances)
         ]
-        for lane in found:
-            if lane.pipeline is not None:
-                lane.pipeline.lanes.append(lane)
+        for core in found:
+            if core.pipeline is not None:
+                core.pipeline.cores.append(core)
         if own.parallelism.attention_dp > 1:
             for instance in range(instances):
-                gang = _of_instance(found, instance)
-                for lane in gang:
-                    lane.gang = gang
+                dp_group = _of_instance(found, instance)
+                for core in dp_group:
+                    core.dp_group = dp_group
         return found
 
 
@@ -169,11 +169,11 @@ class Deployment:
         return {pool.spec.name: pool.drafting for pool in self.pools if pool.drafting is not None}
 
     @property
-    def num_lanes(self) -> int:
-        return sum(pool.num_lanes for pool in self.pools)
+    def num_cores(self) -> int:
+        return sum(pool.num_cores for pool in self.pools)
 
     @property
-    def lanes_apart(self) -> bool:
+    def cores_apart(self) -> bool:
         """Whether instances do not disturb each other, so that some of them can stand for all."""
         return len(self.pools) == 1 and isinstance(self.plan.router, spec.RoundRobin) and not self.plan.events
 
@@ -182,7 +182,7 @@ class Deployment:
         stream: RequestStream,
         slo: Slo | None = None,
         *,
-        lanes: int | None = None,
+        cores: int | None = None,
         stop_when_lost: bool = False,
         record: bool = False,
         single_steps: bool = False,
@@ -190,7 +190,7 @@ class Deployment:
     ) -> Result:
         """Run one stream of requests through the deployment. Raises UsageError if no request fits max_model_len.
 
-        `lanes` runs only so many lanes (in whole instances), on their share of an open-loop stream, and lets them stand
+        `cores` runs only so many cores (in whole instances), on their share of an open-loop stream, and lets them stand
         for all: under round robin instances do not disturb each other and see the same kind of load, so this differs
         from simulating all of them only in how many requests are watched. Where they do disturb each other (closed
         loops, other routers, several pools, instances that fail) all are run.
@@ -200,8 +200,8 @@ class Deployment:
         slo, scale, offered_rate_rps = slo or Slo(), 1.0, stream.offered_rate_rps
         some: int | None = None
         first = self.pools[0].spec
-        if lanes is not None and stream.arrival_s is not None and self.lanes_apart:
-            some = -(-lanes // self.pools[0].lanes_each)
+        if cores is not None and stream.arrival_s is not None and self.cores_apart:
+            some = -(-cores // self.pools[0].cores_each)
             if some < first.instances:
                 scale = first.instances / some
                 stream = stream.share_of(some, first.instances)
@@ -242,20 +242,20 @@ class Deployment:
                     )
         joining = Counter(event.to for event in self.plan.events if isinstance(event, Switch))
         by_pool = {
-            p.spec.name: p.lanes(
+            p.spec.name: p.cores(
                 (some or p.spec.instances) + joining[p.spec.name], hash_block_tokens, p.speculation(stream, seed)
             )
             for p in self.pools
         }
-        lanes = [lane for pool in self.pools for lane in by_pool[pool.spec.name]]
-        for number, lane in enumerate(lanes):
-            lane.number = number
+        cores = [core for pool in self.pools for core in by_pool[pool.spec.name]]
+        for number, core in enumerate(cores):
+            core.number = number
         changes = self._changes(by_pool)
-        front = [lane for p in self.pools if p.spec.role != "decode" for lane in by_pool[p.spec.name]]
-        back = [lane for p in self.pools if p.spec.role == "decode" for lane in by_pool[p.spec.name]]
+        front = [core for p in self.pools if p.spec.role != "decode" for core in by_pool[p.spec.name]]
+        back = [core for p in self.pools if p.spec.role == "decode" for core in by_pool[p.spec.name]]
         decode_router = None
         if back:
-            self._wire(by_pool)
+            self._connector(by_pool)
             decode_router = _router(self.plan.decode_router or spec.LeastTokens(), back, stream, seed)
         predicted = deadlines = None
         for batching in (pool.spec.batching for pool in self.pools):
@@ -264,7 +264,7 @@ class Deployment:
             elif batching.policy == DEADLINES:
                 deadlines = _deadlines(stream, slo)
         return World(
-            lanes,
+            cores,
             stream,
             router=_router(self.plan.router, front, stream, seed),
             decode_router=decode_router,
@@ -276,7 +276,7 @@ class Deployment:
             stop_when=stop_when,
         )
 
-    def _wire(self, by_pool: Mapping[str, Sequence[Lane]]) -> None:
+    def _connector(self, by_pool: Mapping[str, Sequence[EngineCore]]) -> None:
         """Give every prefill instance its way out."""
         way, number = self.plan.link, 0
         assert way is not None
@@ -287,14 +287,14 @@ class Deployment:
             sent = self._sent(pool)
             kv = transfer_terms(sent, pool, way)
             links: dict[int, Link] = {}
-            for lane in by_pool[pool.spec.name]:
-                if lane.instance not in links:
+            for core in by_pool[pool.spec.name]:
+                if core.instance not in links:
                     link = common if way.shared and common is not None else Link(kv.bytes_per_s, number)
                     number += link is not common
                     common = link
-                    links[lane.instance] = link
-                lane.wire = Wire(
-                    links[lane.instance],
+                    links[core.instance] = link
+                core.connector = KvConnector(
+                    links[core.instance],
                     block_bytes=sum(_kv_block_bytes(model, pool.spec) for model in sent),
                     setup=round(kv.setup_s * TICKS_PER_SECOND),
                     descriptors=round(kv.block_s * TICKS_PER_SECOND),
@@ -314,20 +314,20 @@ class Deployment:
         network = drafting_model(own.drafter, self.model, pool.drafting.model)
         return [self.model] if network is None else [self.model, network]
 
-    def _changes(self, by_pool: Mapping[str, Sequence[Lane]]) -> list[Change]:
-        """What the plan's events do to lanes. Targets of a switch, and instances that start later, begin down."""
+    def _changes(self, by_pool: Mapping[str, Sequence[EngineCore]]) -> list[Change]:
+        """What the plan's events do to cores. Targets of a switch, and instances that start later, begin down."""
         changes: list[Change] = []
         spare = {p.spec.name: p.spec.instances for p in self.pools}
         for pool in self.pools:
-            for lane in by_pool[pool.spec.name]:
-                lane.up = lane.instance < pool.spec.instances
+            for core in by_pool[pool.spec.name]:
+                core.up = core.instance < pool.spec.instances
         for event in self.plan.events:
             mine = _of_instance(by_pool[event.pool], event.instance)
             tick = round(event.at_s * TICKS_PER_SECOND)
             match event:
                 case Start(delay_s=delay_s):
-                    for lane in mine:
-                        lane.up = False
+                    for core in mine:
+                        core.up = False
                     changes.append(Change(tick + round(delay_s * TICKS_PER_SECOND), mine, up=True))
                 case Failure(recover_s=recover_s):
                     changes.append(Change(tick, mine, up=False, lost=True))
@@ -340,8 +340,8 @@ class Deployment:
         return changes
 
 
-def _of_instance(lanes: Sequence[Lane], instance: int) -> list[Lane]:
-    return [lane for lane in lanes if lane.instance == instance]
+def _of_instance(cores: Sequence[EngineCore], instance: int) -> list[EngineCore]:
+    return [core for core in cores if core.instance == instance]
 
 
 @dataclass(frozen=True)
@@ -377,26 +377,26 @@ def transfer_terms(sent: Sequence[Model], pool: DeployedPool, link: KvLink) -> T
     )
 
 
-def _router(chosen: spec.Router, lanes: Sequence[Lane], stream: RequestStream, seed: int) -> router.Router:
+def _router(chosen: spec.Router, cores: Sequence[EngineCore], stream: RequestStream, seed: int) -> router.Router:
     stale = round(getattr(chosen, "stale_s", 0.0) * TICKS_PER_SECOND)
     match chosen:
         case spec.RoundRobin(weights=weights):
             if not weights:
-                return router.RoundRobin(lanes)
-            return router.WeightedRoundRobin(lanes, [weights.get(lane.pool, 1.0) for lane in lanes])
+                return router.RoundRobin(cores)
+            return router.WeightedRoundRobin(cores, [weights.get(core.pool, 1.0) for core in cores])
         case spec.LeastOutstanding():
-            return router.LeastOutstanding(lanes, stale)
+            return router.LeastOutstanding(cores, stale)
         case spec.LeastTokens():
-            return router.LeastTokens(lanes, stale)
+            return router.LeastTokens(cores, stale)
         case spec.PowerOfTwo():
-            return router.PowerOfTwo(lanes, stale, seed)
+            return router.PowerOfTwo(cores, stale, seed)
         case spec.SessionAffinity():
             if stream.session is None:
                 raise UsageError(
                     "the session_affinity router needs sessions, and the workload names none; "
                     "give it a shared_prefix, or choose another router"
                 )
-            return router.SessionAffinity(lanes, stream.session.tolist())
+            return router.SessionAffinity(cores, stream.session.tolist())
         case spec.PrefixAware():
             if stream.hash_ids is None:
                 raise UsageError(
@@ -404,7 +404,7 @@ def _router(chosen: spec.Router, lanes: Sequence[Lane], stream: RequestStream, s
                     "the workload a shared_prefix, or choose another router"
                 )
             return router.PrefixAware(
-                lanes,
+                cores,
                 block_tokens=stream.block_tokens,
                 memory_blocks=max(1, chosen.memory_tokens // stream.block_tokens),
                 load_weight=chosen.load_weight,

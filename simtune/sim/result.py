@@ -60,7 +60,7 @@ class Result:
     offered_rate_rps: float | None = None
     """Mean arrival rate at the deployment; None for a closed loop and for a single instant."""
     scale: float = 1.0
-    """How many equal and independent lanes each simulated one stands for; throughputs are those of all of them."""
+    """How many equal and independent cores each simulated one stands for; throughputs are those of all of them."""
 
     @cached_property
     def arrival_s(self) -> Column:
@@ -284,7 +284,7 @@ class Result:
     @cached_property
     def drafted(self) -> Tally:
         """What all verifications came to; nothing where nobody drafts."""
-        tallies = [lane.drafting for lane in self.outcome.lanes]
+        tallies = [core.drafting for core in self.outcome.cores]
         return Tally(*(sum(column) for column in zip(*tallies, strict=True)))
 
     def _speculation(self) -> dict[str, Any]:
@@ -303,10 +303,10 @@ class Result:
     def _prefix_cache(self) -> list[dict[str, Any]]:
         """For each pool that keeps what prompts share: tokens of the prompts admitted, and how many were cached."""
         found: dict[str, list[int]] = {}
-        for lane in self.outcome.lanes:
-            counts = found.setdefault(lane.pool, [0, 0])
-            counts[0] += lane.queried_tokens
-            counts[1] += lane.hit_tokens
+        for core in self.outcome.cores:
+            counts = found.setdefault(core.pool, [0, 0])
+            counts[0] += core.queried_tokens
+            counts[1] += core.hit_tokens
         return [
             {"pool": pool, "queried_tokens": queried, "hit_tokens": hit, "hit_rate": hit / queried}
             for pool, (queried, hit) in found.items()
@@ -315,13 +315,13 @@ class Result:
 
     def _instances(self) -> list[dict[str, Any]]:
         """Every simulated instance: how busy it was, and how many requests it answered."""
-        lanes = self.outcome.lanes
-        answered = np.bincount(self.outcome.lane[self.completed], minlength=len(lanes)).tolist()
+        cores = self.outcome.cores
+        answered = np.bincount(self.outcome.core[self.completed], minlength=len(cores)).tolist()
         found: dict[tuple[str, int], dict[str, Any]] = {}
-        for number, lane in enumerate(lanes):
-            key = (lane.pool, lane.instance)
-            mine = found.setdefault(key, {"pool": lane.pool, "instance": lane.instance, "busy": 0.0, "requests": 0})
-            busy_s = lane.busy / TICKS_PER_SECOND
+        for number, core in enumerate(cores):
+            key = (core.pool, core.instance)
+            mine = found.setdefault(key, {"pool": core.pool, "instance": core.instance, "busy": 0.0, "requests": 0})
+            busy_s = core.busy / TICKS_PER_SECOND
             mine["busy"] = max(mine["busy"], busy_s / self.duration_s if self.duration_s else 0.0)
             mine["requests"] += answered[number]
         return list(found.values())

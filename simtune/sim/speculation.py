@@ -1,4 +1,4 @@
-"""Luck: how many drafts the target keeps, drawn so that every plan has the same.
+"""AcceptanceSampler: how many drafts the target keeps, drawn so that every plan has the same.
 
 A uniform number belongs to every (seed, request, round), whatever the plan, by hashing the three. A round of a chain
 with survival S_1 >= S_2 >= ... keeps as many drafts as there are S_d above it; a tree is taken at its depths, S_d
@@ -112,7 +112,7 @@ def _mixed(x: Bits) -> Bits:
     return x
 
 
-class Luck:
+class AcceptanceSampler:
     """Accepted drafts of every request and round of a stream under one scheme: `Speculation.accepted` of the engine."""
 
     def __init__(self, scheme: Scheme, acceptance: Acceptance, stream: RequestStream, seed: int) -> None:
@@ -281,14 +281,14 @@ class Luck:
 
     def _revealed(self, rates: Revealed, requests: Ints, rounds: Ints, bits: Bits) -> tuple[Counts, Counts]:
         """Every draft token has an acceptance of its own, drawn too."""
-        luck = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
-        alive = np.ones_like(luck)
-        accepted, made = np.zeros(luck.shape, dtype=np.uint8), np.zeros(luck.shape, dtype=np.uint8)
+        sampler = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        alive = np.ones_like(sampler)
+        accepted, made = np.zeros(sampler.shape, dtype=np.uint8), np.zeros(sampler.shape, dtype=np.uint8)
         rate, bounds = np.array(rates.rate), np.cumsum(rates.share)[:-1]
         keep = 1 - self._scheme.stop_at if isinstance(self._scheme, Threshold) else 0.0
         for level in range(1, self._shape.levels + 1):
             alive = alive * rate[bounds.searchsorted(uniform(self._seed, requests, rounds, level), "right")]
-            accepted += luck < alive
+            accepted += sampler < alive
             made += alive >= keep - _EQUAL
         return accepted, made
 
@@ -332,29 +332,29 @@ def _overlapped(right: Counts, starts: Sequence[int], window: int, replicas: int
         after, needed = (window, pending) if pending else (window - 1 or window, 1)
         state += [states[after] if drafts >= needed else anew for drafts in range(window + 1)]
         state.append(max(pending - 1, 0))
-    luck, found = right.tolist(), []
+    sampler, found = right.tolist(), []
     for begin, end in pairwise(starts):
-        before = accumulate(luck[begin:end], getitem, initial=anew)
+        before = accumulate(sampler[begin:end], getitem, initial=anew)
         found += [state[-1] for state in islice(before, end - begin)]
     computed = np.array(found, dtype=np.int64)
     return np.minimum(right, computed), computed
 
 
-def drafting_terms(spec: Speculation, luck: Luck) -> engine.Speculation:
+def drafting_terms(spec: Speculation, sampler: AcceptanceSampler) -> engine.Speculation:
     """What a scheduler has to know of a pool's speculation, as vLLM 0.32 has it."""
     shape, drafter, scheme = shape_of(spec.scheme), spec.drafter, spec.scheme
     ahead = shape.levels * shape.replicas if shape.overlapped else shape.drafts
     ahead += isinstance(drafter, BlockDrafter) and drafter.method == "dflash"  # its block begins with the certain token
     return engine.Speculation(
         max_drafts=max(int(shape.overlapped), shape.drafts),  # none would mean that nothing is drafted
-        accepted=luck,
+        accepted=sampler,
         drafts=scheme.tokens_for if isinstance(scheme, ByBatch) else None,
         lookahead=ahead if isinstance(drafter, DraftModel | Eagle | BlockDrafter) else 0,
         extra_slots=extra_slots(spec),
         depth=shape.levels if shape.tree or shape.overlapped else None,
-        stops=luck.stops if luck.varies or shape.overlapped else None,
-        lengths=luck.length if isinstance(scheme, Threshold) and not luck.varies else None,
-        shares=luck.shares if isinstance(scheme, TokenBudget) else None,
+        stops=sampler.stops if sampler.varies or shape.overlapped else None,
+        lengths=sampler.length if isinstance(scheme, Threshold) and not sampler.varies else None,
+        shares=sampler.shares if isinstance(scheme, TokenBudget) else None,
         drops_last_hit=isinstance(drafter, Eagle | BlockDrafter),
     )
 

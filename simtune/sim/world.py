@@ -3,24 +3,24 @@
 Time is an integer number of ticks (2**-40 s), so a jump over many decode steps and a walk through them agree to the
 last bit. At one instant the order is fixed, and it is the order of a real engine's loop:
 
-1. steps end (in order of lanes), requests finish or are handed over, closed-loop users begin to think;
+1. steps end (in order of cores), requests finish or are handed over, closed-loop users begin to think;
 2. transfers begin (in order of requests) and end (in order of links);
 3. instances start, fail, recover and change roles (as listed in the plan);
 4. requests arrive, in order of their number, and are routed;
-5. idle lanes schedule their next step (in order of lanes), seeing all of the above.
+5. idle cores schedule their next step (in order of cores), seeing all of the above.
 
-A *lane* is one scheduler with one batch under way: an instance without pipeline parallelism, or one of the pp virtual
-engines of an instance with it. With data-parallel attention an instance is a *gang* of lanes that step together, each
-step as long as that of the lane that takes longest. A lane runs a step as often as the scheduler says nothing can
-change and the cost model says its time is affine, in one event. Whatever the scheduler would notice, an arrival or a
-KV cache, cuts such a jump at the end of the step in which it falls. The lanes of a pipeline or gang jump only while the
-others are idle.
+An *engine core*, core for short, is one scheduler with one batch under way: an instance without pipeline parallelism,
+or one of the pp virtual engines of an instance with it. With data-parallel attention an instance is a group of cores (a
+DP group) that step together, each step as long as that of the core that takes longest. A core runs a step as often as
+the scheduler says nothing can change and the cost model says its time is affine, in one event. Whatever the scheduler
+would notice, an arrival or a KV cache, cuts such a jump at the end of the step in which it falls. The cores of a
+pipeline or DP group jump only while the others are idle.
 
 The event queue is a plain heap: one entry per jump and per arrival, ordered by (tick, phase, subject), so that the
 order above is the key itself. The same events on simpy take about seven times as long: benchmarks/sim/.
 
-Prefill and decode apart: a prompt that is done on a prefill lane is handed to a decode lane at once, but its KV cache
-stays where it is until the decode lane has reserved a seat and blocks for it, first come first served; then it is sent,
+Prefill and decode apart: a prompt that is done on a prefill core is handed to a decode core at once, but its KV cache
+stays where it is until the decode core has reserved a seat and blocks for it, first come first served; then it is sent,
 and freed when the last byte has gone. So a full decode pool fills the prefill pool. The first token is delivered when
 the prompt is done.
 """
@@ -43,7 +43,7 @@ from simtune.costs.protocol import RoundCosts
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import PrefixCache, Request, Step, Tally
 from simtune.errors import UsageError
-from simtune.sim.lane import Handoff, Lane
+from simtune.sim.core import EngineCore, Handoff
 from simtune.sim.link import Link
 from simtune.sim.requests import RequestStream
 from simtune.sim.router import RoundRobin, Router
@@ -59,9 +59,9 @@ Ticks = NDArray[np.int64]
 
 
 class StepRecord(NamedTuple):
-    """One jump of one lane, for timelines: `steps` equal steps from start to end."""
+    """One jump of one core, for timelines: `steps` equal steps from start to end."""
 
-    lane: int
+    core: int
     start: int
     end: int
     steps: int
@@ -72,8 +72,8 @@ class StepRecord(NamedTuple):
     free_blocks: int
 
 
-class LaneUse(NamedTuple):
-    """What became of a lane."""
+class EngineCoreUse(NamedTuple):
+    """What became of a core."""
 
     pool: str
     instance: int
@@ -91,17 +91,17 @@ class LaneUse(NamedTuple):
 
 
 class Change(NamedTuple):
-    """Something happens to some lanes at a tick: `up` tells whether they come or go, `lost` whether with all they have.
+    """Something happens to some cores at a tick: `up` tells whether they come or go, `lost` whether with all they have.
 
-    Lanes that go without being lost finish what they have; `then` are lanes that come in their place, `delay` ticks
+    Cores that go without being lost finish what they have; `then` are cores that come in their place, `delay` ticks
     after that.
     """
 
     tick: int
-    lanes: Sequence[Lane]
+    cores: Sequence[EngineCore]
     up: bool
     lost: bool = False
-    then: Sequence[Lane] = ()
+    then: Sequence[EngineCore] = ()
     delay: int = 0
 
 
@@ -113,7 +113,7 @@ class Outcome:
     scheduled: Ticks
     first_token: Ticks
     finish: Ticks
-    lane: Ticks
+    core: Ticks
     """Where it was answered; with prefill and decode apart, where it was decoded."""
     preemptions: Ticks
     waiting_at_arrival: Ticks
@@ -128,7 +128,7 @@ class Outcome:
     events: int
     steps: int
     transferred_bytes: int
-    lanes: list[LaneUse]
+    cores: list[EngineCoreUse]
     intervals: Ticks
     """Times between tokens, without a value per token, for a jump's are an arithmetic progression. A row (first, slope,
     steps, decodes) stands for `steps` steps of `decodes` tokens, the k-th taking first + k * slope ticks."""
@@ -140,7 +140,7 @@ class World:
 
     def __init__(
         self,
-        lanes: Sequence[Lane],
+        cores: Sequence[EngineCore],
         stream: RequestStream,
         *,
         router: Router | None = None,
@@ -152,25 +152,25 @@ class World:
         record: bool = False,
         stop_when: Callable[[int, int, int, int], bool] | None = None,
     ) -> None:
-        """`lanes` are all lanes of the deployment. `router` chooses among those that take new requests (all of them,
-        one after the other, unless given), `decode_router` among those that take over from lanes with a `wire`.
+        """`cores` are all cores of the deployment. `router` chooses among those that take new requests (all of them,
+        one after the other, unless given), `decode_router` among those that take over from cores with a `connector`.
 
         `single_steps` takes every step as an event of its own: slow, and the oracle for jumps.
 
         `stop_when(request, arrival, first_token, finish)` is asked at every finished request; once it answers True the
         run ends there and the outcome is marked `aborted`.
         """
-        self._lanes = list(lanes)
-        receiving = set() if decode_router is None else set(decode_router.lanes)
-        for number, lane in enumerate(self._lanes):
-            lane.number = number
-            lane.receives = lane in receiving
-            special = lane.receives or lane.pipeline or lane.uneven
-            lane.jumps_freely = not (special or single_steps or record)
-        self._router = RoundRobin(self._lanes) if router is None else router
+        self._cores = list(cores)
+        receiving = set() if decode_router is None else set(decode_router.cores)
+        for number, core in enumerate(self._cores):
+            core.number = number
+            core.receives = core in receiving
+            special = core.receives or core.pipeline or core.uneven
+            core.jumps_freely = not (special or single_steps or record)
+        self._router = RoundRobin(self._cores) if router is None else router
         self._decode_router = decode_router
         if decode_router is not None:
-            self._longest = min(lane.scheduler.max_model_len for lane in decode_router.lanes)
+            self._longest = min(core.scheduler.max_model_len for core in decode_router.cores)
         self._changes = list(changes)
         self._single_steps = single_steps
         self._stop_when = stop_when
@@ -194,17 +194,19 @@ class World:
         self._open = stream.arrival_s is not None
         self._think = round(stream.think_s * TICKS_PER_SECOND)
         self._scheduled, self._first, self._finish = _unset(n), _unset(n), _unset(n)
-        self._lane_of, self._transferred = _unset(n), _unset(n)
+        self._core_of, self._transferred = _unset(n), _unset(n)
         self._preemptions, self._waiting_at, self._resent = _zeros(n), _zeros(n), _zeros(n)
         self._waiting = 0
         self._heap: list[tuple[int, int, int, int]] = []  # (tick, phase, subject, version)
         self._handoffs: dict[int, Handoff] = {}  # by request
-        self._links = {lane.wire.link.number: lane.wire.link for lane in self._lanes if lane.wire is not None}
+        self._links = {
+            core.connector.link.number: core.connector.link for core in self._cores if core.connector is not None
+        }
         self._serial = 0
-        self._parked: deque[Request] = deque()  # new requests for which no lane is up
-        self._stranded: list[Handoff] = []  # handed over, and no decode lane is up
-        self._leaving: dict[int, Change] = {}  # lanes that finish what they have, by number
-        self._end_apart: tuple[int, int, int, int] | None = None  # one lane's end that need not go through the heap
+        self._parked: deque[Request] = deque()  # new requests for which no core is up
+        self._stranded: list[Handoff] = []  # handed over, and no decode core is up
+        self._leaving: dict[int, Change] = {}  # cores that finish what they have, by number
+        self._end_apart: tuple[int, int, int, int] | None = None  # one core's end that need not go through the heap
         self._next_request = 0
         self._aborted = False
         self._refused = 0
@@ -216,7 +218,7 @@ class World:
         self._round_ends, self._round_jumps = array("q"), array("q")
 
     def run(self) -> Outcome:
-        """Run until every request is finished or refused, no lane is up to serve it, or `stop_when` says so."""
+        """Run until every request is finished or refused, no core is up to serve it, or `stop_when` says so."""
         for i, change in enumerate(self._changes):
             heappush(self._heap, (change.tick, _CHANGE, i, 0))
         if not self._open:
@@ -237,7 +239,7 @@ class World:
             scheduled=_column(self._scheduled),
             first_token=_column(self._first),
             finish=_column(self._finish),
-            lane=_column(self._lane_of),
+            core=_column(self._core_of),
             preemptions=_column(self._preemptions),
             waiting_at_arrival=_column(self._waiting_at),
             transferred=_column(self._transferred),
@@ -247,13 +249,13 @@ class World:
             events=self._events,
             steps=self._steps,
             transferred_bytes=self._bytes,
-            lanes=[_use(lane) for lane in self._lanes],
+            cores=[_use(core) for core in self._cores],
             intervals=np.concatenate([_column(self._intervals).reshape(-1, 4), self._round_intervals()]),
             records=self._records or [],
         )
 
     def _go(self) -> None:
-        heap, lanes, pop = self._heap, self._lanes, heappop
+        heap, cores, pop = self._heap, self._cores, heappop
         while not self._aborted:
             event = self._end_apart
             if event is not None and not (heap and heap[0] < event):
@@ -265,16 +267,16 @@ class World:
             now, phase, subject, version = event
             self._events += 1
             if phase == _END:
-                lane = lanes[subject]
-                if lane.version == version and lane.step is not None:
-                    self._end(now, lane)
+                core = cores[subject]
+                if core.version == version and core.step is not None:
+                    self._end(now, core)
             elif phase == _ARRIVE:
                 self._arrive(now, subject)
             elif phase == _WAKE:
-                lane = lanes[subject]
-                lane.woken = False
-                if lane.step is None:
-                    self._start(now, lane)
+                core = cores[subject]
+                core.woken = False
+                if core.step is None:
+                    self._start(now, core)
             elif phase == _SEND:
                 self._send(now, subject, version)
             elif phase == _SENT:
@@ -323,32 +325,32 @@ class World:
         self._route(now, request)
 
     def _route(self, now: int, request: Request) -> None:
-        """Send a request to a lane, or keep it until one is up."""
+        """Send a request to a core, or keep it until one is up."""
         asked = request if self._decode_router is None else self._prompt_only(request)
-        lane = self._router.choose(asked, now)
-        if lane is None:
+        core = self._router.choose(asked, now)
+        if core is None:
             self._parked.append(request)
             return
-        number, scheduler = request.id, lane.scheduler
-        self._lane_of[number] = lane.number
-        notices = lane.step is not None and lane.repetitions > 1 and scheduler.would_notice()
+        number, scheduler = request.id, core.scheduler
+        self._core_of[number] = core.number
+        notices = core.step is not None and core.repetitions > 1 and scheduler.would_notice()
         if not (asked is request or self._fits(number)) or not scheduler.add(asked):
-            self._router.over(asked, lane, now)
+            self._router.over(asked, core, now)
             self._refused += 1
             if not self._open:  # its user goes on thinking
                 self._send_next(now + self._think)
             return
         self._waiting += 1
-        lane.waiting += 1
-        if lane.step is None:
-            self._wake(now, lane)
+        core.waiting += 1
+        if core.step is None:
+            self._wake(now, core)
         elif notices:
-            self._cut(now, lane)
+            self._cut(now, core)
 
-    def _count_waiting(self, lane: Lane) -> None:
-        waiting = lane.scheduler.num_waiting
-        self._waiting += waiting - lane.waiting
-        lane.waiting = waiting
+    def _count_waiting(self, core: EngineCore) -> None:
+        waiting = core.scheduler.num_waiting
+        self._waiting += waiting - core.waiting
+        core.waiting = waiting
 
     def _prompt_only(self, request: Request) -> Request:
         """What a prefill instance is asked for: all that is known of the request, and one token more."""
@@ -362,88 +364,88 @@ class World:
 
     # --- steps --------------------------------------------------------------------------------------------
 
-    def _wake(self, now: int, lane: Lane) -> None:
-        """Let an idle lane schedule at this instant, after everything else that happens at it."""
-        if not lane.woken:
-            lane.woken = True
-            heappush(self._heap, (now, _WAKE, lane.number, 0))
-            if lane.pipeline is not None:
-                self._end_jumps(now, lane)
-            elif lane.gang is not None:
-                for other in lane.gang:
+    def _wake(self, now: int, core: EngineCore) -> None:
+        """Let an idle core schedule at this instant, after everything else that happens at it."""
+        if not core.woken:
+            core.woken = True
+            heappush(self._heap, (now, _WAKE, core.number, 0))
+            if core.pipeline is not None:
+                self._end_jumps(now, core)
+            elif core.dp_group is not None:
+                for other in core.dp_group:
                     if other.step is not None and other.jumping:
                         self._cut(now, other)
 
-    def _end_jumps(self, now: int, lane: Lane) -> None:
-        """Another lane needs the pipeline too: from its next step on each one goes step by step."""
-        assert lane.pipeline is not None
-        for other in lane.pipeline.lanes:
-            if other is not lane and other.step is not None and other.jumping:
+    def _end_jumps(self, now: int, core: EngineCore) -> None:
+        """Another core needs the pipeline too: from its next step on each one goes step by step."""
+        assert core.pipeline is not None
+        for other in core.pipeline.cores:
+            if other is not core and other.step is not None and other.jumping:
                 self._cut(now, other)
                 other.jumping = False
                 last = other.repetitions - 1
                 began, took = other.started + other.elapsed(last), other.elapsed(last + 1) - other.elapsed(last)
-                lane.pipeline.free = [0] * lane.pipeline.stages
-                lane.pipeline.pass_through(began, took)
+                core.pipeline.free = [0] * core.pipeline.stages
+                core.pipeline.pass_through(began, took)
 
-    def _start(self, now: int, lane: Lane) -> None:
-        """Let a lane that runs nothing schedule its next step, if it has one."""
-        if lane.gang is not None:
-            self._start_gang(now, lane.gang)
-        elif self._plan(now, lane):
-            self._expect(self._launched(now, lane))
+    def _start(self, now: int, core: EngineCore) -> None:
+        """Let a core that runs nothing schedule its next step, if it has one."""
+        if core.dp_group is not None:
+            self._start_dp_group(now, core.dp_group)
+        elif self._plan(now, core):
+            self._expect(self._launched(now, core))
 
-    def _start_gang(self, now: int, gang: Sequence[Lane]) -> None:
-        """Start all lanes of a gang, unless a step of theirs is under way: they step together, as long as the longest.
+    def _start_dp_group(self, now: int, dp_group: Sequence[EngineCore]) -> None:
+        """Start all cores of a DP group, unless a step of theirs is under way: they step together.
 
-        Only a lane that is alone jumps.
+        Each step takes as long as the longest of them. Only a core that is alone jumps.
         """
-        if any(lane.step is not None for lane in gang):
+        if any(core.step is not None for core in dp_group):
             return
-        planned = [lane for lane in gang if self._plan(now, lane)]
+        planned = [core for core in dp_group if self._plan(now, core)]
         if len(planned) > 1:
-            longest = max(lane.first for lane in planned)
-            for lane in planned:
-                lane.first, lane.slope, lane.repetitions, lane.ends = longest, 0, 1, None
-        for lane in planned:
-            lane.jumping = lane.repetitions > 1
-            self._expect(self._launched(now, lane))
+            longest = max(core.first for core in planned)
+            for core in planned:
+                core.first, core.slope, core.repetitions, core.ends = longest, 0, 1, None
+        for core in planned:
+            core.jumping = core.repetitions > 1
+            self._expect(self._launched(now, core))
 
-    def _plan(self, now: int, lane: Lane) -> bool:
-        """Schedule a lane's next step and find its ticks; False when nothing can run."""
-        scheduler = lane.scheduler
-        if lane.receives:
-            for request in lane.dropped:
+    def _plan(self, now: int, core: EngineCore) -> bool:
+        """Schedule a core's next step and find its ticks; False when nothing can run."""
+        scheduler = core.scheduler
+        if core.receives:
+            for request in core.dropped:
                 scheduler.release(request)
-            lane.dropped.clear()
-            for request in lane.arrived:
+            core.dropped.clear()
+            for request in core.arrived:
                 scheduler.receive(request)
-            lane.arrived.clear()
-            self._make_room(now, lane)
+            core.arrived.clear()
+            self._make_room(now, core)
         step = scheduler.schedule()
         if step is None:
-            self._idle(now, lane)
+            self._idle(now, core)
             return False
-        self._time(now, lane, step)
-        lane.step, lane.started = step, now
-        lane.version += 1
+        self._time(now, core, step)
+        core.step, core.started = step, now
+        core.version += 1
         return True
 
-    def _idle(self, now: int, lane: Lane) -> None:
-        """A lane has nothing to run."""
-        if lane.inbox:
-            self._make_room(now, lane)  # with asynchronous scheduling the last ones have left only now
-        if lane.number in self._leaving:
-            self._left(now, lane)
+    def _idle(self, now: int, core: EngineCore) -> None:
+        """A core has nothing to run."""
+        if core.inbox:
+            self._make_room(now, core)  # with asynchronous scheduling the last ones have left only now
+        if core.number in self._leaving:
+            self._left(now, core)
 
-    def _time(self, now: int, lane: Lane, step: Step) -> None:
+    def _time(self, now: int, core: EngineCore, step: Step) -> None:
         """Find how long the repetitions of a step take, and how many are run at once."""
-        scheduler, chunks = lane.scheduler, step.chunks
+        scheduler, chunks = core.scheduler, step.chunks
         if chunks or step.preempted:
             for request in step.preempted:
                 self._preemptions[request.id] += 1
-            self._count_waiting(lane)
-        lane.repetitions, lane.slope, lane.ends = 1, 0, None
+            self._count_waiting(core)
+        core.repetitions, core.slope, core.ends = 1, 0, None
         if chunks:
             samples, parts, scheduled = step.num_decodes, [], self._scheduled
             for chunk in chunks:
@@ -452,36 +454,36 @@ class World:
                 samples += past + tokens - chunk.padding == request.prompt_tokens + request.emitted  # it `completes`
                 if scheduled[request.id] < 0:
                     scheduled[request.id] = now
-            if lane.rounds is None:
-                lane.first = lane.costs.mixed(step.num_decodes, step.context_tokens, parts, samples)
+            if core.rounds is None:
+                core.first = core.costs.mixed(step.num_decodes, step.context_tokens, parts, samples)
             else:
-                self._time_round(lane.rounds, lane, step, parts, samples - step.num_decodes)
+                self._time_round(core.rounds, core, step, parts, samples - step.num_decodes)
         else:
-            alone = lane.pipeline is None or self._alone(lane)
-            jumps = alone and not self._single_steps and not (lane.inbox and (scheduler.unsettled or step.preempted))
-            if lane.rounds is None:
-                lane.first, lane.slope, span = lane.costs.decode(step.num_decodes, step.context_tokens)
+            alone = core.pipeline is None or self._alone(core)
+            jumps = alone and not self._single_steps and not (core.inbox and (scheduler.unsettled or step.preempted))
+            if core.rounds is None:
+                core.first, core.slope, span = core.costs.decode(step.num_decodes, step.context_tokens)
                 if jumps:
-                    lane.repetitions = min(step.repeat, span)
+                    core.repetitions = min(step.repeat, span)
             elif jumps and step.contexts is not None:
-                lane.ends = self._round_by_round(lane.rounds, step)
-                lane.first, lane.repetitions = lane.ends[0], len(lane.ends)
+                core.ends = self._round_by_round(core.rounds, step)
+                core.first, core.repetitions = core.ends[0], len(core.ends)
             else:
-                self._time_round(lane.rounds, lane, step)
-        if lane.uneven is not None:
-            lane.first += lane.uneven(step.num_decodes, step.context_tokens, step.longest_context, bool(chunks))
+                self._time_round(core.rounds, core, step)
+        if core.uneven is not None:
+            core.first += core.uneven(step.num_decodes, step.context_tokens, step.longest_context, bool(chunks))
         if step.part != (0, 1):
             i, n = step.part
-            lane.first = lane.first // n + (i < lane.first % n)
+            core.first = core.first // n + (i < core.first % n)
         if step.swapped_out_blocks or step.swapped_in_blocks:
-            lane.first += lane.swap * (step.swapped_out_blocks + step.swapped_in_blocks)
-            lane.repetitions = 1  # those that follow do not wait for it
+            core.first += core.swap * (step.swapped_out_blocks + step.swapped_in_blocks)
+            core.repetitions = 1  # those that follow do not wait for it
 
     @staticmethod
     def _time_round(
-        costs: RoundCosts, lane: Lane, step: Step, chunks: Sequence[tuple[int, int]] = (), completing: int = 0
+        costs: RoundCosts, core: EngineCore, step: Step, chunks: Sequence[tuple[int, int]] = (), completing: int = 0
     ) -> None:
-        lane.first = costs.round(
+        core.first = costs.round(
             step.num_decodes, step.verify_tokens, step.draft_levels, step.context_tokens, chunks, completing
         )
 
@@ -491,24 +493,24 @@ class World:
         decodes, levels, computed = step.num_decodes, step.draft_levels, step.contexts
         tokens = decodes + step.draft_tokens
         assert computed is not None
-        if not step.in_vain:
+        if not step.discarded:
             return costs.rounds(decodes, tokens, levels, computed)
         first = costs.round(decodes, tokens, levels, step.context_tokens)
-        rest = costs.rounds(decodes - step.in_vain, tokens - step.vain_tokens, levels, computed[1:])
+        rest = costs.rounds(decodes - step.discarded, tokens - step.discarded_tokens, levels, computed[1:])
         return [first, *[first + end for end in rest]]
 
-    def _launched(self, now: int, lane: Lane) -> tuple[int, int, int, int]:
+    def _launched(self, now: int, core: EngineCore) -> tuple[int, int, int, int]:
         """Run the planned step; the event of its end."""
-        if lane.pipeline is None:
-            end = now + lane.elapsed(lane.repetitions)
+        if core.pipeline is None:
+            end = now + core.elapsed(core.repetitions)
         else:
-            end = lane.pipeline.pass_through(now, lane.first)
-            lane.jumping = lane.repetitions > 1
-            if lane.jumping:
-                end = now + lane.elapsed(lane.repetitions)
+            end = core.pipeline.pass_through(now, core.first)
+            core.jumping = core.repetitions > 1
+            if core.jumping:
+                end = now + core.elapsed(core.repetitions)
             else:
-                lane.first = end - now  # what it waited for the others included
-        return end, _END, lane.number, lane.version
+                core.first = end - now  # what it waited for the others included
+        return end, _END, core.number, core.version
 
     def _expect(self, event: tuple[int, int, int, int]) -> None:
         """Remember the end of a step."""
@@ -518,84 +520,84 @@ class World:
             heappush(self._heap, event)
 
     @staticmethod
-    def _alone(lane: Lane) -> bool:
-        assert lane.pipeline is not None
-        return all(other is lane or (other.step is None and not other.woken) for other in lane.pipeline.lanes)
+    def _alone(core: EngineCore) -> bool:
+        assert core.pipeline is not None
+        return all(other is core or (other.step is None and not other.woken) for other in core.pipeline.cores)
 
-    def _cut(self, now: int, lane: Lane) -> None:
+    def _cut(self, now: int, core: EngineCore) -> None:
         """Shorten a jump so that it ends with the step in which `now` falls."""
-        repetitions, elapsed = lane.reaching(now - lane.started)
-        if repetitions < lane.repetitions:
-            lane.repetitions = repetitions
-            lane.version += 1
-            event = lane.started + elapsed, _END, lane.number, lane.version
-            if self._end_apart is not None and self._end_apart[2] == lane.number:
+        repetitions, elapsed = core.reaching(now - core.started)
+        if repetitions < core.repetitions:
+            core.repetitions = repetitions
+            core.version += 1
+            event = core.started + elapsed, _END, core.number, core.version
+            if self._end_apart is not None and self._end_apart[2] == core.number:
                 self._end_apart = event
             else:
                 heappush(self._heap, event)
 
-    def _end(self, now: int, lane: Lane) -> None:
+    def _end(self, now: int, core: EngineCore) -> None:
         """A step ends, and the next one begins; so do those after it, as long as nothing else comes before they end."""
-        heap, firsts, informed, free = self._heap, self._first, self._router.informed, lane.jumps_freely
-        complete, schedule, decode = lane.scheduler.complete, lane.scheduler.schedule, lane.costs.decode
-        note, rounds, round_ends, round_jumps = self._rows.append, lane.rounds, self._round_ends, self._round_jumps
+        heap, firsts, informed, free = self._heap, self._first, self._router.informed, core.jumps_freely
+        complete, schedule, decode = core.scheduler.complete, core.scheduler.schedule, core.costs.decode
+        note, rounds, round_ends, round_jumps = self._rows.append, core.rounds, self._round_ends, self._round_jumps
         while True:
-            repetitions, step = lane.repetitions, lane.step
+            repetitions, step = core.repetitions, core.step
             if free and step is not None:  # `_account` comes to the same
                 self._steps += repetitions
-                lane.busy += now - lane.started
+                core.busy += now - core.started
                 if rounds is None:
                     if step.num_decodes:
-                        note((lane.first, lane.slope, repetitions, step.num_decodes))
-                elif lane.ends is None:
-                    if decodes := step.num_decodes - step.in_vain:
-                        note((lane.first, 0, 1, decodes))
+                        note((core.first, core.slope, repetitions, step.num_decodes))
+                elif core.ends is None:
+                    if decodes := step.num_decodes - step.discarded:
+                        note((core.first, 0, 1, decodes))
                 else:
-                    round_ends.extend(lane.ends[:repetitions])
-                    round_jumps.extend((repetitions, step.num_decodes - step.in_vain))
+                    round_ends.extend(core.ends[:repetitions])
+                    round_jumps.extend((repetitions, step.num_decodes - step.discarded))
             else:
-                self._account(now, lane)
+                self._account(now, core)
             progress = complete(repetitions)
-            lane.step = None
+            core.step = None
             for request in progress.first_token:
                 if firsts[request.id] < 0:
                     firsts[request.id] = now
             for request in progress.finished:
                 if informed:
-                    self._over(request, lane, now)
-                if lane.wire is not None and self._hand_over(now, lane, request):
+                    self._over(request, core, now)
+                if core.connector is not None and self._hand_over(now, core, request):
                     continue
                 self._finished(now, request.id)
             apart = self._end_apart
             if (heap and heap[0][0] == now) or (apart is not None and apart[0] == now):
-                self._wake(now, lane)  # something else happens at this instant, and comes first
+                self._wake(now, core)  # something else happens at this instant, and comes first
                 return
-            if lane.gang is not None:
-                self._start_gang(now, lane.gang)
+            if core.dp_group is not None:
+                self._start_dp_group(now, core.dp_group)
                 return
             if free:  # `_plan` and `_launched` come to the same, in more time
                 step = schedule()
                 if step is None:
-                    self._idle(now, lane)
+                    self._idle(now, core)
                     return
-                lane.step, lane.started = step, now
-                lane.version = version = lane.version + 1
+                core.step, core.started = step, now
+                core.version = version = core.version + 1
                 if step.chunks or step.preempted or (rounds is not None and step.contexts is None):
-                    self._time(now, lane, step)
-                    now += lane.elapsed(lane.repetitions)
+                    self._time(now, core, step)
+                    now += core.elapsed(core.repetitions)
                 elif rounds is not None:
-                    lane.ends = ends = self._round_by_round(rounds, step)
-                    lane.repetitions = len(ends)
+                    core.ends = ends = self._round_by_round(rounds, step)
+                    core.repetitions = len(ends)
                     now += ends[-1]
                 else:
-                    lane.first, lane.slope, repetitions = decode(step.num_decodes, step.context_tokens)
+                    core.first, core.slope, repetitions = decode(step.num_decodes, step.context_tokens)
                     if step.repeat < repetitions:
                         repetitions = step.repeat
-                    lane.repetitions = repetitions
-                    now += repetitions * lane.first + lane.slope * (repetitions * (repetitions - 1) // 2)
-                event = now, _END, lane.number, version
-            elif self._plan(now, lane):
-                event = self._launched(now, lane)
+                    core.repetitions = repetitions
+                    now += repetitions * core.first + core.slope * (repetitions * (repetitions - 1) // 2)
+                event = now, _END, core.number, version
+            elif self._plan(now, core):
+                event = self._launched(now, core)
                 now = event[0]
             else:
                 return
@@ -604,30 +606,30 @@ class World:
                 return
             self._events += 1
 
-    def _account(self, end: int, lane: Lane) -> None:
+    def _account(self, end: int, core: EngineCore) -> None:
         """Write the running step's repetitions down; the last of them ends at `end`."""
-        step = lane.step
+        step = core.step
         assert step is not None
-        self._steps += lane.repetitions
-        lane.busy += end - lane.started
-        decodes = step.num_decodes - step.in_vain
-        if lane.ends is not None:
-            self._round_ends.extend(lane.ends[: lane.repetitions])
-            self._round_jumps.extend((lane.repetitions, decodes))
+        self._steps += core.repetitions
+        core.busy += end - core.started
+        decodes = step.num_decodes - step.discarded
+        if core.ends is not None:
+            self._round_ends.extend(core.ends[: core.repetitions])
+            self._round_jumps.extend((core.repetitions, decodes))
         elif decodes:
-            self._rows.append((lane.first, lane.slope, lane.repetitions, decodes))
+            self._rows.append((core.first, core.slope, core.repetitions, decodes))
         if self._records is not None:
             self._records.append(
                 StepRecord(
-                    lane.number,
-                    lane.started,
+                    core.number,
+                    core.started,
                     end,
-                    lane.repetitions,
+                    core.repetitions,
                     step.num_decodes,
                     sum(chunk.tokens for chunk in step.chunks),
                     step.num_decodes + len(step.chunks),
-                    lane.scheduler.num_waiting + len(lane.inbox),
-                    lane.scheduler.kv.free,
+                    core.scheduler.num_waiting + len(core.inbox),
+                    core.scheduler.kv.free,
                 )
             )
 
@@ -640,54 +642,54 @@ class World:
         if self._stop_when is not None and self._stop_when(number, self._arrival[number], self._first[number], now):
             self._aborted = True
 
-    def _over(self, request: Request, lane: Lane, now: int) -> None:
-        """Tell the router that sent a request to a lane that it is not there any more."""
-        router = self._decode_router if self._decode_router is not None and lane.wire is None else self._router
-        router.over(request, lane, now)
+    def _over(self, request: Request, core: EngineCore, now: int) -> None:
+        """Tell the router that sent a request to a core that it is not there any more."""
+        router = self._decode_router if self._decode_router is not None and core.connector is None else self._router
+        router.over(request, core, now)
 
     # --- prefill and decode apart -------------------------------------------------------------------------
 
-    def _hand_over(self, now: int, lane: Lane, held: Request) -> bool:
-        """Send a request whose prompt is done on to a decode lane; False when it is complete as it is."""
+    def _hand_over(self, now: int, core: EngineCore, held: Request) -> bool:
+        """Send a request whose prompt is done on to a decode core; False when it is complete as it is."""
         number = held.id
         prompt, output = self._prompt[number], self._output[number]
         emitted = held.prompt_tokens - prompt + 1
         if emitted >= output:
-            lane.scheduler.release(held)
+            core.scheduler.release(held)
             return False
         request = Request(number, prompt, output, computed=held.prompt_tokens, emitted=emitted, priority=held.priority)
         self._serial += 1
-        handoff = Handoff(request, lane, held, now, self._serial)
+        handoff = Handoff(request, core, held, now, self._serial)
         self._handoffs[number] = handoff
-        lane.holding += 1
+        core.holding += 1
         self._waiting += 1
         self._offer(now, handoff)
         return True
 
     def _offer(self, now: int, handoff: Handoff) -> None:
-        """Queue a handed-over request at a decode lane, or keep it until one is up."""
+        """Queue a handed-over request at a decode core, or keep it until one is up."""
         assert self._decode_router is not None
         target = self._decode_router.choose(handoff.request, now)
         handoff.target = target
         if target is None:
             self._stranded.append(handoff)
             return
-        self._lane_of[handoff.request.id] = target.number
+        self._core_of[handoff.request.id] = target.number
         target.inbox.append(handoff)
         if target.step is None:
             self._wake(now, target)
         elif target.repetitions > 1 and len(target.inbox) == 1:  # others before it: there was no room, and is none now
             self._cut(now, target)
 
-    def _make_room(self, now: int, lane: Lane) -> None:
+    def _make_room(self, now: int, core: EngineCore) -> None:
         """Reserve seats and blocks for requests handed over, oldest first, and let their KV caches come."""
-        while lane.inbox and lane.scheduler.expect(lane.inbox[0].request):
-            handoff = lane.inbox.popleft()
+        while core.inbox and core.scheduler.expect(core.inbox[0].request):
+            handoff = core.inbox.popleft()
             self._waiting -= 1
             handoff.sending = True
-            wire = handoff.source.wire
-            assert wire is not None
-            begin = now + wire.setup + self._blocks_of(handoff) * wire.descriptors
+            connector = handoff.source.connector
+            assert connector is not None
+            begin = now + connector.setup + self._blocks_of(handoff) * connector.descriptors
             heappush(self._heap, (begin, _SEND, handoff.request.id, handoff.serial))
 
     @staticmethod
@@ -698,12 +700,12 @@ class World:
         handoff = self._handoffs.get(number)
         if handoff is None or handoff.serial != serial:
             return  # called off
-        wire = handoff.source.wire
-        assert wire is not None
-        wire.link.join(
-            now, number, wire.left_to_send(self._blocks_of(handoff), handoff.ready - self._scheduled[number])
+        connector = handoff.source.connector
+        assert connector is not None
+        connector.link.join(
+            now, number, connector.left_to_send(self._blocks_of(handoff), handoff.ready - self._scheduled[number])
         )
-        self._announce(wire.link)
+        self._announce(connector.link)
 
     def _announce(self, link: Link) -> None:
         end = link.next_end()
@@ -717,9 +719,9 @@ class World:
         for request in link.ended(now):
             handoff = self._handoffs.pop(request)
             source, target = handoff.source, handoff.target
-            assert source.wire is not None
+            assert source.connector is not None
             assert target is not None
-            self._bytes += self._blocks_of(handoff) * source.wire.block_bytes
+            self._bytes += self._blocks_of(handoff) * source.connector.block_bytes
             self._transferred[request] = now
             source.scheduler.release(handoff.held)
             source.holding -= 1
@@ -728,19 +730,19 @@ class World:
             self._stir(now, target)
         self._announce(link)
 
-    def _stir(self, now: int, lane: Lane) -> None:
-        """Something changed for a lane: let it schedule, after the step it is in."""
-        if lane.step is None:
-            self._wake(now, lane)
-        elif lane.repetitions > 1:
-            self._cut(now, lane)
+    def _stir(self, now: int, core: EngineCore) -> None:
+        """Something changed for a core: let it schedule, after the step it is in."""
+        if core.step is None:
+            self._wake(now, core)
+        elif core.repetitions > 1:
+            self._cut(now, core)
 
     # --- instances come and go ----------------------------------------------------------------------------
 
     def _change(self, now: int, change: Change) -> None:
         if change.up:
-            for lane in change.lanes:
-                lane.up = True
+            for core in change.cores:
+                core.up = True
             again, self._parked = self._parked, deque()
             for request in again:
                 self._route(now, request)
@@ -748,85 +750,85 @@ class World:
             for handoff in stranded:
                 self._offer(now, handoff)
             return
-        for lane in change.lanes:
-            lane.up = False
+        for core in change.cores:
+            core.up = False
         if change.lost:
-            self._lose(now, change.lanes)
+            self._lose(now, change.cores)
             return
-        for lane in change.lanes:
-            self._leaving[lane.number] = change
-        for lane in change.lanes:
-            self._withdraw(now, lane)
-            if lane.step is None:
-                self._left(now, lane)
+        for core in change.cores:
+            self._leaving[core.number] = change
+        for core in change.cores:
+            self._withdraw(now, core)
+            if core.step is None:
+                self._left(now, core)
 
-    def _withdraw(self, now: int, lane: Lane) -> None:
-        """Send what waits at a lane elsewhere."""
-        inbox, lane.inbox = lane.inbox, deque()
+    def _withdraw(self, now: int, core: EngineCore) -> None:
+        """Send what waits at a core elsewhere."""
+        inbox, core.inbox = core.inbox, deque()
         for handoff in inbox:
-            self._over(handoff.request, lane, now)
+            self._over(handoff.request, core, now)
             self._offer(now, handoff)
-        withdrawn = lane.scheduler.withdraw()
-        self._count_waiting(lane)
+        withdrawn = core.scheduler.withdraw()
+        self._count_waiting(core)
         for request in withdrawn:
-            self._over(request, lane, now)
+            self._over(request, core, now)
             self._route(now, self._again(request))
 
-    def _left(self, now: int, lane: Lane) -> None:
-        """A leaving lane has run out of work; once all of its instance have, others take their place."""
-        if lane.has_work or lane.holding:
+    def _left(self, now: int, core: EngineCore) -> None:
+        """A leaving core has run out of work; once all of its instance have, others take their place."""
+        if core.has_work or core.holding:
             return
-        change = self._leaving.pop(lane.number)
-        if change.then and not any(other.number in self._leaving for other in change.lanes):
+        change = self._leaving.pop(core.number)
+        if change.then and not any(other.number in self._leaving for other in change.cores):
             self._changes.append(Change(now + change.delay, change.then, up=True))
             heappush(self._heap, (now + change.delay, _CHANGE, len(self._changes) - 1, 0))
 
-    def _lose(self, now: int, lanes: Sequence[Lane]) -> None:
-        """The lanes fail with all they have: their requests are sent again, those furthest along first."""
+    def _lose(self, now: int, cores: Sequence[EngineCore]) -> None:
+        """The cores fail with all they have: their requests are sent again, those furthest along first."""
         again: list[Request] = []
         offer: list[Handoff] = []
-        for lane in lanes:
-            if lane.step is not None:
-                self._break_off(now, lane)
-            going = [h for h in self._handoffs.values() if h.source is lane]
+        for core in cores:
+            if core.step is not None:
+                self._break_off(now, core)
+            going = [h for h in self._handoffs.values() if h.source is core]
             for handoff in going:
                 self._call_off(now, handoff)
                 again.append(self._again(handoff.request))
-            coming = [h for h in self._handoffs.values() if h.target is lane]
-            lane.inbox.clear()
+            coming = [h for h in self._handoffs.values() if h.target is core]
+            core.inbox.clear()
             for handoff in coming:
-                self._over(handoff.request, lane, now)
+                self._over(handoff.request, core, now)
                 self._recall(now, handoff)
                 offer.append(handoff)
             kept = {handoff.request.id for handoff in (*going, *coming)}
-            lane.arrived.clear()
-            lost = lane.scheduler.abandon()
-            self._count_waiting(lane)
+            core.arrived.clear()
+            lost = core.scheduler.abandon()
+            self._count_waiting(core)
             for request in lost:
                 if request.id not in kept:
-                    self._over(request, lane, now)
+                    self._over(request, core, now)
                     again.append(self._again(request))
-            lane.holding = 0
+            core.holding = 0
         for handoff in offer:
             self._offer(now, handoff)
         for request in again:
             self._resent[request.id] += 1
             self._route(now, request)
-        for lane in lanes:
-            if lane.number in self._leaving:
-                self._left(now, lane)
+        for core in cores:
+            if core.number in self._leaving:
+                self._left(now, core)
 
-    def _break_off(self, now: int, lane: Lane) -> None:
+    def _break_off(self, now: int, core: EngineCore) -> None:
         """End a step that fails: repetitions that are over have delivered their tokens, the one under way is lost."""
-        done = lane.repetitions_within(now - lane.started) if lane.repetitions > 1 else 0
+        done = core.repetitions_within(now - core.started) if core.repetitions > 1 else 0
         if done:
-            lane.repetitions = done
-            self._account(lane.started + lane.elapsed(done), lane)
-            lane.scheduler.complete(done)
-        lane.step = None
-        lane.version += 1
-        if lane.pipeline is not None:
-            lane.pipeline.free = [0] * lane.pipeline.stages
+            core.repetitions = done
+            self._account(core.started + core.elapsed(done), core)
+            core.scheduler.complete(done)
+        core.step = None
+        core.version += 1
+        if core.pipeline is not None:
+            core.pipeline.free = [0] * core.pipeline.stages
 
     def _call_off(self, now: int, handoff: Handoff) -> None:
         """The source is lost: whoever waits for the KV cache need not any more."""
@@ -852,8 +854,8 @@ class World:
         handoff.sending = False
         self._serial += 1
         handoff.serial = self._serial
-        assert handoff.source.wire is not None
-        link = handoff.source.wire.link
+        assert handoff.source.connector is not None
+        link = handoff.source.connector.link
         if handoff.request.id in link:
             link.cancel(now, handoff.request.id)
             self._announce(link)
@@ -870,11 +872,11 @@ class World:
         return fresh
 
 
-def _use(lane: Lane) -> LaneUse:
-    kv = lane.scheduler.kv
+def _use(core: EngineCore) -> EngineCoreUse:
+    kv = core.scheduler.kv
     looked = (kv.queried_tokens, kv.hit_tokens) if isinstance(kv, PrefixCache) else ()
-    which = (lane.pipeline.lanes if lane.pipeline is not None else lane.gang or [lane]).index(lane)
-    return LaneUse(lane.pool, lane.instance, which, kv.total, lane.busy, lane.tally, *looked)
+    which = (core.pipeline.cores if core.pipeline is not None else core.dp_group or [core]).index(core)
+    return EngineCoreUse(core.pool, core.instance, which, kv.total, core.busy, core.tally, *looked)
 
 
 def _compact(values: NDArray[np.int64] | NDArray[np.float64]) -> array[int]:

@@ -189,7 +189,7 @@ class _Account:
         delivered = {request: scheduler.emitted(request) for request in plan}
         finished = scheduler.complete().finished
         for request, tokens in plan.items():
-            if request not in self._running:  # in vain
+            if request not in self._running:  # to be discarded
                 continue
             computed, emitted = self._running[request]
             if request in past:

@@ -42,7 +42,7 @@ def test_the_document_says_the_same(call: Call) -> None:
         assert engine["gain"] <= facts["gain"]
         assert engine["loss"] == pytest.approx(1 - engine["gain"] / facts["gain"])
     kept = [p["tokens"] + p["wasted"] for p in facts["by_batch"]]
-    assert kept == pytest.approx([p["draft_tokens"] + 1 for p in facts["by_batch"]]), "kept or in vain, and no third"
+    assert kept == pytest.approx([p["draft_tokens"] + 1 for p in facts["by_batch"]]), "kept or wasted, and no third"
 
 
 def test_heads_with_ranks_get_trees(call: Call) -> None:

@@ -23,7 +23,7 @@ class PlainRequest:
     preemptions: int = 0
     decoding: bool = False  # its prompt is in the cache and its last token is the one to compute next
     ended: bool = False  # complete, but the engine does not know it yet
-    in_vain: bool = False  # the same, and it is computed once more
+    discarded: bool = False  # the same, and it is computed once more
     drafts: int = 0
     padding: int = 0  # drafts of its first step that nobody made
     ahead: int = 0  # drafts rejected in the step before, which the engine does not know yet
@@ -158,7 +158,7 @@ class PlainEngine:
         i = 0
         while i < len(self.running) and left > self.extra:
             request = self.running[i]
-            if request.ended and not request.in_vain:
+            if request.ended and not request.discarded:
                 i += 1
                 continue
             wanted = 1 + request.drafts if request.decoding else request.known - request.computed
@@ -249,7 +249,7 @@ class PlainEngine:
             if request.id not in step.scheduled:
                 continue
             tokens = step.scheduled[request.id]
-            request.ahead, request.in_vain, request.unheard = 0, False, 0
+            request.ahead, request.discarded, request.unheard = 0, False, 0
             before = request.emitted
             if not request.decoding:
                 request.computed += tokens - request.padding
@@ -267,7 +267,7 @@ class PlainEngine:
                     accepted = self.accepted(request.id, request.rounds, tokens - 1)
                     request.rounds += 1
                 request.ahead = tokens - 1 - accepted if self.asynchronous else 0
-                request.in_vain = self.asynchronous and request.output - request.emitted > 1
+                request.discarded = self.asynchronous and request.output - request.emitted > 1
                 request.computed += 1 + accepted
                 request.emitted = min(request.emitted + 1 + accepted, request.output)
             request.drafts = self.drafts if self.by_batch is None else self.by_batch(len(step.scheduled))

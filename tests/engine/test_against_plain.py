@@ -180,7 +180,7 @@ def test_every_step_is_that_of_the_plain_engine(features: str) -> None:
             assert sorted(r.id for r in progress.finished) == sorted(expected.finished)
             done += len(expected.finished)
             step += 1
-        while (given := ours.schedule()) is not None:  # in vain
+        while (given := ours.schedule()) is not None:  # to be discarded
             assert [(r.id, n) for r, n in ours.composition().items()] == list(plain.step().scheduled.items())
             assert ours.complete().finished == []
         assert ours.kv.free == ours.kv.total == world.blocks

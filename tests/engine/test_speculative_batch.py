@@ -18,7 +18,7 @@ many = settings(max_examples=150, deadline=None)
 
 
 @dataclass(frozen=True)
-class Luck:
+class AcceptanceSampler:
     """Some number of accepted drafts, at most `most`, by request and round."""
 
     most: int
@@ -34,7 +34,7 @@ class Luck:
 
 
 @dataclass(frozen=True)
-class Stopped(Luck):
+class Stopped(AcceptanceSampler):
     """Told at once for a drafter that stops by itself."""
 
     stops: Callable[[Request, int, int], np.ndarray]
@@ -44,7 +44,7 @@ class Stopped(Luck):
         return tokens + np.cumsum([1 + self(request, first + i, int(made[i])) for i in range(count)])
 
 
-class OneByOne(Luck):
+class OneByOne(AcceptanceSampler):
     """The same, told round by round."""
 
     many = None  # type: ignore[assignment]
@@ -64,10 +64,10 @@ def shared(requests: Sequence[Request]) -> list[int]:
 
 
 SCHEMES: dict[str, Callable[[int, random.Random], dict[str, object]]] = {
-    "chain": lambda k, rng: {"accepted": Luck(k)},
+    "chain": lambda k, rng: {"accepted": AcceptanceSampler(k)},
     "chain, told one by one": lambda k, rng: {"accepted": OneByOne(k)},
-    "tree": lambda k, rng: {"accepted": Luck(2), "depth": 2},
-    "by batch": lambda k, rng: {"accepted": Luck(k), "drafts": lambda n: (k, 0, 1, k - 1)[n % 4]},
+    "tree": lambda k, rng: {"accepted": AcceptanceSampler(2), "depth": 2},
+    "by batch": lambda k, rng: {"accepted": AcceptanceSampler(k), "drafts": lambda n: (k, 0, 1, k - 1)[n % 4]},
     "by stopping": lambda k, rng: {"accepted": Stopped(k, stops), "stops": stops},
     "by stopping, as deep whatever stops": lambda k, rng: {
         "accepted": Stopped(k, stops),
@@ -75,8 +75,8 @@ SCHEMES: dict[str, Callable[[int, random.Random], dict[str, object]]] = {
         "depth": k + 1,
     },
     "by waiting": lambda k, rng: {"accepted": Stopped(k, waits), "stops": waits, "depth": k + 1},
-    "by request": lambda k, rng: {"accepted": Luck(k), "lengths": lambda r: r.id % (k + 1)},
-    "by budget": lambda k, rng: {"accepted": Luck(k), "shares": shared},
+    "by request": lambda k, rng: {"accepted": AcceptanceSampler(k), "lengths": lambda r: r.id % (k + 1)},
+    "by budget": lambda k, rng: {"accepted": AcceptanceSampler(k), "shares": shared},
 }
 
 
@@ -185,10 +185,10 @@ def test_a_jump_is_as_many_single_steps(scheme: str, ahead: bool) -> None:
                 times = load[sent][0] - step
             decodes, tokens = given.num_decodes, given.verify_tokens
             log.append((step, decodes, given.context_tokens, tokens, given.draft_levels))
-            decodes, tokens = decodes - given.in_vain, tokens - given.vain_tokens
+            decodes, tokens = decodes - given.discarded, tokens - given.discarded_tokens
             if times > 1:
-                assert given.in_vain or given.contexts[0] + tokens == given.context_tokens
-                saved_in_vain.append(given.in_vain)
+                assert given.discarded or given.contexts[0] + tokens == given.context_tokens
+                saved_in_vain.append(given.discarded)
             for i, computed in enumerate(given.contexts[1:times] if times > 1 else (), start=1):
                 log.append((step + i, decodes, computed + tokens, tokens, given.draft_levels))
             log += [(step, "chunk", c.request.id, c.tokens) for c in given.chunks]
@@ -217,7 +217,7 @@ def test_a_jump_is_as_many_single_steps(scheme: str, ahead: bool) -> None:
 
 
 def test_a_round_told_one_by_one_is_that_told_at_once() -> None:
-    """Two faces of the same luck make the same plans."""
+    """Two faces of the same sampler make the same plans."""
     for seed in range(80):
         found = []
         for scheme in ("chain", "chain, told one by one"):
@@ -234,7 +234,7 @@ def test_a_round_told_one_by_one_is_that_told_at_once() -> None:
 
 def test_calendars_reach_as_far_as_the_longest_answer() -> None:
     """Ten thousand steps ahead, after a long time: the calendars move along and grow."""
-    speculation = Speculation(2, Luck(2))
+    speculation = Speculation(2, AcceptanceSampler(2))
     batch = SpeculativeBatch(16, speculation, 1 << 20)
     short = Request(0, 5, 4000, computed=5, emitted=1)
     batch.join(short)

@@ -29,7 +29,7 @@ def of_kind(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     return [e for e in events if e["ph"] == kind]
 
 
-def test_each_step_is_one_slice_on_the_track_of_its_lane_in_microseconds() -> None:
+def test_each_step_is_one_slice_on_the_track_of_its_core_in_microseconds() -> None:
     slices = of_kind(read(chrome_trace([PREFILL, MIXED, JUMP, OTHER])), "X")
     assert [(s["name"], s["pid"], s["tid"], s["ts"], s["dur"]) for s in slices] == [
         ("prefill", 0, 0, 0, 20_000),
@@ -57,11 +57,11 @@ def test_counters_speak_only_when_something_changed() -> None:
     ]
 
 
-def test_instances_and_lanes_are_named_and_ordered() -> None:
+def test_instances_and_cores_are_named_and_ordered() -> None:
     named = {(m["name"], m["pid"], m["tid"]): m["args"] for m in of_kind(read(chrome_trace([OTHER, PREFILL])), "M")}
     assert named["process_name", 1, 0] == {"name": "instance 1"}
     assert named["process_sort_index", 1, 0] == {"sort_index": 1}
-    assert named["thread_name", 1, 3] == {"name": "lane 3"}
+    assert named["thread_name", 1, 3] == {"name": "engine core 3"}
     assert named["thread_sort_index", 1, 3] == {"sort_index": 3}
 
 
@@ -80,7 +80,7 @@ def test_order_of_arrival_does_not_matter_and_the_bytes_hold_no_time_of_day() ->
     ],
 )
 def test_steps_that_could_not_be_drawn_are_refused(broken: StepRecord) -> None:
-    with pytest.raises(ValueError, match="lane"):
+    with pytest.raises(ValueError, match="core"):
         chrome_trace([PREFILL, broken])
 
 
@@ -98,10 +98,10 @@ def test_slices_of_a_track_never_overlap_once_written(
     """Floats that touch exactly must not be pulled over each other by the change of unit."""
     clock: dict[tuple[int, int], float] = {}
     steps = []
-    for instance, lane, idle_s, busy_s in gaps:
-        start_s = clock.get((instance, lane), origin_s) + idle_s
-        clock[instance, lane] = start_s + busy_s
-        steps.append(StepRecord(f"mixed {instance}", lane, start_s, start_s + busy_s, 1, 1, 0, 1, 0, 1))
+    for instance, core, idle_s, busy_s in gaps:
+        start_s = clock.get((instance, core), origin_s) + idle_s
+        clock[instance, core] = start_s + busy_s
+        steps.append(StepRecord(f"mixed {instance}", core, start_s, start_s + busy_s, 1, 1, 0, 1, 0, 1))
     slices = of_kind(read(chrome_trace(steps)), "X")
     assert len(slices) == len(steps)
     for track in {(s["pid"], s["tid"]) for s in slices}:

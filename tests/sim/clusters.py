@@ -12,7 +12,7 @@ from simtune.costs.compiled import LinearCosts
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import POLICIES, Scheduler
 from simtune.sim import router
-from simtune.sim.lane import Lane, Pipeline, Wire
+from simtune.sim.core import EngineCore, KvConnector, Pipeline
 from simtune.sim.link import Link
 from simtune.sim.requests import RequestStream
 from simtune.sim.world import Change, Outcome, World
@@ -66,41 +66,41 @@ class Cluster:
     uneven: bool = False
     predicted_tokens: list[int] | None = None
     deadlines: list[float] | None = None
-    lanes: list[Lane] = field(default_factory=list)
+    cores: list[EngineCore] = field(default_factory=list)
 
     def run(self, *, single_steps: bool = False, record: bool = False) -> Outcome:
-        front = self._lanes(self.front, "front")
-        back = [] if self.back is None else self._lanes(self.back, "back")
-        lanes = front + back
-        for number, lane in enumerate(lanes):
-            lane.number = number
+        front = self._cores(self.front, "front")
+        back = [] if self.back is None else self._cores(self.back, "back")
+        cores = front + back
+        for number, core in enumerate(cores):
+            core.number = number
         if back:
             bytes_per_s, setup_s, block_s, layers, shared = self.link
             links = [Link(bytes_per_s, 0 if shared else i) for i in range(self.front.instances)]
-            for lane in front:
-                wire = Wire(
-                    links[0 if shared else lane.instance],
+            for core in front:
+                connector = KvConnector(
+                    links[0 if shared else core.instance],
                     BLOCK_BYTES,
                     round(setup_s * TICKS_PER_SECOND),
                     round(block_s * TICKS_PER_SECOND),
                     layers,
                 )
-                lane.wire = wire
+                core.connector = connector
         changes = []
         for what, at_s, pool, instance, for_s in self.events:
             of_pool = (front, back)[pool] or front
-            some = [lane for lane in of_pool if lane.instance == instance % (1 + max(x.instance for x in of_pool))]
+            some = [core for core in of_pool if core.instance == instance % (1 + max(x.instance for x in of_pool))]
             at, until = round(at_s * TICKS_PER_SECOND), round((at_s + for_s) * TICKS_PER_SECOND)
             if what == "start":
-                for lane in some:
-                    lane.up = False
+                for core in some:
+                    core.up = False
                 changes.append(Change(until, some, up=True))
             elif what == "failure":
                 changes += [Change(at, some, up=False, lost=True), Change(until, some, up=True)]
             else:
                 changes.append(Change(at, some, up=False, then=some, delay=until - at))
         outcome = World(
-            lanes,
+            cores,
             self.stream,
             router=self._router(front),
             decode_router=self._router(back) if back else None,
@@ -110,14 +110,14 @@ class Cluster:
             single_steps=single_steps,
             record=record,
         ).run()
-        self.lanes[:] = lanes
+        self.cores[:] = cores
         return outcome
 
-    def _lanes(self, kind: Kind, pool: str) -> list[Lane]:
+    def _cores(self, kind: Kind, pool: str) -> list[EngineCore]:
         costs = UnevenCosts if self.uneven else LinearCosts
         pipelines = [Pipeline(kind.pp) if kind.pp > 1 else None for _ in range(kind.instances)]
         found = [
-            Lane(
+            EngineCore(
                 self._scheduler(kind, pool),
                 costs(step_s=kind.step_s, per_token_s=2e-5, per_context_s=3e-7),
                 instance,
@@ -128,9 +128,9 @@ class Cluster:
             for _ in range(kind.pp)
             for instance in range(kind.instances)
         ]
-        for lane in found:
-            if lane.pipeline is not None:
-                lane.pipeline.lanes.append(lane)
+        for core in found:
+            if core.pipeline is not None:
+                core.pipeline.cores.append(core)
         return found
 
     def _scheduler(self, kind: Kind, pool: str) -> Scheduler:
@@ -146,21 +146,21 @@ class Cluster:
             **options,
         )
 
-    def _router(self, lanes: list[Lane]) -> router.Router:
+    def _router(self, cores: list[EngineCore]) -> router.Router:
         stale = round(self.stale_s * TICKS_PER_SECOND)
         match self.routing:
             case "least_outstanding":
-                return router.LeastOutstanding(lanes, stale)
+                return router.LeastOutstanding(cores, stale)
             case "least_tokens":
-                return router.LeastTokens(lanes, stale)
+                return router.LeastTokens(cores, stale)
             case "power_of_two":
-                return router.PowerOfTwo(lanes, stale, seed=3)
+                return router.PowerOfTwo(cores, stale, seed=3)
             case "session_affinity":
-                return router.SessionAffinity(lanes, [i % 5 for i in range(len(self.stream))])
+                return router.SessionAffinity(cores, [i % 5 for i in range(len(self.stream))])
             case "weighted":
-                return router.WeightedRoundRobin(lanes, [1.0 + i % 3 for i in range(len(lanes))])
+                return router.WeightedRoundRobin(cores, [1.0 + i % 3 for i in range(len(cores))])
             case _:
-                return router.RoundRobin(lanes)
+                return router.RoundRobin(cores)
 
 
 ROUTING = ("round_robin", "least_outstanding", "least_tokens", "power_of_two", "session_affinity", "weighted")
@@ -263,5 +263,5 @@ def of_policy(draw: st.DrawFn, policy: str) -> Cluster:
         async_scheduling=cluster.async_scheduling and policy in VLLM,
         predicted_tokens=rng.integers(1, 50, n).tolist(),
         deadlines=rng.choice([0.01, 0.2, 9.0], n).tolist(),
-        lanes=[],
+        cores=[],
     )

@@ -8,7 +8,7 @@ from hypothesis import settings as hypothesis_settings
 from simtune.sim.world import Outcome
 from tests.sim.clusters import BLOCK_BYTES, Cluster, clusters
 
-COLUMNS = ("arrival", "scheduled", "first_token", "transferred", "finish", "lane", "preemptions", "resent")
+COLUMNS = ("arrival", "scheduled", "first_token", "transferred", "finish", "core", "preemptions", "resent")
 
 many = hypothesis_settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -24,10 +24,10 @@ def check(cluster: Cluster) -> None:
     assert jumped.steps == stepped.steps
     # Conserved: everybody fits here, so everybody is answered; nothing is left anywhere.
     assert (jumped.finish >= 0).all()
-    for lane in cluster.lanes:
-        assert lane.scheduler.kv.free == lane.scheduler.kv.total
-        assert not lane.has_work
-        assert not lane.holding
+    for core in cluster.cores:
+        assert core.scheduler.kv.free == core.scheduler.kv.total
+        assert not core.has_work
+        assert not core.holding
     assert (jumped.arrival <= jumped.scheduled).all()
     assert (jumped.scheduled < jumped.first_token).all()
     assert (jumped.first_token <= jumped.finish).all()
@@ -44,8 +44,8 @@ def check(cluster: Cluster) -> None:
             assert jumped.transferred_bytes == BLOCK_BYTES * int(blocks.sum())
     ends: dict[int, int] = {}
     for r in jumped.records:
-        assert ends.get(r.lane, 0) <= r.start < r.end
-        ends[r.lane] = r.end
+        assert ends.get(r.core, 0) <= r.start < r.end
+        ends[r.core] = r.end
     event(f"resent: {min(3, int(jumped.resent.sum()))}+")
     event(f"preempted: {min(3, int(jumped.preemptions.sum()))}+")
 

@@ -50,13 +50,13 @@ def test_a_policy_of_a_plan(policy: str, apart: bool) -> None:
 
 
 def test_settings_reach_the_scheduler() -> None:
-    (lane,) = deployed("transformers-fifo", safety_margin=0.4).pools[0].lanes(1, None)
-    assert lane.scheduler.safety_margin == 0.4  # type: ignore[attr-defined]
-    (lane,) = deployed("transformers-fifo").pools[0].lanes(1, None)
-    assert lane.scheduler.safety_margin == 0.15  # type: ignore[attr-defined]
+    (core,) = deployed("transformers-fifo", safety_margin=0.4).pools[0].cores(1, None)
+    assert core.scheduler.safety_margin == 0.4  # type: ignore[attr-defined]
+    (core,) = deployed("transformers-fifo").pools[0].cores(1, None)
+    assert core.scheduler.safety_margin == 0.15  # type: ignore[attr-defined]
     cache = KvCache(num_blocks=1001, watermark=0.05)
-    (lane,) = deployed("vllm-fcfs", kv_cache=cache).pools[0].lanes(1, None)
-    assert lane.scheduler.watermark_blocks == 50
+    (core,) = deployed("vllm-fcfs", kv_cache=cache).pools[0].cores(1, None)
+    assert core.scheduler.watermark_blocks == 50
 
 
 def test_swapped_blocks_go_over_the_host_link() -> None:
@@ -69,8 +69,8 @@ def test_swapped_blocks_go_over_the_host_link() -> None:
     }
     assert all(run.completed.all() and run.outcome.preemptions.sum() > 10 for run in runs.values())
     swapping = deployed("vllm-fcfs", kv_cache=KvCache(num_blocks=400, preemption="swap"))
-    (lane,) = swapping.pools[0].lanes(1, None)
+    (core,) = swapping.pools[0].cores(1, None)
     host = link_of(load_hardware("h100-sxm"), "host")
-    assert lane.swap == round(16 * 131_072 / host.bytes_per_s * TICKS_PER_SECOND)
+    assert core.swap == round(16 * 131_072 / host.bytes_per_s * TICKS_PER_SECOND)
     stepped = swapping.simulate(stream, single_steps=True)
     assert stepped.outcome.finish.tolist() == runs["swap"].outcome.finish.tolist()

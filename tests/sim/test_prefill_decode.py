@@ -13,8 +13,8 @@ from simtune.costs.compiled import LinearCosts
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import VllmFcfs
 from simtune.errors import Infeasible, UsageError
+from simtune.sim.core import EngineCore, KvConnector, Pipeline
 from simtune.sim.deployment import deploy
-from simtune.sim.lane import Lane, Pipeline, Wire
 from simtune.sim.link import Link
 from simtune.sim.requests import RequestStream, build_stream
 from simtune.sim.result import Result
@@ -50,13 +50,13 @@ class Apart:
         pipelines = [Pipeline(self.pp) if self.pp > 1 else None for _ in range(self.prefills)]
         links = [Link(self.bytes_per_s, number) for number in range(1 if self.shared else self.prefills)]
         front = [
-            Lane(
+            EngineCore(
                 self.engine(self.prefill_blocks, seats=1),
                 LinearCosts(step_s=0.0, per_token_s=1.0),
                 i,
                 "prefill",
                 pipeline=pipelines[i],
-                wire=Wire(
+                connector=KvConnector(
                     links[0 if self.shared else i],
                     100,
                     round(self.setup_s * TICKS_PER_SECOND),
@@ -67,12 +67,14 @@ class Apart:
             for _ in range(self.pp)
             for i in range(self.prefills)
         ]
-        for lane in front:
-            if lane.pipeline is not None:
-                lane.pipeline.lanes.append(lane)
-        back = [Lane(self.engine(PLENTY, self.decode_seats), LinearCosts(step_s=self.decode_step_s), pool="decode")]
-        for number, lane in enumerate(front + back):
-            lane.number = number
+        for core in front:
+            if core.pipeline is not None:
+                core.pipeline.cores.append(core)
+        back = [
+            EngineCore(self.engine(PLENTY, self.decode_seats), LinearCosts(step_s=self.decode_step_s), pool="decode")
+        ]
+        for number, core in enumerate(front + back):
+            core.number = number
         world = World(front + back, stream, router=RoundRobin(front), decode_router=LeastTokens(back))
         return Result(stream, world.run(), num_gpus=2, offered_rate_rps=stream.offered_rate_rps)
 

@@ -14,7 +14,7 @@ from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import VllmFcfs
 from simtune.sim.requests import RequestStream, build_stream
 from simtune.sim.result import Result
-from simtune.sim.world import Lane, World
+from simtune.sim.world import EngineCore, World
 from simtune.specs.workload import FixedLength, Lengths, Lognormal, Poisson, Workload
 
 PLENTY = 10**7
@@ -24,7 +24,7 @@ def simulate(stream: RequestStream, costs: LinearCosts, seqs: int) -> Result:
     scheduler = VllmFcfs(
         num_blocks=PLENTY, block_size=16, max_num_seqs=seqs, max_num_batched_tokens=PLENTY, max_model_len=10**6
     )
-    return Result(stream, World([Lane(scheduler, costs)], stream).run(), num_gpus=1)
+    return Result(stream, World([EngineCore(scheduler, costs)], stream).run(), num_gpus=1)
 
 
 def poisson(rate_rps: float, prompt: Lengths, output: Lengths, requests: int, seed: int) -> RequestStream:
@@ -68,7 +68,7 @@ def test_batch_occupancy_is_negative_binomial() -> None:
     scheduler = VllmFcfs(
         num_blocks=PLENTY, block_size=16, max_num_seqs=PLENTY, max_num_batched_tokens=PLENTY, max_model_len=10**6
     )
-    outcome = World([Lane(scheduler, LinearCosts(t0, al))], stream, record=True).run()
+    outcome = World([EngineCore(scheduler, LinearCosts(t0, al))], stream, record=True).run()
     records = outcome.records[len(outcome.records) // 10 :]
     time_at = np.bincount([r.running for r in records], [r.end - r.start for r in records]) / TICKS_PER_SECOND
     seen = time_at[1:] / time_at[1:].sum()  # an idle engine has no record

@@ -16,7 +16,7 @@ from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import VllmFcfs
 from simtune.sim.requests import RequestStream
 from simtune.sim.result import MissBudget, Result
-from simtune.sim.world import Lane, World
+from simtune.sim.world import EngineCore, World
 from simtune.specs.workload import Slo
 from tests.sim.worlds import Setting, settings, stream_of
 
@@ -25,7 +25,7 @@ def served(stream: RequestStream, slo: Slo | None = None, step_s: float = 1.0, s
     scheduler = VllmFcfs(
         num_blocks=10**6, block_size=16, max_num_seqs=seqs, max_num_batched_tokens=8192, max_model_len=8192
     )
-    outcome = World([Lane(scheduler, LinearCosts(step_s=step_s))], stream).run()
+    outcome = World([EngineCore(scheduler, LinearCosts(step_s=step_s))], stream).run()
     return Result(stream, outcome, 2, slo or Slo(), stream.offered_rate_rps)
 
 
@@ -94,9 +94,9 @@ def replace_slo(result: Result, slo: Slo) -> Result:
 @hypothesis_settings(max_examples=150, deadline=None)
 def test_giving_up_early_never_changes_the_verdict(world: Setting, metric: str, statistic: str, limit: float) -> None:
     slo = Slo(**{metric: {statistic: limit}})
-    whole = Result(world.stream, World(world.make_lanes(), world.stream).run(), 1, slo)
+    whole = Result(world.stream, World(world.make_cores(), world.stream).run(), 1, slo)
     early = Result(
-        world.stream, World(world.make_lanes(), world.stream, stop_when=MissBudget(world.stream, slo)).run(), 1, slo
+        world.stream, World(world.make_cores(), world.stream, stop_when=MissBudget(world.stream, slo)).run(), 1, slo
     )
     if whole.refused:
         return

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from simtune.costs.compiled import LinearCosts
 from simtune.engine import Request, VllmFcfs
-from simtune.sim.lane import Lane
+from simtune.sim.core import EngineCore
 from simtune.sim.router import (
     LeastOutstanding,
     LeastTokens,
@@ -22,16 +22,16 @@ from simtune.sim.router import (
 )
 
 
-def lanes(count: int) -> list[Lane]:
+def cores(count: int) -> list[EngineCore]:
     found = [
-        Lane(
+        EngineCore(
             VllmFcfs(num_blocks=9, block_size=1, max_num_seqs=9, max_num_batched_tokens=9, max_model_len=9),
             LinearCosts(1.0),
         )
         for _ in range(count)
     ]
-    for number, lane in enumerate(found):
-        lane.number = number
+    for number, core in enumerate(found):
+        core.number = number
     return found
 
 
@@ -41,24 +41,24 @@ def ask(number: int, prompt_tokens: int = 1, blocks: tuple[Hashable, ...] = ()) 
 
 def chosen(router: Router, requests: Iterable[Request], now: int = 0) -> list[int | None]:
     found = [router.choose(request, now) for request in requests]
-    return [None if lane is None else lane.number for lane in found]
+    return [None if core is None else core.number for core in found]
 
 
 def test_round_robin_passes_over_those_that_are_down() -> None:
-    up = lanes(3)
+    up = cores(3)
     router = RoundRobin(up)
     assert chosen(router, map(ask, range(4))) == [0, 1, 2, 0]
     up[1].up = False
     assert chosen(router, map(ask, range(3))) == [2, 0, 2]
     up[1].up = True
     assert chosen(router, map(ask, range(3))) == [0, 1, 2]
-    for lane in up:
-        lane.up = False
+    for core in up:
+        core.up = False
     assert chosen(router, [ask(0)]) == [None]
 
 
 def test_weights_are_interleaved_smoothly() -> None:
-    up = lanes(3)
+    up = cores(3)
     router = WeightedRoundRobin(up, [5, 1, 1])
     # Every turn all gain their weight and the chosen one pays 7: (5 1 1) (3 2 2) (1 3 3) (6 -3 4) (4 -2 5) (9 -1 -1)..
     assert chosen(router, map(ask, range(7))) == [0, 0, 1, 0, 2, 0, 0]
@@ -67,7 +67,7 @@ def test_weights_are_interleaved_smoothly() -> None:
 
 
 def test_fewest_under_way_ties_to_the_first() -> None:
-    up = lanes(3)
+    up = cores(3)
     router = LeastOutstanding(up)
     requests = [ask(i, prompt_tokens=10**i) for i in range(5)]
     assert chosen(router, requests[:4]) == [0, 1, 2, 0]
@@ -78,7 +78,7 @@ def test_fewest_under_way_ties_to_the_first() -> None:
 
 
 def test_fewest_tokens_under_way() -> None:
-    up = lanes(2)
+    up = cores(2)
     router = LeastTokens(up)
     requests = [ask(0, 100), ask(1, 30), ask(2, 30), ask(3, 30), ask(4, 50), ask(5, 1)]
     # 0 | 0, then 100 | 0, 30, 60, 90, 140
@@ -87,8 +87,8 @@ def test_fewest_tokens_under_way() -> None:
     assert chosen(router, [ask(6, 1)]) == [1]
 
 
-def test_a_router_with_stale_news_sends_a_burst_to_one_lane() -> None:
-    up = lanes(2)
+def test_a_router_with_stale_news_sends_a_burst_to_one_core() -> None:
+    up = cores(2)
     router = LeastOutstanding(up, stale=10)
     first = [ask(i) for i in range(3)]
     assert chosen(router, first, now=0) == [0, 0, 0]
@@ -101,7 +101,7 @@ def test_a_router_with_stale_news_sends_a_burst_to_one_lane() -> None:
 
 
 def test_of_two_drawn_the_one_with_less() -> None:
-    up = lanes(8)
+    up = cores(8)
     router = PowerOfTwo(up, seed=4)
     blind = PowerOfTwo(up, stale=10**9, seed=4)  # it never hears of any load: the first of the two drawn
     counts, blind_counts = [0] * 8, [0] * 8
@@ -117,15 +117,15 @@ def test_of_two_drawn_the_one_with_less() -> None:
     # Of two distinct ones of eight the lower number is i with probability (7 - i) / 28.
     for i, count in enumerate(blind_counts):
         assert abs(count - 4000 * (7 - i) / 28) < 4 * (4000 * 0.25 * 0.75) ** 0.5
-    for lane in up[1:]:
-        lane.up = False
+    for core in up[1:]:
+        core.up = False
     assert chosen(router, [ask(4001)]) == [0]
     up[0].up = False
     assert chosen(router, [ask(4002)]) == [None]
 
 
-def test_sessions_stay_and_only_those_of_a_failed_lane_move() -> None:
-    up = lanes(4)
+def test_sessions_stay_and_only_those_of_a_failed_core_move() -> None:
+    up = cores(4)
     sessions = [i % 400 for i in range(1200)]
     router = SessionAffinity(up, sessions)
     before = chosen(router, map(ask, range(400)))
@@ -137,8 +137,8 @@ def test_sessions_stay_and_only_those_of_a_failed_lane_move() -> None:
     assert [b for a, b in zip(before, after, strict=True) if a != 2] == [a for a in before if a != 2]
     moved = [b for a, b in zip(before, after, strict=True) if a == 2]
     assert {0, 1, 3} == set(moved), "its sessions are spread over all others"
-    for lane in up:
-        lane.up = False
+    for core in up:
+        core.up = False
     assert chosen(router, [ask(0)]) == [None]
 
 
@@ -146,7 +146,7 @@ def test_sessions_stay_and_only_those_of_a_failed_lane_move() -> None:
 
 
 def test_a_prompt_goes_where_its_beginning_is_unless_too_much_waits_there() -> None:
-    up = lanes(2)
+    up = cores(2)
     router = PrefixAware(up, block_tokens=10, memory_blocks=100)
     long = ask(0, 30, ("a", "b", "c"))
     assert chosen(router, [long]) == [0]
@@ -159,8 +159,8 @@ def test_a_prompt_goes_where_its_beginning_is_unless_too_much_waits_there() -> N
     assert chosen(router, [ask(1, 40, ("a", "b", "y", "z"))]) == [0]  # 0.5 * 30 - 20 < 0
 
 
-def test_what_a_failed_lane_had_cached_is_gone() -> None:
-    up = lanes(2)
+def test_what_a_failed_core_had_cached_is_gone() -> None:
+    up = cores(2)
     router = PrefixAware(up, block_tokens=10, memory_blocks=100)
     first = ask(0, 20, ("a", "b"))
     assert chosen(router, [ask(9, 1), first]) == [0, 1]
@@ -173,7 +173,7 @@ def test_what_a_failed_lane_had_cached_is_gone() -> None:
 
 
 def test_stale_news_of_prefixes() -> None:
-    up = lanes(2)
+    up = cores(2)
     router = PrefixAware(up, block_tokens=10, memory_blocks=100, load_weight=0.1, stale=10)
     assert chosen(router, [ask(0, 20, ("a",))], now=0) == [0]
     assert chosen(router, [ask(1, 20, ("b",))], now=0) == [0]  # nothing is known, the first of equals
@@ -182,10 +182,10 @@ def test_stale_news_of_prefixes() -> None:
 
 
 class PlainPrefixAware:
-    """The same by looking everywhere: cost of every lane from scratch, blocks of two generations in plain sets."""
+    """The same by looking everywhere: cost of every core from scratch, blocks of two generations in plain sets."""
 
-    def __init__(self, up: Sequence[Lane], block_tokens: int, memory_blocks: int, load_weight: float) -> None:
-        self.lanes, self.block_tokens, self.load_weight = up, block_tokens, load_weight
+    def __init__(self, up: Sequence[EngineCore], block_tokens: int, memory_blocks: int, load_weight: float) -> None:
+        self.cores, self.block_tokens, self.load_weight = up, block_tokens, load_weight
         self.most = memory_blocks * len(up)
         self.young: set[tuple[int, Hashable]] = set()
         self.old: set[tuple[int, Hashable]] = set()
@@ -194,10 +194,10 @@ class PlainPrefixAware:
 
     def choose(self, request: Request) -> int | None:
         costs = []
-        for i, lane in enumerate(self.lanes):
+        for i, core in enumerate(self.cores):
             known = [(i, b) in self.young or (i, b) in self.old for b in request.blocks]
             cached = known.index(False) if False in known else len(known)
-            if lane.up:
+            if core.up:
                 costs.append((self.load_weight * self.load[i] - cached * self.block_tokens, i))
         if not costs:
             return None
@@ -211,7 +211,7 @@ class PlainPrefixAware:
 
     def over(self, request: Request, at: int) -> None:
         self.load[at] -= request.prompt_tokens
-        if not self.lanes[at].up:
+        if not self.cores[at].up:
             self.young = {(i, block) for i, block in self.young if i != at}
             self.old = {(i, block) for i, block in self.old if i != at}
 
@@ -231,7 +231,7 @@ happenings = st.lists(
 def test_prefix_aware_equals_looking_everywhere(
     story: list[tuple[str, int, list[int], int]], count: int, memory_blocks: int, load_weight: float
 ) -> None:
-    up = lanes(count)
+    up = cores(count)
     router = PrefixAware(up, block_tokens=10, memory_blocks=memory_blocks, load_weight=load_weight)
     plain = PlainPrefixAware(up, 10, memory_blocks, load_weight)
     there: list[tuple[Request, int]] = []
@@ -248,11 +248,11 @@ def test_prefix_aware_equals_looking_everywhere(
             router.over(request, up[at], now=0)
             plain.over(request, at)
         elif what == "fail":
-            lane = up[which % count]
-            lane.up = False
-            for request, at in [x for x in there if x[1] == lane.number]:
-                router.over(request, lane, now=0)
+            core = up[which % count]
+            core.up = False
+            for request, at in [x for x in there if x[1] == core.number]:
+                router.over(request, core, now=0)
                 plain.over(request, at)
-            there = [x for x in there if x[1] != lane.number]
+            there = [x for x in there if x[1] != core.number]
         elif what == "back":
             up[which % count].up = True

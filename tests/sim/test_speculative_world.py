@@ -1,4 +1,4 @@
-"""Speculation under the clock: jumps and single steps agree to the tick; luck is of the requests, not of the plan."""
+"""Speculation under the clock: jumps and single steps agree to the tick; draws are the requests' own."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import Request, Tally, VllmFcfs
 from simtune.engine import Speculation as engine_terms
 from simtune.errors import Infeasible
+from simtune.sim.core import EngineCore
 from simtune.sim.deployment import Deployment, deploy
-from simtune.sim.lane import Lane
 from simtune.sim.requests import RequestStream
-from simtune.sim.speculation import Drafting, Luck, drafting_terms, uniform
+from simtune.sim.speculation import AcceptanceSampler, Drafting, drafting_terms, uniform
 from simtune.sim.world import Outcome, World
 from simtune.specs.acceptance import Acceptance, BetaMixture, Condition, PerPosition, PerRank, Rates, Revealed
 from simtune.specs.plan import Batching, KvLink, Plan, Pool
@@ -94,8 +94,8 @@ def acceptance(rates: Rates, **more: Any) -> Acceptance:
     return Acceptance(name="assumed", origin="assumed", source="made up", rates=rates, **more)
 
 
-def luck(scheme: Scheme, rates: Rates, stream: RequestStream, seed: int = 0) -> Luck:
-    return Luck(scheme, acceptance(rates), stream, seed)
+def sampler(scheme: Scheme, rates: Rates, stream: RequestStream, seed: int = 0) -> AcceptanceSampler:
+    return AcceptanceSampler(scheme, acceptance(rates), stream, seed)
 
 
 def drafter_for(scheme: Scheme) -> Drafter:
@@ -107,7 +107,7 @@ def columns(outcome: Outcome) -> dict[str, list[int]]:
 
 
 def tally(outcome: Outcome) -> Tally:
-    return Tally(*map(sum, zip(*(lane.drafting for lane in outcome.lanes), strict=True)))
+    return Tally(*map(sum, zip(*(core.drafting for core in outcome.cores), strict=True)))
 
 
 def requests(n: int, tokens: int) -> RequestStream:
@@ -147,10 +147,10 @@ def test_jumps_are_single_steps_to_the_tick(name: str) -> None:
         def run(single_steps: bool) -> Outcome:
             drafts = drafting_terms(
                 Speculation(drafter=drafter_for(scheme), scheme=scheme, acceptance="assumed"),
-                luck(scheme, rates, stream),
+                sampler(scheme, rates, stream),
             )
-            lanes = [
-                Lane(
+            cores = [
+                EngineCore(
                     VllmFcfs(
                         num_blocks=blocks,
                         block_size=block_size,
@@ -164,7 +164,7 @@ def test_jumps_are_single_steps_to_the_tick(name: str) -> None:
                 )
                 for _ in range(2)
             ]
-            return World(lanes, stream, single_steps=single_steps).run()
+            return World(cores, stream, single_steps=single_steps).run()
 
         jumped, stepped = run(False), run(True)
         assert columns(jumped) == columns(stepped)
@@ -172,7 +172,7 @@ def test_jumps_are_single_steps_to_the_tick(name: str) -> None:
         times = [np.sort(np.repeat(_expanded(o)[:, 0], _expanded(o)[:, 1])).tolist() for o in (jumped, stepped)]
         assert times[0] == times[1]
         if name in AHEAD:
-            assert len(times[0]) == tally(stepped).rounds, "each round delivers, and nobody who is there in vain"
+            assert len(times[0]) == tally(stepped).rounds, "each round delivers, and nothing is discarded"
         fits = stream.prompt_tokens + stream.output_tokens <= longest
         # Everyone gets all tokens, and prompts give the first: the others come out of rounds, but for those that a
         # recomputed prompt gives again.
@@ -195,9 +195,12 @@ def test_drafts_in_clusters(name: str, apart: bool) -> None:
     @given(clusters(apart=apart, failing=True), st.booleans(), st.booleans())
     @hypothesis_settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
     def drafting(cluster: Cluster, ahead: bool, caching: bool) -> None:
-        options = {"speculation": drafting_terms(spec, luck(scheme, rates, cluster.stream)), "prefix_caching": caching}
+        options = {
+            "speculation": drafting_terms(spec, sampler(scheme, rates, cluster.stream)),
+            "prefix_caching": caching,
+        }
         front, back = (kind and replace(kind, budget=max(8, kind.budget)) for kind in (cluster.front, cluster.back))
-        check(replace(cluster, front=front, back=back, async_scheduling=ahead, options=options, lanes=[]))
+        check(replace(cluster, front=front, back=back, async_scheduling=ahead, options=options, cores=[]))
 
     drafting()
 
@@ -267,7 +270,7 @@ def test_compiled_rounds_jump_exactly_too(name: str, drafter: str, apart: bool) 
     assert (jumped.transferred >= 0).any() == apart
 
 
-# --- luck ---------------------------------------------------------------------------------------------------------
+# --- sampler ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -282,7 +285,7 @@ def test_compiled_rounds_jump_exactly_too(name: str, drafter: str, apart: bool) 
 )
 def test_tokens_per_round_are_those_of_the_formulas(name: str, expected: float) -> None:
     stream = requests(2000, 100)
-    drawn = luck(*SCHEMES[name], stream)
+    drawn = sampler(*SCHEMES[name], stream)
     rounds = np.array([drawn.accepted(Request(i, 10, 100), 0, 200) for i in range(2000)])
     made = 5 if not drawn.varies else np.array([drawn.stops(Request(i, 10, 100), 0, 200) for i in range(2000)])
     per_request = 1 + np.minimum(rounds, made).mean(axis=1)
@@ -343,18 +346,18 @@ def test_an_answer_takes_as_long_as_the_formula_says(acceptance: float, replicas
     stream = stream_of(np.arange(n) * 100.0, [10] * n, [tokens] * n)
     scheme, rates = Dsi(tokens=1, replicas=replicas), PerPosition(conditional=(acceptance,))
     spec = Speculation(drafter=drafter_for(scheme), scheme=scheme, acceptance="assumed")
-    lane = Lane(
+    core = EngineCore(
         VllmFcfs(
             num_blocks=100,
             block_size=16,
             max_num_seqs=4,
             max_num_batched_tokens=64,
             max_model_len=256,
-            speculation=drafting_terms(spec, luck(scheme, rates, stream)),
+            speculation=drafting_terms(spec, sampler(scheme, rates, stream)),
         ),
         LinearCosts(step_s=draft_s),
     )
-    outcome = World([lane], stream).run()
+    outcome = World([core], stream).run()
     seconds = (outcome.finish - outcome.first_token).mean() / TICKS_PER_SECOND
     expected = overlap.dsi_mean_seconds(tokens - 1, acceptance, draft_s, replicas * draft_s)
     assert seconds == pytest.approx(expected, rel=5e-3)
@@ -379,7 +382,7 @@ def test_a_request_alone_gets_its_tokens_as_fast_as_the_formula_says(window: int
 def test_what_is_verified_beside_drafting_follows_from_what_was_right() -> None:
     """Gone through by hand: one token alone, then the rest of its window, then whole windows until one fails."""
     stream = requests(70, 300)
-    plain, beside = luck(Chain(tokens=3), POSITIONS, stream), luck(Pearl(tokens=3), POSITIONS, stream)
+    plain, beside = sampler(Chain(tokens=3), POSITIONS, stream), sampler(Pearl(tokens=3), POSITIONS, stream)
     seen = set()
     for i in (0, 5, 69):
         request, window = Request(i, 10, 300), 0
@@ -407,12 +410,12 @@ def test_nothing_is_verified_while_a_verdict_is_on_its_way(look_ahead: int, repl
     """Gone through by hand: what begins after a rejection, or after the prompt, is known so many ticks later."""
     stream = requests(70, 300)
     rates = PerPosition(conditional=(0.8,) * look_ahead)
-    right = luck(Chain(tokens=look_ahead), rates, stream)
-    drawn = luck(Dsi(tokens=look_ahead, replicas=replicas), rates, stream)
+    right = sampler(Chain(tokens=look_ahead), rates, stream)
+    drawn = sampler(Dsi(tokens=look_ahead, replicas=replicas), rates, stream)
     for i in (0, 5, 69):
         request, tick, begun, due = Request(i, 10, 300), 0, 0, replicas
         found = drawn.accepted(request, 0, 400), drawn.stops(request, 0, 400)
-        luck_ = right.accepted(request, 0, 400).tolist()
+        sampler_ = right.accepted(request, 0, 400).tolist()
         for kept, made in zip(*found, strict=True):
             tick += 1
             if tick < due:
@@ -420,8 +423,8 @@ def test_nothing_is_verified_while_a_verdict_is_on_its_way(look_ahead: int, repl
                 continue
             window = 1 if begun == 0 else look_ahead - 1 if begun == 1 and look_ahead > 1 else look_ahead
             assert 1 + made == window
-            assert 1 + kept == min(luck_[tick - 1] + 1, window)
-            begun, due = (begun + 1, tick + 1) if luck_[tick - 1] >= window else (0, tick + replicas)
+            assert 1 + kept == min(sampler_[tick - 1] + 1, window)
+            begun, due = (begun + 1, tick + 1) if sampler_[tick - 1] >= window else (0, tick + replicas)
         far = drawn.accepted(request, 2000, 60)  # beyond what is drawn at first
         assert far.tolist() == drawn.accepted(request, 0, 2060)[2000:].tolist()
         after = drawn.many(request, 10, 50, max(1, look_ahead - 1), 1000)[:50]
@@ -437,12 +440,12 @@ def test_one_replica_is_pearl() -> None:
     assert one.plan.num_devices == pearl.plan.num_devices == 2
 
 
-def test_luck_belongs_to_the_request_and_the_round() -> None:
+def test_sampler_belongs_to_the_request_and_the_round() -> None:
     """It does not depend on how much is asked at once, on who else is there, nor on the plan; it does on the seed."""
     stream = requests(200, 500)
-    drawn, other = luck(*SCHEMES["chain"], stream), luck(*SCHEMES["chain"], stream, seed=1)
+    drawn, other = sampler(*SCHEMES["chain"], stream), sampler(*SCHEMES["chain"], stream, seed=1)
     whole = {i: drawn.accepted(Request(i, 10, 500), 0, 500) for i in (0, 63, 64, 199)}
-    again = luck(*SCHEMES["chain"], requests(2000, 500))
+    again = sampler(*SCHEMES["chain"], requests(2000, 500))
     for i, rounds in whole.items():
         request = Request(i, 10, 500)
         assert rounds.tolist() == again.accepted(request, 0, 500).tolist()
@@ -451,18 +454,18 @@ def test_luck_belongs_to_the_request_and_the_round() -> None:
         assert rounds.tolist() != other.accepted(request, 0, 500).tolist()
 
 
-def test_the_better_scheme_never_has_the_worse_luck() -> None:
+def test_the_better_scheme_never_has_the_worse_sampler() -> None:
     stream = requests(50, 500)
-    small, large = luck(Chain(tokens=2), POSITIONS, stream), luck(Chain(tokens=4), POSITIONS, stream)
-    narrow = luck(StaticTree(nodes=((1,), (1, 1), (1, 1, 1))), RANKS, stream)
-    wide = luck(StaticTree(nodes=NODES), RANKS, stream)
+    small, large = sampler(Chain(tokens=2), POSITIONS, stream), sampler(Chain(tokens=4), POSITIONS, stream)
+    narrow = sampler(StaticTree(nodes=((1,), (1, 1), (1, 1, 1))), RANKS, stream)
+    wide = sampler(StaticTree(nodes=NODES), RANKS, stream)
     for i in range(50):
         request = Request(i, 10, 500)
         assert (np.minimum(large.accepted(request, 0, 500), 2) == small.accepted(request, 0, 500)).all()
         assert (wide.accepted(request, 0, 500) >= narrow.accepted(request, 0, 500)).all()
 
 
-def test_two_plans_see_the_same_luck() -> None:
+def test_two_plans_see_the_same_sampler() -> None:
     """A request alone takes as many rounds on a small instance as on a large one, whatever the batch."""
     stream = requests(40, 200)
     counts = [
@@ -477,7 +480,7 @@ def test_classes_have_acceptances_of_their_own() -> None:
     )
     rates = PerPosition(conditional=(0.9, 0.9))
     hard = Condition(request_class="hard", rates=PerPosition(conditional=(0.2, 0.2)))
-    drawn = Luck(Chain(tokens=2), acceptance(rates, conditions=(hard,)), stream, 0)
+    drawn = AcceptanceSampler(Chain(tokens=2), acceptance(rates, conditions=(hard,)), stream, 0)
     mean = [np.mean([drawn.accepted(Request(i, 10, 50), 0, 64).mean() for i in range(c, 2000, 2)]) for c in (0, 1)]
     assert mean == pytest.approx([0.9 + 0.81, 0.2 + 0.04], abs=0.01)
 
@@ -493,7 +496,7 @@ def test_uniform_numbers_are_uniform_and_unrelated() -> None:
 
 
 def test_a_budget_goes_to_the_likeliest_drafts() -> None:
-    drawn = luck(TokenBudget(tokens=5, max_tokens=3), PerPosition(conditional=(0.9, 0.5, 0.5)), requests(9, 9))
+    drawn = sampler(TokenBudget(tokens=5, max_tokens=3), PerPosition(conditional=(0.9, 0.5, 0.5)), requests(9, 9))
     some = [Request(i, 1, 1) for i in range(9)]
     assert drawn.shares(some[:2]) == [3, 2]
     assert drawn.shares(some[:4]) == [2, 1, 1, 1]
@@ -633,9 +636,9 @@ def test_steps_are_scheduled_ahead_where_an_engine_can(
     draft = drafter.model if isinstance(drafter, DraftModel) else None
     for asked in (True, False):
         pool = deployed(SCHEMES[scheme][0], rates, drafter, draft, async_scheduling=asked).pools[0]
-        (lane,) = pool.lanes(1, None, pool.speculation(requests(3, 3), 0))
-        assert isinstance(lane.scheduler, VllmFcfs)
-        assert lane.scheduler.async_scheduling is (ahead and asked)
+        (core,) = pool.cores(1, None, pool.speculation(requests(3, 3), 0))
+        assert isinstance(core.scheduler, VllmFcfs)
+        assert core.scheduler.async_scheduling is (ahead and asked)
 
 
 @pytest.mark.parametrize(
@@ -654,7 +657,7 @@ def test_what_a_drafter_takes_of_blocks_and_budget(drafter: Drafter, lookahead: 
     stream = requests(3, 3)
     terms = drafting_terms(
         Speculation(drafter=drafter, scheme=Chain(tokens=3), acceptance="assumed"),
-        luck(Chain(tokens=3), POSITIONS, stream),
+        sampler(Chain(tokens=3), POSITIONS, stream),
     )
     assert (terms.lookahead, terms.extra_slots, terms.drops_last_hit) == (lookahead, slots, drops)
 
@@ -664,7 +667,7 @@ def test_what_a_drafter_takes_of_blocks_and_budget(drafter: Drafter, lookahead: 
 def test_rounds_laid_out_for_many_requests_at_once_are_those_of_each(ahead: bool, blocks: int) -> None:
     rng = np.random.default_rng(0)
     stream = stream_of(rng.exponential(0.005, 200).cumsum(), rng.integers(1, 90, 200), rng.integers(1, 90, 200))
-    chosen = luck(Chain(tokens=3), POSITIONS, stream)
+    chosen = sampler(Chain(tokens=3), POSITIONS, stream)
 
     class OneByOne:
         many = chosen.many
@@ -681,7 +684,9 @@ def test_rounds_laid_out_for_many_requests_at_once_are_those_of_each(ahead: bool
             async_scheduling=ahead,
             speculation=engine_terms(3, accepted=accepted, lookahead=3),
         )
-        outcome = World([Lane(engine, LinearCosts(step_s=1e-3, per_token_s=2e-5, per_context_s=3e-7))], stream).run()
+        outcome = World(
+            [EngineCore(engine, LinearCosts(step_s=1e-3, per_token_s=2e-5, per_context_s=3e-7))], stream
+        ).run()
         found.append((columns(outcome), tally(outcome)))
         assert outcome.preemptions.any() == (blocks == 45)
     assert found[0] == found[1]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from simtune.costs.compiled import LinearCosts
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import VllmFcfs
-from simtune.sim.lane import Lane
+from simtune.sim.core import EngineCore
 from simtune.sim.world import Outcome, World
 from tests.sim.worlds import Setting, settings, stream_of
 
@@ -65,23 +65,23 @@ def test_invariants(world: Setting) -> None:
     assert (outcome.first_token[done & one] == outcome.finish[done & one]).all()
     ends: dict[int, int] = {}
     for r in outcome.records:
-        assert ends.get(r.lane, 0) <= r.start < r.end, "a lane does one thing at a time, and time goes on"
-        ends[r.lane] = r.end
+        assert ends.get(r.core, 0) <= r.start < r.end, "a core does one thing at a time, and time goes on"
+        ends[r.core] = r.end
         assert r.num_decodes + r.prefill_tokens <= world.budget
         assert r.running <= world.seqs
         assert 0 <= r.free_blocks <= world.blocks
-    # First-come-first-served on every lane, as far as nobody was preempted.
-    for lane in range(world.lanes):
-        mine = done & (outcome.lane == lane) & (outcome.preemptions == 0)
+    # First-come-first-served on every core, as far as nobody was preempted.
+    for core in range(world.cores):
+        mine = done & (outcome.core == core) & (outcome.preemptions == 0)
         assert (np.diff(outcome.scheduled[mine]) >= 0).all()
 
 
 @given(settings())
 @hypothesis_settings(max_examples=50, deadline=None)
-def test_round_robin_lanes_do_not_disturb_each_other(world: Setting) -> None:
+def test_round_robin_cores_do_not_disturb_each_other(world: Setting) -> None:
     together = world.run()
-    for lane in range(world.lanes):
-        mine = np.arange(lane, len(world.stream), world.lanes)
+    for core in range(world.cores):
+        mine = np.arange(core, len(world.stream), world.cores)
         if len(mine) == 0:
             continue
         arrival = world.stream.arrival_s
@@ -123,12 +123,12 @@ def test_at_one_instant_steps_end_before_arrivals_and_arrivals_before_scheduling
 @given(st.integers(0, 2**30), st.integers(0, 2**20), st.integers(1, 2**50))
 def test_cutting_a_jump_finds_the_step_in_which_the_arrival_falls(first: int, slope: int, elapsed: int) -> None:
     scheduler = VllmFcfs(num_blocks=1, block_size=1, max_num_seqs=1, max_num_batched_tokens=1, max_model_len=1)
-    lane = Lane(scheduler, LinearCosts(1.0), first=first + 1, slope=slope)
-    n, reached = lane.reaching(elapsed)
-    assert reached == lane.elapsed(n) >= elapsed
-    assert n == 1 or lane.elapsed(n - 1) < elapsed
-    over = lane.repetitions_within(elapsed)
-    assert lane.elapsed(over) <= elapsed < lane.elapsed(over + 1)
+    core = EngineCore(scheduler, LinearCosts(1.0), first=first + 1, slope=slope)
+    n, reached = core.reaching(elapsed)
+    assert reached == core.elapsed(n) >= elapsed
+    assert n == 1 or core.elapsed(n - 1) < elapsed
+    over = core.repetitions_within(elapsed)
+    assert core.elapsed(over) <= elapsed < core.elapsed(over + 1)
 
 
 def test_requests_leave_no_garbage_that_only_a_collector_would_find() -> None:
@@ -157,8 +157,8 @@ def test_steps_after_a_swap_do_not_wait_for_it_again() -> None:
     scheduler = VllmFcfs(
         num_blocks=5, block_size=4, max_num_seqs=2, max_num_batched_tokens=16, max_model_len=16, preemption="swap"
     )
-    lane = Lane(scheduler, LinearCosts(step_s=1.0), swap=10 * TICKS_PER_SECOND)
-    outcome = World([lane], stream_of([0.0, 0.0], [8, 8], [8, 8])).run()
+    core = EngineCore(scheduler, LinearCosts(step_s=1.0), swap=10 * TICKS_PER_SECOND)
+    outcome = World([core], stream_of([0.0, 0.0], [8, 8], [8, 8])).run()
     # The second goes out before the step that begins at 1 and ends at 22; the first is done six steps later, at 28.
     # Then the second comes back, which takes 20 s more of one of its seven steps.
     assert (outcome.finish / TICKS_PER_SECOND).tolist() == [28.0, 28.0 + 7 + 20]

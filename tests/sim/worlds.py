@@ -12,7 +12,7 @@ from simtune.costs.compiled import LinearCosts
 from simtune.costs.protocol import UNBOUNDED, StepCosts
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import VllmFcfs
-from simtune.sim.lane import Lane
+from simtune.sim.core import EngineCore
 from simtune.sim.requests import RequestStream
 from simtune.sim.world import Outcome, World
 from tests.engine.plain import PlainEngine, PlainRequest
@@ -38,19 +38,19 @@ class Kinked:
 
 @dataclass(frozen=True)
 class Setting:
-    """One world: engine settings, costs, lanes and a stream."""
+    """One world: engine settings, costs, cores and a stream."""
 
     blocks: int
     block_size: int
     seqs: int
     budget: int
-    lanes: int
+    cores: int
     costs: StepCosts
     stream: RequestStream
 
-    def make_lanes(self) -> list[Lane]:
+    def make_cores(self) -> list[EngineCore]:
         return [
-            Lane(
+            EngineCore(
                 VllmFcfs(
                     num_blocks=self.blocks,
                     block_size=self.block_size,
@@ -60,22 +60,22 @@ class Setting:
                 ),
                 self.costs,
             )
-            for _ in range(self.lanes)
+            for _ in range(self.cores)
         ]
 
     def run(self, *, single_steps: bool = False, record: bool = False) -> Outcome:
-        return World(self.make_lanes(), self.stream, single_steps=single_steps, record=record).run()
+        return World(self.make_cores(), self.stream, single_steps=single_steps, record=record).run()
 
     def run_plainly(self) -> dict[str, list[int]]:
-        """Open loop only: every lane on its own, one engine step after the other."""
+        """Open loop only: every core on its own, one engine step after the other."""
         n = len(self.stream)
         assert self.stream.arrival_s is not None
         arrival = np.rint(self.stream.arrival_s * TICKS_PER_SECOND).astype(np.int64).tolist()
         out = {name: [-1] * n for name in ("scheduled", "first_token", "finish")} | {"preemptions": [0] * n}
-        for lane in range(self.lanes):
+        for core in range(self.cores):
             coming = [
                 PlainRequest(i, int(self.stream.prompt_tokens[i]), int(self.stream.output_tokens[i]))
-                for i in range(lane, n, self.lanes)
+                for i in range(core, n, self.cores)
                 if self.stream.prompt_tokens[i] + self.stream.output_tokens[i] <= self.blocks * self.block_size
             ]
             everyone = {r.id: r for r in coming}
@@ -147,11 +147,11 @@ def settings(draw: st.DrawFn, closed: bool = False) -> Setting:
         per_pair_s=draw(st.sampled_from([0.0, 1e-8])),
     )
     costs: StepCosts = base if draw(st.booleans()) else Kinked(base, draw(st.sampled_from([7, 64])))
-    lanes = draw(st.integers(1, 3))
+    cores = draw(st.integers(1, 3))
     if closed:
         users = draw(st.integers(1, 8))
         stream = stream_of(None, prompt, output, users=users, think_s=draw(st.sampled_from([0.0, 0.004])))
     else:
         gaps = draw(st.lists(st.sampled_from([0.0, 1e-3, 3.3e-3, 0.02, 0.3]), min_size=n, max_size=n))
         stream = stream_of(np.cumsum(gaps).tolist(), prompt, output)
-    return Setting(blocks, block_size, seqs, budget, lanes, costs, stream)
+    return Setting(blocks, block_size, seqs, budget, cores, costs, stream)

@@ -226,13 +226,13 @@ def test_the_bound_is_not_idle_talk() -> None:
     assert len(stream) / deployment.simulate(stream).duration_s > 0.6 * bound
 
 
-def test_some_lanes_stand_for_all() -> None:
-    """Some lanes of a wide deployment give the statistics of all of them, within what fewer requests allow."""
+def test_some_cores_stand_for_all() -> None:
+    """Some cores of a wide deployment give the statistics of all of them, within what fewer requests allow."""
     q = question(devices=8, workload=LOAD.model_copy(update={"requests": 4000}))
     candidate = next(c for c in candidates(q) if c.shape == Shape(1, 1, 8))
     deployment = deploy(candidate.plan(q.study, 8192), q.model, q.hardware)
     stream = q.stream(candidate.shape, 20.0)
-    some, all_of_them = deployment.simulate(stream, lanes=4), deployment.simulate(stream)
+    some, all_of_them = deployment.simulate(stream, cores=4), deployment.simulate(stream)
     assert len(some.stream) == len(all_of_them.stream) / 2
     assert some.offered_rate_rps == all_of_them.offered_rate_rps
     for metric in ("ttft", "tpot", "e2el"):

@@ -252,7 +252,7 @@ def test_a_closed_loop_has_users_instead_of_arrival_times() -> None:
     assert build_stream(workload(), None, requests=3, seed=0).users is None
 
 
-def test_some_lanes_see_their_share_of_a_stream() -> None:
+def test_some_cores_see_their_share_of_a_stream() -> None:
     stream = build_stream(REPLAY, TRACE, requests=7, seed=0)
     share = stream.share_of(2, 3)
     mine = [0, 1, 3, 4, 6]

@@ -20,7 +20,7 @@ _HALF_TILE = 64
 
 
 def _beyond_products(setting: Setting) -> tuple[int, int]:
-    """(what the softmax adds to head_dim, keys that a query computes in vain). None on a CPU: points measured on one
+    """(what the softmax adds to head_dim, keys that a query computes but masks). None on a CPU: points measured on one
     are predicted better without.
     """
     return (_EXPONENTIAL, _HALF_TILE) if setting.processors > 1 else (0, 0)
@@ -44,9 +44,9 @@ class PrefillAttention(OperatorTerms):
         b, s, c, h, hk, d = (x[name] for name in self.shape[:-1])
         pairs = _pairs(c, x["window"]) - _pairs(c - s, x["window"])
         read = np.minimum(c, s + x["window"])
-        softmax, vain = _beyond_products(setting)
+        softmax, masked = _beyond_products(setting)
         return Terms(
-            4 * b * h * (d + softmax) * (pairs + vain * s),
+            4 * b * h * (d + softmax) * (pairs + masked * s),
             2 * b * d * (setting.dtype_bytes * h * s + setting.kv_bytes * hk * read),
             b * hk * ceil_div(s * (h / hk), 128) / setting.processors,
         )
@@ -164,9 +164,9 @@ class MlaPrefill(OperatorTerms):
 
     def terms(self, x: Shape, setting: Setting) -> Terms:
         b, s, h, qk, v = (x[name] for name in self.shape)
-        softmax, vain = _beyond_products(setting)
+        softmax, masked = _beyond_products(setting)
         return Terms(
-            2 * b * h * (qk + v + 2 * softmax) * (s * (s + 1) / 2 + vain * s),
+            2 * b * h * (qk + v + 2 * softmax) * (s * (s + 1) / 2 + masked * s),
             2 * setting.dtype_bytes * b * s * h * (qk + v),
             b * h * ceil_div(s, 128) / setting.processors,
         )

@@ -1,4 +1,4 @@
-"""Data-parallel attention: the lanes of an instance step together."""
+"""Data-parallel attention: the cores of an instance step together."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from hypothesis import settings as hypothesis_settings
 
 from simtune.costs.compiled import LinearCosts
 from simtune.costs.ticks import TICKS_PER_SECOND
-from simtune.sim.lane import Lane
+from simtune.sim.core import EngineCore
 from simtune.sim.world import Outcome, World
 from tests.sim.worlds import Setting, settings, stream_of
 
 
-def run(world: Setting, *, single_steps: bool = False) -> tuple[Outcome, list[Lane]]:
-    lanes = world.make_lanes()
-    for lane in lanes:
-        lane.gang = lanes
-    return World(lanes, world.stream, single_steps=single_steps, record=True).run(), lanes
+def run(world: Setting, *, single_steps: bool = False) -> tuple[Outcome, list[EngineCore]]:
+    cores = world.make_cores()
+    for core in cores:
+        core.dp_group = cores
+    return World(cores, world.stream, single_steps=single_steps, record=True).run(), cores
 
 
 def columns(outcome: Outcome) -> list[list[int]]:
@@ -30,12 +30,12 @@ def columns(outcome: Outcome) -> list[list[int]]:
 @given(settings() | settings(closed=True))
 @hypothesis_settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_steps_of_a_gang_begin_and_end_together_and_jumps_are_exact(world: Setting) -> None:
-    world = replace(world, lanes=world.lanes + 1)
-    (jumped, lanes), (stepped, _) = run(world), run(world, single_steps=True)
+    world = replace(world, cores=world.cores + 1)
+    (jumped, cores), (stepped, _) = run(world), run(world, single_steps=True)
     assert columns(jumped) == columns(stepped)
     spans = sorted({(r.start, r.end) for r in jumped.records})
     assert all(end <= start for (_, end), (start, _) in pairwise(spans))
-    assert all(lane.scheduler.kv.free == lane.scheduler.kv.total for lane in lanes)
+    assert all(core.scheduler.kv.free == core.scheduler.kv.total for core in cores)
     fits = world.stream.prompt_tokens + world.stream.output_tokens <= world.blocks * world.block_size
     assert ((jumped.finish >= 0) == fits).all()
 

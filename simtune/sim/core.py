@@ -15,7 +15,7 @@ from simtune.sim.link import Link
 
 
 @dataclass(slots=True, frozen=True)
-class Wire:
+class KvConnector:
     """How a prefill instance sends a KV cache of whole blocks."""
 
     link: Link
@@ -42,28 +42,28 @@ class Handoff:
 
     request: Request
     """As the decode instance will know it: its prompt computed, its first token delivered."""
-    source: Lane
+    source: EngineCore
     held: Request
     """As the prefill instance knows it: finished, its blocks still taken."""
     ready: int
     """The tick at which its prompt was done."""
     serial: int
     """Tells this attempt to send it from an earlier one that was called off."""
-    target: Lane | None = None
+    target: EngineCore | None = None
     sending: bool = False
     """Whether the target has room for it and the transfer is under way."""
 
 
 @dataclass(slots=True, eq=False)
 class Pipeline:
-    """The stages of an instance, shared by its lanes: a stage works for one of them at a time.
+    """The stages of an instance, shared by its cores: a stage works for one of them at a time.
 
     A step of D ticks takes D / stages in each (the first ones a tick longer where that leaves a rest); it enters a
     stage when it has left the one before and the stage is free.
     """
 
     stages: int
-    lanes: list[Lane] = field(default_factory=list)
+    cores: list[EngineCore] = field(default_factory=list)
     free: list[int] = field(default_factory=list)
     """The tick from which on each stage is free."""
 
@@ -81,28 +81,29 @@ class Pipeline:
 
 
 @dataclass(slots=True, eq=False)
-class Lane:
+class EngineCore:
     """One scheduler, its cost model, and the step it is running.
 
-    An instance without pipeline parallelism is one lane; one with it has as many lanes ("virtual engines") as stages.
+    What vLLM calls an engine core. An instance is one of them, or with pipeline parallelism as many ("virtual engines")
+    as it has stages, or with data-parallel attention one for each group of ranks.
     """
 
     scheduler: Scheduler
     costs: StepCosts
     instance: int = 0
     pool: str = "mixed"
-    wire: Wire | None = None
+    connector: KvConnector | None = None
     """The way out of a prefill instance: its requests are handed over when their prompt is done."""
     pipeline: Pipeline | None = None
-    gang: list[Lane] | None = None
-    """The lanes it steps together with, itself included: data-parallel attention over experts that all share."""
+    dp_group: list[EngineCore] | None = None
+    """The cores it steps together with, itself included: data-parallel attention over experts that all share."""
     swap: int = 0
     """Ticks to move one KV block to or from host memory; steps wait for it."""
     up: bool = True
     """Whether it takes new requests."""
     number: int = 0
     receives: bool = False
-    """Whether other lanes hand requests over to it."""
+    """Whether other cores hand requests over to it."""
     jumps_freely: bool = False
     """Whether all that bounds its jumps is the scheduler and the costs."""
     step: Step | None = None
@@ -112,7 +113,7 @@ class Lane:
     ends: Sequence[int] | None = None
     """After how many ticks each repetition ends, where they are told one by one."""
     repetitions: int = 0
-    jumping: bool = False  # in a jump, alone in its pipeline or gang
+    jumping: bool = False  # in a jump, alone in its pipeline or DP group
     version: int = 0  # of the event that ends the running step; an older one is void
     woken: bool = False
     waiting: int = 0
