@@ -39,9 +39,9 @@ from simtune.specs.base import Spec
 from simtune.specs.model import Model
 from simtune.specs.speculation import DraftModel, Speculation
 from simtune.specs.traces import Trace
-from simtune.tuner.curves import Curve, curves
+from simtune.tuner.curves import LoadCurve, curves
 from simtune.tuner.drafting import Contexts, Draft, described, in_words, schedule
-from simtune.tuner.search import UNITS, Row, Tuned
+from simtune.tuner.search import UNITS, Trial, Tuned
 from simtune.tuner.speculation import Schedule
 
 MANIFEST = "manifest.json"
@@ -234,7 +234,7 @@ def _study_speculation(tuned: Tuned) -> dict[str, Any] | None:
     return speculation_facts(draft, found)
 
 
-def _under_load(curve: Curve) -> list[dict[str, float]]:
+def _under_load(curve: LoadCurve) -> list[dict[str, float]]:
     """What a round of a request yields and wastes, at the rates at which anything was drafted."""
     return [
         {"rate_rps": p.rate_rps, "tokens": p.tokens_per_round, "wasted": p.wasted_per_round}
@@ -465,7 +465,7 @@ def _step_records(result: Result) -> list[StepRecord]:
     ]
 
 
-def _candidates_csv(rows: Sequence[Row]) -> str:
+def _candidates_csv(rows: Sequence[Trial]) -> str:
     table = []
     for rank, row in enumerate(rows, start=1):
         shape, drafts, goodput = row.candidate.shape, row.candidate.speculation, row.number("goodput_rps")

@@ -1,5 +1,5 @@
 """Finding the schedule: enumerate what fits, drop what cannot win, simulate the rest, keep the reasons."""
 
-from simtune.tuner.search import Row, Tuned, optimize
+from simtune.tuner.search import Trial, Tuned, optimize
 
-__all__ = ["Row", "Tuned", "optimize"]
+__all__ = ["Trial", "Tuned", "optimize"]

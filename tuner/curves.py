@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from simtune.parallel import executor, ordered_map
 from simtune.sim.result import Result, quantiles
-from simtune.tuner.search import Question, Row, Tuned
+from simtune.tuner.search import Question, Trial, Tuned
 
 FRACTIONS = (0.2, 0.5, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5)
 """Rates of the curves, relative to the one the chosen plan sustains."""
 
 
 @dataclass(frozen=True)
-class Point:
+class CurvePoint:
     """A candidate under one rate, as far as it concerns the objective; latencies are 99th percentiles in seconds."""
 
     rate_rps: float
@@ -29,19 +29,19 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Curve:
+class LoadCurve:
     """One candidate: its points by rising rate (none when the load is given), its latencies where it was judged."""
 
     candidate: str
-    points: tuple[Point, ...]
+    points: tuple[CurvePoint, ...]
     ttft_quantiles_s: tuple[float, ...]
     tpot_quantiles_s: tuple[float, ...]
 
 
-def rivals(tuned: Tuned, most: int = 2) -> list[Row]:
+def rivals(tuned: Tuned, most: int = 2) -> list[Trial]:
     """The best candidates that meet the SLO with another tp x pp than the chosen plan's and than each other's."""
     seen = {(tuned.chosen.candidate.shape.tp, tuned.chosen.candidate.shape.pp)}
-    rows: list[Row] = []
+    rows: list[Trial] = []
     for row in tuned.rows[1:]:
         key = (row.candidate.shape.tp, row.candidate.shape.pp)
         if row.status == "feasible" and key not in seen:
@@ -50,29 +50,29 @@ def rivals(tuned: Tuned, most: int = 2) -> list[Row]:
     return rows[:most]
 
 
-def curves(tuned: Tuned, *, jobs: int | None = None) -> list[Curve]:
+def curves(tuned: Tuned, *, jobs: int | None = None) -> list[LoadCurve]:
     """Curves of the chosen plan, first, and of its rivals. `jobs` processes; the answer does not depend on it."""
     chosen_rate = tuned.chosen.rate_rps if tuned.question.searches_rate else None
     rates = tuple(fraction * chosen_rate for fraction in FRACTIONS) if chosen_rate is not None else ()
     tasks = [
-        _Task(tuned.question, row, tuned.deployment.max_model_len, rates) for row in [tuned.chosen, *rivals(tuned)]
+        _CurveTask(tuned.question, row, tuned.deployment.max_model_len, rates) for row in [tuned.chosen, *rivals(tuned)]
     ]
     with executor(jobs, len(tasks)) as pool:
-        return list(ordered_map(pool, _Task.run, tasks))
+        return list(ordered_map(pool, _CurveTask.run, tasks))
 
 
 @dataclass(frozen=True)
-class _Task:
+class _CurveTask:
     question: Question
-    row: Row
+    row: Trial
     max_model_len: int
     rates: Sequence[float]
 
-    def run(self) -> Curve:
+    def run(self) -> LoadCurve:
         q = self.question
         deployment = q.deploy(self.row.candidate, self.max_model_len)
         own = q.watch(deployment, self.row.rate_rps if q.searches_rate else None)
-        return Curve(
+        return LoadCurve(
             self.row.candidate.name,
             tuple(_point(q.watch(deployment, rate), rate) for rate in self.rates),
             tuple(quantiles(own.values("ttft"))),
@@ -80,9 +80,9 @@ class _Task:
         )
 
 
-def _point(result: Result, rate_rps: float) -> Point:
+def _point(result: Result, rate_rps: float) -> CurvePoint:
     rounds, drafts, _, tokens = result.drafted
-    return Point(
+    return CurvePoint(
         rate_rps,
         result.goodput_rps,
         result.slo_attainment,

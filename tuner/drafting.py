@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from simtune.arrays import Array
 from simtune.costs.drafting import RoundCosts
 from simtune.errors import Infeasible
 from simtune.sim.deployment import check
@@ -100,7 +100,7 @@ def schedule(
     if not batches:
         raise Infeasible(f"{kv_tokens:,} tokens of KV cache do not hold one sequence of {shortest:,}")
     cells = list(zip(contexts.tokens, contexts.shares, strict=True))
-    shares: NDArray[np.float64] = np.array(
+    shares: Array = np.array(
         [[share * costs(b, c, 1) if b * c <= kv_tokens else 0.0 for c, share in cells] for b in batches]
     )
     shares /= shares.sum(axis=1, keepdims=True)

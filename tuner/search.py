@@ -29,7 +29,7 @@ from simtune.specs.traces import Trace
 from simtune.specs.workload import ClosedLoop, Workload
 from simtune.tuner.bounds import Capacity
 from simtune.tuner.drafting import Draft, speculation_on
-from simtune.tuner.space import Candidate, Shape, members, shapes
+from simtune.tuner.space import Candidate, ParallelShape, members, shapes
 
 WAVE = 4
 SAMPLED_LANES = 4
@@ -58,7 +58,7 @@ class Question:
     def searches_rate(self) -> bool:
         return self.study.objective in RATE_OBJECTIVES
 
-    def stream(self, shape: Shape, rate_rps: float | None = None) -> RequestStream:
+    def stream(self, shape: ParallelShape, rate_rps: float | None = None) -> RequestStream:
         """Requests for instances of a shape, of which some, seeing `requests` of them, will be simulated."""
         requests = self.requests
         if not isinstance(self.workload.arrivals, ClosedLoop):
@@ -68,7 +68,7 @@ class Question:
 
     def stream_for(self, deployment: Deployment, rate_rps: float | None) -> RequestStream:
         (pool,) = deployment.plan.pools
-        return self.stream(Shape(pool.parallelism.tp, pool.parallelism.pp, pool.instances), rate_rps)
+        return self.stream(ParallelShape(pool.parallelism.tp, pool.parallelism.pp, pool.instances), rate_rps)
 
     def draft(self, candidate: Candidate) -> Draft | None:
         """Its drafter."""
@@ -92,7 +92,7 @@ class Question:
 
 
 @dataclass
-class Row:
+class Trial:
     """A candidate and its fate. Numbers are those of the last simulation at `rate_rps`; None where there was none."""
 
     candidate: Candidate
@@ -135,13 +135,13 @@ class Tuned:
     """The answer of a search: the chosen plan first, then everybody else with the reason it lost."""
 
     question: Question
-    rows: list[Row]
+    rows: list[Trial]
     deployment: Deployment
     result: Result
     interrupted: bool = False
 
     @property
-    def chosen(self) -> Row:
+    def chosen(self) -> Trial:
         return self.rows[0]
 
     @property
@@ -149,15 +149,15 @@ class Tuned:
         """The objective of the chosen plan in its own unit (UNITS)."""
         return abs(self.chosen.value(self.question.study.objective))
 
-    def runners_up(self, most: int = 3) -> list[Row]:
+    def runners_up(self, most: int = 3) -> list[Trial]:
         """The best candidates of other shapes that meet the SLO."""
         return [r for r in self.rows[1:] if r.status == "feasible"][:most]
 
 
-Progress = Callable[[int, int, "Row | None"], None]
+SearchProgress = Callable[[int, int, "Trial | None"], None]
 
 
-def optimize(question: Question, *, jobs: int | None = None, progress: Progress | None = None) -> Tuned:
+def optimize(question: Question, *, jobs: int | None = None, progress: SearchProgress | None = None) -> Tuned:
     """Search the study's space. Raises Infeasible, saying what stood in the way, when no plan meets the SLO.
 
     `jobs` processes work on shapes side by side (default: one per core); the answer does not depend on it.
@@ -180,15 +180,15 @@ def optimize(question: Question, *, jobs: int | None = None, progress: Progress 
         )
     longest_stream = max((question.stream(shape) for shape in space), key=len)
     max_model_len = length_limit(question.model, longest_stream)
-    rows: list[Row] = []
-    best: Row | None = None
+    rows: list[Trial] = []
+    best: Trial | None = None
     interrupted = False
     with executor(jobs, min(WAVE, len(space))) as pool:
         try:
             ordered = _by_promise(question, space, max_model_len)
             for start in range(0, len(ordered), WAVE):
-                wave = [Task(question, shape, max_model_len, best) for shape in ordered[start : start + WAVE]]
-                for found in ordered_map(pool, Task.run, wave):
+                wave = [ShapeTask(question, shape, max_model_len, best) for shape in ordered[start : start + WAVE]]
+                for found in ordered_map(pool, ShapeTask.run, wave):
                     rows += found
                     best = _best([*([best] if best else []), *found], study)
                     if progress is not None:
@@ -201,7 +201,7 @@ def optimize(question: Question, *, jobs: int | None = None, progress: Progress 
     return Tuned(question, _ranked(rows, chosen, study.objective), deployment, result, interrupted)
 
 
-def _confirm(question: Question, rows: list[Row], max_model_len: int) -> tuple[Row, Deployment, Result]:
+def _confirm(question: Question, rows: list[Trial], max_model_len: int) -> tuple[Trial, Deployment, Result]:
     """Simulate all cores of the best candidate, not some of them; if that misses the SLO, take its verdict back.
 
     A rate is taken back by one step of the tolerance, a verdict at a given load altogether; then the best is chosen
@@ -225,45 +225,45 @@ def _confirm(question: Question, rows: list[Row], max_model_len: int) -> tuple[R
 
 
 @dataclass(frozen=True)
-class Task:
+class ShapeTask:
     """One shape to search, knowing the best candidate of earlier waves."""
 
     question: Question
-    shape: Shape
+    shape: ParallelShape
     max_model_len: int
-    best: Row | None
+    best: Trial | None
 
-    def run(self) -> list[Row]:
+    def run(self) -> list[Trial]:
         return [*_ShapeSearch(self).run()]
 
 
 class _ShapeSearch:
     """The members of one shape, and the best found among those that draft alike."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: ShapeTask) -> None:
         self.q, self.shape, self.max_model_len = task.question, task.shape, task.max_model_len
         self.study, self.best = task.question.study, task.best
-        self.leaders: dict[str, Row] = {}
+        self.leaders: dict[str, Trial] = {}
         self.speculations: dict[tuple[str, int], Speculation | None] = {}
         self.stream = self.q.stream(self.shape)
 
-    def run(self) -> Iterator[Row]:
+    def run(self) -> Iterator[Trial]:
         fitting = []
         for candidate in members(self.study, self.shape):
             try:
                 settled = self._fitting(candidate)
             except Infeasible as error:
-                yield Row(candidate, "does_not_fit", str(error))
+                yield Trial(candidate, "does_not_fit", str(error))
                 continue
             if settled.drafter and settled.speculation is None:
-                yield Row(settled, "pruned", f"drafting with {settled.drafter} pays at no batch size")
+                yield Trial(settled, "pruned", f"drafting with {settled.drafter} pays at no batch size")
             else:
                 fitting.append(settled)
         bounded = [*self._bounded(fitting)]
         bounded.sort(key=lambda b: (-b[0], b[1]))
         judge = self._judge_by_rate if self.q.searches_rate else self._judge_at_load
         for bound, candidate, deployment in bounded:
-            row = Row(candidate, "pruned", "", deployment.memory.num_blocks, bound)
+            row = Trial(candidate, "pruned", "", deployment.memory.num_blocks, bound)
             judge(row, deployment)
             yield row
 
@@ -308,7 +308,7 @@ class _ShapeSearch:
 
     # --- highest rate that meets the SLO ------------------------------------------------------------------
 
-    def _judge_by_rate(self, row: Row, deployment: Deployment) -> None:
+    def _judge_by_rate(self, row: Trial, deployment: Deployment) -> None:
         bound = row.rate_bound_rps
         assert bound is not None
         if self._cannot_win(row, bound):
@@ -344,7 +344,7 @@ class _ShapeSearch:
         row.status, row.reason = "feasible", ""
         self.leaders[row.candidate.drafter] = row
 
-    def _cannot_win(self, row: Row, bound: float) -> bool:
+    def _cannot_win(self, row: Trial, bound: float) -> bool:
         """Drop a candidate whose bound beats neither its leader nor the best of earlier waves."""
         for rival in (self.best, self.leaders.get(row.candidate.drafter)):
             if rival is None:
@@ -360,7 +360,7 @@ class _ShapeSearch:
                 return True
         return False
 
-    def _try(self, row: Row, deployment: Deployment, rate_rps: float) -> Result:
+    def _try(self, row: Trial, deployment: Deployment, rate_rps: float) -> Result:
         row.simulations += 1
         result = self.q.judge(deployment, rate_rps)
         row.take(result, rate_rps)
@@ -368,7 +368,7 @@ class _ShapeSearch:
 
     # --- at the load asked for ----------------------------------------------------------------------------
 
-    def _judge_at_load(self, row: Row, deployment: Deployment) -> None:
+    def _judge_at_load(self, row: Trial, deployment: Deployment) -> None:
         fewest = self.best if self.study.objective == "gpus" else None
         if fewest is not None and fewest.candidate.shape.num_gpus < self.shape.num_gpus:
             row.reason = f"needs {self.shape.num_gpus} GPUs; {fewest.candidate.name} needs fewer"
@@ -400,7 +400,7 @@ def _violation(result: Result) -> str:
     return missed
 
 
-def _by_promise(question: Question, space: list[Shape], max_model_len: int) -> list[Shape]:
+def _by_promise(question: Question, space: list[ParallelShape], max_model_len: int) -> list[ParallelShape]:
     """Shapes in the order in which they are worth trying: fewest GPUs first where these are counted, else the
     simplest cut first (small tp x pp leaves most of the hardware to batching)."""
     if question.study.objective == "gpus":
@@ -408,7 +408,7 @@ def _by_promise(question: Question, space: list[Shape], max_model_len: int) -> l
     return sorted(space, key=lambda s: (s.tp * s.pp, s.pp))
 
 
-def _best(rows: Sequence[Row], study: Study) -> Row | None:
+def _best(rows: Sequence[Trial], study: Study) -> Trial | None:
     """The best candidate that meets the SLO.
 
     Rates are only known to within the search's tolerance; among those that near to the highest, the one with the fewest
@@ -427,12 +427,12 @@ def _best(rows: Sequence[Row], study: Study) -> Row | None:
     return highest
 
 
-def _merit(row: Row, objective: str) -> tuple[float, float, float]:
+def _merit(row: Trial, objective: str) -> tuple[float, float, float]:
     """Objective first; then lower mean end-to-end latency, then fewer GPUs. Earlier rows win ties."""
     return row.value(objective), -(row.statistic("e2el", "mean") or 0.0), -float(row.candidate.shape.num_gpus)
 
 
-def _ranked(rows: list[Row], best: Row, objective: str) -> list[Row]:
+def _ranked(rows: list[Trial], best: Trial, objective: str) -> list[Trial]:
     """The chosen row first, then the others that meet the SLO by merit, then the rest by their bound."""
     feasible = [r for r in rows if r.status == "feasible" and r is not best]
     feasible.sort(key=lambda r: _merit(r, objective), reverse=True)
@@ -445,7 +445,7 @@ def _ranked(rows: list[Row], best: Row, objective: str) -> list[Row]:
     return [best, *feasible, *rest]
 
 
-def _praise(row: Row, objective: str) -> str:
+def _praise(row: Trial, objective: str) -> str:
     if objective in RATE_OBJECTIVES:
         return f"meets the SLO up to {row.rate_rps:.4g} requests/s, {row.value(objective):.4g} {UNITS[objective]}"
     if objective == "gpus":
@@ -453,7 +453,7 @@ def _praise(row: Row, objective: str) -> str:
     return f"meets the SLO with a mean end-to-end latency of {-row.value(objective):.4g} s"
 
 
-def _reason(row: Row, best: Row, objective: str) -> str:
+def _reason(row: Trial, best: Trial, objective: str) -> str:
     if objective == "gpus":
         more = row.candidate.shape.num_gpus - best.candidate.shape.num_gpus
         return f"needs {more} GPUs more" if more else "as many GPUs, but a longer mean end-to-end latency"
@@ -465,7 +465,7 @@ def _reason(row: Row, best: Row, objective: str) -> str:
     return f"mean end-to-end latency {-mine:.4g} s, {mine / theirs - 1:.1%} more than the chosen plan"
 
 
-def _why_none(study: Study, rows: list[Row]) -> str:
+def _why_none(study: Study, rows: list[Trial]) -> str:
     fit = [r for r in rows if r.status != "does_not_fit"]
     if not fit:
         shown = sorted(rows, key=lambda r: (-r.candidate.shape.tp * r.candidate.shape.pp, r.candidate))[0]

@@ -11,7 +11,7 @@ from simtune.specs.study import Study
 
 
 @dataclass(frozen=True, order=True)
-class Shape:
+class ParallelShape:
     """How GPUs are cut into instances. Candidates of one shape share their compiled costs."""
 
     tp: int
@@ -31,7 +31,7 @@ class Shape:
 class Candidate:
     """One point of the search space."""
 
-    shape: Shape
+    shape: ParallelShape
     max_num_seqs: int
     max_num_batched_tokens: int
     drafter: str = ""
@@ -57,7 +57,7 @@ class Candidate:
         return Plan(name=self.name, model=study.model, pools=(pool,))
 
 
-def shapes(study: Study) -> list[Shape]:
+def shapes(study: Study) -> list[ParallelShape]:
     """Every tp x pp that the devices allow, with the instances asked for: by default as many as fit.
 
     When the fewest GPUs are wanted, every number of instances is a shape of its own.
@@ -72,11 +72,11 @@ def shapes(study: Study) -> list[Shape]:
             counts = list(range(1, most + 1))
         else:
             counts = [most] if most else []
-        found |= {Shape(tp, pp, n) for n in counts}
+        found |= {ParallelShape(tp, pp, n) for n in counts}
     return sorted(found)
 
 
-def members(study: Study, shape: Shape) -> list[Candidate]:
+def members(study: Study, shape: ParallelShape) -> list[Candidate]:
     search = study.search
     drafters = ("", *(choice.label for choice in study.speculation))
     return sorted(

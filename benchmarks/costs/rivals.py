@@ -10,7 +10,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from simtune.costs.operators import OPERATORS, Array, Setting
+from simtune.arrays import Array
+from simtune.costs.operators import OPERATORS, Setting
 from simtune.costs.tables import Table
 
 Rival = Callable[[Table, Setting], Callable[[dict[str, Array]], Array]]

@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from simtune.arrays import Array
 from simtune.costs.fit import BASE_POINTS, RANDOM, fit_base, split_rows
-from simtune.costs.operators import OPERATORS, Array, Setting
+from simtune.costs.operators import OPERATORS, Setting
 from simtune.costs.predict import base_seconds
 from simtune.costs.residual import MAX_POINTS, cover, features, fit_process
 from simtune.costs.tables import Table, read_tables, take

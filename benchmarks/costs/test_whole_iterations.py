@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from simtune.costs.calibration import Step, calibrate, read_log, two_numbers
+from simtune.costs.calibration import TimedStep, calibrate, read_log, two_numbers
 from simtune.costs.iteration import StepModel
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import Batching, Parallelism, Pool
@@ -46,7 +46,7 @@ def test_splitwise(data_dir: Path) -> None:
             found = calibrate(model, hardware, pool, log, path)
             group = []
             for phase, correction in (("prefill", found.prefill), ("decode", found.decode)):
-                mine: list[Step] = [step for step in log.steps if step.kind == phase]
+                mine: list[TimedStep] = [step for step in log.steps if step.kind == phase]
                 predicted = np.array([step_model.gpu_s(step.batch) for step in mine])
                 measured = np.array([step.seconds for step in mine])
                 group.append(by_halves(predicted, measured))

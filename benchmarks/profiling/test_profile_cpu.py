@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from simtune.costs.predict import Predictor
-from simtune.profiling.plan import Limits, Plan, plan
+from simtune.profiling.plan import Limits, MeasurementPlan, plan
 from simtune.specs.catalog import load_hardware, load_model
 
 pytestmark = pytest.mark.benchmark_only
@@ -68,7 +68,7 @@ def test_whole_steps_are_the_sum_of_their_operators(profiled: list[tuple[Path, f
 def test_two_profiles_say_the_same(profiled: list[tuple[Path, float]]) -> None:
     first, second = (load_hardware(str(out)) for out, _ in profiled)
     header = json.loads((profiled[0][0] / "measurements.jsonl").read_text().splitlines()[0])
-    points: Plan = plan([load_model(MODEL)], (1,), Limits(**header["limits"]))
+    points: MeasurementPlan = plan([load_model(MODEL)], (1,), Limits(**header["limits"]))
     ratios = []
     for task in points.tasks:
         if task.operator in first.operators and task.operator in second.operators:

@@ -29,7 +29,7 @@ from simtune.costs.tables import read_tables
 from simtune.report import figures
 from simtune.specs.hardware import ARRAYS, Hardware
 from simtune.specs.plan import Batching, Plan, Pool
-from simtune.validation.compare import Compared, Served, compare
+from simtune.validation.compare import Comparison, Served, compare
 
 pytestmark = pytest.mark.benchmark_only
 
@@ -99,7 +99,7 @@ def queues_figure(folder: Path, log: Served, simulation: Served) -> dict[str, An
     return {"data": data, "layout": figures._layout(figures._axis("seconds"), figures._axis("requests"))}
 
 
-def show(rows: list[Compared], before: list[Compared]) -> None:
+def show(rows: list[Comparison], before: list[Comparison]) -> None:
     print("\nmetric  statistic   measured ms  simulated ms   error    without mixed kernels and unequal contexts")
     for row, other in zip(rows, before, strict=True):
         print(

@@ -14,7 +14,7 @@ from simtune.cli.output import json_option, print_json, print_table, quiet_optio
 from simtune.errors import UsageError
 
 if TYPE_CHECKING:
-    from simtune.profiling.run import Errors, Profiled, Status
+    from simtune.profiling.run import Errors, LiveStatus, Profiled
 
 COMMENT = """Fitted by `simtune profile` to what it measured on one machine; measure again rather than edit this file.
 `simtune fit` makes the same operators of the run's measurements.jsonl."""
@@ -150,7 +150,7 @@ def _write(out: Path, found: Profiled) -> None:
 
 
 @contextmanager
-def _live(quiet: bool) -> Iterator[tuple[Callable[[Status], None], Callable[[str], None]]]:
+def _live(quiet: bool) -> Iterator[tuple[Callable[[LiveStatus], None], Callable[[str], None]]]:
     """Yields what draws the table on stderr, if that is a terminal, and what says a line there."""
     from rich.console import Console
     from rich.live import Live
@@ -163,7 +163,7 @@ def _live(quiet: bool) -> Iterator[tuple[Callable[[Status], None], Callable[[str
         yield (lambda status: live.update(_table(status))), (lambda words: console.print(words, highlight=False))
 
 
-def _table(status: Status) -> Any:
+def _table(status: LiveStatus) -> Any:
     from rich.table import Table
 
     table = Table(title=f"{status.phase}, {status.left_s:.0f} s left", title_justify="left")

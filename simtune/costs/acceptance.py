@@ -12,11 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
+from simtune.arrays import Array
 from simtune.specs.acceptance import BetaMixture, PerPosition, PerRank
-
-Array = NDArray[np.float64]
 
 
 def from_counters(drafts: float, accepted: Sequence[float]) -> PerPosition:

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from simtune.arrays import Array
 from simtune.costs.iteration import Batch, StepModel
 from simtune.costs.tables.common import MS, Columns, designation, read_csv
 from simtune.errors import Problem, SpecError
@@ -36,7 +36,6 @@ from simtune.specs.model import Model
 from simtune.specs.plan import Pool
 
 Kind = Literal["decode", "prefill"]
-Column = NDArray[np.float64]
 
 SCHEMA = "simtune/steps@1"
 FEWEST = 8
@@ -51,7 +50,7 @@ _CSV = ("num_decodes", "context_tokens", "prefill_tokens", "seconds")
 _SPLITWISE = ("prompt_size", "batch_size", "token_size", "prompt_time", "token_time")
 
 
-class Step(NamedTuple):
+class TimedStep(NamedTuple):
     """A step an engine took, and its seconds."""
 
     batch: Batch
@@ -66,7 +65,7 @@ class Step(NamedTuple):
 class Log:
     """Steps of one model on one device, and how many lines were passed over, by reason."""
 
-    steps: list[Step] = field(default_factory=list)
+    steps: list[TimedStep] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
 
 
@@ -138,7 +137,7 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.rsplit("/", 1)[-1].lower())
 
 
-def _own(path: Path, number: int, data: dict[str, Any]) -> Step:
+def _own(path: Path, number: int, data: dict[str, Any]) -> TimedStep:
     try:
         decodes, context, seconds = (data.pop(name, 0) for name in ("decodes", "context_tokens", "seconds"))
         chunks = tuple((int(past), int(new)) for past, new in data.pop("chunks", ()))
@@ -157,7 +156,7 @@ def _own(path: Path, number: int, data: dict[str, Any]) -> Step:
             "chunks is there, seconds are positive, and there is nothing else"
         )
         raise SpecError(Problem(str(path), message, "", number))
-    return Step(Batch(int(decodes), int(context), chunks, int(decodes) + len(chunks)), float(seconds))
+    return TimedStep(Batch(int(decodes), int(context), chunks, int(decodes) + len(chunks)), float(seconds))
 
 
 def _csv(columns: Columns, subject: _Subject) -> Log:
@@ -189,7 +188,7 @@ def _csv(columns: Columns, subject: _Subject) -> Log:
         chunks = [(int(past), each + (i < more)) for i in range(max(1, int(pieces)))]
         chunks = [chunk for chunk in chunks if chunk[1]]
         log.steps.append(
-            Step(Batch(int(decodes), int(context), tuple(chunks), int(decodes) + len(chunks)), float(seconds))
+            TimedStep(Batch(int(decodes), int(context), tuple(chunks), int(decodes) + len(chunks)), float(seconds))
         )
     return log
 
@@ -214,12 +213,12 @@ def _splitwise(columns: Columns, subject: _Subject) -> Log:
             log.left_out["a value is missing or not positive"] += 1
             continue
         (prompt, batch, tokens), (prompt_s, token_s) = row[:3].astype(int).tolist(), (row[3:] * MS).tolist()
-        log.steps.append(Step(Batch(0, 0, ((0, prompt),) * batch, batch), prompt_s))
-        log.steps.append(Step(Batch(batch, batch * (prompt + tokens // 2), (), batch), token_s))
+        log.steps.append(TimedStep(Batch(0, 0, ((0, prompt),) * batch, batch), prompt_s))
+        log.steps.append(TimedStep(Batch(batch, batch * (prompt + tokens // 2), (), batch), token_s))
     return log
 
 
-class _Request:
+class _RequestState:
     """How far a request of a step log has come."""
 
     def __init__(self, prompt_tokens: int) -> None:
@@ -236,12 +235,12 @@ def _steplog(path: Path, header: dict[str, Any], lines: Iterable[tuple[int, dict
     if header.get("draft_model"):
         raise SpecError(Problem(str(path), "has draft tokens, which a correction cannot use", "draft_model", 1))
     _check(path, subject, {"tp": "1"})
-    requests: dict[str, _Request] = {}
+    requests: dict[str, _RequestState] = {}
     log = Log()
     for number, data in lines:
         try:
             if "req" in data:
-                requests[data["req"]] = _Request(data["prompt_len"])
+                requests[data["req"]] = _RequestState(data["prompt_len"])
             if "sched" not in data:
                 continue
             for name in (*data.get("preempt", ()), *data.get("reset_before", ())):
@@ -256,13 +255,13 @@ def _steplog(path: Path, header: dict[str, Any], lines: Iterable[tuple[int, dict
         except (KeyError, TypeError, AttributeError) as error:
             raise SpecError(Problem(str(path), f"is not a line of a steplog/1: {error!r}", "", number)) from None
         if seconds:
-            log.steps.append(Step(batch, float(seconds)))
+            log.steps.append(TimedStep(batch, float(seconds)))
         else:
             log.left_out["no time"] += 1
     return log
 
 
-def _scheduled(work: Sequence[tuple[_Request, int]]) -> Batch:
+def _scheduled(work: Sequence[tuple[_RequestState, int]]) -> Batch:
     """The batch in which these requests get so many tokens each; the requests move on."""
     decodes = context = samples = 0
     chunks = []
@@ -316,7 +315,7 @@ def _plausible(source: Path, kind: str, correction: Correction) -> None:
         raise SpecError(Problem(str(source), message))
 
 
-def _correction(predicted_s: Column, measured_s: Column) -> Correction:
+def _correction(predicted_s: Array, measured_s: Array) -> Correction:
     """Fitted on all steps; its errors are those of fits on either half of them, on the other half."""
     halves = np.array_split(np.random.default_rng(0).permutation(len(predicted_s)), 2)
     errors = []
@@ -336,14 +335,14 @@ def _correction(predicted_s: Column, measured_s: Column) -> Correction:
     )
 
 
-def two_numbers(predicted_s: Column, measured_s: Column) -> tuple[float, float]:
+def two_numbers(predicted_s: Array, measured_s: Array) -> tuple[float, float]:
     """scale, offset_s >= 0 that bring predictions nearest to measurements: soft-L1 of the log ratio, three starts."""
     from scipy.optimize import least_squares
 
     log_measured = np.log(measured_s)
 
-    def off(theta: Column) -> Column:
-        log_ratio: Column = np.log(np.exp(theta[0]) * predicted_s + np.exp(theta[1])) - log_measured
+    def off(theta: Array) -> Array:
+        log_ratio: Array = np.log(np.exp(theta[0]) * predicted_s + np.exp(theta[1])) - log_measured
         return log_ratio
 
     start = np.log(np.median(measured_s / predicted_s))

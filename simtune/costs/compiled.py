@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from simtune.arrays import Array, Ints
 from simtune.costs.iteration import StepModel, padded_tokens
-from simtune.costs.operators import Array
 from simtune.costs.protocol import UNBOUNDED
 from simtune.costs.ticks import TICKS_PER_SECOND, to_ticks
 from simtune.specs.hardware import Correction, Hardware
@@ -97,7 +97,7 @@ class _DecodeAttention:
         self.rows[num_decodes] = row
         return row
 
-    def at_knots(self, num_decodes: int) -> NDArray[np.int64]:
+    def at_knots(self, num_decodes: int) -> Ints:
         """Ticks at all contexts."""
         return np.rint(self._scale * self._seconds(num_decodes) * TICKS_PER_SECOND).astype(np.int64)
 
@@ -425,7 +425,7 @@ class LinearCosts:
         return ticks + to_ticks(self.per_level_s) * levels
 
     def rounds(
-        self, num_decodes: int, verify_tokens: int, levels: int, computed: Sequence[int] | NDArray[np.int64]
+        self, num_decodes: int, verify_tokens: int, levels: int, computed: Sequence[int] | Ints
     ) -> Sequence[int]:
         """See `simtune.costs.protocol.RoundCosts.rounds`."""
         first = self.round(num_decodes, verify_tokens, levels, verify_tokens)
@@ -478,7 +478,7 @@ def _sizes(x: Array) -> Array:
     return np.unique(sizes[at])
 
 
-def _bends(x: NDArray[np.int64], y: NDArray[np.int64]) -> list[int]:
+def _bends(x: Ints, y: Ints) -> list[int]:
     """Which knots to keep so that straight lines between them pass all others within `STRAIGHT`, both ends among them.
 
     From each one as far as some line stays within reach of everything on the way (the swing filter of Elmeleegy et

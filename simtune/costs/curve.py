@@ -11,7 +11,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from simtune.costs.operators import Array, Shape, Terms
+from simtune.arrays import Array
+from simtune.costs.operators import Shape, Terms
 from simtune.specs.hardware import Curve, OperatorKind
 
 MAX_KNOTS = 12

@@ -12,8 +12,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from simtune.arrays import Array, Mask
 from simtune.costs import curve
-from simtune.costs.operators import OPERATORS, Array, OperatorTerms, Setting, Shape, Terms
+from simtune.costs.operators import OPERATORS, OperatorTerms, Setting, Shape, Terms
 from simtune.costs.operators.attention import unsplit
 from simtune.costs.predict import LEVEL, Z90, Predictor, base_seconds
 from simtune.costs.residual import MAX_POINTS, Process, cover, features, fit_process
@@ -55,7 +56,6 @@ _MAX_EVALUATIONS = 200
 _DIGITS = 6
 
 Rows = NDArray[np.intp]
-Mask = NDArray[np.bool_]
 
 
 class Split(NamedTuple):
@@ -265,7 +265,7 @@ def _base_of(table: Table, base: BaseFit, setting: Setting) -> Array:
     return base_seconds(OPERATORS[table.kind].terms(table.shape, setting), **base.model_dump())
 
 
-class _Line(NamedTuple):
+class _CurveRows(NamedTuple):
     """Rows that one curve goes through, in ascending x."""
 
     at: dict[str, float]
@@ -273,7 +273,7 @@ class _Line(NamedTuple):
     seconds: Array
 
 
-def _lines(table: Table, setting: Setting) -> list[_Line]:
+def _lines(table: Table, setting: Setting) -> list[_CurveRows]:
     """The rows of a table by what one curve shares; none for kinds that have no curves.
 
     Matrix products have curves only where the user measured them: others' rows are not ours to keep.
@@ -289,11 +289,11 @@ def _lines(table: Table, setting: Setting) -> list[_Line]:
         rows = rows[np.argsort(x[rows], kind="stable")]
         if len(np.unique(x[rows])) >= curve.FEWEST:
             at = dict(zip(shared, value[1:].tolist(), strict=True))
-            lines.append(_Line(at, x[rows], table.seconds[rows]))
+            lines.append(_CurveRows(at, x[rows], table.seconds[rows]))
     return lines
 
 
-def _fit_curve(line: _Line, table: Table) -> Curve:
+def _fit_curve(line: _CurveRows, table: Table) -> Curve:
     if table.origin.kind == "measured" and len(np.unique(line.x)) == len(line.x):
         return curve.exact(*line)
     return curve.fit_curve(*line, table.resolution_s)
@@ -327,12 +327,12 @@ def _residual_interval(process: Process, base: BaseFit, rest: Table, setting: Se
     return Interval(method=method, quantile=_short(quantile), log_sd=_short(float(np.median(sd)) * quantile / Z90))
 
 
-def _curve_interval(lines: list[_Line], table: Table) -> Interval:
+def _curve_interval(lines: list[_CurveRows], table: Table) -> Interval:
     """From every second row of every line, predicted by a curve through the others."""
     off = []
     for line in lines:
         for first in (0, 1):
-            kept = _fit_curve(_Line(line.at, line.x[first::2], line.seconds[first::2]), table)
+            kept = _fit_curve(_CurveRows(line.at, line.x[first::2], line.seconds[first::2]), table)
             off.append(np.log(line.seconds[1 - first :: 2] / curve.seconds(kept, line.x[1 - first :: 2])))
     return _flat_interval(np.concatenate(off))
 

@@ -39,8 +39,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from simtune.arrays import Array
 from simtune.costs.layers import AttentionLayer, attention_layer
-from simtune.costs.operators import Array
 from simtune.costs.operators.moe import rank_load
 from simtune.costs.predict import Predictor, Profile
 from simtune.errors import Infeasible

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from simtune.costs.operators import Array
+from simtune.arrays import Array
 from simtune.costs.operators.attention import unsplit
 from simtune.costs.predict import Profile
 from simtune.specs.base import DTYPE_BYTES

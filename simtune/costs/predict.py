@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from simtune.arrays import Array, Mask
 from simtune.costs import curve
 from simtune.costs.estimate import estimate
-from simtune.costs.operators import OPERATORS, Array, Setting, Terms, operator_key
+from simtune.costs.operators import OPERATORS, Setting, Terms, operator_key
 from simtune.costs.residual import Process, features
 from simtune.errors import Infeasible, Problem, SpecError
 from simtune.specs.hardware import ARRAYS, Arrays, Hardware, Operator, OperatorKind
@@ -80,7 +81,7 @@ class Predictor:
             base[work] *= np.exp(self._process.mean(self._standardised(x, work)))
         return self._along_curves(x, terms, base) if self._curves else base
 
-    def inside(self, **shape: ArrayLike) -> NDArray[np.bool_]:
+    def inside(self, **shape: ArrayLike) -> Mask:
         """Whether every parameter lies within the range that was measured, and collectives have a measured
         number of devices; elsewhere the fit extrapolates.
         """
@@ -123,7 +124,7 @@ class Predictor:
         except ValueError as error:
             raise SpecError(Problem(ARRAYS, str(error))) from None
 
-    def _standardised(self, x: dict[str, Array], calls: NDArray[np.bool_]) -> Array:
+    def _standardised(self, x: dict[str, Array], calls: Mask) -> Array:
         """(calls, features) of the residual process."""
         assert self._process is not None
         chosen = {name: column[calls] for name, column in x.items()}
@@ -145,7 +146,7 @@ class Predictor:
                 seconds[rows] = curve.seconds(one, at[rows])
         return seconds
 
-    def _in_box(self, x: dict[str, Array]) -> NDArray[np.bool_]:
+    def _in_box(self, x: dict[str, Array]) -> Mask:
         inside = np.ones(next(iter(x.values())).shape, dtype=np.bool_)
         for name, (low, high) in self.operator.box.items():
             inside &= (x[name] >= low) & (x[name] <= high)

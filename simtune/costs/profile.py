@@ -21,7 +21,7 @@ DIGITS = 6
 _COMPUTES_IN = {"int4": "bf16"}
 """4-bit weights are spelled out and multiplied in 16 bits."""
 
-Progress = Callable[[int, int, str], None]
+FitProgress = Callable[[int, int, str], None]
 
 
 class Facts(Spec):
@@ -35,7 +35,7 @@ class Facts(Spec):
 
 
 def build(
-    tables: Tables, facts: Facts, *, allow_device: bool = False, progress: Progress = lambda done, total, words: None
+    tables: Tables, facts: Facts, *, allow_device: bool = False, progress: FitProgress = lambda done, total, words: None
 ) -> Hardware:
     """Screen and fit every operator found; what was done to the rows goes into its provenance.
 

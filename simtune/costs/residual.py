@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from simtune.costs.operators import OPERATORS, Array, Setting, Shape
+from simtune.arrays import Array
+from simtune.costs.operators import OPERATORS, Setting, Shape
 from simtune.costs.operators.moe import active_experts, padded_rows
 from simtune.specs.hardware import OperatorKind, Residual
 

@@ -42,8 +42,8 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from simtune.arrays import Ints
 from simtune.costs.compiled import CompiledCosts, _bends, _DecodeAttention, _sizes, _ticks
 from simtune.costs.drafting import drafting_model, drafting_parallelism
 from simtune.costs.predict import Profile
@@ -54,8 +54,6 @@ from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
 from simtune.specs.plan import Pool
 from simtune.specs.speculation import BlockDrafter, Drafter, Eagle, Medusa, awaited
-
-Ints = NDArray[np.int64]
 
 
 class _Line(NamedTuple):

@@ -14,8 +14,9 @@ from operator import attrgetter
 
 import numpy as np
 
+from simtune.arrays import Ints
 from simtune.engine.request import Request
-from simtune.engine.speculation import Ints, NextSteps, Speculation, SpeculativeBatch, _Plan, _unless_even
+from simtune.engine.speculation import NextSteps, Speculation, SpeculativeBatch, _Plan, _unless_even
 
 
 class AheadBatch(SpeculativeBatch):

@@ -17,9 +17,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from simtune.arrays import Ints
 from simtune.engine.request import Request
-
-Ints = NDArray[np.int64]
 
 _FEW = 32
 """Steps whose calendar is sooner read one by one."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from simtune.errors import SimtuneError
 from simtune.profiling.kernels import DTYPES
-from simtune.profiling.plan import Task
+from simtune.profiling.plan import MeasurementTask
 from simtune.profiling.timing import Measured, Sample, now, summary
 
 COLLECTIVES = ("all_reduce", "all_gather", "send_recv")
@@ -45,7 +45,7 @@ class Group:
             self._processes[-1].start()
             theirs.close()
 
-    def measure(self, task: Task) -> Measured:
+    def measure(self, task: MeasurementTask) -> Measured:
         """Time one collective. Raises SimtuneError when a rank is gone or does not answer within a minute."""
         try:
             for pipe in self._pipes:

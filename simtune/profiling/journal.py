@@ -12,9 +12,9 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Self
 
-from simtune.costs.tables.own import SCHEMA, Header, Point, read_points
+from simtune.costs.tables.own import SCHEMA, MeasuredPoint, MeasurementHeader, read_points
 from simtune.errors import SimtuneError, UsageError
-from simtune.profiling.plan import Task
+from simtune.profiling.plan import MeasurementTask
 
 FILE = "measurements.jsonl"
 
@@ -22,14 +22,14 @@ FILE = "measurements.jsonl"
 class Journal:
     """Header and points of a file, and a way to append to it. Use as a context manager."""
 
-    def __init__(self, path: Path, header: Header, points: list[Point]) -> None:
+    def __init__(self, path: Path, header: MeasurementHeader, points: list[MeasuredPoint]) -> None:
         self.path, self.header, self.points = path, header, points
         self._file: FileIO | None = None
 
     @classmethod
     def create(cls, path: Path, header: Mapping[str, Any]) -> Self:
         """A new file with its header. Raises SimtuneError when it cannot be written."""
-        journal = cls(path, Header.model_validate(dict(header)), [])
+        journal = cls(path, MeasurementHeader.model_validate(dict(header)), [])
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -72,11 +72,11 @@ class Journal:
                     "are not mixed: name another folder with --out"
                 )
 
-    def record(self, task: Task, **told: Any) -> Point:
+    def record(self, task: MeasurementTask, **told: Any) -> MeasuredPoint:
         """Append one finished point. Raises SimtuneError when it cannot be written; what is there stays."""
         line = {**task.to_data(), **{key: value for key, value in told.items() if value is not None}}
         self._append(line)
-        point = Point.model_validate(line)
+        point = MeasuredPoint.model_validate(line)
         self.points.append(point)
         return point
 
@@ -94,9 +94,9 @@ class Journal:
             ) from None
 
 
-def task_of(point: Point) -> Task:
+def task_of(point: MeasuredPoint) -> MeasurementTask:
     """The task that a point answers."""
-    return Task(point.kind, point.dtype, point.shape, point.kv_dtype, point.variant, point.role)
+    return MeasurementTask(point.kind, point.dtype, point.shape, point.kv_dtype, point.variant, point.role)
 
 
 def _short(value: Any) -> str:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from simtune.profiling.timing import Call
 
 if TYPE_CHECKING:
-    from simtune.profiling.plan import Task
+    from simtune.profiling.plan import MeasurementTask
     from simtune.profiling.rig import Operands
 
 Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
@@ -191,30 +191,30 @@ def sample(logits: Tensor) -> Tensor:
 # --- calls ------------------------------------------------------------------------------------------------
 
 
-def calls(task: Task, operands: Operands, attend: Attend | None) -> list[Call]:
+def calls(task: MeasurementTask, operands: Operands, attend: Attend | None) -> list[Call]:
     """Calls of this shape that differ in their operands: as many as it takes to push each other out of caches."""
     return _CALLS[task.kind](task, operands, attend)
 
 
-def _gemm(task: Task, operands: Operands, attend: Attend | None) -> list[Call]:
+def _gemm(task: MeasurementTask, operands: Operands, attend: Attend | None) -> list[Call]:
     m, n, k = _sizes(task)
     x = operands.fresh((m, k), task.dtype)
     return [partial(linear, x, weight) for weight in operands.rotating((n, k), task.dtype)]
 
 
-def _quantise(task: Task, operands: Operands, attend: Attend | None) -> list[Call]:
+def _quantise(task: MeasurementTask, operands: Operands, attend: Attend | None) -> list[Call]:
     x = operands.fresh(_sizes(task), "bf16")
     return [partial(quantise, x, DTYPES[task.dtype])]
 
 
-def _prefill(task: Task, operands: Operands, attend: Attend | None) -> list[Call]:
+def _prefill(task: MeasurementTask, operands: Operands, attend: Attend | None) -> list[Call]:
     b, tokens, context, h, hk, d, window = _sizes(task)
     assert attend is not None
     q, mask = operands.fresh((b, h, tokens, d), task.dtype), sees(tokens, context, window, operands.device)
     return [partial(attend, q, k, v, mask) for k, v in operands.rotating((2, b, hk, context, d), task.dtype)]
 
 
-def _decode(task: Task, operands: Operands, attend: Attend | None) -> list[Call]:
+def _decode(task: MeasurementTask, operands: Operands, attend: Attend | None) -> list[Call]:
     b, context, h, hk, d, window = _sizes(task)
     assert attend is not None
     q, seen = operands.fresh((b, h, 1, d), task.dtype), min(window, context)
@@ -223,7 +223,9 @@ def _decode(task: Task, operands: Operands, attend: Attend | None) -> list[Call]
     return [partial(attend, q, k, v, None) for k, v in operands.rotating((2, b, hk, seen, d), task.dtype)]
 
 
-def _paged(q: Tensor, operands: Operands, attend: Attend, shape: tuple[int, int, int, int], task: Task) -> list[Call]:
+def _paged(
+    q: Tensor, operands: Operands, attend: Attend, shape: tuple[int, int, int, int], task: MeasurementTask
+) -> list[Call]:
     """Pages in random order are gathered first: an upper bound, since torch has no paged kernel everywhere."""
     b, context, hk, d = shape
     pages = -(-context // PAGE)
@@ -238,14 +240,14 @@ def _paged(q: Tensor, operands: Operands, attend: Attend, shape: tuple[int, int,
     return [partial(call, chosen) for chosen in order[:whole].split(b * pages)[:64]]
 
 
-def _tree(task: Task, operands: Operands, attend: Attend | None) -> list[Call]:
+def _tree(task: MeasurementTask, operands: Operands, attend: Attend | None) -> list[Call]:
     b, width, context, h, hk, d, _ = _sizes(task)
     assert attend is not None
     q, mask = operands.fresh((b, h, width, d), task.dtype), tree_mask(width, context, operands.device)
     return [partial(attend, q, k, v, mask) for k, v in operands.rotating((2, b, hk, context, d), task.dtype)]
 
 
-def _moe(task: Task, operands: Operands, attend: Attend | None) -> list[Call]:
+def _moe(task: MeasurementTask, operands: Operands, attend: Attend | None) -> list[Call]:
     from simtune.costs.operators.moe import visit_probabilities
 
     tokens, hidden, width, per_token, experts = _sizes(task)[:5]
@@ -258,7 +260,7 @@ def _moe(task: Task, operands: Operands, attend: Attend | None) -> list[Call]:
     return [partial(moe, x, chosen, gate_up, down) for chosen in routed]
 
 
-def _elementwise(task: Task, operands: Operands, attend: Attend | None) -> list[Call]:
+def _elementwise(task: MeasurementTask, operands: Operands, attend: Attend | None) -> list[Call]:
     rows, width = _sizes(task)
     if task.variant == "norm":
         x, weight = operands.fresh((rows, width // 4), task.dtype), operands.fresh((width // 4,), task.dtype)
@@ -276,12 +278,12 @@ def _elementwise(task: Task, operands: Operands, attend: Attend | None) -> list[
     return [partial(torch.add, a, b)]
 
 
-def _sampling(task: Task, operands: Operands, attend: Attend | None) -> list[Call]:
+def _sampling(task: MeasurementTask, operands: Operands, attend: Attend | None) -> list[Call]:
     logits = operands.fresh(_sizes(task), task.dtype)
     return [partial(sample, logits)]
 
 
-def _copy(task: Task, operands: Operands, attend: Attend | None) -> list[Call]:
+def _copy(task: MeasurementTask, operands: Operands, attend: Attend | None) -> list[Call]:
     (size,) = _sizes(task)
     here = operands.rotating((size // 4,), "fp32")
     if task.variant == "in_memory":
@@ -293,7 +295,7 @@ def _copy(task: Task, operands: Operands, attend: Attend | None) -> list[Call]:
     return [partial(there.copy_, source, non_blocking=True) for source in here]
 
 
-def _host(task: Task, operands: Operands, attend: Attend | None) -> list[Call]:
+def _host(task: MeasurementTask, operands: Operands, attend: Attend | None) -> list[Call]:
     """What a plain engine does between two steps: lists to tensors, a page for each sequence, tokens to lists."""
     (n,) = _sizes(task)
     lengths, pages = [1000 + i for i in range(n)], [list(range(64)) for _ in range(n)]
@@ -310,14 +312,14 @@ def _host(task: Task, operands: Operands, attend: Attend | None) -> list[Call]:
     return [call]
 
 
-def _sizes(task: Task) -> tuple[int, ...]:
+def _sizes(task: MeasurementTask) -> tuple[int, ...]:
     """Its shape, in the order in which the kind names it."""
     from simtune.costs.tables.own import SHAPES
 
     return tuple(round(task.shape[name]) for name in SHAPES[task.kind])
 
 
-_CALLS: dict[str, Callable[[Task, Operands, Attend | None], list[Call]]] = {
+_CALLS: dict[str, Callable[[MeasurementTask, Operands, Attend | None], list[Call]]] = {
     "gemm": _gemm,
     "quantise": _quantise,
     "prefill_attention": _prefill,

@@ -16,12 +16,13 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 
 from simtune.costs.layers import attention_layer
 from simtune.costs.operators import OPERATORS, Setting, operator_key
+from simtune.costs.tables.own import PointRole
 from simtune.specs.base import DTYPE_BYTES, Dtype
 from simtune.specs.model import Attention, DenseFeedForward, FullAttention, LayerGroup, Model, MoeFeedForward
 from simtune.specs.model import SlidingAttention as Sliding
@@ -49,11 +50,9 @@ _STEP_CALLS = 10  # a whole step may take so many times as long as the longest c
 
 _EVERY_TOKEN = 0.1  # a decode that is so slow in one layer is too slow for anybody at a tenth of a prompt's limit
 
-Role = Literal["fit", "validation", "sentinel"]
-
 
 @dataclass(frozen=True)
-class Task:
+class MeasurementTask:
     """A point to measure."""
 
     kind: str
@@ -61,7 +60,7 @@ class Task:
     shape: Mapping[str, float]
     kv_dtype: Dtype | None = None
     variant: str | None = None
-    role: Role = "fit"
+    role: PointRole = "fit"
 
     @property
     def key(self) -> str:
@@ -96,22 +95,22 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MeasurementPlan:
     """The points of a run, round by round, and what was left out of it and why."""
 
-    rounds: tuple[tuple[Task, ...], ...]
-    sentinels: tuple[Task, ...]
+    rounds: tuple[tuple[MeasurementTask, ...], ...]
+    sentinels: tuple[MeasurementTask, ...]
     notes: tuple[str, ...]
     hash: str
 
     @property
-    def tasks(self) -> list[Task]:
+    def tasks(self) -> list[MeasurementTask]:
         return [task for tasks in self.rounds for task in tasks]
 
 
 def plan(
     models: Sequence[Model], tps: Sequence[int], limits: Limits, copies: Sequence[str] = ("in_memory",), seed: int = 0
-) -> Plan:
+) -> MeasurementPlan:
     """The plan for these models, in the dtypes they name, as one of `tps` ranks has them; copies go in these ways."""
     planner = _Planner(limits, np.random.default_rng(seed))
     for model in models:
@@ -121,22 +120,22 @@ def plan(
         planner.steps(model)
     dtype: Dtype = models[0].dtype
     for direction in copies:
-        planner.add([Task("copy", dtype, {"bytes": size}, variant=direction) for size in _COPIES])
-    planner.add([Task("host", dtype, {"sequences": n}) for n in (1, 4, 16, 64)])
-    rounds: list[list[Task]] = [[] for _ in range(ROUNDS)]
+        planner.add([MeasurementTask("copy", dtype, {"bytes": size}, variant=direction) for size in _COPIES])
+    planner.add([MeasurementTask("host", dtype, {"sequences": n}) for n in (1, 4, 16, 64)])
+    rounds: list[list[MeasurementTask]] = [[] for _ in range(ROUNDS)]
     for tasks in planner.lists:
         for at, task in enumerate(tasks):
             rounds[_round_of(at, len(tasks))].append(task)
     for tasks in rounds:
         planner.rng.shuffle(tasks)
         tasks.sort(key=lambda t: t.kind == "step")  # they take longest and are for comparison only
-    large = [Task("copy", dtype, {"bytes": size}, variant="in_memory") for size in _COPIES]
-    wide = [Task("gemm", dtype, {"m": m, "n": n, "k": n}) for n in (512, 1024, 2048, 4096) for m in (64, n)]
+    large = [MeasurementTask("copy", dtype, {"bytes": size}, variant="in_memory") for size in _COPIES]
+    wide = [MeasurementTask("gemm", dtype, {"m": m, "n": n, "k": n}) for n in (512, 1024, 2048, 4096) for m in (64, n)]
     quick = [[t for t in some if planner.fits(t, limits.call_s / 60)] for some in (wide, large)]
     sentinels = [replace(some[-1], role="sentinel") for some in quick if some]
     keys = [t.key for tasks in rounds for t in tasks]
     told = json.dumps([[m.to_data() for m in models], list(tps), seed, keys], sort_keys=True)
-    return Plan(
+    return MeasurementPlan(
         tuple(map(tuple, rounds)),
         tuple(sentinels),
         tuple(planner.notes()),
@@ -149,7 +148,7 @@ def _round_of(at: int, count: int) -> int:
     return next(r for r in range(ROUNDS) if at < np.ceil(count / 2 ** (ROUNDS - 1 - r)))
 
 
-def spread(tasks: Sequence[Task], count: int) -> list[Task]:
+def spread(tasks: Sequence[MeasurementTask], count: int) -> list[MeasurementTask]:
     """`count` of the tasks: the corners of their shapes, then always the one farthest from those chosen."""
     x = np.log2(np.maximum([list(t.shape.values()) for t in tasks], 0.5))
     x = x[:, np.ptp(x, axis=0) > 0]
@@ -168,7 +167,7 @@ def spread(tasks: Sequence[Task], count: int) -> list[Task]:
     return [tasks[at] for at in chosen]
 
 
-def work(task: Task) -> tuple[float, float]:
+def work(task: MeasurementTask) -> tuple[float, float]:
     """(flops, bytes) of a call of an operator; of a copy and of host work no flops."""
     if task.kind not in OPERATORS:
         return 0.0, 2.0 * task.shape.get("bytes", 0)
@@ -207,7 +206,7 @@ def _can_step(model: Model) -> bool:
 class _Planner:
     limits: Limits
     rng: np.random.Generator
-    lists: list[list[Task]] = field(default_factory=list)
+    lists: list[list[MeasurementTask]] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
     too_large: dict[str, int] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
@@ -219,7 +218,7 @@ class _Planner:
         ]
         return words + list(dict.fromkeys(self.said))
 
-    def fits(self, task: Task, call_s: float | None = None) -> bool:
+    def fits(self, task: MeasurementTask, call_s: float | None = None) -> bool:
         """Whether a call takes neither too much memory, which is noted, nor too long."""
         flops, moved = work(task)
         if moved > POOL_SHARE * self.limits.memory_bytes:
@@ -229,7 +228,7 @@ class _Planner:
         share = _EVERY_TOKEN if task.kind in ("decode_attention", "tree_attention") else 1.0
         return max(flops / rate, moved / self.limits.bytes_per_s) <= share * (call_s or self.limits.call_s)
 
-    def add(self, tasks: Iterable[Task], count: int | None = None) -> list[Task]:
+    def add(self, tasks: Iterable[MeasurementTask], count: int | None = None) -> list[MeasurementTask]:
         """A list of points, each new one that fits, corners first and then spread out, `count` at most."""
         possible = [t for t in tasks if t.key not in self.seen and self.fits(t)]
         chosen = spread(possible, len(possible) if count is None else count) if possible else []
@@ -237,11 +236,13 @@ class _Planner:
         self.lists.append(chosen)
         return chosen
 
-    def check(self, chosen: Sequence[Task], count: int, sizes: Sequence[str], make: Callable[..., Task]) -> None:
+    def check(
+        self, chosen: Sequence[MeasurementTask], count: int, sizes: Sequence[str], make: Callable[..., MeasurementTask]
+    ) -> None:
         """Validation points between those chosen: `make` with the named sizes drawn between the smallest and the
         largest that each was chosen with.
         """
-        found: list[Task] = []
+        found: list[MeasurementTask] = []
         for _ in range(20 * count if chosen else 0):
             drawn = []
             for name in sizes:
@@ -263,17 +264,17 @@ class _Planner:
                 self._moe(model, group.feed_forward, tp)
             if model.weight_dtype in ("fp8", "int8"):
                 width = attention_layer(model, group.attention, tp).output_width
-                self.add(Task("quantise", model.weight_dtype, {"m": m, "k": width}) for m in _TOKENS[::2])
+                self.add(MeasurementTask("quantise", model.weight_dtype, {"m": m, "k": width}) for m in _TOKENS[::2])
             widths = attention_layer(model, group.attention, tp).small
             for variant, width in [*widths, *self._small(model, group, tp)]:
                 shapes = [{"rows": m, "width": width} for m in _TOKENS[::2]]
-                self.add(Task("elementwise", model.dtype, shape, variant=variant) for shape in shapes)
+                self.add(MeasurementTask("elementwise", model.dtype, shape, variant=variant) for shape in shapes)
         self._gemm(model.dtype, -(-model.vocab_size // tp), model.hidden_size, _SAMPLED)
-        self.add([Task("sampling", "fp32", {"rows": m, "vocab": model.vocab_size}) for m in _SAMPLED[:12:2]])
+        self.add([MeasurementTask("sampling", "fp32", {"rows": m, "vocab": model.vocab_size}) for m in _SAMPLED[:12:2]])
         for kind in ("all_reduce", "all_gather") if tp > 1 else ():
-            self.add([Task(kind, model.dtype, {"devices": tp, "bytes": size}) for size in _MESSAGES])
+            self.add([MeasurementTask(kind, model.dtype, {"devices": tp, "bytes": size}) for size in _MESSAGES])
         if tp > 1:
-            self.add([Task("send_recv", model.dtype, {"bytes": size}) for size in _MESSAGES])
+            self.add([MeasurementTask("send_recv", model.dtype, {"bytes": size}) for size in _MESSAGES])
 
     def _small(self, model: Model, group: LayerGroup, tp: int) -> list[tuple[str, int]]:
         hidden, feed_forward = model.hidden_size, group.feed_forward
@@ -283,8 +284,8 @@ class _Planner:
         return found
 
     def _gemm(self, dtype: Dtype, n: int, k: int, rows: Sequence[int]) -> None:
-        def make(m: int) -> Task:
-            return Task("gemm", dtype, {"m": m, "n": n, "k": k})
+        def make(m: int) -> MeasurementTask:
+            return MeasurementTask("gemm", dtype, {"m": m, "n": n, "k": k})
 
         self.check(self.add(map(make, rows)), 3, ("m",), make)
 
@@ -300,19 +301,19 @@ class _Planner:
         limit = attention.window if isinstance(attention, Sliding) else model.max_position
         kv = model.dtype
 
-        def decode(batch: int, context: int, variant: str | None = None) -> Task:
+        def decode(batch: int, context: int, variant: str | None = None) -> MeasurementTask:
             shape = {"batch": batch, "context": context, **heads, "window": context}
-            return Task("decode_attention", model.dtype, shape, kv, variant)
+            return MeasurementTask("decode_attention", model.dtype, shape, kv, variant)
 
-        def prefill(tokens: int, past: int = 0) -> Task:
+        def prefill(tokens: int, past: int = 0) -> MeasurementTask:
             context = tokens + past
             window = min(context, limit) if isinstance(attention, Sliding) else context
             shape = {"batch": 1, "tokens": tokens, "context": context, **heads, "window": window}
-            return Task("prefill_attention", model.dtype, shape, kv)
+            return MeasurementTask("prefill_attention", model.dtype, shape, kv)
 
-        def tree(batch: int, width: int, context: int) -> Task:
+        def tree(batch: int, width: int, context: int) -> MeasurementTask:
             shape = {"batch": batch, "width": width, "context": context, **heads, "window": context}
-            return Task("tree_attention", model.dtype, shape, kv)
+            return MeasurementTask("tree_attention", model.dtype, shape, kv)
 
         contexts = [c for c in _CONTEXTS if c <= limit]
         grid = [(b, c) for b in _BATCHES for c in contexts]
@@ -327,13 +328,13 @@ class _Planner:
         behind = [prefill(m, p) for m in _CHUNKS for p in pasts if m + p <= model.max_position]
         chosen = self.add(behind, round(36 * many))
 
-        def chunk(tokens: int, context: int) -> Task:
+        def chunk(tokens: int, context: int) -> MeasurementTask:
             return prefill(tokens, max(1, context - tokens))
 
         self.check(chosen, 6, ("tokens", "context"), chunk)
 
     def _moe(self, model: Model, experts: MoeFeedForward, tp: int) -> None:
-        def make(tokens: int) -> Task:
+        def make(tokens: int) -> MeasurementTask:
             shape = {
                 "tokens": tokens,
                 "hidden": model.hidden_size,
@@ -343,7 +344,7 @@ class _Planner:
                 "ep": 1,
                 "skew": experts.routing_skew,
             }
-            return Task("moe", model.weight_dtype, shape)
+            return MeasurementTask("moe", model.weight_dtype, shape)
 
         self.check(self.add(map(make, _TOKENS)), 5, ("tokens",), make)
 
@@ -358,7 +359,7 @@ class _Planner:
         shapes = [(b, c, 0, 0) for b in _STEPS["batches"] for c in _STEPS["contexts"]]
         shapes += [(0, 0, past, m) for m in _STEPS["chunks"] for past, longest in _STEP_PASTS.items() if m <= longest]
         tasks = [
-            Task(
+            MeasurementTask(
                 "step",
                 model.dtype,
                 {"layers": layers, "decodes": b, "context": c, "past": p, "tokens": m, "samples": b + (m > 0)},

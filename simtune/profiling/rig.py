@@ -22,7 +22,7 @@ from simtune.profiling import kernels
 from simtune.profiling.collectives import COLLECTIVES, Group
 from simtune.profiling.decoder import Decoder
 from simtune.profiling.kernels import ATTENTION, CANDIDATES, DTYPES
-from simtune.profiling.plan import Limits, Task, work
+from simtune.profiling.plan import Limits, MeasurementTask, work
 from simtune.profiling.timing import BUSY, Call, CpuThread, Measured, Sample, Timer, cpu_timer, measure, now
 from simtune.specs.model import FullAttention, Model
 
@@ -272,7 +272,7 @@ class TorchRig:
                         self._attend[key] = self._fastest(_trial(kind, model, attention))
         return self._attend
 
-    def _fastest(self, trial: Task) -> str:
+    def _fastest(self, trial: MeasurementTask) -> str:
         times = {}
         for name in CANDIDATES[self._device.type][trial.kind]:
             try:
@@ -286,22 +286,22 @@ class TorchRig:
     def limits(self, call_s: float, scale: float) -> Limits:
         """What this device can take, from three rough measurements."""
         model = next(iter(self._models.values()))
-        wide = self._rate(Task("gemm", model.dtype, {"m": 256, "n": 2048, "k": 2048}))[0]
-        copied = self._rate(Task("copy", model.dtype, {"bytes": 1 << 26}, variant="in_memory"))[1]
+        wide = self._rate(MeasurementTask("gemm", model.dtype, {"m": 256, "n": 2048, "k": 2048}))[0]
+        copied = self._rate(MeasurementTask("copy", model.dtype, {"bytes": 1 << 26}, variant="in_memory"))[1]
         attention = model.layers[0].attention
         attended = wide
         if isinstance(attention, FullAttention):
             attended = self._rate(_trial("prefill_attention", model, attention))[0]
         return Limits(_power(self._memory()[1]), call_s, _power(wide), _power(attended), _power(copied), scale)
 
-    def _rate(self, task: Task) -> tuple[float, float]:
+    def _rate(self, task: MeasurementTask) -> tuple[float, float]:
         flops, moved = work(task)
         seconds = self.measure(task).seconds
         return flops / seconds, moved / seconds
 
     # --- measuring ----------------------------------------------------------------------------------------
 
-    def measure(self, task: Task) -> Measured:
+    def measure(self, task: MeasurementTask) -> Measured:
         """Time one point. Raises MemoryError when it does not fit, SimtuneError when the device is gone."""
         try:
             return self._measure(task)
@@ -319,7 +319,7 @@ class TorchRig:
                 ) from None
             raise
 
-    def _measure(self, task: Task) -> Measured:
+    def _measure(self, task: MeasurementTask) -> Measured:
         if task.kind in COLLECTIVES:
             return self._group(task).measure(task)
         calls = self._calls(task)
@@ -339,7 +339,7 @@ class TorchRig:
             found = replace(found, eager=measure(self._eager, calls).seconds)
         return replace(found, kernel=self._kernel(task, calls[0]))
 
-    def _group(self, task: Task) -> Group:
+    def _group(self, task: MeasurementTask) -> Group:
         """The processes of the size a collective asks for; the last ones are kept."""
         devices = round(task.shape.get("devices", 2))
         if self._ranks is None or self._ranks.devices != devices:
@@ -355,13 +355,13 @@ class TorchRig:
             self._ranks.close()
             self._ranks = None
 
-    def _calls(self, task: Task) -> list[Call]:
+    def _calls(self, task: MeasurementTask) -> list[Call]:
         if task.kind == "step":
             return [self._step(task)]
         name = self._attend.get(f"{task.kind}.{task.dtype}")
         return kernels.calls(task, self._operands, None if name is None else ATTENTION[name])
 
-    def _step(self, task: Task) -> Call:
+    def _step(self, task: MeasurementTask) -> Call:
         assert task.variant is not None
         key = (task.variant, round(task.shape["layers"]))
         if key not in self._decoders:
@@ -369,7 +369,7 @@ class TorchRig:
         decode, prefill = (ATTENTION[self._attend[f"{kind}_attention.{task.dtype}"]] for kind in ("decode", "prefill"))
         return self._decoders[key].step(task.shape, decode, prefill)
 
-    def _kernel(self, task: Task, call: Call) -> str | None:
+    def _kernel(self, task: MeasurementTask, call: Call) -> str | None:
         """What ran, by the profiler's account of one call for each operator."""
         if task.kind in ("step", "copy", "host"):
             return None
@@ -406,7 +406,7 @@ class _Dispatched(TorchDispatchMode):  # type: ignore[misc]
         return result
 
 
-def _trial(kind: str, model: Model, attention: FullAttention) -> Task:
+def _trial(kind: str, model: Model, attention: FullAttention) -> MeasurementTask:
     """A shape of middling size to choose a kernel by."""
     heads = {"heads": attention.heads, "kv_heads": attention.kv_heads, "head_dim": attention.head_dim}
     shapes: dict[str, dict[str, float]] = {
@@ -414,7 +414,7 @@ def _trial(kind: str, model: Model, attention: FullAttention) -> Task:
         "decode_attention": {"batch": 4, "context": 1024, **heads, "window": 1024},
         "tree_attention": {"batch": 4, "width": 8, "context": 1024, **heads, "window": 1024},
     }
-    return Task(kind, model.dtype, shapes[kind], model.dtype)
+    return MeasurementTask(kind, model.dtype, shapes[kind], model.dtype)
 
 
 def _power(value: float) -> float:

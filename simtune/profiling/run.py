@@ -24,11 +24,11 @@ from simtune.costs.profile import Facts, build, data_sheet
 from simtune.costs.residual import features, fit_process
 from simtune.costs.tables import Tables, own
 from simtune.costs.tables.common import merge
-from simtune.costs.tables.own import Point
+from simtune.costs.tables.own import MeasuredPoint
 from simtune.costs.tables.screen import screen
 from simtune.errors import UsageError
 from simtune.profiling.journal import FILE, Journal, task_of
-from simtune.profiling.plan import Limits, Plan, Task, plan, work
+from simtune.profiling.plan import Limits, MeasurementPlan, MeasurementTask, plan, work
 from simtune.profiling.timing import Measured, now
 from simtune.specs.hardware import Device, Hardware, HoldOut, Link
 from simtune.specs.model import Model
@@ -71,14 +71,14 @@ class Rig(Protocol):
 
     def limits(self, call_s: float, scale: float) -> Limits: ...
 
-    def measure(self, task: Task) -> Measured:
+    def measure(self, task: MeasurementTask) -> Measured:
         """Raises MemoryError where the shape does not fit, SimtuneError where the device is gone."""
 
     def condition(self) -> dict[str, float]:
         """Clock, power, temperature, as far as they can be read."""
 
 
-class Row(NamedTuple):
+class OperatorProgress(NamedTuple):
     """How far one operator is: points measured and planned, median error on its validation points."""
 
     operator: str
@@ -87,11 +87,11 @@ class Row(NamedTuple):
     error: float | None
 
 
-class Status(NamedTuple):
+class LiveStatus(NamedTuple):
     """What a live table shows."""
 
     phase: str
-    rows: list[Row]
+    rows: list[OperatorProgress]
     left_s: float
 
 
@@ -132,7 +132,7 @@ class Profiled:
 
     facts: Facts
     hardware: Hardware
-    points: Sequence[Point]
+    points: Sequence[MeasuredPoint]
     checks: list[Check]
     """Validation points inside the measured box."""
     steps: list[Check]
@@ -151,7 +151,7 @@ def profile(
     seed: int = 0,
     started: float | None = None,
     clock: Callable[[], float] = now,
-    progress: Callable[[Status], None] = lambda status: None,
+    progress: Callable[[LiveStatus], None] = lambda status: None,
     say: Callable[[str], None] = lambda words: None,
 ) -> Profiled:
     """Measure and fit; goes on where an earlier run of the same command in this folder stopped.
@@ -182,7 +182,7 @@ def _open(
     budget_s: float,
     seed: int,
     say: Callable[[str], None],
-) -> tuple[Journal, Plan]:
+) -> tuple[Journal, MeasurementPlan]:
     path = out / FILE
     told = {**rig.describe(), "models": [m.to_data() for m in models], "tp": list(tps), "seed": seed}
     if path.exists():
@@ -212,12 +212,12 @@ class _Run:
 
     rig: Rig
     journal: Journal
-    plan: Plan
+    plan: MeasurementPlan
     budget_s: float
     target: float | None
     started: float
     clock: Callable[[], float]
-    progress: Callable[[Status], None]
+    progress: Callable[[LiveStatus], None]
     errors: dict[str, float] = field(default_factory=dict)
     refit_s: float = 0.0
     resumed: int = 0
@@ -252,7 +252,7 @@ class _Run:
                 return
             visit += 1
 
-    def _pass(self, tasks: Sequence[Task], visit: int, phase: str) -> bool:
+    def _pass(self, tasks: Sequence[MeasurementTask], visit: int, phase: str) -> bool:
         """Measure those that were visited less often; False when the time is up."""
         for task in tasks:
             if self.visits[task.key] >= visit:
@@ -265,7 +265,7 @@ class _Run:
             self.progress(self.status(phase))
         return self.left_s() > 0
 
-    def _point(self, task: Task) -> None:
+    def _point(self, task: MeasurementTask) -> None:
         start = self.clock()
         try:
             told = {key: value for key, value in asdict(self.rig.measure(task)).items() if value is not None}
@@ -295,22 +295,24 @@ class _Run:
         wanted = {t.operator for t in self.plan.tasks if t.role == "validation"}
         return self.target is not None and all(self.errors.get(key, np.inf) <= self.target for key in wanted)
 
-    def _doubtful_first(self, tasks: Sequence[Task], visit: int) -> list[Task]:
+    def _doubtful_first(self, tasks: Sequence[MeasurementTask], visit: int) -> list[MeasurementTask]:
         """In another order on each visit; it depends on first visits only, so that a resumed run finds the same."""
         order = np.random.default_rng(visit).permutation(len(tasks)).tolist()
         doubted = doubtful(self.journal)
         return sorted((tasks[at] for at in order), key=lambda t: t.key not in doubted)
 
-    def status(self, phase: str) -> Status:
+    def status(self, phase: str) -> LiveStatus:
         done: Counter[str] = Counter()
         for point in self.journal.points:
             if point.role != "sentinel":
                 done[task_of(point).operator] += 1
-        rows = [Row(key, done[key], count, self.errors.get(key)) for key, count in sorted(self.planned.items())]
-        return Status(phase, rows, max(0.0, self.budget_s - self.elapsed()))
+        rows = [
+            OperatorProgress(key, done[key], count, self.errors.get(key)) for key, count in sorted(self.planned.items())
+        ]
+        return LiveStatus(phase, rows, max(0.0, self.budget_s - self.elapsed()))
 
 
-def _extra(point: Point, key: str) -> float:
+def _extra(point: MeasuredPoint, key: str) -> float:
     return float((point.model_extra or {}).get(key, 0.0))
 
 
@@ -319,7 +321,7 @@ def _extra(point: Point, key: str) -> float:
 
 def doubtful(journal: Journal) -> set[str]:
     """Keys of the points whose first visit is suspicious."""
-    first: dict[str, Point] = {}
+    first: dict[str, MeasuredPoint] = {}
     window: list[str] = []
     sentinels = [p for p in journal.points if p.role == "sentinel" and p.seconds]
     usual = {
@@ -341,7 +343,7 @@ def doubtful(journal: Journal) -> set[str]:
     return found | _off_the_fit(journal, list(first.values()))
 
 
-def _off_the_fit(journal: Journal, points: Sequence[Point]) -> set[str]:
+def _off_the_fit(journal: Journal, points: Sequence[MeasuredPoint]) -> set[str]:
     """Keys of points that are far from where all other points of their operator put them."""
     found: set[str] = set()
     facts = facts_of(journal, "measured")
@@ -355,7 +357,7 @@ def _off_the_fit(journal: Journal, points: Sequence[Point]) -> set[str]:
             off, sd = process.left_out()
             for row in np.flatnonzero(np.abs(off) > SUSPICIOUS_SDS * sd):
                 shape = {name: float(column[row]) for name, column in table.shape.items()}
-                found.add(Task(table.kind, table.dtype, shape, table.kv_dtype, table.variant).key)
+                found.add(MeasurementTask(table.kind, table.dtype, shape, table.kv_dtype, table.variant).key)
     return found
 
 
@@ -370,7 +372,7 @@ def predictors(journal: Journal) -> dict[str, Predictor]:
     return found
 
 
-def _tables(journal: Journal, points: Sequence[Point] | None = None) -> Tables:
+def _tables(journal: Journal, points: Sequence[MeasuredPoint] | None = None) -> Tables:
     read = own.tables(journal.header, journal.points if points is None else points, FILE)
     kept = {table.key: merge([table]) for table in read.tables if len(table)}
     return Tables(dict(sorted(kept.items())), read.hosts[0] if read.hosts else None)
@@ -378,7 +380,7 @@ def _tables(journal: Journal, points: Sequence[Point] | None = None) -> Tables:
 
 def validate(journal: Journal, judges: Mapping[str, Predictor]) -> list[Check]:
     """Validation points inside the box of the fit."""
-    visits: dict[str, list[Point]] = {}
+    visits: dict[str, list[MeasuredPoint]] = {}
     for point in journal.points:
         if point.role == "validation" and point.seconds:
             visits.setdefault(task_of(point).key, []).append(point)
@@ -484,7 +486,7 @@ def _short(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def check_steps(points: Sequence[Point], models: Sequence[Model], hardware: Hardware) -> list[Check]:
+def check_steps(points: Sequence[MeasuredPoint], models: Sequence[Model], hardware: Hardware) -> list[Check]:
     """Measured whole steps against the sum of their operators, to which nothing of them was fitted."""
     by_name = {model.name: model for model in models}
     pool = Pool(
@@ -512,7 +514,7 @@ def check_steps(points: Sequence[Point], models: Sequence[Model], hardware: Hard
 
 
 def _summary(
-    journal: Journal, chosen: Plan, checks: Sequence[Check], steps: Sequence[Check], run: _Run
+    journal: Journal, chosen: MeasurementPlan, checks: Sequence[Check], steps: Sequence[Check], run: _Run
 ) -> dict[str, Any]:
     points = [p for p in journal.points if p.role != "sentinel"]
     drift = {}

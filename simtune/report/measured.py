@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from simtune.costs.predict import Predictor
-from simtune.costs.tables.own import Point
+from simtune.costs.tables.own import MeasuredPoint
 from simtune.report import figures, hardware
 from simtune.report.figures import Figure
 from simtune.report.hardware import Section
@@ -37,7 +37,7 @@ class Dots(NamedTuple):
     words: tuple[str, ...]
 
 
-def fitted(points: Sequence[Point], profile: Hardware) -> list[Compared]:
+def fitted(points: Sequence[MeasuredPoint], profile: Hardware) -> list[Compared]:
     """Every measured point of an operator that the fit was made of, and what the fit says of it."""
     judges: dict[str, Predictor] = {
         key: Predictor(operator, profile.device.processors, profile.arrays)
@@ -57,13 +57,13 @@ def errors(compared: Sequence[Compared]) -> list[Dots]:
     return _dots([(c.name, c.measured_s, c.predicted_s / c.measured_s - 1, c.shape) for c in compared])
 
 
-def noise(points: Sequence[Point]) -> list[Dots]:
+def noise(points: Sequence[MeasuredPoint]) -> list[Dots]:
     """Median absolute deviation of the samples of each point over their median, by kind."""
     rows = [(p.kind, p.seconds, p.mad / p.seconds, p.shape) for p in points if p.seconds and p.mad is not None]
     return _dots(rows)
 
 
-def drift(points: Sequence[Point]) -> list[Dots]:
+def drift(points: Sequence[MeasuredPoint]) -> list[Dots]:
     """What was measured again and again against its own median, and the clock against its first reading, over time."""
     rows: list[tuple[str, float, float, dict[str, float]]] = []
     sentinels = [p for p in points if p.role == "sentinel" and p.seconds]
@@ -76,7 +76,7 @@ def drift(points: Sequence[Point]) -> list[Dots]:
     return _dots(rows)
 
 
-def _extra(point: Point, key: str) -> float:
+def _extra(point: MeasuredPoint, key: str) -> float:
     return float((point.model_extra or {}).get(key, 0.0))
 
 
@@ -134,7 +134,7 @@ _ERRORS = ("", "points", "median, %", "p90, %", "max, %")
 
 def sections(
     profile: Hardware,
-    points: Sequence[Point],
+    points: Sequence[MeasuredPoint],
     checks: Sequence[Compared],
     steps: Sequence[Compared],
     summary: dict[str, Any],
@@ -191,7 +191,7 @@ def sections(
 
 def render(
     profile: Hardware,
-    points: Sequence[Point],
+    points: Sequence[MeasuredPoint],
     checks: Sequence[Compared],
     steps: Sequence[Compared],
     summary: dict[str, Any],

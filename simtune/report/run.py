@@ -13,10 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from simtune.errors import Problem, SpecError, UsageError
 from simtune.specs import yamlfile
-from simtune.specs.base import Count, NonNegative, Positive, Seq
+from simtune.specs.base import Count, NonNegative, Positive, Seq, Share
 from simtune.specs.speculation import Speculation
-
-Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class _Block(BaseModel):

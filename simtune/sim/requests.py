@@ -18,6 +18,7 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
+from simtune.arrays import Array, Ints
 from simtune.errors import UsageError
 from simtune.specs.traces import MOONCAKE_BLOCK_TOKENS, Trace
 from simtune.specs.workload import (
@@ -39,9 +40,6 @@ from simtune.specs.workload import (
     Workload,
 )
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-
 # Keys of the random streams: changing one changes every result.
 _ARRIVALS, _PROMPT, _OUTPUT, _CLASS, _GROUP, _PREDICTION = range(6)
 
@@ -56,7 +54,7 @@ class RequestStream:
     nothing is shared.
     """
 
-    arrival_s: Floats | None
+    arrival_s: Array | None
     prompt_tokens: Ints
     output_tokens: Ints
     class_index: Ints
@@ -166,7 +164,7 @@ def build_stream(workload: Workload, trace: Trace | None, *, requests: int, seed
     )
 
 
-def _uniforms(seed: int, purpose: int, requests: int) -> Floats:
+def _uniforms(seed: int, purpose: int, requests: int) -> Array:
     """One uniform in [0, 1) per request: draw i of the stream (seed, purpose)."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, purpose)))).random(requests)
 
@@ -183,7 +181,7 @@ def _classes(classes: Sequence[RequestClass], seed: int, requests: int) -> Ints:
 # --- arrivals ---------------------------------------------------------------------------------------------
 
 
-def _arrival_s(arrivals: Arrivals, trace: Trace | None, seed: int, requests: int) -> Floats | None:
+def _arrival_s(arrivals: Arrivals, trace: Trace | None, seed: int, requests: int) -> Array | None:
     """Arrival times at rate 1, divided by the rate: another rate is the same pattern, stretched."""
     if isinstance(arrivals, ClosedLoop):
         return None
@@ -191,7 +189,7 @@ def _arrival_s(arrivals: Arrivals, trace: Trace | None, seed: int, requests: int
         return _trace_arrival_s(arrivals, _needed(trace), requests)
     if isinstance(arrivals, Piecewise):
         return _piecewise(arrivals, np.cumsum(-np.log1p(-_uniforms(seed, _ARRIVALS, requests))))
-    unit: Floats
+    unit: Array
     match arrivals:
         case Poisson():
             unit = np.cumsum(-np.log1p(-_uniforms(seed, _ARRIVALS, requests)))
@@ -204,7 +202,7 @@ def _arrival_s(arrivals: Arrivals, trace: Trace | None, seed: int, requests: int
     return unit / arrivals.rate_rps
 
 
-def _piecewise(arrivals: Piecewise, unit: Floats) -> Floats:
+def _piecewise(arrivals: Piecewise, unit: Array) -> Array:
     """Arrivals of a rate-1 process, brought to the times at which the rates have summed up to them."""
     lengths = np.array([segment.for_s for segment in arrivals.segments])
     rates = np.array([segment.rate_rps for segment in arrivals.segments])
@@ -212,11 +210,11 @@ def _piecewise(arrivals: Piecewise, unit: Floats) -> Floats:
     begin = np.concatenate([[0.0], np.cumsum(lengths)])
     cycle, rest = np.divmod(unit, expected[-1])
     at = np.searchsorted(expected, rest, side="right") - 1  # never a segment of rate zero: it adds nothing
-    times: Floats = cycle * begin[-1] + begin[at] + (rest - expected[at]) / rates[at]
+    times: Array = cycle * begin[-1] + begin[at] + (rest - expected[at]) / rates[at]
     return times
 
 
-def _trace_arrival_s(arrivals: TraceArrivals, trace: Trace, requests: int) -> Floats:
+def _trace_arrival_s(arrivals: TraceArrivals, trace: Trace, requests: int) -> Array:
     if trace.arrival_s is None:
         raise UsageError(f"{trace.file}: has no arrival times; use arrivals of another kind with its lengths")
     wanted = arrivals.rate_rps
@@ -225,14 +223,14 @@ def _trace_arrival_s(arrivals: TraceArrivals, trace: Trace, requests: int) -> Fl
     if trace.rate_rps is None:
         raise UsageError(f"{trace.file}: all requests come at once, so it can be neither stretched nor repeated")
     round_, row = np.divmod(np.arange(requests), len(trace))
-    times: Floats = trace.arrival_s[row] + round_ * (len(trace) / trace.rate_rps)
+    times: Array = trace.arrival_s[row] + round_ * (len(trace) / trace.rate_rps)
     return times if wanted is None else times * (trace.rate_rps / wanted)
 
 
 # --- lengths ----------------------------------------------------------------------------------------------
 
 
-def _lengths(by_class: Sequence[Lengths], class_index: Ints, uniforms: Floats, trace: Trace | None, side: str) -> Ints:
+def _lengths(by_class: Sequence[Lengths], class_index: Ints, uniforms: Array, trace: Trace | None, side: str) -> Ints:
     if all(lengths is by_class[0] for lengths in by_class):
         return _sample(by_class[0], uniforms, trace, side)
     samples = np.stack([_sample(lengths, uniforms, trace, side) for lengths in by_class])
@@ -240,7 +238,7 @@ def _lengths(by_class: Sequence[Lengths], class_index: Ints, uniforms: Floats, t
     return tokens
 
 
-def _sample(lengths: Lengths, uniforms: Floats, trace: Trace | None, side: str) -> Ints:
+def _sample(lengths: Lengths, uniforms: Array, trace: Trace | None, side: str) -> Ints:
     match lengths:
         case FixedLength(tokens=tokens):
             return np.full(len(uniforms), tokens, dtype=np.int64)

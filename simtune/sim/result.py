@@ -16,14 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from simtune.arrays import Array
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import Tally
 from simtune.sim.requests import RequestStream
 from simtune.sim.statistics import TokenIntervals, batch_means, warm_up
 from simtune.sim.world import Outcome
 from simtune.specs.workload import Slo
-
-Column = NDArray[np.float64]
 
 METRICS = ("ttft", "tpot", "e2el", "queue", "prefill", "transfer", "decode")
 
@@ -63,48 +62,48 @@ class Result:
     """How many equal and independent cores each simulated one stands for; throughputs are those of all of them."""
 
     @cached_property
-    def arrival_s(self) -> Column:
+    def arrival_s(self) -> Array:
         return _seconds(self.outcome.arrival)
 
     @cached_property
-    def scheduled_s(self) -> Column:
+    def scheduled_s(self) -> Array:
         return _seconds(self.outcome.scheduled)
 
     @cached_property
-    def first_token_s(self) -> Column:
+    def first_token_s(self) -> Array:
         return _seconds(self.outcome.first_token)
 
     @cached_property
-    def finish_s(self) -> Column:
+    def finish_s(self) -> Array:
         return _seconds(self.outcome.finish)
 
     @cached_property
-    def ttft_s(self) -> Column:
+    def ttft_s(self) -> Array:
         return self.first_token_s - self.arrival_s
 
     @cached_property
-    def queue_s(self) -> Column:
+    def queue_s(self) -> Array:
         return self.scheduled_s - self.arrival_s
 
     @cached_property
-    def e2el_s(self) -> Column:
+    def e2el_s(self) -> Array:
         return self.finish_s - self.arrival_s
 
     @cached_property
-    def prefill_s(self) -> Column:
+    def prefill_s(self) -> Array:
         return self.first_token_s - self.scheduled_s
 
     @cached_property
-    def transferred_s(self) -> Column:
+    def transferred_s(self) -> Array:
         """When the KV cache had come to the decode instance; NaN where none was sent."""
         return _seconds(self.outcome.transferred)
 
     @cached_property
-    def transfer_s(self) -> Column:
+    def transfer_s(self) -> Array:
         return self.transferred_s - self.first_token_s
 
     @cached_property
-    def decode_s(self) -> Column:
+    def decode_s(self) -> Array:
         sent = np.isfinite(self.transferred_s)
         return self.finish_s - np.where(sent, self.transferred_s, self.first_token_s)
 
@@ -114,7 +113,7 @@ class Result:
         return TokenIntervals(self.outcome.intervals) if len(self.outcome.intervals) else None
 
     @cached_property
-    def tpot_s(self) -> Column:
+    def tpot_s(self) -> Array:
         gaps = self.stream.output_tokens - 1.0
         tpot = np.full(len(gaps), np.nan)
         np.divide(self.finish_s - self.first_token_s, gaps, out=tpot, where=gaps > 0)
@@ -163,9 +162,9 @@ class Result:
         error = math.sqrt(residual / 8 / float(np.sum((x - x.mean()) ** 2)))
         return bool(slope / size > 0.02 and slope > 3 * error)
 
-    def values(self, metric: str, request_class: int | None = None) -> Column:
+    def values(self, metric: str, request_class: int | None = None) -> Array:
         """Finite values of one of METRICS, of one class or of all."""
-        column: Column = getattr(self, metric + "_s")
+        column: Array = getattr(self, metric + "_s")
         keep = np.isfinite(column)
         if request_class is not None:
             keep &= self.stream.class_index == request_class
@@ -375,17 +374,17 @@ class MissBudget:
         return False
 
 
-def statistic_of(values: Column, statistic: str) -> float:
+def statistic_of(values: Array, statistic: str) -> float:
     """`mean` or a percentile such as `p99` or `p99.9` of non-empty values."""
     return float(values.mean()) if statistic == "mean" else float(np.percentile(values, float(statistic[1:])))
 
 
-def quantiles(values: Column) -> list[float]:
+def quantiles(values: Array) -> list[float]:
     """The 101 quantiles at 0, 1, ..., 100 %; empty when there are no values."""
     return [float(q) for q in np.percentile(values, np.arange(101))] if len(values) else []
 
 
-def _block(values: Column) -> dict[str, Any]:
+def _block(values: Array) -> dict[str, Any]:
     block: dict[str, Any] = {"unit": "s", "count": len(values)}
     if len(values):
         block |= {"mean": float(values.mean()), "std": float(values.std()), "min": float(values.min())}
@@ -395,5 +394,5 @@ def _block(values: Column) -> dict[str, Any]:
     return block
 
 
-def _seconds(ticks: NDArray[np.int64]) -> Column:
+def _seconds(ticks: NDArray[np.int64]) -> Array:
     return np.where(ticks >= 0, ticks / TICKS_PER_SECOND, np.nan)

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simtune import engine
+from simtune.arrays import Array, Ints
 from simtune.engine import Request
 from simtune.errors import Infeasible
 from simtune.sim.requests import RequestStream
@@ -46,8 +47,6 @@ from simtune.specs.speculation import (
     TokenBudget,
 )
 
-Array = NDArray[np.float64]
-Ints = NDArray[np.int64]
 Bits = NDArray[np.uint64]
 Counts = NDArray[np.integer]
 

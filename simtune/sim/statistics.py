@@ -7,14 +7,13 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from simtune.arrays import Array
 from simtune.costs.ticks import TICKS_PER_SECOND
-
-Column = NDArray[np.float64]
 
 BATCHES = 20
 
 
-def warm_up(values: Column) -> int:
+def warm_up(values: Array) -> int:
     """How many leading values belong to the start, by MSER-5 (White, Cobb and Spratt 2000).
 
     Values are averaged in fives; the cut is where the variance of what remains over the square of its number is
@@ -34,7 +33,7 @@ def warm_up(values: Column) -> int:
     return 5 * cut
 
 
-def batch_means(values: Column, statistic: str) -> tuple[float, float] | None:
+def batch_means(values: Array, statistic: str) -> tuple[float, float] | None:
     """A 95 % interval of the mean or of a percentile (`p99`) in the long run, from one run's values in order.
 
     The values are cut into BATCHES equal batches after the warm-up; the statistic of each batch counts as one

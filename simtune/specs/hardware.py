@@ -11,7 +11,7 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from simtune.errors import Problem, SpecError
 from simtune.specs import yamlfile
-from simtune.specs.base import Count, Dtype, Name, NonNegative, Part, Positive, Seq, Spec
+from simtune.specs.base import Count, Dtype, Name, NonNegative, Part, Positive, Seq, Share, Spec
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -39,7 +39,6 @@ OperatorKind = Literal[
 ]
 
 
-Share = Annotated[float, Field(ge=0, le=1)]
 Range = Annotated[Seq[float], Field(min_length=2, max_length=2, strict=False)]
 
 

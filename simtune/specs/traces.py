@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from simtune.arrays import Array, Ints
 from simtune.errors import Problem, SpecError, UsageError
 from simtune.specs.workload import MAX_TOKENS, Lengths, Poisson, Quantiles, Workload
 
@@ -57,9 +57,9 @@ class Trace:
 
     file: str
     sha256: str
-    arrival_s: NDArray[np.float64] | None
-    prompt_tokens: NDArray[np.int64]
-    output_tokens: NDArray[np.int64]
+    arrival_s: Array | None
+    prompt_tokens: Ints
+    output_tokens: Ints
     hash_ids: tuple[tuple[int, ...], ...] | None = None
     block_tokens: int = MOONCAKE_BLOCK_TOKENS
 
@@ -121,7 +121,7 @@ def quantile_workload(trace: Trace, name: str, source: str) -> Workload:
     )
 
 
-def _quantiles(tokens: NDArray[np.int64]) -> Lengths:
+def _quantiles(tokens: Ints) -> Lengths:
     found = np.quantile(tokens, LEVELS, method="inverted_cdf")  # lengths that occur, not averages of two
     return Quantiles(levels=LEVELS, tokens=tuple(found.astype(float).tolist()))
 
@@ -298,7 +298,7 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _numbers(table: _Table, field: str, problems: _Problems) -> NDArray[np.float64]:
+def _numbers(table: _Table, field: str, problems: _Problems) -> Array:
     """The column as floats; what is no finite number is reported and becomes NaN."""
     values, name = table.values[field], table.names[field]
     wanted: tuple[type, ...] = (int, float) if table.is_json else (str,)
@@ -324,7 +324,7 @@ def _numbers(table: _Table, field: str, problems: _Problems) -> NDArray[np.float
     return numbers
 
 
-def _lengths(table: _Table, field: str, problems: _Problems) -> NDArray[np.float64]:
+def _lengths(table: _Table, field: str, problems: _Problems) -> Array:
     numbers = _numbers(table, field, problems)
     remedy = {
         "prompt": "drop requests without a prompt",
@@ -343,7 +343,7 @@ def _lengths(table: _Table, field: str, problems: _Problems) -> NDArray[np.float
     return numbers
 
 
-def _arrival_s(table: _Table, problems: _Problems) -> NDArray[np.float64] | None:
+def _arrival_s(table: _Table, problems: _Problems) -> Array | None:
     if "arrival" not in table.names:
         return None
     name = table.names["arrival"].lower()
@@ -358,11 +358,11 @@ def _arrival_s(table: _Table, problems: _Problems) -> NDArray[np.float64] | None
         values = table.values["arrival"]
         earlier = f"{values[here]} is earlier than {values[before]} of line {table.lines[before]}"
         problems.add(f"{earlier}; sort the rows by time", table.lines[here], table.names["arrival"])
-    since_first: NDArray[np.float64] = (times - times[0]) / per_s
+    since_first: Array = (times - times[0]) / per_s
     return since_first
 
 
-def _wall_clock_ns(table: _Table, problems: _Problems) -> NDArray[np.float64]:
+def _wall_clock_ns(table: _Table, problems: _Problems) -> Array:
     """Nanoseconds since the first good time (exact in a float for 100 days); NaN where reported."""
     texts = [str(text).strip() for text in table.values["arrival"]]
     times = np.full(len(texts), np.datetime64("NaT", "ns"))
@@ -385,7 +385,7 @@ def _wall_clock_ns(table: _Table, problems: _Problems) -> NDArray[np.float64]:
     known = times[~np.isnat(times)]
     if not len(known):
         return np.full(len(texts), np.nan)
-    since: NDArray[np.float64] = (times - known[0]) / np.timedelta64(1, "ns")
+    since: Array = (times - known[0]) / np.timedelta64(1, "ns")
     return since
 
 
@@ -393,7 +393,7 @@ def _without_zone(text: str) -> str:
     return text.removesuffix("Z").removesuffix("+00:00")
 
 
-def _hash_ids(table: _Table, prompt: NDArray[np.float64], problems: _Problems) -> tuple[tuple[int, ...], ...] | None:
+def _hash_ids(table: _Table, prompt: Array, problems: _Problems) -> tuple[tuple[int, ...], ...] | None:
     if "hash_ids" not in table.values:
         return None
     rows: list[tuple[int, ...]] = []

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from simtune.arrays import Array, Ints
 from simtune.sim.result import Result
-
-Column = NDArray[np.float64]
 
 STATISTICS = ("mean", "p50", "p90", "p99")
 
@@ -17,11 +16,11 @@ STATISTICS = ("mean", "p50", "p90", "p99")
 class Served(NamedTuple):
     """When what happened to each request, in seconds of one clock, and how many tokens it got."""
 
-    queued_s: Column
-    scheduled_s: Column
-    first_token_s: Column
-    finish_s: Column
-    output_tokens: NDArray[np.int64]
+    queued_s: Array
+    scheduled_s: Array
+    first_token_s: Array
+    finish_s: Array
+    output_tokens: Ints
 
     @classmethod
     def of(cls, result: Result) -> Served:
@@ -31,7 +30,7 @@ class Served(NamedTuple):
         tokens = np.asarray(result.stream.output_tokens, dtype=np.int64)
         return cls(result.arrival_s, result.scheduled_s, result.first_token_s, result.finish_s, tokens)
 
-    def latencies(self) -> dict[str, Column]:
+    def latencies(self) -> dict[str, Array]:
         """TTFT, TPOT of answers of two tokens and more, and E2EL, in seconds."""
         gaps = self.output_tokens - 1
         return {
@@ -40,7 +39,7 @@ class Served(NamedTuple):
             "e2el": self.finish_s - self.queued_s,
         }
 
-    def in_flight(self, at_s: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def in_flight(self, at_s: ArrayLike) -> tuple[Ints, Ints]:
         """(running, waiting) requests at these times; one that was preempted counts as running."""
         times = np.asarray(at_s, dtype=np.float64)
         queued, scheduled, finished = (
@@ -50,7 +49,7 @@ class Served(NamedTuple):
         return scheduled - finished, queued - scheduled
 
 
-class Compared(NamedTuple):
+class Comparison(NamedTuple):
     """One statistic of one latency, both in seconds."""
 
     metric: str
@@ -64,15 +63,15 @@ class Compared(NamedTuple):
         return self.predicted_s / self.measured_s - 1
 
 
-def compare(measured: Served, predicted: Served) -> list[Compared]:
+def compare(measured: Served, predicted: Served) -> list[Comparison]:
     """Mean and percentiles of every latency; percentiles interpolate linearly between order statistics."""
     theirs = predicted.latencies()
     return [
-        Compared(metric, statistic, _statistic(seconds, statistic), _statistic(theirs[metric], statistic))
+        Comparison(metric, statistic, _statistic(seconds, statistic), _statistic(theirs[metric], statistic))
         for metric, seconds in measured.latencies().items()
         for statistic in STATISTICS
     ]
 
 
-def _statistic(seconds: Column, name: str) -> float:
+def _statistic(seconds: Array, name: str) -> float:
     return float(seconds.mean() if name == "mean" else np.percentile(seconds, float(name[1:])))

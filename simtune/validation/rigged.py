@@ -15,43 +15,43 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+
+from simtune.arrays import Ints, Mask
 
 if TYPE_CHECKING:
     import torch
 
-Tokens = NDArray[np.int64]
 
 RESERVED = 3
 """Tokens that are never walked on: padding, begin, end."""
 
 
-class Rig(NamedTuple):
+class RiggedPair(NamedTuple):
     """Which token follows which: (vocabulary) for target and draft."""
 
-    target: Tokens
-    draft: Tokens
+    target: Ints
+    draft: Ints
 
-    def walk(self, start: int, length: int) -> Tokens:
+    def walk(self, start: int, length: int) -> Ints:
         """The target's answer of `length` tokens to a prompt that ends in `start`."""
         walked = [start]
         for _ in range(length):
             walked.append(int(self.target[walked[-1]]))
         return np.array(walked[1:])
 
-    def starts(self, length: int) -> Tokens:
+    def starts(self, length: int) -> Ints:
         """As many tokens as there are, answers of `length` to which have no token in common."""
         cycle = self.walk(RESERVED, len(self.target) - RESERVED)
         return cycle[: len(cycle) // length * length : length]
 
-    def agreement(self, start: int, length: int) -> NDArray[np.bool_]:
+    def agreement(self, start: int, length: int) -> Mask:
         """Whether the draft, at the right place, guesses each token of the answer."""
         before = np.concatenate([[start], self.walk(start, length)[:-1]])
-        agrees: NDArray[np.bool_] = self.target[before] == self.draft[before]
+        agrees: Mask = self.target[before] == self.draft[before]
         return agrees
 
 
-def rig(vocab_size: int, acceptance: float, seed: int) -> Rig:
+def rig(vocab_size: int, acceptance: float, seed: int) -> RiggedPair:
     """Permutations that agree on the share `acceptance` of the tokens, nearly: on a whole number, and never on all
     but one of them.
     """
@@ -62,10 +62,10 @@ def rig(vocab_size: int, acceptance: float, seed: int) -> Rig:
     wrong = rng.choice(cycle, round((1 - acceptance) * len(cycle)), replace=False)
     draft = target.copy()
     draft[wrong] = np.roll(target[wrong], 1)
-    return Rig(target, draft)
+    return RiggedPair(target, draft)
 
 
-def llama(following: Tokens, hidden: int, layers: int, seed: int) -> Any:
+def llama(following: Ints, hidden: int, layers: int, seed: int) -> Any:
     """A transformers Llama of random weights that answers each token with the one that follows it."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -95,7 +95,7 @@ def llama(following: Tokens, hidden: int, layers: int, seed: int) -> Any:
 class Assisted(NamedTuple):
     """What assisted generation did with one prompt."""
 
-    answer: Tokens
+    answer: Ints
     verifies: int
 
 
@@ -132,7 +132,7 @@ def generate(target: Any, draft: Any, start: int, length: int, draft_tokens: int
     return Assisted(tokens[0, 1:].numpy(), verifies)
 
 
-def rounds(agreement: Sequence[bool] | NDArray[np.bool_], draft_tokens: int) -> int:
+def rounds(agreement: Sequence[bool] | Mask, draft_tokens: int) -> int:
     """Verifications that an answer takes whose agreement is known, each round drafting `draft_tokens` or as many as
     are left but one.
     """

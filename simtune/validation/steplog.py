@@ -23,15 +23,15 @@ MAX_SHOWN = 10
 """Problems of one file that are told in full."""
 
 Ids = tuple[str, ...]
-Tokens = dict[str, Annotated[int, Field(ge=0)]]
+TokensByRequest = dict[str, Annotated[int, Field(ge=0)]]
 Whole = Annotated[int, Field(ge=0)]
 
 
-class _Line(BaseModel):
+class _LogLine(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Header(_Line):
+class StepLogHeader(_LogLine):
     """What ran. Further keys (device, model, workload …) are for people and are not read."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -44,7 +44,7 @@ class Header(_Line):
     n_steps: Count
 
 
-class LoggedRequest(_Line):
+class LoggedRequest(_LogLine):
     """`at_step`: it was added just before that step was scheduled. Requests of one `group` share their first
     `prefix_len` tokens and no others."""
 
@@ -58,19 +58,19 @@ class LoggedRequest(_Line):
     prefix_len: Whole = 0
 
 
-class LoggedStep(_Line):
+class LoggedStep(_LogLine):
     """One step as the engine chose it. `free`, `running` and `waiting` are those right after scheduling."""
 
     step: Whole
-    sched: Tokens
-    admit: Tokens = {}
+    sched: TokensByRequest
+    admit: TokensByRequest = {}
     preempt: Ids = ()
     reset_before: Ids = ()
     reset_after: Ids = ()
     starved: Ids = ()
-    draft: Tokens = {}
-    accept: Tokens = {}
-    emit: Tokens = {}
+    draft: TokensByRequest = {}
+    accept: TokensByRequest = {}
+    emit: TokensByRequest = {}
     finish: Ids = ()
     free: Whole = 0
     running: Whole = 0
@@ -85,12 +85,12 @@ class StepLog:
     """A log as read, in the order of the file."""
 
     file: str
-    header: Header
+    header: StepLogHeader
     requests: list[LoggedRequest]
     steps: list[LoggedStep]
 
 
-AnyLine = TypeVar("AnyLine", bound=_Line)
+AnyLine = TypeVar("AnyLine", bound=_LogLine)
 
 
 def describe(error: ValidationError) -> Iterator[tuple[str, str]]:
@@ -176,14 +176,14 @@ class _Reader:
                 self.problem(number, message, key)
             return None
 
-    def header(self, text: str) -> Header:
+    def header(self, text: str) -> StepLogHeader:
         data = self.parse(1, text)
         if data is not None and data.get("format") != FORMAT:
             found = data.get("format")
             rest = "; is this a step log?" if found is None else f", not {found}"
             self.problem(1, f"must be {FORMAT}{rest}", "format")
             self.raise_problems()
-        header = self.line(Header, 1, data) if data is not None else None
+        header = self.line(StepLogHeader, 1, data) if data is not None else None
         self.raise_problems()
         assert header is not None
         return header

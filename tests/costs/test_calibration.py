@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import simtune
 from simtune.cli.calibrate import calibrate as command
-from simtune.costs.calibration import FEWEST, Log, Step, calibrate, read_log, two_numbers
+from simtune.costs.calibration import FEWEST, Log, TimedStep, calibrate, read_log, two_numbers
 from simtune.costs.iteration import Batch, StepModel
 from simtune.errors import SimtuneError, SpecError, UsageError
 from simtune.report.hardware import facts
@@ -92,7 +92,7 @@ class TestFit:
     def test_errors_are_those_of_the_other_half(self) -> None:
         """Noisy times: both numbers follow the noise of the half they are fitted on."""
         rng = np.random.default_rng(0)
-        steps = [Step(b, engine_s(b) * float(np.exp(rng.normal(0, 0.3)))) for b in batches() if not b.chunks]
+        steps = [TimedStep(b, engine_s(b) * float(np.exp(rng.normal(0, 0.3)))) for b in batches() if not b.chunks]
         found = calibrate(model(), hardware(), pool(), Log(steps), Path("noise.csv")).decode
         assert found is not None
         predicted = np.array([StepModel(model(), hardware(), pool()).gpu_s(step.batch) for step in steps])
@@ -101,7 +101,7 @@ class TestFit:
         assert np.median(seen) < found.median_after
 
     def test_too_few_steps_of_a_kind_leave_it_alone(self) -> None:
-        steps = [Step(b, engine_s(b)) for b in batches() if not b.chunks or b.num_decodes == 0]
+        steps = [TimedStep(b, engine_s(b)) for b in batches() if not b.chunks or b.num_decodes == 0]
         few = [s for s in steps if s.kind == "prefill"][: FEWEST - 1]
         found = calibrate(
             model(), hardware(), pool(), Log([s for s in steps if s.kind == "decode"] + few), Path("x.csv")
@@ -114,18 +114,18 @@ class TestFit:
 
     @pytest.mark.parametrize(("factor", "words"), [(1e3, "another device"), (1e-3, "another unit")])
     def test_another_unit_or_device_is_refused(self, factor: float, words: str) -> None:
-        steps = [Step(b, factor * engine_s(b)) for b in batches() if not b.chunks]
+        steps = [TimedStep(b, factor * engine_s(b)) for b in batches() if not b.chunks]
         with pytest.raises(SpecError, match=rf"ms\.csv: decode steps would be scaled by .*{words}"):
             calibrate(model(), hardware(), pool(), Log(steps), Path("ms.csv"))
 
     def test_steps_that_all_take_the_same_say_nothing_of_larger_ones(self) -> None:
-        steps = [Step(b, 0.01) for b in batches() if not b.chunks]
+        steps = [TimedStep(b, 0.01) for b in batches() if not b.chunks]
         with pytest.raises(SpecError, match="take the same whatever is in them"):
             calibrate(model(), hardware(), pool(), Log(steps), Path("flat.csv"))
 
     def test_what_two_numbers_do_not_describe_is_refused(self) -> None:
         wild = np.geomspace(1e-5, 1e-1, 12)[np.random.default_rng(3).permutation(12)]
-        steps = [Step(Batch(n, c, (), n), float(s)) for (n, c), s in zip(DECODES, wild, strict=True)]
+        steps = [TimedStep(Batch(n, c, (), n), float(s)) for (n, c), s in zip(DECODES, wild, strict=True)]
         with pytest.raises(SpecError, match="off at the median: a scale and an offset do not describe"):
             calibrate(model(), hardware(), pool(), Log(steps), Path("wild.csv"))
 
@@ -201,11 +201,11 @@ class TestLogs:
         path = write_lines(tmp_path / "log.jsonl", {"format": "steplog/1", "model": shape}, lines)
         log = read_log(path, model(), hardware(), 1)
         assert log.steps == [
-            Step(Batch(0, 0, ((0, 4), (0, 2)), 1), 0.75),
-            Step(Batch(1, 3, ((4, 1),), 2), 0.5),
-            Step(Batch(2, 6 + 4, (), 2), 0.5),
-            Step(Batch(1, 5, (), 1), 0.5),
-            Step(Batch(2, 7 + 8, (), 2), 0.5),
+            TimedStep(Batch(0, 0, ((0, 4), (0, 2)), 1), 0.75),
+            TimedStep(Batch(1, 3, ((4, 1),), 2), 0.5),
+            TimedStep(Batch(2, 6 + 4, (), 2), 0.5),
+            TimedStep(Batch(1, 5, (), 1), 0.5),
+            TimedStep(Batch(2, 7 + 8, (), 2), 0.5),
         ]
         assert log.left_out == {"no time": 1}
         with pytest.raises(SpecError, match=r"layers 2|2 layers, hidden size 64 and vocabulary 256, not of tiny"):

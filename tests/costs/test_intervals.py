@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from simtune.arrays import Array
 from simtune.costs.fit import conformal_quantile, fit_predictor
-from simtune.costs.operators import OPERATORS, Array, Setting
+from simtune.costs.operators import OPERATORS, Setting
 from simtune.costs.predict import Z90, base_seconds
 from simtune.costs.tables import Origin, Table
 from simtune.specs.hardware import OperatorKind

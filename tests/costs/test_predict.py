@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from simtune.costs.operators import Array
+from simtune.arrays import Array
 from simtune.costs.predict import DATA_SHEET_LOG_SD, OUTSIDE, Predictor, Profile, typical_log_sd
 from simtune.errors import SpecError
 from simtune.specs.catalog import load_hardware

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simtune.costs.operators import OPERATORS, Array, Setting
+from simtune.arrays import Array
+from simtune.costs.operators import OPERATORS, Setting
 from simtune.costs.operators.moe import DEALT
 from simtune.costs.residual import (
     Hyper,

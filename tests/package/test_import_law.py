@@ -13,15 +13,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-GROUND = {"errors", "parallel", "specs"}
+GROUND = {"arrays", "errors", "parallel", "specs"}
 LAW: dict[str, set[str]] = {
+    "arrays": set(),
     "errors": set(),
     "parallel": set(),
-    "engine": set(),
-    "specs": {"errors"},
-    "costs": {"errors", "specs"},
+    "engine": {"arrays"},
+    "specs": {"arrays", "errors"},
+    "costs": {"arrays", "errors", "specs"},
     "emit": {"errors", "specs"},
-    "profiling": {"errors", "specs", "costs"},
+    "profiling": {"arrays", "errors", "specs", "costs"},
     "sim": GROUND | {"engine", "costs"},
     "report": GROUND | {"engine", "costs", "sim"},
     "validation": GROUND | {"engine", "costs", "sim"},

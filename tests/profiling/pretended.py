@@ -21,7 +21,7 @@ import numpy as np
 from simtune.costs.operators import OPERATORS, Setting
 from simtune.costs.predict import base_seconds
 from simtune.profiling import run
-from simtune.profiling.plan import Limits, Task
+from simtune.profiling.plan import Limits, MeasurementTask
 from simtune.profiling.timing import Measured
 from simtune.specs.model import DenseFeedForward, FullAttention, LayerGroup, Model
 
@@ -47,8 +47,8 @@ class PretendedRig:
     def __init__(self, *, name: str = "Pretended P1", memory_bytes: float = 2e9, noise: float = 0.01) -> None:
         self.name, self.memory_bytes, self.noise = name, memory_bytes, noise
         self.spent_s = 0.0
-        self.measured: list[Task] = []
-        self.disturb: Callable[[Task], float] = lambda task: 1.0
+        self.measured: list[MeasurementTask] = []
+        self.disturb: Callable[[MeasurementTask], float] = lambda task: 1.0
 
     def clock(self) -> float:
         return self.spent_s
@@ -66,7 +66,7 @@ class PretendedRig:
     def condition(self) -> dict[str, float]:
         return {"clock_mhz": 1000.0}
 
-    def seconds(self, task: Task) -> float:
+    def seconds(self, task: MeasurementTask) -> float:
         if task.kind in OPERATORS:
             shape = {name: np.array([float(x)]) for name, x in task.shape.items()}
             terms = OPERATORS[task.kind].terms(shape, Setting.of(4, task.dtype, task.kv_dtype))  # type: ignore[index]
@@ -78,7 +78,7 @@ class PretendedRig:
         draw = int.from_bytes(hashlib.sha256(repr(sorted(task.shape.items())).encode()).digest()[:4]) / 2**32
         return exact * (1 + self.noise * (2 * draw - 1))
 
-    def measure(self, task: Task) -> Measured:
+    def measure(self, task: MeasurementTask) -> Measured:
         if os.environ.get("SLOWLY"):
             time.sleep(0.004)
         self.spent_s += COST_S

@@ -12,17 +12,17 @@ import pytest
 from simtune.costs.tables import own
 from simtune.errors import SimtuneError, SpecError, UsageError
 from simtune.profiling.journal import FILE, Journal, task_of
-from simtune.profiling.plan import Task
+from simtune.profiling.plan import MeasurementTask
 
 HEADER = {"device": "Pretended P1", "torch": "0.0", "plan": "abc"}
-TASK = Task("gemm", "bf16", {"m": 8, "n": 64, "k": 64})
+TASK = MeasurementTask("gemm", "bf16", {"m": 8, "n": 64, "k": 64})
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     with Journal.create(tmp_path / FILE, HEADER) as journal:
         for m in (1, 2, 3):
-            journal.record(Task("gemm", "bf16", {"m": m, "n": 64, "k": 64}), seconds=1e-3 * m, mad=1e-6)
+            journal.record(MeasurementTask("gemm", "bf16", {"m": m, "n": 64, "k": 64}), seconds=1e-3 * m, mad=1e-6)
     return tmp_path / FILE
 
 
@@ -30,7 +30,7 @@ def test_what_was_recorded_is_read_back(path: Path) -> None:
     journal, said = Journal.resume(path)
     assert said is None
     assert [p.seconds for p in journal.points] == [1e-3, 2e-3, 3e-3]
-    assert task_of(journal.points[0]).key == Task("gemm", "bf16", {"m": 1, "n": 64, "k": 64}).key
+    assert task_of(journal.points[0]).key == MeasurementTask("gemm", "bf16", {"m": 1, "n": 64, "k": 64}).key
 
 
 @pytest.mark.parametrize("cut", [1, 10, 40])
@@ -42,7 +42,7 @@ def test_a_last_line_cut_short_is_repaired_and_said(path: Path, cut: int) -> Non
     with journal:
         if len(journal.points) == 2:
             assert "cut short" in said
-            journal.record(Task("gemm", "bf16", {"m": 3, "n": 64, "k": 64}), seconds=3e-3, mad=1e-6)
+            journal.record(MeasurementTask("gemm", "bf16", {"m": 3, "n": 64, "k": 64}), seconds=3e-3, mad=1e-6)
     assert path.read_bytes() == whole
 
 
@@ -75,13 +75,13 @@ def test_a_full_disk_is_said_and_the_points_are_kept(path: Path, monkeypatch: py
 
 def test_simtune_fit_reads_the_file_and_accounts_for_every_line(path: Path) -> None:
     with Journal.resume(path)[0] as journal:
-        journal.record(Task("gemm", "bf16", {"m": 2, "n": 64, "k": 64}), seconds=9e-3)  # a second visit
-        journal.record(Task("gemm", "bf16", {"m": 5, "n": 64, "k": 64}, role="validation"), seconds=1e-3)
-        journal.record(Task("gemm", "bf16", {"m": 4, "n": 64, "k": 64}, role="sentinel"), seconds=1e-3)
-        journal.record(Task("gemm", "bf16", {"m": 9, "n": 64, "k": 64}), seconds=1e-3, mad=1e-4)
-        journal.record(Task("gemm", "bf16", {"m": 7, "n": 64, "k": 64}), failed="out of memory")
-        journal.record(Task("host", "bf16", {"sequences": 4}), seconds=2e-5)
-        journal.record(Task("copy", "bf16", {"bytes": 4096}, variant="in_memory"), seconds=1e-6)
+        journal.record(MeasurementTask("gemm", "bf16", {"m": 2, "n": 64, "k": 64}), seconds=9e-3)  # a second visit
+        journal.record(MeasurementTask("gemm", "bf16", {"m": 5, "n": 64, "k": 64}, role="validation"), seconds=1e-3)
+        journal.record(MeasurementTask("gemm", "bf16", {"m": 4, "n": 64, "k": 64}, role="sentinel"), seconds=1e-3)
+        journal.record(MeasurementTask("gemm", "bf16", {"m": 9, "n": 64, "k": 64}), seconds=1e-3, mad=1e-4)
+        journal.record(MeasurementTask("gemm", "bf16", {"m": 7, "n": 64, "k": 64}), failed="out of memory")
+        journal.record(MeasurementTask("host", "bf16", {"sequences": 4}), seconds=2e-5)
+        journal.record(MeasurementTask("copy", "bf16", {"bytes": 4096}, variant="in_memory"), seconds=1e-6)
     found = own.read(path)
     (gemm,) = found.tables
     assert dict(zip(gemm.shape["m"].tolist(), gemm.seconds.tolist(), strict=True)) == {1: 1e-3, 2: 2e-3, 3: 3e-3}

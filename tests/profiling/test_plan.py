@@ -8,18 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simtune.costs.layers import attention_layer
-from simtune.profiling.plan import ROUNDS, Limits, Plan, Task, _round_of, plan, spread, work
+from simtune.profiling.plan import ROUNDS, Limits, MeasurementPlan, MeasurementTask, _round_of, plan, spread, work
 from simtune.specs.catalog import load_model
 from tests.profiling.pretended import model
 
 LIMITS = Limits(8e9, 0.05, 2.0**39, 2.0**38, 2.0**36)
 
 
-def made(name: str = "llama-3.2-1b", tps: tuple[int, ...] = (1,), limits: Limits = LIMITS, seed: int = 0) -> Plan:
+def made(
+    name: str = "llama-3.2-1b", tps: tuple[int, ...] = (1,), limits: Limits = LIMITS, seed: int = 0
+) -> MeasurementPlan:
     return plan([load_model(name)], tps, limits, seed=seed)
 
 
-def of(found: Plan, kind: str, role: str = "fit", variant: str | None = None) -> list[Task]:
+def of(found: MeasurementPlan, kind: str, role: str = "fit", variant: str | None = None) -> list[MeasurementTask]:
     return [t for t in found.tasks if t.kind == kind and t.role == role and t.variant == variant]
 
 
@@ -77,7 +79,7 @@ def test_rounds_double(count: int) -> None:
 
 
 def test_corners_come_first_and_then_what_is_farthest() -> None:
-    grid = [Task("copy", "bf16", {"bytes": 2**i, "more": 2**j}) for i in range(5) for j in range(5)]
+    grid = [MeasurementTask("copy", "bf16", {"bytes": 2**i, "more": 2**j}) for i in range(5) for j in range(5)]
     first = [tuple(t.shape.values()) for t in spread(grid, 5)]
     assert set(first[:4]) == {(1, 1), (1, 16), (16, 1), (16, 16)}
     assert first[4] == (4, 4)

@@ -19,7 +19,7 @@ from simtune.costs.profile import build
 from simtune.costs.tables import read_tables
 from simtune.errors import SimtuneError, UsageError
 from simtune.profiling.journal import FILE, Journal, task_of
-from simtune.profiling.plan import Limits, Task
+from simtune.profiling.plan import Limits, MeasurementTask
 from simtune.profiling.run import SENTINEL_EVERY, VALIDATION, doubtful
 from simtune.profiling.timing import Measured
 from simtune.specs.plan import Batching, Pool
@@ -95,7 +95,7 @@ def test_a_run_stopped_and_resumed_measures_what_an_undisturbed_one_does(tmp_pat
     profile(PretendedRig(), whole, budget_s=40)
 
     class Stops(PretendedRig):
-        def measure(self, task: Task) -> Measured:
+        def measure(self, task: MeasurementTask) -> Measured:
             if len(self.measured) >= 97:
                 raise SimtuneError("the device does not answer any more")
             return super().measure(task)
@@ -157,7 +157,7 @@ def test_measurements_of_something_else_are_refused(tmp_path: Path, other: dict[
 
 def test_a_shape_that_does_not_fit_is_told_and_the_run_goes_on(tmp_path: Path) -> None:
     class Small(PretendedRig):
-        def measure(self, task: Task) -> Measured:
+        def measure(self, task: MeasurementTask) -> Measured:
             if task.shape.get("context", 0) > 4000 and task.role != "validation":
                 self.spent_s += COST_S
                 raise MemoryError
@@ -172,7 +172,7 @@ def test_a_shape_that_does_not_fit_is_told_and_the_run_goes_on(tmp_path: Path) -
 
 def test_too_few_points_are_said_to_be_too_few(tmp_path: Path) -> None:
     class Slow(PretendedRig):
-        def measure(self, task: Task) -> Measured:
+        def measure(self, task: MeasurementTask) -> Measured:
             self.spent_s += 30
             return super().measure(task)
 
@@ -183,9 +183,9 @@ def test_too_few_points_are_said_to_be_too_few(tmp_path: Path) -> None:
 
 def test_what_is_off_the_fit_or_before_a_moved_sentinel_is_doubted_and_measured_again_first(tmp_path: Path) -> None:
     rig = PretendedRig(noise=0.0)
-    tasks: list[Task] = []
+    tasks: list[MeasurementTask] = []
 
-    def disturb(task: Task) -> float:
+    def disturb(task: MeasurementTask) -> float:
         if task.role == "sentinel":
             return 1.1 if len(rig.measured) in (127, 128) else 1.0  # those after three windows
         tasks.append(task)

@@ -135,14 +135,14 @@ def test_a_device_that_cannot_be_measured_is_refused(device: str, words: str) ->
 @pytest.mark.slow
 def test_collectives_among_two_processes() -> None:
     from simtune.profiling.collectives import Group
-    from simtune.profiling.plan import Task
+    from simtune.profiling.plan import MeasurementTask
 
     group = Group(2, "cpu")
     try:
         for task in (
-            Task("all_reduce", "fp32", {"devices": 2, "bytes": 4096}),
-            Task("all_gather", "fp32", {"devices": 2, "bytes": 4096}),
-            Task("send_recv", "fp32", {"bytes": 4096}),
+            MeasurementTask("all_reduce", "fp32", {"devices": 2, "bytes": 4096}),
+            MeasurementTask("all_gather", "fp32", {"devices": 2, "bytes": 4096}),
+            MeasurementTask("send_recv", "fp32", {"bytes": 4096}),
         ):
             assert 0 < group.measure(task).seconds < 1
     finally:

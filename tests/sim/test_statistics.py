@@ -10,18 +10,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
+from simtune.arrays import Array
 from simtune.costs.compiled import LinearCosts
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.sim.result import Result
 from simtune.sim.statistics import BATCHES, TokenIntervals, batch_means, warm_up
 from tests.sim.worlds import Setting, stream_of
 
-Column = NDArray[np.float64]
 
-
-def autoregressive(rng: np.random.Generator, n: int, correlation: float, mean: float = 10.0) -> Column:
+def autoregressive(rng: np.random.Generator, n: int, correlation: float, mean: float = 10.0) -> Array:
     """AR(1) with unit variance, begun in its steady state."""
     noise = rng.standard_normal(n) * math.sqrt(1 - correlation**2)
     x = np.empty(n)
@@ -31,11 +29,11 @@ def autoregressive(rng: np.random.Generator, n: int, correlation: float, mean: f
     return mean + x
 
 
-def waits_of_mm1(rng: np.random.Generator, n: int, rho: float) -> Column:
+def waits_of_mm1(rng: np.random.Generator, n: int, rho: float) -> Array:
     """Waits in an M/M/1 queue with arrivals at rate 1, begun empty (Lindley's recursion)."""
     work = rng.exponential(rho, n) - rng.exponential(1.0, n)
     total = np.concatenate([[0.0], np.cumsum(work)])[:n]
-    waits: Column = total - np.minimum.accumulate(total)
+    waits: Array = total - np.minimum.accumulate(total)
     return waits
 
 

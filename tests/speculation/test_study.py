@@ -48,7 +48,7 @@ from simtune.tuner.drafting import (
     speculation_on,
 )
 from simtune.tuner.search import Question, optimize
-from simtune.tuner.space import Candidate, Shape, members
+from simtune.tuner.space import Candidate, ParallelShape, members
 
 MODEL, HARDWARE = load_model("llama-3.1-8b"), load_hardware("h100-sxm")
 HEAD = Eagle(checkpoint="org/head", draft_vocab_size=32000)
@@ -204,8 +204,8 @@ def test_a_drafter_that_never_pays_is_said_to() -> None:
 
 def test_a_study_without_drafters_searches_what_it_always_did() -> None:
     study = question().study
-    assert members(study, Shape(1, 1, 1)) == [Candidate(Shape(1, 1, 1), 64, 2048)]
-    assert members(study, Shape(1, 1, 1))[0].name == "tp1-pp1-x1-s64-t2048"
+    assert members(study, ParallelShape(1, 1, 1)) == [Candidate(ParallelShape(1, 1, 1), 64, 2048)]
+    assert members(study, ParallelShape(1, 1, 1))[0].name == "tp1-pp1-x1-s64-t2048"
 
 
 def test_drafters_have_names_of_their_own() -> None:
@@ -295,7 +295,7 @@ def test_the_capacity_bound_holds_with_drafts(scheme: Scheme, workload: Workload
     """Far more is offered than can be served: what is served per second is no more than the bound."""
     d = draft(0.98, 0.98, 0.98, scheme=scheme, model="llama-3.2-1b" if isinstance(scheme, Dsi) else None)
     q = question(d, workload=workload)
-    candidate = Candidate(Shape(1, 1, 1), 64, 2048, "eagle3", d.speculation(scheme))
+    candidate = Candidate(ParallelShape(1, 1, 1), 64, 2048, "eagle3", d.speculation(scheme))
     deployment = q.deploy(candidate, 8192)
     stream = q.stream(candidate.shape, 1000.0)
     (deployed,) = deployment.pools
@@ -309,7 +309,7 @@ def test_a_batch_that_hovers_at_a_threshold_drafts_now_this_now_that() -> None:
     of three does, where many are what none does, and of a load about the threshold something between."""
     d = draft(scheme=AT_NINE)
     q = question(d)
-    deployment = q.deploy(Candidate(Shape(1, 1, 1), 64, 2048, "eagle3", d.speculation(AT_NINE)), 4096)
+    deployment = q.deploy(Candidate(ParallelShape(1, 1, 1), 64, 2048, "eagle3", d.speculation(AT_NINE)), 4096)
     drafted = [q.watch(deployment, rate).drafted for rate in (2.0, 8.0, 20.0)]
     per_round = [tally.tokens / tally.rounds for tally in drafted]
     assert per_round[0] > 2.8 > per_round[1] > 1.1 > per_round[2] > 1

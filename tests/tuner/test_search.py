@@ -19,7 +19,7 @@ from simtune.specs.workload import ClosedLoop, FixedLength, Lognormal, Poisson, 
 from simtune.tuner import curves as curves_module
 from simtune.tuner.bounds import Capacity
 from simtune.tuner.search import Question, optimize
-from simtune.tuner.space import Candidate, Shape, members, shapes
+from simtune.tuner.space import Candidate, ParallelShape, members, shapes
 
 MODEL, HARDWARE = load_model("llama-3.1-8b"), load_hardware("h100-sxm")
 
@@ -208,9 +208,9 @@ def test_no_schedule_beats_the_capacity_bound(
         }
     )
     q = replace(question(workload=load), study=question(workload=load).study.model_copy(update={"seed": seed}))
-    candidate = Candidate(Shape(tp, 1, 1), seqs, max(seqs, tokens))
+    candidate = Candidate(ParallelShape(tp, 1, 1), seqs, max(seqs, tokens))
     deployment = deploy(candidate.plan(q.study, 8192), q.model, q.hardware)
-    stream = q.stream(Shape(1, 1, 1))
+    stream = q.stream(ParallelShape(1, 1, 1))
     bound = Capacity(deployment.costs, stream, 8192).rps(deployment.pools[0])
     served = len(stream) / deployment.simulate(stream).duration_s
     assert served <= bound * (1 + 1e-9)
@@ -220,8 +220,8 @@ def test_the_bound_is_not_idle_talk() -> None:
     """Under saturation the best engine settings reach a good part of the bound."""
     load = LOAD.model_copy(update={"arrivals": Poisson(rate_rps=1e6), "requests": 3000})
     q = question(workload=load)
-    deployment = deploy(Candidate(Shape(1, 1, 1), 256, 2048).plan(q.study, 8192), q.model, q.hardware)
-    stream = q.stream(Shape(1, 1, 1))
+    deployment = deploy(Candidate(ParallelShape(1, 1, 1), 256, 2048).plan(q.study, 8192), q.model, q.hardware)
+    stream = q.stream(ParallelShape(1, 1, 1))
     bound = Capacity(deployment.costs, stream, 8192).rps(deployment.pools[0])
     assert len(stream) / deployment.simulate(stream).duration_s > 0.6 * bound
 
@@ -229,7 +229,7 @@ def test_the_bound_is_not_idle_talk() -> None:
 def test_some_cores_stand_for_all() -> None:
     """Some cores of a wide deployment give the statistics of all of them, within what fewer requests allow."""
     q = question(devices=8, workload=LOAD.model_copy(update={"requests": 4000}))
-    candidate = next(c for c in candidates(q) if c.shape == Shape(1, 1, 8))
+    candidate = next(c for c in candidates(q) if c.shape == ParallelShape(1, 1, 8))
     deployment = deploy(candidate.plan(q.study, 8192), q.model, q.hardware)
     stream = q.stream(candidate.shape, 20.0)
     some, all_of_them = deployment.simulate(stream, cores=4), deployment.simulate(stream)

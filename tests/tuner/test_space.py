@@ -6,7 +6,7 @@ from typing import Any
 
 from simtune.specs.study import HardwareCount, Search, Study
 from simtune.specs.workload import Slo
-from simtune.tuner.space import Candidate, Shape, members, shapes
+from simtune.tuner.space import Candidate, ParallelShape, members, shapes
 
 
 def study(devices: int = 8, objective: Any = "goodput_per_gpu", **search: Any) -> Study:
@@ -23,25 +23,24 @@ def study(devices: int = 8, objective: Any = "goodput_per_gpu", **search: Any) -
 
 def test_every_cut_that_the_devices_allow_uses_all_of_them() -> None:
     found = shapes(study(tp=(1, 2, 4, 8), pp=(1, 2)))
-    assert found == [
-        Shape(1, 1, 8), Shape(1, 2, 4), Shape(2, 1, 4), Shape(2, 2, 2), Shape(4, 1, 2), Shape(4, 2, 1), Shape(8, 1, 1),
-    ]  # fmt: skip
+    cuts = [(1, 1, 8), (1, 2, 4), (2, 1, 4), (2, 2, 2), (4, 1, 2), (4, 2, 1), (8, 1, 1)]
+    assert found == [ParallelShape(*cut) for cut in cuts]
     assert all(shape.num_gpus == 8 for shape in found)
     assert shapes(study(devices=1, tp=(2, 4), pp=(1,))) == []
-    assert shapes(study(devices=6, tp=(4,), pp=(1,))) == [Shape(4, 1, 1)]
+    assert shapes(study(devices=6, tp=(4,), pp=(1,))) == [ParallelShape(4, 1, 1)]
 
 
 def test_counting_gpus_makes_every_number_of_instances_a_shape() -> None:
-    assert shapes(study(devices=4, objective="gpus", tp=(1, 2), pp=(1,))) == [
-        Shape(1, 1, 1), Shape(1, 1, 2), Shape(1, 1, 3), Shape(1, 1, 4), Shape(2, 1, 1), Shape(2, 1, 2),
-    ]  # fmt: skip
-    assert shapes(study(devices=4, tp=(1,), pp=(1,), instances=(2, 9))) == [Shape(1, 1, 2)]
+    cuts = [(1, 1, 1), (1, 1, 2), (1, 1, 3), (1, 1, 4), (2, 1, 1), (2, 1, 2)]
+    found = shapes(study(devices=4, objective="gpus", tp=(1, 2), pp=(1,)))
+    assert found == [ParallelShape(*cut) for cut in cuts]
+    assert shapes(study(devices=4, tp=(1,), pp=(1,), instances=(2, 9))) == [ParallelShape(1, 1, 2)]
 
 
 def test_members_and_their_plans() -> None:
     s = study(max_num_seqs=(64, 128, 64), max_num_batched_tokens=(2048,))
-    found = members(s, Shape(2, 1, 4))
-    assert found == [Candidate(Shape(2, 1, 4), 64, 2048), Candidate(Shape(2, 1, 4), 128, 2048)]
+    found = members(s, ParallelShape(2, 1, 4))
+    assert found == [Candidate(ParallelShape(2, 1, 4), 64, 2048), Candidate(ParallelShape(2, 1, 4), 128, 2048)]
     plan = found[1].plan(s, 4096)
     (pool,) = plan.pools
     assert plan.name == found[1].name == "tp2-pp1-x4-s128-t2048"

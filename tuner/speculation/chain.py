@@ -15,9 +15,9 @@ from functools import cache
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-Array = NDArray[np.float64]
+from simtune.arrays import Array
 
 _EQUAL = 1e-12
 """Survivals are products in some order; nearer than this they are the same."""

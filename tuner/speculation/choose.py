@@ -24,11 +24,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from simtune.arrays import Array
 from simtune.specs.acceptance import BetaMixture, Rates, Revealed
 from simtune.specs.speculation import BatchRange, ByBatch, Chain, DynamicTree, StaticTree, Threshold
 from simtune.tuner.speculation import chain, tree
-
-Array = NDArray[np.float64]
 
 TOPK = (1, 2, 3, 4, 6, 8, 10)
 """Of the dynamic trees tried."""

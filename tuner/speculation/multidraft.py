@@ -9,9 +9,9 @@ from __future__ import annotations
 from itertools import combinations, permutations
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-Array = NDArray[np.float64]
+from simtune.arrays import Array
 
 _NOTHING = 1e-15
 

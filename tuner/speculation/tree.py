@@ -21,14 +21,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from simtune.arrays import Array
 from simtune.specs.drafts import Node, Ranks, at_least, depth_of, dynamic, weight, width_of
 
 __all__ = [
     "Node", "Ranks", "Sized", "Throughput", "accepted_pmf", "best_throughput", "best_trees", "depth_of", "dynamic",
     "expected_accepted", "falling", "greedy", "hardware_aware", "share_budget", "smoothed", "weight", "width_of",
 ]  # fmt: skip
-
-Array = NDArray[np.float64]
 
 
 def expected_accepted(nodes: Sequence[Node], ranks: Ranks) -> float:

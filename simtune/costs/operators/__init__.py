@@ -17,7 +17,7 @@ from simtune.costs.operators.attention import (
     PrefillAttention,
     TreeAttention,
 )
-from simtune.costs.operators.base import Array, OperatorTerms, Setting, Shape, Terms
+from simtune.costs.operators.base import OperatorTerms, Setting, Shape, Terms
 from simtune.costs.operators.communication import AllReduce, KvTransfer, OnePass, SendRecv
 from simtune.costs.operators.matrix import Gemm, Quantise
 from simtune.costs.operators.moe import Moe
@@ -25,7 +25,7 @@ from simtune.costs.operators.small import Elementwise, Sampling
 from simtune.costs.operators.state import LinearDecode, LinearPrefill
 from simtune.specs.hardware import OperatorKind
 
-__all__ = ["OPERATORS", "Array", "OperatorTerms", "Setting", "Shape", "Terms", "operator_key"]
+__all__ = ["OPERATORS", "OperatorTerms", "Setting", "Shape", "Terms", "operator_key"]
 
 OPERATORS: dict[OperatorKind, OperatorTerms] = {
     "gemm": Gemm(),

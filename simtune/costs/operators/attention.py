@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-from simtune.costs.operators.base import Array, OperatorTerms, Setting, Shape, Terms, ceil_div
+from simtune.arrays import Array, Mask
+from simtune.costs.operators.base import OperatorTerms, Setting, Shape, Terms, ceil_div
 
 _EXPONENTIAL = 64
 """Flops that one exponential of the softmax takes as long as, over the 4 of a query, a key and one of head_dim.
@@ -94,7 +94,7 @@ class DecodeAttention(OperatorTerms):
         )
 
 
-def unsplit(blocks: Array | float, processors: int) -> NDArray[np.bool_]:
+def unsplit(blocks: Array | float, processors: int) -> Mask:
     """Whether decode attention over so many pairs of a sequence and a KV head leaves each context in one piece.
 
     FlashAttention 2 splits contexts while the pairs are fewer than 0.8 of two for every processor; so do the tables of

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from simtune.arrays import Array
 from simtune.specs.base import DTYPE_BYTES
 
-Array = NDArray[np.float64]
 Shape = Mapping[str, Array]
 
 

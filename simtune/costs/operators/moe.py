@@ -6,7 +6,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from simtune.costs.operators.base import Array, OperatorTerms, Setting, Shape, Terms, ceil_div
+from simtune.arrays import Array
+from simtune.costs.operators.base import OperatorTerms, Setting, Shape, Terms, ceil_div
 
 DEALT = -1.0
 """The `skew` of tokens that are dealt out to the experts in turn: none is visited twice before all others once."""

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from simtune.costs.operators import Array
+from simtune.arrays import Array, Mask
 from simtune.costs.operators.moe import DEALT
-from simtune.costs.tables.common import AICONFIGURATOR, MS, Columns, Formats, Found, Mask, Table, finish, take
+from simtune.costs.tables.common import AICONFIGURATOR, MS, Columns, Formats, Found, Table, finish, take
 from simtune.specs.base import DTYPE_BYTES, Dtype
 from simtune.specs.hardware import OperatorKind
 

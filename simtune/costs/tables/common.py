@@ -17,13 +17,12 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from simtune.costs.operators import OPERATORS, Array, operator_key
+from simtune.arrays import Array, Mask
+from simtune.costs.operators import OPERATORS, operator_key
 from simtune.costs.operators.moe import DEALT
 from simtune.errors import Problem, SpecError, UsageError
 from simtune.specs.base import Dtype
 from simtune.specs.hardware import OperatorKind
-
-Mask = NDArray[np.bool_]
 
 MS, US, NS = 1e-3, 1e-6, 1e-9
 

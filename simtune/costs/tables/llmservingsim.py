@@ -15,20 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from simtune.costs.operators import Array
-from simtune.costs.tables.common import (
-    LLMSERVINGSIM,
-    NS,
-    US,
-    Columns,
-    Formats,
-    Found,
-    Mask,
-    Table,
-    UnevenTable,
-    finish,
-    take,
-)
+from simtune.arrays import Array, Mask
+from simtune.costs.tables.common import LLMSERVINGSIM, NS, US, Columns, Formats, Found, Table, UnevenTable, finish, take
 from simtune.errors import Problem, SpecError
 from simtune.specs import catalog, yamlfile
 from simtune.specs.hardware import OperatorKind

@@ -31,6 +31,9 @@ from simtune.specs.hardware import OperatorKind
 
 P = TypeVar("P", bound=Part)
 
+PointRole = Literal["fit", "validation", "sentinel"]
+"""What a point is for: to be fitted, to check the fit, or to notice drift."""
+
 SCHEMA = "simtune/measurements@1"
 
 NOISY = 0.05
@@ -47,7 +50,7 @@ SHAPES: dict[str, tuple[str, ...]] = {
 new tokens after `past` ones, and `samples` rows that get a token."""
 
 
-class Header(Part):
+class MeasurementHeader(Part):
     """First line: what was measured, with what. Further keys are the measurer's own."""
 
     model_config = ConfigDict(extra="allow", strict=True)
@@ -57,7 +60,7 @@ class Header(Part):
     torch: str | None = None
 
 
-class Point(Part):
+class MeasuredPoint(Part):
     """One finished point; times in seconds."""
 
     model_config = ConfigDict(extra="allow", strict=True)
@@ -67,7 +70,7 @@ class Point(Part):
     kv_dtype: Dtype | None = None
     variant: str | None = None
     shape: dict[str, float]
-    role: Literal["fit", "validation", "sentinel"] = "fit"
+    role: PointRole = "fit"
     seconds: float | None = None
     failed: str | None = None
     mad: float | None = None
@@ -97,14 +100,14 @@ def read(path: Path) -> Found:
     return found
 
 
-def read_points(path: Path) -> tuple[Header, list[Point], bool]:
+def read_points(path: Path) -> tuple[MeasurementHeader, list[MeasuredPoint], bool]:
     """Header, points, and whether the last line was cut short and left out. Raises SpecError as `read` does."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(Problem(str(path), f"cannot be read: {error}")) from None
     header = _header(path, lines[0])
-    points: list[Point] = []
+    points: list[MeasuredPoint] = []
     for line, text in enumerate(lines[1:], start=2):
         if not text.strip():
             continue
@@ -114,7 +117,7 @@ def read_points(path: Path) -> tuple[Header, list[Point], bool]:
             if line == len(lines):
                 return header, points, True
             raise SpecError(Problem(str(path), f"is not JSON: {error.msg}", "", line, error.colno)) from None
-        point = _parse(Point, data, path, line)
+        point = _parse(MeasuredPoint, data, path, line)
         wanted = SHAPES[point.kind]
         if set(point.shape) != set(wanted):
             message = f"of {point.kind} must name {', '.join(wanted)}; it names {', '.join(point.shape) or 'nothing'}"
@@ -123,10 +126,10 @@ def read_points(path: Path) -> tuple[Header, list[Point], bool]:
     return header, points, False
 
 
-def tables(header: Header, points: Sequence[Point], file: str) -> Found:
+def tables(header: MeasurementHeader, points: Sequence[MeasuredPoint], file: str) -> Found:
     """The tables of points that were read from a file of this name."""
     found = Found()
-    groups: dict[tuple[Any, ...], list[Point]] = {}
+    groups: dict[tuple[Any, ...], list[MeasuredPoint]] = {}
     for point in points:
         if point.kind in ("copy", "step"):
             found.skip(1, f"{point.kind}, measured for comparison")
@@ -170,15 +173,15 @@ def tables(header: Header, points: Sequence[Point], file: str) -> Found:
     return found
 
 
-def _lower_medians(points: Sequence[Point]) -> list[Point]:
+def _lower_medians(points: Sequence[MeasuredPoint]) -> list[MeasuredPoint]:
     """For each shape, the point of its lower median time, in the order in which shapes came first."""
-    by_shape: dict[tuple[float, ...], list[Point]] = {}
+    by_shape: dict[tuple[float, ...], list[MeasuredPoint]] = {}
     for point in points:
         by_shape.setdefault(tuple(point.shape[name] for name in SHAPES[point.kind]), []).append(point)
     return [sorted(group, key=lambda p: p.seconds or 0.0)[(len(group) - 1) // 2] for group in by_shape.values()]
 
 
-def _header(path: Path, text: str) -> Header:
+def _header(path: Path, text: str) -> MeasurementHeader:
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:
@@ -186,7 +189,7 @@ def _header(path: Path, text: str) -> Header:
     schema = data.pop("schema", None) if isinstance(data, dict) else None
     if schema != SCHEMA:
         raise SpecError(Problem(str(path), f"must be {SCHEMA}, found {schema!r}", "schema", 1))
-    return _parse(Header, data, path, 1)
+    return _parse(MeasurementHeader, data, path, 1)
 
 
 def _parse(kind: type[P], data: Any, path: Path, line: int) -> P:

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from simtune.costs.operators import OPERATORS, Array, Setting, Terms
+from simtune.arrays import Array, Mask
+from simtune.costs.operators import OPERATORS, Setting, Terms
 from simtune.costs.predict import base_seconds
-from simtune.costs.tables.common import Mask, Table, take
+from simtune.costs.tables.common import Table, take
 from simtune.errors import UsageError
 
 OFF = 8.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from simtune.costs.operators import Array
+from simtune.arrays import Array
 from simtune.costs.tables.common import (
     LLMSERVINGSIM,
     MS,
