@@ -6,5 +6,5 @@
 | `plan` | which points are worth measuring, and in which order |
 | `journal` | the file of finished points, from which a run goes on |
 | `run` | rounds, sentinels, budget, refits: everything but torch |
-| `rig` | a device as torch sees it; with `kernels`, `decoder` and `collectives` all that needs torch |
+| `rig` | a device as torch sees it; with `operands`, `kernels`, `decoder` and `collectives` all that needs torch |
 """

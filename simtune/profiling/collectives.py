@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from simtune.errors import SimtuneError
-from simtune.profiling.kernels import DTYPES
+from simtune.profiling.operands import DTYPES
 from simtune.profiling.plan import MeasurementTask
 from simtune.profiling.timing import Measured, Sample, now, summary
 

@@ -7,19 +7,16 @@ views into the operands, different ones in every layer, since what they hold cos
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from simtune.profiling import kernels
 from simtune.profiling.kernels import Attend
+from simtune.profiling.operands import Operands
 from simtune.profiling.plan import products
 from simtune.profiling.timing import Call
 from simtune.specs.model import FullAttention, Model
-
-if TYPE_CHECKING:
-    from simtune.profiling.rig import Operands
 
 
 class Decoder:

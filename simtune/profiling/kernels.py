@@ -8,28 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from simtune.costs.tables.own import SHAPES
+from simtune.profiling.operands import DTYPES, Operands
+from simtune.profiling.plan import MeasurementTask
 from simtune.profiling.timing import Call
-
-if TYPE_CHECKING:
-    from simtune.profiling.plan import MeasurementTask
-    from simtune.profiling.rig import Operands
 
 Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 """Of queries (b, h, q, d), keys and values (b, hk, kv, d) and a mask: nothing, or what `sees` gives."""
 
-DTYPES = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp8": torch.float8_e4m3fn,
-    "int8": torch.int8,
-}
 PAGE = 16
 """Tokens of one page of a scattered KV cache, as engines have them."""
 
@@ -314,8 +306,6 @@ def _host(task: MeasurementTask, operands: Operands, attend: Attend | None) -> l
 
 def _sizes(task: MeasurementTask) -> tuple[int, ...]:
     """Its shape, in the order in which the kind names it."""
-    from simtune.costs.tables.own import SHAPES
-
     return tuple(round(task.shape[name]) for name in SHAPES[task.kind])
 
 

@@ -9,69 +9,23 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from simtune.errors import SimtuneError, UsageError
 from simtune.profiling import kernels
 from simtune.profiling.collectives import COLLECTIVES, Group
 from simtune.profiling.decoder import Decoder
-from simtune.profiling.kernels import ATTENTION, CANDIDATES, DTYPES
+from simtune.profiling.kernels import ATTENTION, CANDIDATES
+from simtune.profiling.operands import Operands
 from simtune.profiling.plan import Limits, MeasurementTask, work
 from simtune.profiling.timing import BUSY, Call, CpuThread, Measured, Sample, Timer, cpu_timer, measure, now
 from simtune.specs.model import FullAttention, Model
 
-COLD = 3
-"""Operands that rotate are so many times as large as the last-level cache, all together."""
-
-_BLOCK = 1 << 22  # random normal values that are repeated to fill memory
 _GPU_WARM_UP_S = 1.0
-
-
-class Operands:
-    """Random normal data on a device: a pool to take rotating views from, and tensors of their own."""
-
-    def __init__(self, device: torch.device, cache_bytes: int) -> None:
-        self.device, self._cache_bytes = device, cache_bytes
-        self._pools: dict[str, Tensor] = {}
-        self._at = 0
-        self._normal = torch.randn(_BLOCK, generator=torch.Generator().manual_seed(0)).to(device)
-
-    def fresh(self, shape: Sequence[int], dtype: str) -> Tensor:
-        """A tensor of its own."""
-        flat = torch.empty(prod(shape), dtype=DTYPES[dtype], device=self.device)
-        block = (self._normal * 20 if dtype == "int8" else self._normal).to(flat.dtype)
-        for start in range(0, len(flat), _BLOCK):
-            flat[start : start + _BLOCK] = block[: len(flat) - start]
-        return flat.view(*shape)
-
-    def rotating(self, shape: Sequence[int], dtype: str) -> list[Tensor]:
-        """Views of this shape that do not overlap: enough of them to push each other out of the cache."""
-        size = prod(shape)
-        count = max(1, -(-COLD * self._cache_bytes // max(1, size * DTYPES[dtype].itemsize)))
-        count = min(count, 64)
-        pool = self._pool(size * count, dtype)
-        step = max(size, len(pool) // count // 64 * 64) if count > 1 else size
-        return [pool[at * step : at * step + size].view(*shape) for at in range(count) if at * step + size <= len(pool)]
-
-    def whole(self, shape: Sequence[int], dtype: str, least: int = 0) -> Tensor:
-        """One view; a size of -1 is as large as it takes to be cold, and `least` at least."""
-        rest = prod(n for n in shape if n > 0)
-        if -1 in shape:
-            rest *= max(least, -(-COLD * self._cache_bytes // (rest * DTYPES[dtype].itemsize)))
-        return self._pool(rest, dtype)[:rest].view(*shape)
-
-    def _pool(self, values: int, dtype: str) -> Tensor:
-        least = COLD * self._cache_bytes // DTYPES[dtype].itemsize
-        if dtype not in self._pools or len(self._pools[dtype]) < values:
-            had = len(self._pools.pop(dtype, ()))
-            self._pools[dtype] = self.fresh((max(values, least, 2 * had),), dtype)
-        return self._pools[dtype]
 
 
 class CudaEvents:

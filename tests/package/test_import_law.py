@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,9 @@ LAW: dict[str, set[str]] = {
 
 CLOCKS = {"time", "datetime", "sched", "timeit"}
 CLOCK_READERS = {"simtune.rundir", "simtune.profiling.timing"}  # the time of day for manifest.json; measuring
-MEASURERS = {f"simtune.profiling.{name}" for name in ("kernels", "decoder", "rig", "collectives")}  # torch at the top
+MEASURERS = {
+    f"simtune.profiling.{name}" for name in ("operands", "kernels", "decoder", "rig", "collectives")
+}  # torch at the top
 ADAPTERS = {"simtune.validation.rigged"}  # torch and transformers, inside functions
 NUMPY_GENERATORS = {"default_rng", "Generator", "Philox", "PCG64", "SeedSequence"}
 
@@ -81,6 +84,15 @@ def test_imports_go_one_way(name: str) -> None:
     own = [found for found in imports(MODULES[name]) if found.split(".")[0] == "simtune"]
     assert [found for found in own if floor(found) not in allowed] == []
     assert not [found for found in imports(MODULES[name]) if found.split(".")[0] in ("tuner", "tests")]
+
+
+def test_no_imports_run_in_a_circle() -> None:
+    """Those under TYPE_CHECKING and inside functions included. CycleError names the modules of a circle."""
+    graph = {
+        name: {found if found in MODULES else found.rpartition(".")[0] for found in imports(module)} - {"simtune"}
+        for name, module in MODULES.items()
+    }
+    TopologicalSorter(graph).prepare()
 
 
 def test_only_the_manifest_and_the_profiler_know_a_clock() -> None:

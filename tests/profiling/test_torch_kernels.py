@@ -12,8 +12,9 @@ torch: Any = pytest.importorskip("torch")
 
 from simtune.profiling import kernels  # noqa: E402
 from simtune.profiling.decoder import Decoder  # noqa: E402
+from simtune.profiling.operands import COLD, Operands  # noqa: E402
 from simtune.profiling.plan import Limits, plan  # noqa: E402
-from simtune.profiling.rig import COLD, Operands, TorchRig  # noqa: E402
+from simtune.profiling.rig import TorchRig  # noqa: E402
 from tests.profiling.pretended import model  # noqa: E402
 
 CPU = torch.device("cpu")
