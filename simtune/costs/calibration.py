@@ -4,7 +4,7 @@ A profile describes kernels; an engine adds what no kernel table shows, and anot
 a common factor. One scale and one offset for steps with prompt tokens, and one of each for steps without, repair most
 of that: they lean on different kernels. The offset stands for the host too, whose time in the profile no longer counts.
 
-| log | told by | a step |
+| log | known by | a step |
 |---|---|---|
 | simtune's own, JSON lines | first line: schema simtune/steps@1, model, tp, device | one line: decodes, context_tokens, chunks [[past, new], ...], seconds |
 | simtune's own, CSV | columns num_decodes, context_tokens, prefill_tokens, seconds | one row; prefill_chunks, prefill_past, model, tp, device where given |
@@ -46,6 +46,7 @@ LARGEST_ERROR = 0.5
 """Where the median step is farther off after the correction, two numbers do not describe the log."""
 
 _DIGITS = 6
+_IDENTITY = ("model", "tp", "device")  # what a log may say of itself
 _CSV = ("num_decodes", "context_tokens", "prefill_tokens", "seconds")
 _SPLITWISE = ("prompt_size", "batch_size", "token_size", "prompt_time", "token_time")
 
@@ -58,6 +59,7 @@ class TimedStep(NamedTuple):
 
     @property
     def kind(self) -> Kind:
+        """The correction that it counts for: `prefill` with any prompt tokens, else `decode`."""
         return "prefill" if self.batch.chunks else "decode"
 
 
@@ -96,8 +98,7 @@ def read_log(path: Path, model: Model, hardware: Hardware, tp: int) -> Log:
     if header.get("schema") != SCHEMA:
         message = f"must be {SCHEMA}, or `format` be steplog/1, found {header.get('schema')!r}"
         raise SpecError(Problem(str(path), message, "schema", number))
-    told: dict[str, str] = {name: str(header[name]) for name in ("model", "tp", "device") if name in header}
-    _check(path, subject, told)
+    _check(path, subject, {name: str(header[name]) for name in _IDENTITY if name in header})
     return Log([_own(path, line, data) for line, data in lines])
 
 
@@ -119,13 +120,13 @@ def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             yield number, data
 
 
-def _check(path: Path, subject: _Subject, told: Mapping[str, str]) -> None:
-    """Raises SpecError where what a log tells of itself is not the subject."""
+def _check(path: Path, subject: _Subject, identity: Mapping[str, str]) -> None:
+    """Raises SpecError where what a log says of itself is not the subject."""
     wanted = {"model": subject.model.name, "tp": str(subject.tp), "device": subject.device}
     alike: dict[str, Callable[[str], str]] = {"model": _plain, "tp": str, "device": designation}
     problems = [
         Problem(str(path), f"the log is of {value}, not of {wanted[name]}", name)
-        for name, value in told.items()
+        for name, value in identity.items()
         if alike[name](value) != alike[name](wanted[name])
     ]
     if problems:
@@ -161,15 +162,7 @@ def _own(path: Path, number: int, data: dict[str, Any]) -> TimedStep:
 
 def _csv(columns: Columns, subject: _Subject) -> Log:
     """Chunks of one row are taken as equal, each after the same past."""
-    path = columns.path
-    told: dict[str, str] = {}
-    for name in ("model", "tp", "device"):
-        if name in columns.names and len(columns):
-            value = columns.only(name)
-            if value is None:
-                raise SpecError(Problem(str(path), "holds several; give each a log of its own", name))
-            told[name] = value
-    _check(path, subject, told)
+    _check(columns.path, subject, _identity(columns))
     count = len(columns)
     given = {
         name: columns.numbers(name) if name in columns.names else np.full(count, default)
@@ -184,31 +177,47 @@ def _csv(columns: Columns, subject: _Subject) -> Log:
         if seconds == 0 or not decodes + prefill:
             log.left_out["no time or no tokens"] += 1
             continue
-        each, more = divmod(int(prefill), max(1, int(pieces)))
-        chunks = [(int(past), each + (i < more)) for i in range(max(1, int(pieces)))]
-        chunks = [chunk for chunk in chunks if chunk[1]]
-        log.steps.append(
-            TimedStep(Batch(int(decodes), int(context), tuple(chunks), int(decodes) + len(chunks)), float(seconds))
-        )
+        chunks = _equal_chunks(int(prefill), max(1, int(pieces)), int(past))
+        batch = Batch(int(decodes), int(context), chunks, int(decodes) + len(chunks))
+        log.steps.append(TimedStep(batch, float(seconds)))
     return log
+
+
+def _identity(columns: Columns) -> dict[str, str]:
+    """What the columns say of the log. Raises SpecError where one has several values."""
+    identity = {}
+    for name in _IDENTITY:
+        if name in columns.names and len(columns):
+            value = columns.only(name)
+            if value is None:
+                raise SpecError(Problem(str(columns.path), "holds several; give each a log of its own", name))
+            identity[name] = value
+    return identity
+
+
+def _equal_chunks(tokens: int, count: int, past: int) -> tuple[tuple[int, int], ...]:
+    """(past, new) of so many chunks that share the tokens; those that would get none are left out."""
+    share, more = divmod(tokens, count)
+    sizes = [share + (i < more) for i in range(count)]
+    return tuple((past, size) for size in sizes if size)
 
 
 def _splitwise(columns: Columns, subject: _Subject) -> Log:
     """Rows of the model, device and tp asked for. Token times are of decodes half-way through their output."""
     columns.require("model", "hardware", "tensor_parallel")
-    mine = (
+    wanted = (
         np.array([_plain(name) == _plain(subject.model.name) for name in columns.text("model")], dtype=np.bool_)
         & np.array([designation(name) == designation(subject.device) for name in columns.text("hardware")])
         & (columns.numbers("tensor_parallel") == subject.tp)
     )
-    if not mine.any():
+    if not wanted.any():
         names = (columns.text("model"), columns.text("hardware"), columns.text("tensor_parallel"))
         held = ", ".join(sorted({f"{model} on {device} at tp {tp}" for model, device, tp in zip(*names, strict=True)}))
-        wanted = f"{subject.model.name} on {subject.device} at tp {subject.tp}"
-        raise SpecError(Problem(str(columns.path), f"holds no row of {wanted}; it holds {held}"))
+        asked = f"{subject.model.name} on {subject.device} at tp {subject.tp}"
+        raise SpecError(Problem(str(columns.path), f"holds no row of {asked}; it holds {held}"))
     log = Log()
-    log.left_out["of another model, device or tp"] = int((~mine).sum())
-    for row in np.stack([columns.numbers(name) for name in _SPLITWISE], axis=-1)[mine]:
+    log.left_out["of another model, device or tp"] = int((~wanted).sum())
+    for row in np.stack([columns.numbers(name) for name in _SPLITWISE], axis=-1)[wanted]:
         if not (row > 0).all():
             log.left_out["a value is missing or not positive"] += 1
             continue
@@ -284,18 +293,20 @@ def calibrate(model: Model, hardware: Hardware, pool: Pool, log: Log, source: Pa
     Raises SpecError where there is none, and where a correction is so large that the log must be of something else.
     """
     plain = StepModel(model, hardware.model_copy(update={"calibration": None}), pool)
-    found: dict[str, Correction] = {}
+    corrections: dict[str, Correction] = {}
     counts = Counter(step.kind for step in log.steps)
     for kind, count in sorted(counts.items()):
         if count >= FEWEST:
-            mine = [step for step in log.steps if step.kind == kind]
-            predicted = np.array([plain.gpu_s(step.batch) for step in mine])
-            found[kind] = _correction(predicted, np.array([step.seconds for step in mine]))
-            _plausible(source, kind, found[kind])
-    if not found:
+            steps = [step for step in log.steps if step.kind == kind]
+            predicted_s = np.array([plain.gpu_s(step.batch) for step in steps])
+            corrections[kind] = _correction(predicted_s, np.array([step.seconds for step in steps]))
+            _plausible(source, kind, corrections[kind])
+    if not corrections:
         held = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "none"
         raise SpecError(Problem(str(source), f"at least {FEWEST} decode or prefill steps are needed; it holds {held}"))
-    return Calibration(model=model.name, tp=pool.parallelism.tp, pp=pool.parallelism.pp, source=source.name, **found)
+    return Calibration(
+        model=model.name, tp=pool.parallelism.tp, pp=pool.parallelism.pp, source=source.name, **corrections
+    )
 
 
 def _plausible(source: Path, kind: str, correction: Correction) -> None:

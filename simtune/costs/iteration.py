@@ -122,10 +122,15 @@ class _Part(NamedTuple):
 
 def check_parallelism(model: Model, parallelism: Parallelism) -> None:
     """Raises Infeasible where vLLM would refuse to shard this model this way."""
-    tp, pp = parallelism.tp, parallelism.pp
-    where = f"model {model.name} with tp {tp}"
-    if pp > model.num_layers:
-        raise Infeasible(f"model {model.name}: pp {pp} exceeds its {model.num_layers} layers")
+    if parallelism.pp > model.num_layers:
+        raise Infeasible(f"model {model.name}: pp {parallelism.pp} exceeds its {model.num_layers} layers")
+    _check_tensor_parallelism(model, parallelism)
+    _check_expert_parallelism(model, parallelism)
+
+
+def _check_tensor_parallelism(model: Model, parallelism: Parallelism) -> None:
+    """Heads and feed-forward widths must come out even; KV heads may be fewer than ranks, and are then repeated."""
+    tp, where = parallelism.tp, _where(model, parallelism)
     for group in model.layers:
         heads, shared = group.attention.heads, _shared_heads(group.attention)
         if heads % tp:
@@ -135,14 +140,22 @@ def check_parallelism(model: Model, parallelism: Parallelism) -> None:
         for width in _split_widths(group.feed_forward, parallelism):
             if width % tp:
                 raise Infeasible(f"{where}: tp must divide the feed-forward width {width}")
+
+
+def _check_expert_parallelism(model: Model, parallelism: Parallelism) -> None:
+    where = _where(model, parallelism)
     experts = [g.feed_forward.experts for g in model.layers if isinstance(g.feed_forward, MoeFeedForward)]
-    ranks = tp * parallelism.attention_dp
+    ranks = parallelism.tp * parallelism.attention_dp
     if parallelism.expert_parallel and min(experts, default=ranks) < ranks:
         raise Infeasible(f"{where}: expert_parallel needs an expert for every rank, and there are {min(experts)}")
     if parallelism.expert_parallel and not experts:
         raise Infeasible(f"model {model.name}: expert_parallel is for mixtures of experts, and it is none")
-    if parallelism.attention_dp > 1 and (not parallelism.expert_parallel or pp > 1):
+    if parallelism.attention_dp > 1 and (not parallelism.expert_parallel or parallelism.pp > 1):
         raise Infeasible(f"{where}: attention_dp needs expert_parallel, and pp 1; more instances do without")
+
+
+def _where(model: Model, parallelism: Parallelism) -> str:
+    return f"model {model.name} with tp {parallelism.tp}"
 
 
 def _shared_heads(attention: Attention) -> int:

@@ -63,6 +63,7 @@ class Expected(NamedTuple):
 
 
 def known_errors() -> TransferErrors:
+    """The checked transfers that come with the package."""
     return TransferErrors.from_file(Path(str(resources.files("simtune") / "hwprofiles" / "transfer.yaml")))
 
 
@@ -107,8 +108,8 @@ def _ratios(operator: Operator, profile: Hardware, facts: Facts) -> tuple[float,
     if not terms.computes:
         return 1.0, bytes_ratio
     dtype = _COMPUTES_IN.get(operator.dtype, operator.dtype)
-    mine, theirs = here.flops_per_s.get(dtype), there.flops_per_s.get(dtype)  # type: ignore[call-overload]
-    return None if mine is None or theirs is None else (theirs / mine, bytes_ratio)
+    source, target = (device.flops_per_s.get(dtype) for device in (here, there))  # type: ignore[call-overload]
+    return None if source is None or target is None else (target / source, bytes_ratio)
 
 
 def _moved(
@@ -173,7 +174,9 @@ def _wider(operator: Operator, error: TransferError) -> Interval:
 
 
 def _expected_error(key: str, profile: Hardware, facts: Facts, errors: TransferErrors) -> Expected:
-    """Of this very transfer or others between the same architectures, if one was checked. Else of a transfer across
+    """The checked transfer that comes nearest. Raises UsageError where none was checked of this or a like operator.
+
+    Of this very transfer or others between the same architectures, if one was checked. Else of a transfer across
     architectures: the one whose target's memory is nearest in speed, from this architecture if there is one; to
     another vendor, whose kernels are others, the worst.
 
@@ -182,30 +185,38 @@ def _expected_error(key: str, profile: Hardware, facts: Facts, errors: TransferE
     """
     here, there = profile.device.architecture, facts.device.architecture
     names = (key, profile.operators[key].kind, "gemm")
+    same = [p for p in errors.pairs if (p.source_architecture, p.target_architecture) == (here, there)]
+    exact = [p for p in same if p.target == facts.name]
+    checked = _checked(names if here == there else names[:2], (exact, same))
+    if checked:
+        return max(checked, key=_p90)
+    across = [p for p in errors.pairs if p.source_architecture != p.target_architecture]
+    from_here = [p for p in across if p.source_architecture == here]
+    checked = _checked(names, (from_here, across))
+    if not checked:
+        raise UsageError(f"{errors.name}: no pair tells how far off a transfer of {key} is")
+    if profile.device.vendor != facts.device.vendor:
+        return max(checked, key=_p90)
 
-    def seen(name: str, pairs: Sequence[Pair]) -> list[Expected]:
-        return [Expected(p.errors[k], p, k) for p in pairs for k in p.errors if k == name or k.startswith(f"{name}.")]
-
-    def p90(expected: Expected) -> float:
-        return expected.error.p90
-
-    def nearest(expected: Expected) -> tuple[float, float]:
+    def distance(expected: Expected) -> tuple[float, float]:
         ratio = expected.pair.target_memory_bytes_per_s / facts.device.memory_bytes_per_s
         return abs(float(np.log(ratio))), -expected.error.p90
 
-    same = [p for p in errors.pairs if (p.source_architecture, p.target_architecture) == (here, there)]
-    exact = [p for p in same if p.target == facts.name]
-    across = [p for p in errors.pairs if p.source_architecture != p.target_architecture]
-    from_here = [p for p in across if p.source_architecture == here]
-    for name in names if here == there else names[:2]:
-        for pairs in (exact, same):
-            if found := seen(name, pairs):
-                return max(found, key=p90)
+    return min(checked, key=distance)
+
+
+def _checked(names: Sequence[str], groups: Sequence[Sequence[Pair]]) -> list[Expected]:
+    """What the first group of pairs that knows the first of these operators or kinds says of it; else the next."""
     for name in names:
-        for pairs in (from_here, across):
-            if found := seen(name, pairs):
-                return min(found, key=nearest) if profile.device.vendor == facts.device.vendor else max(found, key=p90)
-    raise UsageError(f"{errors.name}: no pair tells how far off a transfer of {key} is")
+        for pairs in groups:
+            errors = [(pair, key) for pair in pairs for key in pair.errors if key == name or key.startswith(f"{name}.")]
+            if errors:
+                return [Expected(pair.errors[key], pair, key) for pair, key in errors]
+    return []
+
+
+def _p90(expected: Expected) -> float:
+    return expected.error.p90
 
 
 def _note(expected: Expected, profile: Hardware, facts: Facts) -> str:

@@ -29,8 +29,8 @@ from simtune.costs.tables.common import (
     LLMSERVINGSIM,
     VIDUR,
     Conflicts,
+    FileContent,
     Formats,
-    Found,
     HostTable,
     Origin,
     Table,
@@ -90,45 +90,57 @@ def read_tables(sources: Sequence[Path]) -> Tables:
     UsageError when a source does not exist, nothing was found, or tables of several devices are mixed; SpecError for a
     malformed table.
     """
-    found = Tables()
+    contents, notes = _read_sources(sources)
     pieces: dict[str, list[Table]] = {}
-    hosts: list[HostTable] = []
+    for piece in (table for content in contents for table in content.tables if table.read):
+        pieces.setdefault(piece.key, []).append(piece)
+    if not pieces:
+        raise UsageError(f"no table of operator times in {', '.join(map(str, sources))}")
+    operators: dict[str, Table] = {}
+    for key in sorted(pieces):
+        table = _one_origin(pieces[key])
+        if len(table):
+            operators[key] = table
+        else:
+            notes.append(f"{key}: no row can be used: {account(table)}")
+    return Tables(
+        operators=dict(sorted(_with_nccl(operators).items())),
+        host=_one_host([host for content in contents for host in content.hosts]),
+        uneven=next((table for content in contents for table in content.uneven), None),
+        notes=notes,
+    )
+
+
+def _read_sources(sources: Sequence[Path]) -> tuple[list[FileContent], list[str]]:
+    """What the files of known formats hold, in the order given, and notes on what is in none of them."""
+    contents: list[FileContent] = []
+    notes: list[str] = []
     for source in sources:
         if not source.exists():
             raise UsageError(f"{source}: no such file or folder")
         for path in _files(source):
-            read = _read_file(path)
-            if read is None:
-                if path == source:
-                    raise SpecError(Problem(str(path), f"not a known table: one with {_tell_tales()} is"))
-                found.notes.append(f"{path.name}: passed over, not a known table")
-                continue
-            hosts += read.hosts
-            if found.uneven is None and read.uneven:
-                found.uneven = read.uneven[0]
-            for piece in read.tables:
-                if piece.read:
-                    pieces.setdefault(piece.key, []).append(piece)
-            found.notes += [
-                f"{path.name}: {rows:,} rows belong to no operator: {why}" for why, rows in read.unused.items()
-            ]
-    if not pieces:
-        raise UsageError(f"no table of operator times in {', '.join(map(str, sources))}")
-    for key in sorted(pieces):
-        table = _one_origin(pieces[key])
-        if len(table):
-            found.operators[key] = table
-        else:
-            found.notes.append(f"{key}: no row can be used: {account(table)}")
-    found.operators = dict(sorted(_with_nccl(found.operators).items()))
-    if hosts:
-        found.host = HostTable(
-            np.concatenate([h.num_seqs for h in hosts]),
-            np.concatenate([h.seconds for h in hosts]),
-            hosts[0].origin,
-            tuple(name for h in hosts for name in h.files),
-        )
-    return found
+            content = _read_file(path)
+            if content is not None:
+                contents.append(content)
+                unused = content.unused.items()
+                notes += [f"{path.name}: {rows:,} rows belong to no operator: {why}" for why, rows in unused]
+            elif path != source:
+                notes.append(f"{path.name}: passed over, not a known table")
+            else:
+                raise SpecError(Problem(str(path), f"not a known table: one with {_tell_tales()} is"))
+    return contents, notes
+
+
+def _one_host(tables: Sequence[HostTable]) -> HostTable | None:
+    """The rows of all tables of host times; None where there is none."""
+    if not tables:
+        return None
+    return HostTable(
+        np.concatenate([table.num_seqs for table in tables]),
+        np.concatenate([table.seconds for table in tables]),
+        tables[0].origin,
+        tuple(name for table in tables for name in table.files),
+    )
 
 
 def _files(source: Path) -> list[Path]:
@@ -137,7 +149,7 @@ def _files(source: Path) -> list[Path]:
     return sorted(p for p in source.rglob("*") if p.name.endswith(_SUFFIXES))
 
 
-def _read_file(path: Path) -> Found | None:
+def _read_file(path: Path) -> FileContent | None:
     """The tables of one file, or None when it is of no known format."""
     if path.name.endswith(".jsonl"):
         return own.read(path)

@@ -16,7 +16,7 @@ import numpy as np
 
 from simtune.arrays import Array, Mask
 from simtune.costs.operators.moe import DEALT
-from simtune.costs.tables.common import AICONFIGURATOR, MS, Columns, Formats, Found, Table, finish, take
+from simtune.costs.tables.common import AICONFIGURATOR, MS, Columns, FileContent, Formats, Table, finish, take
 from simtune.specs.base import DTYPE_BYTES, Dtype
 from simtune.specs.hardware import OperatorKind
 
@@ -34,11 +34,11 @@ _NCCL: dict[str, tuple[OperatorKind, str | None]] = {
 }
 
 
-def _gemm(columns: Columns) -> Found:
+def _gemm(columns: Columns) -> FileContent:
     return _by_dtype(columns, "gemm", ("gemm_dtype",), {name: columns.numbers(name) for name in "mnk"})
 
 
-def _moe(columns: Columns) -> Found:
+def _moe(columns: Columns) -> FileContent:
     columns.require("distribution")
     shape = {
         "tokens": columns.numbers("num_tokens"),
@@ -53,12 +53,12 @@ def _moe(columns: Columns) -> Found:
     return _by_dtype(columns, "moe", ("moe_dtype",), shape, {"skewed routing": skewed}, dtypes=_MOE_DTYPES)
 
 
-def _attention(columns: Columns) -> Found:
+def _attention(columns: Columns) -> FileContent:
     new, step = columns.numbers("isl"), columns.numbers("step")
     window = columns.numbers("window_size") if "window_size" in columns.names else np.zeros(len(columns))
     names = columns.text("op_name")
-    found = Found()
-    found.skip(sum(name not in ("context_attention", "generation_attention") for name in names), "unknown op_name")
+    content = FileContent()
+    content.skip(sum(name not in ("context_attention", "generation_attention") for name in names), "unknown op_name")
     context = new + step
     kinds: tuple[tuple[str, OperatorKind, dict[str, Array]], ...] = (
         ("context_attention", "prefill_attention", {"tokens": new}),
@@ -76,30 +76,30 @@ def _attention(columns: Columns) -> Found:
         }
         rows = columns.equal("op_name", name)
         part = _by_dtype(columns, kind, ("attn_dtype", "kv_cache_dtype"), shape, {}, rows)
-        found.tables += part.tables
+        content.tables += part.tables
         for why, count in part.unused.items():
-            found.skip(count, why)
-    return found
+            content.skip(count, why)
+    return content
 
 
-def _custom_all_reduce(columns: Columns) -> Found:
+def _custom_all_reduce(columns: Columns) -> FileContent:
     eager = np.array([not backend.endswith("graph") for backend in columns.text("backend")], dtype=np.bool_)
     shape = {"devices": columns.numbers("num_gpus"), "bytes": _message_bytes(columns, "allreduce_dtype", _DTYPES)}
     return _by_dtype(columns, "all_reduce", ("allreduce_dtype",), shape, {"launched eagerly": eager})
 
 
-def _nccl(columns: Columns) -> Found:
+def _nccl(columns: Columns) -> FileContent:
     shape = {"devices": columns.numbers("num_gpus"), "bytes": _message_bytes(columns, "nccl_dtype", _NCCL_DTYPES)}
     names = columns.text("op_name")
-    found = Found()
-    found.skip(sum(name not in _NCCL for name in names), "unknown op_name")
+    content = FileContent()
+    content.skip(sum(name not in _NCCL for name in names), "unknown op_name")
     for name, (kind, variant) in _NCCL.items():
         rows = columns.equal("op_name", name)
         part = _by_dtype(columns, kind, ("nccl_dtype",), shape, {}, rows, variant, _NCCL_DTYPES)
-        found.tables += part.tables
+        content.tables += part.tables
         for why, count in part.unused.items():
-            found.skip(count, why)
-    return found
+            content.skip(count, why)
+    return content
 
 
 def _message_bytes(columns: Columns, dtype_column: str, dtypes: Mapping[str, Dtype]) -> Array:
@@ -117,19 +117,19 @@ def _by_dtype(
     rows: Mask | None = None,
     variant: str | None = None,
     dtypes: Mapping[str, Dtype] = _DTYPES,
-) -> Found:
+) -> FileContent:
     """One table per dtype (and KV dtype) among `rows`; rows of dtypes that no model here has are counted."""
     columns.require("latency")
     seconds = columns.numbers("latency") * MS
     software = " ".join(x for x in (columns.only("framework"), columns.only("version")) if x)
-    found = Found()
+    content = FileContent()
     members: dict[tuple[str, ...], list[int]] = {}
     for row, names in enumerate(zip(*(columns.text(name) for name in dtype_columns), strict=True)):
         if rows is None or rows[row]:
             members.setdefault(names, []).append(row)
     for names, at in members.items():
         if any(name not in dtypes for name in names):
-            found.skip(len(at), f"{dtype_columns[0]} {names[0]}" + "".join(f", KV {name}" for name in names[1:]))
+            content.skip(len(at), f"{dtype_columns[0]} {names[0]}" + "".join(f", KV {name}" for name in names[1:]))
             continue
         whole = Table(
             kind=kind,
@@ -144,8 +144,8 @@ def _by_dtype(
             software=software or None,
         )
         index = np.array(at)
-        found.tables.append(finish(take(whole, index), {why: mask[index] for why, mask in (excluded or {}).items()}))
-    return found
+        content.tables.append(finish(take(whole, index), {why: mask[index] for why, mask in (excluded or {}).items()}))
+    return content
 
 
 FORMATS: Formats = {

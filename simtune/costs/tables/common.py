@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import gzip
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -86,10 +87,12 @@ class Table:
 
     @property
     def key(self) -> str:
+        """Its name in a hardware profile."""
         return operator_key(self.kind, self.dtype, self.kv_dtype, self.variant)
 
     @property
     def read(self) -> int:
+        """Rows of the files that belong to the operator."""
         return len(self) + self.merged + sum(self.left_out.values())
 
 
@@ -121,7 +124,7 @@ class UnevenTable:
 
 
 @dataclass
-class Found:
+class FileContent:
     """What one file holds: tables, and counts of rows that belong to no operator, by reason."""
 
     tables: list[Table] = field(default_factory=list)
@@ -130,6 +133,7 @@ class Found:
     unused: dict[str, int] = field(default_factory=dict)
 
     def skip(self, rows: int, why: str) -> None:
+        """Count rows that belong to no operator."""
         if rows:
             self.unused[why] = self.unused.get(why, 0) + rows
 
@@ -154,10 +158,12 @@ class Columns:
             raise SpecError([Problem(str(self.path), "column is missing", name, 1) for name in missing])
 
     def cells(self, name: str) -> Sequence[Any]:
+        """A column as it was read. Raises SpecError where it is missing, as all that name a column do."""
         self.require(name)
         return self._columns[self.names[name]] if self._columns else ()
 
     def text(self, name: str) -> list[str]:
+        """A column as text; an empty cell is the empty text."""
         return ["" if cell is None else str(cell) for cell in self.cells(name)]
 
     def numbers(self, name: str) -> Array:
@@ -191,10 +197,11 @@ class Columns:
         return names[0] if names else None
 
     def equal(self, name: str, value: str) -> Mask:
+        """Rows whose cell is this text."""
         return np.array([cell == value for cell in self.text(name)], dtype=np.bool_)
 
 
-Reader = Callable[[Columns], Found]
+Reader = Callable[[Columns], FileContent]
 Formats = Mapping[tuple[str, ...], Reader]
 """The columns that tell a format, and its reader."""
 
@@ -238,8 +245,9 @@ def designation(device: str) -> str:
     none. Variants of one chip (PCIe, SXM, NVL) are not told apart.
     """
     words = re.split(r"[^A-Z0-9.]+", device.upper())
-    told = [w for w in words if re.search(r"\d", w) and not re.fullmatch(r"\d+GI?B|HBM\d\w*|SXM\d?|GDDR\d\w*", w)]
-    return told[0] if told else " ".join(words)
+    memory_or_socket = re.compile(r"\d+GI?B|HBM\d\w*|SXM\d?|GDDR\d\w*")
+    telling = (word for word in words if re.search(r"\d", word) and not memory_or_socket.fullmatch(word))
+    return next(telling, " ".join(words))
 
 
 def finish(table: Table, excluded: Mapping[str, Mask] | None = None) -> Table:
@@ -279,30 +287,18 @@ def merge(pieces: Sequence[Table]) -> Table:
     Raises UsageError where the pieces were measured on several devices.
     """
     first = pieces[0]
-    devices = {designation(p.device): p for p in pieces if p.device}
-    if len(devices) > 1:
-        raise UsageError(
-            f"{first.key}: tables of several devices: "
-            + ", ".join(f"{p.device} in {p.files[0]}" for p in devices.values())
-            + "; fit one device at a time"
-        )
-    left_out: dict[str, int] = {}
+    _one_device(pieces)
+    left_out: Counter[str] = Counter()
     for piece in pieces:
-        for why, rows in piece.left_out.items():
-            left_out[why] = left_out.get(why, 0) + rows
+        left_out.update(piece.left_out)
     pieces = [p for p in pieces if len(p)]
     if not pieces:
-        return replace(first, left_out=left_out)
+        return replace(first, left_out=dict(left_out))
     names = OPERATORS[first.kind].shape
     shapes = np.column_stack([np.concatenate([p.shape[name] for p in pieces]) for name in names])
     seconds = np.concatenate([p.seconds for p in pieces])
     resolution_s = max(p.resolution_s for p in pieces)
-    unique, group, counts = np.unique(shapes, axis=0, return_inverse=True, return_counts=True)
-    ordered = seconds[np.lexsort((seconds, group.ravel()))]
-    start = np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(np.intp)
-    median = (ordered[start + (counts - 1) // 2] + ordered[start + counts // 2]) / 2
-    shortest, longest = ordered[start], ordered[start + counts - 1]
-    conflicting = longest - shortest > (_CONFLICT - 1) * shortest + resolution_s
+    unique, median, conflicts = _one_row_per_shape(shapes, seconds, resolution_s)
     return replace(
         first,
         shape={name: unique[:, at] for at, name in enumerate(names)},
@@ -311,12 +307,33 @@ def merge(pieces: Sequence[Table]) -> Table:
         device=next((p.device for p in pieces if p.device), None),
         software=", ".join(_union(p.software for p in pieces if p.software)) or None,
         resolution_s=resolution_s,
-        left_out=left_out,
+        left_out=dict(left_out),
         merged=len(seconds) - len(unique),
-        conflicts=Conflicts(
-            int(conflicting.sum()), float((longest / shortest)[conflicting].max()) if conflicting.any() else 1.0
-        ),
+        conflicts=conflicts,
     )
+
+
+def _one_device(pieces: Sequence[Table]) -> None:
+    devices = {designation(p.device): p for p in pieces if p.device}
+    if len(devices) > 1:
+        raise UsageError(
+            f"{pieces[0].key}: tables of several devices: "
+            + ", ".join(f"{p.device} in {p.files[0]}" for p in devices.values())
+            + "; fit one device at a time"
+        )
+
+
+def _one_row_per_shape(shapes: Array, seconds: Array, resolution_s: float) -> tuple[Array, Array, Conflicts]:
+    """The distinct rows of `shapes` (calls, parameters), ascending; the median seconds of each; what contradicts."""
+    unique, group, counts = np.unique(shapes, axis=0, return_inverse=True, return_counts=True)
+    # By shape and then by time, so that the times of one shape stand together in ascending order.
+    ordered = seconds[np.lexsort((seconds, group.ravel()))]
+    start = np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(np.intp)
+    median = (ordered[start + (counts - 1) // 2] + ordered[start + counts // 2]) / 2
+    shortest, longest = ordered[start], ordered[start + counts - 1]
+    conflicting = longest - shortest > (_CONFLICT - 1) * shortest + resolution_s
+    worst = float((longest / shortest)[conflicting].max()) if conflicting.any() else 1.0
+    return unique, median, Conflicts(int(conflicting.sum()), worst)
 
 
 def _union(names: Any) -> tuple[str, ...]:

@@ -16,7 +16,18 @@ from pathlib import Path
 import numpy as np
 
 from simtune.arrays import Array, Mask
-from simtune.costs.tables.common import LLMSERVINGSIM, NS, US, Columns, Formats, Found, Table, UnevenTable, finish, take
+from simtune.costs.tables.common import (
+    LLMSERVINGSIM,
+    NS,
+    US,
+    Columns,
+    FileContent,
+    Formats,
+    Table,
+    UnevenTable,
+    finish,
+    take,
+)
 from simtune.errors import Problem, SpecError
 from simtune.specs import catalog, yamlfile
 from simtune.specs.hardware import OperatorKind
@@ -73,80 +84,80 @@ class _Source:
         return ("elementwise", *widths[name], 0.0) if name in widths else None
 
 
-def _layers(columns: Columns) -> Found:
+def _layers(columns: Columns) -> FileContent:
     """First layout: every layer by tokens; `attn` is the attention of one whole prompt."""
     source, tp = _source(columns), columns.numbers("tp_size")
     tokens, past = columns.numbers("input"), columns.numbers("kv_cache")
     seconds = columns.numbers("latency(ns)") * NS
-    found = Found()
+    content = FileContent()
     for name, rows in _groups(columns, "layer_name"):
         if name == "attn":
-            found.tables += [
+            content.tables += [
                 _attention_rows(source, rows & (tp == t), t, np.ones(len(columns)), tokens, past, seconds)
                 for t in np.unique(tp[rows])
             ]
         else:
-            _add(found, source, name, rows, tp, tokens, seconds, False)
-    return found
+            _add(content, source, name, rows, tp, tokens, seconds, False)
+    return content
 
 
-def _dense(columns: Columns) -> Found:
+def _dense(columns: Columns) -> FileContent:
     source = _source(columns)
     tp = np.full(len(columns), _tensor_parallel(columns.path))
-    found = Found()
+    content = FileContent()
     for name, rows in _groups(columns, "layer"):
-        _add(found, source, name, rows, tp, columns.numbers("tokens"), columns.numbers("time_us") * US, True)
-    return found
+        _add(content, source, name, rows, tp, columns.numbers("tokens"), columns.numbers("time_us") * US, True)
+    return content
 
 
-def _per_sequence(columns: Columns) -> Found:
+def _per_sequence(columns: Columns) -> FileContent:
     source = _source(columns)
     tp = np.full(len(columns), _tensor_parallel(columns.path))
     sequences, seconds = columns.numbers("sequences"), columns.numbers("time_us") * US
-    found = Found()
+    content = FileContent()
     for name, rows in _groups(columns, "layer"):
         if name == "sampler":
-            found.skip(int(rows.sum()), "greedy sampling, which says nothing of sampling with a temperature")
+            content.skip(int(rows.sum()), "greedy sampling, which says nothing of sampling with a temperature")
         else:
-            _add(found, source, name, rows, tp, sequences, seconds, True)
-    return found
+            _add(content, source, name, rows, tp, sequences, seconds, True)
+    return content
 
 
-def _attention(columns: Columns) -> Found:
+def _attention(columns: Columns) -> FileContent:
     """Present layout: one kernel over at most one prefill chunk and some decodes; the new token is not in kv_decode."""
     source, tp = _source(columns), _tensor_parallel(columns.path)
     chunk, decodes = columns.numbers("prefill_chunk"), columns.numbers("n_decode")
     seconds, one = columns.numbers("time_us") * US, np.ones(len(columns))
-    found = Found()
-    found.skip(int(((chunk == 0) & (decodes == 0)).sum()), "an empty batch")
+    content = FileContent()
+    content.skip(int(((chunk == 0) & (decodes == 0)).sum()), "an empty batch")
     past, context = columns.numbers("kv_prefill"), columns.numbers("kv_decode")
     alone, mixed = (chunk > 0) & (decodes == 0), (chunk > 0) & (decodes > 0)
-    found.tables += [
+    content.tables += [
         _attention_rows(source, alone, tp, one, chunk, past, seconds),
         _attention_rows(source, (chunk == 0) & (decodes > 0), tp, decodes, None, context, seconds),
     ]
     if mixed.any():
         prefills = {(c, p): s for c, p, s in zip(*(x[alone].tolist() for x in (chunk, past, seconds)), strict=True)}
         prefill = np.array([prefills.get(c, np.nan) for c in zip(chunk.tolist(), past.tolist(), strict=True)])
-        found.tables.append(_mixed_rows(source, mixed, tp, decodes, chunk, context, seconds, prefill))
-    return found
+        content.tables.append(_mixed_rows(source, mixed, tp, decodes, chunk, context, seconds, prefill))
+    return content
 
 
-def _skew(columns: Columns) -> Found:
+def _skew(columns: Columns) -> FileContent:
     """Some sequences of a batch longer than the others. The times are sums over the iterations of the measurement: on
     two devices they are 3.00 times those of the attention table at the same lengths, and 3 is what meta.yaml names.
     """
-    source, tp, found = _source(columns), _tensor_parallel(columns.path), Found()
+    source, tp, content = _source(columns), _tensor_parallel(columns.path), FileContent()
     if source.iterations is None:
-        found.skip(len(columns), "no measurement_iterations in a meta.yaml beside it, over which its times are sums")
-        return found
+        content.skip(len(columns), "no measurement_iterations in a meta.yaml beside it, over which its times are sums")
+        return content
     n, mean, longest = (columns.numbers(name) for name in ("n", "kv_mean", "kv_big"))
     even, uneven = (columns.numbers(name) * US / source.iterations for name in ("t_mean_us", "t_skew_us"))
     attention = source.model.layers[0].attention
     assert isinstance(attention, FullAttention)
     good = (even > 0) & (uneven > 0) & (longest > mean) & (n > 0)
-    found.skip(int((~good).sum()), "no positive time or no sequence longer than the mean")
-    found.uneven.append(
+    content.skip(int((~good).sum()), "no positive time or no sequence longer than the mean")
+    content.uneven.append(
         UnevenTable(
             columns.equal("regime", "mixed")[good],
             n[good] * max(1, attention.kv_heads / tp),
@@ -158,7 +169,7 @@ def _skew(columns: Columns) -> Found:
             source.device,
         )
     )
-    return found
+    return content
 
 
 def _attention_rows(
@@ -204,19 +215,19 @@ def _mixed_rows(
 
 
 def _add(
-    found: Found, source: _Source, name: str, rows: Mask, tp: Array, tokens: Array, seconds: Array, fused: bool
+    content: FileContent, source: _Source, name: str, rows: Mask, tp: Array, tokens: Array, seconds: Array, fused: bool
 ) -> None:
     for t in np.unique(tp[rows]):
         operator, here = source.layer(name, float(t), fused), rows & (tp == t)
         if operator is None:
-            found.skip(int(here.sum()), f"no operator for the layer {name}")
+            content.skip(int(here.sum()), f"no operator for the layer {name}")
             continue
         kind, variant, wide, deep = operator
         if kind == "gemm":
             shape = {"m": tokens, "n": np.full(len(rows), wide), "k": np.full(len(rows), deep)}
         else:
             shape = {"rows": tokens, "width": np.full(len(rows), wide)}
-        found.tables.append(_finish(source, kind, variant, shape, seconds, here))
+        content.tables.append(_finish(source, kind, variant, shape, seconds, here))
 
 
 def _finish(
@@ -292,9 +303,9 @@ def _model(path: Path, told: str) -> Model:
 
 def _tensor_parallel(path: Path) -> float:
     for word in path.parts[: -_PARENTS - 2 : -1]:
-        found = re.search(r"(?:^|_)tp(\d+)(?:_|\.|$)", word)
-        if found:
-            return float(found[1])
+        match = re.search(r"(?:^|_)tp(\d+)(?:_|\.|$)", word)
+        if match:
+            return float(match[1])
     raise SpecError(Problem(str(path), "on how many ranks? Name the file or its folder tp1, tp2, ..."))
 
 

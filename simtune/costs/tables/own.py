@@ -18,13 +18,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar, cast
 
 import numpy as np
 from pydantic import ConfigDict, ValidationError, model_validator
 
-from simtune.costs.operators import OPERATORS
-from simtune.costs.tables.common import Found, HostTable, Origin, Table, finish
+from simtune.costs.operators import OPERATORS, operator_key
+from simtune.costs.tables.common import FileContent, HostTable, Origin, Table, finish
 from simtune.errors import Problem, SpecError
 from simtune.specs.base import Dtype, Part
 from simtune.specs.hardware import OperatorKind
@@ -81,10 +81,15 @@ class MeasuredPoint(Part):
     kernel: str | None = None
 
     @model_validator(mode="after")
-    def _told(self) -> Self:
+    def _timed_or_failed(self) -> Self:
         if (self.seconds is None) == (self.failed is None):
             raise ValueError("give seconds, or say why it failed")
         return self
+
+    @property
+    def operator(self) -> str:
+        """The key of its operator in a profile, or its kind with dtype and variant where it is none."""
+        return operator_key(self.kind, self.dtype, self.kv_dtype, self.variant)
 
     @property
     def noisy(self) -> bool:
@@ -92,12 +97,12 @@ class MeasuredPoint(Part):
         return self.mad is not None and self.seconds is not None and self.mad > NOISY * self.seconds
 
 
-def read(path: Path) -> Found:
+def read(path: Path) -> FileContent:
     """The tables of a measurement file. Raises SpecError naming the line of whatever is wrong in it."""
     header, points, cut_short = read_points(path)
-    found = tables(header, points, path.name)
-    found.skip(int(cut_short), "a last line cut short")
-    return found
+    content = tables(header, points, path.name)
+    content.skip(int(cut_short), "a last line cut short")
+    return content
 
 
 def read_points(path: Path) -> tuple[MeasurementHeader, list[MeasuredPoint], bool]:
@@ -126,51 +131,73 @@ def read_points(path: Path) -> tuple[MeasurementHeader, list[MeasuredPoint], boo
     return header, points, False
 
 
-def tables(header: MeasurementHeader, points: Sequence[MeasuredPoint], file: str) -> Found:
+def tables(header: MeasurementHeader, points: Sequence[MeasuredPoint], file: str) -> FileContent:
     """The tables of points that were read from a file of this name."""
-    found = Found()
-    groups: dict[tuple[Any, ...], list[MeasuredPoint]] = {}
+    content = FileContent()
+    groups: dict[tuple[str | None, ...], list[MeasuredPoint]] = {}
     for point in points:
         if point.kind in ("copy", "step"):
-            found.skip(1, f"{point.kind}, measured for comparison")
+            content.skip(1, f"{point.kind}, measured for comparison")
         elif point.failed is not None:
-            found.skip(1, f"failed: {point.failed}")
+            content.skip(1, f"failed: {point.failed}")
         else:
             groups.setdefault((point.kind, point.dtype, point.kv_dtype, point.variant), []).append(point)
-    software = ", ".join(f"{k} {v}" for k, v in (("torch", header.torch), ("driver", header.driver)) if v)
     origin = Origin(f"measured by simtune on {header.device}", None, "measured")
-    for (kind, dtype, kv_dtype, variant), group in groups.items():
-        fitted = [p for p in group if p.role == "fit"]
-        quiet = [p for p in fitted if not p.noisy]
-        chosen = _lower_medians(quiet)
-        seconds = np.array([p.seconds for p in chosen], dtype=np.float64)
-        if kind == "host":
-            sequences = np.array([p.shape["sequences"] for p in chosen])
-            found.hosts.append(HostTable(sequences, seconds, origin, (file,)))
-            continue
-        kernels = sorted({p.kernel for p in group if p.kernel})
-        table = Table(
-            kind,
-            dtype,
-            {name: np.array([p.shape[name] for p in chosen], dtype=np.float64) for name in OPERATORS[kind].shape},
-            seconds,
-            origin,
-            (file,),
-            kv_dtype=kv_dtype,
-            variant=variant,
-            device=header.device,
-            software="; ".join(filter(None, (software, "kernels " + ", ".join(kernels) if kernels else ""))) or None,
-            merged=len(quiet) - len(chosen),
-        )
-        table = finish(table)
-        left_out = {
-            "spread of more than 5 %": len(fitted) - len(quiet),
-            "kept for checking the fit": sum(p.role == "validation" for p in group),
-            "sentinels": sum(p.role == "sentinel" for p in group),
-        }
-        left_out = {why: rows for why, rows in left_out.items() if rows}
-        found.tables.append(replace(table, left_out={**left_out, **table.left_out}))
-    return found
+    for group in groups.values():
+        if group[0].kind == "host":
+            content.hosts.append(_host_table(group, origin, file))
+        else:
+            content.tables.append(_table(group, header, origin, file))
+    return content
+
+
+def _host_table(group: Sequence[MeasuredPoint], origin: Origin, file: str) -> HostTable:
+    chosen = _lower_medians(_quiet(group))
+    sequences = np.array([p.shape["sequences"] for p in chosen])
+    return HostTable(sequences, np.array([p.seconds for p in chosen], dtype=np.float64), origin, (file,))
+
+
+def _table(group: Sequence[MeasuredPoint], header: MeasurementHeader, origin: Origin, file: str) -> Table:
+    """The points of one operator as a table, what it leaves out counted."""
+    kind = cast(OperatorKind, group[0].kind)
+    quiet = _quiet(group)
+    chosen = _lower_medians(quiet)
+    table = Table(
+        kind,
+        group[0].dtype,
+        {name: np.array([p.shape[name] for p in chosen], dtype=np.float64) for name in OPERATORS[kind].shape},
+        np.array([p.seconds for p in chosen], dtype=np.float64),
+        origin,
+        (file,),
+        kv_dtype=group[0].kv_dtype,
+        variant=group[0].variant,
+        device=header.device,
+        software=_software(header, group),
+        merged=len(quiet) - len(chosen),
+    )
+    table = finish(table)
+    left_out = {
+        "spread of more than 5 %": sum(p.role == "fit" for p in group) - len(quiet),
+        "kept for checking the fit": sum(p.role == "validation" for p in group),
+        "sentinels": sum(p.role == "sentinel" for p in group),
+    }
+    left_out = {why: rows for why, rows in left_out.items() if rows}
+    return replace(table, left_out={**left_out, **table.left_out})
+
+
+def _quiet(group: Sequence[MeasuredPoint]) -> list[MeasuredPoint]:
+    """The points that a fit is made of."""
+    return [p for p in group if p.role == "fit" and not p.noisy]
+
+
+def _software(header: MeasurementHeader, group: Sequence[MeasuredPoint]) -> str | None:
+    """Library, driver and kernels, as far as they are known."""
+    versions = (
+        f"{name} {version}" for name, version in (("torch", header.torch), ("driver", header.driver)) if version
+    )
+    kernels = sorted({p.kernel for p in group if p.kernel})
+    parts = (", ".join(versions), "kernels " + ", ".join(kernels) if kernels else "")
+    return "; ".join(filter(None, parts)) or None
 
 
 def _lower_medians(points: Sequence[MeasuredPoint]) -> list[MeasuredPoint]:

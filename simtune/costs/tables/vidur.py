@@ -16,8 +16,8 @@ from simtune.costs.tables.common import (
     US,
     VIDUR,
     Columns,
+    FileContent,
     Formats,
-    Found,
     HostTable,
     Reader,
     Table,
@@ -33,7 +33,7 @@ _HOST_PARTS = (
 )
 
 
-def _mlp(columns: Columns) -> Found:
+def _mlp(columns: Columns) -> FileContent:
     tp = columns.numbers("num_tensor_parallel_workers")
     hidden, heads = columns.numbers("n_embd"), columns.numbers("n_head")
     kv_heads, inter = columns.numbers("n_kv_head"), columns.numbers("n_expanded_embd")
@@ -53,18 +53,18 @@ def _mlp(columns: Columns) -> Found:
         "mlp_up_proj": (np.where(gated, 2, 1) * inter / tp, hidden),
         "mlp_down_proj": (hidden, inter / tp),
     }
-    found = Found()
+    content = FileContent()
     for name, (variant, width) in widths.items():
         shape = {"rows": tokens, "width": width}
-        found.tables.append(_table(columns, "elementwise", name, shape, variant))
+        content.tables.append(_table(columns, "elementwise", name, shape, variant))
     for name, (n, k) in products.items():
-        found.tables.append(_table(columns, "gemm", name, {"m": tokens, "n": n, "k": k}))
+        content.tables.append(_table(columns, "gemm", name, {"m": tokens, "n": n, "k": k}))
     if "time_stats.emb.median" in columns.names:
-        found.skip(len(columns), "no operator for the embedding")
-    return found
+        content.skip(len(columns), "no operator for the embedding")
+    return content
 
 
-def _attention(columns: Columns) -> Found:
+def _attention(columns: Columns) -> FileContent:
     """One file for both phases; a prefill row is one chunk of one prompt over its cached past. The first layout of
     LLMServingSim is the same but for the block size.
     """
@@ -73,7 +73,7 @@ def _attention(columns: Columns) -> Found:
     prefill, past = columns.equal("is_prefill", "True"), columns.numbers("kv_cache_size")
     batch = columns.numbers("batch_size")
     origin = VIDUR if "block_size" in columns.names else LLMSERVINGSIM
-    found = Found()
+    content = FileContent()
     kinds: tuple[tuple[OperatorKind, str, bool], ...] = (
         ("prefill_attention", "attn_prefill", True),
         ("decode_attention", "attn_decode", False),
@@ -92,12 +92,12 @@ def _attention(columns: Columns) -> Found:
         }
         here = {at: column[rows] for at, column in shape.items()}
         seconds = columns.numbers(f"time_stats.{name}.median")[rows] * MS
-        found.tables.append(finish(Table(kind, "bf16", here, seconds, origin, (columns.file,), kv_dtype="bf16")))
-    return found
+        content.tables.append(finish(Table(kind, "bf16", here, seconds, origin, (columns.file,), kv_dtype="bf16")))
+    return content
 
 
 def _collective(kind: OperatorKind) -> Reader:
-    def read(columns: Columns) -> Found:
+    def read(columns: Columns) -> FileContent:
         devices, per_node = columns.numbers("num_workers"), columns.numbers("devices_per_node")
         size = columns.numbers("size")
         shape = {"bytes": size} if kind == "send_recv" else {"devices": devices, "bytes": size}
@@ -111,19 +111,21 @@ def _collective(kind: OperatorKind) -> Reader:
             variant="nccl" if kind == "all_reduce" else None,
             resolution_s=US,
         )
-        return Found([finish(table, {"between nodes: it is the cluster's network that they time": per_node < devices})])
+        return FileContent(
+            [finish(table, {"between nodes: it is the cluster's network that they time": per_node < devices})]
+        )
 
     return read
 
 
-def _host(columns: Columns) -> Found:
+def _host(columns: Columns) -> FileContent:
     columns.require("batch_size", *_HOST_PARTS)
     num_seqs = columns.numbers("batch_size")
     seconds = np.sum([columns.numbers(name) for name in _HOST_PARTS], axis=0) * MS
     usable = np.isfinite(seconds) & (seconds > 0) & (num_seqs > 0)
-    found = Found(hosts=[HostTable(num_seqs[usable], seconds[usable], VIDUR, (columns.file,))])
-    found.skip(int((~usable).sum()), "no positive time")
-    return found
+    content = FileContent(hosts=[HostTable(num_seqs[usable], seconds[usable], VIDUR, (columns.file,))])
+    content.skip(int((~usable).sum()), "no positive time")
+    return content
 
 
 def _table(
