@@ -14,7 +14,8 @@ from simtune.cli.output import json_option, print_json, print_table, quiet_optio
 from simtune.errors import UsageError
 
 if TYPE_CHECKING:
-    from simtune.profiling.run import Errors, LiveStatus, Profiled
+    from simtune.profiling.checks import Errors
+    from simtune.profiling.run import LiveStatus, Profiled
 
 COMMENT = """Fitted by `simtune profile` to what it measured on one machine; measure again rather than edit this file.
 `simtune fit` makes the same operators of the run's measurements.jsonl."""
@@ -100,7 +101,7 @@ def profile(
         raise UsageError(INSTALL) from None
     rig = TorchRig(device, models)
     try:
-        with _live(quiet) as (update, say):
+        with _live(quiet) as (update, note):
             found = run.profile(
                 rig,
                 models,
@@ -110,7 +111,7 @@ def profile(
                 target=target,
                 started=started,
                 progress=update,
-                say=say,
+                note=note,
             )
     except KeyboardInterrupt:
         click.echo(f"interrupted; what was measured is in {out}, and the same command goes on from there", err=True)
@@ -176,7 +177,7 @@ def _table(status: LiveStatus) -> Any:
 
 
 def _show(found: Profiled, out: Path) -> None:
-    from simtune.profiling.run import errors_by_operator
+    from simtune.profiling.checks import errors_by_operator
 
     columns = ("", "points", "median %", "p90 %", "max %", "in 90 % interval %")
     print_table(

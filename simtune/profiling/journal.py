@@ -44,16 +44,16 @@ class Journal:
         Raises SpecError when the file is damaged elsewhere.
         """
         header, points, cut_short = read_points(path)
-        said = None
+        repaired = None
         text = path.read_bytes()
         if cut_short:
             os.truncate(path, text.rindex(b"\n") + 1)
-            said = f"{path}: the last line was cut short and is taken off; its point is measured again"
+            repaired = f"{path}: the last line was cut short and is taken off; its point is measured again"
         elif not text.endswith(b"\n"):
             with path.open("ab") as file:
                 file.write(b"\n")
-            said = f"{path}: the last line had no end and got one"
-        return cls(path, header, points), said
+            repaired = f"{path}: the last line had no end and got one"
+        return cls(path, header, points), repaired
 
     def __enter__(self) -> Self:
         return self
@@ -65,16 +65,16 @@ class Journal:
     def must_be(self, **wanted: Any) -> None:
         """Raises UsageError unless the header says so of each of these keys."""
         for key, value in wanted.items():
-            found = getattr(self.header, key, None)
-            if found != value:
+            held = getattr(self.header, key, None)
+            if held != value:
                 raise UsageError(
-                    f"{self.path}: holds measurements with {key} {_short(found)}, this run has {_short(value)}; they "
+                    f"{self.path}: holds measurements with {key} {_short(held)}, this run has {_short(value)}; they "
                     "are not mixed: name another folder with --out"
                 )
 
-    def record(self, task: MeasurementTask, **told: Any) -> MeasuredPoint:
+    def record(self, task: MeasurementTask, **result: Any) -> MeasuredPoint:
         """Append one finished point. Raises SimtuneError when it cannot be written; what is there stays."""
-        line = {**task.to_data(), **{key: value for key, value in told.items() if value is not None}}
+        line = {**task.to_data(), **{key: value for key, value in result.items() if value is not None}}
         self._append(line)
         point = MeasuredPoint.model_validate(line)
         self.points.append(point)

@@ -74,6 +74,7 @@ class MeasurementTask:
         return operator_key(self.kind, self.dtype, self.kv_dtype, self.variant)
 
     def to_data(self) -> dict[str, Any]:
+        """Its keys in a line of measurements.jsonl, those at their defaults omitted."""
         data = {name: getattr(self, name) for name in ("kind", "dtype", "kv_dtype", "variant")}
         data["shape"] = dict(self.shape)
         data["role"] = None if self.role == "fit" else self.role
@@ -105,6 +106,7 @@ class MeasurementPlan:
 
     @property
     def tasks(self) -> list[MeasurementTask]:
+        """The points of all rounds, in their order."""
         return [task for tasks in self.rounds for task in tasks]
 
 
@@ -118,28 +120,16 @@ def plan(
             planner.model(model, tp)
     for model in models:
         planner.steps(model)
-    dtype: Dtype = models[0].dtype
-    for direction in copies:
-        planner.add([MeasurementTask("copy", dtype, {"bytes": size}, variant=direction) for size in _COPIES])
-    planner.add([MeasurementTask("host", dtype, {"sequences": n}) for n in (1, 4, 16, 64)])
-    rounds: list[list[MeasurementTask]] = [[] for _ in range(ROUNDS)]
-    for tasks in planner.lists:
-        for at, task in enumerate(tasks):
-            rounds[_round_of(at, len(tasks))].append(task)
-    for tasks in rounds:
-        planner.rng.shuffle(tasks)
-        tasks.sort(key=lambda t: t.kind == "step")  # they take longest and are for comparison only
-    large = [MeasurementTask("copy", dtype, {"bytes": size}, variant="in_memory") for size in _COPIES]
-    wide = [MeasurementTask("gemm", dtype, {"m": m, "n": n, "k": n}) for n in (512, 1024, 2048, 4096) for m in (64, n)]
-    quick = [[t for t in some if planner.fits(t, limits.call_s / 60)] for some in (wide, large)]
-    sentinels = [replace(some[-1], role="sentinel") for some in quick if some]
-    keys = [t.key for tasks in rounds for t in tasks]
-    told = json.dumps([[m.to_data() for m in models], list(tps), seed, keys], sort_keys=True)
+    planner.device(models[0].dtype, copies)
+    rounds = planner.rounds()
+    sentinels = planner.sentinels(models[0].dtype)
+    keys = [task.key for tasks in rounds for task in tasks]
+    identity = json.dumps([[m.to_data() for m in models], list(tps), seed, keys], sort_keys=True)
     return MeasurementPlan(
         tuple(map(tuple, rounds)),
         tuple(sentinels),
         tuple(planner.notes()),
-        hashlib.sha256(told.encode()).hexdigest()[:16],
+        hashlib.sha256(identity.encode()).hexdigest()[:16],
     )
 
 
@@ -178,13 +168,13 @@ def work(task: MeasurementTask) -> tuple[float, float]:
 
 def products(model: Model, group: LayerGroup, tp: int) -> list[tuple[int, int]]:
     """(n, k) of the matrix products of one layer on one of tp ranks, experts apart, in the order of a step."""
-    hidden, found = model.hidden_size, list(attention_layer(model, group.attention, tp).products)
+    hidden, attention = model.hidden_size, attention_layer(model, group.attention, tp).products
     feed_forward = group.feed_forward
     if isinstance(feed_forward, DenseFeedForward):
         width, gates = feed_forward.intermediate_size // tp, 1 + feed_forward.gated
-        return [*found, (gates * width, hidden), (hidden, width)]
+        return [*attention, (gates * width, hidden), (hidden, width)]
     shared = feed_forward.shared_intermediate_size // tp
-    return [*found, (feed_forward.experts, hidden), *([(2 * shared, hidden), (hidden, shared)] if shared else [])]
+    return [*attention, (feed_forward.experts, hidden), *([(2 * shared, hidden), (hidden, shared)] if shared else [])]
 
 
 def step_layers(model: Model, limits: Limits) -> int:
@@ -202,21 +192,84 @@ def _can_step(model: Model) -> bool:
     return dense and len(model.layers) == 1 and model.weight_dtype == model.dtype
 
 
+@dataclass(frozen=True)
+class _AttentionCalls:
+    """The attention of a model's layers on one of `tp` ranks, call by call."""
+
+    model: Model
+    attention: FullAttention
+    tp: int
+
+    @property
+    def longest(self) -> int:
+        """Context tokens that a token attends to at most."""
+        return self.attention.window if isinstance(self.attention, Sliding) else self.model.max_position
+
+    def decode(self, batch: int, context: int, variant: str | None = None) -> MeasurementTask:
+        """One token for each of `batch` sequences."""
+        return self._task("decode_attention", {"batch": batch, "context": context}, context, variant)
+
+    def prefill(self, tokens: int, past: int = 0) -> MeasurementTask:
+        """`tokens` tokens of one prompt behind `past` cached ones."""
+        context = tokens + past
+        window = min(context, self.longest) if isinstance(self.attention, Sliding) else context
+        return self._task("prefill_attention", {"batch": 1, "tokens": tokens, "context": context}, window)
+
+    def chunk(self, tokens: int, context: int) -> MeasurementTask:
+        """The same by the context it ends with."""
+        return self.prefill(tokens, max(1, context - tokens))
+
+    def tree(self, batch: int, width: int, context: int) -> MeasurementTask:
+        """`width` draft tokens for each of `batch` sequences."""
+        return self._task("tree_attention", {"batch": batch, "width": width, "context": context}, context)
+
+    def _task(self, kind: str, sizes: dict[str, float], window: int, variant: str | None = None) -> MeasurementTask:
+        heads = {
+            "heads": self.attention.heads // self.tp,
+            "kv_heads": max(1, self.attention.kv_heads // self.tp),
+            "head_dim": self.attention.head_dim,
+        }
+        dtype = self.model.dtype
+        return MeasurementTask(kind, dtype, {**sizes, **heads, "window": window}, dtype, variant)
+
+
 @dataclass
 class _Planner:
+    """Collects lists of points, operator by operator, and puts them into rounds."""
+
     limits: Limits
     rng: np.random.Generator
     lists: list[list[MeasurementTask]] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
     too_large: dict[str, int] = field(default_factory=dict)
-    said: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
 
     def notes(self) -> list[str]:
         words = [
             f"{operator}: {count} shapes do not fit into {POOL_SHARE:.0%} of the memory; smaller ones are measured"
             for operator, count in sorted(self.too_large.items())
         ]
-        return words + list(dict.fromkeys(self.said))
+        return words + list(dict.fromkeys(self.remarks))
+
+    def rounds(self) -> list[list[MeasurementTask]]:
+        """All points, dealt out to the rounds and shuffled; whole steps last, as they take longest and fit nothing."""
+        rounds: list[list[MeasurementTask]] = [[] for _ in range(ROUNDS)]
+        for tasks in self.lists:
+            for at, task in enumerate(tasks):
+                rounds[_round_of(at, len(tasks))].append(task)
+        for tasks in rounds:
+            self.rng.shuffle(tasks)
+            tasks.sort(key=lambda task: task.kind == "step")
+        return rounds
+
+    def sentinels(self, dtype: Dtype) -> list[MeasurementTask]:
+        """The largest product and the largest copy that take no time to speak of."""
+        wide = [
+            MeasurementTask("gemm", dtype, {"m": m, "n": n, "k": n}) for n in (512, 1024, 2048, 4096) for m in (64, n)
+        ]
+        large = [MeasurementTask("copy", dtype, {"bytes": size}, variant="in_memory") for size in _COPIES]
+        quick = [[task for task in tasks if self.fits(task, self.limits.call_s / 60)] for tasks in (wide, large)]
+        return [replace(tasks[-1], role="sentinel") for tasks in quick if tasks]
 
     def fits(self, task: MeasurementTask, call_s: float | None = None) -> bool:
         """Whether a call takes neither too much memory, which is noted, nor too long."""
@@ -242,17 +295,23 @@ class _Planner:
         """Validation points between those chosen: `make` with the named sizes drawn between the smallest and the
         largest that each was chosen with.
         """
-        found: list[MeasurementTask] = []
+        between: list[MeasurementTask] = []
         for _ in range(20 * count if chosen else 0):
             drawn = []
             for name in sizes:
                 low, high = np.log([f(t.shape[name] for t in chosen) for f in (min, max)])
                 drawn.append(round(float(np.exp(self.rng.uniform(low, high)))))
             task = make(*drawn)
-            if task.key not in self.seen and self.fits(task) and len(found) < count:
+            if task.key not in self.seen and self.fits(task) and len(between) < count:
                 self.seen.add(task.key)
-                found.append(replace(task, role="validation"))
-        self.lists.append(found)
+                between.append(replace(task, role="validation"))
+        self.lists.append(between)
+
+    def device(self, dtype: Dtype, copies: Sequence[str]) -> None:
+        """What is the device's alone: copies in these ways, and host work."""
+        for direction in copies:
+            self.add([MeasurementTask("copy", dtype, {"bytes": size}, variant=direction) for size in _COPIES])
+        self.add([MeasurementTask("host", dtype, {"sequences": n}) for n in (1, 4, 16, 64)])
 
     def model(self, model: Model, tp: int) -> None:
         """All operators of one of tp ranks."""
@@ -278,10 +337,10 @@ class _Planner:
 
     def _small(self, model: Model, group: LayerGroup, tp: int) -> list[tuple[str, int]]:
         hidden, feed_forward = model.hidden_size, group.feed_forward
-        found = [("norm", 4 * hidden), ("add", 3 * hidden)]
+        widths = [("norm", 4 * hidden), ("add", 3 * hidden)]
         if isinstance(feed_forward, DenseFeedForward):
-            found.append(("activation", (2 + feed_forward.gated) * feed_forward.intermediate_size // tp))
-        return found
+            widths.append(("activation", (2 + feed_forward.gated) * feed_forward.intermediate_size // tp))
+        return widths
 
     def _gemm(self, dtype: Dtype, n: int, k: int, rows: Sequence[int]) -> None:
         def make(m: int) -> MeasurementTask:
@@ -291,47 +350,33 @@ class _Planner:
 
     def _attention(self, model: Model, attention: Attention, tp: int) -> None:
         if not isinstance(attention, FullAttention):
-            self.said.append(f"{model.name}: torch has no kernel for its {attention.kind} attention; not measured")
+            self.remarks.append(f"{model.name}: torch has no kernel for its {attention.kind} attention; not measured")
             return
-        heads = {
-            "heads": attention.heads // tp,
-            "kv_heads": max(1, attention.kv_heads // tp),
-            "head_dim": attention.head_dim,
-        }
-        limit = attention.window if isinstance(attention, Sliding) else model.max_position
-        kv = model.dtype
+        calls = _AttentionCalls(model, attention, tp)
+        contexts = [c for c in _CONTEXTS if c <= calls.longest]
+        self._decodes(calls, contexts)
+        self._prefills(calls, contexts)
 
-        def decode(batch: int, context: int, variant: str | None = None) -> MeasurementTask:
-            shape = {"batch": batch, "context": context, **heads, "window": context}
-            return MeasurementTask("decode_attention", model.dtype, shape, kv, variant)
+    def _decodes(self, calls: _AttentionCalls, contexts: Sequence[int]) -> None:
+        """Decode attention by batch and context, of a contiguous cache and of a paged one, and that of draft trees."""
+        grid = [(batch, context) for batch in _BATCHES for context in contexts]
+        density = self.limits.scale
+        chosen = self.add([calls.decode(b, c) for b, c in grid], round(90 * density))
+        self.check(chosen, 14, ("batch", "context"), calls.decode)
+        paged = [calls.decode(b, c, "paged") for b, c in grid if b <= 32 and c <= 8192]
+        self.add(paged, round(12 * density))
+        trees = [calls.tree(b, width, c) for b, c in grid[::2] for width in _WIDTHS if c > width]
+        self.add(trees, round(24 * density))
 
-        def prefill(tokens: int, past: int = 0) -> MeasurementTask:
-            context = tokens + past
-            window = min(context, limit) if isinstance(attention, Sliding) else context
-            shape = {"batch": 1, "tokens": tokens, "context": context, **heads, "window": window}
-            return MeasurementTask("prefill_attention", model.dtype, shape, kv)
-
-        def tree(batch: int, width: int, context: int) -> MeasurementTask:
-            shape = {"batch": batch, "width": width, "context": context, **heads, "window": context}
-            return MeasurementTask("tree_attention", model.dtype, shape, kv)
-
-        contexts = [c for c in _CONTEXTS if c <= limit]
-        grid = [(b, c) for b in _BATCHES for c in contexts]
-        many = self.limits.scale
-        chosen = self.add([decode(b, c) for b, c in grid], round(90 * many))
-        self.check(chosen, 14, ("batch", "context"), decode)
-        self.add([decode(b, c, "paged") for b, c in grid if b <= 32 and c <= 8192], round(12 * many))
-        self.add([tree(b, w, c) for b, c in grid[::2] for w in _WIDTHS if c > w], round(24 * many))
-        whole = self.add([prefill(m) for m in _PROMPTS if m <= model.max_position])
-        self.check(whole, 10, ("tokens",), prefill)
-        pasts = [p for p in contexts if p >= 64]
-        behind = [prefill(m, p) for m in _CHUNKS for p in pasts if m + p <= model.max_position]
-        chosen = self.add(behind, round(36 * many))
-
-        def chunk(tokens: int, context: int) -> MeasurementTask:
-            return prefill(tokens, max(1, context - tokens))
-
-        self.check(chosen, 6, ("tokens", "context"), chunk)
+    def _prefills(self, calls: _AttentionCalls, contexts: Sequence[int]) -> None:
+        """Whole prompts, and chunks behind a past."""
+        longest = calls.model.max_position
+        prompts = self.add([calls.prefill(tokens) for tokens in _PROMPTS if tokens <= longest])
+        self.check(prompts, 10, ("tokens",), calls.prefill)
+        pasts = [c for c in contexts if c >= 64]
+        chunks = [calls.prefill(tokens, past) for tokens in _CHUNKS for past in pasts if tokens + past <= longest]
+        chosen = self.add(chunks, round(36 * self.limits.scale))
+        self.check(chosen, 6, ("tokens", "context"), calls.chunk)
 
     def _moe(self, model: Model, experts: MoeFeedForward, tp: int) -> None:
         def make(tokens: int) -> MeasurementTask:
@@ -352,10 +397,10 @@ class _Planner:
         """Whole steps of a model: decodes alone, chunks alone, and both."""
         layers = step_layers(model, self.limits)
         if not layers:
-            self.said.append(f"{model.name}: no whole step is measured (its layers are not plain, or too large)")
+            self.remarks.append(f"{model.name}: no whole step is measured (its layers are not plain, or too large)")
             return
         if layers < model.num_layers:
-            self.said.append(f"{model.name}: too large for the memory; whole steps are of {layers} of its layers")
+            self.remarks.append(f"{model.name}: too large for the memory; whole steps are of {layers} of its layers")
         shapes = [(b, c, 0, 0) for b in _STEPS["batches"] for c in _STEPS["contexts"]]
         shapes += [(0, 0, past, m) for m in _STEPS["chunks"] for past, longest in _STEP_PASTS.items() if m <= longest]
         tasks = [

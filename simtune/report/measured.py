@@ -70,14 +70,10 @@ def drift(points: Sequence[MeasuredPoint]) -> list[Dots]:
     for kind in sorted({p.kind for p in sentinels}):
         mine = [p for p in sentinels if p.kind == kind]
         usual = float(np.median([p.seconds for p in mine]))
-        rows += [(kind, _extra(p, "at_s"), (p.seconds or 0.0) / usual - 1, {}) for p in mine]
-    clocks = [(_extra(p, "at_s"), _extra(p, "clock_mhz")) for p in sentinels if _extra(p, "clock_mhz")]
+        rows += [(kind, p.number("at_s"), (p.seconds or 0.0) / usual - 1, {}) for p in mine]
+    clocks = [(p.number("at_s"), p.number("clock_mhz")) for p in sentinels if p.number("clock_mhz")]
     rows += [("clock", at, clock / clocks[0][1] - 1, {}) for at, clock in clocks]
     return _dots(rows)
-
-
-def _extra(point: MeasuredPoint, key: str) -> float:
-    return float((point.model_extra or {}).get(key, 0.0))
 
 
 def _dots(rows: Sequence[tuple[str, float, float, dict[str, float]]]) -> list[Dots]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from simtune.costs.iteration import Batch, StepModel
 from simtune.costs.profile import Facts
-from simtune.profiling.run import VALIDATION
+from simtune.profiling.fitting import VALIDATION
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import Batching, Pool
 

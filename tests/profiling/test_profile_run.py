@@ -18,9 +18,11 @@ from simtune.costs.iteration import StepModel
 from simtune.costs.profile import build
 from simtune.costs.tables import read_tables
 from simtune.errors import SimtuneError, UsageError
+from simtune.profiling.doubts import doubtful
+from simtune.profiling.fitting import VALIDATION
 from simtune.profiling.journal import FILE, Journal, task_of
 from simtune.profiling.plan import Limits, MeasurementTask
-from simtune.profiling.run import SENTINEL_EVERY, VALIDATION, doubtful
+from simtune.profiling.run import SENTINEL_EVERY
 from simtune.profiling.timing import Measured
 from simtune.specs.plan import Batching, Pool
 from tests.profiling.pretended import BASE, COST_S, PretendedRig, model, profile
@@ -134,7 +136,7 @@ def test_killed_five_times_and_resumed_nothing_is_lost_or_doubled(tmp_path: Path
 def test_a_finished_run_given_again_measures_nothing_more(tmp_path: Path) -> None:
     first = profile(PretendedRig(), tmp_path / "p1", budget_s=30)
     rig, said = PretendedRig(), list[str]()
-    again = profile(rig, tmp_path / "p1", budget_s=30, say=said.append)
+    again = profile(rig, tmp_path / "p1", budget_s=30, note=said.append)
     assert rig.measured == []
     assert again.hardware == first.hardware
     assert any("going on after" in words for words in said)
@@ -217,7 +219,7 @@ def test_a_throttled_clock_is_told(tmp_path: Path) -> None:
 def test_what_disturbs_the_device_is_said(tmp_path: Path) -> None:
     rig, said = PretendedRig(), list[str]()
     rig.warning = "Pretended P1: another process holds 3.0 GiB of its memory; times may be too long"
-    profile(rig, tmp_path / "p1", budget_s=25, say=said.append)
+    profile(rig, tmp_path / "p1", budget_s=25, note=said.append)
     assert rig.warning in said
 
 

@@ -59,6 +59,11 @@ class MeasurementHeader(Part):
     driver: str | None = None
     torch: str | None = None
 
+    @property
+    def further(self) -> dict[str, Any]:
+        """The measurer's own keys."""
+        return self.model_extra or {}
+
 
 class MeasuredPoint(Part):
     """One finished point; times in seconds."""
@@ -90,6 +95,10 @@ class MeasuredPoint(Part):
     def operator(self) -> str:
         """The key of its operator in a profile, or its kind with dtype and variant where it is none."""
         return operator_key(self.kind, self.dtype, self.kv_dtype, self.variant)
+
+    def number(self, key: str) -> float:
+        """A number that the measurer added under a key of its own; 0 where there is none."""
+        return float((self.model_extra or {}).get(key, 0.0))
 
     @property
     def noisy(self) -> bool:

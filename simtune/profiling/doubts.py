@@ -1,0 +1,80 @@
+"""Which points are suspicious, and are measured again first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from simtune.costs.fit import fit_base
+from simtune.costs.operators import OPERATORS, Setting
+from simtune.costs.predict import base_seconds
+from simtune.costs.profile import data_sheet
+from simtune.costs.residual import features, fit_process
+from simtune.costs.tables.own import MeasuredPoint
+from simtune.profiling.fitting import facts_of, tables_of
+from simtune.profiling.journal import Journal, task_of
+from simtune.profiling.plan import MeasurementTask
+
+MOVED = 0.03
+"""A sentinel so far off its median casts doubt on the points before it."""
+
+SUSPICIOUS_SDS = 4.0
+FEWEST = 8
+"""Points of an operator among which one can be told to be off."""
+
+
+def doubtful(journal: Journal) -> set[str]:
+    """Keys of the points whose first visit is suspicious."""
+    first: dict[str, MeasuredPoint] = {}
+    for point in journal.points:
+        if point.role != "sentinel":
+            first.setdefault(task_of(point).key, point)
+    noisy = {key for key, point in first.items() if point.noisy}
+    return _before_moved_sentinels(journal) | noisy | _off_the_fit(journal, list(first.values()))
+
+
+def _before_moved_sentinels(journal: Journal) -> set[str]:
+    """Keys of the points first visited between a sentinel that had moved and the sentinel before it."""
+    usual = _usual_s(journal)
+    doubted: set[str] = set()
+    visited: set[str] = set()
+    since: list[str] = []  # first visits since the last sentinel
+    for point in journal.points:
+        key = task_of(point).key
+        if point.role == "sentinel":
+            moved = abs((point.seconds or 0.0) / usual[key] - 1)
+            if moved > MOVED and moved * usual[key] > 3 * (point.mad or 0.0):
+                doubted |= set(since)
+            since = []
+        elif key not in visited:
+            visited.add(key)
+            since.append(key)
+    return doubted
+
+
+def _usual_s(journal: Journal) -> dict[str, float]:
+    """Median seconds of each sentinel, by key."""
+    times: dict[str, list[float]] = {}
+    for point in journal.points:
+        if point.role == "sentinel" and point.seconds:
+            times.setdefault(task_of(point).key, []).append(point.seconds)
+    return {key: float(np.median(seconds)) for key, seconds in times.items()}
+
+
+def _off_the_fit(journal: Journal, points: Sequence[MeasuredPoint]) -> set[str]:
+    """Keys of points that are far from where all other points of their operator put them."""
+    keys: set[str] = set()
+    facts = facts_of(journal, "measured")
+    for table in tables_of(journal, points).operators.values():
+        sheet = data_sheet(table, facts)
+        setting = Setting.of(sheet.processors, table.dtype, table.kv_dtype)
+        base = fit_base(table, sheet.processors, sheet.flops_per_s, sheet.bytes_per_s)
+        expected = base_seconds(OPERATORS[table.kind].terms(table.shape, setting), **base.model_dump())
+        process = fit_process(features(table.kind, table.shape, setting), np.log(table.seconds / expected))
+        if process is not None and len(table) >= FEWEST:
+            off, sd = process.left_out()
+            for row in np.flatnonzero(np.abs(off) > SUSPICIOUS_SDS * sd):
+                shape = {name: float(column[row]) for name, column in table.shape.items()}
+                keys.add(MeasurementTask(table.kind, table.dtype, shape, table.kv_dtype, table.variant).key)
+    return keys

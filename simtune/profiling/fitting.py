@@ -1,0 +1,129 @@
+"""From the points of a journal to a hardware profile: tables, quick fits between rounds, the facts of the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from simtune.costs.fit import fit_predictor
+from simtune.costs.operators import OPERATORS
+from simtune.costs.predict import Predictor
+from simtune.costs.profile import Facts, build, data_sheet
+from simtune.costs.tables import Tables, own
+from simtune.costs.tables.common import merge
+from simtune.costs.tables.own import MeasuredPoint
+from simtune.costs.tables.screen import screen
+from simtune.errors import UsageError
+from simtune.profiling.checks import Check, errors_by_operator, validate
+from simtune.profiling.journal import FILE, Journal, task_of
+from simtune.profiling.plan import Limits, work
+from simtune.specs.base import Dtype
+from simtune.specs.hardware import Device, Hardware, HoldOut, Link
+
+VALIDATION = "points measured for checking"
+
+_STREAM_BYTES = 1 << 26  # a smaller copy within memory may be one within a cache
+
+
+def tables_of(journal: Journal, points: Sequence[MeasuredPoint] | None = None) -> Tables:
+    """The tables of all points of a journal, or of these."""
+    content = own.tables(journal.header, journal.points if points is None else points, FILE)
+    kept = {table.key: merge([table]) for table in content.tables if len(table)}
+    return Tables(dict(sorted(kept.items())), content.hosts[0] if content.hosts else None)
+
+
+def predictors(journal: Journal) -> dict[str, Predictor]:
+    """Quick fits of all operators measured so far, by key."""
+    facts = facts_of(journal, "measured")
+    fitted = {}
+    for key, table in tables_of(journal).operators.items():
+        sheet = data_sheet(table, facts)
+        fitted[key] = fit_predictor(screen(table, sheet), sheet.processors, sheet.flops_per_s, sheet.bytes_per_s)
+    return fitted
+
+
+def fit(journal: Journal, name: str) -> tuple[Facts, Hardware, list[Check]]:
+    """Facts and profile of all points, and the checks. Raises UsageError when there are too few points."""
+    tables = tables_of(journal)
+    if not any(table.kind == "gemm" for table in tables.operators.values()):
+        raise UsageError(f"{journal.path}: too few points for a profile; give a larger --budget")
+    facts = facts_of(journal, name)
+    hardware = build(tables, facts)
+    judges = {
+        key: Predictor(operator, hardware.device.processors, hardware.arrays)
+        for key, operator in hardware.operators.items()
+    }
+    checks = validate(journal, judges)
+    operators = dict(hardware.operators)
+    for key, errors in errors_by_operator(checks).items():
+        held = HoldOut(
+            split=VALIDATION,
+            train_points=operators[key].provenance.points or 1,
+            test_points=errors.points,
+            **{name: round(getattr(errors, name), 4) for name in ("median", "p90", "max")},
+            coverage=round(errors.covered, 4),
+        )
+        operators[key] = operators[key].model_copy(update={"hold_out": (held, *operators[key].hold_out)})
+    return facts, hardware.model_copy(update={"operators": operators}).with_arrays(hardware.arrays), checks
+
+
+def facts_of(journal: Journal, name: str) -> Facts:
+    """What is known of the device: the rates are the best that were measured, since nobody gave a data sheet."""
+    header, further = journal.header, journal.header.further
+    best = _BestRates(Limits(**further["limits"]))
+    for point in journal.points:
+        best.take(point)
+    return Facts(
+        name=name,
+        engine=f"torch {header.torch}",
+        device=Device(
+            name=header.device,
+            vendor=header.device.split()[0],
+            memory_bytes=further["memory_bytes"],
+            memory_bytes_per_s=short(best.bytes_per_s),
+            architecture=further.get("architecture"),
+            processors=further["processors"],
+            flops_per_s={dtype: short(rate) for dtype, rate in sorted(best.flops_per_s.items())},
+            devices_per_node=max(further["devices"], *further["tp"]),
+            source="fastest matrix product and copy that simtune measured on it, not a data sheet",
+        ),
+        links=best.links,
+        host_note="what a plain torch loop does between two steps; a serving engine does more",
+    )
+
+
+class _BestRates:
+    """The fastest product of each dtype, the fastest copy, and each link by its fastest and its shortest transfer."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.flops_per_s: dict[Dtype, float] = {}
+        self.bytes_per_s = limits.bytes_per_s
+        self.links: dict[str, Link] = {}
+        self._rough_flops_per_s = limits.flops_per_s
+
+    def take(self, point: MeasuredPoint) -> None:
+        if point.kind in OPERATORS and OPERATORS[point.kind].computes:
+            self.flops_per_s.setdefault(point.dtype, self._rough_flops_per_s)
+        if not point.seconds:
+            return
+        flops, moved = work(task_of(point))
+        if point.kind == "gemm":
+            self.flops_per_s[point.dtype] = max(self.flops_per_s[point.dtype], flops / point.seconds)
+        elif point.kind == "copy" and point.variant != "in_memory":
+            self._transfer("host", point.shape["bytes"], point.seconds)
+        elif point.kind == "copy" and point.shape["bytes"] >= _STREAM_BYTES:
+            self.bytes_per_s = max(self.bytes_per_s, moved / point.seconds)
+        elif point.kind in ("send_recv", "all_reduce"):
+            self._transfer("intra_node", moved, point.seconds)
+
+    def _transfer(self, name: str, size: float, seconds: float) -> None:
+        known = self.links.get(name)
+        rate = max(size / seconds, known.bytes_per_s if known else 0.0)
+        latency = min(seconds, known.latency_s if known else seconds)
+        self.links[name] = Link(
+            bytes_per_s=short(rate), latency_s=short(latency), source="fastest and shortest measured"
+        )
+
+
+def short(value: float) -> float:
+    """To four significant digits: measured once, it is not known better."""
+    return float(f"{value:.4g}")
