@@ -161,17 +161,11 @@ def optimize(question: Question, *, jobs: int | None = None, progress: SearchPro
     """Search the study's space. Raises Infeasible, saying what stood in the way, when no plan meets the SLO.
 
     `jobs` processes work on shapes side by side (default: one per core); the answer does not depend on it.
-    `progress(done, total, best so far)` is told after every shape. An interrupt (Ctrl-C) ends the search with what it
-    has, marked `interrupted`, or is passed on when nothing was found yet.
+    `progress(done, total, best so far)` is called after every shape. An interrupt (Ctrl-C) ends the search with what it
+    has, marked `interrupted`, or is passed on when no plan has met the SLO yet.
     """
     study = question.study
-    if question.searches_rate and isinstance(question.workload.arrivals, ClosedLoop):
-        raise UsageError(
-            f"{study.name}: objective {study.objective} looks for a request rate, but workload "
-            f"{question.workload.name} is a closed loop; use objective e2el or gpus"
-        )
-    if not study.slo.limits() and not any(c.slo for c in question.workload.classes) and question.searches_rate:
-        raise UsageError(f"{study.name}: objective {study.objective} needs an slo with at least one limit")
+    _check(question)
     space = shapes(study)
     if not space:
         raise Infeasible(
@@ -180,25 +174,50 @@ def optimize(question: Question, *, jobs: int | None = None, progress: SearchPro
         )
     longest_stream = max((question.stream(shape) for shape in space), key=len)
     max_model_len = length_limit(question.model, longest_stream)
+    rows, interrupted = _search(question, space, max_model_len, jobs, progress)
+    chosen, deployment, result = _confirm(question, rows, max_model_len)
+    return Tuned(question, _ranked(rows, chosen, study.objective), deployment, result, interrupted)
+
+
+def _check(question: Question) -> None:
+    """Raises UsageError where the objective asks for a rate that the workload or the SLO leaves open."""
+    study = question.study
+    if not question.searches_rate:
+        return
+    if isinstance(question.workload.arrivals, ClosedLoop):
+        raise UsageError(
+            f"{study.name}: objective {study.objective} looks for a request rate, but workload "
+            f"{question.workload.name} is a closed loop; use objective e2el or gpus"
+        )
+    if not study.slo.limits() and not any(c.slo for c in question.workload.classes):
+        raise UsageError(f"{study.name}: objective {study.objective} needs an slo with at least one limit")
+
+
+def _search(
+    question: Question,
+    space: list[ParallelShape],
+    max_model_len: int,
+    jobs: int | None,
+    progress: SearchProgress | None,
+) -> tuple[list[Trial], bool]:
+    """Every candidate of the space with its fate, wave by wave; and whether an interrupt left some shapes out."""
     rows: list[Trial] = []
     best: Trial | None = None
-    interrupted = False
     with executor(jobs, min(WAVE, len(space))) as pool:
         try:
             ordered = _by_promise(question, space, max_model_len)
             for start in range(0, len(ordered), WAVE):
                 wave = [ShapeTask(question, shape, max_model_len, best) for shape in ordered[start : start + WAVE]]
-                for found in ordered_map(pool, ShapeTask.run, wave):
-                    rows += found
-                    best = _best([*([best] if best else []), *found], study)
+                for trials in ordered_map(pool, ShapeTask.run, wave):
+                    rows += trials
+                    best = _best([*([best] if best else []), *trials], question.study)
                     if progress is not None:
                         progress(len({r.candidate.shape for r in rows}), len(space), best)
         except KeyboardInterrupt:
             if best is None:
                 raise
-            interrupted = True
-    chosen, deployment, result = _confirm(question, rows, max_model_len)
-    return Tuned(question, _ranked(rows, chosen, study.objective), deployment, result, interrupted)
+            return rows, True
+    return rows, False
 
 
 def _confirm(question: Question, rows: list[Trial], max_model_len: int) -> tuple[Trial, Deployment, Result]:

@@ -30,7 +30,6 @@ def summarise(
     """The content of summary.json; `resumed` is the number of points that earlier runs had left."""
     points = [p for p in journal.points if p.role != "sentinel"]
     timed = [(p, p.seconds) for p in points if p.seconds]
-    launch_s = [p.number("eager") - seconds for p, seconds in timed if p.number("eager")]
     return {
         "device": journal.header.device,
         "torch": journal.header.torch,
@@ -46,11 +45,17 @@ def summarise(
         "spread_p90": round(float(np.quantile([(p.mad or 0) / seconds for p, seconds in timed], 0.9)), 4),
         "sentinels": _drift(journal.points, plan),
         "throttled": _throttled(journal.points),
-        "launch_s": short(float(np.median(launch_s))) if launch_s else None,
+        "launch_s": _launch_s(timed),
         "validation": {key: errors._asdict() for key, errors in errors_by_operator(checks).items()},
         "steps": {key: errors._asdict() for key, errors in errors_by_operator(steps).items()},
         "notes": list(plan.notes),
     }
+
+
+def _launch_s(timed: Sequence[tuple[MeasuredPoint, float]]) -> float | None:
+    """What launching a kernel on its own adds to its time in a captured graph, at the median."""
+    launches = [p.number("eager") - seconds for p, seconds in timed if p.number("eager")]
+    return short(float(np.median(launches))) if launches else None
 
 
 def _drift(points: Sequence[MeasuredPoint], plan: MeasurementPlan) -> dict[str, dict[str, float]]:

@@ -44,6 +44,7 @@ class Spec(Part):
 
     @classmethod
     def schema_id(cls) -> str:
+        """What stands under `schema` in its files."""
         return f"simtune/{cls.KIND}@1"
 
     @classmethod
@@ -54,10 +55,10 @@ class Spec(Part):
             raise SpecError(Problem(document.file, f"a {cls.KIND} spec was expected, not {_kind_of(data)}", "", 1, 1))
         data = dict(data)
         problems = []
-        found = data.pop("schema", None)
-        if found != cls.schema_id():
+        schema = data.pop("schema", None)
+        if schema != cls.schema_id():
             line, column = document.position(["schema"])
-            message = f"must be {cls.schema_id()}" + ("" if found is None else f", found {found!r}")
+            message = f"must be {cls.schema_id()}" + ("" if schema is None else f", found {schema!r}")
             problems.append(Problem(document.file, message, "schema", line, column))
         try:
             spec = cls.model_validate(data)
@@ -69,10 +70,12 @@ class Spec(Part):
 
     @classmethod
     def from_text(cls, text: str, file: str = "<text>") -> Self:
+        """Parse and validate; `file` is the name that problems are reported under. Raises SpecError."""
         return cls.from_document(yamlfile.parse(text, file))
 
     @classmethod
     def from_file(cls, path: Path) -> Self:
+        """Read and validate. Raises UsageError where the file cannot be read, SpecError for what is wrong in it."""
         return cls.from_text(yamlfile.read_text(path), str(path))
 
     def to_data(self) -> dict[str, Any]:
@@ -80,6 +83,7 @@ class Spec(Part):
         return {"schema": self.schema_id(), **self.model_dump(mode="json", by_alias=True, exclude_none=True)}
 
     def to_yaml(self, comment: str = "") -> str:
+        """The text of its file, with `comment` at the top; `from_text` reads back the same spec."""
         return yamlfile.dump(self.to_data(), comment)
 
 
@@ -137,21 +141,28 @@ def _problems(model: type[BaseModel], error: ValidationError, document: yamlfile
         loc = [part for part in (*item["loc"], *at) if part != "[key]"]
         if item["type"] == "too_short" and len(item["input"]) > item["ctx"]["actual_length"]:
             continue  # pydantic counts only good items; the bad ones are reported on their own
-        shown, node = [], document.data
-        for i, part in enumerate(loc):
-            # Leave out the tags of unions, which are no keys of the file; a missing key is last and stays.
-            missing = item["type"] == "missing" and i == len(loc) - 1
-            if isinstance(node, dict) and part not in node and not missing:
-                continue
-            shown.append(str(part))
-            known = node if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ()
-            node = node[part] if part in known else None
-        key, message = ".".join(shown), _message(model, item)
-        if any(tuple(shown[: len(path)]) == path for path in document.overridden):
-            problems.append(Problem("--set", message, key))
+        keys, message = _keys_of_file(loc, document.data, item["type"] == "missing"), _message(model, item)
+        if any(tuple(keys[: len(path)]) == path for path in document.overridden):
+            problems.append(Problem("--set", message, ".".join(keys)))
         else:
-            problems.append(Problem(document.file, message, key, *document.position(loc)))
+            problems.append(Problem(document.file, message, ".".join(keys), *document.position(loc)))
     return problems
+
+
+def _keys_of_file(loc: Sequence[str | int], data: Any, missing: bool) -> list[str]:
+    """The keys of the file that lead to `loc`, without the tags of unions that pydantic puts between them.
+
+    Where the last key is `missing`, it stands in no mapping of the file and is kept all the same.
+    """
+    keys, node = [], data
+    for at, part in enumerate(loc):
+        last_and_missing = missing and at == len(loc) - 1
+        if isinstance(node, dict) and part not in node and not last_and_missing:
+            continue
+        keys.append(str(part))
+        known = node if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ()
+        node = node[part] if part in known else None
+    return keys
 
 
 def _message(model: type[BaseModel], item: Any) -> str:
@@ -187,27 +198,35 @@ def _tags(model: type[BaseModel], loc: Sequence[str | int]) -> str:
 
 def _keys_at(model: type[BaseModel], loc: Sequence[str | int]) -> set[str]:
     keys: set[str] = set()
-    for found in _types_at(model, loc):
-        keys |= {f.alias or name for name, f in found.model_fields.items()}
+    for block in _types_at(model, loc):
+        keys |= {field.alias or name for name, field in block.model_fields.items()}
     return keys
 
 
 def _types_at(model: type[BaseModel], loc: Sequence[str | int]) -> list[type[BaseModel]]:
     """The spec blocks that may stand at `loc`, following the annotations and the tags pydantic puts into loc."""
-    here: list[Any] = [model]
+    annotations: list[Any] = [model]
     for part in loc:
-        step: list[Any] = []
-        for kind in (k for h in here for k in _variants(h)):
-            if isinstance(kind, type) and issubclass(kind, BaseModel):
-                if part in _kind_tags(kind):
-                    step.append(kind)
-                for name, field in kind.model_fields.items():
-                    if part in (name, field.alias):
-                        step.append(field.annotation)
-            elif get_origin(kind) in (tuple, list, dict):
-                step.append(get_args(kind)[-1] if get_origin(kind) is dict else get_args(kind)[0])
-        here = step
-    return [k for h in here for k in _variants(h) if isinstance(k, type) and issubclass(k, BaseModel)]
+        variants = [variant for annotation in annotations for variant in _variants(annotation)]
+        annotations = [inner for variant in variants for inner in _inside(variant, part)]
+    variants = [variant for annotation in annotations for variant in _variants(annotation)]
+    return [variant for variant in variants if _is_block(variant)]
+
+
+def _inside(annotation: Any, part: str | int) -> list[Any]:
+    """The annotations that `part` of a location leads to from this one."""
+    if _is_block(annotation):
+        chosen = [annotation] if part in _kind_tags(annotation) else []
+        fields = annotation.model_fields.items()
+        return chosen + [field.annotation for name, field in fields if part in (name, field.alias)]
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is dict:
+        return [arguments[-1]]
+    return [arguments[0]] if origin in (tuple, list) else []
+
+
+def _is_block(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def _variants(annotation: Any) -> list[Any]:

@@ -48,6 +48,7 @@ def load_model(reference: str, settings: Sequence[str] = ()) -> Model:
 
 
 def load_hardware(reference: str, settings: Sequence[str] = ()) -> Hardware:
+    """A hardware profile by name, from profile.yaml, or from the folder that holds it."""
     path = _locate("hardware", reference)
     return _read(Hardware, path / "profile.yaml" if path.is_dir() else path, settings)
 
@@ -74,14 +75,17 @@ def load_workload(reference: str, settings: Sequence[str] = ()) -> tuple[Workloa
 
 
 def load_acceptance(reference: str, settings: Sequence[str] = ()) -> Acceptance:
+    """Acceptance rates by name or path."""
     return _read(Acceptance, _locate("acceptance", reference), settings)
 
 
 def load_plan(reference: str, settings: Sequence[str] = ()) -> Plan:
+    """A plan by path."""
     return _read(Plan, Path(reference), settings)
 
 
 def load_study(reference: str, settings: Sequence[str] = ()) -> Study:
+    """A study by path."""
     return _read(Study, Path(reference), settings)
 
 
@@ -100,16 +104,26 @@ def load(reference: str) -> Spec:
 
 
 def _kind(reference: str) -> str:
-    if not _is_path(reference):
-        for kind in FOLDERS:
-            if reference in names(kind):
-                return kind
-        known = [name for kind in FOLDERS for name in names(kind)]
-        raise UsageError(
-            f"nothing built in is called {reference!r}{suggest(reference, known) or '.'} `simtune list` shows what is; "
-            "a file is given by its path, for example ./mine.yaml"
-        )
-    path = Path(reference)
+    """The kind of spec that a reference leads to. Raises UsageError where it is none."""
+    return _kind_of_file(Path(reference)) if _is_path(reference) else _kind_of_name(reference)
+
+
+def _kind_of_name(name: str) -> str:
+    known: list[str] = []
+    for kind in FOLDERS:
+        of_kind = names(kind)
+        if name in of_kind:
+            return kind
+        known += of_kind
+    hint = suggest(name, known)
+    raise UsageError(
+        f"nothing built in is called {name!r}{hint or '.'} `simtune list` shows what is; a file is given by its path, "
+        "for example ./mine.yaml"
+    )
+
+
+def _kind_of_file(path: Path) -> str:
+    """By its suffix or its `schema`; a model of Hugging Face is a config.json, or the folder that holds it."""
     if path.name.endswith(_TRACE_SUFFIXES):
         return "workload"
     if path.is_dir():

@@ -192,6 +192,23 @@ def _text(path: Path, raw: bytes, problems: _Problems) -> str:
 
 
 def _csv_table(text: str, problems: _Problems) -> _Table:
+    rows, lines = _csv_rows(text, problems)
+    header = [cell.strip() for cell in rows[0]]
+    names = _named_columns(header, problems, lines[0])
+    if len(rows) == 1:
+        problems.stop("the trace is empty: a header and no request", lines[0])
+    if set(map(len, rows)) != {len(header)}:
+        whole = _rows_as_long_as_the_header(rows, lines, problems)
+        rows, lines = [rows[i] for i in whole], [lines[i] for i in whole]
+        if len(rows) == 1:
+            problems.raise_if_any()
+    columns = list(zip(*rows[1:], strict=True))
+    values = {field: columns[header.index(name)] for field, name in names.items()}
+    return _Table(names, values, lines[1:], is_json=False)
+
+
+def _csv_rows(text: str, problems: _Problems) -> tuple[list[list[str]], list[int]]:
+    """Rows that are not empty, the header first, and the line that each ends in."""
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     rows: list[list[str]] = []
     lines: list[int] = []
@@ -202,44 +219,21 @@ def _csv_table(text: str, problems: _Problems) -> _Table:
                 lines.append(reader.line_num)
     except csv.Error as error:
         problems.stop(f"not valid CSV: {error}", reader.line_num)
-    header = [cell.strip() for cell in rows[0]]
-    names = _named_columns(header, problems, lines[0])
-    if len(rows) == 1:
-        problems.stop("the trace is empty: a header and no request", lines[0])
-    width = len(header)
-    if set(map(len, rows)) != {width}:
-        for row, line in zip(rows, lines, strict=True):
-            if len(row) != width:
-                cut = "; the file seems to be cut off" if line == lines[-1] and len(row) < width else ""
-                problems.add(f"has {len(row)} columns, the header has {width}{cut}", line)
-        whole = [i for i, row in enumerate(rows) if len(row) == width]
-        rows, lines = [rows[i] for i in whole], [lines[i] for i in whole]
-        if len(rows) == 1:
-            problems.raise_if_any()
-    columns = list(zip(*rows[1:], strict=True))
-    values = {field: columns[header.index(name)] for field, name in names.items()}
-    return _Table(names, values, lines[1:], is_json=False)
+    return rows, lines
+
+
+def _rows_as_long_as_the_header(rows: Sequence[Sequence[str]], lines: Sequence[int], problems: _Problems) -> list[int]:
+    """Numbers of the rows with a value for each column; all others are reported."""
+    width = len(rows[0])
+    for row, line in zip(rows, lines, strict=True):
+        if len(row) != width:
+            cut = "; the file seems to be cut off" if line == lines[-1] and len(row) < width else ""
+            problems.add(f"has {len(row)} columns, the header has {width}{cut}", line)
+    return [i for i, row in enumerate(rows) if len(row) == width]
 
 
 def _json_table(text: str, problems: _Problems) -> _Table:
-    rows: list[dict[str, Any]] = []
-    lines: list[int] = []
-    texts = text.split("\n")
-    last = max(i for i, line in enumerate(texts, 1) if line and not line.isspace())
-    for i, line in enumerate(texts, 1):
-        if not line or line.isspace():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:  # RecursionError: thousands of nested lists
-            cut = "; the file seems to be cut off" if i == last else ""
-            problems.add(f"not valid JSON: {getattr(error, 'msg', error)}{cut}", i)
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
-            lines.append(i)
-        else:
-            problems.add("must be a JSON object with one request", i)
+    rows, lines = _json_rows(text, problems)
     if not rows:
         problems.raise_if_any()
     names = _named_columns(list(rows[0]), problems, lines[0])
@@ -260,6 +254,27 @@ def _json_table(text: str, problems: _Problems) -> _Table:
     return _Table(names, values, lines, is_json=True)
 
 
+def _json_rows(text: str, problems: _Problems) -> tuple[list[dict[str, Any]], list[int]]:
+    """The objects of all lines that are not empty, and their lines; what is no object is reported."""
+    rows: list[dict[str, Any]] = []
+    lines: list[int] = []
+    texts = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line and not line.isspace()]
+    last = texts[-1][0]
+    for number, line in texts:
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:  # RecursionError: thousands of nested lists
+            cut = "; the file seems to be cut off" if number == last else ""
+            problems.add(f"not valid JSON: {getattr(error, 'msg', error)}{cut}", number)
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+            lines.append(number)
+        else:
+            problems.add("must be a JSON object with one request", number)
+    return rows, lines
+
+
 def _named_columns(header: Sequence[str], problems: _Problems, line: int) -> dict[str, str]:
     """Field -> column name as written. Stops when a length column is missing or a name stands twice."""
     if all(_is_number(cell) for cell in header):
@@ -267,24 +282,30 @@ def _named_columns(header: Sequence[str], problems: _Problems, line: int) -> dic
     names: dict[str, str] = {}
     before = len(problems.found)
     for field, known in COLUMNS.items():
-        found = [cell for cell in header if cell.lower() in known]
-        if len(found) > 1:
-            problems.add(f"{' and '.join(found)} both give the {field}; keep one of them", line, found[1])
-        if found:
-            names[field] = found[0]
-            continue
-        free = [cell for cell in header if not any(cell.lower() in k for k in COLUMNS.values())]
-        for cell in free:
-            close = difflib.get_close_matches(cell.lower(), known, n=1, cutoff=0.75)
-            if close:
-                problems.add(f"unknown column, did you mean {close[0]}?", line, cell)
-                break
+        columns = [cell for cell in header if cell.lower() in known]
+        if len(columns) > 1:
+            problems.add(f"{' and '.join(columns)} both give the {field}; keep one of them", line, columns[1])
+        if columns:
+            names[field] = columns[0]
         else:
-            if field != "arrival":
-                problems.add(f"this column is missing; found: {', '.join(header)}", line, known[0])
+            _report_missing(field, header, problems, line)
     if len(problems.found) > before:
         problems.raise_if_any()
     return names
+
+
+def _report_missing(field: str, header: Sequence[str], problems: _Problems, line: int) -> None:
+    """A column that may be the field, misspelt; else that the field is missing. Arrivals may be."""
+    known = COLUMNS[field]
+    for cell in header:
+        if any(cell.lower() in names for names in COLUMNS.values()):
+            continue
+        close = difflib.get_close_matches(cell.lower(), known, n=1, cutoff=0.75)
+        if close:
+            problems.add(f"unknown column, did you mean {close[0]}?", line, cell)
+            return
+    if field != "arrival":
+        problems.add(f"this column is missing; found: {', '.join(header)}", line, known[0])
 
 
 _EXAMPLE_HEADER = "arrival_s,prompt_tokens,output_tokens"

@@ -10,7 +10,7 @@ Of a log with drafts, how many the target accepted is taken from the log, as far
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
@@ -21,6 +21,7 @@ from simtune.engine import (
     Request,
     Scheduler,
     Speculation,
+    Step,
     TransformersFifo,
     VllmFcfs,
 )
@@ -117,10 +118,10 @@ def replay(log: StepLog, policy: str | None = None) -> Replay:
     for logged in log.steps:
         account.arrive(logged.step)
         before = account.state()
-        seen, expected = account.decide(), _decision(logged)
-        different = ALL if seen is None else expected.differs_from(seen, compared)
+        simulated, expected = account.decide(), _decision(logged)
+        different = ALL if simulated is None else expected.differs_from(simulated, compared)
         if different:
-            parting = Parting(logged.step, different, expected, seen, before)
+            parting = Parting(logged.step, different, expected, simulated, before)
             break
         equal += 1
     else:
@@ -175,33 +176,25 @@ class _Account:
         step = scheduler.schedule()
         if step is None:
             return None
-        plan = scheduler.composition()
+        tokens_of = scheduler.composition()
         past = {chunk.request: chunk.past for chunk in step.chunks}
-        padding = {chunk.request: chunk.padding for chunk in step.chunks}
-        complete = {chunk.request for chunk in step.chunks if chunk.completes}
+        # What a chunk says of its request, and the engine of its queues, holds until the step completes.
+        chunks = {chunk.request: (chunk.padding, int(chunk.completes)) for chunk in step.chunks}
         free, running, waiting = scheduler.kv.free, scheduler.num_running, scheduler.num_waiting
-        for request in step.preempted:
-            if self._running.pop(request, None) is not None:  # else it has ended, which the engine does not know yet
-                self._waiting[request] = None
-        for request in step.admitted:
-            del self._waiting[request]
-            self._running[request] = past[request], request.emitted
-        delivered = {request: scheduler.emitted(request) for request in plan}
+        self._requeue(step, past)
+        delivered = {request: scheduler.emitted(request) for request in tokens_of}
         finished = scheduler.complete().finished
-        for request, tokens in plan.items():
-            if request not in self._running:  # to be discarded
-                continue
-            computed, emitted = self._running[request]
-            if request in past:
-                tokens -= padding[request]
-                gained = int(request in complete)
+        for request, tokens in tokens_of.items():
+            if request in chunks:
+                padding, emitted = chunks[request]
+                self._advance(request, tokens - padding, emitted)
             else:  # of a token and its drafts, those that are accepted stay
-                tokens = gained = scheduler.emitted(request) - delivered[request] if step.draft_tokens else tokens
-            self._running[request] = computed + tokens, emitted + gained
+                kept = scheduler.emitted(request) - delivered[request] if step.draft_tokens else tokens
+                self._advance(request, kept, kept)
         for request in finished:
             del self._running[request]
         return Decision(
-            tuple((self._name(request), tokens) for request, tokens in plan.items()),
+            tuple((self._name(request), tokens) for request, tokens in tokens_of.items()),
             tuple(sorted((self._name(request), past[request]) for request in step.admitted)),
             self._list(step.preempted),
             tuple(sorted(self._list(finished))),
@@ -209,6 +202,21 @@ class _Account:
             running,
             waiting,
         )
+
+    def _requeue(self, step: Step, past: Mapping[Request, int]) -> None:
+        """Those preempted go back to the waiting; those admitted leave them, with `past` tokens in the cache."""
+        for request in step.preempted:
+            if self._running.pop(request, None) is not None:  # else it has ended, which the engine does not know yet
+                self._waiting[request] = None
+        for request in step.admitted:
+            del self._waiting[request]
+            self._running[request] = past[request], request.emitted
+
+    def _advance(self, request: Request, computed: int, emitted: int) -> None:
+        """Count tokens that a step computed and emitted; those of a request that has ended are discarded."""
+        if request in self._running:
+            before = self._running[request]
+            self._running[request] = before[0] + computed, before[1] + emitted
 
     def _name(self, request: Request) -> str:
         return self._names[request.id]

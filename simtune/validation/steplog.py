@@ -20,7 +20,7 @@ from simtune.specs.base import Count
 
 FORMAT = "steplog/1"
 MAX_SHOWN = 10
-"""Problems of one file that are told in full."""
+"""Problems of one file that are given in full."""
 
 Ids = tuple[str, ...]
 TokensByRequest = dict[str, Annotated[int, Field(ge=0)]]
@@ -108,42 +108,23 @@ def read(path: Path) -> StepLog:
         raise SpecError(Problem(str(path), "is empty; a step log begins with a header line"))
     reader = _Reader(str(path))
     header = reader.header(lines[0])
-    requests: list[LoggedRequest] = []
-    steps: list[LoggedStep] = []
     for number, text in enumerate(lines[1:], 2):
         data = reader.parse(number, text)
-        if data is None:
-            continue
-        if "step" in data:
-            if (step := reader.line(LoggedStep, number, data)) is not None:
-                if steps and step.step <= steps[-1].step:
-                    reader.problem(number, f"step {step.step} comes after step {steps[-1].step}", "step")
-                reader.check_names(number, step)
-                steps.append(step)
-        elif (request := reader.line(LoggedRequest, number, data)) is not None:
-            if steps:
-                reader.problem(number, "comes after a step; requests come first", "req")
-            if request.req in reader.arrives:
-                reader.problem(number, f"request {request.req!r} is there twice", "req")
-            if requests and request.at_step < requests[-1].at_step:
-                reader.problem(number, "arrives before the request above it; list them in order of arrival", "at_step")
-            reader.arrives[request.req] = request.at_step
-            requests.append(request)
-    if not reader.problems:
-        for found, promised, what in ((requests, header.n_requests, "requests"), (steps, header.n_steps, "steps")):
-            if len(found) != promised:
-                reader.problem(
-                    len(lines), f"the file ends after {len(found)} of {promised} {what}; it is cut off", f"n_{what}"
-                )
-    reader.raise_problems()
-    return StepLog(str(path), header, requests, steps)
+        if data is not None and "step" in data:
+            reader.step(number, data)
+        elif data is not None:
+            reader.request(number, data)
+    reader.finish(header, len(lines))
+    return StepLog(str(path), header, reader.requests, reader.steps)
 
 
 class _Reader:
-    """Collects what is wrong."""
+    """Collects requests, steps, and what is wrong."""
 
     def __init__(self, file: str) -> None:
         self.file = file
+        self.requests: list[LoggedRequest] = []
+        self.steps: list[LoggedStep] = []
         self.problems: list[Problem] = []
         self.arrives: dict[str, int] = {}  # step before which each request was added
 
@@ -179,14 +160,45 @@ class _Reader:
     def header(self, text: str) -> StepLogHeader:
         data = self.parse(1, text)
         if data is not None and data.get("format") != FORMAT:
-            found = data.get("format")
-            rest = "; is this a step log?" if found is None else f", not {found}"
+            given = data.get("format")
+            rest = "; is this a step log?" if given is None else f", not {given}"
             self.problem(1, f"must be {FORMAT}{rest}", "format")
             self.raise_problems()
         header = self.line(StepLogHeader, 1, data) if data is not None else None
         self.raise_problems()
         assert header is not None
         return header
+
+    def request(self, number: int, data: dict[str, Any]) -> None:
+        request = self.line(LoggedRequest, number, data)
+        if request is None:
+            return
+        if self.steps:
+            self.problem(number, "comes after a step; requests come first", "req")
+        if request.req in self.arrives:
+            self.problem(number, f"request {request.req!r} is there twice", "req")
+        if self.requests and request.at_step < self.requests[-1].at_step:
+            self.problem(number, "arrives before the request above it; list them in order of arrival", "at_step")
+        self.arrives[request.req] = request.at_step
+        self.requests.append(request)
+
+    def step(self, number: int, data: dict[str, Any]) -> None:
+        step = self.line(LoggedStep, number, data)
+        if step is None:
+            return
+        if self.steps and step.step <= self.steps[-1].step:
+            self.problem(number, f"step {step.step} comes after step {self.steps[-1].step}", "step")
+        self.check_names(number, step)
+        self.steps.append(step)
+
+    def finish(self, header: StepLogHeader, last_line: int) -> None:
+        """Compare the counts with what the header promises, and raise all problems at once."""
+        promised = ((self.requests, header.n_requests, "requests"), (self.steps, header.n_steps, "steps"))
+        for lines, count, what in () if self.problems else promised:
+            if len(lines) != count:
+                message = f"the file ends after {len(lines)} of {count} {what}; it is cut off"
+                self.problem(last_line, message, f"n_{what}")
+        self.raise_problems()
 
     def check_names(self, number: int, step: LoggedStep) -> None:
         for key in ("sched", "admit", "preempt", "reset_before", "reset_after", "starved", "finish", "draft", "accept"):

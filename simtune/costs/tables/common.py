@@ -286,14 +286,17 @@ def merge(pieces: Sequence[Table]) -> Table:
 
     Raises UsageError where the pieces were measured on several devices.
     """
-    first = pieces[0]
     _one_device(pieces)
     left_out: Counter[str] = Counter()
     for piece in pieces:
         left_out.update(piece.left_out)
+    first = replace(pieces[0], left_out=dict(left_out))
     pieces = [p for p in pieces if len(p)]
-    if not pieces:
-        return replace(first, left_out=dict(left_out))
+    return _rows_of_all(first, pieces) if pieces else first
+
+
+def _rows_of_all(first: Table, pieces: Sequence[Table]) -> Table:
+    """`first` with the rows of all pieces, one row per shape."""
     names = OPERATORS[first.kind].shape
     shapes = np.column_stack([np.concatenate([p.shape[name] for p in pieces]) for name in names])
     seconds = np.concatenate([p.seconds for p in pieces])
@@ -307,7 +310,6 @@ def merge(pieces: Sequence[Table]) -> Table:
         device=next((p.device for p in pieces if p.device), None),
         software=", ".join(_union(p.software for p in pieces if p.software)) or None,
         resolution_s=resolution_s,
-        left_out=dict(left_out),
         merged=len(seconds) - len(unique),
         conflicts=conflicts,
     )
