@@ -29,7 +29,7 @@ from simtune.costs.tables import read_tables
 from simtune.report import figures
 from simtune.specs.hardware import ARRAYS, Hardware
 from simtune.specs.plan import Batching, Plan, Pool
-from simtune.validation.compare import Comparison, Served, compare
+from tests.validation.served import Comparison, Served, compare
 
 pytestmark = pytest.mark.benchmark_only
 

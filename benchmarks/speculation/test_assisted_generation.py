@@ -10,7 +10,7 @@ import time
 import pytest
 
 from simtune.tuner.speculation import chain
-from simtune.validation import rigged
+from tests.oracles import rigged
 
 pytestmark = pytest.mark.benchmark_only
 

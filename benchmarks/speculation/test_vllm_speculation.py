@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from simtune.tuner.speculation import chain
-from simtune.validation import rigged
+from tests.oracles import rigged
 
 pytestmark = [pytest.mark.benchmark_only, pytest.mark.filterwarnings("ignore")]
 
@@ -32,7 +32,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 
-def run(folder: Path, rig: rigged.Rig, starts: list[int]) -> tuple[list[list[int]], dict[str, int]]:
+def run(folder: Path, rig: rigged.RiggedPair, starts: list[int]) -> tuple[list[list[int]], dict[str, int]]:
     """Answers of LENGTH tokens to prompts that end in `starts`, and vLLM's own counts."""
     import vllm
 

@@ -30,7 +30,7 @@ import numpy as np
 
 from simtune.arrays import Array, Ints
 from simtune.errors import Problem, SpecError, UsageError
-from simtune.specs.workload import MAX_TOKENS, Lengths, Poisson, Quantiles, Workload
+from simtune.specs.workload import MAX_TOKENS
 
 MAX_SHOWN = 20
 MOONCAKE_BLOCK_TOKENS = 512
@@ -96,34 +96,6 @@ def read_trace(path: Path) -> Trace:
             column.flags.writeable = False
     digest = hashlib.sha256(raw).hexdigest()
     return Trace(str(path), digest, arrival_s, prompt_tokens, output_tokens, hash_ids)
-
-
-# --- from a trace to a workload ---------------------------------------------------------------------------
-
-LEVELS = tuple(permille / 1000 for permille in (*range(0, 900, 25), *range(900, 990, 10), *range(990, 1000), 1000))
-"""Where `quantile_workload` keeps quantiles: closer together where lengths grow fastest."""
-
-
-def quantile_workload(trace: Trace, name: str, source: str) -> Workload:
-    """Poisson arrivals at the trace's mean rate, prompt and output lengths by their observed quantiles.
-
-    Burstiness and the dependence between prompt and output length are not kept; replay the trace for those.
-    Raises UsageError for a trace without a mean rate.
-    """
-    if trace.rate_rps is None:
-        raise UsageError(f"{trace.file}: has no arrival times to take a mean rate from")
-    return Workload(
-        name=name,
-        source=source,
-        arrivals=Poisson(rate_rps=trace.rate_rps),
-        prompt=_quantiles(trace.prompt_tokens),
-        output=_quantiles(trace.output_tokens),
-    )
-
-
-def _quantiles(tokens: Ints) -> Lengths:
-    found = np.quantile(tokens, LEVELS, method="inverted_cdf")  # lengths that occur, not averages of two
-    return Quantiles(levels=LEVELS, tokens=tuple(found.astype(float).tolist()))
 
 
 # --- reading ----------------------------------------------------------------------------------------------

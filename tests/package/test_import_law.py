@@ -39,7 +39,6 @@ CLOCK_READERS = {"simtune.rundir", "simtune.profiling.timing"}  # the time of da
 MEASURERS = {
     f"simtune.profiling.{name}" for name in ("operands", "kernels", "decoder", "rig", "collectives")
 }  # torch at the top
-ADAPTERS = {"simtune.validation.rigged"}  # torch and transformers, inside functions
 NUMPY_GENERATORS = {"default_rng", "Generator", "Philox", "PCG64", "SeedSequence"}
 
 
@@ -118,8 +117,8 @@ def test_torch_and_other_heavy_company_stay_out() -> None:
     for name, module in MODULES.items():
         heads = {found.split(".")[0] for found in imports(module)}
         assert not heads & {"pandas", "sklearn", "pickle"}, name
-        assert "torch" not in heads or name in MEASURERS | ADAPTERS, name
-        assert "transformers" not in heads or name in ADAPTERS, name
+        assert "torch" not in heads or name in MEASURERS, name
+        assert "transformers" not in heads, name
 
 
 def test_the_library_never_reads_argv() -> None:

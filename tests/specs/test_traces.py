@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simtune.errors import SpecError, UsageError
-from simtune.specs.traces import MAX_SHOWN, quantile_workload, read_trace
+from simtune.specs.traces import MAX_SHOWN, read_trace
 from simtune.specs.workload import MAX_TOKENS
 
 AZURE = """\
@@ -81,8 +81,6 @@ def test_lengths_without_times_are_a_lengths_only_trace(tmp_path: Path) -> None:
     assert trace.arrival_s is None
     assert trace.rate_rps is None
     assert trace.prompt_tokens.tolist() == [3772, 2015]
-    with pytest.raises(UsageError, match="no arrival times"):
-        quantile_workload(trace, "w", "s")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simtune.tuner.speculation import chain
-from simtune.validation import rigged
+from tests.oracles import rigged
 
 VOCABULARY, LENGTH, DRAFT_TOKENS = 4003, 40, 4
 

@@ -1,4 +1,4 @@
-"""The shipped workloads are what the published traces say, computed by the function they name."""
+"""The shipped workloads are what the published traces say, computed by `tests.workloads.quantiles`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from simtune.errors import UsageError
 from simtune.sim.requests import build_stream
-from simtune.specs.traces import LEVELS, quantile_workload, read_trace
+from simtune.specs.traces import read_trace
 from simtune.specs.workload import Poisson, Workload
+from tests.workloads.quantiles import LEVELS, quantile_workload
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = [("chat", "azure_2023_conv.csv.gz"), ("code", "azure_2023_code.csv.gz")]
@@ -48,6 +50,12 @@ def test_its_requests_are_like_those_of_the_trace(data_dir: Path, name: str, tra
         assert drawn.max() <= observed.max()
     assert isinstance(shipped.arrivals, Poisson)
     assert shipped.arrivals.rate_rps == trace.rate_rps
+
+
+def test_a_trace_without_times_has_no_mean_rate(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("prompt_tokens,output_tokens\n3772,54\n2015,156\n")
+    with pytest.raises(UsageError, match="no arrival times"):
+        quantile_workload(read_trace(tmp_path / "t.csv"), "w", "s")
 
 
 def test_the_levels_run_from_0_to_1_and_are_finest_in_the_tail() -> None:

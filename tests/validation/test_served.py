@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import simtune
-from simtune.validation.compare import Served, compare
+from tests.validation.served import Served, compare
 
 
 def served(*rows: tuple[float, float, float, float, int]) -> Served:
