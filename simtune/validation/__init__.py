@@ -1,0 +1,1 @@
+"""Simulated against real: replays of engines' step logs, step by step."""
