@@ -5,7 +5,8 @@ a real executor drives the same objects with torch and the wall clock. A policy 
 far and the free KV blocks; it never reads `Request.output_tokens`.
 """
 
-from simtune.engine.batch import DecodeBatch
+from simtune.engine.batch import Batch, DecodeBatch, NextSteps, Tally
+from simtune.engine.drafting import AsyncDraftingBatch, DraftingBatch, DraftingTerms
 from simtune.engine.kv import KvBlocks
 from simtune.engine.policies import (
     DualQueue,
@@ -20,7 +21,6 @@ from simtune.engine.policies import (
 from simtune.engine.prefix import PrefixCache, hit_rate
 from simtune.engine.request import Request
 from simtune.engine.scheduler import Chunk, Progress, Scheduler, Step
-from simtune.engine.speculation import Speculation, SpeculativeBatch, Tally
 from simtune.engine.transformers import TransformersFifo, TransformersPrefillFirst
 from simtune.engine.vllm import VllmFcfs, VllmPriority
 
@@ -41,11 +41,16 @@ POLICIES: dict[str, type[Scheduler]] = {
 
 __all__ = [
     "POLICIES",
+    "AsyncDraftingBatch",
+    "Batch",
     "Chunk",
     "DecodeBatch",
+    "DraftingBatch",
+    "DraftingTerms",
     "DualQueue",
     "EarliestDeadlineFirst",
     "KvBlocks",
+    "NextSteps",
     "Orca",
     "PrefixCache",
     "PriorityLayers",
@@ -55,8 +60,6 @@ __all__ = [
     "Scheduler",
     "ShortestPredictedFirst",
     "SkipJoinMlfq",
-    "Speculation",
-    "SpeculativeBatch",
     "StaticBatching",
     "Step",
     "Tally",

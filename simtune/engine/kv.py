@@ -21,7 +21,7 @@ class KvBlocks:
 
     def held_by(self, request: Request) -> int:
         """Blocks of a request that does not decode just now (the batch knows those of its members)."""
-        return self.blocks_for(max(request.computed, request.slots))
+        return self.blocks_for(max(request.computed, request.reserved_tokens))
 
     def take(self, blocks: int) -> None:
         assert blocks <= self.free, f"{blocks} blocks taken, {self.free} free"
@@ -33,9 +33,9 @@ class KvBlocks:
 
     def release(self, request: Request, again: bool = False) -> None:
         """Give back all that a request holds, which is not a member of the batch (any more), perhaps to come again."""
-        tokens = request.computed if request.computed > request.slots else request.slots
+        tokens = request.computed if request.computed > request.reserved_tokens else request.reserved_tokens
         self.give(-(-tokens // self.block_size))
-        request.slots = 0
+        request.reserved_tokens = 0
 
     def clear(self) -> None:
         """All blocks are free, and what they contained is lost."""

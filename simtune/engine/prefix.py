@@ -229,7 +229,7 @@ class PrefixCache(KvBlocks):
             self._idle_run(request if again else None, full - request.shared)
         if request.runs:
             self._queue(reversed(request.runs))
-        request.slots = 0
+        request.reserved_tokens = 0
         if not again:
             request.shared = 0
         request.runs = None

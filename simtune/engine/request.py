@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 class Request:
     """A prompt to answer.
 
-    While a request decodes, `computed` and `emitted` are those at the step it joined the batch: the batch ages all its
-    members with one counter (see `DecodeBatch`), so that a step costs the same for one resident as for a thousand.
+    While a request is a member of a `Batch`, its `computed`, `emitted`, `reserved_tokens` and `verifications` are those
+    at the step it joined: the batch knows what became of its members since, and writes it down when they leave, so that
+    a step costs the same for one resident as for a thousand.
     """
 
     id: int
@@ -40,17 +41,14 @@ class Request:
     emitted: int = 0
     """Output tokens delivered so far."""
     preemptions: int = 0
-    joined: int = -1
-    """The batch's step counter when this request began to decode; -1 while it does not."""
-    joins: int = 0
-    """The batch's join number of its latest joining: tells a present member from an old entry of the same request."""
-    slots: int = 0
-    """Tokens it holds KV blocks for, where that is more than `computed`: room taken for drafts."""
-    rounds: int = 0
-    """Verifications so far, for those who say how many drafts are accepted."""
-    settled: int = -1
-    """Tokens it had computed before its latest step as a member of the batch; -1 where there was none since it joined.
-    Up to date when it has left."""
+    decoding: bool = False
+    """Whether it is resident and all its known tokens but the newest are in the cache: a step takes it further."""
+    admission: int = 0
+    """Its number in the order in which requests began to decode, given by the batch."""
+    reserved_tokens: int = 0
+    """Tokens it holds KV blocks for, where that is more than `computed`: room for drafts, or for tokens to come."""
+    verifications: int = 0
+    """How many times drafts of it were verified: the number of its next verification."""
     runs: list[CachedRun] | None = None
     """What it holds of the prefix cache, in order of its prompt."""
     shared: int = 0

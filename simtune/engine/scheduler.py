@@ -24,10 +24,9 @@ from typing import Protocol, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from simtune.engine.batch import DecodeBatch
+from simtune.engine.batch import Batch, DecodeBatch
 from simtune.engine.kv import KvBlocks
 from simtune.engine.request import Request
-from simtune.engine.speculation import SpeculativeBatch
 
 
 @dataclass(slots=True)
@@ -165,7 +164,7 @@ class Scheduler(ABC):
         self.chunked_prefill = chunked_prefill
         self.watermark_blocks = watermark_blocks
         self.waiting: WaitingQueue = deque()
-        self.decoding: DecodeBatch | SpeculativeBatch = self._new_batch()
+        self.decoding: Batch = self._new_batch()
         self.prefilling: list[Request] = []
         """Residents whose prompt (or recomputation) is under way, in order of admission."""
         self._reserved: dict[Request, None] = {}  # expected, and received but not yet in the batch
@@ -173,7 +172,7 @@ class Scheduler(ABC):
         self._held: dict[Request, None] = {}
         self._under_way: Step | None = None
 
-    def _new_batch(self) -> DecodeBatch | SpeculativeBatch:
+    def _new_batch(self) -> Batch:
         return DecodeBatch(self.kv.block_size)
 
     # --- requests come and go ---------------------------------------------------------------------------------
@@ -238,7 +237,7 @@ class Scheduler(ABC):
             queue.clear()
         self._under_way = None
         for request in lost:
-            request.computed = request.slots = request.shared = 0
+            request.computed = request.reserved_tokens = request.shared = 0
             request.runs = None
         return lost
 
@@ -284,7 +283,7 @@ class Scheduler(ABC):
 
     def emitted(self, request: Request) -> int:
         """Output tokens that a request which is here has delivered so far."""
-        return self.decoding.emitted_by(request) if request.joined >= 0 else request.emitted
+        return self.decoding.emitted_by(request) if request.decoding else request.emitted
 
     def composition(self) -> dict[Request, int]:
         """Tokens of each request in the step given last, in the engine's order. Costs O(residents)."""

@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import ClassVar, Unpack
 
-from simtune.engine.policies.listed import ListScheduler, Plan, decodes
+from simtune.engine.policies.listed import ListScheduler, Plan
 from simtune.engine.request import Request
 from simtune.engine.scheduler import Progress, Settings
 
@@ -82,10 +82,10 @@ class TransformersFifo(ListScheduler):
         roomy = self.kv.free / self.kv.total >= self.safety_margin
         admitted = False
         for request in self._candidates():
-            if plan and not roomy and not decodes(request):
+            if plan and not roomy and not request.decoding:
                 break
             resident = request in self.residents
-            tokens = 1 if decodes(request) else min(request.known_tokens - request.computed, budget)
+            tokens = 1 if request.decoding else min(request.known_tokens - request.computed, budget)
             if not self._take(request, request.computed + tokens):
                 if resident:
                     starved.append((request, tokens))
@@ -105,7 +105,7 @@ class TransformersFifo(ListScheduler):
     def _candidates(self) -> Iterator[Request]:
         residents = list(self.residents)
         for decoding in (not self.PREFILL_FIRST, self.PREFILL_FIRST):
-            yield from (request for request in residents if decodes(request) is decoding)
+            yield from (request for request in residents if request.decoding is decoding)
         if not self._closed:
             yield from self.waiting
 

@@ -20,8 +20,8 @@ unless lengths go by batch or a prompt is under way; where the budget has no roo
 With asynchronous scheduling a step is scheduled before the engine knows what came of the one before. Whoever ended in
 that keeps seat and blocks for one step more, and if the blocks run short, it is preempted like any other. Every answer
 ends by its length here, so without drafts no token is discarded (after a stop token one would be). With drafts
-(`AheadBatch`) all those under way count as accepted: blocks are taken and max_model_len is kept accordingly, and an
-answer completed by accepted drafts is in the next step all the same, whose tokens for it are discarded. What a
+(`AsyncDraftingBatch`) all those under way count as accepted: blocks are taken and max_model_len is kept accordingly,
+and an answer completed by accepted drafts is in the next step all the same, whose tokens for it are discarded. What a
 preempted request had under way is delivered.
 
 Checked step by step against logs of the real engine: tests/engine/test_steplogs.py. One thing is not exact: where
@@ -36,12 +36,11 @@ from collections.abc import Iterator
 from operator import attrgetter
 from typing import ClassVar, Literal, Unpack
 
-from simtune.engine.ahead import AheadBatch
-from simtune.engine.batch import DecodeBatch
+from simtune.engine.batch import Batch
+from simtune.engine.drafting import AsyncDraftingBatch, DraftingBatch, DraftingTerms
 from simtune.engine.prefix import PrefixCache
 from simtune.engine.request import Request
 from simtune.engine.scheduler import Chunk, Progress, Scheduler, Settings, Step
-from simtune.engine.speculation import Speculation, SpeculativeBatch
 
 
 class VllmSettings(Settings, total=False):
@@ -51,7 +50,7 @@ class VllmSettings(Settings, total=False):
     hash_block_tokens: int | None
     async_scheduling: bool
     preemption: Literal["recompute", "swap"]
-    speculation: Speculation | None
+    speculation: DraftingTerms | None
 
 
 class VllmFcfs(Scheduler):
@@ -67,7 +66,7 @@ class VllmFcfs(Scheduler):
         hash_block_tokens: int | None = None,
         async_scheduling: bool = False,
         preemption: Literal["recompute", "swap"] = "recompute",
-        speculation: Speculation | None = None,
+        speculation: DraftingTerms | None = None,
         **settings: Unpack[Settings],
     ) -> None:
         """`hash_block_tokens` is the size of the blocks that requests name for prefix caching: block_size unless given.
@@ -101,17 +100,17 @@ class VllmFcfs(Scheduler):
                 hash_block_tokens or block_size,
                 drops_last_hit=speculation is not None and speculation.drops_last_hit,
             )
-        self._ahead = self.decoding if isinstance(self.decoding, AheadBatch) else None
+        self._ahead = self.decoding if isinstance(self.decoding, AsyncDraftingBatch) else None
         self._ending: list[Request] = []  # finished in the latest step, the engine does not know yet
         self._stale: list[Request] = []  # the same, but preempted: the engine thinks that they wait
         self._paused: list[Request] = []  # members of the batch that the step leaves out
         self._preempted: list[Request] = []  # since the latest step
         self._swapped_out = 0
 
-    def _new_batch(self) -> DecodeBatch | SpeculativeBatch:
+    def _new_batch(self) -> Batch:
         if self._speculation is None:
             return super()._new_batch()
-        kind = AheadBatch if self.async_scheduling else SpeculativeBatch
+        kind = AsyncDraftingBatch if self.async_scheduling else DraftingBatch
         return kind(self.kv.block_size, self._speculation, self.max_model_len)
 
     @property
@@ -167,12 +166,12 @@ class VllmFcfs(Scheduler):
         """
         batch, kv, count = self.decoding, self.kv, self.decoding.count
         budget = self.max_num_batched_tokens - self._extra_slots * count
-        if isinstance(batch, SpeculativeBatch):
+        if batch.drafting:
             found = batch.next_steps(kv.free, budget)
             if found is None:
                 return None
             tokens, context, blocks, repeat, contexts, discarded = found
-            step = Step(count, context + tokens, [], [], repeat, (), tokens - count, batch.levels)
+            step = Step(count, context + tokens, [], [], repeat, (), tokens - count, batch.depth)
             if repeat > 1:
                 step.contexts = contexts
             if discarded:
@@ -185,7 +184,7 @@ class VllmFcfs(Scheduler):
             step = Step(count, context + count, [], [])
             limit = batch.steps_to_completion()
             if self.tells_longest:
-                step.longest_context = batch.longest + 1
+                step.longest_context = batch.longest_context
             roomy = kv.free // count * kv.block_size >= limit
             step.repeat = limit if roomy else batch.steps_that_fit(kv.free, limit)
         if blocks:
@@ -207,7 +206,7 @@ class VllmFcfs(Scheduler):
         more = batch.blocks_for(repetitions - 1, 1) if repetitions > 1 else 0
         finished = batch.advance(repetitions)
         if discarded:
-            self._ending = sorted([*self._ending, *discarded], key=attrgetter("joins"))
+            self._ending = sorted([*self._ending, *discarded], key=attrgetter("admission"))
             self._part()
         if more:
             self.kv.take(more)
@@ -232,7 +231,6 @@ class VllmFcfs(Scheduler):
         if self._paused:
             self._rejoin()
         if self._speculation is not None:
-            assert isinstance(batch, SpeculativeBatch)
             for request in batch.draft(step.num_decodes + len(step.chunks)):
                 self._ending.remove(request)
         return progress
@@ -242,12 +240,12 @@ class VllmFcfs(Scheduler):
         batch, count = self.decoding, self.decoding.count
         tokens, context, blocks = batch.totals()
         step = Step(count, context + tokens, chunks, self._preempted)
-        if isinstance(batch, SpeculativeBatch):
-            step.draft_levels = batch.levels
+        if batch.drafting:
+            step.draft_levels = batch.depth
             if self._ahead is not None and self._ahead.discarded:
                 step.discarded = len(self._ahead.discarded)
         elif count and self.tells_longest:
-            step.longest_context = batch.longest + 1
+            step.longest_context = batch.longest_context
         if self._preempted:
             self._preempted = []
             step.swapped_out_blocks, self._swapped_out = self._swapped_out, 0
@@ -259,7 +257,7 @@ class VllmFcfs(Scheduler):
         elif not (short or self._paused or step.discarded or (self._ending and self.waiting)):
             # The first repetition's blocks are taken already.
             step.repeat = batch.steps_that_fit(self.kv.free + blocks, batch.steps_to_completion())
-            if step.repeat > 1 and isinstance(batch, SpeculativeBatch):
+            if step.repeat > 1 and batch.drafting:
                 step.contexts = batch.contexts(step.repeat)
         self._under_way = step
         return step
@@ -278,7 +276,7 @@ class VllmFcfs(Scheduler):
                 more = self._more_blocks(request, tokens)
             if budget >= 0 and blocks + more <= kv.free and (self._ahead is None or not self._ahead.rests):
                 break
-            if self._ending or not self._newest_goes or isinstance(batch, SpeculativeBatch):
+            if self._ending or not self._newest_goes or batch.drafting:
                 return self._go_on_one_by_one()
             # The one in need is the newest itself, or comes before it: nobody's place matters.
             self._preempt(self.prefilling[0] if self.prefilling else batch.newest())
@@ -292,7 +290,7 @@ class VllmFcfs(Scheduler):
     def _go_on_one_by_one(self) -> tuple[list[Chunk], int, bool]:
         """The same where blocks or budget may run short: one resident after the other, in order of admission."""
         batch, extra = self.decoding, self._extra_slots
-        running = sorted([*batch, *self._ending], key=attrgetter("joins")) + self.prefilling
+        running = sorted([*batch, *self._ending], key=attrgetter("admission")) + self.prefilling
         taken: dict[Request, tuple[int, int]] = {}  # tokens and new blocks
         budget = self.max_num_batched_tokens
         chunks: list[Chunk] = []
@@ -304,7 +302,7 @@ class VllmFcfs(Scheduler):
             if request in self._ending:
                 i += 1
                 continue
-            decodes = request.joined >= 0
+            decodes = request.decoding
             wanted = batch.width_of(request) if decodes else request.known_tokens - request.computed
             if not wanted and self._ahead is not None:
                 resting.append(request)
@@ -312,7 +310,6 @@ class VllmFcfs(Scheduler):
                 continue
             tokens = min(wanted, budget - extra)
             if decodes and tokens < wanted:
-                assert isinstance(batch, SpeculativeBatch)
                 batch.cut(request, tokens)
             more = batch.blocks_of(request) if decodes else self._more_blocks(request, tokens)
             while more > self.kv.free and request in running:
@@ -335,7 +332,7 @@ class VllmFcfs(Scheduler):
             budget -= tokens + extra
             i += 1
         for request in [*resting, *running[i:]]:
-            if request.joined >= 0:
+            if request.decoding:
                 away = self._ending if self._ahead is not None and request in self._ahead.discarded else self._paused
                 batch.leave(request)
                 away.append(request)
@@ -359,7 +356,7 @@ class VllmFcfs(Scheduler):
             self._preempted.append(victim)
             self._stale.append(victim)
             return
-        if victim.joined >= 0:
+        if victim.decoding:
             self.decoding.leave(victim)
         else:
             self.prefilling.remove(victim)
@@ -416,7 +413,7 @@ class VllmFcfs(Scheduler):
         if more_blocks:
             self.kv.take(more_blocks)
         if self._lookahead or padding:
-            request.slots = max(request.slots, self._reach(request.computed, tokens))
+            request.reserved_tokens = max(request.reserved_tokens, self._reach(request.computed, tokens))
         if self.prefix_cache is not None:
             self.prefix_cache.name(request, request.computed + tokens - padding)
         return Chunk(request, request.computed, tokens, padding)
@@ -438,8 +435,8 @@ class VllmFcfs(Scheduler):
         known = request.computed
         if self.async_scheduling:
             known = min(known, request.prompt_tokens + request.output_tokens - 1)
-        elif request.settled >= 0:
-            known = request.settled + 1
+        elif (past := self.decoding.past_of(request)) >= 0:
+            known = past + 1
         self.prefix_cache.release(request, known=known)
 
     def _lose(self, victim: Request, again: bool, here: bool) -> None:
@@ -448,12 +445,12 @@ class VllmFcfs(Scheduler):
             self.kv.release(victim, again)
             return
         known = victim.computed
-        if victim.settled >= 0:
-            known = victim.settled + here if self.async_scheduling else max(victim.settled, known * here) + 1
+        past = self.decoding.past_of(victim)
+        if past >= 0:
+            known = past + here if self.async_scheduling else max(past, known * here) + 1
         elif here and not self.async_scheduling:
             known += 1
         self.prefix_cache.release(victim, again, known)
-        victim.settled = -1
 
     def _part(self) -> None:
         """The engine learns who has ended in the step before the latest."""
@@ -465,15 +462,12 @@ class VllmFcfs(Scheduler):
     def _rejoin(self) -> None:
         """Those left out of a step are in the batch again."""
         for request in self._paused:
-            if self._ahead is not None:
-                self._ahead.rejoin(request)
-            else:  # they were the last
-                self.decoding.join(request)
+            self.decoding.rejoin(request)
         self._paused.clear()
 
     def _enter(self, request: Request) -> None:
         super()._enter(request)
-        if isinstance(self.decoding, SpeculativeBatch):  # nobody has made drafts for it yet
+        if self.decoding.drafting:  # nobody has made drafts for it yet
             if self._padding and request.computed + self._padding + 2 <= self.max_model_len:
                 self.decoding.pad(request)
             else:

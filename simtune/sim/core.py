@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from simtune.costs.protocol import RoundCosts, StepCosts
-from simtune.engine import Request, Scheduler, SpeculativeBatch, Step, Tally
+from simtune.engine import Request, Scheduler, Step, Tally
 from simtune.sim.link import Link
 
 
@@ -137,15 +137,14 @@ class EngineCore:
         self.uneven = getattr(self.costs, "uneven", None)
         if self.uneven is not None and getattr(self.costs, "is_even", False):
             self.uneven = None
-        if isinstance(self.scheduler.decoding, SpeculativeBatch):
+        if self.scheduler.decoding.drafting:
             self.rounds, self.uneven = cast(RoundCosts, self.costs), None
         self.scheduler.tells_longest = self.uneven is not None
 
     @property
     def tally(self) -> Tally:
         """What its verifications came to so far."""
-        batch = self.scheduler.decoding
-        return batch.tally if isinstance(batch, SpeculativeBatch) else Tally()
+        return self.scheduler.decoding.tally
 
     @property
     def has_work(self) -> bool:

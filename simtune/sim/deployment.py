@@ -19,7 +19,7 @@ from simtune.costs.predict import Profile
 from simtune.costs.protocol import UNBOUNDED, StepCosts
 from simtune.costs.rounds import CompiledRounds
 from simtune.costs.ticks import TICKS_PER_SECOND
-from simtune.engine import POLICIES, Speculation
+from simtune.engine import POLICIES, DraftingTerms
 from simtune.errors import Infeasible, UsageError
 from simtune.sim import router
 from simtune.sim.core import EngineCore, KvConnector, Pipeline
@@ -69,7 +69,7 @@ class DeployedPool:
         """Cores of an instance: its virtual engines, or its groups of ranks under data-parallel attention."""
         return self.spec.parallelism.pp * self.spec.parallelism.attention_dp
 
-    def speculation(self, stream: RequestStream, seed: int) -> Speculation | None:
+    def speculation(self, stream: RequestStream, seed: int) -> DraftingTerms | None:
         """How its schedulers draft, and how many drafts are accepted of each request of a stream."""
         if self.spec.speculation is None:
             return None
@@ -78,7 +78,7 @@ class DeployedPool:
         return drafting_terms(self.spec.speculation, sampler)
 
     def cores(
-        self, instances: int, hash_block_tokens: int | None, speculation: Speculation | None = None
+        self, instances: int, hash_block_tokens: int | None, speculation: DraftingTerms | None = None
     ) -> list[EngineCore]:
         """Fresh cores of the first `instances` instances, ordered so that a round robin is one over instances first.
 

@@ -23,9 +23,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from simtune import engine
 from simtune.arrays import Array, Ints
-from simtune.engine import Request
+from simtune.engine import DraftingTerms, Request
 from simtune.errors import Infeasible
 from simtune.sim.requests import RequestStream
 from simtune.specs.acceptance import Acceptance, BetaMixture, Revealed
@@ -112,7 +111,7 @@ def _mixed(x: Bits) -> Bits:
 
 
 class AcceptanceSampler:
-    """Accepted drafts of every request and round of a stream under one scheme: `Speculation.accepted` of the engine."""
+    """Accepted drafts of every request and round of a stream under one scheme: `DraftingTerms.accepted`."""
 
     def __init__(self, scheme: Scheme, acceptance: Acceptance, stream: RequestStream, seed: int) -> None:
         """Raises Infeasible where the scheme drafts what the acceptance does not know."""
@@ -134,7 +133,7 @@ class AcceptanceSampler:
         """How many of so many drafts are accepted in verification `number` of a request."""
         return min(int(self.accepted(request, number, 1)[0]), drafts)
 
-    def many(self, request: Request, first: int, count: int, drafts: int, tokens: int) -> Ints:
+    def tokens_after(self, request: Request, first: int, count: int, drafts: int, tokens: int) -> Ints:
         """After each of `count` verifications of so many drafts, and of others that are drawn already, how many tokens
         there are, if `tokens` before.
         """
@@ -339,14 +338,16 @@ def _overlapped(right: Counts, starts: Sequence[int], window: int, replicas: int
     return np.minimum(right, computed), computed
 
 
-def drafting_terms(spec: Speculation, sampler: AcceptanceSampler) -> engine.Speculation:
+def drafting_terms(spec: Speculation, sampler: AcceptanceSampler) -> DraftingTerms:
     """What a scheduler has to know of a pool's speculation, as vLLM 0.32 has it."""
     shape, drafter, scheme = shape_of(spec.scheme), spec.drafter, spec.scheme
     ahead = shape.levels * shape.replicas if shape.overlapped else shape.drafts
     ahead += isinstance(drafter, BlockDrafter) and drafter.method == "dflash"  # its block begins with the certain token
-    return engine.Speculation(
+    return DraftingTerms(
         max_drafts=max(int(shape.overlapped), shape.drafts),  # none would mean that nothing is drafted
         accepted=sampler,
+        tokens_after=sampler.tokens_after,
+        laid_out=sampler.laid_out,
         drafts=scheme.tokens_for if isinstance(scheme, ByBatch) else None,
         lookahead=ahead if isinstance(drafter, DraftModel | Eagle | BlockDrafter) else 0,
         extra_slots=extra_slots(spec),

@@ -18,9 +18,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from simtune.engine import (
     POLICIES,
+    DraftingTerms,
     Request,
     Scheduler,
-    Speculation,
     Step,
     TransformersFifo,
     VllmFcfs,
@@ -297,7 +297,7 @@ class _VllmOptions(_Options):
             return kind(**plain)
         drafting = None
         if self.spec is not None:
-            drafting = Speculation(
+            drafting = DraftingTerms(
                 max_drafts=self.spec.k,
                 accepted=_Accepted(log),
                 drafts=self.spec.drafts if self.spec.by_batch else None,

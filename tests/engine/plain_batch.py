@@ -1,4 +1,4 @@
-"""Decoding with drafts, one member and one step at a time: what `SpeculativeBatch` is compared with."""
+"""Decoding with drafts, one member and one step at a time: what `DraftingBatch` is compared with."""
 
 from __future__ import annotations
 
@@ -6,18 +6,22 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from simtune.engine import Request, Speculation, SpeculativeBatch, Tally
-from simtune.engine.speculation import NextSteps
+from simtune.engine import DraftingTerms, NextSteps, Request, Tally
 
 
-class PlainBatch(SpeculativeBatch):
-    """Shares nothing with its parent but the name it must have: all is overridden."""
+class PlainBatch:
+    """A `Batch` that goes through its members and asks for every verification when it comes."""
 
-    def __init__(self, block_size: int, speculation: Speculation, max_model_len: int) -> None:
+    drafting = True
+    rests = False
+    longest_context = 0
+    discarded: tuple[Request, ...] = ()
+
+    def __init__(self, block_size: int, terms: DraftingTerms, max_model_len: int) -> None:
         self._block_size = block_size
-        self._speculation = speculation
+        self._terms = terms
         self._max_model_len = max_model_len
-        self._everyone = speculation.max_drafts
+        self._everyone = terms.max_drafts
         self._here: dict[Request, None] = {}
         self._shared: dict[Request, int] = {}
         self._cut: dict[Request, int] = {}
@@ -34,11 +38,11 @@ class PlainBatch(SpeculativeBatch):
         return sum(map(self.width_of, everyone)), sum(member.computed for member in everyone), blocks
 
     @property
-    def levels(self) -> int:
-        speculation = self._speculation
-        if speculation.depth is not None:
-            return speculation.depth if self._everyone else 0
-        if speculation.stops is not None:
+    def depth(self) -> int:
+        terms = self._terms
+        if terms.depth is not None:
+            return terms.depth if self._everyone else 0
+        if terms.stops is not None:
             return max([self.width_of(member) - 1 for member in self._here], default=self._everyone)
         return max([self._planned_drafts(member) for member in self._here], default=self._everyone)
 
@@ -47,16 +51,16 @@ class PlainBatch(SpeculativeBatch):
         return Tally(*self.counts)
 
     def _planned_drafts(self, member: Request) -> int:
-        if self._speculation.shares is not None:
+        if self._terms.shares is not None:
             return self._shared.get(member, 0)
-        if self._speculation.lengths is not None:
-            return min(self._everyone, self._speculation.lengths(member))
+        if self._terms.lengths is not None:
+            return min(self._everyone, self._terms.lengths(member))
         return self._everyone
 
     def _wanted(self, member: Request) -> int:
         drafts = self._planned_drafts(member)
-        if self._speculation.stops is not None and drafts:
-            drafts = min(drafts, int(self._speculation.stops(member, member.rounds, 1)[0]))
+        if self._terms.stops is not None and drafts:
+            drafts = min(drafts, int(self._terms.stops(member, member.verifications, 1)[0]))
         return 1 + drafts
 
     def width_of(self, member: Request) -> int:
@@ -66,33 +70,48 @@ class PlainBatch(SpeculativeBatch):
     def emitted_by(self, member: Request) -> int:
         return member.emitted
 
+    def past_of(self, request: Request) -> int:
+        return -1
+
     def cut(self, member: Request, tokens: int) -> None:
         self._cut[member] = tokens
 
+    def pad(self, member: Request) -> None:
+        raise AssertionError("nobody is received")
+
     def draft(self, requests: int) -> Sequence[Request]:
-        speculation = self._speculation
-        if speculation.shares is not None:
+        terms = self._terms
+        if terms.shares is not None:
             if self._here.keys() != self._shared.keys():
-                self._shared = dict(zip(self._here, speculation.shares(list(self._here)), strict=True))
-        elif speculation.drafts is not None:
-            self._everyone = min(speculation.drafts(requests), speculation.max_drafts)
+                self._shared = dict(zip(self._here, terms.shares(list(self._here)), strict=True))
+        elif terms.drafts is not None:
+            self._everyone = min(terms.drafts(requests), terms.max_drafts)
         return ()
 
-    def join(self, request: Request) -> None:
+    def end_discarded(self) -> Sequence[Request]:
+        return ()
+
+    def newest(self) -> Request:
+        return list(self._here)[-1]
+
+    def join(self, request: Request, rejected: int = 0) -> None:
         self._joined += 1
-        request.joined = self.steps
-        request.joins = self._joined
+        request.decoding = True
+        request.admission = self._joined
         self._here[request] = None
         self.count += 1
 
-    def leave(self, request: Request) -> None:
-        del self._here[request]
+    def rejoin(self, request: Request) -> None:
+        self.join(request)
+
+    def leave(self, member: Request) -> None:
+        del self._here[member]
         self.count -= 1
-        self._cut.pop(request, None)
-        request.joined = -1
+        self._cut.pop(member, None)
+        member.decoding = False
 
     def held_by(self, member: Request) -> int:
-        return -(-max(member.computed, member.slots) // self._block_size)
+        return -(-max(member.computed, member.reserved_tokens) // self._block_size)
 
     def blocks_of(self, member: Request) -> int:
         return max(0, -(-self._slots(member) // self._block_size) - self.held_by(member))
@@ -118,11 +137,11 @@ class PlainBatch(SpeculativeBatch):
         self.steps += 1
         finished = []
         for member in list(self._here):
-            member.slots = max(member.slots, self._slots(member))
+            member.reserved_tokens = max(member.reserved_tokens, self._slots(member))
             drafts, stopped = self.width_of(member) - 1, self._wanted(member) == 1
-            accepted = self._speculation.accepted(member, member.rounds, drafts) if drafts else 0
+            accepted = self._terms.accepted(member, member.verifications, drafts) if drafts else 0
             # A round in which the drafter itself made nothing counts, one whose drafts were cut does not.
-            member.rounds += drafts != 0 or (stopped and self._planned_drafts(member) > 0)
+            member.verifications += drafts != 0 or (stopped and self._planned_drafts(member) > 0)
             before = member.emitted
             member.computed += 1 + accepted
             member.emitted = min(member.emitted + 1 + accepted, member.output_tokens)
@@ -136,4 +155,4 @@ class PlainBatch(SpeculativeBatch):
         return finished
 
     def _slots(self, member: Request) -> int:
-        return min(member.computed + self.width_of(member) + self._speculation.lookahead, self._max_model_len)
+        return min(member.computed + self.width_of(member) + self._terms.lookahead, self._max_model_len)

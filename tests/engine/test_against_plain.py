@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simtune.engine import Request, Speculation, VllmFcfs, VllmPriority
+from simtune.engine import DraftingTerms, Request, VllmFcfs, VllmPriority
 from tests.engine.plain import PlainEngine, PlainRequest
 
 many = settings(max_examples=100, deadline=None)
@@ -54,7 +54,7 @@ class World:
         features = dict(self.features)
         drafts = features.pop("drafts", 0)
         if drafts:
-            features["speculation"] = Speculation(
+            features["speculation"] = DraftingTerms(
                 drafts,
                 lambda r, n, d: draw(r.id, n, d),
                 lookahead=features.pop("lookahead"),

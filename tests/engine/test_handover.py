@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simtune.engine import Request, Scheduler, Speculation, SpeculativeBatch, VllmFcfs, VllmPriority
+from simtune.engine import DraftingTerms, Request, Scheduler, VllmFcfs, VllmPriority
 
 
 def engine(policy: type[VllmFcfs] = VllmFcfs, **changes: Any) -> VllmFcfs:
@@ -30,8 +30,7 @@ def used_blocks(scheduler: VllmFcfs) -> int:
     held = {r: kv.held_by(r) for r in holders}
     held |= {r: kv.blocks_for(r.known_tokens) for r in scheduler._reserved}
     for r in batch:
-        drafting = isinstance(batch, SpeculativeBatch)
-        held[r] = batch.held_by(r) if drafting else kv.blocks_for(r.computed + batch.steps - r.joined)
+        held[r] = batch.held_by(r)
     runs = {run for r in held for run in r.runs or ()}
     return sum(blocks - (r.shared if r.runs else 0) for r, blocks in held.items()) + sum(run.size for run in runs)
 
@@ -151,7 +150,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "caching": {"prefix_caching": True},
     "caching, larger hash blocks, async": {"prefix_caching": True, "hash_block_tokens": 12, "async_scheduling": True},
     "swap": {"preemption": "swap"},
-    "drafts": {"speculation": Speculation(3, lambda r, n, d: (r.id + n) % (d + 1), lookahead=3, extra_slots=1)},
+    "drafts": {"speculation": DraftingTerms(3, lambda r, n, d: (r.id + n) % (d + 1), lookahead=3, extra_slots=1)},
 }
 FEATURES["drafts, async"] = FEATURES["drafts"] | {"async_scheduling": True}
 FEATURES["drafts, async, caching"] = FEATURES["drafts, async"] | {"prefix_caching": True}

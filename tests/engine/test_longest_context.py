@@ -23,4 +23,4 @@ def test_it_is_that_of_the_member_who_has_most(moves: list[tuple[str, int]]) -> 
         elif inside:
             batch.advance(size)
         if inside:
-            assert batch.longest == max(r.computed + batch.steps - r.joined for r in inside)
+            assert batch.longest_context == 1 + max(r.computed + batch.emitted_by(r) - r.emitted for r in inside)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simtune.engine import DecodeBatch, Request, Speculation, VllmFcfs, VllmPriority
+from simtune.engine import DecodeBatch, DraftingTerms, Request, VllmFcfs, VllmPriority
 
 requests = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 40)), min_size=1, max_size=25)
 
@@ -19,11 +19,11 @@ FEATURES: dict[str, tuple[type[VllmFcfs], dict[str, Any]]] = {
     "caching": (VllmFcfs, {"prefix_caching": True}),
     "async": (VllmFcfs, {"async_scheduling": True}),
     "swap": (VllmFcfs, {"preemption": "swap"}),
-    "drafts": (VllmFcfs, {"speculation": Speculation(2, lambda r, n, d: (r.id + n) % (d + 1), lookahead=2)}),
+    "drafts": (VllmFcfs, {"speculation": DraftingTerms(2, lambda r, n, d: (r.id + n) % (d + 1), lookahead=2)}),
     "drafts, async": (
         VllmFcfs,
         {
-            "speculation": Speculation(2, lambda r, n, d: (r.id + n) % (d + 1), lookahead=2),
+            "speculation": DraftingTerms(2, lambda r, n, d: (r.id + n) % (d + 1), lookahead=2),
             "async_scheduling": True,
         },
     ),
@@ -67,13 +67,12 @@ def test_budgets_hold_and_nothing_is_lost(
         assert all(c.tokens > 0 and c.past + c.tokens <= c.request.known_tokens for c in step.chunks)
         residents = list(scheduler.decoding)
         assert step.num_decodes == len(residents)
-        ages = [scheduler.decoding.steps - r.joined for r in residents]
-        contexts = [r.computed + age + 1 for r, age in zip(residents, ages, strict=True)]
+        contexts = [r.computed + scheduler.emitted(r) - r.emitted + 1 for r in residents]
         assert step.context_tokens == sum(contexts)
         progress = scheduler.complete(step.repeat if repeat else 1)
         first += progress.first_token
         done += progress.finished
-        holding = [r.computed + scheduler.decoding.steps - r.joined for r in scheduler.decoding]
+        holding = [r.computed + scheduler.emitted(r) - r.emitted for r in scheduler.decoding]
         holding += [r.computed for r in scheduler.prefilling]
         assert scheduler.kv.free == blocks - sum(scheduler.kv.blocks_for(h) for h in holding)
         assert len(done) + scheduler.num_running + len(scheduler.waiting) == len(accepted)
@@ -158,13 +157,16 @@ def test_a_batch_remembers_the_order_of_joining_and_forgets_who_left() -> None:
         ({"max_model_len": 161}, "one request of max_model_len"),
         ({"max_num_batched_tokens": 3}, "must be at least max_num_seqs"),
         ({"chunked_prefill": False}, "without chunked prefill"),
-        ({"speculation": Speculation(64, lambda r, n, d: 0, extra_slots=64)}, "must exceed the drafter's extra slots"),
+        (
+            {"speculation": DraftingTerms(64, lambda r, n, d: 0, extra_slots=64)},
+            "must exceed the drafter's extra slots",
+        ),
         ({"prefix_caching": True, "hash_block_tokens": 24}, "must be a multiple of block_size"),
         ({"prefix_caching": True, "preemption": "swap"}, "does not go with prefix caching"),
         (
             {
                 "async_scheduling": True,
-                "speculation": Speculation(1, lambda r, n, d: 0, shares=lambda requests: [1] * len(requests)),
+                "speculation": DraftingTerms(1, lambda r, n, d: 0, shares=lambda requests: [1] * len(requests)),
             },
             "does not go with drafts whose number is known only when they are made",
         ),
@@ -244,7 +246,7 @@ def test_drafts_depend_on_the_step_before_and_end_with_the_model_s_length() -> N
         max_num_seqs=2,
         max_num_batched_tokens=64,
         max_model_len=20,
-        speculation=Speculation(3, lambda r, n, d: d, lambda requests: 1 if requests == 2 else 3),
+        speculation=DraftingTerms(3, lambda r, n, d: d, lambda requests: 1 if requests == 2 else 3),
     )
     for number, output in ((0, 3), (1, 16)):
         scheduler.add(Request(number, 4, output))

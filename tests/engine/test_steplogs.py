@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from simtune.engine import Request, Speculation, VllmFcfs, VllmPriority
+from simtune.engine import DraftingTerms, Request, VllmFcfs, VllmPriority
 from tests.engine.plain import PlainEngine, PlainRequest
 
 LOGS = (
@@ -110,7 +110,7 @@ def follow(path: Path) -> None:
         prefix_caching=options["enable_prefix_caching"],
         async_scheduling=options["async_scheduling"],
         speculation=drafting
-        and Speculation(
+        and DraftingTerms(
             max_drafts=drafting["k"],
             accepted=lambda request, number, drafts: told(accepted[request.id], number, drafts),
             lookahead=options["num_lookahead_tokens"],

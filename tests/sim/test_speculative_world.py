@@ -15,8 +15,7 @@ from simtune.api import load_hardware, load_model
 from simtune.costs.compiled import LinearCosts
 from simtune.costs.drafting import RoundCosts, draft_memory
 from simtune.costs.ticks import TICKS_PER_SECOND
-from simtune.engine import Request, Tally, VllmFcfs
-from simtune.engine import Speculation as engine_terms
+from simtune.engine import DraftingTerms, Request, Tally, VllmFcfs
 from simtune.errors import Infeasible
 from simtune.sim.core import EngineCore
 from simtune.sim.deployment import Deployment, deploy
@@ -400,7 +399,7 @@ def test_what_is_verified_beside_drafting_follows_from_what_was_right() -> None:
                 window = 3 if right[n] >= window else 0
         far = beside.accepted(request, 700, 60)  # beyond what is drawn at first
         assert far.tolist() == beside.accepted(request, 0, 760)[700:].tolist()
-        after = beside.many(request, 10, 50, 2, 1000)[:50]
+        after = beside.tokens_after(request, 10, 50, 2, 1000)[:50]
         assert after.tolist() == (1000 + np.cumsum(1 + beside.accepted(request, 10, 50))).tolist()
     assert seen == {0, 2, 3}
 
@@ -427,7 +426,7 @@ def test_nothing_is_verified_while_a_verdict_is_on_its_way(look_ahead: int, repl
             begun, due = (begun + 1, tick + 1) if sampler_[tick - 1] >= window else (0, tick + replicas)
         far = drawn.accepted(request, 2000, 60)  # beyond what is drawn at first
         assert far.tolist() == drawn.accepted(request, 0, 2060)[2000:].tolist()
-        after = drawn.many(request, 10, 50, max(1, look_ahead - 1), 1000)[:50]
+        after = drawn.tokens_after(request, 10, 50, max(1, look_ahead - 1), 1000)[:50]
         assert after.tolist() == (1000 + np.cumsum(1 + drawn.accepted(request, 10, 50))).tolist()
 
 
@@ -668,13 +667,9 @@ def test_rounds_laid_out_for_many_requests_at_once_are_those_of_each(ahead: bool
     rng = np.random.default_rng(0)
     stream = stream_of(rng.exponential(0.005, 200).cumsum(), rng.integers(1, 90, 200), rng.integers(1, 90, 200))
     chosen = sampler(Chain(tokens=3), POSITIONS, stream)
-
-    class OneByOne:
-        many = chosen.many
-        __call__ = staticmethod(chosen.__call__)
-
     found = []
-    for accepted in (chosen, OneByOne()):
+    for laid_out in (chosen.laid_out, None):
+        terms = DraftingTerms(3, chosen, lookahead=3, tokens_after=chosen.tokens_after, laid_out=laid_out)
         engine = VllmFcfs(
             num_blocks=blocks,
             block_size=4,
@@ -682,7 +677,7 @@ def test_rounds_laid_out_for_many_requests_at_once_are_those_of_each(ahead: bool
             max_num_batched_tokens=128,
             max_model_len=180,
             async_scheduling=ahead,
-            speculation=engine_terms(3, accepted=accepted, lookahead=3),
+            speculation=terms,
         )
         outcome = World(
             [EngineCore(engine, LinearCosts(step_s=1e-3, per_token_s=2e-5, per_context_s=3e-7))], stream

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Unpack
 
-from simtune.engine.policies.listed import Plan, StallFree, decodes
+from simtune.engine.policies.listed import Plan, StallFree
 from simtune.engine.request import Request
 from simtune.engine.scheduler import Settings
 
@@ -22,7 +22,7 @@ class Orca(StallFree):
 
     def _choose(self, preempted: list[Request]) -> Plan:
         plan = super()._choose(preempted)
-        return dict(sorted(plan.items(), key=lambda item: decodes(item[0])))
+        return dict(sorted(plan.items(), key=lambda item: item[0].decoding))
 
     def _reservation(self, request: Request) -> int:
         return self.max_model_len

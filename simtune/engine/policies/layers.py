@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Unpack
 
-from simtune.engine.policies.listed import Plan, StallFree, decodes
+from simtune.engine.policies.listed import Plan, StallFree
 from simtune.engine.request import Request
 from simtune.engine.scheduler import Progress, Settings, Step
 
@@ -43,7 +43,7 @@ class PriorityLayers(StallFree):
         bar = min(map(key, halted))
         plan: Plan = {}
         budget = self.max_num_batched_tokens
-        under_way = [r for r in self.residents if not decodes(r) and r not in halted and key(r) < bar]
+        under_way = [r for r in self.residents if not r.decoding and r not in halted and key(r) < bar]
         while budget:
             if under_way:
                 request = under_way.pop(0)

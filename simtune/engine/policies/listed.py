@@ -14,6 +14,7 @@ from abc import abstractmethod
 from bisect import bisect_right, insort_left, insort_right
 from collections import deque
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any, Unpack
 
 from simtune.engine.request import Request
@@ -23,13 +24,8 @@ Plan = dict[Request, int]
 """Tokens of each request in a step, in the order in which they were given."""
 
 
-def decodes(request: Request) -> bool:
-    """Whether all of its tokens but the newest are in the cache, so that a step takes it one token further."""
-    return request.joined >= 0
-
-
 class ListScheduler(Scheduler):
-    """Residents in order of admission; `computed` and `emitted` are up to date, `slots` counts whole blocks held."""
+    """Residents in order of admission; `computed` and `emitted` are up to date, `reserved_tokens` fill whole blocks."""
 
     waiting: deque[Request]
 
@@ -53,6 +49,9 @@ class ListScheduler(Scheduler):
     @property
     def num_running(self) -> int:
         return len(self.residents) + len(self._reserved)
+
+    def emitted(self, request: Request) -> int:
+        return request.emitted
 
     def composition(self) -> Plan:
         assert self._under_way is not None, "no step is under way"
@@ -84,11 +83,11 @@ class ListScheduler(Scheduler):
 
     def _step(self, preempted: list[Request]) -> Step:
         plan = self._plan
-        decoding = [request for request in plan if request.joined >= 0]
+        decoding = [request for request in plan if request.decoding]
         step = Step(
             len(decoding),
             sum([request.computed for request in decoding]) + len(decoding),
-            [Chunk(request, request.computed, tokens) for request, tokens in plan.items() if request.joined < 0],
+            [Chunk(request, request.computed, tokens) for request, tokens in plan.items() if not request.decoding],
             preempted,
             longest_context=max([request.computed + 1 for request in decoding], default=0),
         )
@@ -122,11 +121,11 @@ class ListScheduler(Scheduler):
         progress = Progress()
         for request, tokens in self._plan.items():
             request.computed += tokens * repetitions
-            if request.joined >= 0:
+            if request.decoding:
                 self._take(request, request.computed)
                 request.emitted += repetitions
             elif request.computed == request.known_tokens:
-                request.joined = 0
+                request.decoding = True
                 request.emitted += 1
                 if request.emitted == 1:
                     progress.first_token.append(request)
@@ -140,22 +139,22 @@ class ListScheduler(Scheduler):
     def _missing(self, requests: Iterable[Request], tokens: int) -> int:
         """Blocks these need, beyond those they hold, for `tokens` tokens more each."""
         size = self.kv.block_size
-        return sum(-(-more // size) for r in requests if (more := r.computed + tokens - r.slots) > 0)
+        return sum(-(-more // size) for r in requests if (more := r.computed + tokens - r.reserved_tokens) > 0)
 
     def _take(self, request: Request, tokens: int) -> bool:
         """See that a request holds blocks for `tokens` tokens; False, and nothing taken, where they are not free."""
-        if tokens <= request.slots:
+        if tokens <= request.reserved_tokens:
             return True
-        blocks = -(-(tokens - request.slots) // self.kv.block_size)
+        blocks = -(-(tokens - request.reserved_tokens) // self.kv.block_size)
         if blocks > self.kv.free:
             return False
         self.kv.take(blocks)
-        request.slots += blocks * self.kv.block_size
+        request.reserved_tokens += blocks * self.kv.block_size
         return True
 
     def _leave(self, request: Request) -> None:
         del self.residents[request]
-        request.joined = -1
+        request.decoding = False
 
     def _preempt(self, victim: Request) -> None:
         """Take all blocks from a resident; it waits, before its equals, to be computed again."""
@@ -167,10 +166,11 @@ class ListScheduler(Scheduler):
 
     def _enter(self, request: Request) -> None:
         self.residents[request] = None
-        request.joined, request.slots = 0, self.kv.blocks_for(request.computed) * self.kv.block_size
+        request.decoding = True
+        request.reserved_tokens = self.kv.blocks_for(request.computed) * self.kv.block_size
 
     def _lose_residents(self) -> list[Request]:
-        lost = sorted(self.residents, key=decodes, reverse=True)
+        lost = sorted(self.residents, key=attrgetter("decoding"), reverse=True)
         for request in lost:
             self._leave(request)
         self._plan, self._preempted = {}, []
@@ -192,7 +192,7 @@ class StallFree(ListScheduler):
 
     def _go_on(self, preempted: list[Request]) -> Plan:
         """One token for everyone who decodes, preempting until they all find their block."""
-        while self._missing(decoding := [r for r in self.residents if r.joined >= 0], 1) > self.kv.free:
+        while self._missing(decoding := [r for r in self.residents if r.decoding], 1) > self.kv.free:
             victim = max(reversed(self.residents), key=self._key)
             self._preempt(victim)
             preempted.append(victim)
@@ -203,7 +203,7 @@ class StallFree(ListScheduler):
     def _prompts(self, plan: Plan, budget: int, admitting: bool) -> None:
         """Share `budget` among prompts under way and, where there is a seat and memory, those that wait."""
         key, waiting = self._key, self.waiting
-        under_way = deque(sorted((r for r in self.residents if not decodes(r)), key=key))
+        under_way = deque(sorted((r for r in self.residents if not r.decoding), key=key))
         while budget:
             if admitting and waiting and not (under_way and key(under_way[0]) <= key(waiting[0])):
                 request = waiting[0]

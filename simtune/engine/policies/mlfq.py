@@ -8,7 +8,7 @@ from heapq import merge
 from itertools import islice
 from typing import Unpack
 
-from simtune.engine.policies.listed import ListScheduler, Plan, decodes
+from simtune.engine.policies.listed import ListScheduler, Plan
 from simtune.engine.request import Request
 from simtune.engine.scheduler import Progress, Settings
 
@@ -80,7 +80,7 @@ class SkipJoinMlfq(ListScheduler):
             new = request not in residents
             if request in preempted or (new and not admitting):
                 continue
-            tokens = 1 if decodes(request) else request.known_tokens - request.computed
+            tokens = 1 if request.decoding else request.known_tokens - request.computed
             whole = self.chunked_prefill or tokens <= budget
             if not (whole and self._claim(request, tokens, by_urgency, preempted)):
                 admitting &= not new
@@ -95,7 +95,7 @@ class SkipJoinMlfq(ListScheduler):
     def _claim(self, request: Request, tokens: int, by_urgency: list[Request], preempted: list[Request]) -> bool:
         """Take blocks for `tokens` more, less urgent residents giving theirs; False if that is not enough."""
         key, kv = self._key, self.kv
-        if request.computed + tokens <= request.slots:
+        if request.computed + tokens <= request.reserved_tokens:
             return True
         spare = 0 if request in self.residents else kv.free - self._room
         missing = self._missing([request], tokens) + spare
@@ -128,7 +128,7 @@ class SkipJoinMlfq(ListScheduler):
             self._places[request] = place
             place.served = self._iteration
             place.left -= repetitions * self._iterations_of(tokens)
-            if decodes(request) and place.left <= 0 and place.level < self.LEVELS - 1:
+            if request.decoding and place.left <= 0 and place.level < self.LEVELS - 1:
                 while place.left <= 0 and place.level < self.LEVELS - 1:
                     place.level += 1
                     place.left += 2**place.level

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from simtune.engine.policies.listed import Plan, StallFree, decodes
+from simtune.engine.policies.listed import Plan, StallFree
 from simtune.engine.request import Request
 
 
@@ -46,7 +46,7 @@ class DualQueue(StallFree):
     def _serve(self, long: bool, plan: Plan, budget: int, admitting: bool) -> int:
         """Give one queue up to `budget` tokens more; what it leaves."""
         waiting, key = self.waiting, self._key
-        under_way = [request for request in self.residents if not decodes(request) and key(request) is long]
+        under_way = [request for request in self.residents if not request.decoding and key(request) is long]
         while budget:
             if under_way:
                 request = under_way.pop(0)

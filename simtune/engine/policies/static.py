@@ -57,7 +57,7 @@ class StaticBatching(ListScheduler):
 
     def _step(self, preempted: list[Request]) -> Step:
         members = len(self._plan)
-        chunks: list[Chunk] = [PaddedChunk(r, 0, tokens) for r, tokens in self._plan.items() if r.joined < 0]
+        chunks: list[Chunk] = [PaddedChunk(r, 0, tokens) for r, tokens in self._plan.items() if not r.decoding]
         if chunks:
             return Step(0, 0, chunks, preempted)
         context = self._width + 1
@@ -71,7 +71,7 @@ class StaticBatching(ListScheduler):
         progress = Progress()
         for request in self.residents:
             if step.chunks:
-                request.joined, request.computed = 0, request.known_tokens
+                request.decoding, request.computed = True, request.known_tokens
                 request.emitted += 1
                 progress.first_token.append(request)
             else:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simtune.engine import Request, Speculation, SpeculativeBatch, VllmFcfs, VllmPriority
+from simtune.engine import Batch, DraftingBatch, DraftingTerms, Request, VllmFcfs, VllmPriority
 from tests.engine.plain_batch import PlainBatch
 
 many = settings(max_examples=150, deadline=None)
@@ -26,7 +26,7 @@ class AcceptanceSampler:
     def __call__(self, request: Request, number: int, drafts: int) -> int:
         return min(self._of(request.id, number), drafts)
 
-    def many(self, request: Request, first: int, count: int, drafts: int, tokens: int) -> np.ndarray:
+    def tokens_after(self, request: Request, first: int, count: int, drafts: int, tokens: int) -> np.ndarray:
         return tokens + np.cumsum([1 + self(request, first + i, drafts) for i in range(count)])
 
     def _of(self, request: int, number: int) -> int:
@@ -39,15 +39,9 @@ class Stopped(AcceptanceSampler):
 
     stops: Callable[[Request, int, int], np.ndarray]
 
-    def many(self, request: Request, first: int, count: int, drafts: int, tokens: int) -> np.ndarray:
+    def tokens_after(self, request: Request, first: int, count: int, drafts: int, tokens: int) -> np.ndarray:
         made = np.minimum(self.stops(request, first, count), drafts)
         return tokens + np.cumsum([1 + self(request, first + i, int(made[i])) for i in range(count)])
-
-
-class OneByOne(AcceptanceSampler):
-    """The same, told round by round."""
-
-    many = None  # type: ignore[assignment]
 
 
 def stops(request: Request, first: int, count: int) -> np.ndarray:
@@ -63,20 +57,25 @@ def shared(requests: Sequence[Request]) -> list[int]:
     return [(7 + request.id % 3) // len(requests) for request in requests]
 
 
+def at_once(sampler: AcceptanceSampler) -> dict[str, object]:
+    """Accepted drafts told of many rounds at once."""
+    return {"accepted": sampler, "tokens_after": sampler.tokens_after}
+
+
 SCHEMES: dict[str, Callable[[int, random.Random], dict[str, object]]] = {
-    "chain": lambda k, rng: {"accepted": AcceptanceSampler(k)},
-    "chain, told one by one": lambda k, rng: {"accepted": OneByOne(k)},
-    "tree": lambda k, rng: {"accepted": AcceptanceSampler(2), "depth": 2},
-    "by batch": lambda k, rng: {"accepted": AcceptanceSampler(k), "drafts": lambda n: (k, 0, 1, k - 1)[n % 4]},
-    "by stopping": lambda k, rng: {"accepted": Stopped(k, stops), "stops": stops},
+    "chain": lambda k, rng: at_once(AcceptanceSampler(k)),
+    "chain, told one by one": lambda k, rng: {"accepted": AcceptanceSampler(k)},
+    "tree": lambda k, rng: {**at_once(AcceptanceSampler(2)), "depth": 2},
+    "by batch": lambda k, rng: {**at_once(AcceptanceSampler(k)), "drafts": lambda n: (k, 0, 1, k - 1)[n % 4]},
+    "by stopping": lambda k, rng: {**at_once(Stopped(k, stops)), "stops": stops},
     "by stopping, as deep whatever stops": lambda k, rng: {
-        "accepted": Stopped(k, stops),
+        **at_once(Stopped(k, stops)),
         "stops": stops,
         "depth": k + 1,
     },
-    "by waiting": lambda k, rng: {"accepted": Stopped(k, waits), "stops": waits, "depth": k + 1},
-    "by request": lambda k, rng: {"accepted": AcceptanceSampler(k), "lengths": lambda r: r.id % (k + 1)},
-    "by budget": lambda k, rng: {"accepted": AcceptanceSampler(k), "shares": shared},
+    "by waiting": lambda k, rng: {**at_once(Stopped(k, waits)), "stops": waits, "depth": k + 1},
+    "by request": lambda k, rng: {**at_once(AcceptanceSampler(k)), "lengths": lambda r: r.id % (k + 1)},
+    "by budget": lambda k, rng: {**at_once(AcceptanceSampler(k)), "shares": shared},
 }
 
 
@@ -94,7 +93,7 @@ class World:
         longest = max(longest, 4)
         blocks = max(blocks, -(-longest // block_size))
         drafts = rng.randint(2, 5)
-        speculation = Speculation(
+        speculation = DraftingTerms(
             max_drafts=drafts,
             lookahead=rng.choice([0, drafts]),
             extra_slots=rng.choice([0, 0, 1]),
@@ -102,10 +101,10 @@ class World:
         )
         seqs = rng.randint(1, 10)
         base = rng.choice([VllmFcfs, VllmPriority])
-        batch = PlainBatch if plain else SpeculativeBatch
+        batch = PlainBatch if plain else DraftingBatch
 
         class Engine(base):  # type: ignore[misc, valid-type]
-            def _new_batch(self) -> SpeculativeBatch:
+            def _new_batch(self) -> Batch:
                 if self.async_scheduling:
                     return super()._new_batch()
                 return batch(self.kv.block_size, self._speculation, self.max_model_len)
@@ -234,8 +233,8 @@ def test_a_round_told_one_by_one_is_that_told_at_once() -> None:
 
 def test_calendars_reach_as_far_as_the_longest_answer() -> None:
     """Ten thousand steps ahead, after a long time: the calendars move along and grow."""
-    speculation = Speculation(2, AcceptanceSampler(2))
-    batch = SpeculativeBatch(16, speculation, 1 << 20)
+    sampler = AcceptanceSampler(2)
+    batch = DraftingBatch(16, DraftingTerms(2, sampler, tokens_after=sampler.tokens_after), 1 << 20)
     short = Request(0, 5, 4000, computed=5, emitted=1)
     batch.join(short)
     while not batch.advance(batch.steps_to_completion()):
@@ -244,7 +243,7 @@ def test_calendars_reach_as_far_as_the_longest_answer() -> None:
     long = Request(1, 5, 30_000, computed=5, emitted=1)
     batch.join(long)
     rounds = batch.steps_to_completion()
-    assert sum(1 + speculation.accepted(long, i, 2) for i in range(rounds)) >= 29_999
-    assert sum(1 + speculation.accepted(long, i, 2) for i in range(rounds - 1)) < 29_999
+    assert sum(1 + sampler(long, i, 2) for i in range(rounds)) >= 29_999
+    assert sum(1 + sampler(long, i, 2) for i in range(rounds - 1)) < 29_999
     assert batch.advance(rounds) == [long]
     assert (batch.count, *batch.totals()) == (0, 0, 0, 0)

@@ -1,0 +1,302 @@
+"""Decoding with drafts under asynchronous scheduling: every step is scheduled before the one before it is known.
+
+The scheduler takes all drafts under way for accepted until it hears. So a member that had d drafts rejected in the step
+before is d tokens `behind` what the scheduler takes it for: it gets blocks for that many more, and where max_model_len
+leaves less room than its drafts need, it verifies fewer, perhaps not even the token that is certain: then it rests for
+a step, after which all is known. A member whose answer was completed by accepted drafts is in the next step all the
+same, and what it computes there is discarded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from operator import attrgetter
+
+import numpy as np
+
+from simtune.arrays import Ints
+from simtune.engine.batch import NextSteps
+from simtune.engine.drafting.batch import DraftingBatch
+from simtune.engine.drafting.rounds import Course, PlannedRounds, RoundPlanner, joined
+from simtune.engine.drafting.terms import DraftingTerms
+from simtune.engine.request import Request
+
+
+class AsyncRoundPlanner(RoundPlanner):
+    """Plans rounds of which each is scheduled as if all drafts of the one before were accepted."""
+
+    def __init__(self, terms: DraftingTerms, block_size: int, max_model_len: int) -> None:
+        super().__init__(terms, block_size, max_model_len)
+        self._even = terms.steady and terms.lengths is None  # as many drafts in every round of every request
+
+    def room(self, request: Request, behind: int) -> int:
+        """Tokens that the next step of a request may verify at most."""
+        return self._limit - request.computed - behind
+
+    def new_blocks(self, request: Request, width: int, behind: int) -> int:
+        """Those of one step of `width` tokens, the first of a request since it was brought up to date."""
+        reach = min(request.computed + behind + width + self._terms.lookahead, self._max_model_len)
+        return max(0, -(-reach // self._block_size) - self.held(request))
+
+    def verifications(self, plan: PlannedRounds, age: int) -> int:
+        """Those that verify drafts: only max_model_len and the budget may leave a round none."""
+        if plan.widths is None or not plan.drafts:
+            return super().verifications(plan, age)
+        padded = plan.skips and plan.width(0) > 1
+        return int(np.count_nonzero(plan.widths[:age] > 1)) - padded
+
+    def reserved_tokens(self, request: Request, plan: PlannedRounds, age: int) -> int:
+        """Those of whole blocks, or where it is easily told those with which the latest round was scheduled."""
+        if age > 1 and self._even and plan.widths is None:
+            tokens = plan.rows.item(0, age - 2) + 2 * (1 + plan.drafts) + self._terms.lookahead
+            return min(tokens, self._max_model_len)
+        return (self.held(request) + plan.blocks(age)) * self._block_size
+
+    def _course(self, request: Request, computed: int, end: int, drafts: int, cut: int | None, behind: int) -> Course:
+        if end + drafts + max(drafts, behind) < self._max_model_len:
+            return super()._course(request, computed, end, drafts, cut, behind)
+        number, courses = request.verifications, []
+        if cut is None and drafts and computed < end and self._terms.tokens_after is not None:
+            head = self._before_the_limit(request, computed, end, number, drafts, behind)
+            if rounds := len(head.before):
+                courses.append(head)
+                behind = head.before.item(-1) + 1 + drafts - head.final
+                computed, number = head.final, number + rounds
+        if computed < end:
+            courses.append(self._near_the_limit(request, computed, end, number, drafts, cut, behind))
+        course = joined(courses, computed)
+        unverified = not isinstance(course.widths, int) and len(course.widths) > 0 and course.widths[0] == 1
+        return course._replace(skips=int(drafts > 0 and unverified))
+
+    def _near_the_limit(
+        self, request: Request, computed: int, end: int, number: int, drafts: int, cut: int | None, behind: int
+    ) -> Course:
+        """The rounds until `end` where max_model_len may leave no room for some drafts, or for nothing at all."""
+        rounds: list[tuple[int, int]] = []  # tokens computed before, tokens verified
+        while computed < end:
+            width = max(0, min(1 + drafts, self._limit - computed - behind))
+            if cut is not None and not rounds:
+                width = min(width, cut)
+            rounds.append((computed, width))
+            gained = 1 + self._accepted(request, number, width - 1) if width else 0
+            behind = width - gained
+            computed += gained
+            number += width > 1
+        before, widths = np.array(rounds).T
+        return Course(before, widths, computed)
+
+    def _reach(self, before: Ints, widths: Ints | int, behind: int, first: Ints | int) -> Ints:
+        """As if all drafts of the round before were accepted."""
+        reach = before + widths
+        reach[1:] = reach[:-1] + (widths if isinstance(widths, int) else widths[1:])
+        reach[first] = before[first] + (widths if isinstance(widths, int) else widths[first]) + behind
+        return reach
+
+
+class DiscardedSteps:
+    """Members whose answer is complete, and the step that each is in all the same."""
+
+    __slots__ = ("_steps", "blocks", "context", "tokens")
+
+    def __init__(self) -> None:
+        self._steps: dict[Request, tuple[int, int]] = {}  # tokens and new blocks
+        self.tokens = self.context = self.blocks = 0
+        """Of all: tokens of the step, tokens computed before it, its new blocks."""
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._steps)
+
+    def __contains__(self, request: object) -> bool:
+        return request in self._steps
+
+    def put(self, request: Request, tokens: int, blocks: int) -> None:
+        """Add a step, or give it other tokens and blocks."""
+        if request in self._steps:
+            self.remove(request)
+        self._steps[request] = tokens, blocks
+        self.tokens += tokens
+        self.context += request.computed
+        self.blocks += blocks
+
+    def remove(self, request: Request) -> None:
+        """Take a step out."""
+        tokens, blocks = self._steps.pop(request)
+        self.tokens -= tokens
+        self.context -= request.computed
+        self.blocks -= blocks
+
+    def width_of(self, request: Request) -> int:
+        """Tokens of a step."""
+        return self._steps[request][0]
+
+    def blocks_of(self, request: Request) -> int:
+        """New blocks of a step."""
+        return self._steps[request][1]
+
+
+class AsyncDraftingBatch(DraftingBatch):
+    """A `DraftingBatch` whose steps are scheduled one ahead."""
+
+    def __init__(self, block_size: int, terms: DraftingTerms, max_model_len: int) -> None:
+        super().__init__(block_size, terms, max_model_len)
+        self._planner: AsyncRoundPlanner = AsyncRoundPlanner(terms, block_size, max_model_len)
+        self._discarded = DiscardedSteps()
+        self._ended: list[Request] = []  # in the latest step, and perhaps in the next one too
+        self._rejected: dict[Request, tuple[int, int]] = {}  # (step, drafts rejected in the one before)
+        self._resting: dict[Request, None] = {}  # members with rounds in which they rest
+
+    def __iter__(self) -> Iterator[Request]:
+        """Members in order of joining. Costs O(members log members)."""
+        return iter(sorted([*self._members, *self._discarded], key=attrgetter("admission")))
+
+    @property
+    def count(self) -> int:
+        """Members that the next step computes, `discarded` ones included."""
+        return len(self._members) + len(self._discarded)
+
+    @property
+    def discarded(self) -> Collection[Request]:
+        """Members whose answer is complete, in the next step all the same."""
+        return self._discarded
+
+    @property
+    def rests(self) -> bool:
+        """Whether some members rest in the next step."""
+        return bool(self._resting) and any(self.width_of(member) == 0 for member in self._resting)
+
+    def newest(self) -> Request:
+        """The member that joined last."""
+        return max(self, key=attrgetter("admission"))
+
+    # --- the next steps -------------------------------------------------------------------------------------------
+
+    def totals(self) -> tuple[int, int, int]:
+        """(tokens the next step computes, tokens its members have computed before, new blocks it needs)."""
+        tokens, context, blocks = super().totals()
+        discarded = self._discarded
+        return tokens + discarded.tokens, context + discarded.context, blocks + discarded.blocks
+
+    def width_of(self, member: Request) -> int:
+        """Tokens the next step computes for a member."""
+        return self._discarded.width_of(member) if member in self._discarded else super().width_of(member)
+
+    def blocks_of(self, member: Request) -> int:
+        """New blocks the next step needs for a member."""
+        return self._discarded.blocks_of(member) if member in self._discarded else super().blocks_of(member)
+
+    def cut(self, member: Request, tokens: int) -> None:
+        """Let the next step compute no more than so many tokens for a member."""
+        if member in self._discarded:
+            self._discard(member, tokens)
+        else:
+            super().cut(member, tokens)
+
+    def next_steps(self, free: int, budget: int) -> NextSteps | None:
+        """See `Batch.next_steps`: of the first step some tokens may be discarded."""
+        if self._resting and self.rests:
+            return None
+        discarded = self._discarded
+        if not discarded:
+            return super().next_steps(free, budget)
+        tokens, context, blocks = self.totals()
+        if tokens > budget or blocks > free:
+            return None
+        if not self._members:
+            return NextSteps(tokens, context, blocks, 1, (), discarded.tokens)
+        steps = super().next_steps(free - discarded.blocks, budget - discarded.tokens)
+        assert steps is not None
+        return NextSteps(tokens, context, blocks, steps.steps, steps.contexts, discarded.tokens)
+
+    def steps_to_completion(self) -> int:
+        """Steps until the first member is complete, or the drafts of some are others."""
+        if self._discarded and not (self._terms.steady and self._members):
+            return 1
+        return super().steps_to_completion()
+
+    def steps_that_fit(self, free: int, limit: int) -> int:
+        """See `Batch.steps_that_fit`."""
+        return 1 if self._resting else super().steps_that_fit(free, limit)
+
+    # --- members --------------------------------------------------------------------------------------------------
+
+    def join(self, request: Request, rejected: int = 0) -> None:
+        """Take in a request, so many of whose drafts were rejected in the step before."""
+        if rejected:
+            self._rejected[request] = self.steps, rejected
+        super().join(request)
+
+    def rejoin(self, request: Request) -> None:
+        """Take in again, at its old place, one that had no part in a step: all is known of it."""
+        self._take_in(request)
+
+    def leave(self, member: Request) -> None:
+        """Take a member out and bring it up to date."""
+        if member in self._discarded:
+            self._discarded.remove(member)
+            member.decoding = False
+        else:
+            super().leave(member)
+        self._rejected.pop(member, None)
+
+    def held_by(self, member: Request) -> int:
+        """KV blocks a member holds."""
+        return self._planner.held(member) if member in self._discarded else super().held_by(member)
+
+    def emitted_by(self, member: Request) -> int:
+        """Output tokens a member has delivered so far."""
+        return member.emitted if member in self._discarded else super().emitted_by(member)
+
+    # --- the step is over -----------------------------------------------------------------------------------------
+
+    def end_discarded(self) -> list[Request]:
+        """The step is over for those of whom it is discarded; takes them out and returns them."""
+        ended = list(self._discarded)
+        for request in ended:
+            blocks = self._planner.held(request) + self._discarded.blocks_of(request)
+            request.reserved_tokens = blocks * self._block_size
+            self.leave(request)
+        return ended
+
+    def draft(self, requests: int) -> Sequence[Request]:
+        """The drafter has run after a step of so many requests; returns those of whom the next step is discarded."""
+        super().draft(requests)
+        if not self._ended:
+            return ()
+        for request in self._ended:
+            room = self._planner.room(request, self._behind(request))
+            if room > 0:
+                request.decoding = True
+                self._discard(request, min(1 + self._counts.of(request), room))
+            else:
+                del self._rejected[request]
+        self._ended.clear()
+        return list(self._discarded)
+
+    def _discard(self, request: Request, tokens: int) -> None:
+        self._discarded.put(request, tokens, self._planner.new_blocks(request, tokens, self._behind(request)))
+
+    def _behind(self, request: Request) -> int:
+        step, rejected = self._rejected.get(request, (-1, 0))
+        return rejected if step == self.steps else 0
+
+    def _enter(self, request: Request, plan: PlannedRounds) -> None:
+        super()._enter(request, plan)
+        if plan.widths is not None and not plan.widths.all():
+            self._resting[request] = None
+
+    def _bring_up(self, request: Request, plan: PlannedRounds) -> None:
+        age = self.steps - plan.begin
+        self._resting.pop(request, None)
+        super()._bring_up(request, plan)
+        if not age:
+            return
+        last = plan.rows.item(0, age - 1)
+        goes_on = age < plan.rounds
+        if goes_on or plan.end - last > 1:
+            # The scheduler takes it for as far as it would be with all its drafts.
+            self._rejected[request] = self.steps, last + plan.width(age - 1) - request.computed
+            if not goes_on:
+                self._ended.append(request)

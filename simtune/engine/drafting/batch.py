@@ -1,0 +1,307 @@
+"""Decoding with drafts: a member computes its next token and some drafts, and goes on by one plus those accepted.
+
+The moment a request joins, all its coming rounds are planned, and added to a calendar from which steps are read off.
+Where the drafts of a member come to be others than was planned, because a step is cut or the batch as a whole drafts
+more or fewer, it is planned anew.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Iterator, Sequence
+from typing import ClassVar
+
+from simtune.arrays import Ints
+from simtune.engine.batch import NextSteps, Tally
+from simtune.engine.drafting.calendar import Calendar
+from simtune.engine.drafting.counts import DraftCounts
+from simtune.engine.drafting.rounds import PlannedRounds, RoundPlanner
+from simtune.engine.drafting.terms import DraftingTerms
+from simtune.engine.request import Request
+
+
+class DraftingBatch:
+    """A `Batch` whose members go on at their own pace, where a step is scheduled when the one before is known.
+
+    Joining and leaving early cost O(rounds of the request), in a few array operations; steps do not depend on the
+    number of members.
+    """
+
+    drafting: ClassVar[bool] = True
+    longest_context: ClassVar[int] = 0
+
+    def __init__(self, block_size: int, terms: DraftingTerms, max_model_len: int) -> None:
+        self._block_size = block_size
+        self._terms = terms
+        self._planner = RoundPlanner(terms, block_size, max_model_len)
+        self._counts = DraftCounts(terms)
+        self._calendar = Calendar()
+        self._members: dict[Request, PlannedRounds] = {}
+        self._left_out: dict[Request, PlannedRounds] = {}  # of this step, perhaps to come back as they went
+        self._past: dict[Request, int] = {}  # see `past_of`
+        # A heap of (step, admission, request). An entry is void when the request has left, or its rounds are others.
+        self._completions: list[tuple[int, int, Request]] = []
+        self._admissions = 0
+        self._most_drafts: int | None = None  # planned for any member
+        self._over = Tally()  # of rounds that are written down
+        self.steps = 0
+
+    def __iter__(self) -> Iterator[Request]:
+        """Members in order of joining."""
+        return iter(self._members)
+
+    @property
+    def count(self) -> int:
+        """Members."""
+        return len(self._members)
+
+    @property
+    def discarded(self) -> Collection[Request]:
+        """Nobody: a step is scheduled when it is known who is complete."""
+        return ()
+
+    @property
+    def rests(self) -> bool:
+        """No: a request that waits for a verdict does not count as resting."""
+        return False
+
+    @property
+    def depth(self) -> int:
+        """How many drafts in turn lead to those of the next step."""
+        terms = self._terms
+        if terms.depth is not None:
+            return terms.depth if self._counts.most else 0
+        if terms.stops is not None:
+            return max(map(self.width_of, self._members), default=self._counts.most + 1) - 1
+        if terms.shares is None and terms.lengths is None:
+            return self._counts.most
+        if self._most_drafts is None:
+            self._most_drafts = max((plan.drafts for plan in self._members.values()), default=self._counts.most)
+        return self._most_drafts
+
+    @property
+    def tally(self) -> Tally:
+        """What verifications came to so far, those of present members included. Costs O(members)."""
+        tally = self._over
+        for plan in self._members.values():
+            if age := self.steps - plan.begin:
+                tally = tally.plus(plan.tally(age))
+        return tally
+
+    def newest(self) -> Request:
+        """The member that joined last."""
+        return next(reversed(self._members))
+
+    # --- the next steps -------------------------------------------------------------------------------------------
+
+    def totals(self) -> tuple[int, int, int]:
+        """(tokens the next step computes, tokens its members have computed before, new blocks it needs)."""
+        return self._calendar.totals()
+
+    def width_of(self, member: Request) -> int:
+        """Tokens the next step computes for a member. Drafts that would not fit max_model_len are not made."""
+        plan = self._members[member]
+        return plan.width(self.steps - plan.begin)
+
+    def blocks_of(self, member: Request) -> int:
+        """New blocks the next step needs for a member."""
+        plan = self._members[member]
+        return plan.rows.item(1, self.steps - plan.begin)
+
+    def cut(self, member: Request, tokens: int) -> None:
+        """Let the next step compute no more than so many tokens for a member."""
+        plan = self._withdraw(member)
+        behind = self._behind(member)
+        if plan.skips and plan.begin == self.steps and plan.width(0) > 1:
+            plan = self._planner.padded(member, plan.end, plan.drafts, tokens, behind=behind)
+        else:
+            plan = self._planner.planned(member, plan.end, plan.drafts, cut=tokens, behind=behind)
+        plan.cut = True
+        self._enter(member, plan)
+
+    def pad(self, member: Request) -> None:
+        """Let the next step compute drafts that nobody made, all to be rejected, for a member that has just come."""
+        plan = self._withdraw(member)
+        width = 1 + self._terms.max_drafts
+        self._enter(member, self._planner.padded(member, plan.end, plan.drafts, width, behind=self._behind(member)))
+
+    def next_steps(self, free: int, budget: int) -> NextSteps | None:
+        """What members do next as long as it remains the same; None where the first step's new blocks number more than
+        `free`, or its tokens more than `budget`.
+        """
+        calendar = self._calendar
+        tokens = calendar.tokens
+        if tokens > budget:
+            return None
+        steps = self.steps_to_completion()
+        if calendar.ragged or not self._roomy(free, steps):
+            steps = self.steps_that_fit(free, steps)
+        context, blocks, contexts = calendar.read(steps)
+        return NextSteps(tokens, context, blocks, steps, contexts) if blocks <= free else None
+
+    def contexts(self, steps: int) -> Ints:
+        """The members' computed tokens before each of the next `steps` steps."""
+        return self._calendar.contexts(steps)
+
+    def blocks_for(self, steps: int, after: int = 0) -> int:
+        """New blocks that `steps` steps need, the first of them after so many others."""
+        return self._calendar.blocks(steps, after)
+
+    def steps_that_fit(self, free: int, limit: int) -> int:
+        """The largest number of steps, at most `limit`, whose new blocks number at most `free` and that all compute
+        as many tokens as the next one.
+        """
+        if limit == 1:
+            return 1
+        limit = self._calendar.steps_alike(limit)
+        return limit if self._roomy(free, limit) else max(1, self._calendar.steps_within(free, limit))
+
+    def steps_to_completion(self) -> int:
+        """Steps until the first member is complete, or drafts other than was planned. The members' own affair: no
+        policy decides by it.
+        """
+        terms = self._terms
+        if not terms.steady and (
+            (terms.stops is not None and terms.depth is None) or not self._counts.last(self._members, self.count)
+        ):
+            return 1
+        completions, members = self._completions, self._members
+        while True:
+            done, admission, request = completions[0]
+            plan = members.get(request)
+            if plan is not None and request.admission == admission and plan.begin + plan.rounds == done:
+                return done - self.steps
+            heapq.heappop(completions)
+
+    def _roomy(self, free: int, steps: int) -> bool:
+        """Whether so many blocks are free that so many steps fit, whatever is accepted."""
+        most = steps * (1 + self._terms.max_drafts) + self._terms.lookahead
+        return len(self._members) * (most // self._block_size + 1) <= free
+
+    # --- members --------------------------------------------------------------------------------------------------
+
+    def join(self, request: Request, rejected: int = 0) -> None:
+        """Take in a request whose known tokens but the newest are computed."""
+        self._admissions += 1
+        request.admission = self._admissions
+        self._take_in(request)
+
+    def rejoin(self, request: Request) -> None:
+        """Take in again, as the last, one that left before a step and had no part in it."""
+        self._admissions += 1
+        request.admission = self._admissions
+        self._take_in(request, self._left_out.pop(request, None))
+
+    def leave(self, member: Request) -> None:
+        """Take a member out and bring it up to date."""
+        plan = self._withdraw(member)
+        del self._members[member]
+        member.decoding = False
+        age = self.steps - plan.begin
+        if age or not plan.cut:
+            self._left_out[member] = plan.rest(age)
+
+    def emitted_by(self, member: Request) -> int:
+        """Output tokens a member has delivered so far."""
+        plan = self._members[member]
+        return member.emitted + plan.computed(self.steps - plan.begin) - member.computed
+
+    def held_by(self, member: Request) -> int:
+        """KV blocks a member holds."""
+        plan = self._members[member]
+        return self._planner.held(member) + plan.blocks(self.steps - plan.begin)
+
+    def past_of(self, request: Request) -> int:
+        """Tokens that a request which has left since the latest step had computed before that; -1 where it had no part
+        in it."""
+        return self._past.get(request, -1)
+
+    def _take_in(self, request: Request, plan: PlannedRounds | None = None) -> None:
+        """Make a request a member, with these rounds if they are still those to come."""
+        request.decoding = True
+        self._past.pop(request, None)
+        drafts = self._counts.of(request)
+        if plan is None or plan.drafts != drafts or not plan.rounds or request.computed != plan.rows[0, 0]:
+            planner, end = self._planner, request.computed + request.output_tokens - request.emitted
+            plan = planner.known(request, end, drafts) or planner.planned(
+                request, end, drafts, behind=self._behind(request)
+            )
+        self._enter(request, plan)
+
+    # --- the step is over -----------------------------------------------------------------------------------------
+
+    def end_discarded(self) -> Sequence[Request]:
+        """Nobody: see `discarded`."""
+        return ()
+
+    def advance(self, steps: int) -> Sequence[Request]:
+        """Verify so many times; take out and return those that are complete, in order of joining.
+
+        What is accepted beyond the end of an answer is not delivered.
+        """
+        now = self.steps = self.steps + steps
+        self._calendar.advance(steps)
+        if self._past:
+            self._past.clear()
+        finished = []
+        completions, members = self._completions, self._members
+        while completions and completions[0][0] <= now:
+            done, admission, request = heapq.heappop(completions)
+            plan = members.get(request)
+            if plan is not None and request.admission == admission and plan.begin + plan.rounds == done:
+                assert done == now, "a batch must not be advanced past a completion"
+                del members[request]
+                self._calendar.close(plan)
+                self._most_drafts = None
+                self._bring_up(request, plan)
+                request.decoding = False
+                finished.append(request)
+        return finished
+
+    def draft(self, requests: int) -> Sequence[Request]:
+        """The drafter has run after a step of so many requests; returns those of whom the next step is discarded."""
+        if self._left_out:
+            self._left_out.clear()
+        if not self._terms.steady and self._counts.renew(requests, self._members):
+            for member, plan in list(self._members.items()):
+                drafts = self._counts.of(member)
+                if drafts != plan.drafts:
+                    self._withdraw(member)
+                    behind = self._behind(member)
+                    self._enter(member, self._planner.planned(member, plan.end, drafts, behind=behind))
+        return ()
+
+    # --- rounds ---------------------------------------------------------------------------------------------------
+
+    def _behind(self, request: Request) -> int:
+        """Drafts of a request that were rejected in the step before, of which the scheduler does not know."""
+        return 0
+
+    def _enter(self, request: Request, plan: PlannedRounds) -> None:
+        """From the next step on these are a member's rounds; it keeps its place, if it has one."""
+        plan.begin = self.steps
+        self._members[request] = plan
+        self._most_drafts = None
+        self._calendar.add(plan)
+        heapq.heappush(self._completions, (self.steps + plan.rounds, request.admission, request))
+
+    def _withdraw(self, member: Request) -> PlannedRounds:
+        """Take a member's coming rounds out of the calendar; it keeps its place."""
+        plan = self._members[member]
+        self._most_drafts = None
+        self._calendar.take_out(plan, self.steps - plan.begin)
+        self._bring_up(member, plan)
+        return plan
+
+    def _bring_up(self, request: Request, plan: PlannedRounds) -> None:
+        """Write down what became of a request in the rounds that are over."""
+        age = self.steps - plan.begin
+        if not age:
+            return
+        tally, planner = plan.tally(age), self._planner
+        self._past[request] = plan.rows.item(0, age - 1)
+        request.reserved_tokens = max(request.reserved_tokens, planner.reserved_tokens(request, plan, age))
+        request.verifications += planner.verifications(plan, age)
+        request.computed = plan.computed(age)
+        request.emitted += tally.tokens
+        self._over = self._over.plus(tally)

@@ -1,0 +1,47 @@
+"""How many drafts each member of a batch gets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from simtune.engine.drafting.terms import DraftingTerms
+from simtune.engine.request import Request
+
+
+class DraftCounts:
+    """Drafts per member and step, as the drafter was told after the latest step, before it stops by itself."""
+
+    def __init__(self, terms: DraftingTerms) -> None:
+        self._terms = terms
+        self._shares: dict[Request, int] = {}  # where the drafts are counted for the batch
+        self.most = terms.max_drafts
+        """Of any request."""
+
+    def of(self, request: Request) -> int:
+        """Of one request, a member or about to be one."""
+        if self._terms.shares is not None:
+            return self._shares.get(request, 0)
+        if self._terms.lengths is not None:
+            return min(self.most, self._terms.lengths(request))
+        return self.most
+
+    def renew(self, requests: int, members: Mapping[Request, object]) -> bool:
+        """The drafter runs after a step of so many requests; whether the drafts of any member may be others now."""
+        terms = self._terms
+        if terms.shares is not None:
+            if members.keys() == self._shares.keys():
+                return False
+            self._shares = dict(zip(members, terms.shares(list(members)), strict=True))
+            return True
+        most, self.most = self.most, self._after(requests)
+        return most != self.most
+
+    def last(self, members: Mapping[Request, object], requests: int) -> bool:
+        """Whether they stay the same after steps of these members, so many requests."""
+        if self._terms.shares is not None:
+            return members.keys() == self._shares.keys()
+        return self._after(requests) == self.most
+
+    def _after(self, requests: int) -> int:
+        drafts, most = self._terms.drafts, self._terms.max_drafts
+        return most if drafts is None else min(drafts(requests), most)
