@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 RUN := runs/quickstart
+REV ?= HEAD~1
+BENCH := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m benchmark_only -s
 
-.PHONY: demo test lint bench slow clean
+.PHONY: demo test lint bench bench-store bench-against slow clean
 
 demo: $(VENV)/.installed
 	$(BIN)/simtune optimize examples/quickstart/study.yaml --out $(RUN) --force
@@ -20,8 +22,17 @@ lint: $(VENV)/.installed-dev
 slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m slow
 
+# Compares with benchmarks/results.json, and fails where something became worse by more than its noise.
 bench: $(VENV)/.installed-bench
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest benchmarks -m benchmark_only -s
+	$(BENCH) benchmarks
+
+# Writes benchmarks/results.json anew.
+bench-store: $(VENV)/.installed-bench
+	$(BENCH) benchmarks --store
+
+# Four loads in turns with another revision: make bench-against REV=HEAD~1
+bench-against: $(VENV)/.installed-bench
+	$(BENCH) benchmarks/sim/test_four_loads.py --against $(REV)
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

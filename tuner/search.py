@@ -52,10 +52,12 @@ class Question:
 
     @property
     def requests(self) -> int:
+        """How many a simulation runs, by the study or else by the workload."""
         return self.study.search.requests or self.workload.requests
 
     @property
     def searches_rate(self) -> bool:
+        """Whether the objective is a rate, which the search varies; else the load is the workload's."""
         return self.study.objective in RATE_OBJECTIVES
 
     def stream(self, shape: ParallelShape, rate_rps: float | None = None) -> RequestStream:
@@ -67,6 +69,7 @@ class Question:
         return stream if rate_rps is None else stream.at_rate(rate_rps)
 
     def stream_for(self, deployment: Deployment, rate_rps: float | None) -> RequestStream:
+        """The requests of `stream` for the instances of a deployment."""
         (pool,) = deployment.plan.pools
         return self.stream(ParallelShape(pool.parallelism.tp, pool.parallelism.pp, pool.instances), rate_rps)
 
@@ -111,10 +114,12 @@ class Trial:
         self.summary, self.rate_rps = summary, rate_rps or result.offered_rate_rps
 
     def number(self, key: str) -> float | None:
+        """A number of the last simulation's summary; None where it has none."""
         value = self.summary.get(key)
         return float(value) if isinstance(value, (int, float)) else None
 
     def statistic(self, metric: str, statistic: str) -> float | None:
+        """A statistic of a metric in seconds, e.g. ("ttft", "p99"); None where there is none."""
         metrics = self.summary.get("metrics")
         block = metrics.get(metric, {}) if isinstance(metrics, dict) else {}
         return block.get(statistic)
@@ -142,6 +147,7 @@ class Tuned:
 
     @property
     def chosen(self) -> Trial:
+        """The plan that won."""
         return self.rows[0]
 
     @property
@@ -253,6 +259,7 @@ class ShapeTask:
     best: Trial | None
 
     def run(self) -> list[Trial]:
+        """All members of the shape with their fates."""
         return [*_ShapeSearch(self).run()]
 
 

@@ -20,10 +20,12 @@ class ParallelShape:
 
     @property
     def gpus_per_instance(self) -> int:
+        """tp x pp."""
         return self.tp * self.pp
 
     @property
     def num_gpus(self) -> int:
+        """GPUs of all instances."""
         return self.gpus_per_instance * self.instances
 
 
@@ -41,11 +43,13 @@ class Candidate:
 
     @property
     def name(self) -> str:
+        """E.g. tp2-pp1-x4-s256-t8192, and the drafter's label where it drafts."""
         s = self.shape
         name = f"tp{s.tp}-pp{s.pp}-x{s.instances}-s{self.max_num_seqs}-t{self.max_num_batched_tokens}"
         return f"{name}-{self.drafter}" if self.drafter else name
 
     def plan(self, study: Study, max_model_len: int) -> Plan:
+        """The plan it stands for: one pool of the study's hardware."""
         pool = Pool(
             hardware=study.hardware.profile,
             instances=self.shape.instances,
@@ -77,6 +81,7 @@ def shapes(study: Study) -> list[ParallelShape]:
 
 
 def members(study: Study, shape: ParallelShape) -> list[Candidate]:
+    """Every candidate of a shape, in ascending order."""
     search = study.search
     drafters = ("", *(choice.label for choice in study.speculation))
     return sorted(

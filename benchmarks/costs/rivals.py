@@ -25,15 +25,15 @@ def roofline(table: Table, setting: Setting) -> Callable[[dict[str, Array]], Arr
 
     def seconds(shape: dict[str, Array], log_rates: Array) -> Array:
         terms = operator.terms(shape, setting)
-        return np.maximum(terms.flops / np.exp(log_rates[0]), terms.bytes / np.exp(log_rates[1]))
+        longer: Array = np.maximum(terms.flops / np.exp(log_rates[0]), terms.bytes / np.exp(log_rates[1]))
+        return longer
+
+    def log_error(log_rates: Array) -> Array:
+        error: Array = np.log(np.maximum(seconds(table.shape, log_rates), 1e-12) / table.seconds)
+        return error
 
     fits = [
-        least_squares(
-            lambda rates: np.log(np.maximum(seconds(table.shape, rates), 1e-12) / table.seconds),
-            np.log([flops_per_s, bytes_per_s]),
-            loss="soft_l1",
-            f_scale=0.1,
-        )
+        least_squares(log_error, np.log([flops_per_s, bytes_per_s]), loss="soft_l1", f_scale=0.1)
         for flops_per_s, bytes_per_s in ((5e14, 2e12), (1e14, 1e12), (5e14, 2e11))
     ]
     best = min(fits, key=lambda fit: float(fit.cost)).x
@@ -62,8 +62,9 @@ def interpolation(table: Table, setting: Setting) -> Callable[[dict[str, Array]]
 
         def nearby(shape: dict[str, Array]) -> Array:
             distance, at = tree.query(logs(shape), 8)
-            weight = 1 / (distance + 1e-9) ** 2
-            return np.exp((weight * values[at]).sum(1) / weight.sum(1))
+            weight = 1 / (np.asarray(distance) + 1e-9) ** 2
+            weighted: Array = np.exp((weight * values[at]).sum(1) / weight.sum(1))
+            return weighted
 
         return nearby
     linear, nearest = LinearNDInterpolator(points, values), NearestNDInterpolator(points, values)

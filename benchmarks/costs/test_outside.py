@@ -13,7 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from simtune.costs.fit import Split, above, fit_predictor, split_rows
+from benchmarks.results import Recorder
+from simtune.costs.fit import fit_predictor, split_rows
+from simtune.costs.operators.splits import Split, above
 from simtune.costs.predict import Predictor
 from simtune.costs.tables import read_tables, take
 from simtune.specs.hardware import Arrays
@@ -37,7 +39,7 @@ SPLITS: dict[str, tuple[Split, ...]] = {
 
 
 @pytest.mark.parametrize("key", SPLITS)
-def test_base_alone_or_a_fading_correction(key: str, data_dir: Path) -> None:
+def test_base_alone_or_a_fading_correction(key: str, data_dir: Path, record: Recorder) -> None:
     table = read_tables([data_dir / "profiles/aiconfigurator/a100_sxm"]).operators[key]
     for split in SPLITS[key]:
         errors: dict[str, list[np.ndarray]] = {"base alone": [], "fading": []}
@@ -50,3 +52,5 @@ def test_base_alone_or_a_fading_correction(key: str, data_dir: Path) -> None:
                 errors[name].append(np.quantile(off, (0.5, 0.9)))
         means = {name: 100 * np.mean(found, axis=0) for name, found in errors.items()}
         print(f"\n{key}, {split.name}: " + ", ".join(f"{n} {a:.1f} / {b:.1f} %" for n, (a, b) in means.items()), end="")
+        record(f"{key}, {split.name}, median", means["fading"][0], "% off", "lower")
+        record(f"{key}, {split.name}, p90", means["fading"][1], "% off", "lower")

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.results import Recorder
 from simtune.costs.calibration import TimedStep, calibrate, read_log, two_numbers
 from simtune.costs.iteration import StepModel
 from simtune.specs.catalog import load_hardware, load_model
@@ -34,7 +35,7 @@ def by_halves(predicted: np.ndarray, measured: np.ndarray) -> np.ndarray:
     return after
 
 
-def test_splitwise(data_dir: Path) -> None:
+def test_splitwise(data_dir: Path, record: Recorder) -> None:
     path = data_dir / "iteration" / "splitwise_llama2_70b_a100_h100.csv.gz"
     model, before, after = load_model("llama-2-70b"), [], []
     print(f"\n{'profile':13} tp phase     predicted/measured p10 p50 p90    scale  offset ms  median % after, p90")
@@ -60,6 +61,8 @@ def test_splitwise(data_dir: Path) -> None:
                 )
             after.append(np.concatenate(group))
             print(f"{name:13} {tp:2} both: median {np.median(after[-1]):.1%} (target 6 %)")
+            record(f"{name} tp {tp}, median after two numbers", 100 * np.median(after[-1]), "% off", "lower")
             assert np.median(after[-1]) <= 0.06
     for what, errors in (("before", np.concatenate(before)), ("after, by halves", np.concatenate(after))):
         print(f"all steps, {what}: median error {np.median(errors):.1%}, p90 {np.quantile(errors, 0.9):.1%}")
+        record(f"all steps, {what}, median", 100 * np.median(errors), "% off", "lower")

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.results import Recorder
 from simtune.costs.predict import Predictor
 from simtune.profiling.plan import Limits, MeasurementPlan, plan
 from simtune.specs.catalog import load_hardware, load_model
@@ -49,23 +50,31 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, float
     return found
 
 
-def test_errors_on_points_no_fit_saw(profiled: list[tuple[Path, float]]) -> None:
-    for out, _ in profiled:
-        summary = json.loads((out / "summary.json").read_text())
+def keep(name: str, shares: list[float], record: Recorder) -> None:
+    """The mean of both profiles; how far they are apart is the noise."""
+    record(name, 100 * sum(shares) / len(shares), "% off", "lower", noise=100 * (max(shares) - min(shares)))
+
+
+def test_errors_on_points_no_fit_saw(profiled: list[tuple[Path, float]], record: Recorder) -> None:
+    summaries = [json.loads((out / "summary.json").read_text()) for out, _ in profiled]
+    for key in MEDIANS:
+        keep(f"{key}, median", [summary["validation"][key]["median"] for summary in summaries], record)
+    for summary in summaries:
         for key, most in MEDIANS.items():
             errors = summary["validation"][key]
             print(f"\n{key}: {errors['points']} points, median {errors['median']:.1%}, p90 {errors['p90']:.1%}")
             assert errors["median"] <= most
 
 
-def test_whole_steps_are_the_sum_of_their_operators(profiled: list[tuple[Path, float]]) -> None:
-    for out, _ in profiled:
-        errors = json.loads((out / "summary.json").read_text())["steps"][MODEL]
+def test_whole_steps_are_the_sum_of_their_operators(profiled: list[tuple[Path, float]], record: Recorder) -> None:
+    steps = [json.loads((out / "summary.json").read_text())["steps"][MODEL] for out, _ in profiled]
+    keep("whole steps, median", [errors["median"] for errors in steps], record)
+    for errors in steps:
         print(f"\n{errors['points']} whole steps: median {errors['median']:.1%}, p90 {errors['p90']:.1%}")
         assert errors["median"] <= 0.1
 
 
-def test_two_profiles_say_the_same(profiled: list[tuple[Path, float]]) -> None:
+def test_two_profiles_say_the_same(profiled: list[tuple[Path, float]], record: Recorder) -> None:
     first, second = (load_hardware(str(out)) for out, _ in profiled)
     header = json.loads((profiled[0][0] / "measurements.jsonl").read_text().splitlines()[0])
     points: MeasurementPlan = plan([load_model(MODEL)], (1,), Limits(**header["limits"]))
@@ -77,6 +86,8 @@ def test_two_profiles_say_the_same(profiled: list[tuple[Path, float]]) -> None:
             )
             ratios.append(abs(two / one - 1))
     print(f"\n{len(ratios)} predictions of two profiles differ by {np.median(ratios):.1%} at the median")
+    apart = 100 * float(np.median(ratios))
+    record("two profiles, median difference", apart, "%", "lower", noise=apart)  # it is what repeats differ by
     assert np.median(ratios) <= 0.05
 
 

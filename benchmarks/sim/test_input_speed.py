@@ -8,8 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from pytest_benchmark.fixture import BenchmarkFixture
 
+from benchmarks.machine import SCALED, per_call
+from benchmarks.results import Recorder
 from simtune.sim.requests import build_stream
 from simtune.specs.catalog import load_hardware, load_workload
 from simtune.specs.traces import read_trace
@@ -18,15 +19,20 @@ pytestmark = pytest.mark.benchmark_only
 
 
 @pytest.mark.parametrize("name", ["azure_2023_conv.csv.gz", "mooncake_conversation.jsonl.gz"])
-def test_reading_a_trace(name: str, data_dir: Path, benchmark: BenchmarkFixture) -> None:
-    assert len(benchmark(read_trace, data_dir / "traces" / name)) >= 7000
+def test_reading_a_trace(name: str, data_dir: Path, record: Recorder) -> None:
+    path = data_dir / "traces" / name
+    assert len(read_trace(path)) >= 7000
+    record.samples(f"reading {name}", per_call(lambda: read_trace(path)).scaled, SCALED, "lower")
 
 
-def test_drawing_20_000_requests(benchmark: BenchmarkFixture) -> None:
+def test_drawing_20_000_requests(record: Recorder) -> None:
     workload, _ = load_workload("chat")
-    assert len(benchmark(build_stream, workload, None, requests=20_000, seed=0)) == 20_000
+    drawn = per_call(lambda: build_stream(workload, None, requests=20_000, seed=0))
+    record.samples("drawing 20,000 requests", drawn.scaled, SCALED, "lower")
 
 
 @pytest.mark.parametrize("name", ["h100-sxm", "a100-sxm-80g"])
-def test_loading_a_profile_with_its_arrays(name: str, benchmark: BenchmarkFixture) -> None:
-    assert benchmark(lambda: len(load_hardware(name).arrays)) > 0
+def test_loading_a_profile_with_its_arrays(name: str, record: Recorder) -> None:
+    assert len(load_hardware(name).arrays) > 0
+    loaded = per_call(lambda: len(load_hardware(name).arrays))
+    record.samples(f"loading {name}", loaded.scaled, SCALED, "lower")

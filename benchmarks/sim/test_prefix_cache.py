@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.results import Recorder
 from simtune.engine import Request, VllmFcfs, hit_rate
 from simtune.report import figures
 
@@ -45,7 +46,7 @@ def served_one_by_one(lines: list[dict[str, Any]], capacity: int) -> float:
     return engine.prefix_cache.hit_tokens / engine.prefix_cache.queried_tokens
 
 
-def test_hit_rate_against_cache_size(data_dir: Path) -> None:
+def test_hit_rate_against_cache_size(data_dir: Path, record: Recorder) -> None:
     with gzip.open(data_dir / "traces" / "mooncake_conversation.jsonl.gz", "rt") as file:
         lines = [json.loads(line) for line in file]
     prompts = [line["hash_ids"] for line in lines]
@@ -58,7 +59,9 @@ def test_hit_rate_against_cache_size(data_dir: Path) -> None:
         print(f"{size:9,} {size * BLOCK_TOKENS:13,} {rate:9.2%}")
     print("tokens found by the scheduler:")
     for size in (4000, distinct):
-        print(f"{size:9,} {size * BLOCK_TOKENS:13,} {served_one_by_one(lines, size):9.2%}")
+        share = served_one_by_one(lines, size)
+        print(f"{size:9,} {size * BLOCK_TOKENS:13,} {share:9.2%}")
+        record(f"tokens re-used, {size:,} blocks", 100 * share, "%", "same")
     assert rates == sorted(rates)
     assert rates[-1] == hit_rate(prompts)
     assert rates[-1] == pytest.approx(0.3468, abs=5e-5)

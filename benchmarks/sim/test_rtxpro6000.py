@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.results import Recorder
 from simtune import simulate
 from simtune.costs.profile import Facts, build
 from simtune.costs.tables import read_tables
@@ -47,8 +48,8 @@ def columns(path: Path, *names: str) -> list[np.ndarray]:
 
 def measured(folder: Path) -> Served:
     names = ("queued_s", "scheduled_s", "first_token_s", "last_token_s", "output_toks")
-    *times, tokens = columns(folder / "vllm_requests.csv.gz", *names)
-    return Served(*times, output_tokens=tokens.astype(int))
+    queued, scheduled, first, last, tokens = columns(folder / "vllm_requests.csv.gz", *names)
+    return Served(queued, scheduled, first, last, tokens.astype(int))
 
 
 def simulated(folder: Path, profile: Path, scratch: Path) -> Served:
@@ -108,7 +109,7 @@ def show(rows: list[Comparison], before: list[Comparison]) -> None:
         )
 
 
-def test_against_vllm(data_dir: Path, tmp_path: Path) -> None:
+def test_against_vllm(data_dir: Path, tmp_path: Path, record: Recorder) -> None:
     folder = data_dir / "validation" / "llmservingsim_rtxpro6000_llama31_8b"
     facts = Facts.from_file(ROOT / "hwprofiles/rtx-pro-6000/facts.yaml")
     profile = build(read_tables([folder / name for name in TABLES]), facts)
@@ -128,4 +129,5 @@ def test_against_vllm(data_dir: Path, tmp_path: Path) -> None:
     for row in rows:
         if row.statistic == "mean":
             print(f"{row.metric} mean {row.error:+.2%}, target {TARGETS[row.metric]:.1%}")
+            record(f"{row.metric} mean", 100 * abs(row.error), "% off", "lower")
             assert abs(row.error) <= TARGETS[row.metric]

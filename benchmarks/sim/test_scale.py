@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.machine import SCALED, children_s, repeated, scaled
+from benchmarks.results import Recorder
 from simtune import api
 
 pytestmark = pytest.mark.benchmark_only
@@ -80,7 +82,7 @@ VIDUR_LOOP_S, VIDUR_PROCESS_S, VIDUR_MIB = 0.87, 3.7, 948
 """Vidur on this load, measured on two shared cores: its event loop, the whole process, and its memory."""
 
 
-def test_the_load_of_vidurs_own_example(tmp_path: Path) -> None:
+def test_the_load_of_vidurs_own_example(tmp_path: Path, record: Recorder) -> None:
     """1,000 requests of 700/180 tokens (lognormal), Poisson 2/s, Llama-2-7B on an A100, chunks of 512, 128 seats."""
     (tmp_path / "load.yaml").write_text(
         "schema: simtune/workload@1\nname: load\nrequests: 1000\narrivals: {kind: poisson, rate_rps: 2.0}\n"
@@ -92,21 +94,21 @@ def test_the_load_of_vidurs_own_example(tmp_path: Path) -> None:
         "  batching: {max_num_seqs: 128, max_num_batched_tokens: 512}\n  max_model_len: 4096\n"
     )
     given = ["simulate", "--workload", "load.yaml", "--plan", "plan.yaml", "--json"]
-    walls, cpus = [], []
-    for _ in range(5):
-        before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    walls = []
+
+    def command() -> None:
+        began = time.perf_counter()
         done = subprocess.run([sys.executable, "-m", "simtune", *given], cwd=tmp_path, capture_output=True, check=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
         walls.append(time.perf_counter() - began)
-        cpus.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert json.loads(done.stdout)["completed"] == 1000
+        assert json.loads(done.stdout)["completed"] == 1000
+
+    cpus = repeated(command, clock=children_s)
+    mib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
     ran = api.run(None, None, str(tmp_path / "load.yaml"), str(tmp_path / "plan.yaml"))
-    loops = []
-    for _ in range(5):
-        start = time.process_time()
-        ran.deployment.simulate(ran.result.stream)
-        loops.append(time.process_time() - start)
-    loop, process, mib = statistics.median(loops), statistics.median(cpus), after.ru_maxrss / 1024
+    loops = repeated(lambda: ran.deployment.simulate(ran.result.stream))
+    loop, process = statistics.median(loops.seconds), statistics.median(cpus.seconds)
+    record.samples("load of Vidur's example, loop", loops.scaled, SCALED, "lower")
+    record.samples("load of Vidur's example, process", cpus.scaled, SCALED, "lower")
     print(
         f"\nVidur's load, {ran.result.outcome.steps:,} steps: loop {loop:.3f} CPU-s (Vidur {VIDUR_LOOP_S}, "
         f"{VIDUR_LOOP_S / loop:.0f} x), process {process:.2f} CPU-s, {statistics.median(walls):.2f} s wall (Vidur "
@@ -117,21 +119,24 @@ def test_the_load_of_vidurs_own_example(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "prompt", "output", "rate"), [("chat", 900, 250, 20.0), ("reasoning", 600, 4000, 0.88)]
 )
-def test_a_million_requests_on_one_instance(name: str, prompt: int, output: int, rate: float) -> None:
+def test_a_million_requests_on_one_instance(name: str, prompt: int, output: int, rate: float, record: Recorder) -> None:
     """Llama-3.1-8B on one H100, near 80 % of the rate it can sustain: saturated from about 25 and 1.1 requests/s."""
     print(f"\n{name} {prompt}/{output} at {rate} requests/s")
     for requests in (10_000, 100_000, 1_000_000):
-        line(requests, run("lognormal", 1, prompt, output, rate, requests, ""))
+        line(name, requests, run("lognormal", 1, prompt, output, rate, requests, ""), record)
 
 
-def test_a_million_requests_that_share_prefixes_on_64_instances(data_dir: Path) -> None:
+def test_a_million_requests_that_share_prefixes_on_64_instances(data_dir: Path, record: Recorder) -> None:
     print("\nMooncake conversations, repeated, 64 instances, prefix-aware routing")
     for requests in (10_000, 100_000, 1_000_000):
         trace = str(data_dir / "traces" / "mooncake_conversation.jsonl.gz")
-        line(requests, run("mooncake", 64, 0, 0, 64 * 0.55, requests, trace))
+        line("mooncake", requests, run("mooncake", 64, 0, 0, 64 * 0.55, requests, trace), record)
 
 
-def line(requests: int, found: dict[str, float]) -> None:
+def line(name: str, requests: int, found: dict[str, float], record: Recorder) -> None:
+    own_s = scaled(found["cpu_s"])
+    record(f"{name}, {requests:,} requests, each", 1e6 * own_s / requests, "scaled us", "lower")
+    record(f"{name}, {requests:,} requests, memory", found["mib"], "MiB", "lower")
     print(
         f"  {requests:9,}: {found['cpu_s']:6.2f} CPU-s, {found['cpu_s'] / requests * 1e6:5.1f} us a request, "
         f"{found['mib']:5.0f} MiB, {found['events'] / requests:.2f} events and {found['steps'] / requests:.1f} steps a "

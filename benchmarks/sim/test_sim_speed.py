@@ -21,10 +21,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from simtune.api import load_hardware, load_model
+from benchmarks.machine import SCALED, children_s, repeated
+from benchmarks.results import Recorder
 from simtune.sim.deployment import Deployment, default_plan, deploy
 from simtune.sim.requests import RequestStream, build_stream
-from simtune.sim.world import Outcome, World
+from simtune.sim.world import Outcome
+from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.workload import Lognormal, Poisson, Workload
 from tests.conftest import DATA
 
@@ -38,13 +40,19 @@ LOADS = {
 """Requests per second, mean prompt tokens, mean output tokens."""
 
 
-def cpu_s(work: Callable[[], Any], rounds: int = 5) -> float:
-    times = []
+def over(slow: Callable[[], Any], fast: Callable[[], Any], rounds: int = 5) -> tuple[list[float], list[float]]:
+    """CPU seconds of both, in turns."""
+    took: tuple[list[float], list[float]] = ([], [])
     for _ in range(rounds):
-        start = time.process_time()
-        work()
-        times.append(time.process_time() - start)
-    return statistics.median(times)
+        for seconds, work in zip(took, (slow, fast), strict=True):
+            start = time.process_time()
+            work()
+            seconds.append(time.process_time() - start)
+    return took
+
+
+def ratios(slow: list[float], fast: list[float]) -> list[float]:
+    return [a / b for a, b in zip(slow, fast, strict=True)]
 
 
 def world(load: str, requests: int) -> tuple[Deployment, RequestStream]:
@@ -61,18 +69,18 @@ def world(load: str, requests: int) -> tuple[Deployment, RequestStream]:
 
 
 @pytest.mark.parametrize("load", LOADS)
-def test_jumps_against_single_steps(load: str, benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_jumps_against_single_steps(load: str, record: Recorder, capsys: pytest.CaptureFixture[str]) -> None:
     deployment, stream = world(load, 2000)
 
     def run(single_steps: bool) -> Outcome:
-        return World(deployment.cores(), stream, single_steps=single_steps).run()
+        return deployment.simulate(stream, single_steps=single_steps).outcome
 
     jumped, stepped = run(False), run(True)
     assert jumped.finish.tolist() == stepped.finish.tolist()
-    slow = cpu_s(lambda: run(True), rounds=3)
-    fast = cpu_s(lambda: run(False))
-    benchmark.extra_info.update(events=jumped.events, steps=jumped.steps, ratio=slow / fast)
-    benchmark.pedantic(lambda: run(False), rounds=3)
+    took = over(lambda: run(True), lambda: run(False), rounds=3)
+    slow, fast = map(statistics.median, took)
+    record.samples(f"{load}, single steps over jumps", ratios(*took), "x", "higher")
+    record(f"{load}, events", jumped.events, "events", "lower")
     with capsys.disabled():
         print(
             f"\n{load}: 2,000 requests, {jumped.steps:,} steps in {jumped.events:,} events; "
@@ -80,7 +88,7 @@ def test_jumps_against_single_steps(load: str, benchmark: Any, capsys: pytest.Ca
         )
 
 
-def test_a_heap_against_simpy(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_heap_against_simpy(record: Recorder, capsys: pytest.CaptureFixture[str]) -> None:
     """The event loop alone, without engine or costs: 100,000 timed events of 8 cores, every third one interrupted."""
     import simpy
 
@@ -137,29 +145,29 @@ def test_a_heap_against_simpy(benchmark: Any, capsys: pytest.CaptureFixture[str]
         return done
 
     assert with_heap() == with_simpy() == cores * rounds
-    ours, theirs = cpu_s(with_heap), cpu_s(with_simpy, rounds=3)
-    benchmark.extra_info.update(ratio=theirs / ours)
-    benchmark.pedantic(with_heap, rounds=3)
+    took = over(with_simpy, with_heap)
+    theirs, ours = map(statistics.median, took)
+    record.samples("simpy over a heap", ratios(*took), "x", "higher")
     with capsys.disabled():
         print(f"\n100,000 events: simpy {theirs:.2f} s, heap {ours:.3f} s CPU: {theirs / ours:.1f} x")
 
 
-def test_the_azure_conversation_trace_in_a_whole_process(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_azure_conversation_trace_in_a_whole_process(record: Recorder, capsys: pytest.CaptureFixture[str]) -> None:
     trace = DATA / "traces" / "azure_2023_conv.csv.gz"
     if not trace.is_file():
         pytest.skip(f"{trace} is absent")
     command = [sys.executable, "-m", "simtune", "simulate", "--json"]
     command += ["--model", "llama-3.1-8b", "--hardware", "h100-sxm", "--workload", str(trace)]
-    seconds = []
-    for _ in range(5):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+
+    def simulate() -> None:
         answer = subprocess.run(command, capture_output=True, check=True).stdout
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert json.loads(answer)["completed"] == 12_000
+
+    took = repeated(simulate, clock=children_s)
+    mib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+    record.samples("Azure conversation trace, whole process", took.scaled, SCALED, "lower")
     with capsys.disabled():
         print(
             f"\n12,000 requests of the Azure conversation trace, whole process: "
-            f"{statistics.median(seconds):.2f} CPU s, "
-            f"{after.ru_maxrss / 1024:.0f} MiB at most"
+            f"{statistics.median(took.seconds):.2f} CPU s, {mib:.0f} MiB at most"
         )

@@ -2,13 +2,13 @@
 
     python -m pytest benchmarks/sim/test_speculation_speed.py -m benchmark_only -s
 
-CPU seconds, the least of some runs that take turns: of the simulation alone in one process, sampler included, and of
+CPU seconds, medians of some runs that take turns: of the simulation alone in one process, sampler included, and of
 the whole command `simtune simulate`, in a process of its own each. Nothing is asserted about time.
 """
 
 from __future__ import annotations
 
-import resource
+import statistics
 import subprocess
 import sys
 import time
@@ -19,11 +19,13 @@ from typing import Any
 import pytest
 import yaml
 
-from simtune.api import load_hardware, load_model
+from benchmarks.machine import children_s
+from benchmarks.results import Recorder
 from simtune.sim.deployment import default_plan, deploy
 from simtune.sim.requests import build_stream
 from simtune.sim.speculation import Drafting
 from simtune.specs.acceptance import Acceptance, PerRank
+from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import Plan
 from simtune.specs.speculation import Chain, Eagle, Scheme, Speculation, StaticTree
 from simtune.specs.workload import Lognormal, Poisson, Workload
@@ -48,21 +50,21 @@ SCHEMES: dict[str, Scheme] = {
 ACCEPTANCE = Acceptance(name="assumed", origin="assumed", source="made up", rates=RANKS)
 
 
-def least_cpu_s(
+def cpu_s(
     works: list[Callable[[], Any]], clock: Callable[[], float] = time.process_time, turns: int = 5
-) -> list[float]:
-    least = [float("inf")] * len(works)
+) -> list[list[float]]:
+    """Of each, in turns."""
+    took: list[list[float]] = [[] for _ in works]
     for _ in range(turns):
-        for i, work in enumerate(works):
+        for seconds, work in zip(took, works, strict=True):
             start = clock()
             work()
-            least[i] = min(least[i], clock() - start)
-    return least
+            seconds.append(clock() - start)
+    return took
 
 
-def of_children() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+def keep(name: str, drafting: list[float], plain: list[float], record: Recorder) -> None:
+    record.samples(name, [a / b for a, b in zip(drafting, plain, strict=True)], "x", "lower")
 
 
 def workload_of(load: str) -> Workload:
@@ -83,16 +85,17 @@ def drafting(plain: Plan, scheme: Scheme, acceptance: str) -> Plan:
 
 
 @pytest.mark.parametrize("load", LOADS)
-def test_a_tree_against_none(load: str, benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tree_against_none(load: str, record: Recorder, capsys: pytest.CaptureFixture[str]) -> None:
     stream = build_stream(workload_of(load), None, requests=10_000, seed=1)
     model, hardware = load_model("llama-3.1-8b"), load_hardware("h100-sxm")
     plain, acceptance = default_plan(model, hardware, stream), ACCEPTANCE
     plans = [plain, *(drafting(plain, scheme, "assumed") for scheme in SCHEMES.values())]
     deployments = [deploy(plan, model, hardware, drafting=Drafting(acceptance)) for plan in plans]
     results = [deployment.simulate(stream) for deployment in deployments]
-    took = least_cpu_s([lambda d=d: d.simulate(stream) for d in deployments])  # type: ignore[misc]
-    benchmark.extra_info.update(zip(("plain_s", *SCHEMES), took, strict=True))
-    benchmark.pedantic(lambda: deployments[1].simulate(stream), rounds=1)
+    turns = cpu_s([lambda d=d: d.simulate(stream) for d in deployments])  # type: ignore[misc]
+    took = [statistics.median(seconds) for seconds in turns]
+    for name, seconds in zip(SCHEMES, turns[1:], strict=True):
+        keep(f"{load}, {name} over none", seconds, turns[0], record)
     with capsys.disabled():
         print(f"\n{load}: 10,000 requests without drafts {took[0]:.2f} s CPU, {results[0].outcome.steps:,} steps")
         for name, s, result in zip(SCHEMES, took[1:], results[1:], strict=True):
@@ -106,7 +109,7 @@ def test_a_tree_against_none(load: str, benchmark: Any, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize("load", LOADS)
 def test_the_command_with_a_tree_against_none(
-    load: str, benchmark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    load: str, record: Recorder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def written(name: str, schema: str, spec: Any) -> Path:
         facts = spec.model_dump(mode="json", exclude_none=True)
@@ -126,9 +129,9 @@ def test_the_command_with_a_tree_against_none(
         command = [sys.executable, "-c", "import simtune.cli; simtune.cli.main()", "simulate", *map(str, options)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
-    took = least_cpu_s([lambda: simulate("plain"), lambda: simulate("tree")], of_children)
-    benchmark.extra_info.update(zip(plans, took, strict=True))
-    benchmark.pedantic(lambda: simulate("tree"), rounds=1)
+    plain_s, tree_s = cpu_s([lambda: simulate("plain"), lambda: simulate("tree")], children_s)
+    took = [statistics.median(seconds) for seconds in (plain_s, tree_s)]
+    keep(f"{load}, command, tree over none", tree_s, plain_s, record)
     with capsys.disabled():
         print(
             f"\n{load}: `simtune simulate` of 10,000 requests {took[0]:.2f} s CPU without drafts, {took[1]:.2f} s with "

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from benchmarks.results import Recorder
 from simtune.tuner.speculation import chain
 from tests.oracles import rigged
 
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.benchmark_only
 VOCABULARY, LENGTH = 4003, 40
 
 
-def test_tokens_per_verify(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tokens_per_verify(record: Recorder, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     lines, worst = [], 0.0
     for acceptance in (0.5, 0.7, 0.9):
@@ -43,4 +44,5 @@ def test_tokens_per_verify(capsys: pytest.CaptureFixture[str]) -> None:
         print(f"{'':17} {'':9} {'by own':>9} {'by acceptance':>18} {'whole rounds':>16}")
         print("acceptance drafts  measured agreement    only, cut last         only             CPU s")
         print("\n".join(lines))
+    record("tokens per verification, worst", 100 * worst, "% off", "lower")
     assert worst <= 0.03

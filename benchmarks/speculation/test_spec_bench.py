@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import pytest
 
+from benchmarks.results import Recorder
 from simtune.costs.drafting import RoundCosts
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.model import DenseFeedForward, FullAttention, LayerGroup, Model
@@ -83,7 +84,9 @@ def measured(data_dir: Path) -> dict[str, dict[str, float]]:
     return found
 
 
-def test_speedups_follow_from_accepted_lengths(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_speedups_follow_from_accepted_lengths(
+    data_dir: Path, record: Recorder, capsys: pytest.CaptureFixture[str]
+) -> None:
     target, hardware = load_model("vicuna-7b"), load_hardware("a100-sxm-80g")
     eager = Pool(
         hardware="a100-sxm-80g",
@@ -115,4 +118,6 @@ def test_speedups_follow_from_accepted_lengths(data_dir: Path, capsys: pytest.Ca
         print("\n".join(lines))
         print(f"median error {100 * statistics.median(errors):.1f} %, largest {100 * max(errors):.1f} %")
         print(f"were the passes of drafters free of host time: {100 * statistics.median(free):.1f} %")
+    record("speed-ups, median", 100 * statistics.median(errors), "% off", "lower")
+    record("speed-ups, largest", 100 * max(errors), "% off", "lower")
     assert statistics.median(errors) <= 0.15

@@ -1,0 +1,1 @@
+"""Step costs: operators fitted, composed into iterations, compiled into tables; memory; uncertainty."""

@@ -201,7 +201,7 @@ class CompiledCosts:
 
     def _uneven_ticks(self, num_decodes: int, with_chunks: bool, correction: Correction | None) -> int:
         scale = 1.0 if correction is None else correction.scale
-        return to_ticks(scale * self._model.uneven_s(num_decodes, with_chunks))
+        return to_ticks(scale * self._model.imbalance_s(num_decodes, with_chunks))
 
     def _tables(self, pool: Pool, correction: Correction | None) -> _Tables:
         model, seqs = self._model, self._max_num_seqs

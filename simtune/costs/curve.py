@@ -12,8 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from simtune.arrays import Array
-from simtune.costs.operators import Shape, Terms
-from simtune.specs.hardware import Curve, OperatorKind
+from simtune.specs.hardware import Curve
 
 MAX_KNOTS = 12
 FEWEST = 4
@@ -22,26 +21,6 @@ FEWEST = 4
 _SCALE = 0.1  # deviations of 10 % and more count linearly
 _STIFFNESS = 0.02  # how much a bend of one knot against its neighbours weighs beside a deviation
 _REWEIGHTINGS = 20
-
-CURVES: dict[OperatorKind, tuple[str, ...]] = {
-    "all_reduce": ("devices",),
-    "all_gather": ("devices",),
-    "reduce_scatter": ("devices",),
-    "all_to_all": ("devices",),
-    "send_recv": (),
-    "elementwise": (),
-    "gemm": ("n", "k"),
-}
-"""Kinds that curves may describe, and the shape parameters that one curve shares."""
-
-
-def along(kind: OperatorKind, x: Shape, terms: Terms) -> Array:
-    """What a curve of this kind runs over: rows for matrix products, otherwise bytes moved.
-
-    Bytes moved, not bytes of the buffer: at equal bytes moved a ring of any size takes the same time but for
-    its latency.
-    """
-    return x["m"] if kind == "gemm" else terms.bytes
 
 
 def seconds(curve: Curve, x: Array) -> Array:

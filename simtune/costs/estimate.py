@@ -36,7 +36,7 @@ def estimate(
     if operator.link:
         link = link_of(hardware, variant or "intra_node")
         bytes_per_s = link.bytes_per_s
-        if kind == "send_recv":
+        if operator.starts_with_latency:
             overhead_s = link.latency_s
     return Operator(
         kind=kind,

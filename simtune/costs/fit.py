@@ -6,28 +6,25 @@ process on the log residuals of the rest; and an interval calibrated on times le
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from simtune.arrays import Array, Mask
+from simtune.arrays import Array
 from simtune.costs import curve
-from simtune.costs.operators import OPERATORS, OperatorTerms, Setting, Shape, Terms
-from simtune.costs.operators.attention import unsplit
+from simtune.costs.operators import OPERATORS, OperatorForm, Setting, Terms
+from simtune.costs.operators.splits import RANDOM, Split
 from simtune.costs.predict import LEVEL, Z90, Predictor, base_seconds
-from simtune.costs.residual import MAX_POINTS, Process, cover, features, fit_process
-from simtune.costs.tables import HostTable, Table, UnevenTable, take
+from simtune.costs.residual import MAX_POINTS, Process, cover, fit_process
+from simtune.costs.tables import HostTable, ImbalanceTable, Table, take
 from simtune.specs.hardware import (
     BaseFit,
     Curve,
     HoldOut,
     Interval,
     Operator,
-    OperatorKind,
     Provenance,
-    Range,
     Residual,
 )
 
@@ -49,74 +46,13 @@ _SMALLEST_SD = 1e-4
 _FEWEST = 15  # points for which a residual is worth having, and rows a split must train on and test
 _SCALE = 0.1  # deviations of 10 % and more count linearly
 _SHEET_SHARE = 0.7  # kernels reach about 70 % of the data sheet
-_PRIOR_SD = (0.7, 0.7, 0.5, OperatorTerms.block_log_sd, 1.0)
+_PRIOR_SD = (0.7, 0.7, 0.5, OperatorForm.block_log_sd, 1.0)
 """Of log flops_per_s, bytes_per_s, overhead_s, block_s, overlap_p - 1; on a GPU of block_s as the operator says."""
 _STARTS = (0.0, -1.5, 1.0)  # shifts of both log rates from the prior
 _MAX_EVALUATIONS = 200
 _DIGITS = 6
 
 Rows = NDArray[np.intp]
-
-
-class Split(NamedTuple):
-    """A way to hold rows back: which ones, none of them trained on, where training takes from all the others.
-
-    `random` has no held rows of its own: it tests on whatever was not trained on.
-    """
-
-    name: str
-    held: Callable[[Shape, np.random.Generator], Mask] | None
-
-
-def unseen(*names: str) -> Split:
-    """A fifth of all combinations of these parameters held back whole."""
-
-    def fifth(shape: Shape, rng: np.random.Generator) -> Mask:
-        _, group = np.unique(np.column_stack([shape[name] for name in names]), axis=0, return_inverse=True)
-        group = group.ravel()
-        held: Mask = np.isin(group, rng.permutation(group.max() + 1)[: (group.max() + 1) // 5])
-        return held
-
-    return Split(f"unseen ({', '.join(names)})", fifth)
-
-
-def above(what: str, limit: float, *names: str) -> Split:
-    """Rows with any of these parameters above the limit held back."""
-
-    def held(shape: Shape, rng: np.random.Generator) -> Mask:
-        beyond: Mask = np.max([shape[name] for name in names], axis=0) > limit
-        return beyond
-
-    return Split(f"{what} > {limit:g} trained below", held)
-
-
-def _every_second(shape: Shape, rng: np.random.Generator) -> Mask:
-    """Every second size of every group but the smallest and the largest."""
-    sizes = shape["bytes"]
-    held = np.zeros(len(sizes), dtype=np.bool_)
-    for n in np.unique(shape["devices"]):
-        rows = np.flatnonzero(shape["devices"] == n)
-        held[rows[np.argsort(sizes[rows])][1:-1:2]] = True
-    return held
-
-
-RANDOM = Split("random", None)
-EVERY_SECOND = Split("every second size", _every_second)
-_COLLECTIVE = (EVERY_SECOND, above("devices", 4, "devices"))
-
-SPLITS: dict[OperatorKind, tuple[Split, ...]] = {
-    "gemm": (RANDOM, unseen("n", "k"), above("dims", 8192, "n", "k")),
-    "prefill_attention": (RANDOM, above("tokens", 4096, "tokens")),
-    "decode_attention": (RANDOM, above("batch", 64, "batch"), above("context", 8192, "context")),
-    "mla_prefill": (RANDOM, above("tokens", 4096, "tokens")),
-    "mla_decode": (RANDOM, above("batch", 64, "batch"), above("context", 8192, "context")),
-    "moe": (RANDOM, unseen("hidden", "intermediate", "experts_per_token", "experts")),
-    "all_reduce": _COLLECTIVE,
-    "all_gather": _COLLECTIVE,
-    "reduce_scatter": _COLLECTIVE,
-    "all_to_all": _COLLECTIVE,
-}
-"""How a fit of each kind is tested; kinds not named here on random rows."""
 
 
 def fit_operator(
@@ -129,12 +65,12 @@ def fit_operator(
     """
     sheet = (processors, flops_per_s, bytes_per_s)
     operator, arrays = _fit(table, *sheet, provenance)
-    splits = SPLITS.get(table.kind, (RANDOM,))
+    splits = OPERATORS[table.kind].splits
     errors = [e for split in splits if (e := hold_out(table, *sheet, split)) is not None]
-    found: dict[str, Any] = {"hold_out": tuple(errors)}
+    tested: dict[str, Any] = {"hold_out": tuple(errors)}
     if operator.interval is not None and errors:
-        found["interval"] = operator.interval.model_copy(update={"coverage": errors[0].coverage})
-    return operator.model_copy(update=found), arrays
+        tested["interval"] = operator.interval.model_copy(update={"coverage": errors[0].coverage})
+    return operator.model_copy(update=tested), arrays
 
 
 def hold_out(
@@ -190,12 +126,12 @@ def fit_predictor(table: Table, processors: int, flops_per_s: float, bytes_per_s
 def _fit(
     table: Table, processors: int, flops_per_s: float, bytes_per_s: float, provenance: Provenance
 ) -> tuple[Operator, dict[str, NDArray[Any]]]:
-    setting = Setting.of(processors, table.dtype, table.kv_dtype)
+    form, setting = OPERATORS[table.kind], Setting.of(processors, table.dtype, table.kv_dtype)
     base = fit_base(_sample(table), processors, flops_per_s, bytes_per_s)
     lines = _lines(table, setting)
     residual: Residual | None = None
     arrays: dict[str, NDArray[Any]] = {}
-    if lines and table.kind != "gemm":
+    if lines and form.curve is not None and not form.curve.exact_only:
         interval = _curve_interval(lines, table)
     else:
         rows, rest = _kept_back(table, setting)
@@ -218,7 +154,7 @@ def _fit(
         curves=tuple(_fit_curve(line, table) for line in lines),
         residual=residual,
         interval=interval,
-        box=_box(table.shape),
+        box=form.box(table.shape),
         hold_out=(),
         provenance=provenance,
     )
@@ -229,15 +165,15 @@ def _kept_back(table: Table, setting: Setting) -> tuple[Table, Table]:
     """The rows a residual is fitted on, and random others to calibrate its interval, none of them in a corner."""
     if len(table) <= MAX_POINTS:
         return table, take(table, np.empty(0, dtype=np.intp))
-    corners = cover(features(table.kind, table.shape, setting), MAX_POINTS // 2)
-    others = np.random.default_rng(0).permutation(np.setdiff1d(np.arange(len(table)), corners))
-    rest = others[: min(CALIBRATION_POINTS, len(table) // 5)]
+    corners = cover(_features(table, setting), MAX_POINTS // 2)
+    inner = np.random.default_rng(0).permutation(np.setdiff1d(np.arange(len(table)), corners))
+    rest = inner[: min(CALIBRATION_POINTS, len(table) // 5)]
     return take(table, np.setdiff1d(np.arange(len(table)), rest)), take(table, rest)
 
 
 def _fit_process(table: Table, base: BaseFit, setting: Setting) -> Process | None:
     """The process of all rows, or of `MAX_POINTS` that cover them."""
-    by_name, z = features(table.kind, table.shape, setting), np.log(table.seconds / _base_of(table, base, setting))
+    by_name, z = _features(table, setting), np.log(table.seconds / _base_of(table, base, setting))
     if len(table) > MAX_POINTS:
         chosen = cover(by_name, MAX_POINTS)
         by_name, z = {name: x[chosen] for name, x in by_name.items()}, z[chosen]
@@ -250,15 +186,11 @@ def _condensed(process: Process, table: Table, base: BaseFit, setting: Setting) 
         return process
     z = np.log(table.seconds / _base_of(table, base, setting))
     count = min(MAX_POINTS, int(_CENTRES * len(table)))
-    return process.condensed(features(table.kind, table.shape, setting), z, count)
+    return process.condensed(_features(table, setting), z, count)
 
 
-def _box(shape: Shape) -> dict[str, Range]:
-    """Range of every shape parameter. Tokens routed by chance belong to those dealt out: the terms tell them apart."""
-    box: dict[str, Range] = {name: (float(x.min()), float(x.max())) for name, x in shape.items()}
-    if "skew" in box:
-        box["skew"] = (box["skew"][0], max(box["skew"][1], 0.0))
-    return box
+def _features(table: Table, setting: Setting) -> dict[str, Array]:
+    return OPERATORS[table.kind].features(table.shape, setting)
 
 
 def _base_of(table: Table, base: BaseFit, setting: Setting) -> Array:
@@ -276,12 +208,13 @@ class _CurveRows(NamedTuple):
 def _lines(table: Table, setting: Setting) -> list[_CurveRows]:
     """The rows of a table by what one curve shares; none for kinds that have no curves.
 
-    Matrix products have curves only where the user measured them: others' rows are not ours to keep.
+    Exact curves are only of what the user measured: the rows of other people are not ours to keep.
     """
-    if table.kind not in curve.CURVES or (table.kind == "gemm" and table.origin.kind != "measured"):
+    form = OPERATORS[table.kind]
+    if form.curve is None or (form.curve.exact_only and table.origin.kind != "measured"):
         return []
-    shared = curve.CURVES[table.kind]
-    x = curve.along(table.kind, table.shape, OPERATORS[table.kind].terms(table.shape, setting))
+    shared = form.curve.shared
+    x = form.curve.x(table.shape, form.terms(table.shape, setting))
     values = np.column_stack([np.zeros(len(table)), *(table.shape[name] for name in shared)])
     lines = []
     for value in np.unique(values, axis=0):
@@ -303,8 +236,8 @@ def _without_a_third(
     table: Table, setting: Setting, sheet: tuple[float, float]
 ) -> tuple[Process, BaseFit, Table] | None:
     """The fit of two thirds of the rows, at random, and the other third; None if no feature varies in the two."""
-    third, others = np.split(np.random.default_rng(0).permutation(len(table)), [len(table) // 3])
-    rows = take(table, others)
+    third, two_thirds = np.split(np.random.default_rng(0).permutation(len(table)), [len(table) // 3])
+    rows = take(table, two_thirds)
     base = fit_base(rows, setting.processors, *sheet)
     process = _fit_process(rows, base, setting)
     return None if process is None else (_condensed(process, rows, base, setting), base, take(table, third))
@@ -319,7 +252,7 @@ def _residual_interval(process: Process, base: BaseFit, rest: Table, setting: Se
     """
     method: Literal["leave-one-out", "split"] = "split" if len(rest) else "leave-one-out"
     if len(rest):
-        x = process.standardised(features(rest.kind, rest.shape, setting))
+        x = process.standardised(_features(rest, setting))
         off, sd = np.log(rest.seconds / _base_of(rest, base, setting)) - process.mean(x), process.sd(x)
     else:
         off, sd = process.left_out()
@@ -400,16 +333,15 @@ def _seconds(terms: Terms, theta: Array) -> Array:
     return base_seconds(terms, flops_per_s, bytes_per_s, overhead_s, block_s, 1 + overlap)
 
 
-def fit_uneven(table: UnevenTable, mixed: bool, processors: int) -> float | None:
-    """Seconds per token by which the longest context of a batch exceeds the mean; None where nothing shows it.
-
-    By least squares on the relative error. Of batches without a prefill chunk only those count that kernels do not
-    split along the context (`unsplit`): splitting balances the load.
+def fit_imbalance(table: ImbalanceTable, form: OperatorForm, processors: int) -> float | None:
+    """Seconds per token by which the longest context of a batch exceeds the mean, by least squares on the relative
+    error; None where nothing shows it, or the kind does not depend on it.
     """
-    rows = table.mixed if mixed else ~table.mixed & unsplit(table.blocks, processors)
+    rows = form.imbalanced(table.mixed, table.blocks, processors)
     if rows.sum() < _FEWEST:
         return None
-    x, y = table.excess_tokens[rows] / table.even_s[rows], table.uneven_s[rows] / table.even_s[rows] - 1
+    balanced_s = table.balanced_s[rows]
+    x, y = table.excess_tokens[rows] / balanced_s, table.imbalanced_s[rows] / balanced_s - 1
     slope = float(x @ y / (x @ x))
     return _short(slope) if slope > 0 else None
 

@@ -50,8 +50,6 @@ from simtune.specs.model import (
     Attention,
     DenseFeedForward,
     FeedForward,
-    FullAttention,
-    LinearAttention,
     Model,
     MoeFeedForward,
 )
@@ -97,10 +95,12 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of decodes and chunks."""
         return self.num_decodes + sum(tokens for _, tokens in self.chunks)
 
     @property
     def num_seqs(self) -> int:
+        """Sequences that decode or prefill."""
         return self.num_decodes + len(self.chunks)
 
 
@@ -132,7 +132,7 @@ def _check_tensor_parallelism(model: Model, parallelism: Parallelism) -> None:
     """Heads and feed-forward widths must come out even; KV heads may be fewer than ranks, and are then repeated."""
     tp, where = parallelism.tp, _where(model, parallelism)
     for group in model.layers:
-        heads, shared = group.attention.heads, _shared_heads(group.attention)
+        heads, shared = group.attention.heads, group.attention.shared_heads
         if heads % tp:
             raise Infeasible(f"{where}: tp must divide the {heads} attention heads")
         if max(shared, tp) % min(shared, tp):
@@ -156,13 +156,6 @@ def _check_expert_parallelism(model: Model, parallelism: Parallelism) -> None:
 
 def _where(model: Model, parallelism: Parallelism) -> str:
     return f"model {model.name} with tp {parallelism.tp}"
-
-
-def _shared_heads(attention: Attention) -> int:
-    """Heads that several query heads share, and that are repeated where they are fewer than ranks."""
-    if isinstance(attention, FullAttention):
-        return attention.kv_heads
-    return attention.key_heads if isinstance(attention, LinearAttention) else 1
 
 
 def _split_widths(feed_forward: FeedForward, parallelism: Parallelism) -> list[int]:
@@ -263,9 +256,9 @@ class StepModel:
                 total += layers * costs.decode(num_decodes, context, width)
         return self._factor("decode_attention") * total
 
-    def uneven_s(self, num_decodes: int, with_chunks: bool) -> float:
+    def imbalance_s(self, num_decodes: int, with_chunks: bool) -> float:
         """Seconds more for each token by which the longest context of the decodes exceeds the mean, in all layers."""
-        total = sum(layers * costs.uneven_s(num_decodes, with_chunks) for layers, costs in self._attention)
+        total = sum(layers * costs.imbalance_s(num_decodes, with_chunks) for layers, costs in self._attention)
         return self._factor("decode_attention") * total
 
     def prefill(self, num_tokens: Array) -> Array:
@@ -309,7 +302,7 @@ class StepModel:
             longest = max((new for _, new in batch.chunks), default=0)
             decode_s = float(self.decode(batch.num_decodes, mean, chunk=longest)[0])
             excess = max(0.0, batch.longest_context - float(mean[0]))
-            parts["decode_attention"] = decode_s + excess * self.uneven_s(batch.num_decodes, longest > 0)
+            parts["decode_attention"] = decode_s + excess * self.imbalance_s(batch.num_decodes, longest > 0)
         if batch.chunks:
             past, new = np.array(batch.chunks, dtype=np.float64).T
             seconds = self.prefill(past + new) - self.prefill(past) + self.past(past) + self.prefill_overhead_s

@@ -2,7 +2,8 @@
 
 A layer names its matrix products, its small operations, what it keeps per token and per sequence, and the
 time of its attention proper. The same lists give the time of a step (`simtune.costs.iteration`) and the
-memory of a rank (`simtune.costs.memory`). A new attention kind is a class here and a line in `_LAYERS`.
+memory of a rank (`simtune.costs.memory`). A new attention kind is its spec in `simtune.specs.model`, a class here and
+a line in `ATTENTION_LAYERS`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class AttentionCosts(NamedTuple):
     mixed: Callable[[int, Array, int], Array] | None = None
     """Of a number of decodes and their mean context in the kernel of a prefill chunk of so many tokens; None where that
     was not measured, and they are taken to cost what they cost alone."""
-    uneven_s: Callable[[int, bool], float] = lambda num_decodes, with_chunks: 0.0
+    imbalance_s: Callable[[int, bool], float] = lambda num_decodes, with_chunks: 0.0
     """For each token by which the longest context exceeds the mean; in a kernel with a prefill chunk or alone."""
 
 
@@ -135,7 +136,7 @@ class _Softmax(AttentionLayer):
             def mixed_s(batch: int, context: Array, tokens: int) -> Array:
                 return mixed.seconds(batch=batch, tokens=tokens, context=context, window=window(context), **shape)
 
-        def uneven_s(num_decodes: int, with_chunks: bool) -> float:
+        def imbalance_s(num_decodes: int, with_chunks: bool) -> float:
             if self._window is not None:
                 return 0.0
             if with_chunks and mixed is not None:
@@ -143,7 +144,7 @@ class _Softmax(AttentionLayer):
             split = not unsplit(num_decodes * self._kv_heads, profile.hardware.device.processors)
             return 0.0 if split else decode.operator.uneven_s or 0.0
 
-        return AttentionCosts(decode_s, prefill_s, prefill.overhead_s, np.zeros_like, mixed_s, uneven_s)
+        return AttentionCosts(decode_s, prefill_s, prefill.overhead_s, np.zeros_like, mixed_s, imbalance_s)
 
 
 class _Mla(AttentionLayer):
@@ -255,7 +256,7 @@ class _Linear(AttentionLayer):
         return AttentionCosts(decode_s, prefill_s, overhead_s, np.zeros_like)
 
 
-_LAYERS: dict[type[Any], Callable[[Model, Any, int], AttentionLayer]] = {
+ATTENTION_LAYERS: dict[type[Any], Callable[[Model, Any, int], AttentionLayer]] = {
     FullAttention: _Softmax,
     SlidingAttention: _Softmax,
     MlaAttention: _Mla,
@@ -265,4 +266,4 @@ _LAYERS: dict[type[Any], Callable[[Model, Any, int], AttentionLayer]] = {
 
 def attention_layer(model: Model, attention: Attention, tp: int) -> AttentionLayer:
     """One layer of a model's attention on one of tp ranks."""
-    return _LAYERS[type(attention)](model, attention, tp)
+    return ATTENTION_LAYERS[type(attention)](model, attention, tp)

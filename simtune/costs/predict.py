@@ -17,8 +17,8 @@ from numpy.typing import ArrayLike, NDArray
 from simtune.arrays import Array, Mask
 from simtune.costs import curve
 from simtune.costs.estimate import estimate
-from simtune.costs.operators import OPERATORS, Setting, Terms, operator_key
-from simtune.costs.residual import Process, features
+from simtune.costs.operators import OPERATORS, CurveForm, Setting, Terms, operator_key
+from simtune.costs.residual import Process
 from simtune.errors import Infeasible, Problem, SpecError
 from simtune.specs.hardware import ARRAYS, Arrays, Hardware, Operator, OperatorKind
 
@@ -64,17 +64,16 @@ class Predictor:
         self.operator = operator
         self.overhead_s = operator.base.overhead_s
         self._base = operator.base.model_dump()
-        self._terms_of = OPERATORS[operator.kind]
+        self._form = OPERATORS[operator.kind]
         self._setting = Setting.of(processors, operator.dtype, operator.kv_dtype)
         self._arrays = Arrays({}) if arrays is None else arrays
-        shared = curve.CURVES.get(operator.kind, ())
-        self._curves = {tuple(c.at[name] for name in shared): c for c in operator.curves}
-        self._shared = shared
+        self._curve_form = self._form.curve or CurveForm()
+        self._curves = {tuple(c.at[name] for name in self._curve_form.shared): c for c in operator.curves}
 
     def seconds(self, **shape: ArrayLike) -> Array:
         """Seconds of calls of these shapes; scalars and arrays broadcast against each other."""
         x = self._columns(shape)
-        terms = self._terms_of.terms(x, self._setting)
+        terms = self._form.terms(x, self._setting)
         base = np.asarray(base_seconds(terms, **self._base))
         if self._process is not None:
             work = terms.bytes > 0  # a call without work takes its overhead, no more
@@ -87,7 +86,7 @@ class Predictor:
         """
         x = self._columns(shape)
         inside = self._in_box(x)
-        if self._shared == ("devices",) and self._curves:
+        if self._curve_form.of_groups and self._curves:
             inside &= np.isin(x["devices"], [n for (n,) in self._curves])
         return inside
 
@@ -128,11 +127,11 @@ class Predictor:
         """(calls, features) of the residual process."""
         assert self._process is not None
         chosen = {name: column[calls] for name, column in x.items()}
-        return self._process.standardised(features(self.operator.kind, chosen, self._setting))
+        return self._process.standardised(self._form.features(chosen, self._setting))
 
     def _along_curves(self, x: dict[str, Array], terms: Terms, seconds: Array) -> Array:
-        at = curve.along(self.operator.kind, x, terms)
-        if self._shared == ("devices",):
+        at = self._curve_form.x(x, terms)
+        if self._curve_form.of_groups:
             by_devices = {int(n): c for (n,), c in self._curves.items()}
             for n in np.unique(x["devices"]):
                 rows = x["devices"] == n
@@ -140,7 +139,7 @@ class Predictor:
             return seconds
         for values, one in self._curves.items():
             rows = np.ones(seconds.shape, dtype=np.bool_)
-            for name, value in zip(self._shared, values, strict=True):
+            for name, value in zip(self._curve_form.shared, values, strict=True):
                 rows &= x[name] == value
             if rows.any():
                 seconds[rows] = curve.seconds(one, at[rows])
@@ -153,9 +152,10 @@ class Predictor:
         return inside
 
     def _columns(self, shape: dict[str, Any]) -> dict[str, Array]:
-        assert set(shape) == set(self._terms_of.shape), f"{sorted(shape)} given, {self._terms_of.shape} wanted"
-        arrays = np.broadcast_arrays(*(np.asarray(shape[name], dtype=np.float64) for name in self._terms_of.shape))
-        return dict(zip(self._terms_of.shape, arrays, strict=True))
+        names = self._form.shape
+        assert set(shape) == set(names), f"{sorted(shape)} given, {names} wanted"
+        arrays = np.broadcast_arrays(*(np.asarray(shape[name], dtype=np.float64) for name in names))
+        return dict(zip(names, arrays, strict=True))
 
 
 def typical_log_sd(operator: Operator) -> float:
@@ -214,10 +214,9 @@ class Profile:
         product; sends between stages, and sampling and all-to-all where the profile has none, rest on
         data sheets.
         """
-        found: dict[str, list[float]] = {}
+        by_kind: dict[str, list[float]] = {}
         for operator in self.hardware.operators.values():
-            found.setdefault(operator.kind, []).append(typical_log_sd(operator))
-        sds = dict.fromkeys(("send", "sampling", "all_to_all"), DATA_SHEET_LOG_SD) | {
-            k: median(v) for k, v in found.items()
-        }
+            by_kind.setdefault(operator.kind, []).append(typical_log_sd(operator))
+        sds = dict.fromkeys(("send", "sampling", "all_to_all"), DATA_SHEET_LOG_SD)
+        sds |= {kind: median(log_sds) for kind, log_sds in by_kind.items()}
         return sds | ({"head": sds["gemm"]} if "gemm" in sds else {})

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from numpy.typing import NDArray
 from pydantic import Field
 
-from simtune.costs.fit import BASE_POINTS, fit_host, fit_operator, fit_uneven
+from simtune.costs.fit import BASE_POINTS, fit_host, fit_imbalance, fit_operator
 from simtune.costs.operators import OPERATORS, operator_key
 from simtune.costs.tables import Table, Tables, account, designation
 from simtune.costs.tables.screen import Sheet, screen
@@ -51,14 +51,14 @@ def build(
         progress(done, len(tables.operators), key)
         sheet = data_sheet(table, facts)
         clean = screen(table, sheet)
-        operators[key], found = fit_operator(
+        operators[key], of_operator = fit_operator(
             clean, sheet.processors, sheet.flops_per_s, sheet.bytes_per_s, _provenance(clean)
         )
-        arrays |= found
-    if tables.uneven is not None:
-        for kind in ("decode_attention", "mixed_attention"):
+        arrays |= of_operator
+    if tables.imbalance is not None:
+        for kind, form in OPERATORS.items():
             key = operator_key(kind, "bf16")
-            uneven_s = fit_uneven(tables.uneven, kind == "mixed_attention", facts.device.processors)
+            uneven_s = fit_imbalance(tables.imbalance, form, facts.device.processors)
             if key in operators and uneven_s is not None:
                 operators[key] = operators[key].model_copy(update={"uneven_s": uneven_s})
     return Hardware(

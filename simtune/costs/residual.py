@@ -2,10 +2,10 @@
 
     z = log(measured / base) ~ GP(0, signal^2 k(r)) + noise,   k(r) = (1 + sqrt(3) r) exp(-sqrt(3) r)
 
-with r^2 the sum of ((x - x') / length)^2 over the standardised features of the operator kind (`features`), one
-length each. Far from the points the correction is zero and the base rules. Signal, noise and lengths maximise
-the marginal likelihood times weak priors. One form for every operator; benchmarks/costs/test_accuracy.py sets
-it beside its rivals.
+with r^2 the sum of ((x - x') / length)^2 over the standardised features of the operator kind
+(`simtune.costs.operators.OperatorForm.features`), one length each. Far from the points the correction is zero and the
+base rules. Signal, noise and lengths maximise the marginal likelihood times weak priors. One form for every operator;
+benchmarks/costs/test_accuracy.py sets it beside its rivals.
 
 It is exact on a user's own points. Of other people's tables it keeps fewer points than they have rows, and weights that
 all rows had a say in (`Process.condensed`): from the exact one their times could be worked out.
@@ -13,7 +13,6 @@ all rows had a say in (`Process.condensed`): from the exact one their times coul
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -22,9 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simtune.arrays import Array
-from simtune.costs.operators import OPERATORS, Setting, Shape
-from simtune.costs.operators.moe import active_experts, padded_rows
-from simtune.specs.hardware import OperatorKind, Residual
+from simtune.specs.hardware import Residual
 
 MAX_POINTS = 500
 """Points a process keeps: its fit takes points^3, its answer points."""
@@ -37,77 +34,6 @@ _BOUNDS = {"length": (-3.0, 4.0), "signal": (-5.0, 1.5), "noise": (-6.0, -1.0)} 
 _JITTER = 1e-4  # of the signal, on the diagonal of what would else be nearly singular
 _BATCH = 4096  # shapes per matrix of kernel values
 _ROOT3 = np.sqrt(3.0)
-
-
-def _gemm(x: Shape, setting: Setting) -> dict[str, Array]:
-    tiles = np.ceil(x["m"] / 128) * np.ceil(x["n"] / 128)
-    waves = np.ceil(tiles / setting.processors) * setting.processors / tiles
-    logs = {name: np.log2(x[name]) for name in ("m", "n", "k")}
-    return logs | {"wave loss": np.log2(waves), "tiles": np.log2(tiles)}
-
-
-def _attention(x: Shape, setting: Setting) -> dict[str, Array]:
-    logs = {name: np.log2(x[name]) for name in x if name not in ("kv_heads", "window")}
-    logs["group"] = np.log2(x["heads"] / x["kv_heads"])
-    logs["window"] = np.log2(np.minimum(x["window"], x["context"]) / x["context"])
-    return logs
-
-
-def _decode(x: Shape, setting: Setting) -> dict[str, Array]:
-    logs = _attention(x, setting)
-    logs["windowed"] = np.where(x["window"] < x["context"], 1.0, 0.0)  # another kernel
-    if setting.processors > 1:  # a GPU splits them as they fill it
-        logs["keys"] = np.log2(x["batch"] * x["kv_heads"] * np.minimum(x["window"], x["context"]))
-    return logs
-
-
-def _prefill(x: Shape, setting: Setting) -> dict[str, Array]:
-    logs = _attention(x, setting)
-    logs["context"] -= logs["tokens"]  # zero for whole prompts
-    if setting.processors > 1:
-        logs["tiles"] = np.log2(x["batch"] * x["kv_heads"] * np.ceil(x["tokens"] * x["heads"] / x["kv_heads"] / 128))
-    return logs
-
-
-_MOE_WIDTHS = 16
-"""Triton reads several values at a time only from matrices whose rows are a multiple of 16 values apart."""
-
-_MOE_FEW_ROWS = 6
-"""Rows for every expert of a rank, those of other ranks' experts included, up to which vLLM multiplies 4-bit weights in
-a kernel of its own (`should_moe_wna16_use_cuda`)."""
-
-
-def _moe(x: Shape, setting: Setting) -> dict[str, Array]:
-    logs = {name: np.log2(x[name]) for name in ("tokens", "hidden", "intermediate", "experts_per_token")}
-    local = x["experts"] / x["ep"]
-    rows = x["tokens"] * x["experts_per_token"]
-    per_expert = rows / active_experts(x["tokens"], x["experts"], x["experts_per_token"], x["skew"])
-    return logs | {
-        "local experts": np.log2(local),
-        "tokens per expert": np.log2(per_expert),
-        "padding": np.log2(padded_rows(per_expert, x["skew"]) / per_expert),
-        "odd width": np.where(x["intermediate"] % _MOE_WIDTHS, 1.0, 0.0),
-        "few rows": np.where((setting.dtype_bytes < 1) & (rows / local <= _MOE_FEW_ROWS), 1.0, 0.0),
-        "skew": x["skew"],
-    }
-
-
-_FEATURES: dict[OperatorKind, Callable[[Shape, Setting], dict[str, Array]]] = {
-    "gemm": _gemm,
-    "prefill_attention": _prefill,
-    "decode_attention": _decode,
-    "mixed_attention": _attention,
-    "tree_attention": _attention,
-    "moe": _moe,
-}
-"""Kinds whose residual depends on more than the logarithms of their shape parameters."""
-
-
-def features(kind: OperatorKind, x: Shape, setting: Setting) -> dict[str, Array]:
-    """What the residual of an operator may depend on, one array per feature."""
-    if kind in _FEATURES:
-        return _FEATURES[kind](x, setting)
-    return {name: np.log2(np.maximum(x[name], 1)) for name in OPERATORS[kind].shape}
 
 
 class Hyper(NamedTuple):

@@ -143,7 +143,7 @@ def _moved(
     return operator.model_copy(
         update={
             "base": base,
-            "curves": tuple(_stretched(c, bytes_ratio) for c in operator.curves) if operator.kind != "gemm" else (),
+            "curves": tuple(_stretched(c, bytes_ratio) for c in operator.curves) if _along_bytes(operator) else (),
             "interval": _wider(operator, expected.error),
             "hold_out": hold_out,
             "provenance": Provenance(
@@ -157,6 +157,12 @@ def _moved(
             ),
         }
     )
+
+
+def _along_bytes(operator: Operator) -> bool:
+    """Whether its curves run over bytes moved, so that a rate scales them."""
+    curve = OPERATORS[operator.kind].curve
+    return curve is not None and curve.along is None
 
 
 def _stretched(curve: Curve, bytes_ratio: float) -> Curve:

@@ -10,7 +10,7 @@ from simtune.costs.fit import fit_base
 from simtune.costs.operators import OPERATORS, Setting
 from simtune.costs.predict import base_seconds
 from simtune.costs.profile import data_sheet
-from simtune.costs.residual import features, fit_process
+from simtune.costs.residual import fit_process
 from simtune.costs.tables.own import MeasuredPoint
 from simtune.profiling.fitting import facts_of, tables_of
 from simtune.profiling.journal import Journal, task_of
@@ -70,8 +70,9 @@ def _off_the_fit(journal: Journal, points: Sequence[MeasuredPoint]) -> set[str]:
         sheet = data_sheet(table, facts)
         setting = Setting.of(sheet.processors, table.dtype, table.kv_dtype)
         base = fit_base(table, sheet.processors, sheet.flops_per_s, sheet.bytes_per_s)
-        expected = base_seconds(OPERATORS[table.kind].terms(table.shape, setting), **base.model_dump())
-        process = fit_process(features(table.kind, table.shape, setting), np.log(table.seconds / expected))
+        form = OPERATORS[table.kind]
+        expected = base_seconds(form.terms(table.shape, setting), **base.model_dump())
+        process = fit_process(form.features(table.shape, setting), np.log(table.seconds / expected))
         if process is not None and len(table) >= FEWEST:
             off, sd = process.left_out()
             for row in np.flatnonzero(np.abs(off) > SUSPICIOUS_SDS * sd):

@@ -165,6 +165,7 @@ def norm(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
 
 
 def activation(gate_up: Tensor) -> Tensor:
+    """SiLU of the first half of (rows, 2 width), times the second."""
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
 

@@ -36,6 +36,7 @@ class CudaEvents:
     _WAIT_CYCLES = 2_000_000  # about a millisecond: longer than launching the calls of a short sample
 
     def sample(self, calls: Sequence[Call], first: int, count: int) -> Sample:
+        """See `Timer`; nothing tells what disturbs a GPU."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(self._WAIT_CYCLES)
         start.record()
@@ -55,6 +56,7 @@ class CudaGraph(CudaEvents):
         self._captured: tuple[Sequence[Call], torch.cuda.CUDAGraph] | None = None
 
     def sample(self, calls: Sequence[Call], first: int, count: int) -> Sample:
+        """See `Timer`; the graph is captured when the calls are new, and replayed whole."""
         if self._captured is None or self._captured[0] is not calls:
             self._captured = None
             side = torch.cuda.Stream()
@@ -113,6 +115,7 @@ class TorchRig:
 
     @property
     def name(self) -> str:
+        """The GPU's own name, or the processor's with the number of threads."""
         return str(self._properties.name) if self._cuda else f"{_cpu_name()}, one thread"
 
     def describe(self) -> dict[str, Any]:
@@ -164,6 +167,7 @@ class TorchRig:
 
     @property
     def copies(self) -> tuple[str, ...]:
+        """Within memory and, on a GPU, to and from the host."""
         return ("in_memory", "to_device", "from_device") if self._cuda else ("in_memory",)
 
     def _memory(self) -> tuple[float, float]:

@@ -37,7 +37,8 @@ class Timer(Protocol):
     shortest_s: float
     """A sample should be at least so long for the clock to be precise."""
 
-    def sample(self, calls: Sequence[Call], first: int, count: int) -> Sample: ...
+    def sample(self, calls: Sequence[Call], first: int, count: int) -> Sample:
+        """Run `count` calls from calls[first] on and say how long one took on average."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,7 @@ class CpuWall:
     shortest_s = 3e-4
 
     def sample(self, calls: Sequence[Call], first: int, count: int) -> Sample:
+        """See `Timer`."""
         waited = _waited_s()
         start = time.perf_counter()
         _repeat(calls, first, count)
@@ -129,6 +131,7 @@ class CpuThread:
     shortest_s = 3e-4
 
     def sample(self, calls: Sequence[Call], first: int, count: int) -> Sample:
+        """See `Timer`; always clean."""
         start = time.thread_time()
         _repeat(calls, first, count)
         return Sample((time.thread_time() - start) / count, True)

@@ -326,6 +326,7 @@ class Hardware(Spec):
         return self._arrays
 
     def with_arrays(self, arrays: Arrays) -> Self:
+        """A copy with these arrays."""
         copy = self.model_copy()
         copy._arrays = arrays
         return copy

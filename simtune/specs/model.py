@@ -18,6 +18,11 @@ class FullAttention(Part):
     head_dim: Count
     output_gate: bool = Field(False, description="a gate as wide as the queries, projected along with them")
 
+    @property
+    def shared_heads(self) -> int:
+        """Heads that several query heads share; they are repeated where they are fewer than ranks."""
+        return self.kv_heads
+
     @model_validator(mode="after")
     def _grouped(self) -> Self:
         if self.heads % self.kv_heads:
@@ -51,6 +56,11 @@ class MlaAttention(Part):
         """Values per token and layer in the KV cache, the same on every tensor-parallel rank."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
+    @property
+    def shared_heads(self) -> int:
+        """All heads share the latent, and every rank has it whole."""
+        return 1
+
 
 class LinearAttention(Part):
     """Linear attention or a state-space layer: a state of heads x key_dim x value_dim values per sequence.
@@ -70,7 +80,13 @@ class LinearAttention(Part):
     state_dtype: FloatDtype = "fp32"
 
     @property
+    def shared_heads(self) -> int:
+        """Key heads, or groups of Mamba2, that several heads share."""
+        return self.key_heads
+
+    @property
     def conv_channels(self) -> int:
+        """Values per token that the convolution runs over: keys, queries and values."""
         return 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
 
     @property
@@ -142,4 +158,5 @@ class Model(Spec):
 
     @property
     def num_layers(self) -> int:
+        """Layers of all groups."""
         return sum(group.count for group in self.layers)

@@ -82,6 +82,8 @@ Quantile = Annotated[float, Field(ge=1, le=MAX_TOKENS)]
 
 
 class FixedLength(Part):
+    """Every request has so many tokens."""
+
     kind: Literal["fixed"] = "fixed"
     tokens: Tokens
 

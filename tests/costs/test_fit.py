@@ -9,26 +9,25 @@ import numpy as np
 import pytest
 
 from simtune.costs.fit import (
-    EVERY_SECOND,
-    SPLITS,
     fit_base,
     fit_host,
+    fit_imbalance,
     fit_operator,
     fit_predictor,
-    fit_uneven,
     hold_out,
     split_rows,
-    unseen,
 )
 from simtune.costs.operators import OPERATORS, Setting
 from simtune.costs.operators.moe import DEALT
+from simtune.costs.operators.splits import EVERY_SECOND, RANDOM, unseen
 from simtune.costs.predict import Predictor, base_seconds
-from simtune.costs.tables import HostTable, Origin, Table, UnevenTable, read_tables, take
+from simtune.costs.tables import HostTable, ImbalanceTable, Origin, Table, read_tables, take
 from simtune.specs.hardware import Arrays, OperatorKind
 from tests.costs.made_up import ASSUMED, operator
 
 PROCESSORS, SHEET_FLOPS, SHEET_BYTES = 100, 8e14, 3e12
 PUBLISHED = Origin("somebody", "MIT")
+ALONE, BESIDE = OPERATORS["decode_attention"], OPERATORS["mixed_attention"]  # and a prefill chunk in one kernel
 OWN = Origin("this machine", None, "measured")
 BASE = {"flops_per_s": 6e14, "bytes_per_s": 2.2e12, "overhead_s": 5e-6, "block_s": 2e-6, "overlap_p": 2.0}
 
@@ -113,14 +112,14 @@ def test_rounded_times_count_for_less_where_they_are_short() -> None:
     assert fit.overhead_s == pytest.approx(1.4e-6, rel=0.35)
 
 
-@pytest.mark.parametrize("kind", SPLITS)
+@pytest.mark.parametrize("kind", [kind for kind, form in OPERATORS.items() if form.splits != (RANDOM,)])
 def test_no_split_trains_on_what_it_tests(kind: OperatorKind) -> None:
     rng = np.random.default_rng(0)
     shape = {name: 2.0 ** rng.integers(0, 18, 400) for name in OPERATORS[kind].shape}
     if "devices" in shape:
         shape["devices"] = rng.choice([2.0, 4.0, 8.0], 400)
     table = Table(kind, "bf16", shape, np.ones(400), PUBLISHED, ("x",))
-    for split in SPLITS[kind]:
+    for split in OPERATORS[kind].splits:
         train, test = split_rows(table, split)
         assert len(train) > 0, split.name
         assert len(test) > 0, split.name
@@ -174,7 +173,7 @@ def test_a_residual_finds_what_the_base_does_not_know() -> None:
     assert operator.interval is not None
     assert operator.interval.method == "split"
     assert operator.interval.coverage == operator.hold_out[0].coverage
-    assert [errors.split for errors in operator.hold_out] == [split.name for split in SPLITS["gemm"]]
+    assert [errors.split for errors in operator.hold_out] == [split.name for split in OPERATORS["gemm"].splits]
 
 
 def test_only_the_users_own_points_are_kept_as_they_are() -> None:
@@ -223,25 +222,25 @@ def test_unequal_contexts_cost_what_unsplit_batches_show() -> None:
     even = rng.uniform(1e-4, 1e-3, 300)
     slope = np.where(mixed, 17e-9, np.where(blocks == 512, 13e-9, 0.0))
     uneven = (even + slope * excess) * np.exp(rng.normal(0, 0.005, 300))
-    table = UnevenTable(mixed, blocks, excess, even, uneven, PUBLISHED, ("x",), None)
-    assert fit_uneven(table, False, 100) == pytest.approx(13e-9, rel=0.05)
-    assert fit_uneven(table, True, 100) == pytest.approx(17e-9, rel=0.05)
-    assert fit_uneven(table, False, 1000) is None, "no batch of the table fills 1,000 processors"
-    faster = replace(table, uneven_s=even * 0.9)
-    assert fit_uneven(faster, False, 100) is None
+    table = ImbalanceTable(mixed, blocks, excess, even, uneven, PUBLISHED, ("x",), None)
+    assert fit_imbalance(table, ALONE, 100) == pytest.approx(13e-9, rel=0.05)
+    assert fit_imbalance(table, BESIDE, 100) == pytest.approx(17e-9, rel=0.05)
+    assert fit_imbalance(table, ALONE, 1000) is None, "no batch of the table fills 1,000 processors"
+    faster = replace(table, imbalanced_s=even * 0.9)
+    assert fit_imbalance(faster, ALONE, 100) is None
 
 
 @pytest.mark.parametrize("where", ["profiles/llmservingsim/rtx4090", "validation/llmservingsim_rtxpro6000_llama31_8b"])
 def test_unequal_contexts_in_published_tables(where: str, data_dir: Path) -> None:
     """One number explains most of what unequal contexts cost: the error at the 90th percentile falls by two thirds."""
-    table = read_tables(sorted((data_dir / where).glob("*_[as]*.csv.gz"))).uneven
+    table = read_tables(sorted((data_dir / where).glob("*_[as]*.csv.gz"))).imbalance
     assert table is not None
     processors = {"rtx4090": 128}.get(Path(where).name, 188)
-    uneven_s = fit_uneven(table, False, processors)
+    uneven_s = fit_imbalance(table, ALONE, processors)
     assert uneven_s is not None
     rows = ~table.mixed & (table.blocks >= 1.6 * processors)
     alike, longest = (
-        np.abs((table.even_s + s * table.excess_tokens)[rows] / table.uneven_s[rows] - 1) for s in (0, uneven_s)
+        np.abs((table.balanced_s + s * table.excess_tokens)[rows] / table.imbalanced_s[rows] - 1) for s in (0, uneven_s)
     )
     assert np.quantile(alike, 0.9) > 0.1
     assert np.quantile(longest, 0.9) < np.quantile(alike, 0.9) / 3
@@ -266,7 +265,7 @@ def test_the_base_alone_predicts_h100_gemm(data_dir: Path) -> None:
     path = data_dir / "profiles" / "aiconfigurator" / "h100_sxm" / "vllm_0.19.0_gemm_perf.csv.gz"
     table = read_tables([path]).operators["gemm.bf16"]
     for seed in range(3):
-        train, test = split_rows(table, SPLITS["gemm"][0], 200, seed)
+        train, test = split_rows(table, RANDOM, 200, seed)
         base = fit_base(take(table, train), 132, 989e12, 3.35e12)
         held = take(table, test)
         terms = OPERATORS["gemm"].terms(held.shape, Setting.of(132, "bf16", None))

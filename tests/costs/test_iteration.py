@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from simtune.costs.compiled import compile_costs
 from simtune.costs.iteration import LAUNCH_S, Batch, StepModel, padded_tokens
+from simtune.costs.layers import ATTENTION_LAYERS
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.errors import Infeasible
-from simtune.specs.model import DenseFeedForward, FullAttention, LinearAttention, MlaAttention, Model
+from simtune.specs.model import Attention, DenseFeedForward, FullAttention, LinearAttention, MlaAttention, Model
 from simtune.specs.plan import KvCache
 from tests.costs.made_up import hardware, model, moe, pool
 
@@ -59,6 +60,11 @@ def test_decode_step_of_a_dense_model() -> None:
     # four passes over three rows of 256 logits in fp32, and a tenth of a nanosecond a row
     assert step["sampling"] == pytest.approx(sheet(30e-6, 4 * 3 * 256 * 4) + 3e-10)
     assert set(step) == {"gemm", "elementwise", "decode_attention", "head", "sampling"}
+
+
+def test_every_attention_kind_has_its_layer() -> None:
+    kinds, _ = get_args(Attention)
+    assert set(ATTENTION_LAYERS) == set(get_args(kinds))
 
 
 def test_prefill_chunks_are_differences_of_whole_prompts() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -282,6 +283,10 @@ def test_more_work_has_no_fewer_flops_or_bytes(kind: OperatorKind, name: str, fa
     before, after = terms(kind, **shape), terms(kind, **larger)
     assert after.flops >= before.flops * (1 - 1e-12)
     assert after.bytes >= before.bytes * (1 - 1e-12)
+
+
+def test_a_profile_may_name_the_kinds_there_are() -> None:
+    assert get_args(OperatorKind) == tuple(OPERATORS)
 
 
 @pytest.mark.parametrize("kind", OPERATORS)

@@ -14,7 +14,6 @@ from simtune.costs.residual import (
     Hyper,
     Process,
     cover,
-    features,
     fit_process,
     maximin,
     negative_log_posterior,
@@ -183,7 +182,7 @@ def test_every_kind_has_finite_features(kind: OperatorKind) -> None:
     setting = Setting.of(132, "bf16", "bf16")
     for value in (1.0, 64.0):
         shape = {name: np.array([value, 4 * value]) for name in OPERATORS[kind].shape}
-        found = features(kind, shape, setting)
+        found = OPERATORS[kind].features(shape, setting)
         assert found
         for name, column in found.items():
             assert np.isfinite(column).all(), name
@@ -193,7 +192,7 @@ def test_decode_attention_that_a_window_cuts_is_another_kernel() -> None:
     def windowed(context: float) -> float:
         sizes = {"batch": 4, "context": context, "heads": 8, "kv_heads": 2, "head_dim": 64, "window": 128}
         shape = {name: np.array([float(size)]) for name, size in sizes.items()}
-        return float(features("decode_attention", shape, Setting.of(132, "bf16", "bf16"))["windowed"][0])
+        return float(OPERATORS["decode_attention"].features(shape, Setting.of(132, "bf16", "bf16"))["windowed"][0])
 
     assert [windowed(context) for context in (64, 128, 129, 4096)] == [0, 0, 1, 1]
 
@@ -202,7 +201,7 @@ def test_what_fused_experts_depend_on_besides_their_size() -> None:
     def found(name: str, dtype: str = "bf16", **other: float) -> float:
         sizes = {"tokens": 64, "hidden": 4096, "intermediate": 1024, "experts_per_token": 8, "experts": 128, "ep": 1}
         shape = {key: np.array([float(size)]) for key, size in (sizes | {"skew": DEALT} | other).items()}
-        return float(features("moe", shape, Setting.of(132, dtype, None))[name][0])
+        return float(OPERATORS["moe"].features(shape, Setting.of(132, dtype, None))[name][0])
 
     assert found("tokens per expert") == 2, "64 x 8 rows for 128 experts"
     assert found("tokens per expert", tokens=2, skew=0) > 0, "chance sends some tokens to one expert"

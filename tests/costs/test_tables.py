@@ -320,13 +320,13 @@ def test_present_layout_of_llmservingsim_takes_the_model_from_its_meta_file(tmp_
         "less than 20% of the time of the chunk they share a kernel with": 1,
         "no row of the same chunk alone": 1,
     }
-    uneven = found.uneven
-    assert uneven is not None
-    assert uneven.mixed.tolist() == [False, True]
-    assert uneven.blocks.tolist() == [8, 16]
-    assert uneven.excess_tokens.tolist() == [192, 192]
-    assert uneven.even_s == pytest.approx([20e-6, 30e-6]), "the table has sums of three iterations"
-    assert uneven.uneven_s == pytest.approx([22e-6, 33e-6])
+    imbalance = found.imbalance
+    assert imbalance is not None
+    assert imbalance.mixed.tolist() == [False, True]
+    assert imbalance.blocks.tolist() == [8, 16]
+    assert imbalance.excess_tokens.tolist() == [192, 192]
+    assert imbalance.balanced_s == pytest.approx([20e-6, 30e-6]), "the table has sums of three iterations"
+    assert imbalance.imbalanced_s == pytest.approx([22e-6, 33e-6])
     assert (gemm.device, gemm.software) == ("NVIDIA GeForce RTX 4090", "vLLM 0.19.0, eager")
     assert [note.split(": ", 1) for note in found.notes] == [
         [

@@ -3,8 +3,9 @@
 Each operator kind turns shapes into three numbers, the terms of the fitted time
 (`simtune.specs.hardware.BaseFit`): flops, bytes moved to and from memory (or over the link), and `blocks`,
 the serial units whose fixed cost a roofline does not see. All in SI units, on numpy arrays of equal length.
-The forms were found on tables of AIConfigurator for H200, A100 and H100; a new kind is a class in the file of
-its family and a line in `OPERATORS`.
+The forms were found on tables of AIConfigurator for H200, A100 and H100. A new kind is a class in the file of its
+family, which says all that is known of it (`OperatorForm`), and a line in `OPERATORS`; `OperatorKind` names it for the
+files of profiles.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from simtune.costs.operators.attention import (
     PrefillAttention,
     TreeAttention,
 )
-from simtune.costs.operators.base import OperatorTerms, Setting, Shape, Terms
+from simtune.costs.operators.base import CurveForm, OperatorForm, Setting, Shape, Terms
 from simtune.costs.operators.communication import AllReduce, KvTransfer, OnePass, SendRecv
 from simtune.costs.operators.matrix import Gemm, Quantise
 from simtune.costs.operators.moe import Moe
@@ -25,9 +26,9 @@ from simtune.costs.operators.small import Elementwise, Sampling
 from simtune.costs.operators.state import LinearDecode, LinearPrefill
 from simtune.specs.hardware import OperatorKind
 
-__all__ = ["OPERATORS", "OperatorTerms", "Setting", "Shape", "Terms", "operator_key"]
+__all__ = ["OPERATORS", "CurveForm", "OperatorForm", "Setting", "Shape", "Terms", "operator_key"]
 
-OPERATORS: dict[OperatorKind, OperatorTerms] = {
+OPERATORS: dict[OperatorKind, OperatorForm] = {
     "gemm": Gemm(),
     "quantise": Quantise(),
     "prefill_attention": PrefillAttention(),

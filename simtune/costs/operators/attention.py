@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from simtune.arrays import Array, Mask
-from simtune.costs.operators.base import OperatorTerms, Setting, Shape, Terms, ceil_div
+from simtune.costs.operators.base import OperatorForm, Setting, Shape, Terms, ceil_div
+from simtune.costs.operators.splits import RANDOM, above
 
 _EXPONENTIAL = 64
 """Flops that one exponential of the softmax takes as long as, over the 4 of a query, a key and one of head_dim.
@@ -26,7 +27,21 @@ def _beyond_products(setting: Setting) -> tuple[int, int]:
     return (_EXPONENTIAL, _HALF_TILE) if setting.processors > 1 else (0, 0)
 
 
-class PrefillAttention(OperatorTerms):
+class _GroupedHeads(OperatorForm):
+    """Attention of `heads` query heads that share `kv_heads` KV heads, over the last `window` tokens."""
+
+    def features(self, x: Shape, setting: Setting) -> dict[str, Array]:
+        logs = {name: np.log2(x[name]) for name in x if name not in ("kv_heads", "window")}
+        logs["group"] = np.log2(x["heads"] / x["kv_heads"])
+        logs["window"] = np.log2(np.minimum(x["window"], x["context"]) / x["context"])
+        return logs
+
+
+_LARGER_BATCHES_AND_CONTEXTS = (RANDOM, above("batch", 64, "batch"), above("context", 8192, "context"))
+_LONGER_PROMPTS = (RANDOM, above("tokens", 4096, "tokens"))
+
+
+class PrefillAttention(_GroupedHeads):
     """Causal attention of the last `tokens` of `context` tokens in each of `batch` sequences.
 
     context == tokens is a whole prompt; context > tokens is a chunk whose past is cached. `window` is how many
@@ -39,8 +54,10 @@ class PrefillAttention(OperatorTerms):
     overhead_s = 12e-6
     block_s = 1e-6
     overlap = 0.5
+    splits = _LONGER_PROMPTS
 
     def terms(self, x: Shape, setting: Setting) -> Terms:
+        """Flops of the pairs that are computed; queries, outputs, and the KV that they see; tiles of 128 rows."""
         b, s, c, h, hk, d = (x[name] for name in self.shape[:-1])
         pairs = _pairs(c, x["window"]) - _pairs(c - s, x["window"])
         read = np.minimum(c, s + x["window"])
@@ -50,6 +67,15 @@ class PrefillAttention(OperatorTerms):
             2 * b * d * (setting.dtype_bytes * h * s + setting.kv_bytes * hk * read),
             b * hk * ceil_div(s * (h / hk), 128) / setting.processors,
         )
+
+    def features(self, x: Shape, setting: Setting) -> dict[str, Array]:
+        """The context over the tokens, and on a GPU how many tiles there are to share out."""
+        logs = super().features(x, setting)
+        logs["context"] -= logs["tokens"]  # zero for whole prompts
+        if setting.processors > 1:
+            tiles = np.ceil(x["tokens"] * x["heads"] / x["kv_heads"] / 128)
+            logs["tiles"] = np.log2(x["batch"] * x["kv_heads"] * tiles)
+        return logs
 
 
 def _pairs(tokens: Array, window: Array) -> Array:
@@ -70,7 +96,7 @@ def _waited_for(keys: Array, setting: Setting) -> Array:
     return keys * keys / (keys + _START) if setting.processors > 1 else keys
 
 
-class DecodeAttention(OperatorTerms):
+class DecodeAttention(_GroupedHeads):
     """One new token for each of `batch` sequences whose KV is `context` tokens long, itself included.
 
     A block is one more wave of (sequence, KV head) pairs than the first: each costs microseconds however
@@ -83,8 +109,10 @@ class DecodeAttention(OperatorTerms):
     block_s = 4e-6
     block_log_sd = 0.3
     overlap = 2.0
+    splits = _LARGER_BATCHES_AND_CONTEXTS
 
     def terms(self, x: Shape, setting: Setting) -> Terms:
+        """Four flops a query, key and value of head_dim; the KV that is waited for, queries and outputs; waves."""
         b, h, hk, d = x["batch"], x["heads"], x["kv_heads"], x["head_dim"]
         w = np.minimum(x["window"], x["context"])
         return Terms(
@@ -92,6 +120,18 @@ class DecodeAttention(OperatorTerms):
             2 * setting.kv_bytes * b * hk * _waited_for(w, setting) * d + 2 * setting.dtype_bytes * b * h * d,
             ceil_div(b * hk, setting.processors) - 1,
         )
+
+    def features(self, x: Shape, setting: Setting) -> dict[str, Array]:
+        """Whether a window cuts the context and, on a GPU, the keys of all sequences and KV heads."""
+        logs = super().features(x, setting)
+        logs["windowed"] = np.where(x["window"] < x["context"], 1.0, 0.0)  # another kernel
+        if setting.processors > 1:  # a GPU splits them as they fill it
+            logs["keys"] = np.log2(x["batch"] * x["kv_heads"] * np.minimum(x["window"], x["context"]))
+        return logs
+
+    def imbalanced(self, mixed: Mask, blocks: Array, processors: int) -> Mask:
+        """Those without a chunk that kernels do not split along the context: splitting balances the load."""
+        return ~mixed & unsplit(blocks, processors)
 
 
 def unsplit(blocks: Array | float, processors: int) -> Mask:
@@ -103,7 +143,7 @@ def unsplit(blocks: Array | float, processors: int) -> Mask:
     return np.asarray(blocks >= 0.8 * 2 * processors)
 
 
-class MixedAttention(OperatorTerms):
+class MixedAttention(_GroupedHeads):
     """What `batch` decodes over `context` tokens each add to the kernel of a prefill chunk of `tokens` tokens.
 
     FlashAttention 2, which vLLM runs on devices other than sm_90 and sm_100, gives every row of a step the shape of the
@@ -118,6 +158,7 @@ class MixedAttention(OperatorTerms):
     overlap = 2.0
 
     def terms(self, x: Shape, setting: Setting) -> Terms:
+        """As decode attention, but each query head reads the KV on its own; tiles as tall as the chunk."""
         b, s, h, d = x["batch"], x["tokens"], x["heads"], x["head_dim"]
         w = np.minimum(x["window"], x["context"])
         return Terms(
@@ -126,8 +167,12 @@ class MixedAttention(OperatorTerms):
             b * h * ceil_div(s, 128) * (d / 128) / setting.processors,
         )
 
+    def imbalanced(self, mixed: Mask, blocks: Array, processors: int) -> Mask:
+        """Those with a chunk, in whose kernel no context is split."""
+        return mixed
 
-class TreeAttention(OperatorTerms):
+
+class TreeAttention(_GroupedHeads):
     """`width` query tokens for each of `batch` sequences, all against the same `context` tokens of KV.
 
     This is how a draft is verified: the KV is read once however wide the draft, and the flops grow with it, so
@@ -142,6 +187,7 @@ class TreeAttention(OperatorTerms):
     overlap = 2.0
 
     def terms(self, x: Shape, setting: Setting) -> Terms:
+        """As decode attention with `width` queries a sequence against one reading of the KV."""
         b, q, h, hk, d = x["batch"], x["width"], x["heads"], x["kv_heads"], x["head_dim"]
         w = np.minimum(x["window"], x["context"])
         tiles = ceil_div(q * (h / hk), 128)
@@ -152,7 +198,7 @@ class TreeAttention(OperatorTerms):
         )
 
 
-class MlaPrefill(OperatorTerms):
+class MlaPrefill(OperatorForm):
     """Latent attention over whole prompts, its keys and values spelled out for every head (192 and 128 wide in
     DeepSeek V2 and V3). Flops and blocks count as in `PrefillAttention`.
     """
@@ -161,8 +207,10 @@ class MlaPrefill(OperatorTerms):
     overhead_s = 12e-6
     block_s = 1e-6
     overlap = 0.5
+    splits = _LONGER_PROMPTS
 
     def terms(self, x: Shape, setting: Setting) -> Terms:
+        """Scores over qk_dim and sums over v_dim; queries, keys, values and outputs spelled out; tiles."""
         b, s, h, qk, v = (x[name] for name in self.shape)
         softmax, masked = _beyond_products(setting)
         return Terms(
@@ -172,7 +220,7 @@ class MlaPrefill(OperatorTerms):
         )
 
 
-class MlaDecode(OperatorTerms):
+class MlaDecode(OperatorForm):
     """Latent attention of one new token for each of `batch` sequences, absorbed: every head reads the same
     cache of `latent` + `rope` values a token (512 + 64), scores it in full and sums its `latent` part.
 
@@ -184,8 +232,10 @@ class MlaDecode(OperatorTerms):
     overhead_s = 11e-6
     block_s = 3e-6
     overlap = 2.0
+    splits = _LARGER_BATCHES_AND_CONTEXTS
 
     def terms(self, x: Shape, setting: Setting) -> Terms:
+        """Every head scores and sums the latents, which are read once; waves of 64 heads."""
         b, s, h, latent, rope = (x[name] for name in self.shape)
         cached, touched = latent + rope, 2 * latent + rope
         return Terms(

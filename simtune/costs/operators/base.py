@@ -9,8 +9,10 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from simtune.arrays import Array
+from simtune.arrays import Array, Mask
+from simtune.costs.operators.splits import RANDOM, Split
 from simtune.specs.base import DTYPE_BYTES
+from simtune.specs.hardware import Range
 
 Shape = Mapping[str, Array]
 
@@ -33,6 +35,7 @@ class Setting:
 
     @classmethod
     def of(cls, processors: int, dtype: str, kv_dtype: str | None) -> Setting:
+        """By dtypes; the KV cache has the operator's own unless it is given."""
         return cls(processors, DTYPE_BYTES[dtype], DTYPE_BYTES[kv_dtype or dtype])
 
     @property
@@ -46,21 +49,85 @@ class Setting:
         return max(2.0, self.dtype_bytes)
 
 
-class OperatorTerms(ABC):
-    """One operator kind: its shape parameters, its terms, and where the fit starts from."""
+@dataclass(frozen=True, slots=True)
+class CurveForm:
+    """Which calls lie on one curve, and what the curve runs over."""
+
+    shared: tuple[str, ...] = ()
+    """Shape parameters that all calls of a curve have in common."""
+    along: str | None = None
+    """The shape parameter it runs over; None for the bytes moved.
+
+    Bytes moved, not bytes of the buffer: at equal bytes moved a ring of any size takes the same time but for its
+    latency.
+    """
+    exact_only: bool = False
+    """Curves only through a user's own points, beside a residual that answers for all other shapes; else a curve takes
+    the place of the residual."""
+
+    @property
+    def of_groups(self) -> bool:
+        """Whether each curve is of one number of devices, so that other numbers follow from those measured."""
+        return self.shared == ("devices",)
+
+    def x(self, shape: Shape, terms: Terms) -> Array:
+        """Where calls of these shapes and terms lie along their curves."""
+        return terms.bytes if self.along is None else shape[self.along]
+
+
+class OperatorForm(ABC):
+    """One operator kind, all that is known of it: shape parameters, the terms of its work, where a fit starts from,
+    what its residual depends on, how a fit is tested.
+
+    A new kind is a subclass in the file of its family, a line in `OPERATORS`, and its name in
+    `simtune.specs.hardware.OperatorKind`.
+    """
 
     shape: ClassVar[tuple[str, ...]]
-    overhead_s: ClassVar[float]  # of one call where nothing was measured
-    block_s: ClassVar[float]  # prior of the time per block
-    block_log_sd: ClassVar[float] = 1.5  # how far off that may be
-    overlap: ClassVar[float]  # prior of overlap_p - 1
-    computes: ClassVar[bool] = True  # False: it only moves bytes, and no peak rate of its dtype is needed
-    link: ClassVar[bool] = False  # True: its bytes move between devices, not to and from memory
+    """Parameters by which calls are told apart, in the order of tables."""
+    overhead_s: ClassVar[float]
+    """Of one call where nothing was measured."""
+    block_s: ClassVar[float]
+    """Prior of the time per block."""
+    block_log_sd: ClassVar[float] = 1.5
+    """How far off that may be."""
+    overlap: ClassVar[float]
+    """Prior of overlap_p - 1."""
+    computes: ClassVar[bool] = True
+    """False: it only moves bytes, and no peak rate of its dtype is needed."""
+    link: ClassVar[bool] = False
+    """True: its bytes move between devices, not to and from memory."""
+    starts_with_latency: ClassVar[bool] = False
+    """True: where nothing was measured, a call's overhead is the latency of the link."""
+    curve: ClassVar[CurveForm | None] = None
+    """None: no curve describes it."""
+    splits: ClassVar[tuple[Split, ...]] = (RANDOM,)
+    """How a fit of it is tested; the coverage on the first stands in its interval."""
+    not_positive: ClassVar[Mapping[str, tuple[float, ...]]] = {}
+    """Values that parameters may have in tables although no size is like that."""
 
     @abstractmethod
     def terms(self, x: Shape, setting: Setting) -> Terms:
         """The work of calls of shapes `x`, one array per name in `shape`."""
 
+    def features(self, x: Shape, setting: Setting) -> dict[str, Array]:
+        """What the residual may depend on, one array per feature: the logarithms of the shape parameters unless the
+        kind knows better.
+        """
+        return {name: np.log2(np.maximum(x[name], 1)) for name in self.shape}
+
+    def box(self, x: Shape) -> dict[str, Range]:
+        """Range of every shape parameter of measured calls, in which a fit does not extrapolate."""
+        return {name: (float(column.min()), float(column.max())) for name, column in x.items()}
+
+    def imbalanced(self, mixed: Mask, blocks: Array, processors: int) -> Mask:
+        """Of measured batches of unequal contexts, those that tell what load imbalance costs this kind: none.
+
+        `mixed` are those with a prefill chunk in the same kernel, `blocks` their pairs of a sequence and a KV head.
+        """
+        return np.zeros_like(mixed)
+
 
 def ceil_div(a: Array, b: Array | float) -> Array:
+    """a / b, rounded up."""
     return np.ceil(a / b)

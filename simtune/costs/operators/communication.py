@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from simtune.costs.operators.base import OperatorTerms, Setting, Shape, Terms
+from simtune.costs.operators.base import CurveForm, OperatorForm, Setting, Shape, Terms
+from simtune.costs.operators.splits import EVERY_SECOND, above
 
 
-class AllReduce(OperatorTerms):
+class AllReduce(OperatorForm):
     """Sum of `bytes` bytes over `devices` devices, moving the bytes of a ring. A block is one further
     device.
     """
@@ -18,8 +19,11 @@ class AllReduce(OperatorTerms):
     overlap = 0.5
     computes = False
     link = True
+    curve = CurveForm(shared=("devices",))
+    splits = (EVERY_SECOND, above("devices", 4, "devices"))
 
     def terms(self, x: Shape, setting: Setting) -> Terms:
+        """2 (n - 1) / n of the buffer over the link, and a block for each further device."""
         n, size = x["devices"], x["bytes"]
         return Terms(np.zeros_like(size), 2 * (n - 1) / n * size, n - 1)
 
@@ -32,11 +36,12 @@ class OnePass(AllReduce):
     """
 
     def terms(self, x: Shape, setting: Setting) -> Terms:
+        """(n - 1) / n of the whole over the link, and a block for each further device."""
         n, size = x["devices"], x["bytes"]
         return Terms(np.zeros_like(size), (n - 1) / n * size, n - 1)
 
 
-class SendRecv(OperatorTerms):
+class SendRecv(OperatorForm):
     """`bytes` bytes from one device to another. It has no blocks."""
 
     shape = ("bytes",)
@@ -45,12 +50,15 @@ class SendRecv(OperatorTerms):
     overlap = 0.5
     computes = False
     link = True
+    starts_with_latency = True
+    curve = CurveForm()
 
     def terms(self, x: Shape, setting: Setting) -> Terms:
+        """All bytes over the link, once."""
         return Terms(np.zeros_like(x["bytes"]), x["bytes"], np.zeros_like(x["bytes"]))
 
 
-class KvTransfer(OperatorTerms):
+class KvTransfer(OperatorForm):
     """A KV cache of `bytes` bytes to another instance, in `descriptors` pieces. A block is one descriptor.
 
     Setting up takes milliseconds (3 ms for NIXL, vllm issue 23780) and every descriptor 0.3 to 3 us; unless it
@@ -65,4 +73,5 @@ class KvTransfer(OperatorTerms):
     link = True
 
     def terms(self, x: Shape, setting: Setting) -> Terms:
+        """All bytes over the link, once, and a block for each descriptor."""
         return Terms(np.zeros_like(x["bytes"]), x["bytes"], x["descriptors"])

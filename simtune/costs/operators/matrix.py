@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from simtune.costs.operators.base import OperatorTerms, Setting, Shape, Terms, ceil_div
+from simtune.arrays import Array
+from simtune.costs.operators.base import CurveForm, OperatorForm, Setting, Shape, Terms, ceil_div
+from simtune.costs.operators.splits import RANDOM, above, unseen
 
 
-class Gemm(OperatorTerms):
+class Gemm(OperatorForm):
     """(m, k) times (k, n). A block is a walk along k that nothing hides.
 
     The dtype is that of the kernel: bf16 and fp8 are what both inputs are, int8 is 8-bit weights and
@@ -26,8 +28,11 @@ class Gemm(OperatorTerms):
     overhead_s = 4e-6
     block_s = 1e-6
     overlap = 2.0
+    curve = CurveForm(shared=("n", "k"), along="m", exact_only=True)
+    splits = (RANDOM, unseen("n", "k"), above("dims", 8192, "n", "k"))
 
     def terms(self, x: Shape, setting: Setting) -> Terms:
+        """2 m n k flops; inputs, weights and outputs once; the walk along k as far as processors are idle."""
         m, n, k = x["m"], x["n"], x["k"]
         tiles = ceil_div(m, 128) * ceil_div(n, 128)
         idle = np.maximum(0, 1 - 4 * tiles / setting.processors)
@@ -37,8 +42,15 @@ class Gemm(OperatorTerms):
             np.minimum(1, k / 3072) * idle,
         )
 
+    def features(self, x: Shape, setting: Setting) -> dict[str, Array]:
+        """Sizes, tiles, and the share of the last wave of tiles that stays empty."""
+        tiles = np.ceil(x["m"] / 128) * np.ceil(x["n"] / 128)
+        waves = np.ceil(tiles / setting.processors) * setting.processors / tiles
+        logs = {name: np.log2(x[name]) for name in self.shape}
+        return logs | {"wave loss": np.log2(waves), "tiles": np.log2(tiles)}
 
-class Quantise(OperatorTerms):
+
+class Quantise(OperatorForm):
     """(m, k) activations of 16 bits written in 8, with a scale for each row: 3 m k bytes. A block is a row."""
 
     shape = ("m", "k")
@@ -48,5 +60,6 @@ class Quantise(OperatorTerms):
     computes = False
 
     def terms(self, x: Shape, setting: Setting) -> Terms:
+        """16 bits read and 8 written for each value, and a block for each row."""
         m, k = x["m"], x["k"]
         return Terms(np.zeros_like(m), (2 + setting.dtype_bytes) * m * k, m)

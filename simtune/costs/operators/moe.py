@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import ClassVar
 
 import numpy as np
 
 from simtune.arrays import Array
-from simtune.costs.operators.base import OperatorTerms, Setting, Shape, Terms, ceil_div
+from simtune.costs.operators.base import OperatorForm, Setting, Shape, Terms, ceil_div
+from simtune.costs.operators.splits import RANDOM, unseen
+from simtune.specs.hardware import Range
 
 DEALT = -1.0
 """The `skew` of tokens that are dealt out to the experts in turn: none is visited twice before all others once."""
@@ -90,7 +93,15 @@ def rank_load(tokens: Array, experts: int, experts_per_token: int, ep: int, skew
     return capped
 
 
-class Moe(OperatorTerms):
+_ALIGNED_WIDTH = 16
+"""Triton reads several values at a time only from matrices whose rows are a multiple of 16 values apart."""
+
+_FEW_ROWS = 6
+"""Rows for every expert of a rank, those of other ranks' experts included, up to which vLLM multiplies 4-bit weights in
+a kernel of its own (`should_moe_wna16_use_cuda`)."""
+
+
+class Moe(OperatorForm):
     """`tokens` tokens through `experts_per_token` of `experts` gated experts, fused, on one of `ep` ranks.
 
     `intermediate` is the width on one rank; `ep` ranks share the experts among them, evenly loaded. `skew` is
@@ -106,8 +117,11 @@ class Moe(OperatorTerms):
     overhead_s = 20e-6
     block_s = 1e-6
     overlap = 0.5
+    splits = (RANDOM, unseen("hidden", "intermediate", "experts_per_token", "experts"))
+    not_positive: ClassVar = {"skew": (0.0, DEALT)}
 
     def terms(self, x: Shape, setting: Setting) -> Terms:
+        """Flops of the rank's rows; the weights of the experts they wake, and activations of all rows."""
         m, hidden, inter, k, e, ep, skew = (x[name] for name in self.shape)
         local = e / ep
         hit = active_experts(m, e, k, skew) / ep
@@ -121,3 +135,24 @@ class Moe(OperatorTerms):
             + activation_bytes * (rows * (hidden + inter) + all_rows * (5 * inter + 2 * hidden) + m * hidden),
             np.maximum(active, rows / 64) * (2 * inter + hidden) / 128 / setting.processors,
         )
+
+    def features(self, x: Shape, setting: Setting) -> dict[str, Array]:
+        """Sizes, rows of an expert and what padding adds to them, and what kernels choose by."""
+        logs = {name: np.log2(x[name]) for name in ("tokens", "hidden", "intermediate", "experts_per_token")}
+        local = x["experts"] / x["ep"]
+        rows = x["tokens"] * x["experts_per_token"]
+        per_expert = rows / active_experts(x["tokens"], x["experts"], x["experts_per_token"], x["skew"])
+        return logs | {
+            "local experts": np.log2(local),
+            "tokens per expert": np.log2(per_expert),
+            "padding": np.log2(padded_rows(per_expert, x["skew"]) / per_expert),
+            "odd width": np.where(x["intermediate"] % _ALIGNED_WIDTH, 1.0, 0.0),
+            "few rows": np.where((setting.dtype_bytes < 1) & (rows / local <= _FEW_ROWS), 1.0, 0.0),
+            "skew": x["skew"],
+        }
+
+    def box(self, x: Shape) -> dict[str, Range]:
+        """Tokens routed by chance belong to those dealt out: the terms tell them apart."""
+        box = super().box(x)
+        box["skew"] = (box["skew"][0], max(box["skew"][1], 0.0))
+        return box

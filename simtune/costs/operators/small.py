@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from simtune.costs.operators.base import OperatorTerms, Setting, Shape, Terms
+from simtune.costs.operators.base import CurveForm, OperatorForm, Setting, Shape, Terms
 
 
-class Elementwise(OperatorTerms):
+class Elementwise(OperatorForm):
     """Norms, activations, rotary embedding, addition: `rows` tokens, `width` elements read or written each.
 
     A block is one row; its own cost beyond the bytes is a fraction of a nanosecond.
@@ -18,13 +18,15 @@ class Elementwise(OperatorTerms):
     block_s = 1e-10
     overlap = 2.0
     computes = False
+    curve = CurveForm()
 
     def terms(self, x: Shape, setting: Setting) -> Terms:
+        """Every value once, and a block for each row."""
         rows, width = x["rows"], x["width"]
         return Terms(np.zeros_like(rows), setting.dtype_bytes * rows * width, rows)
 
 
-class Sampling(OperatorTerms):
+class Sampling(OperatorForm):
     """A token for each of `rows` rows of `vocab` logits: cast, temperature, softmax and draw, one pass over
     the logits each. A block is one row.
 
@@ -39,5 +41,6 @@ class Sampling(OperatorTerms):
     computes = False
 
     def terms(self, x: Shape, setting: Setting) -> Terms:
+        """Four passes over the logits, and a block for each row."""
         rows, vocab = x["rows"], x["vocab"]
         return Terms(np.zeros_like(rows), 4 * setting.dtype_bytes * rows * vocab, rows)

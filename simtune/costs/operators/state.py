@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from simtune.costs.operators.base import OperatorTerms, Setting, Shape, Terms, ceil_div
+from simtune.costs.operators.base import OperatorForm, Setting, Shape, Terms, ceil_div
 
 CHUNK = 64
 """Tokens that prefill kernels treat at once as a matrix product."""
 
 
-class LinearPrefill(OperatorTerms):
+class LinearPrefill(OperatorForm):
     """`tokens` new tokens for each of `batch` sequences, chunk by chunk, the state handed on between them.
 
     Within a chunk every token meets the others, 2 x 64 x (key_dim + value_dim) flops a token and head; the
@@ -28,6 +28,7 @@ class LinearPrefill(OperatorTerms):
     overlap = 0.5
 
     def terms(self, x: Shape, setting: Setting) -> Terms:
+        """Within chunks quadratic, between them a state; inputs and outputs once; the walk along the chunks."""
         b, s, h, dk, dv = (x[name] for name in self.shape)
         return Terms(
             b * s * h * (4 * dk * dv + 2 * CHUNK * (dk + dv)),
@@ -36,7 +37,7 @@ class LinearPrefill(OperatorTerms):
         )
 
 
-class LinearDecode(OperatorTerms):
+class LinearDecode(OperatorForm):
     """One new token for each of `batch` sequences: every state is read and written, whatever the context.
 
     A block is one more wave of (sequence, head) pairs than the first.
@@ -48,6 +49,7 @@ class LinearDecode(OperatorTerms):
     overlap = 2.0
 
     def terms(self, x: Shape, setting: Setting) -> Terms:
+        """Every state is updated, read and written once; waves of (sequence, head) pairs."""
         b, h, dk, dv = (x[name] for name in self.shape)
         return Terms(
             4 * b * h * dk * dv,

@@ -32,9 +32,9 @@ from simtune.costs.tables.common import (
     FileContent,
     Formats,
     HostTable,
+    ImbalanceTable,
     Origin,
     Table,
-    UnevenTable,
     account,
     designation,
     merge,
@@ -51,10 +51,10 @@ __all__ = [
     "VIDUR",
     "Conflicts",
     "HostTable",
+    "ImbalanceTable",
     "Origin",
     "Table",
     "Tables",
-    "UnevenTable",
     "account",
     "designation",
     "read_tables",
@@ -78,7 +78,7 @@ class Tables:
 
     operators: dict[str, Table] = field(default_factory=dict)
     host: HostTable | None = None
-    uneven: UnevenTable | None = None
+    imbalance: ImbalanceTable | None = None
     notes: list[str] = field(default_factory=list)
     """Files that were passed over, and rows that belong to no operator."""
 
@@ -106,7 +106,7 @@ def read_tables(sources: Sequence[Path]) -> Tables:
     return Tables(
         operators=dict(sorted(_with_nccl(operators).items())),
         host=_one_host([host for content in contents for host in content.hosts]),
-        uneven=next((table for content in contents for table in content.uneven), None),
+        imbalance=next((table for content in contents for table in content.imbalance), None),
         notes=notes,
     )
 

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from simtune.arrays import Array, Mask
 from simtune.costs.operators import OPERATORS, operator_key
-from simtune.costs.operators.moe import DEALT
 from simtune.errors import Problem, SpecError, UsageError
 from simtune.specs.base import Dtype
 from simtune.specs.hardware import OperatorKind
@@ -28,7 +27,6 @@ from simtune.specs.hardware import OperatorKind
 MS, US, NS = 1e-3, 1e-6, 1e-9
 
 _ROUNDED_ROWS = 20  # fewer rows may be whole microseconds by chance
-_MAY_ALSO_BE = {"skew": (0.0, DEALT)}
 _CONFLICT = 1.1  # times of one shape that differ by more than this contradict each other
 
 
@@ -107,7 +105,7 @@ class HostTable:
 
 
 @dataclass(frozen=True)
-class UnevenTable:
+class ImbalanceTable:
     """Measured decode attention of batches of unequal contexts, beside that of equal ones with the same mean."""
 
     mixed: Mask
@@ -116,8 +114,8 @@ class UnevenTable:
     """Pairs of a sequence and a KV head."""
     excess_tokens: Array
     """Of the longest context over the mean."""
-    even_s: Array
-    uneven_s: Array
+    balanced_s: Array
+    imbalanced_s: Array
     origin: Origin
     files: tuple[str, ...]
     device: str | None
@@ -129,7 +127,7 @@ class FileContent:
 
     tables: list[Table] = field(default_factory=list)
     hosts: list[HostTable] = field(default_factory=list)
-    uneven: list[UnevenTable] = field(default_factory=list)
+    imbalance: list[ImbalanceTable] = field(default_factory=list)
     unused: dict[str, int] = field(default_factory=dict)
 
     def skip(self, rows: int, why: str) -> None:
@@ -256,8 +254,9 @@ def finish(table: Table, excluded: Mapping[str, Mask] | None = None) -> Table:
     A row is counted under the first reason that holds. Where all times are whole microseconds, they were rounded.
     """
     times = np.isfinite(table.seconds) & (table.seconds > 0)
+    may_be = OPERATORS[table.kind].not_positive
     shapes: Mask = np.logical_and.reduce(
-        [np.isfinite(x) & ((x > 0) | np.isin(x, _MAY_ALSO_BE.get(name, ()))) for name, x in table.shape.items()]
+        [np.isfinite(x) & ((x > 0) | np.isin(x, may_be.get(name, ()))) for name, x in table.shape.items()]
     )
     reasons = {**(excluded or {}), "no positive time": ~times, "no positive shape": ~shapes}
     kept = np.ones(len(table), dtype=np.bool_)

@@ -23,8 +23,8 @@ from simtune.costs.tables.common import (
     Columns,
     FileContent,
     Formats,
+    ImbalanceTable,
     Table,
-    UnevenTable,
     finish,
     take,
 )
@@ -157,8 +157,8 @@ def _skew(columns: Columns) -> FileContent:
     assert isinstance(attention, FullAttention)
     good = (even > 0) & (uneven > 0) & (longest > mean) & (n > 0)
     content.skip(int((~good).sum()), "no positive time or no sequence longer than the mean")
-    content.uneven.append(
-        UnevenTable(
+    content.imbalance.append(
+        ImbalanceTable(
             columns.equal("regime", "mixed")[good],
             n[good] * max(1, attention.kv_heads / tp),
             (longest - mean)[good],
