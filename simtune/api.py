@@ -1,4 +1,7 @@
-"""simtune from Python: load specs, simulate a plan, optimize a study."""
+"""simtune from Python: load specs, simulate a plan, optimize a study.
+
+Specs are given by name, by path, or as objects.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,16 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from simtune.costs.drafting import drafting_model
 from simtune.errors import Infeasible, UsageError
-from simtune.sim.deployment import Deployment, default_plan, deploy
-from simtune.sim.requests import build_stream
+from simtune.sim import parts
+from simtune.sim.deployment import NO_HARDWARE, Deployment, default_plan, deploy, unbound_plan
+from simtune.sim.requests import RequestStream, build_stream
 from simtune.sim.result import Result
 from simtune.sim.speculation import Drafting
+from simtune.specs.base import override
 from simtune.specs.catalog import (
     beside,
     load,
@@ -23,124 +29,233 @@ from simtune.specs.catalog import (
     load_study,
     load_workload,
 )
+from simtune.specs.columns import replay, trace_of
 from simtune.specs.drafts import survival
+from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
 from simtune.specs.speculation import DraftModel
-from simtune.specs.study import DrafterChoice
-from simtune.specs.traces import Trace
+from simtune.specs.study import DrafterChoice, Study
+from simtune.specs.traces import Trace, read_trace
 from simtune.specs.workload import Workload
+from simtune.specs.yamlfile import Document
 from simtune.tuner.drafting import Draft
 from simtune.tuner.search import Question, Tuned
 from simtune.tuner.search import optimize as _search
 
+Load = str | Workload | Trace | Mapping[str, Any]
+"""Requests: a workload or a trace file by name or path, as an object, or the columns of a trace."""
 
-@dataclass(frozen=True)
-class Ran:
-    """A simulated plan with everything it was made of."""
-
-    deployment: Deployment
-    workload: Workload
-    trace: Trace | None
-    result: Result
-
-
-def run(
-    model: str | None,
-    hardware: str | None,
-    workload: str,
-    plan: str | Plan | None = None,
-    *,
-    rate_rps: float | None = None,
-    requests: int | None = None,
-    seed: int = 0,
-    settings: Mapping[str, Sequence[str]] | None = None,
-    record: bool = False,
-) -> Ran:
-    """Load by name or path, deploy and simulate; see `simulate`. `settings` override fields by spec.
-
-    A plan may be tried with another model, or with all its pools on other hardware, than it was made for; the plan of
-    what was run then names these.
-    """
-    given = settings or {}
-    if isinstance(plan, str):
-        plan = load_plan(plan, given.get("plan", ()))
-    if plan is not None:
-        model = model or plan.model
-    if model is None or (hardware is None and plan is None):
-        raise UsageError("name a model and a hardware profile, or a plan that does")
-    m = load_model(model, given.get("model", ()))
-    w, trace = load_workload(workload, given.get("workload", ()))
-    stream = build_stream(w, trace, requests=requests or w.requests, seed=seed)
-    if rate_rps is not None:
-        stream = stream.at_rate(rate_rps)
-    references = [hardware or ""] if plan is None else [hardware or pool.hardware for pool in plan.pools]
-    loaded = {name: load_hardware(name, given.get("hardware", ())) for name in dict.fromkeys(references)}
-    asked = plan is not None or bool(given.get("plan"))
-    if plan is None:
-        plan = default_plan(m, loaded[references[0]], stream)
-        if given.get("plan"):
-            plan = _overridden(plan, given["plan"])
-    pools = [p.model_copy(update={"hardware": loaded[r].name}) for p, r in zip(plan.pools, references, strict=True)]
-    plan = plan.model_copy(update={"model": m.name, "pools": tuple(pools)})
-    drafting = load_drafting(plan)
-    try:
-        deployment = deploy(plan, m, {h.name: h for h in loaded.values()}, drafting=drafting)
-    except Infeasible as error:
-        if asked:  # a plan of the user's own that cannot be is wrong input, not an answer
-            raise UsageError(f"plan {plan.name}: {error}") from None
-        raise
-    return Ran(deployment, w, trace, deployment.simulate(stream, record=record, seed=seed))
-
-
-def load_drafting(plan: Plan) -> dict[str, Drafting]:
-    """What the speculation of each pool names, by the pool's name."""
-    found = {}
-    for pool in plan.pools:
-        if pool.speculation is not None:
-            drafter = pool.speculation.drafter
-            model = load_model(drafter.model) if isinstance(drafter, DraftModel) else None
-            found[pool.name] = Drafting(load_acceptance(pool.speculation.acceptance), model)
-    return found
-
-
-def _overridden(plan: Plan, settings: Sequence[str]) -> Plan:
-    from simtune.specs.base import override
-    from simtune.specs.yamlfile import Document
-
-    return Plan.from_document(override(Document("<default plan>", plan.to_data(), None), settings))
+# --- simulate ---------------------------------------------------------------------------------------------
 
 
 def simulate(
-    model: str | None,
-    hardware: str | None,
-    workload: str,
+    model: str | Model | None,
+    hardware: str | Hardware | None,
+    workload: Load,
     plan: str | Plan | None = None,
     *,
+    costs: parts.Costs | None = None,
     rate_rps: float | None = None,
     requests: int | None = None,
     seed: int = 0,
 ) -> Result:
-    """Simulate a plan under a load; all four by name or path, the plan also as an object.
+    """Simulate a plan under a load.
 
-    Without a plan: one instance on the fewest GPUs that fit, with vLLM's defaults. With one, model and hardware may be
-    None: they are the plan's. `rate_rps` (as the exact mean rate of the requests) and `requests` replace the workload's
-    own. Raises SpecError, UsageError or Infeasible, each with the remedy.
+    Model, hardware, workload and plan are given by name or path or as objects, the requests also as columns: a mapping
+    with arrival_s, prompt_tokens and output_tokens. Without a plan: one instance on the fewest GPUs that fit, with
+    vLLM's defaults. With one, model and hardware may be None: they are the plan's.
+
+    `costs` are used in place of those that follow from the hardware: an object with the methods of
+    `simtune.costs.protocol.StepCosts`, or a function `seconds(num_decodes, context_tokens, chunks)`. The hardware then
+    only says how much memory there is; without hardware and plan, memory does not bind.
+
+    `rate_rps` (as the exact mean rate of the requests) and `requests` replace the workload's own. Raises SpecError,
+    UsageError or Infeasible, each with the remedy.
     """
-    return run(model, hardware, workload, plan, rate_rps=rate_rps, requests=requests, seed=seed).result
+    specs = load_specs(model, hardware, workload, plan)
+    return set_up(specs, costs=costs, rate_rps=rate_rps, requests=requests, seed=seed).run()
 
 
-def load_question(study: str, settings: Sequence[str] = ()) -> Question:
-    """A study with everything it names. Names in it that are paths are relative to the study's folder."""
-    folder = Path(study).parent
-    spec = load_study(study, [_from_here(setting, folder) for setting in settings])
-    workload, trace = load_workload(beside(folder, spec.workload))
-    model, hardware = (
-        load_model(beside(folder, spec.model)),
-        load_hardware(beside(folder, spec.hardware.profile)),
+@dataclass(frozen=True)
+class Specs:
+    """What a simulation is of, loaded."""
+
+    model: Model
+    hardware: Sequence[Hardware]
+    """Of every pool of the plan; without a plan, of the one there will be, or none."""
+    workload: Workload
+    trace: Trace | None
+    plan: Plan | None
+    plan_settings: Sequence[str] = ()
+    """What is to be overridden in the plan that there will be."""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One plan under one load, ready to run."""
+
+    deployment: Deployment
+    workload: Workload
+    trace: Trace | None
+    stream: RequestStream
+    seed: int
+
+    def run(self, *, record: bool = False) -> Result:
+        """Simulate it; `record` keeps every step for timelines."""
+        return self.deployment.simulate(self.stream, record=record, seed=self.seed)
+
+
+def load_specs(
+    model: str | Model | None,
+    hardware: str | Hardware | None,
+    workload: Load,
+    plan: str | Plan | None = None,
+    settings: Mapping[str, Sequence[str]] | None = None,
+) -> Specs:
+    """Load what is given by name or path. `settings` override fields, by kind of spec.
+
+    A plan may be tried with another model, or with all its pools on other hardware, than it was made for.
+    """
+    given = settings or {}
+    if isinstance(plan, str):
+        plan = load_plan(plan, given.get("plan", ()), parts.problems)
+    if model is None and plan is not None:
+        model = plan.model
+    if model is None:
+        raise UsageError("name a model and a hardware profile, or a plan that does")
+    profiles: dict[str, Hardware] = {}
+    if hardware is None:
+        references: list[str | Hardware] = [pool.hardware for pool in plan.pools] if plan is not None else []
+    else:
+        references = [hardware] * (1 if plan is None else len(plan.pools))
+    for reference in references:
+        if isinstance(reference, str) and reference not in profiles:
+            profiles[reference] = load_hardware(reference, given.get("hardware", ()))
+    load_, trace = _load_requests(workload, given.get("workload", ()))
+    return Specs(
+        model if isinstance(model, Model) else load_model(model, given.get("model", ())),
+        [profiles[r] if isinstance(r, str) else r for r in references],
+        load_,
+        trace,
+        plan,
+        given.get("plan", ()),
     )
-    drafts = tuple(load_draft(choice, model, folder) for choice in spec.speculation)
-    return Question(spec, model, hardware, workload, trace, drafts)
+
+
+def _load_requests(load: Load, settings: Sequence[str] = ()) -> tuple[Workload, Trace | None]:
+    """A load, with the trace it replays, if any."""
+    if isinstance(load, str):
+        return load_workload(load, settings)
+    if isinstance(load, Workload):
+        return load, read_trace(Path(load.trace)) if load.trace else None
+    trace = load if isinstance(load, Trace) else trace_of(load)
+    return replay(trace, Path(trace.file).name.split(".")[0].strip("<>") or "columns"), trace
+
+
+def set_up(
+    specs: Specs,
+    *,
+    costs: parts.Costs | None = None,
+    rate_rps: float | None = None,
+    requests: int | None = None,
+    seed: int = 0,
+) -> Experiment:
+    """Draw the requests and deploy the plan, which names what it is deployed on. See `simulate`."""
+    workload, trace = specs.workload, specs.trace
+    stream = build_stream(workload, trace, requests=requests or workload.requests, seed=seed)
+    if rate_rps is not None:
+        stream = stream.at_rate(rate_rps)
+    own = None if costs is None else parts.OwnCosts(costs)
+    plan, hardware = _planned(specs, stream, own is not None)
+    pools = [pool.model_copy(update={"hardware": its.name}) for pool, its in zip(plan.pools, hardware, strict=True)]
+    plan = plan.model_copy(update={"model": specs.model.name, "pools": tuple(pools)})
+    by_name = {its.name: its for its in hardware}
+    try:
+        deployment = deploy(plan, specs.model, by_name, own, drafting=load_drafting(plan))
+    except Infeasible as error:
+        if specs.plan is not None or specs.plan_settings:
+            # A plan of the user's own that cannot be is wrong input, not an answer.
+            raise UsageError(f"plan {plan.name}: {error}") from None
+        raise
+    return Experiment(deployment, workload, trace, stream, seed)
+
+
+def _planned(specs: Specs, stream: RequestStream, own_costs: bool) -> tuple[Plan, Sequence[Hardware]]:
+    """The plan that is given, or the one that is meant by none; and the hardware of each of its pools."""
+    plan, hardware = specs.plan, specs.hardware
+    if plan is not None:
+        return plan, hardware
+    if hardware:
+        plan = default_plan(specs.model, hardware[0], stream)
+    elif own_costs:
+        plan, hardware = unbound_plan(specs.model, stream), [NO_HARDWARE]
+    else:
+        raise UsageError("name a model and a hardware profile, or a plan that does")
+    if specs.plan_settings:
+        document = Document("<default plan>", plan.to_data(), None)
+        plan = Plan.from_document(override(document, specs.plan_settings), parts.problems)
+    return plan, [hardware[0]] * len(plan.pools)
+
+
+def load_drafting(plan: Plan) -> dict[str, Drafting]:
+    """What the speculation of each pool names, by the pool's name."""
+    named = {}
+    for pool in plan.pools:
+        if pool.speculation is not None:
+            drafter = pool.speculation.drafter
+            model = load_model(drafter.model) if isinstance(drafter, DraftModel) else None
+            named[pool.name] = Drafting(load_acceptance(pool.speculation.acceptance), model)
+    return named
+
+
+# --- optimize ---------------------------------------------------------------------------------------------
+
+
+def optimize(
+    study: str | Study,
+    *,
+    model: str | Model | None = None,
+    hardware: str | Hardware | None = None,
+    workload: Load | None = None,
+    jobs: int | None = None,
+    settings: Sequence[str] = (),
+) -> Tuned:
+    """Search the best plan for a study, given by its file or as an object; see `simtune.tuner.search.optimize`.
+
+    `model`, `hardware` and `workload` take the place of those that the study names. `settings` override fields of a
+    file.
+    """
+    return _search(load_question(study, settings, model=model, hardware=hardware, workload=workload), jobs=jobs)
+
+
+def load_question(
+    study: str | Study,
+    settings: Sequence[str] = (),
+    *,
+    model: str | Model | None = None,
+    hardware: str | Hardware | None = None,
+    workload: Load | None = None,
+) -> Question:
+    """A study with everything it names. Names in its file that are paths are relative to its folder."""
+    if isinstance(study, str):
+        folder = Path(study).parent
+        study = load_study(study, [_from_here(setting, folder) for setting in settings], parts.problems)
+    elif settings:
+        raise UsageError("settings override fields of a study's file; change an object by model_copy")
+    else:
+        folder = Path()
+    requests, trace = _load_requests(beside(folder, study.workload) if workload is None else workload)
+    target = beside(folder, study.model) if model is None else model
+    target = load_model(target) if isinstance(target, str) else target
+    profile = beside(folder, study.hardware.profile) if hardware is None else hardware
+    profile = load_hardware(profile) if isinstance(profile, str) else profile
+    if model is not None:
+        study = study.model_copy(update={"model": target.name})
+    if hardware is not None:
+        study = study.model_copy(update={"hardware": study.hardware.model_copy(update={"profile": profile.name})})
+    drafts = tuple(load_draft(choice, target, folder) for choice in study.speculation)
+    return Question(study, target, profile, requests, trace, drafts)
 
 
 def load_draft(choice: DrafterChoice, target: Model, folder: Path | None = None) -> Draft:
@@ -149,11 +264,11 @@ def load_draft(choice: DrafterChoice, target: Model, folder: Path | None = None)
     Raises UsageError where the draft model does not go with the target, or the acceptance not with the scheme.
     """
 
-    def found(reference: str) -> str:
+    def placed(reference: str) -> str:
         return reference if folder is None else beside(folder, reference)
 
-    model = load_model(found(choice.drafter.model)) if isinstance(choice.drafter, DraftModel) else None
-    acceptance = load_acceptance(found(choice.acceptance))
+    model = load_model(placed(choice.drafter.model)) if isinstance(choice.drafter, DraftModel) else None
+    acceptance = load_acceptance(placed(choice.acceptance))
     try:
         drafting_model(choice.drafter, target, model)
         if choice.scheme is not None:
@@ -171,9 +286,15 @@ def _from_here(setting: str, folder: Path) -> str:
     return setting
 
 
-def optimize(study: str, *, jobs: int | None = None, settings: Sequence[str] = ()) -> Tuned:
-    """Search the best plan for a study file; see `simtune.tuner.search.optimize`."""
-    return _search(load_question(study, settings), jobs=jobs)
-
-
-__all__ = ["Ran", "load", "load_drafting", "load_question", "optimize", "run", "simulate"]
+__all__ = [
+    "Experiment",
+    "Specs",
+    "load",
+    "load_draft",
+    "load_drafting",
+    "load_question",
+    "load_specs",
+    "optimize",
+    "set_up",
+    "simulate",
+]

@@ -2,13 +2,15 @@
 
 * SimtuneError            anything a user can act on; the command line prints it without a traceback
   - UsageError            a request that cannot be carried out as put (exit code 2)
+    - PartError           a policy, router or cost model brought from outside that cannot be used, or failed
   - SpecError             one or more problems in a file the user wrote (exit code 2)
   - Infeasible            the question is well put and the answer is "no plan can do that" (exit code 3)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -22,6 +24,10 @@ class UsageError(SimtuneError):
     """A request that cannot be carried out as put: a missing file, a folder in the way, an unknown name."""
 
     exit_code = 2
+
+
+class PartError(UsageError):
+    """A part brought from outside the package that cannot be used, or that failed while it was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +63,9 @@ class Infeasible(SimtuneError):
     """No plan in the space asked about can do what was asked; the message says what is missing."""
 
     exit_code = 3
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """`, did you mean x?` or nothing."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f", did you mean {close[0]}?" if close else ""

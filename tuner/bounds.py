@@ -23,7 +23,7 @@ from __future__ import annotations
 import numpy as np
 
 from simtune.costs.compiled import CompiledCosts
-from simtune.sim.deployment import DeployedPool
+from simtune.sim.pools import DeployedPool
 from simtune.sim.requests import RequestStream
 from simtune.specs.drafts import shape_of
 

@@ -11,7 +11,7 @@ import numpy as np
 from simtune.arrays import Array
 from simtune.costs.drafting import RoundCosts
 from simtune.errors import Infeasible
-from simtune.sim.deployment import check
+from simtune.sim.feasibility import check
 from simtune.sim.requests import RequestStream
 from simtune.sim.speculation import Drafting
 from simtune.specs.acceptance import Rates

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field, replace
 from simtune.costs.compiled import CompiledCosts, compile_costs
 from simtune.errors import Infeasible, UsageError
 from simtune.parallel import executor, ordered_map
-from simtune.sim.deployment import Deployment, check, deploy, length_limit
+from simtune.sim.deployment import Deployment, deploy, length_limit
+from simtune.sim.feasibility import check
 from simtune.sim.requests import RequestStream, build_stream
 from simtune.sim.result import Result
 from simtune.specs.hardware import Hardware

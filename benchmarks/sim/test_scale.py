@@ -28,21 +28,21 @@ import json, resource, sys, time
 from simtune.sim.deployment import deploy
 from simtune.sim.requests import build_stream
 from simtune.specs.catalog import load_hardware, load_model, load_workload
-from simtune.specs.plan import Batching, KvCache, Plan, Pool, PrefixAware, RoundRobin
+from simtune.specs.plan import Batching, KvCache, Plan, Pool, PrefixAwareRouting, RoundRobinRouting
 from simtune.specs.workload import Lognormal, Poisson, Workload
 
 kind, instances, prompt, output, rate, requests, trace = json.loads(sys.argv[1])
 model, hardware = load_model("llama-3.1-8b"), load_hardware("h100-sxm")
 if kind == "mooncake":
     workload, rows = load_workload(trace)
-    router, cache, longest = PrefixAware(), KvCache(prefix_caching=True), 131072
+    router, cache, longest = PrefixAwareRouting(), KvCache(prefix_caching=True), 131072
 else:
     def lengths(mean):
         return Lognormal(mean_tokens=mean, sigma=0.6, max_tokens=8 * mean)
 
     workload = Workload(name="w", arrivals=Poisson(rate_rps=rate), prompt=lengths(prompt), output=lengths(output))
     rows = None
-    router, cache, longest = RoundRobin(), KvCache(), 65536
+    router, cache, longest = RoundRobinRouting(), KvCache(), 65536
 pool = Pool(
     hardware="h100-sxm",
     instances=instances,
@@ -104,13 +104,13 @@ def test_the_load_of_vidurs_own_example(tmp_path: Path, record: Recorder) -> Non
 
     cpus = repeated(command, clock=children_s)
     mib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
-    ran = api.run(None, None, str(tmp_path / "load.yaml"), str(tmp_path / "plan.yaml"))
-    loops = repeated(lambda: ran.deployment.simulate(ran.result.stream))
+    vidur = api.set_up(api.load_specs(None, None, str(tmp_path / "load.yaml"), str(tmp_path / "plan.yaml")))
+    loops, steps = repeated(vidur.run), vidur.run().outcome.steps
     loop, process = statistics.median(loops.seconds), statistics.median(cpus.seconds)
     record.samples("load of Vidur's example, loop", loops.scaled, SCALED, "lower")
     record.samples("load of Vidur's example, process", cpus.scaled, SCALED, "lower")
     print(
-        f"\nVidur's load, {ran.result.outcome.steps:,} steps: loop {loop:.3f} CPU-s (Vidur {VIDUR_LOOP_S}, "
+        f"\nVidur's load, {steps:,} steps: loop {loop:.3f} CPU-s (Vidur {VIDUR_LOOP_S}, "
         f"{VIDUR_LOOP_S / loop:.0f} x), process {process:.2f} CPU-s, {statistics.median(walls):.2f} s wall (Vidur "
         f"{VIDUR_PROCESS_S}, {VIDUR_PROCESS_S / process:.1f} x), at most {mib:.0f} MiB (Vidur {VIDUR_MIB})"
     )

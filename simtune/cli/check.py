@@ -13,12 +13,13 @@ from simtune.cli.output import json_option, print_json
 def check(files: tuple[str, ...], as_json: bool) -> int:
     """Check spec and trace FILEs: every problem of every file, with line and remedy. Exits with 2 if there is one."""
     from simtune.errors import SimtuneError
+    from simtune.sim import parts
     from simtune.specs import catalog
 
     problems = {}
     for file in files:
         try:
-            catalog.load(file if "/" in file else f"./{file}")
+            catalog.load(file if "/" in file else f"./{file}", parts.problems)
         except SimtuneError as error:
             problems[file] = str(error).splitlines()
     if as_json:

@@ -103,7 +103,7 @@ def simulate(
     Exits with 3 when the system is saturated: requests pile up faster than they are served.
     """
     from simtune import rundir
-    from simtune.api import run
+    from simtune.api import load_specs, set_up
 
     by_spec = split_settings(settings, ("model", "hardware", "workload", "plan"))
     if out is not None:
@@ -114,18 +114,10 @@ def simulate(
             raise UsageError(f"{file}: exists; give --force to replace it, or name another file")
     if per_request is not None and per_request.suffix not in (".csv", ".jsonl", ".parquet"):
         raise UsageError(f"{per_request}: end the name in .csv, .jsonl or .parquet")
-    ran = run(
-        model,
-        hardware,
-        workload,
-        plan_file,
-        rate_rps=rate,
-        requests=requests,
-        seed=seed or 0,
-        settings=by_spec,
-        record=out is not None or timeline is not None,
-    )
-    deployment, result = ran.deployment, ran.result
+    specs = load_specs(model, hardware, workload, plan_file, by_spec)
+    experiment = set_up(specs, rate_rps=rate, requests=requests, seed=seed or 0)
+    deployment = experiment.deployment
+    result = experiment.run(record=out is not None or timeline is not None)
     note_estimates(deployment)
     drawn = None
     if worlds is not None:
@@ -134,8 +126,8 @@ def simulate(
         drawn = uncertainty(deployment, result.stream, count=worlds, seed=seed or 0, jobs=jobs)
     if out is not None:
         files = rundir.of_simulation(deployment, result, deployment.plan.name, seed or 0, drawn)
-        inputs = (ran.deployment.model, ran.deployment.hardware, ran.workload, deployment.plan)
-        rundir.write(out, rundir.complete(files, rundir.manifest(command_line(), inputs, ran.trace, seed or 0)))
+        inputs = (specs.model, deployment.hardware, specs.workload, deployment.plan)
+        rundir.write(out, rundir.complete(files, rundir.manifest(command_line(), inputs, specs.trace, seed or 0)))
     if timeline is not None:
         rundir.write_file(timeline, rundir.timeline_file(result, window_s))
     if per_request is not None:

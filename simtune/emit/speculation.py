@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from simtune.errors import UsageError
-from simtune.specs.base import suggest
+from simtune.errors import UsageError, suggest
 from simtune.specs.model import Model
 from simtune.specs.speculation import (
     BlockDrafter,

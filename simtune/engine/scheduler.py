@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypedDict
+from typing import ClassVar, Literal, Protocol, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,6 +98,21 @@ class Progress:
         self.finished: list[Request] = []
 
 
+Feature = Literal["async_scheduling", "prefix_caching", "safety_margin", "speculation", "swap", "watermark"]
+"""What a plan may ask of a policy that offers it."""
+SETTINGS_OF: dict[Feature, frozenset[str]] = {
+    "async_scheduling": frozenset({"async_scheduling"}),
+    "prefix_caching": frozenset({"prefix_caching", "hash_block_tokens"}),
+    "safety_margin": frozenset({"safety_margin"}),
+    "speculation": frozenset({"speculation"}),
+    "swap": frozenset({"preemption"}),
+    "watermark": frozenset({"watermark_blocks"}),
+}
+"""The settings by which a policy that offers a feature is told of it."""
+Hint = Literal["deadline", "predicted_tokens"]
+"""Fields of a request that are filled for policies that read them."""
+
+
 class Settings(TypedDict, total=False):
     """The settings every policy has; see `Scheduler`."""
 
@@ -123,7 +138,18 @@ class WaitingQueue(Protocol):
 
 
 class Scheduler(ABC):
-    """A batching policy with its waiting queue, its resident requests and its KV blocks."""
+    """A batching policy with its waiting queue, its resident requests and its KV blocks.
+
+    What a plan may ask of a policy is stated on its class. The constructor takes every setting below by name, those of
+    the features it offers (`SETTINGS_OF`), and options of its own.
+    """
+
+    offers: ClassVar[frozenset[Feature]] = frozenset({"watermark"})
+    cuts_prompts: ClassVar[Literal["always", "if asked", "never"]] = "if asked"
+    """Whether prompts are spread over steps: if `chunked_prefill` asks for it, or whatever it says."""
+    reads: ClassVar[frozenset[Hint]] = frozenset()
+    takes_over: ClassVar[bool] = True
+    """Whether it serves a decode pool: whether `expect` ever takes a request whose prompt is computed elsewhere."""
 
     tells_longest = True
     """Whether steps say how long their longest context is; may be switched off by who does not ask."""
@@ -174,6 +200,11 @@ class Scheduler(ABC):
 
     def _new_batch(self) -> Batch:
         return DecodeBatch(self.kv.block_size)
+
+    @classmethod
+    def settings(cls) -> frozenset[str]:
+        """Names of what the constructor is given by a plan, whatever options it may have besides."""
+        return frozenset(Settings.__annotations__).union(*(SETTINGS_OF[feature] for feature in cls.offers))
 
     # --- requests come and go ---------------------------------------------------------------------------------
 

@@ -33,6 +33,8 @@ from simtune.engine.scheduler import Progress, Settings
 class TransformersFifo(ListScheduler):
     """See the module's text for the rule."""
 
+    offers = frozenset({"safety_margin"})
+    cuts_prompts = "always"
     DEFAULT_MARGIN: ClassVar[float] = 0.15
     PREFILL_FIRST: ClassVar[bool] = False
 

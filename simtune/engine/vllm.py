@@ -56,6 +56,7 @@ class VllmSettings(Settings, total=False):
 class VllmFcfs(Scheduler):
     """First come, first served. See the module's text for the rule."""
 
+    offers = frozenset({"async_scheduling", "prefix_caching", "speculation", "swap", "watermark"})
     _newest_goes: ClassVar[bool] = True
     """Whether the newest resident is the one to preempt."""
 

@@ -8,37 +8,70 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import ClassVar, Literal
 
+from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import Request
 from simtune.sim.core import EngineCore
 
+Need = Literal["block_tokens", "seed", "session"]
+
 
 class Router(ABC):
-    """Chooses among `cores`, in order of their numbers."""
+    """Chooses among `cores`, in order of their numbers. Of a core it may look at `number`, `instance`, `pool` and `up`.
 
+    Further arguments of the constructor are options: what a plan may say of the router.
+    """
+
+    needs: ClassVar[frozenset[Need]] = frozenset()
+    """What the constructor is given by name beside its options:
+
+    * `seed`, of what it draws;
+    * `session`, the session of each request by its number; a load without sessions is refused;
+    * `block_tokens`: prompts say what they share (`Request.blocks`), in blocks of so many tokens; a load that does not
+      is refused.
+    """
+    deals_in_turn: ClassVar[bool] = False
+    """Whether it goes by nothing but the order of the requests, so that some cores can stand for all. Not inherited."""
     informed = False
-    """Whether it wants to hear of requests that are over."""
+    """Whether it wants to hear of requests that are over: whether its class has an `over` of its own."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.informed = cls.over is not Router.over
+        cls.deals_in_turn = vars(cls).get("deals_in_turn", False)
 
     def __init__(self, cores: Sequence[EngineCore]) -> None:
         self.cores = list(cores)
 
     @abstractmethod
     def choose(self, request: Request, now: int) -> EngineCore | None:
-        """The core for a request; None when all are down."""
+        """The core for a request at a tick, one that is up; None when all are down."""
 
     def over(self, request: Request, core: EngineCore, now: int) -> None:  # noqa: B027
-        """The request is finished, or lost with its core."""
+        """A request is finished, or lost with its core, or was refused there."""
 
 
 class RoundRobin(Router):
-    """One after the other."""
+    """One after the other.
 
-    def __init__(self, cores: Sequence[EngineCore]) -> None:
+    With weights of pools (1 unless given) smoothly interleaved: every turn each core gains the weight of its pool, the
+    richest is chosen and pays for all.
+    """
+
+    deals_in_turn = True
+
+    def __init__(self, cores: Sequence[EngineCore], *, weights: Mapping[str, float] | None = None) -> None:
         super().__init__(cores)
         self._next = 0
+        self._weights = [weights.get(core.pool, 1.0) for core in self.cores] if weights else None
+        self._credit = [0.0] * len(self.cores)
 
     def choose(self, request: Request, now: int) -> EngineCore | None:
+        return self._in_turn() if self._weights is None else self._richest(self._weights)
+
+    def _in_turn(self) -> EngineCore | None:
         cores = self.cores
         for _ in cores:
             core = cores[self._next]
@@ -49,22 +82,13 @@ class RoundRobin(Router):
                 return core
         return None
 
-
-class WeightedRoundRobin(Router):
-    """Smoothly interleaved: every turn each core gains its weight, the richest is chosen and pays for all."""
-
-    def __init__(self, cores: Sequence[EngineCore], weights: Sequence[float]) -> None:
-        super().__init__(cores)
-        self._weights = list(weights)
-        self._credit = [0.0] * len(self._weights)
-
-    def choose(self, request: Request, now: int) -> EngineCore | None:
+    def _richest(self, weights: Sequence[float]) -> EngineCore | None:
         best = None
         paid = 0.0
         for i, core in enumerate(self.cores):
             if core.up:
-                paid += self._weights[i]
-                self._credit[i] += self._weights[i]
+                paid += weights[i]
+                self._credit[i] += weights[i]
                 if best is None or self._credit[i] > self._credit[best] + 1e-9:
                     best = i
         if best is None:
@@ -73,21 +97,39 @@ class WeightedRoundRobin(Router):
         return self.cores[best]
 
 
-class _Informed(Router):
-    """Keeps the load of every core as the router knows it: each request weighs `weight` while it is under way."""
+class LoadAware(Router):
+    """Keeps the load of every core as the router knows it: each request weighs `weight` while it is under way.
 
-    informed = True
+    What it knows is `stale_s` seconds old. The core with the least load is chosen, unless `best` says otherwise.
+    """
 
-    def __init__(self, cores: Sequence[EngineCore], stale: int = 0) -> None:
+    def __init__(self, cores: Sequence[EngineCore], *, stale_s: float = 0.0) -> None:
         super().__init__(cores)
-        self._stale = stale
+        self.load = [0] * len(self.cores)
+        """By position in `cores`."""
+        self._stale = round(stale_s * TICKS_PER_SECOND)
         self._at = {core.number: i for i, core in enumerate(self.cores)}
-        self._load = [0] * len(self.cores)
         self._news: deque[tuple[int, int, int]] = deque()  # (tick it is known, core, change of load)
+
+    def weight(self, request: Request) -> int:
+        """What a request adds to the load of its core."""
+        return 1
+
+    def best(self, request: Request, now: int) -> int | None:
+        """The position of the core for a request; None when all are down."""
+        return self.lightest()
+
+    def lightest(self) -> int | None:
+        """The position of the core that has the least load of those that are up."""
+        lightest = self.load.index(min(self.load))
+        if self.cores[lightest].up:
+            return lightest
+        up = [i for i, core in enumerate(self.cores) if core.up]
+        return min(up, key=self.load.__getitem__, default=None)
 
     def choose(self, request: Request, now: int) -> EngineCore | None:
         self._catch_up(now)
-        at = self._best(request, now)
+        at = self.best(request, now)
         if at is None:
             return None
         self._change(now, at, self.weight(request))
@@ -96,51 +138,40 @@ class _Informed(Router):
     def over(self, request: Request, core: EngineCore, now: int) -> None:
         self._change(now, self._at[core.number], -self.weight(request))
 
-    def weight(self, request: Request) -> int:
-        return 1
-
-    def _best(self, request: Request, now: int) -> int | None:
-        return self._lightest()
-
-    def _lightest(self) -> int | None:
-        lightest = self._load.index(min(self._load))
-        if self.cores[lightest].up:
-            return lightest
-        up = [i for i, core in enumerate(self.cores) if core.up]
-        return min(up, key=self._load.__getitem__, default=None)
-
     def _change(self, now: int, at: int, change: int) -> None:
         if self._stale:
             self._news.append((now + self._stale, at, change))
         else:
-            self._load[at] += change
+            self.load[at] += change
 
     def _catch_up(self, now: int) -> None:
         news = self._news
         while news and news[0][0] <= now:
             _, at, change = news.popleft()
-            self._load[at] += change
+            self.load[at] += change
 
 
-class LeastOutstanding(_Informed):
+class LeastOutstanding(LoadAware):
     """The core with the fewest requests under way."""
 
 
-class LeastTokens(_Informed):
+class LeastTokens(LoadAware):
     """The core whose requests under way have the fewest tokens to keep, as far as they were known on arrival."""
 
     def weight(self, request: Request) -> int:
         return request.prompt_tokens
 
 
-class PowerOfTwo(_Informed):
+class PowerOfTwo(LoadAware):
     """The less loaded of two cores drawn for this request (Mitzenmacher 2001)."""
 
-    def __init__(self, cores: Sequence[EngineCore], stale: int = 0, seed: int = 0) -> None:
-        super().__init__(cores, stale)
+    needs = frozenset({"seed"})
+
+    def __init__(self, cores: Sequence[EngineCore], *, seed: int = 0, stale_s: float = 0.0) -> None:
+        super().__init__(cores, stale_s=stale_s)
         self._seed = seed
 
-    def _best(self, request: Request, now: int) -> int | None:
+    def best(self, request: Request, now: int) -> int | None:
         up = [i for i, core in enumerate(self.cores) if core.up]
         if len(up) < 2:
             return up[0] if up else None
@@ -148,45 +179,47 @@ class PowerOfTwo(_Informed):
         first = draw % len(up)
         second = (first + 1 + (draw >> 32) % (len(up) - 1)) % len(up)
         a, b = sorted((up[first], up[second]))
-        return b if self._load[b] < self._load[a] else a
+        return b if self.load[b] < self.load[a] else a
 
 
 class SessionAffinity(Router):
-    """All requests of a session on one core, by rendezvous hashing: a core that fails moves only its own sessions.
+    """All requests of a session on one core, by rendezvous hashing: a core that fails moves only its own sessions."""
 
-    `sessions[i]` is the session of request i.
-    """
+    needs = frozenset({"session"})
 
-    def __init__(self, cores: Sequence[EngineCore], sessions: Sequence[int]) -> None:
+    def __init__(self, cores: Sequence[EngineCore], *, session: Sequence[int]) -> None:
+        """`session[i]` is the session of request i."""
         super().__init__(cores)
-        self._sessions = sessions
+        self._session = session
 
     def choose(self, request: Request, now: int) -> EngineCore | None:
         up = [core for core in self.cores if core.up]
-        session = self._sessions[request.id]
+        session = self._session[request.id]
         return max(up, key=lambda core: mix(session, core.number), default=None)
 
 
-class PrefixAware(_Informed):
+class PrefixAware(LoadAware):
     """The core that would have the least to do: prompt tokens not cached there, plus `load_weight` x those under way.
 
     The cost is that of NVIDIA Dynamo's KV router at temperature zero. What a core has cached is taken to be the leading
-    blocks of the prompts sent there: the latest `memory_blocks` per core, and up to as many before them, kept in two
+    blocks of the prompts sent there: the latest `memory_tokens` per core, and up to as many before them, kept in two
     generations.
     """
+
+    needs = frozenset({"block_tokens"})
 
     def __init__(
         self,
         cores: Sequence[EngineCore],
         *,
         block_tokens: int,
-        memory_blocks: int,
+        memory_tokens: int = 1_000_000,
         load_weight: float = 1.0,
-        stale: int = 0,
+        stale_s: float = 0.0,
     ) -> None:
-        super().__init__(cores, stale)
+        super().__init__(cores, stale_s=stale_s)
         self._block_tokens = block_tokens
-        self._generation = memory_blocks * len(self.cores)
+        self._generation = max(1, memory_tokens // block_tokens) * len(self.cores)
         self._load_weight = load_weight
         self._young: dict[Hashable, int] = {}  # block -> cores that have it, as bits
         self._old: dict[Hashable, int] = {}
@@ -199,23 +232,23 @@ class PrefixAware(_Informed):
     def over(self, request: Request, core: EngineCore, now: int) -> None:
         super().over(request, core, now)
         if not core.up:  # it has left, or is lost with everything it had cached
-            others = ~(1 << self._at[core.number])
+            all_but_it = ~(1 << self._at[core.number])
             for generation in (self._young, self._old):
                 for block in generation:
-                    generation[block] &= others
+                    generation[block] &= all_but_it
 
-    def _best(self, request: Request, now: int) -> int | None:
+    def best(self, request: Request, now: int) -> int | None:
         sent = self._sent
         while sent and sent[0][0] <= now:
             _, at, blocks = sent.popleft()
             self._remember(at, blocks)
-        best = self._lightest()
+        best = self.lightest()
         if best is None:
             return None
-        load, weight, lightest = self._load, self._load_weight, best
+        load, weight, lightest = self.load, self._load_weight, best
         least = weight * load[best]
         for cores, cached in self._cached(request.blocks):
-            for at in (lightest,) if cores >> lightest & 1 else _bits(cores):
+            for at in (lightest,) if cores >> lightest & 1 else _bits(cores):  # of equal caches, the lightest is best
                 cost = weight * load[at] - cached * self._block_tokens
                 if (cost < least or (cost == least and at < best)) and self.cores[at].up:
                     best, least = at, cost
@@ -228,19 +261,19 @@ class PrefixAware(_Informed):
     def _cached(self, blocks: Sequence[Hashable]) -> list[tuple[int, int]]:
         """(cores as bits, leading blocks they have) for those that have any."""
         young, old = self._young.get, self._old.get
-        found: list[tuple[int, int]] = []
+        hits: list[tuple[int, int]] = []
         cores, depth = -1, 0
         for block in blocks:
             still = cores & (young(block, 0) | old(block, 0))
             if still != cores and depth:
-                found.append((cores & ~still, depth))
+                hits.append((cores & ~still, depth))
             cores = still
             if not cores:
                 break
             depth += 1
         if cores > 0:
-            found.append((cores, depth))
-        return found
+            hits.append((cores, depth))
+        return hits
 
     def _remember(self, at: int, blocks: Sequence[Hashable]) -> None:
         young, bit = self._young, 1 << at
@@ -255,12 +288,12 @@ class PrefixAware(_Informed):
 
 def _bits(mask: int) -> list[int]:
     """Numbers of the bits that are set, from the lowest."""
-    found = []
+    numbers = []
     while mask:
         low = mask & -mask
-        found.append(low.bit_length() - 1)
+        numbers.append(low.bit_length() - 1)
         mask ^= low
-    return found
+    return numbers
 
 
 def mix(a: int, b: int) -> int:
@@ -269,3 +302,14 @@ def mix(a: int, b: int) -> int:
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
     return x ^ (x >> 31)
+
+
+ROUTERS: dict[str, type[Router]] = {
+    "round_robin": RoundRobin,
+    "least_outstanding": LeastOutstanding,
+    "least_tokens": LeastTokens,
+    "power_of_two": PowerOfTwo,
+    "session_affinity": SessionAffinity,
+    "prefix_aware": PrefixAware,
+}
+"""The routers that are built in, by their kind in a plan, whose other fields there are options of theirs."""

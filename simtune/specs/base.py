@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from simtune.errors import Problem, SpecError, UsageError
+from simtune.errors import Problem, SpecError, UsageError, suggest
 from simtune.specs import yamlfile
 
 T = TypeVar("T")
@@ -36,6 +35,10 @@ class Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, populate_by_name=True)
 
 
+Check = Callable[[Any], Iterable[tuple[Sequence[str | int], str]]]
+"""(key, what is wrong) for what a spec names and only the floors above can look at."""
+
+
 class Spec(Part):
     """A file of its own. `KIND` is the word in `schema: simtune/<kind>@1`."""
 
@@ -48,8 +51,9 @@ class Spec(Part):
         return f"simtune/{cls.KIND}@1"
 
     @classmethod
-    def from_document(cls, document: yamlfile.Document) -> Self:
-        """Validate parsed YAML. Raises SpecError with every problem of the file at once."""
+    def from_document(cls, document: yamlfile.Document, check: Check | None = None) -> Self:
+        """Validate parsed YAML; what `check` finds in a spec that is right in itself is told alike. Raises SpecError
+        with every problem of the file at once."""
         data = document.data
         if not isinstance(data, dict):
             raise SpecError(Problem(document.file, f"a {cls.KIND} spec was expected, not {_kind_of(data)}", "", 1, 1))
@@ -64,6 +68,9 @@ class Spec(Part):
             spec = cls.model_validate(data)
         except ValidationError as error:
             problems += _problems(cls, error, document)
+        else:
+            wrong = check(spec) if check is not None else ()
+            problems += [_problem(document, at, message, missing=True) for at, message in wrong]
         if problems:
             raise SpecError(sorted(problems, key=lambda p: (p.line or 0, p.column or 0)))
         return spec
@@ -85,12 +92,6 @@ class Spec(Part):
     def to_yaml(self, comment: str = "") -> str:
         """The text of its file, with `comment` at the top; `from_text` reads back the same spec."""
         return yamlfile.dump(self.to_data(), comment)
-
-
-def suggest(word: str, known: Iterable[str]) -> str:
-    """`, did you mean x?` or nothing."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f", did you mean {close[0]}?" if close else ""
 
 
 class ErrorAt(ValueError):
@@ -141,12 +142,16 @@ def _problems(model: type[BaseModel], error: ValidationError, document: yamlfile
         loc = [part for part in (*item["loc"], *at) if part != "[key]"]
         if item["type"] == "too_short" and len(item["input"]) > item["ctx"]["actual_length"]:
             continue  # pydantic counts only good items; the bad ones are reported on their own
-        keys, message = _keys_of_file(loc, document.data, item["type"] == "missing"), _message(model, item)
-        if any(tuple(keys[: len(path)]) == path for path in document.overridden):
-            problems.append(Problem("--set", message, ".".join(keys)))
-        else:
-            problems.append(Problem(document.file, message, ".".join(keys), *document.position(loc)))
+        problems.append(_problem(document, loc, _message(model, item), missing=item["type"] == "missing"))
     return problems
+
+
+def _problem(document: yamlfile.Document, loc: Sequence[str | int], message: str, missing: bool = False) -> Problem:
+    """A problem at a location of a document; if its last part is `missing`, it is named all the same."""
+    keys = _keys_of_file(loc, document.data, missing)
+    if any(tuple(keys[: len(path)]) == path for path in document.overridden):
+        return Problem("--set", message, ".".join(keys))
+    return Problem(document.file, message, ".".join(keys), *document.position(loc))
 
 
 def _keys_of_file(loc: Sequence[str | int], data: Any, missing: bool) -> list[str]:
@@ -239,5 +244,7 @@ def _variants(annotation: Any) -> list[Any]:
 
 
 def _kind_tags(model: type[BaseModel]) -> tuple[str, ...]:
+    """The tags of a variant: the values of its `kind`, or its `TAG` where these are without number."""
+    tag = getattr(model, "TAG", None)
     field = model.model_fields.get("kind")
-    return get_args(field.annotation) if field is not None else ()
+    return (tag,) if tag is not None else get_args(field.annotation) if field is not None else ()

@@ -12,16 +12,17 @@ from importlib import resources
 from pathlib import Path
 from typing import TypeVar
 
-from simtune.errors import UsageError
+from simtune.errors import UsageError, suggest
 from simtune.specs import hf, yamlfile
 from simtune.specs.acceptance import Acceptance
-from simtune.specs.base import Spec, override, suggest
+from simtune.specs.base import Check, Spec, override
+from simtune.specs.columns import replay
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
 from simtune.specs.study import Study
 from simtune.specs.traces import Trace, read_trace
-from simtune.specs.workload import TraceArrivals, TraceLengths, Workload
+from simtune.specs.workload import Workload
 
 S = TypeVar("S", bound=Spec)
 
@@ -58,14 +59,7 @@ def load_workload(reference: str, settings: Sequence[str] = ()) -> tuple[Workloa
     path = _locate("workload", reference)
     if path.name.endswith(_TRACE_SUFFIXES):
         trace = read_trace(path)
-        workload = Workload(
-            name=path.name.split(".")[0],
-            requests=len(trace),
-            arrivals=TraceArrivals(),
-            prompt=TraceLengths(),
-            output=TraceLengths(),
-            trace=str(path),
-        )
+        workload = replay(trace, path.name.split(".")[0])
         if settings:
             document = yamlfile.Document(str(path), workload.to_data(), None)
             workload = Workload.from_document(override(document, settings))
@@ -79,18 +73,19 @@ def load_acceptance(reference: str, settings: Sequence[str] = ()) -> Acceptance:
     return _read(Acceptance, _locate("acceptance", reference), settings)
 
 
-def load_plan(reference: str, settings: Sequence[str] = ()) -> Plan:
-    """A plan by path."""
-    return _read(Plan, Path(reference), settings)
+def load_plan(reference: str, settings: Sequence[str] = (), check: Check | None = None) -> Plan:
+    """A plan from its file. Raises SpecError, also for what `check` finds."""
+    return _read(Plan, Path(reference), settings, check)
 
 
-def load_study(reference: str, settings: Sequence[str] = ()) -> Study:
-    """A study by path."""
-    return _read(Study, Path(reference), settings)
+def load_study(reference: str, settings: Sequence[str] = (), check: Check | None = None) -> Study:
+    """A study from its file. Raises SpecError, also for what `check` finds."""
+    return _read(Study, Path(reference), settings, check)
 
 
-def load(reference: str) -> Spec:
-    """Any spec, by path or by built-in name; what a file is, is found in its `schema`."""
+def load(reference: str, check: Check | None = None) -> Spec:
+    """Any spec, by path or by built-in name; what a file is, is found in its `schema`. `check` looks at what plans and
+    studies name."""
     kind = _kind(reference)
     if kind == "model":
         return load_model(reference)
@@ -100,7 +95,7 @@ def load(reference: str) -> Spec:
         return load_workload(reference)[0]
     if kind == "acceptance":
         return load_acceptance(reference)
-    return _read(KINDS[kind], Path(reference), ())
+    return _read(KINDS[kind], Path(reference), (), check)
 
 
 def _kind(reference: str) -> str:
@@ -140,8 +135,8 @@ def _kind_of_file(path: Path) -> str:
     raise UsageError(f"{path}: `schema` is {schema!r}{hint or '; it must be one of ' + ', '.join(known)}")
 
 
-def _read(kind: type[S], path: Path, settings: Sequence[str]) -> S:
-    return kind.from_document(override(yamlfile.parse(yamlfile.read_text(path), str(path)), settings))
+def _read(kind: type[S], path: Path, settings: Sequence[str], check: Check | None = None) -> S:
+    return kind.from_document(override(yamlfile.parse(yamlfile.read_text(path), str(path)), settings), check)
 
 
 def _is_path(reference: str) -> bool:

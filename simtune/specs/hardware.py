@@ -11,7 +11,7 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from simtune.errors import Problem, SpecError
 from simtune.specs import yamlfile
-from simtune.specs.base import Count, Dtype, Name, NonNegative, Part, Positive, Seq, Share, Spec
+from simtune.specs.base import Check, Count, Dtype, Name, NonNegative, Part, Positive, Seq, Share, Spec
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -315,9 +315,9 @@ class Hardware(Spec):
     _arrays: Arrays = PrivateAttr(default_factory=lambda: Arrays({}))
 
     @classmethod
-    def from_document(cls, document: yamlfile.Document) -> Self:
+    def from_document(cls, document: yamlfile.Document, check: Check | None = None) -> Self:
         """See `Spec`; the arrays stay in arrays.npz beside the file until somebody asks for one."""
-        hardware = super().from_document(document)
+        hardware = super().from_document(document, check)
         return hardware.with_arrays(Arrays(path=Path(document.file).with_name(ARRAYS)))
 
     @property

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal
 
-from simtune.errors import Problem, SpecError
-from simtune.specs.base import suggest
+from simtune.errors import Problem, SpecError, suggest
 from simtune.specs.model import Model
 from simtune.specs.yamlfile import Document
 

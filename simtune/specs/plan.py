@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
-from simtune.specs.base import Count, ErrorAt, Name, NonNegative, Part, Positive, Seq, Spec, suggest
+from simtune import plugins
+from simtune.errors import suggest
+from simtune.specs.base import Count, ErrorAt, Name, NonNegative, Part, Positive, Seq, Spec
+from simtune.specs.parts import PartName
 from simtune.specs.speculation import Speculation, awaited
 
 KvDtype = Literal["fp32", "bf16", "fp16", "fp8", "int8"]
-Policy = Literal[
+POLICY_NAMES = (
     "vllm-fcfs",
     "vllm-priority",
     "transformers-fifo",
@@ -24,8 +27,12 @@ Policy = Literal[
     "dual-queue",
     "skip-join-mlfq",
     "priority-layers",
-]
-"""What each does is said in `simtune.engine`."""
+)
+"""The policies that are built in; what each does is said in `simtune.engine`."""
+POLICY_GROUP = "simtune.policies"
+"""Where packages register policies of their own."""
+ROUTER_GROUP = "simtune.routers"
+Policy = Annotated[str, PartName(POLICY_GROUP, POLICY_NAMES)]
 Role = Literal["mixed", "prefill", "decode"]
 
 
@@ -57,6 +64,9 @@ class Batching(Part):
     )
     prediction_sigma: NonNegative = Field(
         0.5, description="how far off predicted output lengths are, for policies that use them: log standard deviation"
+    )
+    options: dict[str, Any] | None = Field(
+        None, description="of a policy of your own: what its constructor takes beside the settings of every policy"
     )
 
 
@@ -137,44 +147,45 @@ class Pool(Part):
 
 
 # --- routers ----------------------------------------------------------------------------------------------
+# Fields besides `kind` are options of the router of that name in `simtune.sim.router`.
 
 
-class RoundRobin(Part):
+class RoundRobinRouting(Part):
     """One instance after the other; pools may get unequal shares by weight."""
 
     kind: Literal["round_robin"] = "round_robin"
     weights: dict[str, Positive] = Field({}, description="share of each pool by name, per instance; 1 unless given")
 
 
-class _Informed(Part):
+class _StaleRouting(Part):
     stale_s: NonNegative = Field(0.0, description="how old the router's knowledge of the instances is")
 
 
-class LeastOutstanding(_Informed):
+class LeastOutstandingRouting(_StaleRouting):
     """The instance with the fewest requests under way."""
 
     kind: Literal["least_outstanding"] = "least_outstanding"
 
 
-class LeastTokens(_Informed):
+class LeastTokensRouting(_StaleRouting):
     """The instance whose requests under way have the fewest prompt tokens: what its KV cache has to hold."""
 
     kind: Literal["least_tokens"] = "least_tokens"
 
 
-class PowerOfTwo(_Informed):
+class PowerOfTwoRouting(_StaleRouting):
     """Of two instances drawn at random, the one with fewer requests under way."""
 
     kind: Literal["power_of_two"] = "power_of_two"
 
 
-class SessionAffinity(Part):
+class SessionAffinityRouting(Part):
     """Requests of one session go to one instance, by rendezvous hashing."""
 
     kind: Literal["session_affinity"] = "session_affinity"
 
 
-class PrefixAware(_Informed):
+class PrefixAwareRouting(_StaleRouting):
     """The instance with the least work: prompt tokens it would have to compute, plus those it has under way.
 
     What an instance has cached is what the router sent it, at least the latest `memory_tokens` of it.
@@ -185,9 +196,29 @@ class PrefixAware(_Informed):
     memory_tokens: Count = Field(1_000_000, description="prompt tokens per instance the router remembers")
 
 
-Router = Annotated[
-    RoundRobin | LeastOutstanding | LeastTokens | PowerOfTwo | SessionAffinity | PrefixAware,
-    Field(discriminator="kind"),
+class OwnRouting(Part):
+    """A router that is not built in: a class by its import path, or by the name a package registered it under."""
+
+    TAG: ClassVar[str] = plugins.EXAMPLE
+    kind: Annotated[str, PartName(ROUTER_GROUP)]
+    options: dict[str, Any] = Field({}, description="what its constructor takes")
+
+
+def _routing_tag(value: Any) -> str | None:
+    """Which of the classes below reads a router."""
+    kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
+    return OwnRouting.TAG if PartName(ROUTER_GROUP).knows(kind) else kind
+
+
+Routing = Annotated[
+    Annotated[RoundRobinRouting, Tag("round_robin")]
+    | Annotated[LeastOutstandingRouting, Tag("least_outstanding")]
+    | Annotated[LeastTokensRouting, Tag("least_tokens")]
+    | Annotated[PowerOfTwoRouting, Tag("power_of_two")]
+    | Annotated[SessionAffinityRouting, Tag("session_affinity")]
+    | Annotated[PrefixAwareRouting, Tag("prefix_aware")]
+    | Annotated[OwnRouting, Tag(OwnRouting.TAG)],
+    Discriminator(_routing_tag),
 ]
 
 # --- what happens to instances ----------------------------------------------------------------------------
@@ -258,8 +289,8 @@ class Plan(Spec):
     KIND: ClassVar[str] = "plan"
     model: str
     pools: Annotated[Seq[Pool], Field(min_length=1, strict=False)]
-    router: Router = RoundRobin()
-    decode_router: Router | None = Field(None, description="chooses the decode instance; least_tokens unless given")
+    router: Routing = RoundRobinRouting()
+    decode_router: Routing | None = Field(None, description="chooses the decode instance; least_tokens unless given")
     link: KvLink | None = Field(None, description="between prefill and decode instances")
     events: Annotated[Seq[Event], Field(strict=False)] = ()
 
@@ -271,10 +302,14 @@ class Plan(Spec):
         return next(pool for pool in self.pools if pool.name == name)
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def _pools_told_apart(self) -> Self:
         names = [pool.name for pool in self.pools]
         if len(set(names)) < len(names):
             raise ValueError(f"pools must have different names: {', '.join(names)}")
+        return self
+
+    @model_validator(mode="after")
+    def _roles_complete(self) -> Self:
         roles = {pool.role for pool in self.pools}
         if "mixed" in roles and len(roles) > 1:
             raise ValueError("pools are either all mixed, or prefill and decode; found both kinds")
@@ -286,14 +321,21 @@ class Plan(Spec):
             raise ValueError(
                 "prefill and decode pools need a link between them; write `link: {}` for the hardware's inter_node link"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _weights_of_pools(self) -> Self:
         for key, router in (("router", self.router), ("decode_router", self.decode_router)):
-            if isinstance(router, RoundRobin):
+            if isinstance(router, RoundRobinRouting):
                 for name in router.weights:
-                    self._named(name, names, "the router gives a weight to", key, "weights", name)
-        present: dict[tuple[str, int], float] = {}
+                    self._named(name, "the router gives a weight to", key, "weights", name)
+        return self
+
+    @model_validator(mode="after")
+    def _instances_of_events(self) -> Self:
         for i, event in enumerate(self.events):
             where = ("events", i)
-            self._named(event.pool, names, f"the {event.kind} names", *where, "pool")
+            self._named(event.pool, f"the {event.kind} names", *where, "pool")
             size = self.pool(event.pool).instances
             if event.instance >= size:
                 raise ErrorAt(
@@ -302,9 +344,15 @@ class Plan(Spec):
                     "instance",
                 )
             if isinstance(event, Switch):
-                self._named(event.to, names, "the switch names", *where, "to")
+                self._named(event.to, "the switch names", *where, "to")
                 if event.to == event.pool:
                     raise ErrorAt(f"the switch leads from pool {event.pool} to itself", *where, "to")
+        return self
+
+    @model_validator(mode="after")
+    def _events_in_order(self) -> Self:
+        present: dict[tuple[str, int], float] = {}
+        for i, event in enumerate(self.events):
             of_instance = (event.pool, event.instance)
             over = present.get(of_instance, 0.0)
             if event.at_s < over or (isinstance(event, Start) and of_instance in present):
@@ -314,14 +362,15 @@ class Plan(Spec):
                 raise ErrorAt(
                     f"the {event.kind} of instance {event.instance} of pool {event.pool} at {event.at_s:g} s comes "
                     f"{which}; list them in order, a start first; a failed instance comes back by recover_s",
-                    *where,
+                    "events",
+                    i,
                     "at_s",
                 )
             present[of_instance] = event.over_s
         return self
 
-    @staticmethod
-    def _named(name: str, names: list[str], who: str, *at: str | int) -> None:
+    def _named(self, name: str, who: str, *at: str | int) -> None:
+        names = [pool.name for pool in self.pools]
         if name not in names:
             message = f"{who} pool {name!r}, which is not there{suggest(name, names)}; pools: {', '.join(names)}"
             raise ErrorAt(message, *at)

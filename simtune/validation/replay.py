@@ -25,8 +25,8 @@ from simtune.engine import (
     TransformersFifo,
     VllmFcfs,
 )
-from simtune.errors import Problem, SpecError, UsageError
-from simtune.specs.base import Count, suggest
+from simtune.errors import Problem, SpecError, UsageError, suggest
+from simtune.specs.base import Count
 from simtune.validation.steplog import LoggedStep, StepLog, describe
 
 

@@ -14,13 +14,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-GROUND = {"arrays", "errors", "parallel", "specs"}
+GROUND = {"arrays", "errors", "parallel", "plugins", "specs"}
 LAW: dict[str, set[str]] = {
     "arrays": set(),
     "errors": set(),
     "parallel": set(),
     "engine": {"arrays"},
-    "specs": {"arrays", "errors"},
+    "plugins": {"errors"},
+    "specs": {"arrays", "errors", "plugins"},
     "costs": {"arrays", "errors", "specs"},
     "emit": {"errors", "specs"},
     "profiling": {"arrays", "errors", "specs", "costs"},

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from simtune.costs.compiled import LinearCosts
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import POLICIES, Scheduler
-from simtune.sim import router
 from simtune.sim.core import EngineCore, KvConnector, Pipeline
 from simtune.sim.link import Link
 from simtune.sim.requests import RequestStream
+from simtune.sim.router import ROUTERS, LoadAware, Router
 from simtune.sim.world import Change, Outcome, World
 from tests.sim.worlds import stream_of
 
@@ -146,24 +146,13 @@ class Cluster:
             **options,
         )
 
-    def _router(self, cores: list[EngineCore]) -> router.Router:
-        stale = round(self.stale_s * TICKS_PER_SECOND)
-        match self.routing:
-            case "least_outstanding":
-                return router.LeastOutstanding(cores, stale)
-            case "least_tokens":
-                return router.LeastTokens(cores, stale)
-            case "power_of_two":
-                return router.PowerOfTwo(cores, stale, seed=3)
-            case "session_affinity":
-                return router.SessionAffinity(cores, [i % 5 for i in range(len(self.stream))])
-            case "weighted":
-                return router.WeightedRoundRobin(cores, [1.0 + i % 3 for i in range(len(cores))])
-            case _:
-                return router.RoundRobin(cores)
-
-
-ROUTING = ("round_robin", "least_outstanding", "least_tokens", "power_of_two", "session_affinity", "weighted")
+    def _router(self, cores: list[EngineCore]) -> Router:
+        kind = ROUTERS[self.routing]
+        needs: dict[str, Any] = {"seed": 3, "session": [i % 5 for i in range(len(self.stream))], "block_tokens": 16}
+        options = {need: needs[need] for need in kind.needs}
+        if issubclass(kind, LoadAware):
+            options["stale_s"] = self.stale_s
+        return kind(cores, **options)
 
 
 def kinds(blocks: list[int], max_pp: int) -> st.SearchStrategy[Kind]:
@@ -217,7 +206,7 @@ def clusters(draw: st.DrawFn, apart: bool, failing: bool, max_pp: int = 3) -> Cl
         back,
         block_size,
         stream,
-        draw(st.sampled_from(ROUTING)),
+        draw(st.sampled_from(list(ROUTERS))),
         draw(st.sampled_from([0.0, 0.01])),
         (
             draw(st.sampled_from([1e6, 1e9])),

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simtune.costs.compiled import LinearCosts
+from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import Request, VllmFcfs
 from simtune.sim.core import EngineCore
 from simtune.sim.router import (
@@ -18,7 +19,6 @@ from simtune.sim.router import (
     RoundRobin,
     Router,
     SessionAffinity,
-    WeightedRoundRobin,
 )
 
 
@@ -59,7 +59,9 @@ def test_round_robin_passes_over_those_that_are_down() -> None:
 
 def test_weights_are_interleaved_smoothly() -> None:
     up = cores(3)
-    router = WeightedRoundRobin(up, [5, 1, 1])
+    for core, pool in zip(up, "abc", strict=True):
+        core.pool = pool
+    router = RoundRobin(up, weights={"a": 5.0})
     # Every turn all gain their weight and the chosen one pays 7: (5 1 1) (3 2 2) (1 3 3) (6 -3 4) (4 -2 5) (9 -1 -1)..
     assert chosen(router, map(ask, range(7))) == [0, 0, 1, 0, 2, 0, 0]
     up[0].up = False
@@ -89,7 +91,7 @@ def test_fewest_tokens_under_way() -> None:
 
 def test_a_router_with_stale_news_sends_a_burst_to_one_core() -> None:
     up = cores(2)
-    router = LeastOutstanding(up, stale=10)
+    router = LeastOutstanding(up, stale_s=10 / TICKS_PER_SECOND)
     first = [ask(i) for i in range(3)]
     assert chosen(router, first, now=0) == [0, 0, 0]
     assert chosen(router, [ask(3)], now=9) == [0]
@@ -103,7 +105,7 @@ def test_a_router_with_stale_news_sends_a_burst_to_one_core() -> None:
 def test_of_two_drawn_the_one_with_less() -> None:
     up = cores(8)
     router = PowerOfTwo(up, seed=4)
-    blind = PowerOfTwo(up, stale=10**9, seed=4)  # it never hears of any load: the first of the two drawn
+    blind = PowerOfTwo(up, stale_s=1.0, seed=4)  # it never hears of any load: the first of the two drawn
     counts, blind_counts = [0] * 8, [0] * 8
     for i in range(4000):
         (at,) = chosen(router, [ask(i)])
@@ -127,7 +129,7 @@ def test_of_two_drawn_the_one_with_less() -> None:
 def test_sessions_stay_and_only_those_of_a_failed_core_move() -> None:
     up = cores(4)
     sessions = [i % 400 for i in range(1200)]
-    router = SessionAffinity(up, sessions)
+    router = SessionAffinity(up, session=sessions)
     before = chosen(router, map(ask, range(400)))
     assert chosen(router, map(ask, range(400, 800))) == before
     share = [before.count(i) for i in range(4)]
@@ -147,21 +149,21 @@ def test_sessions_stay_and_only_those_of_a_failed_core_move() -> None:
 
 def test_a_prompt_goes_where_its_beginning_is_unless_too_much_waits_there() -> None:
     up = cores(2)
-    router = PrefixAware(up, block_tokens=10, memory_blocks=100)
+    router = PrefixAware(up, block_tokens=10, memory_tokens=1000)
     long = ask(0, 30, ("a", "b", "c"))
     assert chosen(router, [long]) == [0]
     router.over(long, up[0], now=1)
     assert chosen(router, [ask(1, 30, ("a", "b", "x"))], now=1) == [0]  # 20 cached, 0 under way
     # 30 under way at 0: with 40 cached there is more to gain, with 20 there is not.
     assert chosen(router, [ask(2, 40, ("a", "b", "y", "z"))], now=1) == [1]
-    router = PrefixAware(up, block_tokens=10, memory_blocks=100, load_weight=0.5)
+    router = PrefixAware(up, block_tokens=10, memory_tokens=1000, load_weight=0.5)
     chosen(router, [ask(0, 30, ("a", "b", "c"))])
     assert chosen(router, [ask(1, 40, ("a", "b", "y", "z"))]) == [0]  # 0.5 * 30 - 20 < 0
 
 
 def test_what_a_failed_core_had_cached_is_gone() -> None:
     up = cores(2)
-    router = PrefixAware(up, block_tokens=10, memory_blocks=100)
+    router = PrefixAware(up, block_tokens=10, memory_tokens=1000)
     first = ask(0, 20, ("a", "b"))
     assert chosen(router, [ask(9, 1), first]) == [0, 1]
     up[1].up = False
@@ -174,7 +176,7 @@ def test_what_a_failed_core_had_cached_is_gone() -> None:
 
 def test_stale_news_of_prefixes() -> None:
     up = cores(2)
-    router = PrefixAware(up, block_tokens=10, memory_blocks=100, load_weight=0.1, stale=10)
+    router = PrefixAware(up, block_tokens=10, memory_tokens=1000, load_weight=0.1, stale_s=10 / TICKS_PER_SECOND)
     assert chosen(router, [ask(0, 20, ("a",))], now=0) == [0]
     assert chosen(router, [ask(1, 20, ("b",))], now=0) == [0]  # nothing is known, the first of equals
     assert chosen(router, [ask(2, 500, ("c",))], now=10) == [1]  # 40 tokens at 0
@@ -232,7 +234,7 @@ def test_prefix_aware_equals_looking_everywhere(
     story: list[tuple[str, int, list[int], int]], count: int, memory_blocks: int, load_weight: float
 ) -> None:
     up = cores(count)
-    router = PrefixAware(up, block_tokens=10, memory_blocks=memory_blocks, load_weight=load_weight)
+    router = PrefixAware(up, block_tokens=10, memory_tokens=10 * memory_blocks, load_weight=load_weight)
     plain = PlainPrefixAware(up, 10, memory_blocks, load_weight)
     there: list[tuple[Request, int]] = []
     for number, (what, which, path, tokens) in enumerate(story):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from simtune.errors import SpecError, UsageError
+from simtune.errors import SpecError, UsageError, suggest
 from simtune.specs import yamlfile
-from simtune.specs.base import override, suggest
+from simtune.specs.base import override
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
 from simtune.specs.workload import Workload

@@ -16,6 +16,8 @@ class Orca(StallFree):
     step and are never cut, whatever `chunked_prefill` says; a long one makes everybody's step long.
     """
 
+    cuts_prompts = "never"
+
     def __init__(self, **settings: Unpack[Settings]) -> None:
         settings["chunked_prefill"] = False
         super().__init__(**settings)

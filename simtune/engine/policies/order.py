@@ -14,12 +14,16 @@ class ShortestPredictedFirst(StallFree):
     The policy is as good as the predictions, which come from outside; it never learns how wrong they were.
     """
 
+    reads = frozenset({"predicted_tokens"})
+
     def _key(self, request: Request) -> int:
         return request.predicted_tokens
 
 
 class EarliestDeadlineFirst(StallFree):
     """Prompts in the order of `Request.deadline`: between two chunks, an urgent one overtakes one under way."""
+
+    reads = frozenset({"deadline"})
 
     def _key(self, request: Request) -> float:
         return request.deadline

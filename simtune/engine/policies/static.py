@@ -28,6 +28,9 @@ class StaticBatching(ListScheduler):
     `chunked_prefill` says.
     """
 
+    cuts_prompts = "never"
+    takes_over = False
+
     def __init__(self, **settings: Unpack[Settings]) -> None:
         settings["chunked_prefill"] = False
         super().__init__(**settings)

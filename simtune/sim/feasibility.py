@@ -1,0 +1,113 @@
+"""Whether an engine could run a pool as the plan says, and what memory it has then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from simtune.costs.drafting import DraftMemory, draft_memory, drafting_parallelism
+from simtune.costs.memory import GIB, Memory, kv_capacity
+from simtune.costs.protocol import UNBOUNDED
+from simtune.engine import POLICIES
+from simtune.engine.scheduler import Feature
+from simtune.errors import Infeasible
+from simtune.sim.parts import POLICY
+from simtune.sim.speculation import Drafting, check_drafting
+from simtune.specs.hardware import Hardware
+from simtune.specs.model import Model
+from simtune.specs.plan import Pool
+
+
+def check(pool: Pool, model: Model, hardware: Hardware, drafting: Drafting | None = None) -> Memory:
+    """The memory of one instance of a pool, a drafter's included. Raises Infeasible when the engine would refuse the
+    pool's settings.
+    """
+    max_model_len = pool.max_model_len or model.max_position
+    if max_model_len > model.max_position:
+        raise Infeasible(
+            f"max_model_len ({max_model_len}) exceeds the longest context of {model.name} ({model.max_position})"
+        )
+    for refusal in _refusals(pool):
+        raise Infeasible(f"pool {pool.name}: {refusal}")
+    _check_seats_and_budget(pool, max_model_len)
+    memory = _memory(pool, model, hardware, drafting, max_model_len)
+    pp = pool.parallelism.pp
+    blocks, needed = memory.num_blocks // pp, -(-max_model_len // pool.kv_cache.block_size)
+    if blocks < needed:
+        missing = (needed - blocks) * pool.kv_cache.block_size * memory.kv_bytes_per_token * pp / GIB
+        raise Infeasible(
+            f"{model.name} fits {hardware.name} with tp={pool.parallelism.tp} pp={pp}, but its KV cache holds {blocks} "
+            f"blocks and one request of max_model_len ({max_model_len}) needs {needed}: {missing:.1f} GiB per device "
+            "are missing; raise tp or pp, or lower max_model_len"
+        )
+    return memory
+
+
+def _refusals(pool: Pool) -> Iterator[str]:
+    """Settings that the pool's policy does not have, or not together."""
+    batching, kv_cache, name = pool.batching, pool.kv_cache, pool.batching.policy
+    policy = POLICY.find(name)
+    asked: dict[Feature, object] = {
+        "prefix_caching": kv_cache.prefix_caching,
+        "swap": kv_cache.preemption == "swap",
+        "speculation": pool.speculation,
+    }
+    for feature, setting in asked.items():
+        if setting and feature not in policy.offers:
+            yield f"policy {name} has no {feature}; leave it out, or choose {_offering(feature)}"
+    if kv_cache.prefix_caching and kv_cache.preemption == "swap":
+        yield "prefix_caching and preemption by swap do not go together; choose one"
+    if pool.role == "decode" and not policy.takes_over:
+        yield f"policy {name} forms its batches of prompts; a decode pool needs another policy"
+    if not batching.chunked_prefill and policy.cuts_prompts == "always":
+        yield f"policy {name} always cuts prompts at the token budget; leave chunked_prefill out"
+    if batching.safety_margin is not None and "safety_margin" not in policy.offers:
+        yield f"policy {name} has no safety_margin; leave it out, or choose {_offering('safety_margin')}"
+    if kv_cache.watermark and "watermark" not in policy.offers:
+        instead = "keeps blocks free by safety_margin" if "safety_margin" in policy.offers else "has no watermark"
+        yield f"policy {name} {instead}; leave kv_cache.watermark out"
+
+
+def _offering(feature: Feature) -> str:
+    """The built-in policies that have a feature."""
+    return " or ".join(name for name, policy in POLICIES.items() if feature in policy.offers)
+
+
+def _check_seats_and_budget(pool: Pool, max_model_len: int) -> None:
+    batching, pp = pool.batching, pool.parallelism.pp
+    if batching.max_num_seqs < pp:
+        raise Infeasible(f"max_num_seqs ({batching.max_num_seqs}) must be at least pp ({pp})")
+    if batching.max_num_batched_tokens < batching.max_num_seqs:
+        raise Infeasible(
+            f"max_num_batched_tokens ({batching.max_num_batched_tokens}) must be at least max_num_seqs "
+            f"({batching.max_num_seqs}); vLLM refuses it too"
+        )
+    never = POLICY.find(batching.policy).cuts_prompts == "never"
+    if (never or not batching.chunked_prefill) and batching.max_num_batched_tokens < max_model_len:
+        why = f"policy {batching.policy} never cuts prompts: " if never else "without chunked prefill "
+        raise Infeasible(
+            f"{why}max_num_batched_tokens ({batching.max_num_batched_tokens}) must be at least max_model_len "
+            f"({max_model_len})"
+        )
+
+
+def _memory(pool: Pool, model: Model, hardware: Hardware, drafting: Drafting | None, max_model_len: int) -> Memory:
+    """The memory of an instance; a drafter on GPUs of its own bounds the blocks, any other takes of the target's."""
+    extra, most = DraftMemory(0.0, 0.0), UNBOUNDED
+    if pool.speculation is not None:
+        if drafting is None:
+            raise ValueError(f"pool {pool.name} speculates: what its speculation names must be given")
+        check_drafting(pool, drafting, max_model_len)
+        extra = draft_memory(pool.speculation.drafter, model, pool, drafting.model)
+        if pool.devices > pool.parallelism.devices:
+            most, extra = _alone(drafting.model, pool, hardware).num_blocks, DraftMemory(0.0, 0.0)
+    memory = kv_capacity(model, hardware, pool, *extra)
+    return replace(memory, num_blocks=min(memory.num_blocks, most))
+
+
+def _alone(draft: Model | None, pool: Pool, hardware: Hardware) -> Memory:
+    """The memory of the pool's draft model on devices of its own."""
+    assert draft is not None
+    assert pool.speculation is not None
+    parallelism = drafting_parallelism(pool.speculation.drafter, pool)
+    return kv_capacity(draft, hardware, pool.model_copy(update={"parallelism": parallelism, "speculation": None}))

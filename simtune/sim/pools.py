@@ -1,0 +1,127 @@
+"""A pool whose memory adds up, and the fresh engine cores of its instances."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from simtune.costs.estimate import link_of
+from simtune.costs.memory import Memory, kv_bytes_per_token
+from simtune.costs.protocol import StepCosts
+from simtune.costs.ticks import TICKS_PER_SECOND
+from simtune.engine import DraftingTerms
+from simtune.engine.scheduler import Feature
+from simtune.sim.core import EngineCore, Pipeline
+from simtune.sim.parts import POLICY, make_policy
+from simtune.sim.requests import RequestStream
+from simtune.sim.speculation import AcceptanceSampler, Drafting, counts_ahead, drafting_terms
+from simtune.specs.hardware import Hardware
+from simtune.specs.model import Model
+from simtune.specs.plan import Parallelism, Pool
+
+
+@dataclass(frozen=True)
+class DeployedPool:
+    """A pool whose memory adds up, with its step costs compiled."""
+
+    spec: Pool
+    hardware: Hardware
+    memory: Memory
+    costs: StepCosts
+    max_model_len: int
+    kv_block_bytes: int
+    """One KV block, all GPUs of an instance together."""
+    drafting: Drafting | None = None
+    """What its speculation names; None where it does not speculate."""
+
+    @property
+    def num_cores(self) -> int:
+        """Engine cores of all its instances."""
+        return self.spec.instances * self.cores_each
+
+    @property
+    def cores_each(self) -> int:
+        """Cores of an instance: its virtual engines, or its groups of ranks under data-parallel attention."""
+        return self.spec.parallelism.pp * self.spec.parallelism.attention_dp
+
+    def speculation(self, stream: RequestStream, seed: int) -> DraftingTerms | None:
+        """How its schedulers draft, and how many drafts are accepted of each request of a stream."""
+        if self.spec.speculation is None:
+            return None
+        assert self.drafting is not None
+        sampler = AcceptanceSampler(self.spec.speculation.scheme, self.drafting.acceptance, stream, seed)
+        return drafting_terms(self.spec.speculation, sampler)
+
+    def cores(
+        self, instances: int, hash_block_tokens: int | None, speculation: DraftingTerms | None = None
+    ) -> list[EngineCore]:
+        """Fresh cores of the first `instances` instances, ordered so that a round robin is one over instances first.
+
+        An instance with pp pipeline stages runs pp cores ("virtual engines") that share the stages, each with its own
+        batch, its share of the seats and of the KV blocks; a core's step takes the time of all stages. With
+        data-parallel attention each group of tp ranks is a core with seats and blocks of its own; all step together.
+        """
+        pp, settings = self.spec.parallelism.pp, self._settings(hash_block_tokens, speculation)
+        pipelines = [Pipeline(pp) if pp > 1 else None for _ in range(instances)]
+        cores = [
+            EngineCore(
+                make_policy(self.spec.batching, settings),
+                self.costs,
+                instance,
+                self.spec.name,
+                pipeline=pipelines[instance],
+                swap=self._swap_ticks,
+            )
+            for _ in range(self.cores_each)
+            for instance in range(instances)
+        ]
+        for core in cores:
+            if core.pipeline is not None:
+                core.pipeline.cores.append(core)
+        if self.spec.parallelism.attention_dp > 1:
+            for instance in range(instances):
+                dp_group = [core for core in cores if core.instance == instance]
+                for core in dp_group:
+                    core.dp_group = dp_group
+        return cores
+
+    def _settings(self, hash_block_tokens: int | None, speculation: DraftingTerms | None) -> dict[str, Any]:
+        """What the constructor of the pool's policy is given: what every policy has, and what it offers."""
+        pool, batching, kv_cache = self.spec, self.spec.batching, self.spec.kv_cache
+        num_blocks = self.memory.num_blocks // pool.parallelism.pp
+        caching = kv_cache.prefix_caching and hash_block_tokens is not None
+        ahead = pool.schedules_async and (pool.speculation is None or counts_ahead(pool.speculation.scheme))
+        margin = batching.safety_margin
+        of_features: dict[Feature, dict[str, Any]] = {
+            "async_scheduling": {"async_scheduling": ahead},
+            "prefix_caching": {"prefix_caching": True, "hash_block_tokens": hash_block_tokens} if caching else {},
+            "safety_margin": {} if margin is None else {"safety_margin": margin},
+            "speculation": {"speculation": speculation},
+            "swap": {"preemption": kv_cache.preemption},
+            "watermark": {"watermark_blocks": int(kv_cache.watermark * num_blocks)},
+        }
+        settings: dict[str, Any] = {
+            "num_blocks": num_blocks,
+            "block_size": kv_cache.block_size,
+            "max_num_seqs": batching.max_num_seqs // pool.parallelism.pp,
+            "max_num_batched_tokens": batching.max_num_batched_tokens,
+            "max_model_len": self.max_model_len,
+            "chunked_prefill": batching.chunked_prefill,
+        }
+        for feature in POLICY.find(batching.policy).offers:
+            settings |= of_features[feature]
+        return settings
+
+    @property
+    def _swap_ticks(self) -> int:
+        """To move one KV block to or from host memory."""
+        if self.spec.kv_cache.preemption != "swap":
+            return 0
+        host = link_of(self.hardware, "host").bytes_per_s * self.spec.parallelism.devices
+        return round(self.kv_block_bytes / host * TICKS_PER_SECOND)
+
+
+def kv_block_bytes(model: Model, pool: Pool) -> int:
+    """Of one KV block of a model, all GPUs of an instance together."""
+    kv_dtype = pool.kv_cache.dtype or model.dtype
+    return round(pool.kv_cache.block_size * kv_bytes_per_token(model, Parallelism(), 0, kv_dtype))

@@ -1,0 +1,225 @@
+"""Fresh engine cores of a whole plan, with what joins them: routers, ways of KV caches, and what happens to them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from simtune.costs.drafting import drafting_model
+from simtune.costs.predict import Profile
+from simtune.costs.ticks import TICKS_PER_SECOND
+from simtune.engine.scheduler import Hint
+from simtune.errors import UsageError
+from simtune.sim.core import EngineCore, KvConnector
+from simtune.sim.link import Link
+from simtune.sim.parts import POLICY, make_router
+from simtune.sim.pools import DeployedPool, kv_block_bytes
+from simtune.sim.requests import RequestStream
+from simtune.sim.router import Router
+from simtune.sim.world import Change
+from simtune.specs.model import Model
+from simtune.specs.plan import Failure, KvLink, LeastTokensRouting, Plan, Start, Switch
+from simtune.specs.workload import Slo
+
+ByPool = Mapping[str, Sequence[EngineCore]]
+"""Cores by the name of their pool."""
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """All that a world is made of besides its requests. Serves one run."""
+
+    cores: Sequence[EngineCore]
+    router: Router
+    decode_router: Router | None
+    changes: Sequence[Change]
+    predicted_tokens: Sequence[int] | None
+    """Of every request, where a policy goes by them."""
+    deadlines: Sequence[float] | None
+    """The same."""
+
+
+def wire(
+    plan: Plan,
+    model: Model,
+    pools: Sequence[DeployedPool],
+    stream: RequestStream,
+    slo: Slo,
+    seed: int,
+    instances: int | None = None,
+) -> Wiring:
+    """Make the cores of a plan, only those of the first `instances` instances of each pool where a number is given.
+
+    Raises UsageError where the plan needs what the requests do not say.
+    """
+    block_tokens = _hash_block_tokens(pools, stream)
+    joining = Counter(event.to for event in plan.events if isinstance(event, Switch))
+    by_pool = {
+        p.spec.name: p.cores(
+            (instances or p.spec.instances) + joining[p.spec.name], block_tokens, p.speculation(stream, seed)
+        )
+        for p in pools
+    }
+    cores = [core for pool in pools for core in by_pool[pool.spec.name]]
+    for number, core in enumerate(cores):
+        core.number = number
+    changes = _changes(plan, by_pool)
+    front = [core for p in pools if p.spec.role != "decode" for core in by_pool[p.spec.name]]
+    back = [core for p in pools if p.spec.role == "decode" for core in by_pool[p.spec.name]]
+    decode_router = None
+    if back:
+        _connect(plan, model, pools, by_pool)
+        decode_router = make_router(plan.decode_router or LeastTokensRouting(), back, stream, seed)
+    reading = _reading(pools)
+    return Wiring(
+        cores,
+        router=make_router(plan.router, front, stream, seed),
+        decode_router=decode_router,
+        changes=changes,
+        predicted_tokens=stream.predicted_tokens(
+            reading["predicted_tokens"].spec.batching.prediction_sigma, seed
+        ).tolist()
+        if "predicted_tokens" in reading
+        else None,
+        deadlines=_deadlines(stream, slo) if "deadline" in reading else None,
+    )
+
+
+def _hash_block_tokens(pools: Sequence[DeployedPool], stream: RequestStream) -> int | None:
+    """The size of the blocks in which prompts say what they share, where a pool makes use of it."""
+    caching = [pool.spec for pool in pools if pool.spec.kv_cache.prefix_caching]
+    if stream.hash_ids is None or not caching:
+        return None
+    for pool in caching:
+        size = pool.kv_cache.block_size
+        if stream.block_tokens % size:
+            raise UsageError(
+                f"the workload names what prompts share in blocks of {stream.block_tokens} tokens, which must "
+                f"be a multiple of the KV block size of pool {pool.name} ({size}); change it"
+            )
+    return stream.block_tokens
+
+
+def _reading(pools: Sequence[DeployedPool]) -> dict[Hint, DeployedPool]:
+    """The last pool whose policy reads each of the fields that are filled on demand."""
+    return {hint: pool for pool in pools for hint in POLICY.find(pool.spec.batching.policy).reads}
+
+
+def _deadlines(stream: RequestStream, slo: Slo) -> list[float]:
+    """When each request should have its first token, in seconds: its arrival plus the tightest TTFT limit it is under.
+
+    Without one, never. In a closed loop, where nobody knows when a request will come, the limit alone.
+    """
+    tightest = []
+    for own in stream.slos:
+        limits = [limit for metric, _, limit in (own or slo).limits() if metric == "ttft"]
+        tightest.append(min(limits, default=math.inf))
+    due = np.array(tightest)[stream.class_index]
+    deadlines: list[float] = (due if stream.arrival_s is None else due + stream.arrival_s).tolist()
+    return deadlines
+
+
+# --- between prefill and decode instances -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What sending KV caches from a prefill instance takes."""
+
+    bytes_per_s: float
+    """Of all GPUs together."""
+    setup_s: float
+    block_s: float
+    """Per block besides its bytes: its descriptors."""
+
+
+def transfer_terms(sent: Sequence[Model], pool: DeployedPool, link: KvLink) -> Transfer:
+    """The plan's own numbers, and those of the profile's KV transfer operator where it gives none; for the keys and
+    values of so many models, the target first.
+
+    Raises Infeasible when the hardware has no link of that name.
+    """
+    kv_dtype = pool.spec.kv_cache.dtype or sent[0].dtype
+    base = Profile(pool.hardware).predictor("kv_transfer", kv_dtype, variant=link.path).operator.base
+    pieces = 1 if link.packed else 2 * sum(model.num_layers for model in sent)
+    return Transfer(
+        bytes_per_s=link.bytes_per_s or base.bytes_per_s * pool.spec.parallelism.devices,
+        setup_s=base.overhead_s if link.setup_s is None else link.setup_s,
+        block_s=pieces * (base.block_s if link.descriptor_s is None else link.descriptor_s),
+    )
+
+
+def _connect(plan: Plan, model: Model, pools: Sequence[DeployedPool], by_pool: ByPool) -> None:
+    """Give every prefill instance its way out."""
+    way = plan.link
+    assert way is not None
+    links: list[Link] = []
+    for pool in pools:
+        if pool.spec.role != "prefill":
+            continue
+        sent = _sent(plan, model, pool)
+        kv = transfer_terms(sent, pool, way)
+        by_instance: dict[int, Link] = {}
+        for core in by_pool[pool.spec.name]:
+            if core.instance not in by_instance:
+                if not (way.shared and links):
+                    links.append(Link(kv.bytes_per_s, len(links)))
+                by_instance[core.instance] = links[-1]
+            core.connector = KvConnector(
+                by_instance[core.instance],
+                block_bytes=sum(kv_block_bytes(model, pool.spec) for model in sent),
+                setup=round(kv.setup_s * TICKS_PER_SECOND),
+                descriptors=round(kv.block_s * TICKS_PER_SECOND),
+                layers=sum(model.num_layers for model in sent) if way.layerwise else 1,
+            )
+
+
+def _sent(plan: Plan, model: Model, pool: DeployedPool) -> list[Model]:
+    """Models whose keys and values a prefill pool sends: the target, and the drafter of the pool if it is also that of
+    some decode pool.
+
+    A drafter that only the decode pool has is taken to know the prompt without having read it.
+    """
+    own = pool.spec.speculation
+    drafters = [p.speculation.drafter for p in plan.pools if p.role == "decode" and p.speculation is not None]
+    if own is None or pool.drafting is None or own.drafter not in drafters:
+        return [model]
+    network = drafting_model(own.drafter, model, pool.drafting.model)
+    return [model] if network is None else [model, network]
+
+
+# --- what happens to instances ----------------------------------------------------------------------------
+
+
+def _changes(plan: Plan, by_pool: ByPool) -> list[Change]:
+    """What the plan's events do to cores. Targets of a switch, and instances that start later, begin down."""
+    changes: list[Change] = []
+    spare = {pool.name: pool.instances for pool in plan.pools}
+    for pool in plan.pools:
+        for core in by_pool[pool.name]:
+            core.up = core.instance < pool.instances
+    for event in plan.events:
+        cores = _of_instance(by_pool[event.pool], event.instance)
+        tick = round(event.at_s * TICKS_PER_SECOND)
+        match event:
+            case Start(delay_s=delay_s):
+                for core in cores:
+                    core.up = False
+                changes.append(Change(tick + round(delay_s * TICKS_PER_SECOND), cores, up=True))
+            case Failure(recover_s=recover_s):
+                changes.append(Change(tick, cores, up=False, lost=True))
+                if recover_s is not None:
+                    changes.append(Change(tick + round(recover_s * TICKS_PER_SECOND), cores, up=True))
+            case Switch(to=to, delay_s=delay_s):
+                then = _of_instance(by_pool[to], spare[to])
+                spare[to] += 1
+                changes.append(Change(tick, cores, up=False, then=then, delay=round(delay_s * TICKS_PER_SECOND)))
+    return changes
+
+
+def _of_instance(cores: Sequence[EngineCore], instance: int) -> list[EngineCore]:
+    return [core for core in cores if core.instance == instance]

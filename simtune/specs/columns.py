@@ -1,0 +1,83 @@
+"""A trace from columns in memory, and the load that replays a trace as it is."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simtune.errors import UsageError
+from simtune.specs.traces import MOONCAKE_BLOCK_TOKENS, Trace
+from simtune.specs.workload import MAX_TOKENS, TraceArrivals, TraceLengths, Workload
+
+NAME = "<columns>"
+REQUIRED = ("arrival_s", "prompt_tokens", "output_tokens")
+OPTIONAL = ("hash_ids", "block_tokens")
+
+
+def replay(trace: Trace, name: str) -> Workload:
+    """The load that sends every request of a trace at its own time."""
+    return Workload(
+        name=name,
+        requests=len(trace),
+        arrivals=TraceArrivals(),
+        prompt=TraceLengths(),
+        output=TraceLengths(),
+        trace=trace.file,
+    )
+
+
+def trace_of(columns: Mapping[str, Any]) -> Trace:
+    """A trace of columns of one length: REQUIRED, and `hash_ids` (names of the prompt's blocks, of `block_tokens`
+    tokens each) where prompts share something.
+
+    Raises UsageError where a column is missing, unknown, or holds what a trace cannot.
+    """
+    for name in REQUIRED:
+        if name not in columns:
+            raise UsageError(f"the columns of a trace lack {name}; needed are {', '.join(REQUIRED)}")
+    for name in columns:
+        if name not in (*REQUIRED, *OPTIONAL):
+            raise UsageError(f"column {name} is none of a trace's: {', '.join((*REQUIRED, *OPTIONAL))}")
+    arrival_s = _numbers(columns, "arrival_s").astype(np.float64)
+    prompt, output = _tokens(columns, "prompt_tokens"), _tokens(columns, "output_tokens")
+    hash_ids = columns.get("hash_ids")
+    rows = None if hash_ids is None else _blocks(hash_ids)
+    sizes = {"arrival_s": len(arrival_s), "prompt_tokens": len(prompt), "output_tokens": len(output)}
+    if rows is not None:
+        sizes["hash_ids"] = len(rows)
+    if len(set(sizes.values())) > 1:
+        said = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        raise UsageError(f"the columns of a trace must be of one length: {said}")
+    if np.any(np.diff(arrival_s) < 0):
+        raise UsageError("arrival_s must not fall; sort the requests by time")
+    digest = hashlib.sha256(b"".join(column.tobytes() for column in (arrival_s, prompt, output)))
+    digest.update(repr(rows).encode())
+    since_first = arrival_s - arrival_s[0]
+    for column in (since_first, prompt, output):
+        column.flags.writeable = False
+    block_tokens = int(columns.get("block_tokens", MOONCAKE_BLOCK_TOKENS))
+    return Trace(NAME, digest.hexdigest(), since_first, prompt, output, rows, block_tokens)
+
+
+def _numbers(columns: Mapping[str, Any], name: str) -> NDArray[Any]:
+    """A column of finite numbers, one for each of some requests."""
+    column = np.asarray(columns[name])
+    if column.ndim != 1 or not len(column) or column.dtype.kind not in "iuf" or not np.isfinite(column).all():
+        raise UsageError(f"{name} must be a column of finite numbers, at least one")
+    return column
+
+
+def _tokens(columns: Mapping[str, Any], name: str) -> NDArray[np.int64]:
+    """A column of lengths."""
+    column = _numbers(columns, name)
+    if np.any(column != np.floor(column)) or column.min() < 1 or column.max() > MAX_TOKENS:
+        raise UsageError(f"{name} must be whole numbers of tokens from 1 to {MAX_TOKENS}")
+    return column.astype(np.int64)
+
+
+def _blocks(rows: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(int(block) for block in row) for row in rows)

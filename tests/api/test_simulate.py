@@ -1,0 +1,181 @@
+"""From Python: specs as names or objects, requests as columns, costs of one's own."""
+
+from __future__ import annotations
+
+import ast
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import simtune
+from simtune import api
+from simtune.sim.parts import OwnCosts
+from simtune.specs.catalog import load_hardware, load_model, load_workload
+from simtune.specs.plan import KvCache
+from simtune.specs.study import HardwareCount, Search
+from simtune.specs.workload import Slo
+
+COLUMNS = {
+    "arrival_s": np.arange(60) * 0.02 + 100.0,
+    "prompt_tokens": np.full(60, 300),
+    "output_tokens": np.arange(1, 61),
+}
+
+
+def seconds(num_decodes: int, context_tokens: int, chunks: Sequence[tuple[int, int]]) -> float:
+    return 0.005 + 1e-5 * (num_decodes + sum(tokens for _, tokens in chunks)) + 1e-8 * context_tokens
+
+
+def test_public_names_are_found_where_they_are_said_to_be() -> None:
+    homes = {name: module for module, names in simtune._HOMES.items() for name in names}
+    assert sorted(homes, key=lambda name: (name.upper() != name, name[0].islower(), name)) == simtune.__all__
+    assert set(simtune.__all__) <= set(dir(simtune))
+    for name in simtune.__all__:
+        assert getattr(simtune, name) is not None
+    tree = ast.parse(Path(simtune.__file__).read_text())
+    (typed,) = (node for node in tree.body if isinstance(node, ast.If))
+    said = {alias.name: node.module for node in typed.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert said == homes
+    with pytest.raises(AttributeError, match="module 'simtune' has no attribute 'simulat'"):
+        simtune.simulat  # noqa: B018
+
+
+def test_objects_and_names_come_to_the_same() -> None:
+    by_name = simtune.simulate("llama-3.1-8b", "h100-sxm", "chat", rate_rps=6, requests=80, seed=3)
+    workload, _ = load_workload("chat")
+    model, hardware = load_model("llama-3.1-8b"), load_hardware("h100-sxm")
+    by_object = simtune.simulate(model, hardware, workload, rate_rps=6, requests=80, seed=3)
+    assert by_object.outcome.finish.tolist() == by_name.outcome.finish.tolist()
+    plan = api.set_up(api.load_specs("llama-3.1-8b", "h100-sxm", "chat"), requests=80, seed=3).deployment.plan
+    planned = simtune.simulate(None, None, workload, plan, rate_rps=6, requests=80, seed=3)
+    assert planned.num_gpus == 1
+    assert planned.completed.all()
+
+
+# --- requests as columns ----------------------------------------------------------------------------------
+
+
+def test_columns_are_replayed_as_they_are() -> None:
+    result = simtune.simulate("llama-3.1-8b", "h100-sxm", COLUMNS)
+    assert result.arrival_s.tolist() == pytest.approx((COLUMNS["arrival_s"] - 100.0).tolist())
+    assert result.stream.output_tokens.tolist() == COLUMNS["output_tokens"].tolist()
+    assert result.completed.all()
+    doubled = simtune.simulate("llama-3.1-8b", "h100-sxm", COLUMNS, rate_rps=100.0)
+    assert doubled.offered_rate_rps == pytest.approx(100.0)
+
+
+def test_columns_equal_the_trace_file_that_says_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    rows = zip(*(column.tolist() for column in COLUMNS.values()), strict=True)
+    path.write_text("\n".join([",".join(COLUMNS), *(",".join(map(str, row)) for row in rows)]))
+    results = [
+        simtune.simulate("llama-3.1-8b", "h100-sxm", load) for load in (COLUMNS, str(path), simtune.read_trace(path))
+    ]
+    assert len({str(result.outcome.finish.tolist()) for result in results}) == 1
+
+
+def test_columns_may_say_what_prompts_share() -> None:
+    shared = {**COLUMNS, "hash_ids": [[1, 2]] * 60, "block_tokens": 16}
+    pool = api.set_up(api.load_specs("llama-3.1-8b", "h100-sxm", COLUMNS)).deployment.plan.pools[0]
+    caching = pool.model_copy(update={"kv_cache": KvCache(prefix_caching=True)})
+    plan = simtune.Plan(name="p", model="llama-3.1-8b", pools=(caching,))
+    result = simtune.simulate(None, None, shared, plan)
+    assert result.outcome.cores[0].hit_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"arrival_s": None}, "arrival_s must be a column of finite numbers"),
+        ({"arrival_s": np.arange(60)[::-1]}, "arrival_s must not fall"),
+        ({"arrival_s": [np.nan] * 60}, "arrival_s must be a column of finite numbers"),
+        ({"prompt_tokens": [0.5] * 60}, "prompt_tokens must be whole numbers of tokens from 1"),
+        ({"output_tokens": [0] * 60}, "output_tokens must be whole numbers of tokens from 1"),
+        ({"output_tokens": [1] * 59}, "must be of one length: arrival_s 60, prompt_tokens 60, output_tokens 59"),
+        ({"prompts": [1] * 60}, "column prompts is none of a trace's: arrival_s, prompt_tokens"),
+    ],
+)
+def test_columns_that_are_no_trace(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(simtune.UsageError, match=message):
+        simtune.simulate("llama-3.1-8b", "h100-sxm", {**COLUMNS, **change})
+    with pytest.raises(simtune.UsageError, match="the columns of a trace lack output_tokens"):
+        simtune.simulate("llama-3.1-8b", "h100-sxm", {k: v for k, v in COLUMNS.items() if k != "output_tokens"})
+
+
+# --- costs of one's own -----------------------------------------------------------------------------------
+
+
+def test_a_function_of_seconds_is_a_cost_model() -> None:
+    """Every first token comes after whole steps of the function, and so does all else."""
+    alone = {"arrival_s": [0.0], "prompt_tokens": [100], "output_tokens": [3]}
+    result = simtune.simulate("llama-3.1-8b", "h100-sxm", alone, costs=seconds)
+    steps = [seconds(0, 0, [(0, 100)]), seconds(1, 101, ()), seconds(1, 102, ())]
+    assert result.ttft_s[0] == pytest.approx(steps[0], abs=1e-11)
+    assert result.e2el_s[0] == pytest.approx(sum(steps), abs=1e-11)
+
+
+def test_costs_with_the_protocol_come_to_the_same_in_jumps() -> None:
+    linear = simtune.LinearCosts(step_s=0.005, per_token_s=1e-5, per_context_s=1e-8)
+    jumped = simtune.simulate("llama-3.1-8b", "h100-sxm", COLUMNS, costs=linear)
+    stepped = simtune.simulate("llama-3.1-8b", "h100-sxm", COLUMNS, costs=seconds)
+    assert jumped.e2el_s.tolist() == pytest.approx(stepped.e2el_s.tolist(), rel=1e-6)
+
+
+def test_with_costs_nothing_is_left_to_estimate_and_memory_need_not_bind() -> None:
+    """Without hardware and plan every seat has room for the longest request."""
+    result = simtune.simulate("llama-3.1-8b", None, COLUMNS, costs=seconds)
+    assert result.completed.all()
+    experiment = api.set_up(api.load_specs("llama-3.1-8b", None, COLUMNS), costs=seconds)
+    assert experiment.deployment.estimated == []
+    assert experiment.deployment.plan.pools[0].hardware == "unbound"
+    memory = experiment.deployment.memory
+    pool = experiment.deployment.plan.pools[0]
+    assert memory.num_blocks * 16 >= pool.batching.max_num_seqs * experiment.deployment.max_model_len
+    with pytest.raises(simtune.UsageError, match="name a model and a hardware profile, or a plan that does"):
+        simtune.simulate("llama-3.1-8b", None, COLUMNS)
+    with pytest.raises(simtune.UsageError, match="name a model and a hardware profile, or a plan that does"):
+        simtune.simulate(None, None, COLUMNS, costs=seconds)
+
+
+def test_costs_that_fail_are_named_with_the_line() -> None:
+    def broken(num_decodes: int, context_tokens: int, chunks: Sequence[tuple[int, int]]) -> float:
+        return 1 / (num_decodes - num_decodes)
+
+    with pytest.raises(
+        simtune.PartError, match=r"cost model .*broken failed in .*broken \(.*test_simulate.py:\d+\): Zero"
+    ):
+        simtune.simulate("llama-3.1-8b", None, COLUMNS, costs=broken)
+    with pytest.raises(simtune.PartError, match=r"lambda.*decode answered \(0, 0, 1\), and at least one tick"):
+        simtune.simulate("llama-3.1-8b", None, COLUMNS, costs=lambda b, c, chunks: 0.01 if chunks else 0.0)
+    with pytest.raises(simtune.PartError, match=r"cost model dict \(builtins\) has no method decode"):
+        simtune.simulate("llama-3.1-8b", None, COLUMNS, costs={})  # type: ignore[arg-type]
+
+
+def test_costs_go_to_other_processes() -> None:
+    costs = pickle.loads(pickle.dumps(OwnCosts(seconds)))
+    assert costs.decode(3, 50) == OwnCosts(seconds).decode(3, 50)
+
+
+# --- a study as an object ---------------------------------------------------------------------------------
+
+
+def test_a_study_of_objects() -> None:
+    study = simtune.Study(
+        name="mine",
+        model="what the model argument is",
+        hardware=HardwareCount(profile="what the hardware argument is", devices=2),
+        workload="what the workload argument is",
+        slo=Slo(ttft_s={"p99": 1.0}, tpot_s={"p99": 0.03}),
+        search=Search(tp=(1,), pp=(1,), max_num_seqs=(64,), max_num_batched_tokens=(2048,), requests=100),
+    )
+    model, hardware = load_model("llama-3.1-8b"), load_hardware("h100-sxm")
+    tuned = simtune.optimize(study, model=model, hardware=hardware, workload=COLUMNS, jobs=1)
+    assert tuned.value > 0
+    assert tuned.deployment.plan.model == "llama-3.1-8b"
+    assert tuned.deployment.plan.pools[0].hardware == "h100-sxm"
+    with pytest.raises(simtune.UsageError, match="settings override fields of a study's file"):
+        simtune.optimize(study, settings=["seed=1"])
