@@ -484,12 +484,12 @@ def _reason(row: Trial, best: Trial, objective: str) -> str:
     if objective == "gpus":
         more = row.candidate.shape.num_gpus - best.candidate.shape.num_gpus
         return f"needs {more} GPUs more" if more else "as many GPUs, but a longer mean end-to-end latency"
-    mine, theirs = row.value(objective), best.value(objective)
+    own, chosen = row.value(objective), best.value(objective)
     if objective in RATE_OBJECTIVES:
-        if mine > theirs:
-            return f"{mine:.4g} {UNITS[objective]}, within the tolerance, but more GPUs per instance"
-        return f"{mine:.4g} {UNITS[objective]}, {1 - mine / theirs:.1%} less than the chosen plan"
-    return f"mean end-to-end latency {-mine:.4g} s, {mine / theirs - 1:.1%} more than the chosen plan"
+        if own > chosen:
+            return f"{own:.4g} {UNITS[objective]}, within the tolerance, but more GPUs per instance"
+        return f"{own:.4g} {UNITS[objective]}, {1 - own / chosen:.1%} less than the chosen plan"
+    return f"mean end-to-end latency {-own:.4g} s, {own / chosen - 1:.1%} more than the chosen plan"
 
 
 def _why_none(study: Study, rows: list[Trial]) -> str:

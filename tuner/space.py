@@ -67,7 +67,7 @@ def shapes(study: Study) -> list[ParallelShape]:
     When the fewest GPUs are wanted, every number of instances is a shape of its own.
     """
     devices, search = study.hardware.devices, study.search
-    found = set()
+    space = set()
     for tp, pp in product(search.tp, search.pp):
         most = devices // (tp * pp)
         if search.instances is not None:
@@ -76,8 +76,8 @@ def shapes(study: Study) -> list[ParallelShape]:
             counts = list(range(1, most + 1))
         else:
             counts = [most] if most else []
-        found |= {ParallelShape(tp, pp, n) for n in counts}
-    return sorted(found)
+        space |= {ParallelShape(tp, pp, n) for n in counts}
+    return sorted(space)
 
 
 def members(study: Study, shape: ParallelShape) -> list[Candidate]:

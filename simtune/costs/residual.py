@@ -139,13 +139,13 @@ class Process:
         centres = np.array([x[nearest == i].mean(0) for i in np.unique(nearest)])
         process = replace(self, points=centres.astype(np.float32).astype(np.float64))
         factor = _cholesky(process._covariance(process.points), _JITTER * self.hyper.signal)
-        told, say = np.zeros_like(factor), np.zeros(len(factor))  # in terms of K_cc^-1/2, for the condition's sake
+        gram, weights = np.zeros_like(factor), np.zeros(len(factor))  # in terms of K_cc^-1/2, for the condition's sake
         for rows, values in zip(_batches(x), _batches(np.clip(z, -CLIP, CLIP)), strict=True):
             towards = solve_triangular(factor, process._covariance(rows).T, lower=True)
-            told += towards @ towards.T
-            say += towards @ values
-        say = cho_solve((_cholesky(told, self.hyper.noise), True), say)
-        return replace(process, weights=solve_triangular(factor, say, lower=True, trans=1))
+            gram += towards @ towards.T
+            weights += towards @ values
+        weights = cho_solve((_cholesky(gram, self.hyper.noise), True), weights)
+        return replace(process, weights=solve_triangular(factor, weights, lower=True, trans=1))
 
     @cached_property
     def _factor(self) -> Array:
@@ -208,7 +208,7 @@ def _most_likely(x: Array, z: Array) -> Hyper:
     start = np.array([_LENGTH[0]] * size + [np.log(max(0.05, z.std())), _NOISE[0]])
     bounds = [_BOUNDS["length"]] * size + [_BOUNDS["signal"], _BOUNDS["noise"]]
     squares = pair_squares(x)
-    found = minimize(
+    optimum = minimize(
         negative_log_posterior,
         start,
         args=(squares, z),
@@ -217,7 +217,7 @@ def _most_likely(x: Array, z: Array) -> Hyper:
         bounds=bounds,
         options={"maxiter": _MAX_ITERATIONS},
     )
-    length, signal, noise = _split(np.exp(found.x))
+    length, signal, noise = _split(np.exp(optimum.x))
     return Hyper(_short(length), float(_short(signal)), float(_short(noise)))
 
 

@@ -38,12 +38,12 @@ class Group:
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(devices):
-            mine, theirs = context.Pipe()
-            arguments = (rank, devices, kind, f"file://{self._folder.name}/meet", theirs)
+            parent_end, child_end = context.Pipe()
+            arguments = (rank, devices, kind, f"file://{self._folder.name}/meet", child_end)
             self._processes.append(context.Process(target=_rank, args=arguments, daemon=True))
-            self._pipes.append(mine)
+            self._pipes.append(parent_end)
             self._processes[-1].start()
-            theirs.close()
+            child_end.close()
 
     def measure(self, task: MeasurementTask) -> Measured:
         """Time one collective. Raises SimtuneError when a rank is gone or does not answer within a minute."""

@@ -120,33 +120,33 @@ class TorchRig:
 
     def describe(self) -> dict[str, Any]:
         """For the header: device, driver, library, clocks; what would make two files two devices comes first."""
-        told: dict[str, Any] = {"device": self.name, "torch": torch.__version__}
+        header: dict[str, Any] = {"device": self.name, "torch": torch.__version__}
         if self._cuda:
             driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: None)()
-            told |= {"driver": str(driver), "processors": self._properties.multi_processor_count}
-            told |= {"architecture": f"sm_{self._properties.major}{self._properties.minor}"}
-            told |= {"devices": torch.cuda.device_count()}
+            header |= {"driver": str(driver), "processors": self._properties.multi_processor_count}
+            header |= {"architecture": f"sm_{self._properties.major}{self._properties.minor}"}
+            header |= {"devices": torch.cuda.device_count()}
         else:
-            told |= {"processors": 1, "architecture": platform.machine(), "devices": 1}
-            told |= {"isa": torch.backends.cpu.get_cpu_capability()}
-        return told | {"memory_bytes": self._memory()[0], "timer": self._timer.name, "clean": self.clean}
+            header |= {"processors": 1, "architecture": platform.machine(), "devices": 1}
+            header |= {"isa": torch.backends.cpu.get_cpu_capability()}
+        return header | {"memory_bytes": self._memory()[0], "timer": self._timer.name, "clean": self.clean}
 
     def condition(self) -> dict[str, float]:
         """Clock, power and temperature now, as far as they can be read; nothing is ever set."""
         if not self._cuda:
             clock = _first("/proc/cpuinfo", "cpu MHz")
             return {} if clock is None else {"clock_mhz": float(clock)}
-        found = {}
+        readings = {}
         for key, read in (
             ("clock_mhz", torch.cuda.clock_rate),
             ("power_mw", torch.cuda.power_draw),
             ("celsius", torch.cuda.temperature),
         ):
             try:
-                found[key] = float(read(self._device))
+                readings[key] = float(read(self._device))
             except Exception:  # the management library is absent or too old, each in its own way
-                return found
-        return found
+                return readings
+        return readings
 
     @property
     def warning(self) -> str | None:
@@ -284,18 +284,18 @@ class TorchRig:
         if task.kind == "host":
             return measure(CpuThread() if not self._cuda else cpu_timer(calls[0], 5)[0], calls)
         try:
-            found = measure(self._timer, calls)
+            measured = measure(self._timer, calls)
         except RuntimeError:
             if self._eager is None:
                 raise
             torch.cuda.synchronize()
-            found = measure(self._eager, calls)  # what waits for the host cannot be captured
-        if found.timer == "wall" and found.clean < BUSY / 2:
+            measured = measure(self._eager, calls)  # what waits for the host cannot be captured
+        if measured.timer == "wall" and measured.clean < BUSY / 2:
             self._timer = CpuThread()  # the machine has become busy, and may stay so
-            found = measure(self._timer, calls)
-        if found.timer == "graph" and self._eager is not None:
-            found = replace(found, eager=measure(self._eager, calls).seconds)
-        return replace(found, kernel=self._kernel(task, calls[0]))
+            measured = measure(self._timer, calls)
+        if measured.timer == "graph" and self._eager is not None:
+            measured = replace(measured, eager=measure(self._eager, calls).seconds)
+        return replace(measured, kernel=self._kernel(task, calls[0]))
 
     def _group(self, task: MeasurementTask) -> Group:
         """The processes of the size a collective asks for; the last ones are kept."""

@@ -258,11 +258,11 @@ class Arrays(Mapping[str, "NDArray[Any]"]):
         return self._content
 
     def __getitem__(self, name: str) -> NDArray[Any]:
-        found = self._read().get(name)
-        if found is None:
+        array = self._read().get(name)
+        if array is None:
             where = self._path or ARRAYS
             raise SpecError(Problem(str(where), f"array {name} is missing: copy the file along with its profile.yaml"))
-        return found
+        return array
 
     def __contains__(self, name: object) -> bool:
         return name in self._read()
@@ -276,9 +276,9 @@ class Arrays(Mapping[str, "NDArray[Any]"]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Arrays):
             return NotImplemented
-        mine, theirs = self._read(), other._read()
-        return mine.keys() == theirs.keys() and all(
-            a.shape == theirs[name].shape and bool((a == theirs[name]).all()) for name, a in mine.items()
+        left, right = self._read(), other._read()
+        return left.keys() == right.keys() and all(
+            array.shape == right[name].shape and bool((array == right[name]).all()) for name, array in left.items()
         )
 
     __hash__ = None  # type: ignore[assignment]

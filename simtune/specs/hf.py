@@ -272,18 +272,18 @@ def _mixed(config: _Config, moe: dict[str, Any], is_dense: list[bool]) -> list[d
 
 def _quantised(config: _Config) -> str | None:
     """The dtype of quantised weights, None when they are not quantised."""
-    found = config.get(*ALIASES["quantization"])
-    if not found:
+    quantization = config.get(*ALIASES["quantization"])
+    if not quantization:
         return None
-    method = found.get("quant_method") if isinstance(found, dict) else found
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
     if method == "fp8":
         return "fp8"
-    bits = found.get("bits") if isinstance(found, dict) else None
+    bits = quantization.get("bits") if isinstance(quantization, dict) else None
     if method in ("awq", "gptq") and bits == 4:
         return "int4"
-    told = method if bits is None else f"{method} with {bits} bits"
+    described = method if bits is None else f"{method} with {bits} bits"
     known = "fp8, awq and gptq with 4 bits"
-    config.problem(config.key(*ALIASES["quantization"]), f"the method {told} is not modelled; modelled: {known}")
+    config.problem(config.key(*ALIASES["quantization"]), f"the method {described} is not modelled; modelled: {known}")
     return None
 
 
@@ -328,8 +328,8 @@ class _Config:
         if type(value) is int and value >= minimum:
             return value
         if value is None:
-            others = f" (also read: {', '.join(names[1:])})" if len(names) > 1 else ""
-            self.problem(names[0], f"is required and missing{others}")
+            aliases = f" (also read: {', '.join(names[1:])})" if len(names) > 1 else ""
+            self.problem(names[0], f"is required and missing{aliases}")
         else:
             self.problem(self.key(*names), f"must be a whole number of at least {minimum}, not {value!r}")
         return max(minimum, 1)
@@ -355,13 +355,13 @@ class _Config:
 
     def architecture(self) -> tuple[str, _Architecture]:
         """Raises SpecError at once: without a known architecture no other key has a meaning."""
-        found = self.data.get("architectures")
-        if not isinstance(found, list) or len(found) != 1:
-            self.problem("architectures", f"must be a list with the one architecture of the model, not {found!r}")
-        elif str(found[0]) not in ARCHITECTURES:
-            hint = suggest(str(found[0]), ARCHITECTURES)
+        listed = self.data.get("architectures")
+        if not isinstance(listed, list) or len(listed) != 1:
+            self.problem("architectures", f"must be a list with the one architecture of the model, not {listed!r}")
+        elif str(listed[0]) not in ARCHITECTURES:
+            hint = suggest(str(listed[0]), ARCHITECTURES)
             known = ", ".join(ARCHITECTURES)
-            self.problem("architectures", f"{found[0]} is not modelled{hint}; modelled: {known}")
+            self.problem("architectures", f"{listed[0]} is not modelled{hint}; modelled: {known}")
         self.raise_if_any()
         name = str(self.data["architectures"][0])
         return name, ARCHITECTURES[name]
@@ -384,7 +384,7 @@ class _Config:
     def refuse_contradictions(self) -> None:
         for names in ALIASES.values():
             given = {name: self.get(name) for name in names if self.get(name) is not None}
-            first, *others = given or ("",)
-            for other in others:
+            first, *rest = given or ("",)
+            for other in rest:
                 if given[other] != given[first]:
                     self.problem(other, f"{given[other]!r} contradicts {first}, which is {given[first]!r}")

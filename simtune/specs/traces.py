@@ -106,10 +106,13 @@ class _Problems:
 
     def __init__(self, file: str) -> None:
         self.file = file
-        self.found: list[Problem] = []
+        self.problems: list[Problem] = []
+
+    def __len__(self) -> int:
+        return len(self.problems)
 
     def add(self, message: str, line: int | None, key: str = "") -> None:
-        self.found.append(Problem(self.file, message, key, line))
+        self.problems.append(Problem(self.file, message, key, line))
 
     def stop(self, message: str, line: int | None, key: str = "") -> None:
         """Add a problem after which nothing else in the file can be judged."""
@@ -117,9 +120,9 @@ class _Problems:
         self.raise_if_any()
 
     def raise_if_any(self) -> None:
-        if not self.found:
+        if not self.problems:
             return
-        shown = sorted(self.found, key=lambda p: p.line or 0)
+        shown = sorted(self.problems, key=lambda p: p.line or 0)
         if len(shown) > MAX_SHOWN:
             more = Problem(self.file, f"... and {len(shown) - MAX_SHOWN} more")
             shown = [*shown[:MAX_SHOWN], more]
@@ -252,7 +255,7 @@ def _named_columns(header: Sequence[str], problems: _Problems, line: int) -> dic
     if all(_is_number(cell) for cell in header):
         problems.stop(f"the first line must name the columns, for example {_EXAMPLE_HEADER}", line)
     names: dict[str, str] = {}
-    before = len(problems.found)
+    before = len(problems)
     for field, known in COLUMNS.items():
         columns = [cell for cell in header if cell.lower() in known]
         if len(columns) > 1:
@@ -261,7 +264,7 @@ def _named_columns(header: Sequence[str], problems: _Problems, line: int) -> dic
             names[field] = columns[0]
         else:
             _report_missing(field, header, problems, line)
-    if len(problems.found) > before:
+    if len(problems) > before:
         problems.raise_if_any()
     return names
 

@@ -85,9 +85,9 @@ def rank_load(tokens: Array, experts: int, experts_per_token: int, ep: int, skew
         return np.ones_like(tokens)
     local = experts / ep
     busiest = float(visit_probabilities(experts, experts_per_token, skew)[0])
-    others = (experts_per_token - busiest) / (experts - 1) * (local - 1)
+    companions = (experts_per_token - busiest) / (experts - 1) * (local - 1)
     mean = tokens * experts_per_token / ep
-    load = (busiest + others) * ep / experts_per_token + np.sqrt(2 * np.log(ep) / mean)
+    load = (busiest + companions) * ep / experts_per_token + np.sqrt(2 * np.log(ep) / mean)
     most = min(local, experts_per_token) * ep / experts_per_token
     capped: Array = np.minimum(load, most)
     return capped

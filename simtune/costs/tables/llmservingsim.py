@@ -262,25 +262,25 @@ def _source(columns: Columns) -> _Source:
     """Raises SpecError where no known model is named beside the table or in its path, or one of another kind."""
     path = columns.path
     meta = next((p for p in (path.with_name("meta.yaml"), path.parent.parent / "meta.yaml") if p.is_file()), None)
-    told = yamlfile.parse(yamlfile.read_text(meta), str(meta)).data if meta else {}
-    told = told if isinstance(told, dict) else {}
-    dtype = told.get("variant", "bf16")
+    facts = yamlfile.parse(yamlfile.read_text(meta), str(meta)).data if meta else {}
+    facts = facts if isinstance(facts, dict) else {}
+    dtype = facts.get("variant", "bf16")
     if dtype not in ("bf16", "fp16"):
         raise SpecError(Problem(str(meta), f"only bf16 and fp16 tables can be read, not {dtype}", "variant"))
-    model = _model(path, str(told.get("model", "")))
-    engine, iterations = told.get("vllm_version"), told.get("measurement_iterations")
+    model = _model(path, str(facts.get("model", "")))
+    engine, iterations = facts.get("vllm_version"), facts.get("measurement_iterations")
     return _Source(
         model,
         path,
-        told.get("gpu"),
+        facts.get("gpu"),
         f"vLLM {engine}, eager" if engine else None,
         iterations if isinstance(iterations, int) and iterations > 0 else None,
     )
 
 
-def _model(path: Path, told: str) -> Model:
+def _model(path: Path, reference: str) -> Model:
     known = sorted(catalog.names("model"), key=len, reverse=True)
-    words = [told.rsplit("/", 1)[-1], *(part for part in path.parts[: -_PARENTS - 2 : -1])]
+    words = [reference.rsplit("/", 1)[-1], *(part for part in path.parts[: -_PARENTS - 2 : -1])]
     for word in words:
         for name in known:
             if word.lower() == name or re.match(re.escape(name) + r"[_.]", word.lower()):
