@@ -25,7 +25,7 @@ import numpy as np
 
 from simtune import __version__
 from simtune.costs.calibration import words
-from simtune.costs.iteration import Batch, StepModel
+from simtune.costs.iteration import StepModel, StepWork
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.emit import speculation, vllm
 from simtune.errors import Infeasible, UsageError
@@ -391,17 +391,17 @@ def _breakdown(deployment: Deployment, result: Result) -> list[dict[str, Any]]:
         weight = sum(r.end - r.start for r in busy)
         decodes = max(1, round(sum(r.num_decodes * (r.end - r.start) for r in busy) / weight)) if weight else 1
         budget = pool.spec.batching.max_num_batched_tokens
-        steps: list[tuple[str, Batch]] = []
+        steps: list[tuple[str, StepWork]] = []
         if pool.spec.role == "prefill":
             tokens = min(budget, longest)
-            steps.append((f"prefill: {tokens:,} prompt tokens", Batch(0, 0, ((0, tokens),), 1)))
+            steps.append((f"prefill: {tokens:,} prompt tokens", StepWork(0, 0, ((0, tokens),), 1)))
         else:
             label = f"decode: {decodes:,} sequences at {context:,} tokens"
-            steps.append((label, Batch(decodes, decodes * context, (), decodes)))
+            steps.append((label, StepWork(decodes, decodes * context, (), decodes)))
         room = min(budget - decodes, longest)
         if pool.spec.role == "mixed" and room > 0:
             label = f"mixed: the same and {room:,} prompt tokens"
-            steps.append((label, Batch(decodes, decodes * context, ((0, room),), decodes)))
+            steps.append((label, StepWork(decodes, decodes * context, ((0, room),), decodes)))
         step_model = StepModel(deployment.model, pool.hardware, pool.spec)
         provenance: dict[str, str] = {o.kind: o.provenance.kind for o in pool.hardware.operators.values()}
         provenance |= {"head": provenance.get("gemm", "assumed")}

@@ -16,7 +16,7 @@ import pytest
 from benchmarks.machine import per_call
 from benchmarks.results import Recorder
 from simtune.costs.compiled import CompiledCosts, compile_costs
-from simtune.costs.iteration import Batch, StepModel
+from simtune.costs.iteration import StepModel, StepWork
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import Batching, Pool
@@ -69,7 +69,7 @@ def test_error_against_the_step_model(record: Recorder) -> None:
             new = int(np.exp(rng.uniform(0, np.log(7900))))
             past = int(rng.uniform(0, LONGEST - new)) if what == "mixed" else 0
             chunks = () if what == "decode" else ((past, new),)
-            batch = Batch(count, context, chunks, count or 1)
+            batch = StepWork(count, context, chunks, count or 1)
             ticks = costs.mixed(count, context, chunks, batch.num_samples)
             errors.append(abs(ticks / TICKS_PER_SECOND / step_model.seconds(batch) - 1))
         print(f"{what}: median {np.median(errors):.2e} p90 {np.quantile(errors, 0.9):.2e} max {max(errors):.2e}")

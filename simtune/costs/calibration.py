@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from simtune.arrays import Array
-from simtune.costs.iteration import Batch, StepModel
+from simtune.costs.iteration import StepModel, StepWork
 from simtune.costs.tables.common import MS, Columns, designation, read_csv
 from simtune.errors import Problem, SpecError
 from simtune.specs.hardware import Calibration, Correction, Hardware
@@ -54,7 +54,7 @@ _SPLITWISE = ("prompt_size", "batch_size", "token_size", "prompt_time", "token_t
 class TimedStep(NamedTuple):
     """A step an engine took, and its seconds."""
 
-    batch: Batch
+    batch: StepWork
     seconds: float
 
     @property
@@ -157,7 +157,7 @@ def _own(path: Path, number: int, data: dict[str, Any]) -> TimedStep:
             "chunks is there, seconds are positive, and there is nothing else"
         )
         raise SpecError(Problem(str(path), message, "", number))
-    return TimedStep(Batch(int(decodes), int(context), chunks, int(decodes) + len(chunks)), float(seconds))
+    return TimedStep(StepWork(int(decodes), int(context), chunks, int(decodes) + len(chunks)), float(seconds))
 
 
 def _csv(columns: Columns, subject: _Subject) -> Log:
@@ -178,7 +178,7 @@ def _csv(columns: Columns, subject: _Subject) -> Log:
             log.left_out["no time or no tokens"] += 1
             continue
         chunks = _equal_chunks(int(prefill), max(1, int(pieces)), int(past))
-        batch = Batch(int(decodes), int(context), chunks, int(decodes) + len(chunks))
+        batch = StepWork(int(decodes), int(context), chunks, int(decodes) + len(chunks))
         log.steps.append(TimedStep(batch, float(seconds)))
     return log
 
@@ -222,8 +222,8 @@ def _splitwise(columns: Columns, subject: _Subject) -> Log:
             log.left_out["a value is missing or not positive"] += 1
             continue
         (prompt, batch, tokens), (prompt_s, token_s) = row[:3].astype(int).tolist(), (row[3:] * MS).tolist()
-        log.steps.append(TimedStep(Batch(0, 0, ((0, prompt),) * batch, batch), prompt_s))
-        log.steps.append(TimedStep(Batch(batch, batch * (prompt + tokens // 2), (), batch), token_s))
+        log.steps.append(TimedStep(StepWork(0, 0, ((0, prompt),) * batch, batch), prompt_s))
+        log.steps.append(TimedStep(StepWork(batch, batch * (prompt + tokens // 2), (), batch), token_s))
     return log
 
 
@@ -270,7 +270,7 @@ def _steplog(path: Path, header: dict[str, Any], lines: Iterable[tuple[int, dict
     return log
 
 
-def _scheduled(work: Sequence[tuple[_RequestState, int]]) -> Batch:
+def _scheduled(work: Sequence[tuple[_RequestState, int]]) -> StepWork:
     """The batch in which these requests get so many tokens each; the requests move on."""
     decodes = context = samples = 0
     chunks = []
@@ -284,7 +284,7 @@ def _scheduled(work: Sequence[tuple[_RequestState, int]]) -> Batch:
         if request.computed == request.known:
             request.known += 1
             samples += 1
-    return Batch(decodes, context, tuple(chunks), max(1, samples))
+    return StepWork(decodes, context, tuple(chunks), max(1, samples))
 
 
 def calibrate(model: Model, hardware: Hardware, pool: Pool, log: Log, source: Path) -> Calibration:

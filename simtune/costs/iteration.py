@@ -79,7 +79,7 @@ KINDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class StepWork:
     """What one step works on.
 
     `context_tokens` and `num_samples` are those of `simtune.costs.protocol.StepCosts`; a chunk is (past,
@@ -289,7 +289,7 @@ class StepModel:
         host = self._hardware.host
         return host.step_s + host.per_sequence_s * num_seqs
 
-    def breakdown(self, batch: Batch) -> dict[str, float]:
+    def breakdown(self, batch: StepWork) -> dict[str, float]:
         """GPU seconds of one step by kind (`KINDS`); kinds without work are left out."""
         parts: dict[str, float] = {}
         for kind, seconds in self.linear(np.array([batch.num_tokens])).items():
@@ -316,11 +316,11 @@ class StepModel:
             return None
         return calibration.prefill if with_chunks else calibration.decode
 
-    def gpu_s(self, batch: Batch) -> float:
+    def gpu_s(self, batch: StepWork) -> float:
         """Seconds of the kernels and collectives of one step, or of launching them where that takes longer."""
         return max(sum(self.breakdown(batch).values()), self.launch_s)
 
-    def seconds(self, batch: Batch) -> float:
+    def seconds(self, batch: StepWork) -> float:
         """Seconds of one step, host included."""
         gpu, host, correction = self.gpu_s(batch), self.host_s(batch.num_seqs), self.correction(bool(batch.chunks))
         if correction is not None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from simtune.costs.iteration import Batch, StepModel
+from simtune.costs.iteration import StepModel, StepWork
 from simtune.costs.predict import Z90, Predictor
 from simtune.costs.tables.own import MeasuredPoint
 from simtune.profiling.journal import Journal, task_of
@@ -96,7 +96,7 @@ def check_steps(points: Sequence[MeasuredPoint], models: Sequence[Model], hardwa
             group = model.layers[0].model_copy(update={"count": s["layers"]})
             built[key] = StepModel(model.model_copy(update={"layers": (group,)}), hardware, pool)
         chunks = ((s["past"], s["tokens"]),) if s["tokens"] else ()
-        batch = Batch(s["decodes"], s["decodes"] * s["context"], chunks, s["samples"])
+        batch = StepWork(s["decodes"], s["decodes"] * s["context"], chunks, s["samples"])
         predicted_s = sum(built[key].breakdown(batch).values())
         checks.append(Check(point.variant, dict(point.shape), point.seconds, predicted_s, True))
     return checks

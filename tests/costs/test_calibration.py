@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import simtune
 from simtune.cli.calibrate import calibrate as command
 from simtune.costs.calibration import FEWEST, Log, TimedStep, calibrate, read_log, two_numbers
-from simtune.costs.iteration import Batch, StepModel
+from simtune.costs.iteration import StepModel, StepWork
 from simtune.errors import SimtuneError, SpecError, UsageError
 from simtune.report.hardware import facts
 from simtune.specs.catalog import load_hardware
@@ -28,13 +28,13 @@ DECODES = [(n, n * context) for n in (1, 4, 16, 60) for context in (10, 100, 100
 PROMPTS = [((0, n),) for n in (5, 50, 500)] + [((past, n), (0, 20)) for past in (64, 640) for n in (5, 50, 400)]
 
 
-def batches() -> list[Batch]:
-    return [Batch(n, context, (), n) for n, context in DECODES] + [
-        Batch(n, 30 * n, chunks, n + len(chunks)) for n in (0, 7) for chunks in PROMPTS
+def batches() -> list[StepWork]:
+    return [StepWork(n, context, (), n) for n, context in DECODES] + [
+        StepWork(n, 30 * n, chunks, n + len(chunks)) for n in (0, 7) for chunks in PROMPTS
     ]
 
 
-def engine_s(batch: Batch) -> float:
+def engine_s(batch: StepWork) -> float:
     """What a made-up engine takes: 1.4 x kernels + 3 ms for decode steps, 0.9 x kernels + 5 ms with prompt tokens."""
     gpu_s = StepModel(model(), hardware(), pool()).gpu_s(batch)
     return 0.9 * gpu_s + 5e-3 if batch.chunks else 1.4 * gpu_s + 3e-3
@@ -125,7 +125,7 @@ class TestFit:
 
     def test_what_two_numbers_do_not_describe_is_refused(self) -> None:
         wild = np.geomspace(1e-5, 1e-1, 12)[np.random.default_rng(3).permutation(12)]
-        steps = [TimedStep(Batch(n, c, (), n), float(s)) for (n, c), s in zip(DECODES, wild, strict=True)]
+        steps = [TimedStep(StepWork(n, c, (), n), float(s)) for (n, c), s in zip(DECODES, wild, strict=True)]
         with pytest.raises(SpecError, match="off at the median: a scale and an offset do not describe"):
             calibrate(model(), hardware(), pool(), Log(steps), Path("wild.csv"))
 
@@ -139,8 +139,8 @@ class TestLogs:
         )
         log = read_log(path, model(), hardware(), 1)
         assert [step.batch for step in log.steps] == [
-            Batch(3, 300, (), 3),
-            Batch(0, 0, ((64, 6), (64, 5)), 2),
+            StepWork(3, 300, (), 3),
+            StepWork(0, 0, ((64, 6), (64, 5)), 2),
         ]
         assert log.left_out == {"no time or no tokens": 1, "a value is missing or negative": 1}
         with pytest.raises(SpecError, match="tp: the log is of 1, not of 2"):
@@ -201,11 +201,11 @@ class TestLogs:
         path = write_lines(tmp_path / "log.jsonl", {"format": "steplog/1", "model": shape}, lines)
         log = read_log(path, model(), hardware(), 1)
         assert log.steps == [
-            TimedStep(Batch(0, 0, ((0, 4), (0, 2)), 1), 0.75),
-            TimedStep(Batch(1, 3, ((4, 1),), 2), 0.5),
-            TimedStep(Batch(2, 6 + 4, (), 2), 0.5),
-            TimedStep(Batch(1, 5, (), 1), 0.5),
-            TimedStep(Batch(2, 7 + 8, (), 2), 0.5),
+            TimedStep(StepWork(0, 0, ((0, 4), (0, 2)), 1), 0.75),
+            TimedStep(StepWork(1, 3, ((4, 1),), 2), 0.5),
+            TimedStep(StepWork(2, 6 + 4, (), 2), 0.5),
+            TimedStep(StepWork(1, 5, (), 1), 0.5),
+            TimedStep(StepWork(2, 7 + 8, (), 2), 0.5),
         ]
         assert log.left_out == {"no time": 1}
         with pytest.raises(SpecError, match=r"layers 2|2 layers, hidden size 64 and vocabulary 256, not of tiny"):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simtune.costs.compiled import CompiledCosts, LinearCosts, compile_costs
-from simtune.costs.iteration import Batch, StepModel
+from simtune.costs.iteration import StepModel, StepWork
 from simtune.costs.protocol import UNBOUNDED, StepCosts
 from simtune.costs.residual import fit_process
 from simtune.costs.ticks import TICKS_PER_SECOND, to_ticks
@@ -85,7 +85,7 @@ def decodes(draw: st.DrawFn, least: int = 1) -> tuple[int, int]:
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> Batch:
+def steps(draw: st.DrawFn) -> StepWork:
     """Any step within the limits: decodes, chunks, or both."""
     count, context = draw(decodes(least=0))
     chunks, room = [], BUDGET - count
@@ -93,10 +93,10 @@ def steps(draw: st.DrawFn) -> Batch:
         new = draw(st.integers(1, max(1, room // 2)))
         chunks.append((draw(st.integers(0, LONGEST - new)), new))
         room -= new
-    return Batch(count, context, tuple(chunks), draw(st.integers(count, count + len(chunks))))
+    return StepWork(count, context, tuple(chunks), draw(st.integers(count, count + len(chunks))))
 
 
-def ticks(costs: StepCosts, step: Batch) -> int:
+def ticks(costs: StepCosts, step: StepWork) -> int:
     return costs.mixed(step.num_decodes, step.context_tokens, step.chunks, step.num_samples)
 
 
@@ -126,7 +126,7 @@ class TestLawsOfStepCosts:
             assert costs.decode(count, context + k * count)[0] == first + k * slope
 
     @given(costs=any_costs, step=steps())
-    def test_ticks_are_whole_and_work_takes_time(self, costs: StepCosts, step: Batch) -> None:
+    def test_ticks_are_whole_and_work_takes_time(self, costs: StepCosts, step: StepWork) -> None:
         assert type(ticks(costs, step)) is int
         assert ticks(costs, step) > 0
         if step.num_decodes:
@@ -135,7 +135,7 @@ class TestLawsOfStepCosts:
 
 class TestCompiledCosts:
     @given(world=exact_worlds, step=steps())
-    def test_close_to_the_step_model(self, world: int, step: Batch) -> None:
+    def test_close_to_the_step_model(self, world: int, step: StepWork) -> None:
         costs, step_model = compiled(world)
         assert ticks(costs, step) / TICKS_PER_SECOND == pytest.approx(step_model.seconds(step), rel=1e-3)
 
@@ -147,7 +147,7 @@ class TestCompiledCosts:
             count = int(rng.integers(1, SEQS))
             context = int(count * np.exp(rng.uniform(0, np.log(LONGEST))))
             new, past = int(rng.integers(1, BUDGET - count)), int(rng.integers(0, 2)) * 1000
-            step = Batch(count, context, ((past, new),) if rng.random() < 0.5 else (), count)
+            step = StepWork(count, context, ((past, new),) if rng.random() < 0.5 else (), count)
             off.append(abs(ticks(costs, step) / TICKS_PER_SECOND / step_model.seconds(step) - 1))
         assert np.quantile(off, 0.9) < 3e-3
         plain = compiled(0)[1]
@@ -163,7 +163,7 @@ class TestCompiledCosts:
             assert costs.mixed(0, 0, [(past, 1)], 0) >= costs.mixed(0, 0, [(0, 1)], 0) - costs._prefill[1]
 
     def test_factors_multiply_their_kinds(self) -> None:
-        device, plan, step = hardware(), pool(tp=2), Batch(3, 300, ((0, 50),), 4)
+        device, plan, step = hardware(), pool(tp=2), StepWork(3, 300, ((0, 50),), 4)
         parts = StepModel(model(), device, plan).breakdown(step)
         for kind in parts:
             slower = compile_costs(model(), device, plan, LONGEST, factors={kind: 2.0})
@@ -174,12 +174,12 @@ class TestCompiledCosts:
     def test_another_process_gets_the_same_costs(self, world: int) -> None:
         costs, _ = compiled(world)
         again = pickle.loads(pickle.dumps(costs))
-        step = Batch(7, 4321, ((100, 30), (0, 64)), 8)
+        step = StepWork(7, 4321, ((100, 30), (0, 64)), 8)
         assert ticks(again, step) == ticks(costs, step)
         assert again.decode(7, 4321) == costs.decode(7, 4321)
 
     @given(world=worlds, step=steps())
-    def test_never_below_its_bounds(self, world: int, step: Batch) -> None:
+    def test_never_below_its_bounds(self, world: int, step: StepWork) -> None:
         costs, _ = compiled(world)
         floor = max(c0 + c1 * step.num_tokens for c0, c1 in costs.linear_minorants())
         floor += costs.context_cost_s() * step.context_tokens + costs.head_cost_s() * step.num_samples
@@ -195,7 +195,7 @@ class TestCompiledCosts:
         without = compile_costs(model(), hardware(), plan, LONGEST)
         extra = []
         for chunk in (1, 16, 40, 128, 129, 300, 640):
-            step = Batch(20, 20 * 500, ((0, chunk), (0, 1)), 20)
+            step = StepWork(20, 20 * 500, ((0, chunk), (0, 1)), 20)
             assert ticks(costs, step) / TICKS_PER_SECOND == pytest.approx(step_model.seconds(step), rel=2e-3)
             extra.append(ticks(costs, step) - ticks(without, step))
         assert extra == sorted(extra)
@@ -210,7 +210,7 @@ class TestCompiledCosts:
         costs, step_model = compile_costs(model(), device, plan, LONGEST), StepModel(model(), device, plan)
         context, longest = count * mean, mean + excess
         even, uneven = (
-            step_model.gpu_s(Batch(count, context, chunks, count, longest_context=most)) for most in (0, longest)
+            step_model.gpu_s(StepWork(count, context, chunks, count, longest_context=most)) for most in (0, longest)
         )
         found = costs.uneven(count, context, longest, chunk)
         assert found / TICKS_PER_SECOND == pytest.approx(uneven - even, rel=1e-6, abs=1e-9)

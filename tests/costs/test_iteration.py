@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simtune.costs.compiled import compile_costs
-from simtune.costs.iteration import LAUNCH_S, Batch, StepModel, padded_tokens
+from simtune.costs.iteration import LAUNCH_S, StepModel, StepWork, padded_tokens
 from simtune.costs.layers import ATTENTION_LAYERS
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.errors import Infeasible
@@ -45,7 +45,7 @@ def elementwise(rows: int, width: int) -> float:
 def test_decode_step_of_a_dense_model() -> None:
     # 2 layers, hidden 64, 4 heads and 2 KV heads of 16, feed-forward 128, vocabulary 256.
     # Three sequences of 10 tokens; the CUDA graph is the one for four tokens.
-    step = StepModel(model(), hardware(), pool()).breakdown(Batch(3, 30, (), 3))
+    step = StepModel(model(), hardware(), pool()).breakdown(StepWork(3, 30, (), 3))
 
     layer = gemm(4, (4 + 2 + 2) * 16, 64) + gemm(4, 64, 4 * 16) + gemm(4, 2 * 128, 64) + gemm(4, 64, 128)
     assert step["gemm"] == pytest.approx(2 * layer)
@@ -69,9 +69,9 @@ def test_every_attention_kind_has_its_layer() -> None:
 
 def test_prefill_chunks_are_differences_of_whole_prompts() -> None:
     parts = StepModel(model(), hardware(), pool())
-    whole = parts.breakdown(Batch(chunks=((0, 96),)))["prefill_attention"]
-    first = parts.breakdown(Batch(chunks=((0, 64),)))["prefill_attention"]
-    second = parts.breakdown(Batch(chunks=((64, 32),)))["prefill_attention"]
+    whole = parts.breakdown(StepWork(chunks=((0, 96),)))["prefill_attention"]
+    first = parts.breakdown(StepWork(chunks=((0, 64),)))["prefill_attention"]
+    second = parts.breakdown(StepWork(chunks=((64, 32),)))["prefill_attention"]
     # 4 h (d + 64) (s(s+1)/2 + 64 s) flops; q, k, v, output once; 2 KV heads x ceil(192/128) blocks on 8 processors
     by_hand = call(4 * 4 * (16 + 64) * 96 * (97 / 2 + 64), 2 * 96 * 16 * 2 * (4 + 2), 2 * 2 / 8)
     assert whole == pytest.approx(2 * by_hand)
@@ -80,13 +80,13 @@ def test_prefill_chunks_are_differences_of_whole_prompts() -> None:
 
 def test_tokens_of_decodes_and_chunks_share_the_matrix_products() -> None:
     parts = StepModel(model(), hardware(), pool())
-    mixed = parts.breakdown(Batch(10, 500, ((0, 500), (100, 90)), 11))
-    assert mixed["gemm"] == parts.breakdown(Batch(chunks=((0, 600),)))["gemm"], "600 tokens are beyond the graphs"
+    mixed = parts.breakdown(StepWork(10, 500, ((0, 500), (100, 90)), 11))
+    assert mixed["gemm"] == parts.breakdown(StepWork(chunks=((0, 600),)))["gemm"], "600 tokens are beyond the graphs"
     assert mixed["head"] == pytest.approx(gemm(11, 256, 64)), "only rows that get a token reach the head"
 
 
 def test_tensor_parallel_ranks_take_their_share_and_reduce() -> None:
-    step = StepModel(model(), hardware(), pool(tp=4)).breakdown(Batch(4, 40, (), 4))
+    step = StepModel(model(), hardware(), pool(tp=4)).breakdown(StepWork(4, 40, (), 4))
     # One head each; two KV heads on four ranks are repeated, so each rank has one.
     layer = gemm(4, (1 + 1 + 1) * 16, 64) + gemm(4, 64, 16) + gemm(4, 2 * 32, 64) + gemm(4, 64, 32)
     assert step["gemm"] == pytest.approx(2 * layer)
@@ -98,7 +98,7 @@ def test_tensor_parallel_ranks_take_their_share_and_reduce() -> None:
 
 
 def test_pipeline_stages_add_sends_and_nothing_else() -> None:
-    batch = Batch(4, 40, (), 4)
+    batch = StepWork(4, 40, (), 4)
     one = StepModel(model(), hardware(), pool()).breakdown(batch)
     two = StepModel(model(), hardware(), pool(pp=2)).breakdown(batch)
     assert two.pop("send") == pytest.approx(sheet(1e-5, 4 * 64 * 2, 1e8)), "the link's latency, 70 % of its rate"
@@ -106,7 +106,7 @@ def test_pipeline_stages_add_sends_and_nothing_else() -> None:
 
 
 def test_mixture_of_experts_layer() -> None:
-    step = StepModel(model(feed_forward=moe(shared=48)), hardware(), pool()).breakdown(Batch(4, 40, (), 4))
+    step = StepModel(model(feed_forward=moe(shared=48)), hardware(), pool()).breakdown(StepWork(4, 40, (), 4))
     attention = gemm(4, 128, 64) + gemm(4, 64, 64)
     router, shared = gemm(4, 8, 64), gemm(4, 2 * 48, 64) + gemm(4, 64, 48)
     assert step["gemm"] == pytest.approx(2 * (attention + router + shared))
@@ -119,7 +119,7 @@ def test_mixture_of_experts_layer() -> None:
 
 def test_plain_feed_forward_has_two_matrices() -> None:
     plain = model(feed_forward=DenseFeedForward(intermediate_size=128, gated=False))
-    step = StepModel(plain, hardware(), pool()).breakdown(Batch(4, 40, (), 4))
+    step = StepModel(plain, hardware(), pool()).breakdown(StepWork(4, 40, (), 4))
     layer = gemm(4, 128, 64) + gemm(4, 64, 64) + gemm(4, 128, 64) + gemm(4, 64, 128)
     assert step["gemm"] == pytest.approx(2 * layer)
 
@@ -141,7 +141,7 @@ def test_graph_sizes_are_those_vllm_captures() -> None:
 
 def test_host_time_hides_behind_the_gpu_or_adds_to_it() -> None:
     slow_host = hardware(host_step_s=1.0, host_per_sequence_s=0.25)
-    batch = Batch(2, 20, (), 2)
+    batch = StepWork(2, 20, (), 2)
     gpu = sum(StepModel(model(), slow_host, pool()).breakdown(batch).values())
     assert StepModel(model(), slow_host, pool()).seconds(batch) == 1.5
     assert StepModel(model(), slow_host, pool(asynchronous=False)).seconds(batch) == pytest.approx(1.5 + gpu)
@@ -187,7 +187,7 @@ def test_impossible_sharding_is_refused(sizes: dict[str, object], tp: int, pp: i
 def test_what_nobody_measured_is_estimated_and_said() -> None:
     """Sampling here, the gathering of logits over ranks, and an fp8 cache that no table covers."""
     step = StepModel(model(), hardware(), pool(tp=2, kv_cache=KvCache(dtype="fp8")))
-    step.breakdown(Batch(2, 20, ((0, 9),), 2))
+    step.breakdown(StepWork(2, 20, ((0, 9),), 2))
     attention = {"decode_attention.bf16.kv-fp8", "prefill_attention.bf16.kv-fp8"}
     assert step.estimated == {"sampling.fp32", "all_gather.bf16", *attention}
     assert StepModel(model(), hardware(), pool()).estimated == {"sampling.fp32"}
@@ -209,9 +209,9 @@ def test_a_dtype_the_device_lacks_is_refused_with_the_remedy() -> None:
 
 def test_without_graphs_nothing_is_padded_and_no_step_beats_its_launches() -> None:
     graphs, eager = (StepModel(model(), hardware(), pool(cuda_graphs=on)) for on in (True, False))
-    batch = Batch(3, 30, (), 3)
+    batch = StepWork(3, 30, (), 3)
     assert eager.breakdown(batch)["gemm"] < graphs.breakdown(batch)["gemm"], "three tokens are not run as four"
-    assert eager.breakdown(Batch(4, 40, (), 4)) == graphs.breakdown(Batch(4, 40, (), 4))
+    assert eager.breakdown(StepWork(4, 40, (), 4)) == graphs.breakdown(StepWork(4, 40, (), 4))
     # per layer: 4 products, 2 norms, rope, activation, attention; embedding, last norm, head, sampling
     assert eager.launch_s == pytest.approx((2 * 9 + 4) * LAUNCH_S)
     assert graphs.launch_s == 0
@@ -252,7 +252,7 @@ LINEAR = LinearAttention(heads=4, key_heads=2, key_dim=16, value_dim=32, conv_wi
 def test_latent_attention_by_hand() -> None:
     """Two ranks, two heads each: latents and cache are on both, the rest is shared out."""
     parts = StepModel(with_attention(MLA), hardware(), pool(tp=2))
-    step = parts.breakdown(Batch(4, 4000, (), 4))
+    step = parts.breakdown(StepWork(4, 4000, (), 4))
     into, spread = gemm(4, 24 + 32 + 8, 64), gemm(4, 2 * (16 + 8), 24) + gemm(4, 2 * (16 + 16), 32)
     dense = gemm(4, 2 * 64, 64) + gemm(4, 64, 64)
     assert step["gemm"] == pytest.approx(2 * (into + spread + gemm(4, 64, 2 * 16) + dense))
@@ -260,9 +260,9 @@ def test_latent_attention_by_hand() -> None:
     flops, moved = 2 * 4 * 2 * 1000 * 72 / 0.7e12, (2 * 4 * 1000 * 40 + 2 * 4 * 2 * 72) / 0.7e9
     assert step["decode_attention"] == pytest.approx(2 * (11e-6 + (flops**3 + moved**3) ** (1 / 3)), rel=1e-6)
 
-    whole = parts.breakdown(Batch(chunks=((0, 96),)))["prefill_attention"]
-    first = parts.breakdown(Batch(chunks=((0, 64),)))["prefill_attention"]
-    second = parts.breakdown(Batch(chunks=((64, 32),)))["prefill_attention"]
+    whole = parts.breakdown(StepWork(chunks=((0, 96),)))["prefill_attention"]
+    first = parts.breakdown(StepWork(chunks=((0, 64),)))["prefill_attention"]
+    second = parts.breakdown(StepWork(chunks=((64, 32),)))["prefill_attention"]
     again = gemm(64, 2 * (16 + 16), 32)
     assert first + second == pytest.approx(whole + 2 * (12e-6 + again)), "the past is spelled out again"
 
@@ -279,14 +279,14 @@ def test_a_state_costs_the_same_however_long_the_context() -> None:
     # keys, queries, values, gate of 4 x 32 and two gates a head; a convolution and a gated norm beside two norms
     products = gemm(4, 2 * 2 * 16 + 2 * 4 * 32 + 2 * 4, 64) + gemm(4, 64, 4 * 32)
     dense = gemm(4, 2 * 128, 64) + gemm(4, 64, 128)
-    assert step.breakdown(Batch(4, 40, (), 4))["gemm"] == pytest.approx(2 * (products + dense))
+    assert step.breakdown(StepWork(4, 40, (), 4))["gemm"] == pytest.approx(2 * (products + dense))
     assert step.estimated >= {"linear_decode.bf16.kv-fp32", "linear_prefill.bf16.kv-fp32", "elementwise.conv.bf16"}
 
 
 def test_experts_on_ranks_wait_for_the_busiest() -> None:
     wide = model(feed_forward=moe())
-    sliced = StepModel(wide, hardware(), pool(tp=4)).breakdown(Batch(64, 640, (), 64))
-    whole = StepModel(wide, hardware(), pool(tp=4, expert_parallel=True)).breakdown(Batch(64, 640, (), 64))
+    sliced = StepModel(wide, hardware(), pool(tp=4)).breakdown(StepWork(64, 640, (), 64))
+    whole = StepModel(wide, hardware(), pool(tp=4, expert_parallel=True)).breakdown(StepWork(64, 640, (), 64))
     assert {**whole, "moe": 0} == {**sliced, "moe": 0}, "the same all-reduce adds the experts up"
     # 2 of 8 experts a rank; 64 x 2 / 4 = 32 rows each on average, 1 + sqrt(2 ln 4 / 32) times that on the busiest
     load = 1 + math.sqrt(2 * math.log(4) / 32)
@@ -302,13 +302,13 @@ def test_experts_on_ranks_wait_for_the_busiest() -> None:
 def test_data_parallel_attention_shares_experts_and_exchanges_tokens() -> None:
     """Two groups of one rank with 32 tokens each: attention as on one rank alone, experts as on two with 64 tokens."""
     wide, groups = model(feed_forward=moe()), pool(attention_dp=2, expert_parallel=True)
-    apart = StepModel(wide, hardware(), groups).breakdown(Batch(32, 320, (), 32))
-    alone = StepModel(wide, hardware(), pool()).breakdown(Batch(32, 320, (), 32))
-    both = StepModel(wide, hardware(), pool(tp=2, expert_parallel=True)).breakdown(Batch(64, 640, (), 64))
+    apart = StepModel(wide, hardware(), groups).breakdown(StepWork(32, 320, (), 32))
+    alone = StepModel(wide, hardware(), pool()).breakdown(StepWork(32, 320, (), 32))
+    both = StepModel(wide, hardware(), pool(tp=2, expert_parallel=True)).breakdown(StepWork(64, 640, (), 64))
     assert apart["moe"] == pytest.approx(both["moe"])
     exchange = apart.pop("all_to_all")
     assert {**apart, "moe": 0} == {**alone, "moe": 0}, "nothing else is split or added up"
-    more = StepModel(wide, hardware(), groups).breakdown(Batch(64, 640, (), 64))["all_to_all"]
+    more = StepModel(wide, hardware(), groups).breakdown(StepWork(64, 640, (), 64))["all_to_all"]
     assert 0 < exchange < more
 
 
@@ -320,24 +320,26 @@ def test_data_parallel_attention_needs_shared_experts_and_one_stage(settings: di
 
 def test_skewed_routing_wakes_fewer_experts() -> None:
     even, skewed = (model(feed_forward=moe().model_copy(update={"routing_skew": a})) for a in (0.0, 1.5))
-    times = [StepModel(m, hardware(), pool()).breakdown(Batch(4, 40, (), 4))["moe"] for m in (even, skewed)]
+    times = [StepModel(m, hardware(), pool()).breakdown(StepWork(4, 40, (), 4))["moe"] for m in (even, skewed)]
     assert times[1] < times[0]
 
 
 def test_activations_are_quantised_behind_attention() -> None:
     eight_bit = model().model_copy(update={"weight_dtype": "fp8"})
-    plain, quantised = (StepModel(m, hardware(), pool()).breakdown(Batch(4, 40, (), 4)) for m in (model(), eight_bit))
+    plain, quantised = (
+        StepModel(m, hardware(), pool()).breakdown(StepWork(4, 40, (), 4)) for m in (model(), eight_bit)
+    )
     kernel = sheet(2e-6, 3 * 4 * 64) + 4e-10
     assert quantised["elementwise"] == pytest.approx(plain["elementwise"] + 2 * kernel)
     int4 = StepModel(model().model_copy(update={"weight_dtype": "int4"}), hardware(), pool())
-    assert int4.breakdown(Batch(4, 40, (), 4))["elementwise"] == plain["elementwise"], "activations stay 16 bits"
+    assert int4.breakdown(StepWork(4, 40, (), 4))["elementwise"] == plain["elementwise"], "activations stay 16 bits"
     assert "gemm.int4" in int4.estimated, "a kernel of its own, never the bf16 one"
 
 
 def test_a_gated_layer_projects_its_gate_along_with_the_queries() -> None:
     gated = with_attention(FullAttention(heads=4, kv_heads=2, head_dim=16, output_gate=True))
-    step = StepModel(gated, hardware(), pool()).breakdown(Batch(4, 40, (), 4))
-    plain = StepModel(model(), hardware(), pool()).breakdown(Batch(4, 40, (), 4))
+    step = StepModel(gated, hardware(), pool()).breakdown(StepWork(4, 40, (), 4))
+    plain = StepModel(model(), hardware(), pool()).breakdown(StepWork(4, 40, (), 4))
     assert step["gemm"] - plain["gemm"] == pytest.approx(2 * (gemm(4, (8 + 2 + 2) * 16, 64) - gemm(4, 8 * 16, 64)))
     assert step["elementwise"] - plain["elementwise"] == pytest.approx(2 * elementwise(4, 3 * 64))
 
@@ -351,7 +353,7 @@ def test_compiled_costs_follow_every_kind(attention: object, asynchronous: bool,
     plan = pool(asynchronous=asynchronous, cuda_graphs=cuda_graphs)
     step = StepModel(with_attention(attention), fast, plan)
     costs = compile_costs(with_attention(attention), fast, plan, 4096)
-    for batch in (Batch(3, 300, (), 3), Batch(2, 200, ((0, 64), (1000, 50)), 3), Batch(0, 0, ((4000, 9),), 1)):
+    for batch in (StepWork(3, 300, (), 3), StepWork(2, 200, ((0, 64), (1000, 50)), 3), StepWork(0, 0, ((4000, 9),), 1)):
         ticks = costs.mixed(batch.num_decodes, batch.context_tokens, batch.chunks, batch.num_samples)
         assert ticks == pytest.approx(step.seconds(batch) * TICKS_PER_SECOND, rel=1e-3)
     first, slope, span = costs.decode(3, 300)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from simtune.costs.curve import MAX_KNOTS
-from simtune.costs.iteration import Batch, StepModel
+from simtune.costs.iteration import StepModel, StepWork
 from simtune.costs.operators import OPERATORS
 from simtune.costs.predict import Predictor
 from simtune.costs.profile import Facts, build
@@ -148,6 +148,6 @@ def test_a_decode_step_of_an_8b_model_is_slower_than_reading_its_weights() -> No
         parallelism=Parallelism(),
         batching=Batching(max_num_seqs=256, max_num_batched_tokens=8192),
     )
-    step = sum(StepModel(model, hardware, pool).breakdown(Batch(1, 1024, (), 1)).values())
+    step = sum(StepModel(model, hardware, pool).breakdown(StepWork(1, 1024, (), 1)).values())
     floor = 2 * (8.03e9 - 128256 * 4096) / hardware.device.memory_bytes_per_s  # all but the embedding table is read
     assert floor < step < 2 * floor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from simtune.costs.iteration import Batch, StepModel
+from simtune.costs.iteration import StepModel, StepWork
 from simtune.costs.profile import Facts
 from simtune.profiling.fitting import VALIDATION
 from simtune.specs.catalog import load_hardware, load_model
@@ -38,5 +38,5 @@ def test_it_serves_the_model_it_was_measured_for_without_estimates() -> None:
     )
     steps = StepModel(load_model("llama-3.2-1b"), load_hardware(NAME), pool)
     assert steps.estimated == set()
-    one, sixteen = (steps.seconds(Batch(b, 1024 * b, (), b)) for b in (1, 16))
+    one, sixteen = (steps.seconds(StepWork(b, 1024 * b, (), b)) for b in (1, 16))
     assert 0.01 < one < sixteen < 16 * one  # a step reads the weights once, however many sequences share it

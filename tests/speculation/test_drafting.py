@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from simtune.costs.drafting import RoundCosts, draft_memory, drafting_model
-from simtune.costs.iteration import Batch, StepModel
+from simtune.costs.iteration import StepModel, StepWork
 from simtune.errors import Infeasible
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import Batching, Parallelism, Pool
@@ -46,7 +46,7 @@ def test_without_a_draft_a_round_is_a_decode_step() -> None:
         rounds = costs(Eagle(), **settings)
         for batch, context in ((1, 100), (32, 1000), (256, 4000)):
             # A decode step reads the token it computes along with the context.
-            expected = step.seconds(Batch(batch, batch * (context + 1), (), batch))
+            expected = step.seconds(StepWork(batch, batch * (context + 1), (), batch))
             assert rounds(batch, context, 1) == pytest.approx(expected, rel=1e-12)
 
 
@@ -89,7 +89,7 @@ def test_the_host_waits_for_drafts_that_must_be_awaited(drafter: Drafter) -> Non
     its = pool(speculation=Speculation(drafter=drafter, scheme=Chain(tokens=3), acceptance="any"))
     assert its.async_scheduling
     assert not its.schedules_async
-    batch = Batch(8, 8008, (), 8)
+    batch = StepWork(8, 8008, (), 8)
     assert StepModel(TARGET, HARDWARE, its).seconds(batch) == pytest.approx(synchronous(8, 1000, 1))
 
 
