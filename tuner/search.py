@@ -13,7 +13,8 @@ processes work on it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from simtune.costs.compiled import CompiledCosts, compile_costs
 from simtune.errors import Infeasible, UsageError
@@ -22,6 +23,7 @@ from simtune.sim.deployment import Deployment, deploy, length_limit
 from simtune.sim.feasibility import check
 from simtune.sim.requests import RequestStream, build_stream
 from simtune.sim.result import Result
+from simtune.sim.summary import Metric, SimulationSummary
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
 from simtune.specs.speculation import Speculation
@@ -106,24 +108,18 @@ class Trial:
     rate_bound_rps: float | None = None
     rate_rps: float | None = None
     simulations: int = 0
-    summary: dict[str, object] = field(default_factory=dict)
+    summary: SimulationSummary | None = None
 
     def take(self, result: Result, rate_rps: float | None) -> None:
         """Remember what a simulation of this candidate showed."""
-        summary = result.summary()
-        del summary["quantiles"]
-        self.summary, self.rate_rps = summary, rate_rps or result.offered_rate_rps
+        self.summary, self.rate_rps = result.summary(), rate_rps or result.offered_rate_rps
 
-    def number(self, key: str) -> float | None:
-        """A number of the last simulation's summary; None where it has none."""
-        value = self.summary.get(key)
-        return float(value) if isinstance(value, (int, float)) else None
-
-    def statistic(self, metric: str, statistic: str) -> float | None:
-        """A statistic of a metric in seconds, e.g. ("ttft", "p99"); None where there is none."""
-        metrics = self.summary.get("metrics")
-        block = metrics.get(metric, {}) if isinstance(metrics, dict) else {}
-        return block.get(statistic)
+    def statistic(self, metric: Metric, statistic: Literal["mean", "p99"]) -> float | None:
+        """A statistic of a metric in seconds; None where nothing was simulated or counted."""
+        if self.summary is None:
+            return None
+        latencies = self.summary.metrics[metric]
+        return latencies.mean if statistic == "mean" else latencies.p99
 
     def value(self, objective: str) -> float:
         """The objective, larger is better, of a candidate that met its SLO."""
@@ -497,8 +493,14 @@ def _why_none(study: Study, rows: list[Trial]) -> str:
     if not fit:
         shown = sorted(rows, key=lambda r: (-r.candidate.shape.tp * r.candidate.shape.pp, r.candidate))[0]
         return f"{study.name}: no plan fits the hardware. The widest one, {shown.candidate.name}: {shown.reason}"
-    shown = max(fit, key=lambda r: (r.number("slo_attainment") or 0.0, r.rate_bound_rps or 0.0))
+    shown = max(fit, key=_nearness)
     return (
         f"{study.name}: {len(fit)} plans fit, none meets the SLO. The nearest, {shown.candidate.name}, {shown.reason}. "
         "Relax the SLO, lower the load, or allow more or faster devices"
     )
+
+
+def _nearness(row: Trial) -> tuple[float, float]:
+    """How near a candidate that missed the SLO came to it."""
+    attainment = None if row.summary is None else row.summary.slo_attainment
+    return attainment or 0.0, row.rate_bound_rps or 0.0

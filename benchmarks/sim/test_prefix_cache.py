@@ -73,8 +73,8 @@ def test_hit_rate_against_cache_size(data_dir: Path, record: Recorder) -> None:
         "line": {"color": figures.COLOURS[0]},
         "hovertemplate": "%{y:.2f} % of %{x:,} tokens<extra></extra>",
     }
-    x = figures._axis("size of the cache, tokens", type="log")
-    layout = figures._layout(x, figures._axis("prompt blocks re-used", ticksuffix=" %", rangemode="tozero"))
+    x = figures.axis("size of the cache, tokens", type="log")
+    layout = figures.layout(x, figures.axis("prompt blocks re-used", ticksuffix=" %", rangemode="tozero"))
     figure = figures.fragment({"data": [curve], "layout": layout}, "hit-rate", 420)
     page = ROOT / "runs" / "mooncake-hit-rate.html"
     page.parent.mkdir(exist_ok=True)

@@ -97,7 +97,7 @@ def queues_figure(folder: Path, log: Served, simulation: Served) -> dict[str, An
         data[-1]["line"] = {"color": colour, "width": 2}
         data.append({"x": seconds.tolist(), "y": dots.tolist(), "name": f"{name}, vLLM", "mode": "markers"})
         data[-1]["marker"] = {"color": colour, "size": 5, "symbol": "circle-open"}
-    return {"data": data, "layout": figures._layout(figures._axis("seconds"), figures._axis("requests"))}
+    return {"data": data, "layout": figures.layout(figures.axis("seconds"), figures.axis("requests"))}
 
 
 def show(rows: list[Comparison], before: list[Comparison]) -> None:

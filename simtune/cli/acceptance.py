@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from simtune.cli.output import json_option, print_json, print_table, write_file
+from simtune.cli.output import json_option, print_json, print_table
 from simtune.errors import UsageError
+from simtune.runs.files import write_file
 
 if TYPE_CHECKING:
     from simtune.specs.acceptance import Rates

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from simtune.cli.output import json_option, print_json, print_table, write_file
+from simtune.cli.output import json_option, print_json, print_table, write_profile
 from simtune.errors import UsageError
-from simtune.specs.hardware import ARRAYS
+
+if TYPE_CHECKING:
+    from simtune.specs.hardware import Calibration, Hardware
+    from simtune.specs.model import Model
+    from simtune.specs.plan import Pool
 
 COMMENT = """Fitted by `simtune fit`, corrected by `simtune calibrate`; do either again rather than edit this file.
 Only fitted numbers are stored here. The tables they come from, and their licences, are named under each
@@ -44,17 +49,41 @@ def calibrate(
     Steps with prompt tokens and steps without are corrected apart, each where the log has eight or more. The errors
     printed are those of either half of the steps corrected by the other half.
     """
-    from simtune.costs import calibration
+    from simtune.costs.calibration import calibrate as corrected_by
+    from simtune.costs.calibration import read_log
     from simtune.specs import catalog
-    from simtune.specs.plan import Batching, Parallelism, Pool
 
+    folder = _folder(profile, out, force)
+    hardware = catalog.load_hardware(profile)
+    ran, pool = _deployed(hardware, model, tp, plan_file)
+    log = read_log(measured, ran, hardware, pool.parallelism.tp)
+    for why, lines in log.left_out.items():
+        click.echo(f"{measured.name}: {lines:,} lines left out: {why}", err=True)
+    correction = corrected_by(ran, hardware, pool, log, measured)
+    target = write_profile(folder, hardware.model_copy(update={"calibration": correction}), COMMENT)
+    if as_json:
+        print_json({"written": str(target), "calibration": correction.model_dump(mode="json", exclude_none=True)})
+    else:
+        _print(f"{hardware.name}: measured = scale x predicted + offset, {ran.name}", correction)
+        click.echo(f"wrote {target}")
+
+
+def _folder(profile: str, out: Path | None, force: bool) -> Path:
+    """Where the corrected profile goes. Raises UsageError where one stands there that may not be replaced."""
     if out is None and not (force and Path(profile).is_dir()):
         raise UsageError("give --out FOLDER for the corrected profile, or --force to replace the one in folder DIR")
     folder = out or Path(profile)
     target = folder / "profile.yaml"
     if target.exists() and not force:
         raise UsageError(f"{target}: there is a profile already; give --force to replace it")
-    hardware = catalog.load_hardware(profile)
+    return folder
+
+
+def _deployed(hardware: Hardware, model: str | None, tp: int | None, plan_file: str | None) -> tuple[Model, Pool]:
+    """What ran when the log was written: as the plan says, or a model on `tp` ranks with an engine's usual batching."""
+    from simtune.specs import catalog
+    from simtune.specs.plan import Batching, Parallelism, Pool
+
     if plan_file is not None:
         plan = catalog.load_plan(plan_file)
         if len(plan.pools) > 1:
@@ -67,18 +96,13 @@ def calibrate(
         raise UsageError("name the model the engine ran (--model), or its plan (--plan)")
     if tp is not None:
         pool = pool.model_copy(update={"parallelism": Parallelism(tp=tp)})
-    of = catalog.load_model(model)
-    log = calibration.read_log(measured, of, hardware, pool.parallelism.tp)
-    for why, lines in log.left_out.items():
-        click.echo(f"{measured.name}: {lines:,} lines left out: {why}", err=True)
-    found = calibration.calibrate(of, hardware, pool, log, measured)
-    corrected = hardware.model_copy(update={"calibration": found})
-    # The profile comes last: where it is, its arrays are.
-    write_file(folder / ARRAYS, hardware.arrays.to_bytes())
-    write_file(target, corrected.to_yaml(COMMENT))
-    if as_json:
-        print_json({"written": str(target), "calibration": found.model_dump(mode="json", exclude_none=True)})
-        return
+    return catalog.load_model(model), pool
+
+
+def _print(title: str, correction: Calibration) -> None:
+    from simtune.costs.calibration import FEWEST
+
+    kinds = (("decode", correction.decode), ("prefill", correction.prefill))
     rows = [
         (
             kind,
@@ -87,12 +111,11 @@ def calibrate(
             f"{1e3 * c.offset_s:.3f}",
             *(f"{100 * x:.1f}" for x in (c.median_before, c.p90_before, c.median_after, c.p90_after)),
         )
-        for kind, c in (("decode", found.decode), ("prefill", found.prefill))
+        for kind, c in kinds
         if c is not None
     ]
     columns = ("steps", "number", "scale", "offset ms", "median % before", "p90 % before", "median % after", "p90 %")
-    print_table(f"{hardware.name}: measured = scale x predicted + offset, {of.name}", columns, rows)
-    for kind, c in (("decode", found.decode), ("prefill", found.prefill)):
+    print_table(title, columns, rows)
+    for kind, c in kinds:
         if c is None:
-            click.echo(f"{kind} steps are not corrected: fewer than {calibration.FEWEST} in the log", err=True)
-    click.echo(f"wrote {target}")
+            click.echo(f"{kind} steps are not corrected: fewer than {FEWEST} in the log", err=True)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from simtune.cli.output import json_option, print_json, print_table, progress, quiet_option, write_file
+from simtune.cli.output import json_option, print_json, print_table, progress, quiet_option, write_profile
 from simtune.errors import UsageError
-from simtune.specs.hardware import ARRAYS, Hardware
+
+if TYPE_CHECKING:
+    from simtune.specs.hardware import Hardware
 
 COMMENT = """Fitted by `simtune fit`; edit the facts and fit again rather than this file.
 Only fitted numbers are stored here. The tables they come from, and their licences, are named under each
@@ -74,9 +77,7 @@ def fit(
             click.echo(note, err=True)
         with progress("fitting", quiet) as update:
             hardware = build(tables, known, allow_device=allow_device, progress=update)
-    # The profile comes last: where it is, its arrays are.
-    write_file(out / ARRAYS, hardware.arrays.to_bytes())
-    write_file(target, hardware.to_yaml(COMMENT))
+    write_profile(out, hardware, COMMENT)
     if as_json:
         print_json({"written": str(target), "profile": hardware.to_data()})
     else:

@@ -14,11 +14,11 @@ def list_(kind: str | None, as_json: bool) -> None:
     """List models, hardware profiles, workloads and acceptance that can be used by name; all, or of one KIND."""
     from simtune.specs import catalog
 
-    found = {k: catalog.names(k) for k in ([kind] if kind else catalog.FOLDERS)}
+    listed = {k: catalog.names(k) for k in ([kind] if kind else catalog.FOLDERS)}
     if as_json:
-        print_json(found)
+        print_json(listed)
         return
-    for k, names in found.items():
+    for k, names in listed.items():
         click.echo(f"{k}:")
         for name in names:
             click.echo(f"  {name}")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from simtune.cli.output import (
-    command_line,
     force_option,
     json_option,
     milliseconds,
@@ -19,7 +20,12 @@ from simtune.cli.output import (
     quiet_option,
     seed_option,
     set_option,
+    write_run,
 )
+
+if TYPE_CHECKING:
+    from simtune.specs.study import Study
+    from simtune.tuner.search import Question, Trial, Tuned
 
 
 @click.command()
@@ -49,31 +55,21 @@ def optimize(
     as_json: bool,
 ) -> int:
     """Find the best schedule for a STUDY, and write the plan, engine configs and a report to --out."""
-    from simtune import rundir
     from simtune.api import load_question
-    from simtune.emit import speculation
-    from simtune.specs.speculation import Chain
+    from simtune.runs.contents import of_study
+    from simtune.runs.files import claim
     from simtune.tuner.search import optimize as search
-    from simtune.tuner.space import members, shapes
 
     if seed is not None:
         settings = (*settings, f"seed={seed}")
     question = load_question(study_file, settings)
-    study = question.study
-    for draft in question.drafts:
-        # What vLLM cannot be told is refused before the search, not after it.
-        speculation.vllm(draft.speculation(draft.choice.scheme or Chain(tokens=1)), draft.drafting.model)
-    space = shapes(study)
+    _check_drafts(question)
     if dry_run:
-        count = sum(len(members(study, shape)) for shape in space)
-        if as_json:
-            print_json({"study": study.name, "candidates": count, "shapes": len(space)})
-        else:
-            click.echo(f"{study.name}: {count} candidates in {len(space)} shapes (tp x pp x instances)")
+        _print_size(question.study, as_json)
         return 0
     if out is None:
         raise click.UsageError("name the run directory to write: --out runs/NAME")
-    rundir.claim(out, force)
+    claim(out, force)
     with progress("shapes", quiet) as update:
         tuned = search(
             question,
@@ -81,62 +77,80 @@ def optimize(
             progress=lambda done, total, best: update(done, total, best.candidate.name if best else ""),
         )
     note_estimates(tuned.deployment)
-    inputs = (study, question.model, question.hardware, question.workload)
-    files = rundir.of_study(tuned, jobs=jobs)
-    rundir.write(
-        out,
-        rundir.complete(files, rundir.manifest(command_line(), inputs, question.trace, study.seed)),
-    )
-    summary = tuned.result.summary()
+    inputs = (question.study, question.model, question.hardware, question.workload)
+    write_run(out, of_study(tuned, jobs=jobs), inputs, question.trace, question.study.seed)
     if as_json:
-        del summary["quantiles"]
-        print_json(
-            {
-                "schema": rundir.SUMMARY_SCHEMA,
-                "plan": tuned.deployment.plan.to_data(),
-                "objective": {"name": study.objective, "value": tuned.value},
-                "interrupted": tuned.interrupted,
-                "out": str(out),
-                **summary,
-            }
-        )
+        _print_json(tuned, out)
     else:
-        rows = [
-            (
-                row.candidate.name,
-                str(row.candidate.shape.num_gpus),
-                number(row.rate_rps),
-                number(row.rate_rps / row.candidate.shape.num_gpus if row.rate_rps else None),
-                milliseconds(row.statistic("ttft", "p99")),
-                milliseconds(row.statistic("tpot", "p99")),
-                number(row.number("output_tokens_per_s_per_gpu")),
-                row.reason,
-            )
-            for row in [tuned.chosen, *tuned.runners_up(4)]
-        ]
-        columns = (
-            "plan",
-            "GPUs",
-            "requests/s",
-            "per GPU",
-            "TTFT p99 ms",
-            "TPOT p99 ms",
-            "tokens/s/GPU",
-            "why",
-        )
-        print_table(f"{study.name}: chosen plan first ({study.objective})", columns, rows)
-        counts = {
-            s: sum(r.status == s for r in tuned.rows) for s in ("feasible", "infeasible", "pruned", "does_not_fit")
-        }
-        click.echo(
-            f"{len(tuned.rows)} candidates: 1 chosen, {counts['feasible']} met the SLO at a lower value, "
-            f"{counts['infeasible']} missed it, {counts['pruned']} could not win, {counts['does_not_fit']} do not fit; "
-            f"{sum(r.simulations for r in tuned.rows)} simulations"
-        )
-        click.echo(
-            f"plan:   {out / 'plan.yaml'}\nengine: {out / 'engine' / 'launch.sh'}\nreport: {out / 'report.html'}"
-        )
+        _print(tuned, out)
     if tuned.interrupted:
         click.echo("interrupted: this is the best of what was searched", err=True)
         return 130
     return 0
+
+
+def _check_drafts(question: Question) -> None:
+    """What vLLM cannot be told is refused before the search, not after it. Raises UsageError."""
+    from simtune.emit import speculation
+    from simtune.specs.speculation import Chain
+
+    for draft in question.drafts:
+        speculation.vllm(draft.speculation(draft.choice.scheme or Chain(tokens=1)), draft.drafting.model)
+
+
+def _print_size(study: Study, as_json: bool) -> None:
+    from simtune.tuner.space import members, shapes
+
+    space = shapes(study)
+    count = sum(len(members(study, shape)) for shape in space)
+    if as_json:
+        print_json({"study": study.name, "candidates": count, "shapes": len(space)})
+    else:
+        click.echo(f"{study.name}: {count} candidates in {len(space)} shapes (tp x pp x instances)")
+
+
+def _print_json(tuned: Tuned, out: Path) -> None:
+    """The summary as far as it is the simulation's, the plan, and what it was chosen for."""
+    from simtune.runs.schema import SUMMARY_SCHEMA
+
+    print_json(
+        {
+            "schema": SUMMARY_SCHEMA,
+            "plan": tuned.deployment.plan.to_data(),
+            "objective": {"name": tuned.question.study.objective, "value": tuned.value},
+            "interrupted": tuned.interrupted,
+            "out": str(out),
+            **tuned.result.summary().to_data(),
+        }
+    )
+
+
+COLUMNS = ("plan", "GPUs", "requests/s", "per GPU", "TTFT p99 ms", "TPOT p99 ms", "tokens/s/GPU", "why")
+
+
+def _print(tuned: Tuned, out: Path) -> None:
+    study = tuned.question.study
+    rows = [_cells(row) for row in [tuned.chosen, *tuned.runners_up(4)]]
+    print_table(f"{study.name}: chosen plan first ({study.objective})", COLUMNS, rows)
+    counts = Counter(row.status for row in tuned.rows)
+    click.echo(
+        f"{len(tuned.rows)} candidates: 1 chosen, {counts['feasible']} met the SLO at a lower value, "
+        f"{counts['infeasible']} missed it, {counts['pruned']} could not win, {counts['does_not_fit']} do not fit; "
+        f"{sum(row.simulations for row in tuned.rows)} simulations"
+    )
+    click.echo(f"plan:   {out / 'plan.yaml'}\nengine: {out / 'engine' / 'launch.sh'}\nreport: {out / 'report.html'}")
+
+
+def _cells(row: Trial) -> tuple[str, ...]:
+    """In the order of COLUMNS."""
+    num_gpus = row.candidate.shape.num_gpus
+    return (
+        row.candidate.name,
+        str(num_gpus),
+        number(row.rate_rps),
+        number(row.rate_rps / num_gpus if row.rate_rps else None),
+        milliseconds(row.statistic("ttft", "p99")),
+        milliseconds(row.statistic("tpot", "p99")),
+        number(row.summary.output_tokens_per_s_per_gpu if row.summary else None),
+        row.reason,
+    )

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,10 +11,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from simtune.errors import UsageError
-
 if TYPE_CHECKING:
+    from simtune.runs.contents import Contents
     from simtune.sim.deployment import Deployment
+    from simtune.specs.base import Spec
+    from simtune.specs.hardware import Hardware
+    from simtune.specs.traces import Trace
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -41,21 +41,25 @@ def command_line() -> list[str]:
     return ["simtune", *sys.argv[1:]]
 
 
-def write_file(target: Path, content: str | bytes) -> None:
-    """Whole or not at all: write beside the target, then rename. Raises UsageError."""
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        try:
-            with open(handle, "wb") as stream:
-                stream.write(content.encode() if isinstance(content, str) else content)
-            os.chmod(name, 0o644)
-            os.replace(name, target)
-        except BaseException:
-            os.unlink(name)
-            raise
-    except OSError as error:
-        raise UsageError(f"{target}: cannot be written ({error.strerror})") from None
+def write_run(out: Path, contents: Contents, inputs: Sequence[Spec], trace: Trace | None, seed: int) -> None:
+    """Write a run directory with its report. Raises UsageError."""
+    from simtune.report.page import render
+    from simtune.runs.files import write
+    from simtune.runs.manifest import manifest
+
+    write(out, contents.complete(render(contents.run), manifest(command_line(), inputs, trace, seed)))
+
+
+def write_profile(folder: Path, hardware: Hardware, comment: str) -> Path:
+    """Write a hardware profile with its arrays; where the profile is. Raises UsageError."""
+    from simtune.runs.files import write_file
+    from simtune.specs.hardware import ARRAYS
+
+    target = folder / "profile.yaml"
+    # The profile comes last: where it is, its arrays are.
+    write_file(folder / ARRAYS, hardware.arrays.to_bytes())
+    write_file(target, hardware.to_yaml(comment))
+    return target
 
 
 def print_json(document: Any) -> None:
@@ -115,10 +119,12 @@ def progress(total_of: str, quiet: bool) -> Iterator[Callable[[int, int, str], N
 
 
 def milliseconds(seconds: float | None) -> str:
+    """Of a table cell; a dash where there is none."""
     return "-" if seconds is None else f"{seconds * 1e3:,.1f}"
 
 
 def number(value: float | None, digits: int = 3) -> str:
+    """So many significant digits below a thousand, whole above; a dash where there is none."""
     return "-" if value is None else f"{value:,.{digits}g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 

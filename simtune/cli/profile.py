@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from simtune.cli.output import json_option, print_json, print_table, quiet_option, write_file
+from simtune.cli.output import json_option, print_json, print_table, quiet_option, write_profile
 from simtune.errors import UsageError
+from simtune.runs.files import write_file
 
 if TYPE_CHECKING:
     from simtune.profiling.checks import Errors
@@ -25,8 +26,8 @@ INSTALL = "simtune profile needs torch, which is not installed: pip install torc
 
 def _duration(ctx: click.Context, param: click.Parameter, value: str) -> float:
     """90s, 3m, 1.5h or plain seconds, as seconds."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", value)
-    seconds = float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]] if found else 0.0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", value)
+    seconds = float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]] if match else 0.0
     if seconds < 20:
         raise click.BadParameter(f"{value!r}: write it as 90s, 3m or 1h, 20 seconds at least")
     return seconds
@@ -36,8 +37,8 @@ def _share(ctx: click.Context, param: click.Parameter, value: str | None) -> flo
     """5% or 0.05."""
     if value is None:
         return None
-    found = re.fullmatch(r"(\d*\.?\d+)(%?)", value)
-    share = float(found[1]) / (100 if found[2] else 1) if found else 0.0
+    match = re.fullmatch(r"(\d*\.?\d+)(%?)", value)
+    share = float(match[1]) / (100 if match[2] else 1) if match else 0.0
     if not 0 < share < 1:
         raise click.BadParameter(f"{value!r}: write it as 5%")
     return share
@@ -102,7 +103,7 @@ def profile(
     rig = TorchRig(device, models)
     try:
         with _live(quiet) as (update, note):
-            found = run.profile(
+            profiled = run.profile(
                 rig,
                 models,
                 out,
@@ -118,36 +119,34 @@ def profile(
         return 130
     finally:
         rig.close()
-    _write(out, found)
+    _write(out, profiled)
     if as_json:
-        print_json({"written": str(out / "profile.yaml"), **found.summary})
+        print_json({"written": str(out / "profile.yaml"), **profiled.summary})
     else:
-        _show(found, out)
+        _show(profiled, out)
     return 0
 
 
 def _in(model: Any, dtypes: tuple[str, ...]) -> list[Any]:
     """The model in each of these dtypes, named apart where there are several; as it is where there are none."""
-    found = []
+    models = []
     for dtype in dtypes:
         wide = {"dtype": dtype} if dtype in ("fp32", "bf16", "fp16") else {}
         name = {"name": f"{model.name}-{dtype}"} if len(dtypes) > 1 else {}
-        found.append(model.model_copy(update={"weight_dtype": dtype, **wide, **name}))
-    return found or [model]
+        models.append(model.model_copy(update={"weight_dtype": dtype, **wide, **name}))
+    return models or [model]
 
 
-def _write(out: Path, found: Profiled) -> None:
+def _write(out: Path, profiled: Profiled) -> None:
     import json
 
-    from simtune.report.measured import Compared, render
-    from simtune.specs.hardware import ARRAYS
+    from simtune.report.measured import PredictedTime, render
 
-    write_file(out / "facts.yaml", found.facts.to_yaml("What `simtune profile` found out about the device itself."))
-    write_file(out / ARRAYS, found.hardware.arrays.to_bytes())
-    write_file(out / "profile.yaml", found.hardware.to_yaml(COMMENT))
-    write_file(out / "summary.json", json.dumps(found.summary, indent=1, sort_keys=True, allow_nan=False) + "\n")
-    checks, steps = ([Compared(*check[:4]) for check in some] for some in (found.checks, found.steps))
-    write_file(out / "profile.html", render(found.hardware, found.points, checks, steps, found.summary))
+    write_file(out / "facts.yaml", profiled.facts.to_yaml("What `simtune profile` found out about the device itself."))
+    write_profile(out, profiled.hardware, COMMENT)
+    write_file(out / "summary.json", json.dumps(profiled.summary, indent=1, sort_keys=True, allow_nan=False) + "\n")
+    checks, steps = ([PredictedTime(*check[:4]) for check in group] for group in (profiled.checks, profiled.steps))
+    write_file(out / "profile.html", render(profiled.hardware, profiled.points, checks, steps, profiled.summary))
 
 
 @contextmanager
@@ -176,22 +175,22 @@ def _table(status: LiveStatus) -> Any:
     return table
 
 
-def _show(found: Profiled, out: Path) -> None:
+def _show(profiled: Profiled, out: Path) -> None:
     from simtune.profiling.checks import errors_by_operator
 
     columns = ("", "points", "median %", "p90 %", "max %", "in 90 % interval %")
     print_table(
-        f"{found.hardware.name}: errors on points measured for checking, inside the measured box",
+        f"{profiled.hardware.name}: errors on points measured for checking, inside the measured box",
         columns,
-        [_cells(key, errors) for key, errors in errors_by_operator(found.checks).items()],
+        [_cells(key, errors) for key, errors in errors_by_operator(profiled.checks).items()],
     )
-    if found.steps:
+    if profiled.steps:
         print_table(
             "whole steps, predicted by the sum of their operators",
             columns[:-1],
-            [_cells(key, errors)[:-1] for key, errors in errors_by_operator(found.steps).items()],
+            [_cells(key, errors)[:-1] for key, errors in errors_by_operator(profiled.steps).items()],
         )
-    s = found.summary
+    s = profiled.summary
     timers = ", ".join(f"{count:,} by {timer}" for timer, count in s["timers"].items())
     clean = "" if s["clean_share"] is None else f"; {s['clean_share']:.0%} of trial samples were undisturbed"
     click.echo(f"{s['points']:,} points in {s['spent_s']:.0f} s, timed {timers}{clean}")

@@ -31,20 +31,20 @@ def replay(steplogs: tuple[Path, ...], policy: str | None, as_json: bool) -> int
     from simtune.validation.steplog import read
 
     replays = [drive(log, policy) for log in [read(path) for path in steplogs]]
-    equal = all(found.parting is None for found in replays)
+    equal = all(run.parting is None for run in replays)
     if as_json:
-        print_json({"equal": equal, "replays": [asdict(found) for found in replays]})
+        print_json({"equal": equal, "replays": [asdict(run) for run in replays]})
     else:
-        for found in replays:
-            click.echo(_summary(found))
-            if found.parting is not None:
-                _show(found.parting)
+        for run in replays:
+            click.echo(_summary(run))
+            if run.parting is not None:
+                _show(run.parting)
     return 0 if equal else 4
 
 
-def _summary(found: Replay) -> str:
-    end = "all equal" if found.parting is None else f"parts at step {found.parting.step}, {found.equal} equal before"
-    return f"{found.file}: {found.engine}, {found.policy}: {found.steps} steps, {end}"
+def _summary(run: Replay) -> str:
+    end = "all equal" if run.parting is None else f"parts at step {run.parting.step}, {run.equal} equal before"
+    return f"{run.file}: {run.engine}, {run.policy}: {run.steps} steps, {end}"
 
 
 def _show(parting: Parting) -> None:
@@ -54,7 +54,7 @@ def _show(parting: Parting) -> None:
         click.echo("  the log ends here, the scheduler goes on" if logged is None else "  the scheduler runs nothing")
         return
     rows: list[tuple[str, ...]] = [
-        (name.replace("_", " "), _told(logged, name), _told(simulated, name))
+        (name.replace("_", " "), _shown(logged, name), _shown(simulated, name))
         for name in parting.different
         if name != "scheduled"
     ]
@@ -71,22 +71,22 @@ def _places(scheduled: tuple[tuple[str, int], ...]) -> list[str]:
     return [f"{request}: {tokens}" for request, tokens in scheduled]
 
 
-def _told(decision: Decision, name: str) -> str:
+def _shown(decision: Decision, name: str) -> str:
     value = getattr(decision, name)
     if isinstance(value, int):
         return str(value)
-    return _some([item if isinstance(item, str) else f"{item[0]} (cached {item[1]})" for item in value])
+    return _first([item if isinstance(item, str) else f"{item[0]} (cached {item[1]})" for item in value])
 
 
 def _before(state: State) -> str:
     running = [f"{r.request} ({r.computed_tokens}, {r.emitted_tokens})" for r in state.running]
     return (
         f"  before: {state.free_blocks} blocks free\n"
-        f"  running {len(running)} (tokens computed, delivered): {_some(running)}\n"
-        f"  waiting {len(state.waiting)}: {_some(list(state.waiting))}"
+        f"  running {len(running)} (tokens computed, delivered): {_first(running)}\n"
+        f"  waiting {len(state.waiting)}: {_first(list(state.waiting))}"
     )
 
 
-def _some(words: list[str]) -> str:
+def _first(words: list[str]) -> str:
     rest = f" and {len(words) - SHOWN} more" if len(words) > SHOWN else ""
     return ", ".join(words[:SHOWN]) + rest or "-"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from simtune.cli.output import write_file
+from simtune.runs.files import write_file
 
 
 @click.command()
@@ -14,7 +14,8 @@ from simtune.cli.output import write_file
 def report(run: Path) -> None:
     """Draw report.html of a RUN directory again from its other files."""
     from simtune.report.page import render
+    from simtune.runs.reading import read_run
 
     target = run / "report.html"
-    write_file(target, render(run))
+    write_file(target, render(read_run(run)))
     click.echo(f"report: {target}")

@@ -1,4 +1,4 @@
-"""simtune schema: JSON schemas for editors."""
+"""simtune schema: JSON schemas for editors, and for whoever reads the files of a run."""
 
 from __future__ import annotations
 
@@ -6,15 +6,28 @@ import click
 
 from simtune.cli.output import print_json
 
+SPECS = ("model", "hardware", "workload", "acceptance", "plan", "study")
+WRITTEN = ("summary", "candidates", "requests", "manifest")
+
 
 @click.command()
-@click.argument("kind", type=click.Choice(["model", "hardware", "workload", "acceptance", "plan", "study"]))
+@click.argument("kind", type=click.Choice([*SPECS, *WRITTEN]))
 def schema(kind: str) -> None:
-    """Print the JSON schema of a KIND of spec, for editors and other programs."""
+    """Print the JSON schema of a KIND of spec, or of a file of a run, for editors and other programs.
+
+    Of candidates.csv and requests.csv it is that of a row: each column with type, unit and meaning, in the order of
+    `required`.
+    """
+    from pydantic import BaseModel
+
+    from simtune.runs.schema import CandidateRow, Manifest, RequestRow, Summary
     from simtune.specs.catalog import KINDS
 
-    found = KINDS[kind]
-    document = found.model_json_schema()
-    document["properties"] = {"schema": {"const": found.schema_id()}, **document["properties"]}
-    document["required"] = ["schema", *document["required"]]
-    print_json(document)
+    kinds: dict[str, type[BaseModel]] = {
+        **KINDS,
+        "summary": Summary,
+        "candidates": CandidateRow,
+        "requests": RequestRow,
+        "manifest": Manifest,
+    }
+    print_json(kinds[kind].model_json_schema())

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
 from simtune.cli.output import (
-    command_line,
     force_option,
     json_option,
     milliseconds,
@@ -20,8 +20,15 @@ from simtune.cli.output import (
     seed_option,
     set_option,
     split_settings,
+    write_run,
 )
 from simtune.errors import UsageError
+
+if TYPE_CHECKING:
+    from simtune.api import Experiment
+    from simtune.sim.result import Result
+    from simtune.sim.summary import Distribution, SimulationSummary, Uncertainty
+    from simtune.specs.plan import Plan
 
 
 @click.command()
@@ -102,49 +109,71 @@ def simulate(
 
     Exits with 3 when the system is saturated: requests pile up faster than they are served.
     """
-    from simtune import rundir
     from simtune.api import load_specs, set_up
 
     by_spec = split_settings(settings, ("model", "hardware", "workload", "plan"))
-    if out is not None:
-        rundir.claim(out, force)
-    window_s = None if window is None else _window(window, timeline)
-    for file in (timeline, per_request):
-        if file is not None and file.exists() and not force:
-            raise UsageError(f"{file}: exists; give --force to replace it, or name another file")
-    if per_request is not None and per_request.suffix not in (".csv", ".jsonl", ".parquet"):
-        raise UsageError(f"{per_request}: end the name in .csv, .jsonl or .parquet")
+    targets = _Targets(out, timeline, _window(window, timeline), per_request)
+    targets.check(force)
     specs = load_specs(model, hardware, workload, plan_file, by_spec)
     experiment = set_up(specs, rate_rps=rate, requests=requests, seed=seed or 0)
-    deployment = experiment.deployment
     result = experiment.run(record=out is not None or timeline is not None)
-    note_estimates(deployment)
+    note_estimates(experiment.deployment)
     drawn = None
     if worlds is not None:
         from simtune.sim.uncertainty import uncertainty
 
-        drawn = uncertainty(deployment, result.stream, count=worlds, seed=seed or 0, jobs=jobs)
-    if out is not None:
-        files = rundir.of_simulation(deployment, result, deployment.plan.name, seed or 0, drawn)
-        inputs = (specs.model, deployment.hardware, specs.workload, deployment.plan)
-        rundir.write(out, rundir.complete(files, rundir.manifest(command_line(), inputs, specs.trace, seed or 0)))
-    if timeline is not None:
-        rundir.write_file(timeline, rundir.timeline_file(result, window_s))
-    if per_request is not None:
-        rundir.write_file(per_request, rundir.requests_file(per_request.name, result))
-    summary = result.summary()
+        drawn = uncertainty(experiment.deployment, result.stream, count=worlds, seed=seed or 0, jobs=jobs)
+    targets.write(experiment, result, drawn)
     if as_json:
-        del summary["quantiles"]
-        if drawn is not None:
-            summary["uncertainty"] = drawn.to_data()
-        print_json({"schema": rundir.SUMMARY_SCHEMA, "plan": deployment.plan.to_data(), **summary})
+        _print_json(experiment.deployment.plan, result.summary(), drawn)
     else:
-        _print(deployment.plan.name, summary, drawn.intervals if drawn else {}, out)
+        _print(experiment.deployment.plan.name, result.summary(), drawn, out)
     return 3 if result.saturated else 0
 
 
-def _window(text: str, timeline: Path | None) -> tuple[float, float]:
-    """`10..20` or `10s..20s`."""
+@dataclass(frozen=True)
+class _Targets:
+    """The files that were asked for."""
+
+    out: Path | None
+    timeline: Path | None
+    window_s: tuple[float, float] | None
+    per_request: Path | None
+
+    def check(self, force: bool) -> None:
+        """Before any work: raises UsageError for what cannot be written."""
+        from simtune.runs.files import claim
+
+        if self.out is not None:
+            claim(self.out, force)
+        for file in (self.timeline, self.per_request):
+            if file is not None and file.exists() and not force:
+                raise UsageError(f"{file}: exists; give --force to replace it, or name another file")
+        if self.per_request is not None and self.per_request.suffix not in (".csv", ".jsonl", ".parquet"):
+            raise UsageError(f"{self.per_request}: end the name in .csv, .jsonl or .parquet")
+
+    def write(self, experiment: Experiment, result: Result, drawn: Uncertainty | None) -> None:
+        """Each whole or not at all."""
+        from simtune.runs.contents import of_simulation
+        from simtune.runs.files import write_file
+        from simtune.runs.requests import requests_file
+        from simtune.runs.timeline import trace_file
+
+        if self.out is not None:
+            deployment, seed = experiment.deployment, experiment.seed
+            inputs = (deployment.model, deployment.hardware, experiment.workload, deployment.plan)
+            contents = of_simulation(deployment, result, deployment.plan.name, seed, drawn)
+            write_run(self.out, contents, inputs, experiment.trace, seed)
+        if self.timeline is not None:
+            write_file(self.timeline, trace_file(result, self.window_s))
+        if self.per_request is not None:
+            write_file(self.per_request, requests_file(self.per_request.name, result))
+
+
+def _window(text: str | None, timeline: Path | None) -> tuple[float, float] | None:
+    """`10..20` or `10s..20s`; None for all of the timeline. Raises UsageError."""
+    if text is None:
+        return None
     if timeline is None:
         raise UsageError("--window chooses what --timeline FILE shows; give both")
     begin, dots, end = text.partition("..")
@@ -157,16 +186,30 @@ def _window(text: str, timeline: Path | None) -> tuple[float, float]:
     return window
 
 
-def _print(name: str, summary: dict[str, Any], intervals: dict[str, Any], out: Path | None) -> None:
-    statistics = ("mean", "p50", "p90", "p99", "max")
+def _print_json(plan: Plan, summary: SimulationSummary, drawn: Uncertainty | None) -> None:
+    """The summary as far as it is the simulation's, and the plan."""
+    from simtune.runs.schema import SUMMARY_SCHEMA
+
+    document = {"schema": SUMMARY_SCHEMA, "plan": plan.to_data(), **summary.to_data()}
+    if drawn is not None:
+        document["uncertainty"] = drawn.to_data()
+    print_json(document)
+
+
+STATISTICS = ("mean", "p50", "p90", "p99", "max")
+
+
+def _print(name: str, summary: SimulationSummary, drawn: Uncertainty | None, out: Path | None) -> None:
     rows = []
-    for metric, block in summary["metrics"].items():
-        bounds = intervals.get("metrics", {}).get(metric, {})
-        spread = (_between(bounds.get(s), 1e3) if intervals else _noise(block, s) for s in statistics)
-        cells = (milliseconds(block.get(s)) + more for s, more in zip(statistics, spread, strict=True))
+    for metric, latencies in summary.metrics.items():
+        if drawn is None:
+            spread = [_noise(latencies, s) for s in STATISTICS]
+        else:
+            spread = [_between(drawn.of("metrics", metric, s), 1e3) for s in STATISTICS]
+        cells = (milliseconds(getattr(latencies, s)) + more for s, more in zip(STATISTICS, spread, strict=True))
         rows.append((metric.upper(), *cells))
-    what = "in brackets: 90 % of redrawn worlds" if intervals else "± 95 %: noise of this run"
-    print_table(f"{name}: latencies in ms ({what})", ("metric", *statistics), rows)
+    what = "± 95 %: noise of this run" if drawn is None else "in brackets: 90 % of redrawn worlds"
+    print_table(f"{name}: latencies in ms ({what})", ("metric", *STATISTICS), rows)
     for key in (
         "requests",
         "refused",
@@ -177,24 +220,24 @@ def _print(name: str, summary: dict[str, Any], intervals: dict[str, Any], out: P
         "output_tokens_per_s_per_gpu",
         "num_gpus",
     ):
-        value = summary[key]
+        value = getattr(summary, key)
         shown = number(value) if isinstance(value, float) else value
-        click.echo(f"{key.replace('_', ' '):30} {shown}{_between(intervals.get(key))}")
-    if summary["unserved"]:
+        click.echo(f"{key.replace('_', ' '):30} {shown}{_between(drawn.of(key) if drawn else None)}")
+    if summary.unserved:
         click.echo("NOT SERVED: requests were left when no instance was up any more")
-    elif summary["saturated"]:
+    elif summary.saturated:
         click.echo("SATURATED: requests pile up faster than they are served; latencies grow without bound")
     if out is not None:
         click.echo(f"report: {out / 'report.html'}")
 
 
-def _noise(block: dict[str, Any], statistic: str) -> str:
+def _noise(latencies: Distribution, statistic: str) -> str:
     """` ± x` by batch means, or nothing where the run is too short."""
-    interval = block.get("ci95", {}).get(statistic)
+    interval = (latencies.ci95 or {}).get(statistic)
     return "" if interval is None else f" ± {number((interval[1] - interval[0]) / 2 * 1e3)}"
 
 
-def _between(bounds: list[float | None] | None, scale: float = 1.0) -> str:
+def _between(bounds: tuple[float | None, float | None] | None, scale: float = 1.0) -> str:
     """` (low-high)`, or nothing where no worlds were drawn."""
     if bounds is None:
         return ""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from simtune.cli.output import json_option, number, print_json, print_table, write_file
+from simtune.cli.output import json_option, number, print_json, print_table
 from simtune.errors import UsageError
+from simtune.runs.files import write_file
 
 if TYPE_CHECKING:
+    from simtune.runs.schema import DraftSchedule
     from simtune.specs.speculation import Drafter
 
 CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -46,8 +48,9 @@ def speculate(
     All chains and trees are tried in every cell by the cost model; nothing is simulated. Cells count alike in the gain
     over all of them.
     """
-    from simtune import rundir
     from simtune.api import load_draft
+    from simtune.runs.engine_files import MAX_NODES, speculation_facts
+    from simtune.runs.schema import DraftSchedule
     from simtune.sim.deployment import vllm_batching
     from simtune.specs.catalog import load_hardware, load_model
     from simtune.specs.plan import Parallelism, Pool
@@ -60,20 +63,19 @@ def speculate(
     draft = load_draft(DrafterChoice(drafter=_drafter(drafter_text), acceptance=acceptance), target)
     pool = Pool(hardware=its.name, instances=1, parallelism=Parallelism(tp=tp), batching=vllm_batching(its))
     contexts = Contexts.even([c for c in CONTEXTS if c <= target.max_position] or [target.max_position])
-    found = schedule(draft, target, its, pool, contexts, rundir.MAX_NODES)
+    best = schedule(draft, target, its, pool, contexts, MAX_NODES)
     for notice in draft.drafting.acceptance.notices():
         click.echo(f"note: {notice}", err=True)
-    facts = rundir.speculation_facts(draft, found)
+    shown = DraftSchedule.model_validate(speculation_facts(draft, best))
     if html is not None:
-        from simtune.report.run import SpeculationFacts
         from simtune.report.speculation import render
 
-        write_file(html, render(SpeculationFacts.model_validate(facts), target.name, its.device.name))
+        write_file(html, render(shown, target.name, its.device.name))
         click.echo(f"wrote {html}", err=True)
     if as_json:
-        print_json(facts)
+        print_json(shown.to_data())
     else:
-        _print(facts, f"{target.name} on {its.device.name}, tp {tp}")
+        _print(shown, f"{target.name} on {its.device.name}, tp {tp}")
 
 
 def _drafter(text: str) -> Drafter:
@@ -94,20 +96,18 @@ def _drafter(text: str) -> Drafter:
     return Asked.from_document(yamlfile.Document("--drafter", whole, None)).drafter
 
 
-def _print(facts: dict[str, Any], title: str) -> None:
+def _print(shown: DraftSchedule, title: str) -> None:
     rows = [
-        (f"{batch:,}", *(f"{cell['short']} ×{cell['gain']:.2f}" if cell["occurs"] else "-" for cell in cells))
-        for batch, cells in zip(facts["batches"], facts["cells"], strict=True)
+        (f"{batch:,}", *(f"{cell.short} ×{cell.gain:.2f}" if cell.occurs else "-" for cell in cells))
+        for batch, cells in zip(shown.batches, shown.cells, strict=True)
     ]
-    columns = ("batch", *(f"{context:,} tokens" for context in facts["contexts"]))
-    print_table(f"{facts['drafter']} for {title}: best draft and gain, by batch and context", columns, rows)
+    columns = ("batch", *(f"{context:,} tokens" for context in shown.contexts))
+    print_table(f"{shown.drafter} for {title}: best draft and gain, by batch and context", columns, rows)
     click.echo("a number: chain of so many draft tokens; T: tree of so many; ≤: stops itself before; off: no drafts; "
                "-: more tokens than the KV cache holds")  # fmt: skip
-    fixed = facts["fixed"]
-    click.echo(f"gain, all cells alike: {number(facts['gain'])}; best single setting, {fixed['scheme']}: "
-               f"{number(fixed['gain'])}")  # fmt: skip
-    for engine in facts["engines"]:
-        click.echo(
-            f"{engine['engine']}: {engine['scheme']}, gain {number(engine['gain'])}, {engine['loss']:.1%} of it lost"
-        )
-        click.echo("  " + (json.dumps(engine["settings"]) if engine["settings"] is not None else engine["why"]))
+    fixed = shown.fixed
+    click.echo(f"gain, all cells alike: {number(shown.gain)}; best single setting, {fixed.scheme}: "
+               f"{number(fixed.gain)}")  # fmt: skip
+    for engine in shown.engines:
+        click.echo(f"{engine.engine}: {engine.scheme}, gain {number(engine.gain)}, {engine.loss:.1%} of it lost")
+        click.echo("  " + (json.dumps(engine.settings) if engine.settings is not None else engine.why))

@@ -10,8 +10,19 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from simtune.report.info import BreakdownInfo, Cdf, Curve, ParetoInfo, Point, ms, number, percent
-from simtune.report.run import Instance, Timeline
+from simtune.report.info import (
+    BreakdownInfo,
+    Cdf,
+    GoodputCurve,
+    LimitLine,
+    ParetoInfo,
+    ParetoPoint,
+    ms,
+    number,
+    percent,
+)
+from simtune.runs.schema import Timeline
+from simtune.sim.summary import InstanceUse
 
 Figure = dict[str, Any]
 
@@ -41,6 +52,7 @@ def fragment(figure: Figure, name: str, height_px: int) -> str:
 
 
 def plotly_js() -> str:
+    """The whole library, for a page that loads nothing."""
     from plotly.offline import get_plotlyjs
 
     return str(get_plotlyjs())
@@ -55,7 +67,8 @@ def _line(series: int) -> Figure:
     return {"color": _colour(series), "width": 3 if series == 0 else 1.5}
 
 
-def _axis(title: str, **more: Any) -> Figure:
+def axis(title: str, **more: Any) -> Figure:
+    """An axis as all figures have it; `more` are settings of Plotly."""
     return {
         "title": {"text": title, "standoff": 8, "font": {"size": 13}},
         "tickformat": ",",
@@ -67,7 +80,8 @@ def _axis(title: str, **more: Any) -> Figure:
     }
 
 
-def _layout(x: Figure, y: Figure, **more: Any) -> Figure:
+def layout(x: Figure, y: Figure, **more: Any) -> Figure:
+    """The frame of all figures around two axes."""
     return {
         "font": {"family": FONT, "size": 13, "color": GREY},
         "paper_bgcolor": "rgba(0,0,0,0)",
@@ -123,15 +137,17 @@ def pareto_figure(info: ParetoInfo) -> Figure:
         data.append(_points(chosen, "chosen", size=20, color=colour, symbol="star"))
     return {
         "data": data,
-        "layout": _layout(
-            _axis("output tokens/s per user"),
-            _axis("output tokens/s per GPU"),
+        "layout": layout(
+            axis("output tokens/s per user"),
+            axis("output tokens/s per GPU"),
             hovermode="closest",
         ),
     }
 
 
-def _points(points: Sequence[Point], name: str, showlegend: bool = True, opacity: float = 1.0, **marker: Any) -> Figure:
+def _points(
+    points: Sequence[ParetoPoint], name: str, showlegend: bool = True, opacity: float = 1.0, **marker: Any
+) -> Figure:
     return {
         "type": "scatter",
         "mode": "markers",
@@ -147,7 +163,7 @@ def _points(points: Sequence[Point], name: str, showlegend: bool = True, opacity
     }
 
 
-def _hover(p: Point) -> str:
+def _hover(p: ParetoPoint) -> str:
     c = p.candidate
     lines = [
         f"<b>{escape(c.candidate)}</b>",
@@ -160,67 +176,73 @@ def _hover(p: Point) -> str:
     return "<br>".join(lines)
 
 
-def sweep_figure(curves: Sequence[Curve], series: Mapping[str, int]) -> Figure:
+def sweep_figure(curves: Sequence[GoodputCurve], series: Mapping[str, int]) -> Figure:
     """Goodput against offered rate, each knee circled; the dashed line is goodput = rate."""
-    top = max(max(c.goodput_rps) for c in curves)
-    data: list[Figure] = [
-        {
-            "type": "scatter",
-            "mode": "lines",
-            "name": "all in time",
-            "x": [0, top * 1.1],
-            "y": [0, top * 1.1],
-            "line": {"color": GREY, "width": 1, "dash": "dash"},
-            "hoverinfo": "skip",
-        }
-    ]
-    for c in curves:
-        hover = [
-            f"<b>{escape(c.candidate)}</b><br>goodput {number(g)} of {number(r)} requests/s offered"
-            f"<br>SLO attainment {percent(a)}{'<br>saturated' if s else ''}"
-            for r, g, a, s in zip(c.rate_rps, c.goodput_rps, c.attainment, c.saturated, strict=True)
-        ]
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "lines+markers",
-                "name": escape(c.candidate),
-                "x": list(c.rate_rps),
-                "y": list(c.goodput_rps),
-                "line": _line(series[c.candidate]),
-                "marker": {"size": 7, "symbol": ["x" if s else "circle" for s in c.saturated]},
-                "cliponaxis": False,
-                "hovertext": hover,
-                "hoverinfo": "text",
-            }
-        )
+    top = max(max(c.goodput_rps) for c in curves) * 1.1
     knees = [(series[c.candidate], c.rate_rps[c.knee], c.goodput_rps[c.knee]) for c in curves if c.knee is not None]
-    if knees:
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "markers+text",
-                "name": "knee",
-                "x": [x for _, x, _ in knees],
-                "y": [y for _, _, y in knees],
-                "text": [f"knee {number(x)} " if i == 0 else "" for i, x, _ in knees],
-                "textposition": "top left",
-                "marker": {
-                    "size": 16,
-                    "symbol": "circle-open",
-                    "color": [_colour(i) for i, _, _ in knees],
-                    "line": {"width": 2},
-                },
-                "hoverinfo": "skip",
-            }
-        )
+    diagonal = {
+        "type": "scatter",
+        "mode": "lines",
+        "name": "all in time",
+        "x": [0, top],
+        "y": [0, top],
+        "line": {"color": GREY, "width": 1, "dash": "dash"},
+        "hoverinfo": "skip",
+    }
     return {
-        "data": data,
-        "layout": _layout(
-            _axis("offered requests/s", rangemode="tozero"),
-            _axis("goodput, requests/s", rangemode="tozero"),
+        "data": [
+            diagonal,
+            *(_goodput_line(c, series[c.candidate]) for c in curves),
+            *([_knees(knees)] if knees else []),
+        ],
+        "layout": layout(
+            axis("offered requests/s", rangemode="tozero"),
+            axis("goodput, requests/s", rangemode="tozero"),
             hovermode="closest",
         ),
+    }
+
+
+def _goodput_line(curve: GoodputCurve, number_in_series: int) -> Figure:
+    """Saturated points are crosses."""
+    hover = [
+        f"<b>{escape(curve.candidate)}</b><br>goodput {number(goodput)} of {number(rate)} requests/s offered"
+        f"<br>SLO attainment {percent(attainment)}{'<br>saturated' if saturated else ''}"
+        for rate, goodput, attainment, saturated in zip(
+            curve.rate_rps, curve.goodput_rps, curve.attainment, curve.saturated, strict=True
+        )
+    ]
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": escape(curve.candidate),
+        "x": list(curve.rate_rps),
+        "y": list(curve.goodput_rps),
+        "line": _line(number_in_series),
+        "marker": {"size": 7, "symbol": ["x" if saturated else "circle" for saturated in curve.saturated]},
+        "cliponaxis": False,
+        "hovertext": hover,
+        "hoverinfo": "text",
+    }
+
+
+def _knees(knees: Sequence[tuple[int, float, float]]) -> Figure:
+    """(number in the series, rate, goodput) of each; that of the chosen plan, number 0, is labelled."""
+    return {
+        "type": "scatter",
+        "mode": "markers+text",
+        "name": "knee",
+        "x": [rate for _, rate, _ in knees],
+        "y": [goodput for _, _, goodput in knees],
+        "text": [f"knee {number(rate)} " if i == 0 else "" for i, rate, _ in knees],
+        "textposition": "top left",
+        "marker": {
+            "size": 16,
+            "symbol": "circle-open",
+            "color": [_colour(i) for i, _, _ in knees],
+            "line": {"width": 2},
+        },
+        "hoverinfo": "skip",
     }
 
 
@@ -238,36 +260,37 @@ def cdf_figure(info: Cdf, series: Mapping[str, int]) -> Figure:
         }
         for name, values in info.curves
     ]
-    for x in info.limits:
-        level = [] if x.level is None else [100 * x.level]
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "lines+markers",
-                "name": escape(x.label),
-                "x": [x.ms] * (2 + len(level)),
-                "y": [0, *level, 100],
-                "line": {"color": RED, "width": 1.5, "dash": "dash"},
-                "marker": {
-                    "size": [0, *(9 for _ in level), 0],
-                    "symbol": "diamond",
-                    "color": RED,
-                    "line": {"width": 0},
-                },
-                "hovertext": escape(x.label),
-                "hoverinfo": "text",
-            }
-        )
     return {
-        "data": data,
-        "layout": _layout(
-            _axis(
+        "data": [*data, *(_limit_line(x) for x in info.limits)],
+        "layout": layout(
+            axis(
                 f"{info.title}, ms",
                 **({"type": "log", "tickvals": LOG_TICKS} if info.logarithmic else {"rangemode": "tozero"}),
             ),
-            _axis("requests", range=[0, 103], ticksuffix=" %", dtick=25),
+            axis("requests", range=[0, 103], ticksuffix=" %", dtick=25),
             hovermode="closest",
         ),
+    }
+
+
+def _limit_line(limit: LimitLine) -> Figure:
+    """A vertical line with a diamond at the level that the curve must pass above."""
+    level = [] if limit.level is None else [100 * limit.level]
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": escape(limit.label),
+        "x": [limit.ms] * (2 + len(level)),
+        "y": [0, *level, 100],
+        "line": {"color": RED, "width": 1.5, "dash": "dash"},
+        "marker": {
+            "size": [0, *(9 for _ in level), 0],
+            "symbol": "diamond",
+            "color": RED,
+            "line": {"width": 0},
+        },
+        "hovertext": escape(limit.label),
+        "hoverinfo": "text",
     }
 
 
@@ -311,8 +334,8 @@ def breakdown_figure(info: BreakdownInfo) -> Figure:
     ]
     return {
         "data": data,
-        "layout": _layout(
-            _axis("ms per step", showgrid=False),
+        "layout": layout(
+            axis("ms per step", showgrid=False),
             {"visible": False, "range": [len(rows) - 0.5, -0.85], "fixedrange": True},
             barmode="stack",
             hovermode="closest",
@@ -348,37 +371,37 @@ def timeline_figure(t: Timeline) -> Figure:
                 fillcolor="rgba(42,157,120,0.18)",
             ),
         ],
-        "layout": _layout(
-            _axis("simulated time, s", anchor="y2"),
-            _axis("requests", domain=[0.42, 1], rangemode="tozero"),
-            yaxis2=_axis("KV blocks", domain=[0, 0.32], range=[0, 103], ticksuffix=" %", dtick=50),
+        "layout": layout(
+            axis("simulated time, s", anchor="y2"),
+            axis("requests", domain=[0.42, 1], rangemode="tozero"),
+            yaxis2=axis("KV blocks", domain=[0, 0.32], range=[0, 103], ticksuffix=" %", dtick=50),
             hovermode="x unified",
         ),
     }
 
 
-def instances_figure(instances: Sequence[Instance]) -> Figure:
+def instances_figure(instances: Sequence[InstanceUse]) -> Figure:
     """Share of the time in which each instance ran steps."""
     pools = list(dict.fromkeys(x.pool for x in instances))
     data = []
     for i, pool in enumerate(pools):
-        mine = [x for x in instances if x.pool == pool]
+        of_pool = [x for x in instances if x.pool == pool]
         data.append(
             {
                 "type": "bar",
                 "name": escape(pool),
-                "x": [f"{escape(pool)} {x.instance}" for x in mine],
-                "y": [100 * x.busy for x in mine],
+                "x": [f"{escape(pool)} {x.instance}" for x in of_pool],
+                "y": [100 * x.busy for x in of_pool],
                 "marker": {"color": _colour(i)},
-                "hovertext": [f"{number(100 * x.busy)} % busy, {number(x.requests)} requests" for x in mine],
+                "hovertext": [f"{number(100 * x.busy)} % busy, {number(x.requests)} requests" for x in of_pool],
                 "hoverinfo": "x+text",
             }
         )
     return {
         "data": data,
-        "layout": _layout(
-            _axis("instance", type="category", showgrid=False),
-            _axis("busy", range=[0, 103], ticksuffix=" %", dtick=25),
+        "layout": layout(
+            axis("instance", type="category", showgrid=False),
+            axis("busy", range=[0, 103], ticksuffix=" %", dtick=25),
             showlegend=len(pools) > 1,
         ),
     }

@@ -154,21 +154,21 @@ def _line(predictor: Predictor, operator: Operator, along: str, fixed: dict[str,
 
 def rates(hardware: Hardware) -> list[Rate]:
     """What the fits found of the data sheet's rates. Collectives are judged by the link inside a node."""
-    found = []
+    shares = []
     for key, operator in hardware.operators.items():
         terms, device = OPERATORS[operator.kind], hardware.device
         sheet: float | None = device.memory_bytes_per_s
         if terms.link:
             sheet = hardware.links["intra_node"].bytes_per_s if "intra_node" in hardware.links else None
         peak = device.flops_per_s.get("bf16" if operator.dtype == "int4" else operator.dtype)
-        found.append(
+        shares.append(
             Rate(
                 key,
                 operator.base.flops_per_s / peak if terms.computes and peak else None,
                 operator.base.bytes_per_s / sheet if sheet else None,
             )
         )
-    return found
+    return shares
 
 
 def facts(hardware: Hardware) -> list[tuple[str, str]]:
@@ -216,18 +216,18 @@ def line_figure(fit: Fit) -> Figure:
                 "hovertemplate": f"%{{x:,}} {escape(fit.along)}: %{{y:,.4g}} us<extra></extra>",
             },
         ]
-    sizes = figures._axis(fit.along, type="log", dtick=1, tickformat="~s" if fit.along == "bytes" else ",")
-    axes = (sizes, figures._axis("time, us", type="log", dtick=1))
-    return {"data": data, "layout": figures._layout(*axes, showlegend=len(fit.lines) > 1)}
+    sizes = figures.axis(fit.along, type="log", dtick=1, tickformat="~s" if fit.along == "bytes" else ",")
+    axes = (sizes, figures.axis("time, us", type="log", dtick=1))
+    return {"data": data, "layout": figures.layout(*axes, showlegend=len(fit.lines) > 1)}
 
 
 def _us(seconds: Sequence[float]) -> list[float]:
     return [float(f"{1e6 * s:.5g}") for s in seconds]
 
 
-def rate_figure(found: Sequence[Rate]) -> Figure:
+def rate_figure(rates: Sequence[Rate]) -> Figure:
     """Fitted rates as shares of the data sheet."""
-    shown = list(reversed(found))
+    shown = list(reversed(rates))
     data = [
         {
             "type": "bar",
@@ -245,9 +245,9 @@ def rate_figure(found: Sequence[Rate]) -> Figure:
     ]
     line = {"type": "line", "xref": "x", "yref": "paper", "x0": 100, "x1": 100, "y0": 0, "y1": 1}
     shapes = [{**line, "line": {"color": figures.GREY, "dash": "dot"}}]
-    x = figures._axis("fitted rate, % of the data sheet", rangemode="tozero")
-    y = figures._axis("", tickformat="")
-    return {"data": data, "layout": figures._layout(x, y, barmode="group", shapes=shapes, legend=_legend_above())}
+    x = figures.axis("fitted rate, % of the data sheet", rangemode="tozero")
+    y = figures.axis("", tickformat="")
+    return {"data": data, "layout": figures.layout(x, y, barmode="group", shapes=shapes, legend=_legend_above())}
 
 
 def error_figure(hardware: Hardware) -> Figure | None:
@@ -271,9 +271,9 @@ def error_figure(hardware: Hardware) -> Figure | None:
         )
     ]
     ticks = [0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500]
-    x = figures._axis("error on rows the fit did not see, %", type="log", tickvals=ticks)
-    y = figures._axis("", tickformat="", type="category")
-    return {"data": data, "layout": figures._layout(x, y, legend=_legend_above())}
+    x = figures.axis("error on rows the fit did not see, %", type="log", tickvals=ticks)
+    y = figures.axis("", tickformat="", type="category")
+    return {"data": data, "layout": figures.layout(x, y, legend=_legend_above())}
 
 
 def _legend_above() -> Figure:

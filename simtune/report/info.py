@@ -9,7 +9,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from simtune.report.run import Candidate, PoolFacts, Run, SloResult, Summary
+from simtune.runs.schema import CandidateRow, Run, Summary
+from simtune.sim.summary import Metric, SloLimit
 from simtune.specs.base import Spec
 
 FOLLOWS = 0.95
@@ -32,6 +33,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def ms(seconds: float | None) -> str:
+    """Milliseconds, without their unit."""
     return ABSENT if seconds is None else number(seconds * 1e3)
 
 
@@ -44,23 +46,25 @@ def percent(share: float | None) -> str:
 
 
 def gib(num_bytes: float) -> str:
+    """Binary gigabytes to one decimal."""
     return f"{num_bytes / 2**30:.1f} GiB"
 
 
 def plural(count: int, word: str) -> str:
+    """`1 request`, `2 requests`."""
     return f"{count:,} {word}" if count == 1 else f"{count:,} {word}s"
 
 
 # --- words ------------------------------------------------------------------------------------------------
 
-PARTS = {"queue": "Queueing", "prefill": "Prefill", "transfer": "KV transfer", "decode": "Decode"}
+PARTS: dict[Metric, str] = {"queue": "Queueing", "prefill": "Prefill", "transfer": "KV transfer", "decode": "Decode"}
 """What E2EL is made up of."""
-METRIC_NAMES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2EL", **PARTS}
+METRIC_NAMES: dict[Metric, str] = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2EL", **PARTS}
 
 
-def limit(slo: SloResult) -> str:
+def limit(slo: SloLimit) -> str:
     """`p99 TTFT ≤ 1,000 ms`, with the class where a limit belongs to one; it is not broken across lines."""
-    metric = METRIC_NAMES.get(slo.metric, slo.metric)
+    metric = METRIC_NAMES[slo.metric]
     text = f"{slo.statistic} {metric} ≤ {slo.limit_s * 1e3:,.6g} ms".replace(" ", NO_BREAK)
     return text if slo.request_class is None else f"{text} for {slo.request_class}"
 
@@ -78,7 +82,7 @@ def _shape(s: Summary) -> str:
     """`2 prefill and 1 decode instances of M on 3 GPUs`, or, where all are alike, on how many GPUs each."""
     pools = s.plan.pools
     if len(pools) == 1:
-        text = f"{plural(pools[0].instances, 'instance')} of {s.model} on {plural(_devices(pools[0]), 'GPU')}"
+        text = f"{plural(pools[0].instances, 'instance')} of {s.model} on {plural(pools[0].devices, 'GPU')}"
         return text + " each" * (pools[0].instances > 1)
     count = sum(p.instances for p in pools)
     parts = _listed([f"{p.instances:,} {p.name}" for p in pools])
@@ -120,7 +124,7 @@ def _objective_figure(s: Summary) -> list[tuple[str, str, str]]:
 
 def key_figures(s: Summary) -> list[tuple[str, str, str]]:
     """(label, value, unit) of what is known."""
-    latencies = () if s.saturated else ("ttft", "tpot")  # of a growing queue they say nothing
+    latencies: tuple[Metric, ...] = () if s.saturated else ("ttft", "tpot")  # of a growing queue they say nothing
     figures = [
         *_objective_figure(s),
         ("offered", number(s.offered_rate_rps), "requests/s"),
@@ -166,38 +170,31 @@ def e2el_parts(s: Summary) -> list[tuple[str, str, float]]:
     whole = s.metrics.get("e2el")
     if whole is None or not whole.mean:
         return []
-    found = []
+    parts = []
     for metric, name in PARTS.items():
         m = s.metrics.get(metric)
         if m is not None and m.count:
-            seconds = (
-                (m.mean or 0.0) * m.count / whole.count
-            )  # a request that was not sent anywhere took no time for it
-            found.append((name, f"{ms(seconds)} ms", seconds / whole.mean))
-    return found
+            # A request that was not sent anywhere took no time for it.
+            seconds = (m.mean or 0.0) * m.count / whole.count
+            parts.append((name, f"{ms(seconds)} ms", seconds / whole.mean))
+    return parts
 
 
 def pool_rows(s: Summary) -> list[tuple[str, ...]]:
-    """name, role, hardware, instances, GPUs of each, policy, seats, token budget of every pool."""
+    """name, role, hardware, instances, GPUs of each, policy, max_num_seqs, token budget of every pool."""
     return [
         (
             p.name,
             p.role,
-            p.hardware or ABSENT,
+            p.hardware,
             number(p.instances),
-            number(_devices(p)),
-            p.batching.policy if p.batching else ABSENT,
-            number(p.batching.max_num_seqs) if p.batching else ABSENT,
-            number(p.batching.max_num_batched_tokens) if p.batching else ABSENT,
+            number(p.devices),
+            p.batching.policy,
+            number(p.batching.max_num_seqs),
+            number(p.batching.max_num_batched_tokens),
         )
         for p in s.plan.pools
     ]
-
-
-def _devices(pool: PoolFacts) -> int:
-    parallelism, speculation = pool.parallelism, pool.speculation
-    drafter = 0 if speculation is None else speculation.own_devices(parallelism.tp)
-    return parallelism.tp * parallelism.pp * parallelism.attention_dp + drafter
 
 
 def _interval(s: Summary, metric: str, statistic: str) -> str:
@@ -222,16 +219,16 @@ def uncertainty_note(s: Summary) -> str | None:
     )
 
 
-def settings(data: Mapping[str, Any], spec: type[Spec]) -> list[tuple[str, str]]:
-    """What a spec says, each by its key in the file (`search.tp`, `1, 2, 4`), in the order of `spec`."""
-    ordered = {key: data[key] for key in (*spec.model_fields, *data) if key in data}
-    return [(key, text) for key, text in _flat(ordered, "") if key != "schema"]
+def settings(spec: Spec) -> list[tuple[str, str]]:
+    """What a spec says, each by its key in the file (`search.tp`, `1, 2, 4`), in the order of its fields."""
+    return [row for key, value in spec.to_data().items() if key != "schema" for row in _flat(value, key)]
 
 
 def _flat(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    """The settings below a key, those of one block by name."""
     if isinstance(value, Mapping) and value:
-        for name, below in value.items():
-            yield from _flat(below, f"{key}.{name}" if key else str(name))
+        for name, below in sorted(value.items()):
+            yield from _flat(below, f"{key}.{name}")
     elif isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
         for i, below in enumerate(value):
             yield from _flat(below, f"{key}.{i}")
@@ -246,10 +243,10 @@ def _flat(value: Any, key: str) -> Iterator[tuple[str, str]]:
 # --- candidates -------------------------------------------------------------------------------------------
 
 
-class Row(NamedTuple):
+class Contender(NamedTuple):
     """A candidate beside the chosen one, and why it lost."""
 
-    candidate: Candidate
+    candidate: CandidateRow
     why: str
 
 
@@ -260,31 +257,31 @@ _OBJECTIVES: dict[str, tuple[str, str, bool]] = {
 }
 
 
-def runners_up(run: Run, at_most: int = 6) -> list[Row]:
+def runners_up(run: Run, at_most: int = 6) -> list[Contender]:
     """The chosen candidate, then the best of the simulated others: feasible before infeasible, by rank."""
     chosen = [c for c in run.candidates if c.status == "chosen"]
-    others = [c for c in run.candidates if c.status in ("feasible", "infeasible")]
-    others.sort(key=lambda c: (c.status, math.inf if c.rank is None else c.rank))
-    return [Row(c, c.reason or "chosen") for c in chosen] + [
-        Row(c, why_lost(c, chosen[0] if chosen else None, run.summary)) for c in others[:at_most]
+    losers = [c for c in run.candidates if c.status in ("feasible", "infeasible")]
+    losers.sort(key=lambda c: (c.status, math.inf if c.rank is None else c.rank))
+    return [Contender(c, c.reason or "chosen") for c in chosen] + [
+        Contender(c, why_lost(c, chosen[0] if chosen else None, run.summary)) for c in losers[:at_most]
     ]
 
 
-def why_lost(candidate: Candidate, chosen: Candidate | None, s: Summary) -> str:
+def why_lost(candidate: CandidateRow, chosen: CandidateRow | None, s: Summary) -> str:
     """The search's own reason, or how much worse the candidate is by the objective."""
     if candidate.reason or chosen is None or s.objective is None or s.objective.name not in _OBJECTIVES:
         return candidate.reason or "ranked after the chosen plan"
     field, words, more_is_better = _OBJECTIVES[s.objective.name]
-    mine, best = getattr(candidate, field), getattr(chosen, field)
-    if mine is None or not best:
+    value, best = getattr(candidate, field), getattr(chosen, field)
+    if value is None or not best:
         return f"{words} not known"
-    worse = (best - mine if more_is_better else mine - best) / best
+    worse = (best - value if more_is_better else value - best) / best
     if worse < 5e-4:
         return f"no better in {words}"
     return f"{worse * 100:.1f} % {'less' if more_is_better else 'more'} {words}"
 
 
-def status_counts(candidates: Sequence[Candidate]) -> str:
+def status_counts(candidates: Sequence[CandidateRow]) -> str:
     """`48 candidates: 1 chosen, 12 feasible, 35 pruned`."""
     names = {"does_not_fit": "do not fit in memory"}
     counts = [
@@ -294,33 +291,33 @@ def status_counts(candidates: Sequence[Candidate]) -> str:
     return f"{plural(len(candidates), 'candidate')}: " + ", ".join(f"{n:,} {name}" for n, name in counts if n)
 
 
-class Point(NamedTuple):
+class ParetoPoint(NamedTuple):
     """A simulated candidate in the plane of tokens/s/user (x) and tokens/s/GPU (y)."""
 
     x: float
     y: float
-    candidate: Candidate
+    candidate: CandidateRow
 
 
 class ParetoInfo(NamedTuple):
     """`front` rises in x and falls in y, `dominated` is feasible but beaten, `unknown` not simulated."""
 
-    front: tuple[Point, ...]
-    dominated: tuple[Point, ...]
-    infeasible: tuple[Point, ...]
+    front: tuple[ParetoPoint, ...]
+    dominated: tuple[ParetoPoint, ...]
+    infeasible: tuple[ParetoPoint, ...]
     unknown: int
 
 
-def pareto(candidates: Sequence[Candidate]) -> ParetoInfo:
+def pareto(candidates: Sequence[CandidateRow]) -> ParetoInfo:
     """Feasible candidates that no other feasible one equals or beats in both coordinates and beats in one."""
     points = [
-        Point(c.output_tokens_per_s_per_user, c.output_tokens_per_s_per_gpu, c)
+        ParetoPoint(c.output_tokens_per_s_per_user, c.output_tokens_per_s_per_gpu, c)
         for c in candidates
         if c.output_tokens_per_s_per_user is not None and c.output_tokens_per_s_per_gpu is not None
     ]
     feasible = [p for p in points if p.candidate.status in ("chosen", "feasible")]
-    front: list[Point] = []
-    dominated: list[Point] = []
+    front: list[ParetoPoint] = []
+    dominated: list[ParetoPoint] = []
     for p in sorted(feasible, key=lambda p: (-p.x, -p.y)):
         if not front or p.y > front[-1].y or (p.x, p.y) == (front[-1].x, front[-1].y):
             front.append(p)
@@ -345,7 +342,7 @@ def series(run: Run) -> dict[str, int]:
     return {name: i for i, name in enumerate(dict.fromkeys(names))}
 
 
-class Curve(NamedTuple):
+class GoodputCurve(NamedTuple):
     """Goodput against offered rate of one candidate, rates rising; `knee` is an index or None."""
 
     candidate: str
@@ -356,16 +353,16 @@ class Curve(NamedTuple):
     knee: int | None
 
 
-def sweep_curves(run: Run) -> list[Curve]:
+def sweep_curves(run: Run) -> list[GoodputCurve]:
     """One curve per candidate of the sweep, in the order of `series`."""
     points = run.summary.sweep or ()
     curves = []
     for name in series(run):
-        mine = sorted((p for p in points if p.candidate == name), key=lambda p: p.rate_rps)
-        if mine:
-            rates, goodputs = tuple(p.rate_rps for p in mine), tuple(p.goodput_rps for p in mine)
-            attainment, saturated = tuple(p.slo_attainment for p in mine), tuple(p.saturated for p in mine)
-            curves.append(Curve(name, rates, goodputs, attainment, saturated, knee(rates, goodputs, saturated)))
+        rising = sorted((p for p in points if p.candidate == name), key=lambda p: p.rate_rps)
+        if rising:
+            rates, goodputs = tuple(p.rate_rps for p in rising), tuple(p.goodput_rps for p in rising)
+            attainment, saturated = tuple(p.slo_attainment for p in rising), tuple(p.saturated for p in rising)
+            curves.append(GoodputCurve(name, rates, goodputs, attainment, saturated, knee(rates, goodputs, saturated)))
     return curves
 
 
@@ -379,7 +376,7 @@ def knee(rates: Sequence[float], goodputs: Sequence[float], saturated: Sequence[
     return last
 
 
-class Limit(NamedTuple):
+class LimitLine(NamedTuple):
     """A limit to draw on a CDF; `level` is None for a mean, which is no point of the distribution."""
 
     label: str
@@ -392,7 +389,7 @@ class Cdf(NamedTuple):
 
     title: str
     curves: tuple[tuple[str, tuple[float, ...]], ...]
-    limits: tuple[Limit, ...]
+    limits: tuple[LimitLine, ...]
     logarithmic: bool
 
 
@@ -401,21 +398,21 @@ def cdfs(run: Run) -> list[Cdf]:
     s = run.summary
     if s.quantiles is None:
         return []
-    name, others = chosen_name(run), s.runners_up or ()
-    found = {
-        "ttft": [(name, s.quantiles.ttft_s), *((r.candidate, r.ttft_quantiles_s) for r in others)],
-        "tpot": [(name, s.quantiles.tpot_s), *((r.candidate, r.tpot_quantiles_s) for r in others)],
+    name, rivals = chosen_name(run), s.runners_up or ()
+    quantiles: dict[Metric, list[tuple[str, tuple[float, ...]]]] = {
+        "ttft": [(name, s.quantiles.ttft_s), *((r.candidate, r.ttft_quantiles_s) for r in rivals)],
+        "tpot": [(name, s.quantiles.tpot_s), *((r.candidate, r.tpot_quantiles_s) for r in rivals)],
     }
     return [
         _cdf(s, metric, [(who, values) for who, values in curves if len(values) > 1])
-        for metric, curves in found.items()
+        for metric, curves in quantiles.items()
         if len(curves[0][1]) > 1
     ]
 
 
-def _cdf(s: Summary, metric: str, curves: Sequence[tuple[str, Sequence[float]]]) -> Cdf:
+def _cdf(s: Summary, metric: Metric, curves: Sequence[tuple[str, Sequence[float]]]) -> Cdf:
     in_ms = tuple((name, tuple(v * 1e3 for v in values)) for name, values in curves)
-    limits = tuple(Limit(limit(x), x.limit_s * 1e3, _level(x.statistic)) for x in s.slo if x.metric == metric)
+    limits = tuple(LimitLine(limit(x), x.limit_s * 1e3, _level(x.statistic)) for x in s.slo if x.metric == metric)
     # A logarithmic axis where one curve's tail is far from its middle, and no value forbids it.
     wide = any(values[-1] > 20 * values[len(values) // 2] for _, values in in_ms)
     return Cdf(METRIC_NAMES[metric], in_ms, limits, wide and all(values[0] > 0 for _, values in in_ms))
@@ -458,14 +455,15 @@ def breakdown(s: Summary) -> BreakdownInfo:
     return BreakdownInfo(labels, layers)
 
 
-class Memory(NamedTuple):
+class MemoryShares(NamedTuple):
     """Parts of one device's memory as (name, size, share of all), and what the KV part holds."""
 
     parts: tuple[tuple[str, str, float], ...]
     holds: str
 
 
-def memory(s: Summary) -> Memory | None:
+def memory(s: Summary) -> MemoryShares | None:
+    """Weights, KV cache, the rest, and what is left free; None where the run kept no account of it."""
     m = s.memory
     if m is None:
         return None
@@ -478,7 +476,7 @@ def memory(s: Summary) -> Memory | None:
     if free_bytes > 0:
         sizes.append(("left free", free_bytes))
     tokens = int(m.kv_bytes / m.kv_bytes_per_token)
-    return Memory(
+    return MemoryShares(
         tuple((name, gib(size), size / m.total_bytes) for name, size in sizes),
         f"{m.num_blocks:,} KV blocks, about {tokens:,} tokens, on one device of {gib(m.total_bytes)}",
     )

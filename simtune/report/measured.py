@@ -18,8 +18,11 @@ from simtune.report.figures import Figure
 from simtune.report.hardware import Section
 from simtune.specs.hardware import Hardware
 
+MEASURED = "measured, ms"
+"""Title of an axis of measured times."""
 
-class Compared(NamedTuple):
+
+class PredictedTime(NamedTuple):
     """A measured time and what the profile says of it, for an operator or the steps of a model."""
 
     name: str
@@ -37,24 +40,24 @@ class Dots(NamedTuple):
     words: tuple[str, ...]
 
 
-def fitted(points: Sequence[MeasuredPoint], profile: Hardware) -> list[Compared]:
+def fitted(points: Sequence[MeasuredPoint], profile: Hardware) -> list[PredictedTime]:
     """Every measured point of an operator that the fit was made of, and what the fit says of it."""
     judges: dict[str, Predictor] = {
         key: Predictor(operator, profile.device.processors, profile.arrays)
         for key, operator in profile.operators.items()
     }
     by_call = {(o.kind, o.dtype, o.kv_dtype, o.variant): key for key, o in profile.operators.items()}
-    found = []
+    times = []
     for p in points:
         key = by_call.get((p.kind, p.dtype, p.kv_dtype, p.variant))  # type: ignore[arg-type]
         if key is not None and p.seconds and p.role == "fit" and not p.noisy:
-            found.append(Compared(key, dict(p.shape), p.seconds, float(judges[key].seconds(**p.shape))))
-    return found
+            times.append(PredictedTime(key, dict(p.shape), p.seconds, float(judges[key].seconds(**p.shape))))
+    return times
 
 
-def errors(compared: Sequence[Compared]) -> list[Dots]:
+def errors(times: Sequence[PredictedTime]) -> list[Dots]:
     """predicted / measured - 1 by name."""
-    return _dots([(c.name, c.measured_s, c.predicted_s / c.measured_s - 1, c.shape) for c in compared])
+    return _dots([(c.name, c.measured_s, c.predicted_s / c.measured_s - 1, c.shape) for c in times])
 
 
 def noise(points: Sequence[MeasuredPoint]) -> list[Dots]:
@@ -68,21 +71,21 @@ def drift(points: Sequence[MeasuredPoint]) -> list[Dots]:
     rows: list[tuple[str, float, float, dict[str, float]]] = []
     sentinels = [p for p in points if p.role == "sentinel" and p.seconds]
     for kind in sorted({p.kind for p in sentinels}):
-        mine = [p for p in sentinels if p.kind == kind]
-        usual = float(np.median([p.seconds for p in mine]))
-        rows += [(kind, p.number("at_s"), (p.seconds or 0.0) / usual - 1, {}) for p in mine]
+        repeated = [p for p in sentinels if p.kind == kind]
+        usual = float(np.median([p.seconds for p in repeated]))
+        rows += [(kind, p.number("at_s"), (p.seconds or 0.0) / usual - 1, {}) for p in repeated]
     clocks = [(p.number("at_s"), p.number("clock_mhz")) for p in sentinels if p.number("clock_mhz")]
     rows += [("clock", at, clock / clocks[0][1] - 1, {}) for at, clock in clocks]
     return _dots(rows)
 
 
 def _dots(rows: Sequence[tuple[str, float, float, dict[str, float]]]) -> list[Dots]:
-    found = []
+    dots = []
     for name in sorted({row[0] for row in rows}):
         _, x, share, shapes = zip(*(row for row in rows if row[0] == name), strict=True)
         words = (", ".join(f"{key} {value:,.6g}" for key, value in shape.items()) for shape in shapes)
-        found.append(Dots(name, x, tuple(100 * s for s in share), tuple(words)))
-    return found
+        dots.append(Dots(name, x, tuple(100 * s for s in share), tuple(words)))
+    return dots
 
 
 def dots_figure(dots: Sequence[Dots], x_title: str, y_title: str, *, log: bool, scale: float = 1e3) -> Figure:
@@ -99,8 +102,8 @@ def dots_figure(dots: Sequence[Dots], x_title: str, y_title: str, *, log: bool, 
         }
         for i, d in enumerate(dots)
     ]
-    x = figures._axis(x_title, **({"type": "log", "dtick": 1} if log else {"rangemode": "tozero"}))
-    return {"data": data, "layout": figures._layout(x, figures._axis(y_title))}
+    x = figures.axis(x_title, **({"type": "log", "dtick": 1} if log else {"rangemode": "tozero"}))
+    return {"data": data, "layout": figures.layout(x, figures.axis(y_title))}
 
 
 def box_rows(profile: Hardware) -> tuple[tuple[str, ...], ...]:
@@ -125,53 +128,37 @@ def error_rows(dots: Sequence[Dots]) -> tuple[tuple[str, ...], ...]:
     return tuple(rows)
 
 
-_ERRORS = ("", "points", "median, %", "p90, %", "max, %")
+_ERROR_COLUMNS = ("", "points", "median, %", "p90, %", "max, %")
 
 
 def sections(
     profile: Hardware,
     points: Sequence[MeasuredPoint],
-    checks: Sequence[Compared],
-    steps: Sequence[Compared],
+    checks: Sequence[PredictedTime],
+    steps: Sequence[PredictedTime],
     summary: dict[str, Any],
 ) -> list[Section]:
     """What is put before the fits. `checks` are points no fit saw, `steps` whole steps against sums of operators."""
     checked, stepped, seen = errors(checks), errors(steps), errors(fitted(points, profile))
-    off, time_ms = "predicted over measured - 1, %", "measured, ms"
-    clean, timers = summary["clean_share"], ", ".join(f"{n:,} by {timer}" for timer, n in summary["timers"].items())
-    told = [
-        f"{summary['points']:,} points in {summary['spent_s']:.0f} s, timed {timers}.",
-        "" if clean is None else f"{clean:.0%} of the trial samples at the start were undisturbed.",
-        "The clock fell by more than a tenth: the device was throttled." if summary["throttled"] else "",
-        *(f"{note}." for note in summary["notes"]),
-    ]
-    found = [
-        Section(
+    shown = [
+        _error_section(
             "Whole steps, never measured as a whole for any fit",
             "A decoder of the model's shapes with random weights, its steps against the sum of their operators.",
-            dots_figure(stepped, time_ms, off, log=True) if stepped else None,
-            _ERRORS,
-            error_rows(stepped),
+            stepped,
         ),
-        Section(
-            "Points measured for checking",
-            "Inside the measured box, and seen by no fit.",
-            dots_figure(checked, time_ms, off, log=True) if checked else None,
-            _ERRORS,
-            error_rows(checked),
-        ),
+        _error_section("Points measured for checking", "Inside the measured box, and seen by no fit.", checked),
         Section(
             "Fits beside their own points",
             "How far the fits are off the points they were made of: far less than off others where curves go through "
             "them.",
-            dots_figure(seen, time_ms, off, log=True),
-            _ERRORS,
+            _error_figure(seen),
+            _ERROR_COLUMNS,
             error_rows(seen),
         ),
         Section(
             "Noise",
-            " ".join(filter(None, told)),
-            dots_figure(noise(points), time_ms, "spread of the samples, % of their median", log=True),
+            _conditions(summary),
+            dots_figure(noise(points), MEASURED, "spread of the samples, % of their median", log=True),
         ),
         Section(
             "Drift",
@@ -182,14 +169,35 @@ def sections(
             "What was measured", "Beyond these ranges the fits extrapolate.", None, ("", "range"), box_rows(profile)
         ),
     ]
-    return [section for section in found if section.figure is not None or section.rows]
+    return [section for section in shown if section.figure is not None or section.rows]
+
+
+def _error_section(title: str, words: str, dots: Sequence[Dots]) -> Section:
+    """A figure and a table of errors; both empty where nothing was compared."""
+    return Section(title, words, _error_figure(dots) if dots else None, _ERROR_COLUMNS, error_rows(dots))
+
+
+def _error_figure(dots: Sequence[Dots]) -> Figure:
+    return dots_figure(dots, MEASURED, "predicted over measured - 1, %", log=True)
+
+
+def _conditions(summary: dict[str, Any]) -> str:
+    """How much was measured, by which timers, and how quiet the machine was."""
+    clean, timers = summary["clean_share"], ", ".join(f"{n:,} by {timer}" for timer, n in summary["timers"].items())
+    sentences = [
+        f"{summary['points']:,} points in {summary['spent_s']:.0f} s, timed {timers}.",
+        "" if clean is None else f"{clean:.0%} of the trial samples at the start were undisturbed.",
+        "The clock fell by more than a tenth: the device was throttled." if summary["throttled"] else "",
+        *(f"{note}." for note in summary["notes"]),
+    ]
+    return " ".join(filter(None, sentences))
 
 
 def render(
     profile: Hardware,
     points: Sequence[MeasuredPoint],
-    checks: Sequence[Compared],
-    steps: Sequence[Compared],
+    checks: Sequence[PredictedTime],
+    steps: Sequence[PredictedTime],
     summary: dict[str, Any],
 ) -> str:
     """One page that opens offline."""

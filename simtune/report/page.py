@@ -3,38 +3,29 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 from simtune import __version__
 from simtune.report import figures, info, speculation
-from simtune.report.run import Candidate, Run, read_run
 from simtune.report.templates import fill, template
-from simtune.specs.plan import Plan
-from simtune.specs.study import Study
+from simtune.runs.schema import CandidateRow, Run, Summary
 
 
-def render(run: Path) -> str:
-    """The page of a run directory written by `optimize` or `simulate`.
-
-    Raises UsageError when `run` is no run directory, SpecError when one of its files is damaged.
-    """
+def render(run: Run) -> str:
+    """The page of a run of `optimize` or `simulate`: of one that was just made, or read again."""
     from markupsafe import Markup
 
-    found = read_run(run)
-    s = found.summary
+    s = run.summary
     return fill(
         "report.html.j2",
         s=s,
-        run=found,
+        run=run,
         info=info,
-        Plan=Plan,
-        Study=Study,
         version=__version__,
-        figures={name: Markup(html) for name, html in _figures(found).items()},
+        figures={name: Markup(html) for name, html in _figures(run).items()},
         speculation=Markup(speculation.section(s.draft_schedule)) if s.draft_schedule else None,
         style=Markup(template("style.j2")),
         candidate_cells=candidate_cells,
-        summary_json=Markup(_json_in_html(found)),
+        summary_json=Markup(_json_in_html(s)),
         plotly_js=Markup(figures.plotly_js()),
     )
 
@@ -61,7 +52,7 @@ def _figures(run: Run) -> dict[str, str]:
     return {name: figures.fragment(figure, name, height) for name, (figure, height) in drawn.items()}
 
 
-def candidate_cells(c: Candidate) -> list[str]:
+def candidate_cells(c: CandidateRow) -> list[str]:
     """The row of one candidate as the tables show it, latencies in milliseconds."""
     return [
         info.number(c.rank),
@@ -78,6 +69,6 @@ def candidate_cells(c: Candidate) -> list[str]:
     ]
 
 
-def _json_in_html(run: Run) -> str:
+def _json_in_html(summary: Summary) -> str:
     """The summary as JSON that cannot end the script element it stands in."""
-    return json.dumps(run.data, sort_keys=True, allow_nan=False).replace("<", "\\u003c")
+    return json.dumps(summary.to_data(), sort_keys=True, allow_nan=False).replace("<", "\\u003c")

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from simtune import __version__
 from simtune.report import figures, info
 from simtune.report.figures import Figure
-from simtune.report.run import Cell, DraftShape, SpeculationFacts
 from simtune.report.templates import fill, template
+from simtune.runs.schema import DraftSchedule, DraftShape, ScheduleCell
 
 LABELLED = 0.05
 """Nodes of a tree that are less likely go without a number."""
@@ -26,25 +26,25 @@ class Edge(NamedTuple):
     y: tuple[float, float]
 
 
-def off_line(facts: SpeculationFacts) -> list[Edge]:
+def off_line(schedule: DraftSchedule) -> list[Edge]:
     """Where speculation should be switched off: all edges between cells with it and cells without."""
     edges = []
-    for b, row in enumerate(facts.cells):
+    for b, row in enumerate(schedule.cells):
         for c, here in enumerate(row):
             if c + 1 < len(row) and _differ(here, row[c + 1]):
                 edges.append(Edge((c + 0.5, c + 0.5), (b - 0.5, b + 0.5)))
-            if b + 1 < len(facts.cells) and _differ(here, facts.cells[b + 1][c]):
+            if b + 1 < len(schedule.cells) and _differ(here, schedule.cells[b + 1][c]):
                 edges.append(Edge((c - 0.5, c + 0.5), (b + 0.5, b + 0.5)))
     return edges
 
 
-def _differ(one: Cell, other: Cell) -> bool:
+def _differ(one: ScheduleCell, other: ScheduleCell) -> bool:
     return one.off != other.off and one.occurs and other.occurs
 
 
-def _cells(facts: SpeculationFacts) -> list[Cell]:
+def _cells(schedule: DraftSchedule) -> list[ScheduleCell]:
     """Those that occur."""
-    return [cell for row in facts.cells for cell in row if cell.occurs]
+    return [cell for row in schedule.cells for cell in row if cell.occurs]
 
 
 class Drawn(NamedTuple):
@@ -80,54 +80,54 @@ def _depth_first(
     return [*(node for child in children.get(path, ()) for node in _depth_first(child, children)), path]
 
 
-def headline(facts: SpeculationFacts) -> str:
+def headline(schedule: DraftSchedule) -> str:
     """One sentence: what it brings, and over what."""
-    cells = _cells(facts)
+    cells = _cells(schedule)
     most = max(cell.gain for cell in cells)
-    if facts.gain <= 1:
-        return f"Drafting with {facts.drafter} pays at no batch size and context looked at."
+    if schedule.gain <= 1:
+        return f"Drafting with {schedule.drafter} pays at no batch size and context looked at."
     where = sum(cell.off for cell in cells)
     off = f"; it should be off in {where} of {len(cells)} cells" if where else ""
     return (
-        f"Drafting with {facts.drafter} gains a factor of {info.number(facts.gain)} altogether, "
+        f"Drafting with {schedule.drafter} gains a factor of {info.number(schedule.gain)} altogether, "
         f"{info.number(most)} at best{off}."
     )
 
 
-def engine_rows(facts: SpeculationFacts) -> list[tuple[str, ...]]:
-    """engine, scheme, gain, loss, settings or why there are none."""
+def engine_rows(schedule: DraftSchedule) -> list[tuple[str, ...]]:
+    """engine, scheme, gain, loss, settings (by name, as in the file) or why there are none."""
     return [
         (
             e.engine,
             e.scheme,
             info.number(e.gain),
             info.percent(e.loss),
-            json.dumps(e.settings) if e.settings is not None else e.why,
+            json.dumps(e.settings, sort_keys=True) if e.settings is not None else e.why,
         )
-        for e in facts.engines
+        for e in schedule.engines
     ]
 
 
 # --- drawn ------------------------------------------------------------------------------------------------
 
 
-def gain_figure(facts: SpeculationFacts) -> Figure:
+def gain_figure(schedule: DraftSchedule) -> Figure:
     """Gain of the best setting over (context, batch), the setting in each cell, and the line beyond which none is."""
     data = [
         {
             "type": "heatmap",
-            "x": [f"{c:,}" for c in facts.contexts],
-            "y": [f"{b:,}" for b in facts.batches],
-            "z": [[round(cell.gain, 4) if cell.occurs else None for cell in row] for row in facts.cells],
+            "x": [f"{c:,}" for c in schedule.contexts],
+            "y": [f"{b:,}" for b in schedule.batches],
+            "z": [[round(cell.gain, 4) if cell.occurs else None for cell in row] for row in schedule.cells],
             "text": [
-                [f"{cell.short}<br>×{cell.gain:.2f}" if cell.occurs else "" for cell in row] for row in facts.cells
+                [f"{cell.short}<br>×{cell.gain:.2f}" if cell.occurs else "" for cell in row] for row in schedule.cells
             ],
             "hoverongaps": False,
             "texttemplate": "%{text}",
-            "hovertext": [[f"{escape(cell.scheme)}: ×{cell.gain:.3f}" for cell in row] for row in facts.cells],
+            "hovertext": [[f"{escape(cell.scheme)}: ×{cell.gain:.3f}" for cell in row] for row in schedule.cells],
             "hovertemplate": "batch %{y}, context %{x}<br>%{hovertext}<extra></extra>",
             "zmin": 1,
-            "zmax": max(1.1, *(cell.gain for cell in _cells(facts))),
+            "zmax": max(1.1, *(cell.gain for cell in _cells(schedule))),
             "colorscale": [[0, "#d5dbe3"], [0.5, "#7fb0e8"], [1, "#3d7edb"]],
             "colorbar": {"title": {"text": "gain"}, "thickness": 12},
             "textfont": {"color": "#10151d", "size": 12},
@@ -137,11 +137,12 @@ def gain_figure(facts: SpeculationFacts) -> Figure:
     ]
     line = {"color": figures.RED, "width": 3}
     shapes = [
-        {"type": "line", "x0": e.x[0], "x1": e.x[1], "y0": e.y[0], "y1": e.y[1], "line": line} for e in off_line(facts)
+        {"type": "line", "x0": e.x[0], "x1": e.x[1], "y0": e.y[0], "y1": e.y[1], "line": line}
+        for e in off_line(schedule)
     ]
-    x = figures._axis("context, tokens", type="category", showgrid=False)
-    y = figures._axis("batch, sequences", type="category", showgrid=False)
-    return {"data": data, "layout": figures._layout(x, y, shapes=shapes)}
+    x = figures.axis("context, tokens", type="category", showgrid=False)
+    y = figures.axis("batch, sequences", type="category", showgrid=False)
+    return {"data": data, "layout": figures.layout(x, y, shapes=shapes)}
 
 
 def tree_figure(draft: DraftShape) -> Figure:
@@ -185,15 +186,15 @@ def tree_figure(draft: DraftShape) -> Figure:
         },
     ]
     deepest = max((n.depth for n in nodes), default=0)
-    levels = list(range(deepest + 1))
+    depths = list(range(deepest + 1))
     horizontal = {"visible": False, "range": [min(x) - 0.7, max(x) + 0.9]}
-    vertical = figures._axis(
+    vertical = figures.axis(
         "draft tokens deep",
-        tickvals=[-d for d in levels],
-        ticktext=[str(d) for d in levels],
+        tickvals=[-d for d in depths],
+        ticktext=[str(d) for d in depths],
         range=[-deepest - 0.5, 0.5],
     )
-    return {"data": data, "layout": figures._layout(horizontal, vertical, showlegend=False)}
+    return {"data": data, "layout": figures.layout(horizontal, vertical, showlegend=False)}
 
 
 def yield_figure(
@@ -215,58 +216,61 @@ def yield_figure(
             ("verified, then rejected", wasted, figures.COLOURS[1]),
         )
     ]
-    across = figures._axis(title, **({"type": "log", "tickvals": list(x)} if logarithmic else {"rangemode": "tozero"}))
+    across = figures.axis(title, **({"type": "log", "tickvals": list(x)} if logarithmic else {"rangemode": "tozero"}))
     return {
         "data": data,
-        "layout": figures._layout(across, figures._axis("tokens per sequence and round", rangemode="tozero")),
+        "layout": figures.layout(across, figures.axis("tokens per sequence and round", rangemode="tozero")),
     }
 
 
-def drawn(facts: SpeculationFacts) -> dict[str, str]:
+def drawn(schedule: DraftSchedule) -> dict[str, str]:
     """HTML of the figures by name."""
-    found = {"speculation-gains": (gain_figure(facts), 150 + 44 * len(facts.batches))}
-    if facts.draft.nodes:
-        found["speculation-draft"] = (tree_figure(facts.draft), 130 + 70 * max(len(n.path) for n in facts.draft.nodes))
-    points = facts.by_batch
-    found["speculation-batch"] = (
+    shown = {"speculation-gains": (gain_figure(schedule), 150 + 44 * len(schedule.batches))}
+    if schedule.draft.nodes:
+        shown["speculation-draft"] = (
+            tree_figure(schedule.draft),
+            130 + 70 * max(len(n.path) for n in schedule.draft.nodes),
+        )
+    points = schedule.by_batch
+    shown["speculation-batch"] = (
         yield_figure(
             [p.batch for p in points], [p.tokens for p in points], [p.wasted for p in points], "batch, sequences", True
         ),
         360,
     )
-    if facts.load:
-        rates = [p.rate_rps for p in facts.load]
+    if schedule.load:
+        rates = [p.rate_rps for p in schedule.load]
         simulated = yield_figure(
-            rates, [p.tokens for p in facts.load], [p.wasted for p in facts.load], "offered requests/s", False
+            rates, [p.tokens for p in schedule.load], [p.wasted for p in schedule.load], "offered requests/s", False
         )
-        found["speculation-load"] = (simulated, 360)
-    return {name: figures.fragment(figure, name, height) for name, (figure, height) in found.items()}
+        shown["speculation-load"] = (simulated, 360)
+    return {name: figures.fragment(figure, name, height) for name, (figure, height) in shown.items()}
 
 
-def section(facts: SpeculationFacts) -> str:
+def section(schedule: DraftSchedule) -> str:
     """HTML of the part of a report that is about speculation."""
     from markupsafe import Markup
 
     return fill(
         "speculation.html.j2",
-        facts=facts,
-        headline=headline(facts),
-        rows=engine_rows(facts),
-        off_line=off_line(facts),
+        schedule=schedule,
+        headline=headline(schedule),
+        rows=engine_rows(schedule),
+        off_line=off_line(schedule),
         number=info.number,
-        figures={name: Markup(html) for name, html in drawn(facts).items()},
+        figures={name: Markup(html) for name, html in drawn(schedule).items()},
     )
 
 
-def render(facts: SpeculationFacts, model: str, device: str) -> str:
+def render(schedule: DraftSchedule, model: str, device: str) -> str:
     """A page of its own that opens offline, with the same bytes for the same schedule."""
     from markupsafe import Markup
 
     return fill(
         "speculation-page.html.j2",
-        title=f"{facts.drafter} for {model} on {device}",
-        headline=headline(facts),
-        section=Markup(section(facts)),
+        title=f"{schedule.drafter} for {model} on {device}",
+        headline=headline(schedule),
+        section=Markup(section(schedule)),
         style=Markup(template("style.j2")),
         plotly_js=Markup(figures.plotly_js()),
         version=__version__,

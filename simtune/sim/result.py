@@ -20,36 +20,18 @@ from simtune.arrays import Array
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import Tally
 from simtune.sim.requests import RequestStream
-from simtune.sim.statistics import TokenIntervals, batch_means, warm_up
+from simtune.sim.statistics import TokenIntervals, warm_up
+from simtune.sim.summary import LatencyQuantiles, Metric, SimulationSummary, SloLimit
+from simtune.sim.summing import between_tokens, distribution, instances, prefix_cache, quantiles, verifications
 from simtune.sim.world import Outcome
 from simtune.specs.workload import Slo
 
-METRICS = ("ttft", "tpot", "e2el", "queue", "prefill", "transfer", "decode")
-
-
-@dataclass(frozen=True)
-class Limit:
-    """One line of a service level objective and how a run stands to it."""
-
-    request_class: str | None
-    metric: str
-    statistic: str
-    limit_s: float
-    value_s: float | None
-
-    @property
-    def met(self) -> bool:
-        return self.value_s is not None and self.value_s <= self.limit_s
-
-    def __str__(self) -> str:
-        value = "unbounded" if self.value_s is None else f"{self.value_s * 1e3:,.1f} ms"
-        where = f" of class {self.request_class}" if self.request_class else ""
-        return f"{self.metric.upper()} {self.statistic}{where} {value} (limit {self.limit_s * 1e3:,.1f} ms)"
+METRICS: tuple[Metric, ...] = ("ttft", "tpot", "e2el", "queue", "prefill", "transfer", "decode")
 
 
 @dataclass
 class Result:
-    """Columns in order of request number, NaN where something never came."""
+    """Arrays in order of request number, NaN where something never came."""
 
     stream: RequestStream
     outcome: Outcome
@@ -63,34 +45,42 @@ class Result:
 
     @cached_property
     def arrival_s(self) -> Array:
+        """When each request came; NaN where one never did."""
         return _seconds(self.outcome.arrival)
 
     @cached_property
     def scheduled_s(self) -> Array:
+        """When each was first in a step."""
         return _seconds(self.outcome.scheduled)
 
     @cached_property
     def first_token_s(self) -> Array:
+        """When its first token was there."""
         return _seconds(self.outcome.first_token)
 
     @cached_property
     def finish_s(self) -> Array:
+        """When its last token was there."""
         return _seconds(self.outcome.finish)
 
     @cached_property
     def ttft_s(self) -> Array:
+        """Time to first token."""
         return self.first_token_s - self.arrival_s
 
     @cached_property
     def queue_s(self) -> Array:
+        """Until it was first in a step."""
         return self.scheduled_s - self.arrival_s
 
     @cached_property
     def e2el_s(self) -> Array:
+        """From arrival to the last token."""
         return self.finish_s - self.arrival_s
 
     @cached_property
     def prefill_s(self) -> Array:
+        """From the first step to the first token."""
         return self.first_token_s - self.scheduled_s
 
     @cached_property
@@ -100,10 +90,12 @@ class Result:
 
     @cached_property
     def transfer_s(self) -> Array:
+        """From the first token until the KV cache had come to the decode instance; NaN where none was sent."""
         return self.transferred_s - self.first_token_s
 
     @cached_property
     def decode_s(self) -> Array:
+        """From there, or from the first token, to the last."""
         sent = np.isfinite(self.transferred_s)
         return self.finish_s - np.where(sent, self.transferred_s, self.first_token_s)
 
@@ -114,6 +106,7 @@ class Result:
 
     @cached_property
     def tpot_s(self) -> Array:
+        """Mean time per token after the first; NaN for one-token answers."""
         gaps = self.stream.output_tokens - 1.0
         tpot = np.full(len(gaps), np.nan)
         np.divide(self.finish_s - self.first_token_s, gaps, out=tpot, where=gaps > 0)
@@ -121,6 +114,7 @@ class Result:
 
     @cached_property
     def completed(self) -> NDArray[np.bool_]:
+        """Which requests were answered to the end."""
         return self.outcome.finish >= 0
 
     @property
@@ -176,14 +170,23 @@ class Result:
         return statistic_of(values, statistic) if len(values) else None
 
     @cached_property
-    def limits(self) -> list[Limit]:
+    def limits(self) -> list[SloLimit]:
         """Every line of the objective, the run's own and those of classes that have one."""
         lines = []
         for index, name, slo in self._objectives():
             for metric, statistic, limit in slo.limits():
                 values = self.values(metric, index)
                 value = statistic_of(values, statistic) if len(values) and not self.saturated else None
-                lines.append(Limit(name, metric, statistic, limit, value))
+                lines.append(
+                    SloLimit(
+                        request_class=name,
+                        metric=metric,
+                        statistic=statistic,
+                        limit_s=limit,
+                        value_s=value,
+                        met=value is not None and value <= limit,
+                    )
+                )
         return lines
 
     @property
@@ -224,8 +227,8 @@ class Result:
     def _objectives(self) -> list[tuple[int | None, str | None, Slo]]:
         return objectives(self.stream, self.slo)
 
-    def summary(self) -> dict[str, Any]:
-        """Plain data for `summary.json`; None stands for a number that does not exist or is unbounded."""
+    def summary(self) -> SimulationSummary:
+        """What it comes to in numbers; None stands for a number that does not exist or is unbounded."""
         completed, duration = self.completed, self.duration_s
         output = int(self.stream.output_tokens[completed].sum())
         total = output + int(self.stream.prompt_tokens[completed].sum())
@@ -235,95 +238,49 @@ class Result:
             return x * self.scale / duration if duration > 0 else None
 
         output_rate = per_second(output)
-        return {
-            "requests": len(completed),
-            "completed": int(completed.sum()),
-            "refused": self.refused,
-            "unserved": self.unserved,
-            "preemptions": int(self.outcome.preemptions.sum()),
-            "duration_s": duration,
-            "saturated": self.saturated,
-            "offered_rate_rps": self.offered_rate_rps,
-            "request_throughput_rps": per_second(int(completed.sum())),
-            "goodput_rps": self.goodput_rps,
-            "slo_attainment": self.slo_attainment,
-            "output_tokens_per_s": output_rate,
-            "total_tokens_per_s": per_second(total),
-            "output_tokens_per_s_per_gpu": None if output_rate is None else output_rate / self.num_gpus,
-            "output_tokens_per_s_per_user": 1 / float(tpot.mean()) if len(tpot) and tpot.mean() > 0 else None,
-            "num_gpus": self.num_gpus,
-            "metrics": {metric: _block(self.values(metric)) for metric in METRICS} | {"itl": self._itl_block()},
-            "warm_up_requests": warm_up(self.values("ttft")),
-            "resent": int(self.outcome.resent.sum()),
-            "transferred_bytes": self.outcome.transferred_bytes,
-            "instances": self._instances(),
-            **({"prefix_cache": found} if (found := self._prefix_cache()) else {}),
-            **({"speculation": self._speculation()} if self.drafted.rounds else {}),
-            "slo": [
-                {
-                    "class": limit.request_class,
-                    "metric": limit.metric,
-                    "statistic": limit.statistic,
-                    "limit_s": limit.limit_s,
-                    "value_s": limit.value_s,
-                    "met": limit.met,
-                }
-                for limit in self.limits
-            ],
-            "quantiles": {m + "_s": quantiles(self.values(m)) for m in ("ttft", "tpot", "e2el")},
-        }
+        # What does not apply is not set, so that it is left out of the file.
+        where_it_applies: dict[str, Any] = {}
+        if cached := prefix_cache(self.outcome.cores):
+            where_it_applies["prefix_cache"] = cached
+        if self.drafted.rounds:
+            where_it_applies["speculation"] = verifications(self.drafted)
+        return SimulationSummary(
+            requests=len(completed),
+            completed=int(completed.sum()),
+            refused=self.refused,
+            unserved=self.unserved,
+            preemptions=int(self.outcome.preemptions.sum()),
+            duration_s=duration,
+            saturated=self.saturated,
+            offered_rate_rps=self.offered_rate_rps,
+            request_throughput_rps=per_second(int(completed.sum())),
+            goodput_rps=self.goodput_rps,
+            slo_attainment=self.slo_attainment,
+            output_tokens_per_s=output_rate,
+            total_tokens_per_s=per_second(total),
+            output_tokens_per_s_per_gpu=None if output_rate is None else output_rate / self.num_gpus,
+            output_tokens_per_s_per_user=1 / float(tpot.mean()) if len(tpot) and tpot.mean() > 0 else None,
+            num_gpus=self.num_gpus,
+            metrics={metric: distribution(self.values(metric)) for metric in METRICS}
+            | {"itl": between_tokens(self.itl)},
+            warm_up_requests=warm_up(self.values("ttft")),
+            resent=int(self.outcome.resent.sum()),
+            transferred_bytes=self.outcome.transferred_bytes,
+            instances=instances(self.outcome.cores, self.outcome.core[completed], duration),
+            slo=tuple(self.limits),
+            **where_it_applies,
+        )
 
-    def _itl_block(self) -> dict[str, Any]:
-        itl = self.itl
-        if itl is None:
-            return {"unit": "s", "count": 0}
-        shares = {f"p{p}": itl.quantile_s(p / 100) for p in (50, 90, 95, 99)}
-        return {"unit": "s", "count": itl.count, "mean": itl.mean_s(), **shares, "max": itl.max_s()}
+    def latency_quantiles(self) -> LatencyQuantiles:
+        """What the curves of the latencies are drawn from."""
+        ttft, tpot, e2el = (quantiles(self.values(metric)) for metric in ("ttft", "tpot", "e2el"))
+        return LatencyQuantiles(ttft_s=ttft, tpot_s=tpot, e2el_s=e2el)
 
     @cached_property
     def drafted(self) -> Tally:
         """What all verifications came to; nothing where nobody drafts."""
         tallies = [core.drafting for core in self.outcome.cores]
         return Tally(*(sum(column) for column in zip(*tallies, strict=True)))
-
-    def _speculation(self) -> dict[str, Any]:
-        """A wasted draft is one that was verified and not delivered."""
-        rounds, drafts, accepted, tokens = self.drafted
-        return {
-            "rounds": rounds,
-            "tokens_per_round": tokens / rounds,
-            "draft_tokens": drafts,
-            "accepted_tokens": accepted,
-            "acceptance": accepted / drafts if drafts else None,
-            "wasted_tokens": drafts + rounds - tokens,
-            "wasted_share": (drafts + rounds - tokens) / (drafts + rounds),
-        }
-
-    def _prefix_cache(self) -> list[dict[str, Any]]:
-        """For each pool that keeps what prompts share: tokens of the prompts admitted, and how many were cached."""
-        found: dict[str, list[int]] = {}
-        for core in self.outcome.cores:
-            counts = found.setdefault(core.pool, [0, 0])
-            counts[0] += core.queried_tokens
-            counts[1] += core.hit_tokens
-        return [
-            {"pool": pool, "queried_tokens": queried, "hit_tokens": hit, "hit_rate": hit / queried}
-            for pool, (queried, hit) in found.items()
-            if queried
-        ]
-
-    def _instances(self) -> list[dict[str, Any]]:
-        """Every simulated instance: how busy it was, and how many requests it answered."""
-        cores = self.outcome.cores
-        answered = np.bincount(self.outcome.core[self.completed], minlength=len(cores)).tolist()
-        found: dict[tuple[str, int], dict[str, Any]] = {}
-        for number, core in enumerate(cores):
-            key = (core.pool, core.instance)
-            mine = found.setdefault(key, {"pool": core.pool, "instance": core.instance, "busy": 0.0, "requests": 0})
-            busy_s = core.busy / TICKS_PER_SECOND
-            mine["busy"] = max(mine["busy"], busy_s / self.duration_s if self.duration_s else 0.0)
-            mine["requests"] += answered[number]
-        return list(found.values())
 
 
 def objectives(stream: RequestStream, slo: Slo) -> list[tuple[int | None, str | None, Slo]]:
@@ -377,21 +334,6 @@ class MissBudget:
 def statistic_of(values: Array, statistic: str) -> float:
     """`mean` or a percentile such as `p99` or `p99.9` of non-empty values."""
     return float(values.mean()) if statistic == "mean" else float(np.percentile(values, float(statistic[1:])))
-
-
-def quantiles(values: Array) -> list[float]:
-    """The 101 quantiles at 0, 1, ..., 100 %; empty when there are no values."""
-    return [float(q) for q in np.percentile(values, np.arange(101))] if len(values) else []
-
-
-def _block(values: Array) -> dict[str, Any]:
-    block: dict[str, Any] = {"unit": "s", "count": len(values)}
-    if len(values):
-        block |= {"mean": float(values.mean()), "std": float(values.std()), "min": float(values.min())}
-        block |= {f"p{p}": float(np.percentile(values, p)) for p in (50, 90, 95, 99)}
-        block["max"] = float(values.max())
-        block["ci95"] = {s: list(ci) for s in ("mean", "p50", "p90", "p95", "p99") if (ci := batch_means(values, s))}
-    return block
 
 
 def _seconds(ticks: NDArray[np.int64]) -> Array:

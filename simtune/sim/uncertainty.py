@@ -25,6 +25,8 @@ from simtune.parallel import executor, ordered_map
 from simtune.sim.deployment import Deployment, deploy
 from simtune.sim.requests import RequestStream
 from simtune.sim.speculation import Drafting
+from simtune.sim.summary import SimulationSummary, Uncertainty, is_uncertain
+from simtune.specs.base import Record
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
@@ -32,34 +34,6 @@ from simtune.specs.workload import Slo
 
 LEVEL = 0.9
 _PURPOSE = 6  # key of the random streams of `simtune.sim.requests`, continued
-
-_FIXED = {
-    "requests", "num_gpus", "unit", "count", "offered_rate_rps", "limit_s", "class", "metric", "statistic",
-    "pool", "instance", "ci95", "warm_up_requests",
-}  # fmt: skip
-"""Keys of a summary that no error of step times can change, or that speak of one run's own noise."""
-
-
-@dataclass(frozen=True)
-class Uncertainty:
-    """What `worlds` redrawn worlds say: intervals that hold the middle `level` of them, and shares of worlds."""
-
-    worlds: int
-    level: float
-    saturated: float
-    """Share of worlds in which the system is saturated."""
-    meets_slo: float
-    intervals: dict[str, Any]
-    """Shaped like `Result.summary`, [low, high] in place of each number; None is unbounded."""
-
-    def to_data(self) -> dict[str, Any]:
-        return {
-            "worlds": self.worlds,
-            "level": self.level,
-            "saturated_probability": self.saturated,
-            "slo_probability": self.meets_slo,
-            "intervals": self.intervals,
-        }
 
 
 def worlds(hardware: Iterable[Hardware], count: int, seed: int) -> list[dict[str, float]]:
@@ -103,14 +77,14 @@ def uncertainty(
         )
     ]
     with executor(jobs, count) as pool:
-        found = list(ordered_map(pool, _World.run, tasks))
-    summaries = [summary for summary, _ in found]
+        verdicts = list(ordered_map(pool, _World.run, tasks))
+    summaries = [summary for summary, _ in verdicts]
     return Uncertainty(
         worlds=count,
         level=LEVEL,
-        saturated=sum(s["saturated"] for s in summaries) / count,
-        meets_slo=sum(met for _, met in found) / count,
-        intervals=_intervals(summaries),
+        saturated_probability=sum(s.saturated for s in summaries) / count,
+        slo_probability=sum(met for _, met in verdicts) / count,
+        intervals=intervals(summaries),
     )
 
 
@@ -129,28 +103,38 @@ class _World:
     factors: Mapping[str, float]
     seed: int
 
-    def run(self) -> tuple[dict[str, Any], bool]:
+    def run(self) -> tuple[SimulationSummary, bool]:
         deployment = deploy(self.plan, self.model, self.hardware, factors=self.factors, drafting=self.drafting)
         result = deployment.simulate(self.stream, self.slo, seed=self.seed)
-        summary = result.summary()
-        del summary["quantiles"]
-        return summary, result.meets_slo
+        return result.summary(), result.meets_slo
 
 
-def _intervals(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """[low, high] for every number that all summaries share, following their nesting."""
-    found: dict[str, Any] = {}
-    for key, example in summaries[0].items():
-        values = [summary.get(key) for summary in summaries]
-        if key in _FIXED or isinstance(example, bool):
+def intervals(records: Sequence[Record]) -> dict[str, Any]:
+    """[low, high] for every `Uncertain` field that the first of the worlds has, nested as their records are."""
+    first = records[0]
+    bounds: dict[str, Any] = {}
+    for name, field in type(first).model_fields.items():
+        if name not in first.model_fields_set:
             continue
-        if isinstance(example, Mapping):
-            found[key] = _intervals([v for v in values if isinstance(v, Mapping)])
-        elif isinstance(example, list):
-            found[key] = [_intervals(items) for items in zip(*(v for v in values if isinstance(v, list)), strict=True)]
-        elif example is None or isinstance(example, (int, float)):
-            found[key] = _interval(values)
-    return found
+        if is_uncertain(type(first), name):
+            bounds[field.alias or name] = _interval([getattr(record, name) for record in records])
+        else:
+            below = _nested([getattr(record, name) for record in records if name in record.model_fields_set])
+            if below is not None:
+                bounds[field.alias or name] = below
+    return bounds
+
+
+def _nested(values: Sequence[Any]) -> Any:
+    """The intervals within records, named records or lists of records; None for anything else."""
+    match values[0]:
+        case Record():
+            return intervals(values)
+        case dict() as named if all(isinstance(value, Record) for value in named.values()):
+            return {key: intervals([value[key] for value in values]) for key in named}
+        case tuple():
+            return [intervals(items) for items in zip(*values, strict=True)]
+    return None
 
 
 def _interval(values: Sequence[Any]) -> list[float | None]:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationError
+from pydantic_core import CoreSchema
 
 from simtune.errors import Problem, SpecError, UsageError, suggest
 from simtune.specs import yamlfile
@@ -39,6 +40,20 @@ Check = Callable[[Any], Iterable[tuple[Sequence[str | int], str]]]
 """(key, what is wrong) for what a spec names and only the floors above can look at."""
 
 
+class Record(BaseModel):
+    """A block of a file that simtune writes and reads again: immutable, no silent conversions, no NaN.
+
+    A field without a default always stands in the file, as null where there is no such number. One with a default
+    stands there only if it was set. Keys that are not known here are let through: a later release may add some.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False, populate_by_name=True)
+
+    def to_data(self) -> dict[str, Any]:
+        """Plain data by the names in the file."""
+        return self.model_dump(by_alias=True, exclude_unset=True)
+
+
 class Spec(Part):
     """A file of its own. `KIND` is the word in `schema: simtune/<kind>@1`."""
 
@@ -67,7 +82,7 @@ class Spec(Part):
         try:
             spec = cls.model_validate(data)
         except ValidationError as error:
-            problems += _problems(cls, error, document)
+            problems += problems_of(cls, error, document)
         else:
             wrong = check(spec) if check is not None else ()
             problems += [_problem(document, at, message, missing=True) for at, message in wrong]
@@ -84,6 +99,14 @@ class Spec(Part):
     def from_file(cls, path: Path) -> Self:
         """Read and validate. Raises UsageError where the file cannot be read, SpecError for what is wrong in it."""
         return cls.from_text(yamlfile.read_text(path), str(path))
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Of the file, which says first of what kind and version it is."""
+        document = handler.resolve_ref_schema(handler(core_schema))
+        document["properties"] = {"schema": {"const": cls.schema_id()}, **document["properties"]}
+        document["required"] = ["schema", *document["required"]]
+        return document
 
     def to_data(self) -> dict[str, Any]:
         """Plain data as it would be written to YAML: schema first, settings left at None omitted."""
@@ -135,7 +158,8 @@ def _kind_of(value: Any) -> str:
     )
 
 
-def _problems(model: type[BaseModel], error: ValidationError, document: yamlfile.Document) -> list[Problem]:
+def problems_of(model: type[BaseModel], error: ValidationError, document: yamlfile.Document) -> list[Problem]:
+    """What pydantic found wrong, in a user's words and with the place of each in the file."""
     problems = []
     for item in error.errors(include_url=False):
         at = getattr(item.get("ctx", {}).get("error"), "at", ())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -130,6 +130,7 @@ Lengths = Annotated[FixedLength | Lognormal | Quantiles | TraceLengths, Field(di
 
 # --- service level objectives -----------------------------------------------------------------------------
 
+SloMetric = Literal["ttft", "tpot", "e2el"]
 Statistic = Annotated[str, Field(pattern=r"^(mean|p(50|[5-9][0-9]|99\.[0-9]+))$")]
 
 
@@ -140,11 +141,11 @@ class Slo(Part):
     tpot_s: dict[Statistic, Positive] = Field(default_factory=dict)
     e2el_s: dict[Statistic, Positive] = Field(default_factory=dict)
 
-    def limits(self) -> list[tuple[str, str, float]]:
+    def limits(self) -> list[tuple[SloMetric, str, float]]:
         """(metric, statistic, limit in seconds), e.g. ("ttft", "p99", 1.0)."""
         return [
             (metric, statistic, limit)
-            for metric in ("ttft", "tpot", "e2el")
+            for metric in get_args(SloMetric)
             for statistic, limit in getattr(self, metric + "_s").items()
         ]
 

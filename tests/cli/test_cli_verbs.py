@@ -140,6 +140,13 @@ def test_schema_describes_the_files_that_are_read(call: Call, kind: str) -> None
     assert document["additionalProperties"] is False
 
 
+@pytest.mark.parametrize(("kind", "known"), [("summary", "goodput_rps"), ("candidates", "rank"), ("requests", "good")])
+def test_schema_describes_the_files_that_are_written(call: Call, kind: str, known: str) -> None:
+    document = call("schema", kind).json
+    assert known in document["required"]
+    assert document["properties"][known]["description"]
+
+
 # --- simulate ---------------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 import simtune.api  # noqa: F401 (loaded before anything of it is replaced: it keeps what it finds on loading)
+from simtune.report import page
 from simtune.specs.plan import Plan
 from simtune.tuner import search
 
@@ -211,12 +212,11 @@ def breaking(method: Callable[..., Any], error: BaseException, nth: int) -> Call
 @pytest.mark.parametrize(
     ("earlier", "method", "nth"),
     [
-        pytest.param(False, "write_bytes", 3, id="drawing the report"),
-        pytest.param(False, "write_bytes", 12, id="writing the files"),
-        pytest.param(False, "rename", 2, id="taking the name"),
-        pytest.param(True, "write_bytes", 12, id="writing the files over an earlier run"),
-        pytest.param(True, "rename", 2, id="setting the earlier run aside"),
-        pytest.param(True, "rename", 3, id="taking its name"),
+        pytest.param(False, "write_bytes", 3, id="writing the files"),
+        pytest.param(False, "rename", 1, id="taking the name"),
+        pytest.param(True, "write_bytes", 6, id="writing the files over an earlier run"),
+        pytest.param(True, "rename", 1, id="setting the earlier run aside"),
+        pytest.param(True, "rename", 2, id="taking its name"),
     ],
 )
 @pytest.mark.parametrize(
@@ -244,6 +244,23 @@ def test_what_goes_wrong_while_writing_leaves_everything_as_it_was(
         message = desk.refused(desk.simulate, "--out", "run", "--force", "--seed", 9, code=code)
     assert message.endswith(words)
     assert desk.simulate("--out", "run", "--force").code == 0, "and all is well again"
+
+
+def test_an_interrupt_while_the_page_is_drawn_writes_nothing(desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert desk.simulate("--out", "run").code == 0
+    monkeypatch.setattr("simtune.report.page.render", breaking(page.render, KeyboardInterrupt(), 1))
+    message = desk.refused(desk.simulate, "--out", "run", "--force", "--seed", 9, code=130)
+    assert message.endswith("interrupted; nothing was written")
+
+
+@pytest.mark.parametrize("option", ["--timeline", "--per-request"])
+def test_an_interrupted_table_or_timeline_leaves_the_old_one(
+    desk: Any, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    name = {"--timeline": "steps.json.gz", "--per-request": "requests.csv"}[option]
+    assert desk.simulate(option, name).code == 0
+    monkeypatch.setattr(os, "replace", breaking(os.replace, KeyboardInterrupt(), 1))
+    desk.refused(desk.simulate, option, name, "--force", "--seed", 9, code=130)
 
 
 def test_an_interrupted_report_leaves_the_old_page(desk: Any, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -252,7 +252,7 @@ class TestCommand:
         slow, fast = (
             simtune.simulate("llama-2-70b", p, "chat", rate_rps=0.5, requests=40) for p in (str(out), "h100-sxm")
         )
-        assert slow.summary()["metrics"]["tpot"]["mean"] > 1.2 * fast.summary()["metrics"]["tpot"]["mean"]
+        assert slow.statistic("tpot", "mean") > 1.2 * fast.statistic("tpot", "mean")
 
     def test_in_place_only_when_told_so(self, tmp_path: Path) -> None:
         folder, log = tmp_path / "mine", own_log(tmp_path / "steps.jsonl")

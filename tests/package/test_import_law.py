@@ -26,17 +26,17 @@ LAW: dict[str, set[str]] = {
     "emit": {"errors", "specs"},
     "profiling": {"arrays", "errors", "specs", "costs"},
     "sim": GROUND | {"engine", "costs"},
-    "report": GROUND | {"engine", "costs", "sim"},
     "validation": GROUND | {"engine", "costs", "sim"},
     "tuner": GROUND | {"engine", "costs", "sim"},
-    "rundir": GROUND | {"engine", "costs", "sim", "emit", "report", "tuner"},
+    "runs": GROUND | {"costs", "emit", "sim", "tuner"},
+    "report": GROUND | {"costs", "sim", "runs"},
     "api": GROUND | {"engine", "costs", "sim", "tuner"},
-    "cli": GROUND | {"engine", "costs", "profiling", "sim", "emit", "report", "tuner", "rundir", "api", "validation"},
+    "cli": GROUND | {"engine", "costs", "profiling", "sim", "emit", "report", "tuner", "runs", "api", "validation"},
 }
 """What each floor may import besides itself. The package's own `__version__` is open to all."""
 
 CLOCKS = {"time", "datetime", "sched", "timeit"}
-CLOCK_READERS = {"simtune.rundir", "simtune.profiling.timing"}  # the time of day for manifest.json; measuring
+CLOCK_READERS = {"simtune.runs.manifest", "simtune.profiling.timing"}  # the time of day for manifest.json; measuring
 MEASURERS = {
     f"simtune.profiling.{name}" for name in ("operands", "kernels", "decoder", "rig", "collectives")
 }  # torch at the top

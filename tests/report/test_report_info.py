@@ -11,14 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simtune.report import figures, info
-from simtune.report.run import Candidate, Run, SloResult, read_run
-from simtune.specs.plan import Plan
-from simtune.specs.study import Study
+from simtune.runs.reading import read_run
+from simtune.runs.schema import CandidateRow, Run
+from simtune.sim.summary import SloLimit
+from simtune.specs.study import HardwareCount, Search, Study
+from simtune.specs.workload import Slo
 
 RunMaker = Callable[..., Path]
 
 
-def candidate(name: str = "c", **known: Any) -> Candidate:
+def candidate(name: str = "c", **known: Any) -> CandidateRow:
     numbers = {
         "tp": 1,
         "pp": 1,
@@ -27,11 +29,11 @@ def candidate(name: str = "c", **known: Any) -> Candidate:
         "max_num_seqs": 64,
         "max_num_batched_tokens": 2048,
     }
-    blank: dict[str, Any] = dict.fromkeys(Candidate._fields)
-    return Candidate(**(blank | numbers | {"candidate": name, "status": "feasible", "reason": ""} | known))
+    blank: dict[str, Any] = dict.fromkeys(CandidateRow.model_fields)
+    return CandidateRow(**(blank | numbers | {"candidate": name, "status": "feasible", "reason": ""} | known))
 
 
-def at(x: float, y: float, **known: Any) -> Candidate:
+def at(x: float, y: float, **known: Any) -> CandidateRow:
     known = {"output_tokens_per_s_per_user": x, "output_tokens_per_s_per_gpu": y} | known
     return candidate(f"({x},{y})", **known)
 
@@ -118,19 +120,29 @@ def test_the_objective_in_seconds_is_shown_in_milliseconds(make_run: RunMaker) -
 
 
 def test_settings_keep_the_keys_of_their_file() -> None:
-    data = {"schema": "simtune/plan@1", "pools": [{"async_on": True}], "new": {"tp": [1, 2]}, "x": None}
-    found = info.settings({"router": {}, **data}, Plan)
-    assert found == [("pools.0.async_on", "true"), ("router", "none"), ("new.tp", "1, 2")]
+    hardware = HardwareCount(profile="h100-sxm", devices=8)
+    search = Search(tp=(1, 2), requests=None)
+    study = Study(name="s", model="m", hardware=hardware, workload="w", slo=Slo(ttft_s={"p99": 1.0}), search=search)
+    rows = info.settings(study)
+    assert rows[:3] == [("name", "s"), ("model", "m"), ("hardware.devices", "8")]
+    assert ("search.tp", "1, 2") in rows
+    assert ("slo.e2el_s", "none") in rows
+    assert "search.requests" not in dict(rows)
 
 
-def test_specs_and_latencies_have_their_order_back_that_sorted_json_lost(make_run: RunMaker) -> None:
-    run = read_run(make_run())
-    rows = info.settings(dict(sorted(run.data["study"].items())), Study)
-    keys = list(dict.fromkeys(key.split(".")[0] for key, _ in rows))
-    assert keys == ["name", "model", "hardware", "workload", "slo", "objective", "search", "seed"]
-    backwards = dict(sorted(run.data["metrics"].items()))
-    latencies = info.latency_rows(read_run(make_run(metrics=backwards)).summary)
-    assert [row[0] for row in latencies] == ["TTFT", "TPOT", "E2EL", "Queueing"]
+def test_settings_of_lists_are_numbered_and_switches_are_words(make_run: RunMaker) -> None:
+    rows = dict(info.settings(read_run(make_run()).summary.plan))
+    assert rows["pools.0.async_scheduling"] == "true"
+    assert rows["pools.0.batching.max_num_batched_tokens"] == "8192"
+
+
+def test_specs_and_latencies_have_their_order_back_that_sorted_json_lost(make_run: RunMaker, optimized: Any) -> None:
+    backwards = {key: dict(sorted(optimized[0][key].items())) for key in ("study", "metrics")}
+    summary = read_run(make_run(**backwards)).summary
+    assert summary.study
+    keys = list(dict.fromkeys(key.split(".")[0] for key, _ in info.settings(summary.study)))
+    assert keys == ["name", "model", "hardware", "workload", "slo", "objective", "speculation", "search", "seed"]
+    assert [row[0] for row in info.latency_rows(summary)] == ["TTFT", "TPOT", "E2EL", "Queueing"]
 
 
 # --- candidates -------------------------------------------------------------------------------------------
@@ -210,10 +222,8 @@ def test_curves_rise_in_rate_and_the_chosen_plan_comes_first(make_run: RunMaker)
     def point(name: str, rate: float, goodput: float) -> dict[str, Any]:
         known = {
             "slo_attainment": goodput / rate,
-            "ttft_p99_s": None,
-            "tpot_p99_s": None,
             "saturated": goodput < rate,
-        }
+        } | dict.fromkeys(("ttft_p99_s", "tpot_p99_s", "tokens_per_round", "wasted_per_round"))
         return {"candidate": name, "rate_rps": rate, "goodput_rps": goodput} | known
 
     chosen = info.chosen_name(read_run(make_run()))
@@ -222,7 +232,7 @@ def test_curves_rise_in_rate_and_the_chosen_plan_comes_first(make_run: RunMaker)
     )
     curves = info.sweep_curves(run)
     assert [c.candidate for c in curves] == [chosen, "b"]
-    assert curves[1] == info.Curve("b", (1.0, 2.0), (1.0, 1.0), (1.0, 0.5), (False, True), 0)
+    assert curves[1] == info.GoodputCurve("b", (1.0, 2.0), (1.0, 1.0), (1.0, 0.5), (False, True), 0)
 
 
 def test_a_plan_has_one_colour_in_all_figures(make_run: RunMaker) -> None:
@@ -247,7 +257,7 @@ def test_a_cdf_is_in_milliseconds_with_the_limits_of_its_own_metric(make_run: Ru
         {"metric": "ttft", "statistic": "mean", "limit_s": 0.1, "value_s": 0.05, "met": True, "class": None},
         {"metric": "e2el", "statistic": "p50", "limit_s": 9.0, "value_s": 1.0, "met": True, "class": None},
     ]
-    run = read_run(make_run(quantiles={"ttft_s": values, "tpot_s": values}, runners_up=None, slo=slo))
+    run = read_run(make_run(quantiles={"ttft_s": values, "tpot_s": values, "e2el_s": values}, runners_up=None, slo=slo))
     ttft, tpot = info.cdfs(run)
     assert ttft.curves == ((info.chosen_name(run), tuple(v * 1e3 for v in values)),)
     assert [(x.ms, x.level) for x in ttft.limits] == [(200.0, pytest.approx(0.999)), (100.0, None)]
@@ -260,13 +270,13 @@ def test_a_cdf_is_in_milliseconds_with_the_limits_of_its_own_metric(make_run: Ru
 
 def test_a_long_tail_gets_a_logarithmic_axis_unless_a_zero_forbids_it(make_run: RunMaker) -> None:
     tail = [0.01] * 90 + [1.0] * 11
-    run = read_run(make_run(quantiles={"ttft_s": tail, "tpot_s": [0.0, *tail[1:]]}, runners_up=None))
+    run = read_run(make_run(quantiles={"ttft_s": tail, "tpot_s": [0.0, *tail[1:]], "e2el_s": tail}, runners_up=None))
     ttft, tpot = info.cdfs(run)
     assert (ttft.logarithmic, tpot.logarithmic) == (True, False)
 
 
 def test_one_token_answers_have_no_tpot_and_so_no_curve(make_run: RunMaker) -> None:
-    run = read_run(make_run(quantiles={"ttft_s": [0.1, 0.2], "tpot_s": []}, runners_up=None))
+    run = read_run(make_run(quantiles={"ttft_s": [0.1, 0.2], "tpot_s": [], "e2el_s": [0.1, 0.2]}, runners_up=None))
     assert [cdf.title for cdf in info.cdfs(run)] == ["TTFT"]
 
 
@@ -322,7 +332,7 @@ def test_a_cache_larger_than_the_device_leaves_nothing_free(make_run: RunMaker) 
 
 
 def test_limits_are_written_as_people_say_them() -> None:
-    slo = SloResult(metric="tpot", statistic="p99", limit_s=0.0405, value_s=None, met=False)
+    slo = SloLimit(request_class=None, metric="tpot", statistic="p99", limit_s=0.0405, value_s=None, met=False)
     assert info.limit(slo).replace(info.NO_BREAK, " ") == "p99 TPOT ≤ 40.5 ms"
 
 

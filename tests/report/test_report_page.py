@@ -17,8 +17,14 @@ import pytest
 
 from simtune.report.figures import plotly_js
 from simtune.report.page import render
+from simtune.runs.reading import read_run
 
 RunMaker = Callable[..., Path]
+
+
+def drawn(run: Path) -> str:
+    """The page of a run directory."""
+    return render(read_run(run))
 
 
 def own_part(page: str) -> str:
@@ -75,7 +81,7 @@ def read(page: str) -> Reader:
 
 
 def test_the_page_of_a_search_tells_the_whole_story_in_order(make_run: RunMaker) -> None:
-    reader = read(render(make_run()))
+    reader = read(drawn(make_run()))
     assert reader.headings == [
         "What was asked",
         "The plan and the runners-up",
@@ -88,15 +94,15 @@ def test_the_page_of_a_search_tells_the_whole_story_in_order(make_run: RunMaker)
         "Memory",
         "All candidates",
     ]
-    drawn = [a["id"] for tag, a in reader.tags if tag == "div" and "plotly-graph-div" in (a.get("class") or "")]
-    assert drawn == ["pareto", "sweep", "cdf-ttft", "cdf-tpot", "breakdown", "timeline"]
+    figures = [a["id"] for tag, a in reader.tags if tag == "div" and "plotly-graph-div" in (a.get("class") or "")]
+    assert figures == ["pareto", "sweep", "cdf-ttft", "cdf-tpot", "breakdown", "timeline"]
     assert "serves" in reader.words
     assert "Never validated on this hardware." in reader.words
     assert "weights leave no room for one KV block" in reader.words
 
 
 def test_one_simulated_plan_makes_a_page_too(make_run: RunMaker) -> None:
-    reader = read(render(make_run(searched=False)))
+    reader = read(drawn(make_run(searched=False)))
     assert "No search: one plan was simulated" in reader.words
     assert "One rate was simulated" in reader.words
     assert "All candidates" not in reader.headings
@@ -104,7 +110,7 @@ def test_one_simulated_plan_makes_a_page_too(make_run: RunMaker) -> None:
 
 
 def test_the_page_loads_nothing_from_anywhere(make_run: RunMaker) -> None:
-    page = own_part(render(make_run()))
+    page = own_part(drawn(make_run()))
     reader = Reader(page)
     assert "http" not in page
     assert "@import" not in page
@@ -119,11 +125,12 @@ def test_the_library_inside_cannot_end_its_own_script_element() -> None:
 
 def test_the_same_run_gives_the_same_bytes_in_any_process(make_run: RunMaker) -> None:
     run = make_run()
-    here = hashlib.sha256(render(run).encode()).hexdigest()
-    assert here == hashlib.sha256(render(run).encode()).hexdigest()
+    here = hashlib.sha256(drawn(run).encode()).hexdigest()
+    assert here == hashlib.sha256(drawn(run).encode()).hexdigest()
     program = (
         "import hashlib, pathlib, sys; from simtune.report.page import render;"
-        "print(hashlib.sha256(render(pathlib.Path(sys.argv[1])).encode()).hexdigest())"
+        "from simtune.runs.reading import read_run;"
+        "print(hashlib.sha256(render(read_run(pathlib.Path(sys.argv[1]))).encode()).hexdigest())"
     )
     root = Path(__file__).resolve().parents[2]
     environment = os.environ | {"PYTHONHASHSEED": "77", "PYTHONPATH": str(root)}
@@ -135,29 +142,31 @@ def test_the_same_run_gives_the_same_bytes_in_any_process(make_run: RunMaker) ->
 
 def test_the_numbers_behind_the_page_can_be_read_back(make_run: RunMaker) -> None:
     run = make_run(name="a</script><b>&amp;")
-    inside = json.loads(read(render(run)).scripts["summary"])
+    inside = json.loads(read(drawn(run)).scripts["summary"])
     assert inside == json.loads((run / "summary.json").read_text())
 
 
 def test_hostile_names_stay_text(make_run: RunMaker, optimized: tuple[dict[str, Any], list[dict[str, Any]]]) -> None:
     hostile = """<script>alert(1)</script><img src=x onerror="alert(2)">'&{{7*7}}"""
     summary, rows = optimized
-    plan = {**summary["plan"], "name": hostile}
+    (pool,) = summary["plan"]["pools"]
+    plan = {**summary["plan"], "model": hostile, "pools": [{**pool, "hardware": hostile}]}
+    study = {**summary["study"], "model": hostile, "workload": hostile}
     candidates = [{**row, "candidate": hostile + row["candidate"], "reason": hostile} for row in rows]
     steps = [{"step": hostile, "parts": [{"operator": hostile, "seconds": 1e-3, "provenance": hostile}]}]
     runners_up = [{**r, "candidate": hostile} for r in summary["runners_up"]]
     sweep = [{**p, "candidate": hostile} for p in summary["sweep"]]
     slo = [{**x, "class": hostile} for x in summary["slo"]]
-    changed = {"name": hostile, "model": hostile, "plan": plan, "study": {hostile: hostile}, "slo": slo}
+    changed = {"name": hostile, "model": hostile, "plan": plan, "study": study, "slo": slo}
     changed |= {"hardware": {**summary["hardware"], "device": hostile}, "breakdown": steps}
-    page = own_part(render(make_run(candidates=candidates, runners_up=runners_up, sweep=sweep, **changed)))
+    page = own_part(drawn(make_run(candidates=candidates, runners_up=runners_up, sweep=sweep, **changed)))
     assert "<script>alert" not in page
     assert "<img" not in page
     reader = Reader(page)
     assert reader.balanced
     assert hostile in reader.words
-    drawn, _ = page.split('id="summary"')
-    labels = [json.loads(text) for text in re.findall(r'"(?:name|hovertext|text)":\s*("(?:[^"\\]|\\.)*")', drawn)]
+    figures, _ = page.split('id="summary"')
+    labels = [json.loads(text) for text in re.findall(r'"(?:name|hovertext|text)":\s*("(?:[^"\\]|\\.)*")', figures)]
     assert any("&lt;script&gt;" in label for label in labels)
     assert not any("<script" in label or "<img" in label for label in labels)  # Plotly takes labels for HTML
 
@@ -180,16 +189,16 @@ def test_hostile_names_stay_text(make_run: RunMaker, optimized: tuple[dict[str, 
     ],
 )
 def test_what_is_absent_is_explained_or_left_out(make_run: RunMaker, absent: str, words: str) -> None:
-    assert words in read(render(make_run(**{absent: None}))).words
+    assert words in read(drawn(make_run(**{absent: None}))).words
 
 
 def test_a_run_in_which_nothing_finished_still_makes_a_page(make_run: RunMaker) -> None:
     nothing = {"unit": "s", "count": 0}
-    page = render(
+    page = drawn(
         make_run(
             searched=False,
             metrics=dict.fromkeys(("ttft", "tpot", "e2el", "queue"), nothing),
-            quantiles={"ttft_s": [], "tpot_s": []},
+            quantiles={"ttft_s": [], "tpot_s": [], "e2el_s": []},
             timeline={"t_s": [], "running": [], "waiting": [], "kv_used": []},
             slo=[],
             request_throughput_rps=None,
@@ -203,11 +212,11 @@ def test_a_run_in_which_nothing_finished_still_makes_a_page(make_run: RunMaker) 
 
 
 def test_saturation_interruption_and_validation_are_said_aloud(make_run: RunMaker, optimized: Any) -> None:
-    calm = read(render(make_run())).words
+    calm = read(drawn(make_run())).words
     assert "Saturated." not in calm
     assert "Interrupted." not in calm
     hardware = {**optimized[0]["hardware"], "validated": "within 7 % of vLLM on three loads"}
-    loud = read(render(make_run(saturated=True, interrupted=True, hardware=hardware))).words
+    loud = read(drawn(make_run(saturated=True, interrupted=True, hardware=hardware))).words
     assert "Saturated." in loud
     assert "cannot keep up" in loud
     assert "Interrupted." in loud
@@ -217,6 +226,6 @@ def test_saturation_interruption_and_validation_are_said_aloud(make_run: RunMake
 
 def test_a_search_that_simulated_nothing_has_no_front_to_draw(make_run: RunMaker, optimized: Any) -> None:
     rows = [row for row in optimized[1] if row["status"] == "does_not_fit"]
-    words = read(render(make_run(candidates=rows, sweep=None))).words
+    words = read(drawn(make_run(candidates=rows, sweep=None))).words
     assert "1 candidate: 1 do not fit in memory" in words
     assert "No candidate was simulated" in words

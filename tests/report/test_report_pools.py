@@ -10,12 +10,13 @@ import pytest
 
 from simtune.report import info
 from simtune.report.page import render
-from simtune.report.run import read_run
+from simtune.runs.reading import read_run
 
 RunMaker = Callable[..., Path]
 
 PARALLELISM = {"tp": 2, "pp": 1}
 BATCHING = {"policy": "vllm-fcfs", "max_num_seqs": 64, "max_num_batched_tokens": 8192}
+PLAN = {"schema": "simtune/plan@1", "name": "pd", "model": "llama-3.1-8b"}
 POOLS = [
     {"name": "front", "role": "prefill", "hardware": "h100-sxm", "instances": 2, "parallelism": PARALLELISM,
      "batching": BATCHING},
@@ -36,7 +37,7 @@ def apart(make_run: RunMaker) -> Path:
         searched=False,
         slo=[],
         num_gpus=8,
-        plan={"name": "pd", "pools": POOLS},
+        plan={**PLAN, "pools": POOLS, "link": {}},
         metrics={
             "ttft": block(0.3), "tpot": block(0.01, 50), "itl": block(0.012, 4000), "e2el": block(2.0),
             "queue": block(0.1), "prefill": block(0.2), "transfer": block(0.4, 50), "decode": block(1.5),
@@ -69,7 +70,7 @@ def test_a_drafter_beside_the_target_counts_among_the_gpus(make_run: RunMaker) -
         ({"kind": "dsi", "tokens": 3, "replicas": 4}, 9),
     ):
         pool = {**POOLS[0], "role": "mixed", "speculation": {**drafting, "scheme": scheme}}
-        run = read_run(make_run(searched=False, num_gpus=2 * gpus, plan={"name": "p", "pools": [pool]}))
+        run = read_run(make_run(searched=False, num_gpus=2 * gpus, plan={**PLAN, "pools": [pool]}))
         assert f"2 instances of llama-3.1-8b on {gpus} GPUs each" in info.headline(run)
         assert info.pool_rows(run.summary)[0][4] == str(gpus)
 
@@ -91,10 +92,10 @@ def test_times_between_tokens_have_a_row_and_absent_parts_have_none(apart: Path,
 
 
 def test_every_pool_and_instance_is_drawn(apart: Path, make_run: RunMaker) -> None:
-    page = render(apart)
+    page = render(read_run(apart))
     for name in ("timeline-front", "timeline-back", "instances"):
         assert f'id="{name}"' in page
     assert 'id="timeline"' not in page
-    single = render(make_run())
+    single = render(read_run(make_run()))
     assert 'id="instances"' not in single
     assert 'id="timeline"' in single

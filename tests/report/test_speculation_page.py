@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from simtune.report import page
 from simtune.report.figures import plotly_js
-from simtune.report.run import DraftShape, SpeculationFacts
 from simtune.report.speculation import (
     drawn_tree,
     engine_rows,
@@ -24,6 +23,8 @@ from simtune.report.speculation import (
     render,
     tree_figure,
 )
+from simtune.runs.reading import read_run
+from simtune.runs.schema import DraftSchedule, DraftShape
 
 RunMaker = Callable[..., Path]
 
@@ -42,6 +43,7 @@ FACTS: dict[str, Any] = {
         [cell("2", 1.4), cell("3", 1.9)],
         [cell("off", 1.0), cell("3", 1.8, occurs=False)],
     ],
+    "chain_lengths": [[3, 3], [2, 3], [0, 3]],
     "gain": 1.7,
     "fixed": {"scheme": "chain of 2", "gain": 1.5},
     "by_batch": [
@@ -80,8 +82,8 @@ FACTS: dict[str, Any] = {
 }
 
 
-def facts(**changes: Any) -> SpeculationFacts:
-    return SpeculationFacts.model_validate({**FACTS, **changes})
+def facts(**changes: Any) -> DraftSchedule:
+    return DraftSchedule.model_validate({**FACTS, **changes})
 
 
 def test_the_line_runs_where_speculation_ends() -> None:
@@ -149,11 +151,11 @@ def test_a_page_of_its_own_loads_nothing_and_is_deaf_to_names() -> None:
 
 def test_the_report_has_the_section_if_the_run_has_the_schedule(make_run: RunMaker) -> None:
     run = make_run()
-    assert "What engines can be told" not in page.render(run)
+    assert "What engines can be told" not in page.render(read_run(run))
     summary = json.loads((run / "summary.json").read_text())
     load = [{"rate_rps": rate, "tokens": 2.2, "wasted": 1.1} for rate in (5.0, 10.0)]
     (run / "summary.json").write_text(json.dumps({**summary, "draft_schedule": {**FACTS, "load": load}}))
-    written = page.render(run)
+    written = page.render(read_run(run))
     for name in ("gains", "draft", "batch", "load"):
         assert f'id="speculation-{name}"' in written
     assert "beyond the red line" in written
@@ -167,5 +169,5 @@ def test_a_damaged_schedule_is_an_error(make_run: RunMaker, key: str) -> None:
     summary = json.loads((run / "summary.json").read_text())
     damaged = {k: v for k, v in FACTS.items() if k != key}
     (run / "summary.json").write_text(json.dumps({**summary, "draft_schedule": damaged}))
-    with pytest.raises(SpecError, match=rf"draft_schedule\.{key}: Field required"):
-        page.render(run)
+    with pytest.raises(SpecError, match=rf"draft_schedule\.{key}: is required and missing"):
+        page.render(read_run(run))

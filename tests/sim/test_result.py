@@ -38,11 +38,11 @@ def test_latencies_are_those_of_the_field() -> None:
     assert result.e2el_s.tolist() == [3.0, 1.5]
     assert result.queue_s.tolist() == [0.0, 0.5]
     summary = result.summary()
-    assert summary["metrics"]["tpot"]["count"] == 1
-    assert summary["duration_s"] == 3.0
-    assert summary["output_tokens_per_s"] == pytest.approx(4 / 3)
-    assert summary["output_tokens_per_s_per_gpu"] == pytest.approx(2 / 3)
-    assert summary["offered_rate_rps"] == 2.0
+    assert summary.metrics["tpot"].count == 1
+    assert summary.duration_s == 3.0
+    assert summary.output_tokens_per_s == pytest.approx(4 / 3)
+    assert summary.output_tokens_per_s_per_gpu == pytest.approx(2 / 3)
+    assert summary.offered_rate_rps == 2.0
 
 
 def test_objectives_by_class_and_statistic() -> None:
@@ -118,6 +118,6 @@ def test_a_summary_has_no_nan_and_no_number_that_does_not_exist() -> None:
     import json
 
     result = served(stream_of([0.0], [9000], [1]))
-    text = json.dumps(result.summary(), allow_nan=False)
+    text = json.dumps(result.summary().to_data(), allow_nan=False)
     assert '"request_throughput_rps": null' in text
-    assert result.summary()["metrics"]["ttft"] == {"unit": "s", "count": 0}
+    assert result.summary().to_data()["metrics"]["ttft"] == {"unit": "s", "count": 0}

@@ -509,14 +509,15 @@ def test_a_budget_goes_to_the_likeliest_drafts() -> None:
 def test_a_summary_says_what_drafting_came_to() -> None:
     stream = requests(50, 100)
     result = deployed(Chain(tokens=3), POSITIONS, Eagle()).simulate(stream)
-    found = result.summary()["speculation"]
-    verified = found["draft_tokens"] + found["rounds"]
-    assert found["tokens_per_round"] * found["rounds"] == pytest.approx(50 * 99)
-    assert found["wasted_tokens"] == verified - 50 * 99
-    assert found["wasted_share"] == found["wasted_tokens"] / verified
-    assert found["acceptance"] == pytest.approx((0.8 + 0.56 + 0.336) / 3, abs=0.03)
+    drafting = result.summary().speculation
+    assert drafting
+    verified = drafting.draft_tokens + drafting.rounds
+    assert drafting.tokens_per_round * drafting.rounds == pytest.approx(50 * 99)
+    assert drafting.wasted_tokens == verified - 50 * 99
+    assert drafting.wasted_share == drafting.wasted_tokens / verified
+    assert drafting.acceptance == pytest.approx((0.8 + 0.56 + 0.336) / 3, abs=0.03)
     plain = Plan(name="plain", model=MODEL.name, pools=(_without(result, stream),))
-    assert "speculation" not in deploy(plain, MODEL, HARDWARE).simulate(stream).summary()
+    assert "speculation" not in deploy(plain, MODEL, HARDWARE).simulate(stream).summary().to_data()
 
 
 def _without(result: Any, stream: RequestStream) -> Pool:
@@ -553,8 +554,7 @@ def test_a_drafter_beside_the_target_has_devices_of_its_own() -> None:
     assert beside.memory == plain.memory
     assert chain_.memory.num_blocks < plain.memory.num_blocks
     assert (chain_.plan.num_devices, beside.plan.num_devices) == (1, 2)
-    found = beside.simulate(requests(20, 50)).summary()
-    assert found["num_gpus"] == 2
+    assert beside.simulate(requests(20, 50)).summary().num_gpus == 2
     split = deployed(
         Pearl(tokens=3), POSITIONS, DraftModel(model="llama-3.2-1b", tp=1), "llama-3.2-1b", parallelism={"tp": 4}
     )
@@ -568,7 +568,7 @@ def test_a_drafter_beside_the_target_has_devices_of_its_own() -> None:
     )
     assert several.plan.num_devices == 3 * 4 + 1
     assert several.memory == split.memory, "every replica holds the keys and values of all requests"
-    assert several.simulate(requests(5, 20)).summary()["num_gpus"] == 13
+    assert several.simulate(requests(5, 20)).summary().num_gpus == 13
     large = deployed(
         Pearl(tokens=3), POSITIONS, DraftModel(model="llama-3.1-8b", tp=1), MODEL.name, parallelism={"tp": 8}
     )

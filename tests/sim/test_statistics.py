@@ -143,6 +143,6 @@ def test_times_between_tokens_of_a_tiny_world() -> None:
     assert itl.count == 4, "three of A's four tokens come after another, and one of B's"
     assert itl.mean_s() == pytest.approx((2 + 5 + 3 + 3) / 4)
     assert [itl.quantile_s(share) for share in (0.25, 0.5, 0.75, 1.0)] == [2.0, 3.0, 3.0, 5.0]
-    assert result.summary()["metrics"]["itl"]["max"] == itl.max_s() == 5.0
+    assert result.summary().metrics["itl"].max == itl.max_s() == 5.0
     # The same time is in the TPOT of both.
     assert (result.tpot_s * (stream.output_tokens - 1)).sum() == pytest.approx(itl.mean_s() * itl.count)

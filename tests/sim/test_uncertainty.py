@@ -13,8 +13,10 @@ from simtune.costs.predict import Profile
 from simtune.sim.deployment import Deployment, default_plan, deploy
 from simtune.sim.requests import RequestStream, build_stream
 from simtune.sim.speculation import Drafting
-from simtune.sim.uncertainty import _interval, uncertainty, worlds
+from simtune.sim.summary import Uncertain
+from simtune.sim.uncertainty import intervals, uncertainty, worlds
 from simtune.specs.acceptance import Acceptance, BetaMixture, PerPosition, PerRank
+from simtune.specs.base import Record, Seq
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.speculation import Speculation
 from simtune.specs.workload import Lognormal, Poisson, Slo, Workload
@@ -61,7 +63,7 @@ def test_intervals_hold_the_point_and_follow_the_summary(deployed: tuple[Deploym
     deployment, stream = deployed
     slo = Slo(tpot_s={"p99": deployment.simulate(stream).statistic("tpot", "p99") or 0.0})
     found = uncertainty(deployment, stream, slo, count=40, seed=0, jobs=1)
-    summary = deployment.simulate(stream, slo).summary()
+    summary = deployment.simulate(stream, slo).summary().to_data()
 
     def check(intervals: Any, point: Any, path: str) -> int:
         if isinstance(intervals, dict):
@@ -76,8 +78,10 @@ def test_intervals_hold_the_point_and_follow_the_summary(deployed: tuple[Deploym
     for metric in ("ttft", "tpot", "e2el"):
         low, high = found.intervals["metrics"][metric]["mean"]
         assert low < summary["metrics"][metric]["mean"] < high
-    assert 0.1 < found.meets_slo < 0.9, "a limit set at the point estimate is met in some worlds and missed in others"
-    assert found.saturated == 0.0
+    assert 0.1 < found.slo_probability < 0.9, (
+        "a limit set at the point estimate is met in some worlds and missed in others"
+    )
+    assert found.saturated_probability == 0.0
     json.dumps(found.to_data(), allow_nan=False)
 
 
@@ -87,11 +91,40 @@ def test_the_same_on_any_number_of_processes(deployed: tuple[Deployment, Request
     assert uncertainty(deployment, stream, count=20, seed=3, jobs=2) == alone
 
 
+class Part(Record):
+    """A number that worlds change, and one that they do not."""
+
+    off: Uncertain[float | None] = None
+    fixed: int = 0
+
+
+class Whole(Record):
+    """Parts as they may stand in a record."""
+
+    part: Part | None = None
+    named: dict[str, Part] = {}  # noqa: RUF012 (pydantic copies it)
+    listed: Seq[Part] = ()
+
+
 def test_an_unbounded_number_is_the_largest() -> None:
-    assert _interval([1.0, 2.0, 3.0]) == [1.0, 3.0]
-    assert _interval([float(i) for i in range(100)]) == [5.0, 94.0]
-    assert _interval([1.0] * 10 + [None] * 10) == [1.0, None]
-    assert _interval([None] * 3) == [None, None]
+    def interval(values: list[float | None]) -> Any:
+        return intervals([Part(off=value, fixed=1) for value in values])["off"]
+
+    assert interval([1.0, 2.0, 3.0]) == [1.0, 3.0]
+    assert interval([float(i) for i in range(100)]) == [5.0, 94.0]
+    assert interval([1.0] * 10 + [None] * 10) == [1.0, None]
+    assert interval([None] * 3) == [None, None]
+
+
+def test_intervals_are_nested_as_the_records_and_of_what_the_first_world_has() -> None:
+    low, high, absent = Part(off=1.0, fixed=1), Part(off=2.0, fixed=2), Part()
+    assert intervals([Whole(part=low, listed=(low, low)), Whole(part=high, listed=(low, high))]) == {
+        "part": {"off": [1.0, 2.0]},
+        "listed": [{"off": [1.0, 1.0]}, {"off": [1.0, 2.0]}],
+    }
+    assert intervals([Whole(named={"a": low}), Whole(named={"a": absent})]) == {"named": {"a": {"off": [1.0, None]}}}
+    assert intervals([Whole(part=low), Whole()]) == {"part": {"off": [1.0, 1.0]}}
+    assert intervals([absent, low]) == {}
 
 
 def test_acceptance_is_off_by_its_own_standard_error() -> None:

@@ -300,7 +300,7 @@ def test_the_capacity_bound_holds_with_drafts(scheme: Scheme, workload: Workload
     stream = q.stream(candidate.shape, 1000.0)
     (deployed,) = deployment.pools
     bound = Capacity(deployed.costs, stream, 8192).rps(deployed)  # type: ignore[arg-type]
-    served = deployment.simulate(stream, q.study.slo).summary()["request_throughput_rps"]
+    served = deployment.simulate(stream, q.study.slo).summary().request_throughput_rps
     assert 0.1 * bound < served <= bound
 
 

@@ -16,7 +16,7 @@ from simtune.sim.deployment import deploy
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.study import HardwareCount, Search, Study
 from simtune.specs.workload import ClosedLoop, FixedLength, Lognormal, Poisson, RequestClass, Slo, Workload
-from simtune.tuner import curves as curves_module
+from simtune.tuner import rate_sweep
 from simtune.tuner.bounds import Capacity
 from simtune.tuner.search import Question, optimize
 from simtune.tuner.space import Candidate, ParallelShape, members, shapes
@@ -168,23 +168,23 @@ def test_an_interrupt_keeps_what_was_found() -> None:
     assert tuned.result.meets_slo
 
 
-def test_curves_are_of_the_chosen_plan_and_its_rivals() -> None:
+def test_sweeps_are_of_the_chosen_plan_and_its_rivals() -> None:
     q = question()
     tuned = optimize(q, jobs=1)
-    found = curves_module.curves(tuned, jobs=1)
-    assert found[0].candidate == tuned.chosen.candidate.name
-    cuts = [c.candidate.split("-x")[0] for c in found]
+    swept = rate_sweep.sweeps(tuned, jobs=1)
+    assert swept[0].candidate == tuned.chosen.candidate.name
+    cuts = [sweep.candidate.split("-x")[0] for sweep in swept]
     assert len(set(cuts)) == len(cuts), "one per tp x pp"
-    for curve in found:
-        rates = [p.rate_rps for p in curve.points]
+    for sweep in swept:
+        rates = [rate for rate, _ in sweep.points]
         assert rates == sorted(rates)
-        assert len(rates) == len(curves_module.FRACTIONS)
-        assert len(curve.ttft_quantiles_s) == 101
-    light, heavy = found[0].points[0], found[0].points[-1]
+        assert len(rates) == len(rate_sweep.FRACTIONS)
+        assert len(sweep.judged.ttft_s) == 101
+    (light_rate, light), *_, (heavy_rate, heavy) = swept[0].points
     assert light.slo_attainment == 1.0
-    assert light.goodput_rps == pytest.approx(light.rate_rps)
+    assert light.goodput_rps == pytest.approx(light_rate)
     assert heavy.goodput_rps is not None
-    assert heavy.goodput_rps < 0.9 * heavy.rate_rps
+    assert heavy.goodput_rps < 0.9 * heavy_rate
 
 
 @given(
@@ -238,5 +238,5 @@ def test_some_cores_stand_for_all() -> None:
     for metric in ("ttft", "tpot", "e2el"):
         ours, theirs = some.statistic(metric, "mean"), all_of_them.statistic(metric, "mean")
         assert ours == pytest.approx(theirs, rel=0.05)
-    ours, theirs = some.summary()["output_tokens_per_s"], all_of_them.summary()["output_tokens_per_s"]
+    ours, theirs = some.summary().output_tokens_per_s, all_of_them.summary().output_tokens_per_s
     assert ours == pytest.approx(theirs, rel=0.05)

@@ -40,10 +40,10 @@ def test_errors_are_of_the_prediction() -> None:
 def test_a_simulation_is_served_as_its_summary_says() -> None:
     result = simtune.simulate("llama-3.1-8b", "h100-sxm", "chat", rate_rps=4, requests=50)
     found = Served.of(result)
-    metrics = result.summary()["metrics"]
+    metrics = result.summary().metrics
     for row in compare(found, found):
         assert row.error == 0
-        assert row.predicted_s == pytest.approx(metrics[row.metric][row.statistic])
+        assert row.predicted_s == pytest.approx(getattr(metrics[row.metric], row.statistic))
     running, waiting = found.in_flight(found.finish_s.max())
     assert (running, waiting) == (0, 0)
     finish = result.outcome.finish.copy()

@@ -132,11 +132,11 @@ def simulated(prefix_caching: bool, instances: int = 1) -> Result:
 def test_the_hit_rate_is_that_of_everyone_but_the_first_of_a_group() -> None:
     """Requests rarely overlap and the cache is large: all but the first find what they share, if it is all cached."""
     cached, plain = simulated(True), simulated(False)
-    (pool,) = cached.summary()["prefix_cache"]
+    (pool,) = cached.summary().prefix_cache
     stream = cached.stream
     assert stream.session is not None
-    assert pool["pool"] == "mixed"
-    assert pool["queried_tokens"] == stream.prompt_tokens.sum()
+    assert pool.pool == "mixed"
+    assert pool.queried_tokens == stream.prompt_tokens.sum()
     # At least one token is computed anew; what is found is whole blocks, and never more than somebody had before.
     there = np.minimum(stream.prompt_tokens - 1, np.minimum(stream.prompt_tokens, 600) // 16 * 16) // 16 * 16
     expected = 0
@@ -144,14 +144,14 @@ def test_the_hit_rate_is_that_of_everyone_but_the_first_of_a_group() -> None:
     for group, tokens in zip(stream.session.tolist(), there.tolist(), strict=True):
         expected += min(longest[group], tokens)
         longest[group] = max(longest[group], tokens)
-    assert expected * 0.99 <= pool["hit_tokens"] <= expected
-    assert pool["hit_rate"] == pool["hit_tokens"] / pool["queried_tokens"]
-    assert "prefix_cache" not in plain.summary()
+    assert expected * 0.99 <= pool.hit_tokens <= expected
+    assert pool.hit_rate == pool.hit_tokens / pool.queried_tokens
+    assert "prefix_cache" not in plain.summary().to_data()
     assert cached.values("ttft").mean() < plain.values("ttft").mean()
 
 
 def test_two_instances_have_to_learn_the_prefixes_each() -> None:
-    one, two = (simulated(True, n).summary()["prefix_cache"][0]["hit_tokens"] for n in (1, 2))
+    one, two = (simulated(True, n).summary().prefix_cache[0].hit_tokens for n in (1, 2))
     assert 0 < one - two <= 5 * 600
 
 

@@ -10,9 +10,14 @@ from typing import Any
 import pytest
 
 from simtune.errors import SpecError, UsageError
-from simtune.report.run import Candidate, read_run
+from simtune.runs.reading import read_run
+from simtune.runs.schema import CandidateRow
+from simtune.runs.tables import columns
 
 RunMaker = Callable[..., Path]
+
+POOL = {"hardware": "h100-sxm", "instances": 1, "batching": {"max_num_seqs": 64, "max_num_batched_tokens": 2048}}
+PLAN = {"schema": "simtune/plan@1", "name": "p", "model": "llama-3.1-8b", "pools": [POOL]}
 
 
 def damage(run: Path, file: str, old: str, new: str) -> Path:
@@ -29,7 +34,7 @@ def line_of(run: Path, file: str, text: str) -> int:
 def test_what_is_written_is_what_is_read(make_run: RunMaker, optimized: Any) -> None:
     summary, rows = optimized
     run = read_run(make_run())
-    assert run.data == summary
+    assert json.loads(json.dumps(run.summary.to_data())) == summary
     assert run.summary.slo[0].limit_s == 1.0
     assert [c.candidate for c in run.candidates] == [row["candidate"] for row in rows]
     first, last = run.candidates[0], run.candidates[-1]
@@ -38,7 +43,7 @@ def test_what_is_written_is_what_is_read(make_run: RunMaker, optimized: Any) -> 
     assert (last.rank, last.goodput_rps, last.saturated, last.kv_blocks) == (None, None, None, None)
 
 
-def test_keys_and_columns_of_later_versions_are_let_through(make_run: RunMaker) -> None:
+def test_keys_and_columns_that_are_not_known_yet_are_let_through(make_run: RunMaker) -> None:
     run = make_run(something_new={"a": 1})
     text = (run / "candidates.csv").read_text().splitlines()
     (run / "candidates.csv").write_text("\n".join([text[0] + ",new", *(line + ",1" for line in text[1:])]) + "\n")
@@ -58,7 +63,8 @@ def test_a_folder_that_is_no_run_directory(tmp_path: Path) -> None:
         ({"num_gpus": 0}, "num_gpus", "greater than or equal to 1"),
         ({"schema": "simtune/summary@2"}, "schema", "simtune/summary@1"),
         ({"saturated": "no"}, "saturated", "boolean"),
-        ({"plan": {"name": "p", "pools": []}}, "plan.pools", "at least 1"),
+        ({"plan": {**PLAN, "pools": []}}, "plan.pools", "at least 1"),
+        ({"plan": {**PLAN, "rooter": {}}}, "plan.rooter", "unknown key, did you mean router?"),
         (
             {"timeline": {"t_s": [0.0], "running": [], "waiting": [], "kv_used": []}},
             "timeline",
@@ -78,6 +84,37 @@ def test_a_wrong_value_is_named_with_its_line(
     assert problem.key == key
     assert words in problem.message
     assert problem.line == line_of(run, "summary.json", f'"{key.split(".")[-1]}"')
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (
+            "simtune/summary@2",
+            "is simtune/summary@2, of a newer simtune; this one reads simtune/summary@1: upgrade it, or do the run "
+            "again with this one",
+        ),
+        (
+            "simtune/summary@0",
+            "is simtune/summary@0, of an older simtune; this one reads simtune/summary@1: do the run",
+        ),
+        ("simtune/plan@1", "must be simtune/summary@1, found 'simtune/plan@1'"),
+        (None, "must be simtune/summary@1"),
+    ],
+)
+def test_another_version_is_refused_with_a_remedy(make_run: RunMaker, found: str | None, words: str) -> None:
+    """Whatever else is in the file: a newer one may have other keys altogether."""
+    run = make_run(schema=found, metrics="of another kind")
+    with pytest.raises(SpecError) as caught:
+        read_run(run)
+    (problem,) = caught.value.problems
+    assert (problem.file, problem.key, problem.line) == (str(run / "summary.json"), "schema", 2)
+    assert problem.message.startswith(words)
+
+
+def test_a_plan_of_another_version_is_refused_too(make_run: RunMaker) -> None:
+    with pytest.raises(SpecError, match=r"plan\.schema: must be simtune/plan@1, found 'simtune/plan@2'"):
+        read_run(make_run(plan={**PLAN, "schema": "simtune/plan@2"}))
 
 
 def test_a_missing_key_is_named(make_run: RunMaker) -> None:
@@ -117,6 +154,7 @@ def test_a_summary_that_is_no_mapping(make_run: RunMaker) -> None:
         ("status", "best", "must be one of chosen, feasible"),
         ("tp", "two", "must be a whole number, not 'two'"),
         ("tp", "", "must be a whole number, not ''"),
+        ("tp", "0", "must be 1 or more, not '0'"),
         ("goodput_rps", "nan", "must be a number or empty, not 'nan'"),
         ("saturated", "maybe", "must be true, false or empty"),
         ("candidate", "", "must be a name"),
@@ -148,7 +186,7 @@ def test_a_table_without_a_column_or_with_a_ragged_row(make_run: RunMaker) -> No
     ragged = make_run()
     with (ragged / "candidates.csv").open("a") as file:
         file.write("1,2,3\n")
-    with pytest.raises(SpecError, match=f"3 cells under a header of {len(Candidate._fields)}"):
+    with pytest.raises(SpecError, match=f"3 cells under a header of {len(columns(CandidateRow))}"):
         read_run(ragged)
 
 

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simtune.report.timeline import StepRecord, chrome_trace
+from simtune.runs.timeline import TraceSlice, chrome_trace
 
-PREFILL = StepRecord("instance 0", 0, 0.0, 0.020, 1, 0, 512, 1, 2, 90)
-MIXED = StepRecord("instance 0", 0, 0.020, 0.030, 1, 1, 256, 2, 1, 80)
-JUMP = StepRecord("instance 0", 0, 0.031, 0.131, 10, 2, 0, 2, 1, 80)
-OTHER = StepRecord("instance 1", 3, 0.010, 0.015, 1, 5, 0, 5, 0, 7)
+PREFILL = TraceSlice("instance 0", 0, 0.0, 0.020, 1, 0, 512, 1, 2, 90)
+MIXED = TraceSlice("instance 0", 0, 0.020, 0.030, 1, 1, 256, 2, 1, 80)
+JUMP = TraceSlice("instance 0", 0, 0.031, 0.131, 10, 2, 0, 2, 1, 80)
+OTHER = TraceSlice("instance 1", 3, 0.010, 0.015, 1, 5, 0, 5, 0, 7)
 
 
 def read(trace: bytes) -> list[dict[str, Any]]:
@@ -79,7 +79,7 @@ def test_order_of_arrival_does_not_matter_and_the_bytes_hold_no_time_of_day() ->
         PREFILL._replace(start_s=-1e-3),
     ],
 )
-def test_steps_that_could_not_be_drawn_are_refused(broken: StepRecord) -> None:
+def test_steps_that_could_not_be_drawn_are_refused(broken: TraceSlice) -> None:
     with pytest.raises(ValueError, match="core"):
         chrome_trace([PREFILL, broken])
 
@@ -101,7 +101,7 @@ def test_slices_of_a_track_never_overlap_once_written(
     for instance, core, idle_s, busy_s in gaps:
         start_s = clock.get((instance, core), origin_s) + idle_s
         clock[instance, core] = start_s + busy_s
-        steps.append(StepRecord(f"mixed {instance}", core, start_s, start_s + busy_s, 1, 1, 0, 1, 0, 1))
+        steps.append(TraceSlice(f"mixed {instance}", core, start_s, start_s + busy_s, 1, 1, 0, 1, 0, 1))
     slices = of_kind(read(chrome_trace(steps)), "X")
     assert len(slices) == len(steps)
     for track in {(s["pid"], s["tid"]) for s in slices}:

@@ -1,0 +1,62 @@
+"""Where the time of a pool's typical steps goes, by operator and by where each operator's numbers come from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from simtune.costs.iteration import StepModel, StepWork
+from simtune.runs.schema import StepPart, StepTime
+from simtune.sim.deployment import Deployment
+from simtune.sim.pools import DeployedPool
+from simtune.sim.result import Result
+from simtune.specs.plan import Pool
+
+
+def step_times(deployment: Deployment, result: Result) -> tuple[StepTime, ...]:
+    """A typical decode step of each pool, and one that also carries a full budget of prompt tokens.
+
+    Typical is the mean over simulated time of the pool's decode batch, at the requests' mean context.
+    """
+    stream, several = result.stream, len(deployment.pools) > 1
+    context = round(float((stream.prompt_tokens + stream.output_tokens / 2).mean()))
+    longest = int(stream.prompt_tokens.max())
+    steps = []
+    for pool in deployment.pools:
+        model = StepModel(deployment.model, pool.hardware, pool.spec)
+        provenance = _provenance(pool, model)
+        for label, batch in _typical(pool.spec, _decode_batch(result, pool.spec.name), context, longest):
+            parts = tuple(
+                StepPart(operator=kind, seconds=seconds, provenance=provenance.get(kind, "assumed"))
+                for kind, seconds in model.breakdown(batch).items()
+            )
+            steps.append(StepTime(step=f"pool {pool.spec.name}, {label}" if several else label, parts=parts))
+    return tuple(steps)
+
+
+def _typical(pool: Pool, decodes: int, context: int, longest: int) -> Iterator[tuple[str, StepWork]]:
+    """What a pool's steps carry, in words and in numbers."""
+    budget = pool.batching.max_num_batched_tokens
+    if pool.role == "prefill":
+        tokens = min(budget, longest)
+        yield f"prefill: {tokens:,} prompt tokens", StepWork(0, 0, ((0, tokens),), 1)
+        return
+    yield f"decode: {decodes:,} sequences at {context:,} tokens", StepWork(decodes, decodes * context, (), decodes)
+    room = min(budget - decodes, longest)
+    if pool.role == "mixed" and room > 0:
+        batch = StepWork(decodes, decodes * context, ((0, room),), decodes)
+        yield f"mixed: the same and {room:,} prompt tokens", batch
+
+
+def _decode_batch(result: Result, pool: str) -> int:
+    """The mean number of decodes in a step of the pool, weighted by the steps' time; 1 where nothing decodes."""
+    cores = result.outcome.cores
+    decoding = [r for r in result.outcome.records if r.num_decodes and cores[r.core].pool == pool]
+    ticks = sum(r.end - r.start for r in decoding)
+    return max(1, round(sum(r.num_decodes * (r.end - r.start) for r in decoding) / ticks)) if ticks else 1
+
+
+def _provenance(pool: DeployedPool, model: StepModel) -> dict[str, str]:
+    """Where the numbers of each operator kind come from; the output head is a matrix product like others."""
+    kinds: dict[str, str] = {o.kind: o.provenance.kind for o in pool.hardware.operators.values()}
+    kinds["head"] = kinds.get("gemm", "assumed")
+    return kinds | {key.split(".")[0]: "data-sheet" for key in model.estimated}

@@ -1,0 +1,247 @@
+"""What a run directory holds: of one simulated plan, or of a study and the plan it chose."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, cast
+
+from simtune.costs.calibration import words
+from simtune.errors import Infeasible
+from simtune.runs.breakdown import step_times
+from simtune.runs.engine_files import MAX_NODES, engine_files, other_engines, speculation_facts
+from simtune.runs.files import MANIFEST, Files
+from simtune.runs.requests import requests_csv
+from simtune.runs.schema import (
+    SUMMARY_SCHEMA,
+    CandidateRow,
+    DraftedLoad,
+    DraftSchedule,
+    HardwareFacts,
+    Manifest,
+    MemoryUse,
+    ObjectiveValue,
+    OperatorQuality,
+    PoolTimeline,
+    Run,
+    RunnerUp,
+    Status,
+    Summary,
+    SweepPoint,
+)
+from simtune.runs.tables import columns, to_csv
+from simtune.runs.timeline import sampled, trace_file
+from simtune.sim.deployment import Deployment
+from simtune.sim.result import Result
+from simtune.sim.summary import SimulationSummary, Uncertainty
+from simtune.tuner.drafting import Contexts, in_words, schedule
+from simtune.tuner.rate_sweep import sweeps
+from simtune.tuner.search import UNITS, Trial, Tuned
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A run without its page and manifest, which are made last."""
+
+    run: Run
+    files: Files
+    """Those that no report is drawn from: the plan, engine settings, requests, the timeline."""
+
+    def complete(self, page: str, manifest: Manifest) -> Files:
+        """All files of the directory, with the page that was drawn from `run`."""
+        files = {**self.files, "summary.json": _json(self.run.summary.to_data())}
+        if self.run.candidates:
+            rows = ([*row.model_dump().values()] for row in self.run.candidates)
+            files["candidates.csv"] = to_csv(columns(CandidateRow), rows)
+        return {**files, "report.html": page, MANIFEST: _json(manifest.to_data())}
+
+
+def of_simulation(
+    deployment: Deployment, result: Result, name: str, seed: int, uncertainty: Uncertainty | None = None
+) -> Contents:
+    """One simulated plan: plan.yaml, engine/, summary.json, requests.csv and trace.json.gz."""
+    summary = Summary(
+        name=name,
+        seed=seed,
+        study=None,
+        objective=None,
+        sweep=None,
+        runners_up=None,
+        uncertainty=uncertainty,
+        **_common(deployment, result),
+    )
+    return Contents(Run(summary, ()), _files(deployment, result))
+
+
+def of_study(tuned: Tuned, *, jobs: int | None = None) -> Contents:
+    """The same for the chosen plan of a study, with all candidates, the runners-up and the goodput curves."""
+    study, files = tuned.question.study, _files(tuned.deployment, tuned.result)
+    chosen, *rivals = sweeps(tuned, jobs=jobs)
+    of_chosen, *of_rivals = ([_point(s.candidate, *point) for point in s.points] for s in (chosen, *rivals))
+    facts = _draft_facts(tuned)
+    if facts is not None and tuned.chosen.candidate.speculation is not None:
+        files |= other_engines(facts)
+    # A study without drafters has no schedule, and its summary no such key.
+    drafting: dict[str, Any] = {}
+    if facts is not None:
+        drafting["draft_schedule"] = DraftSchedule.model_validate({**facts, "load": _drafted_load(of_chosen)})
+    summary = Summary(
+        name=study.name,
+        seed=study.seed,
+        study=study,
+        interrupted=tuned.interrupted,
+        objective=ObjectiveValue(name=study.objective, unit=UNITS[study.objective], value=tuned.value),
+        sweep=tuple(chain(of_chosen, *of_rivals)) or None,
+        runners_up=tuple(
+            RunnerUp(candidate=s.candidate, ttft_quantiles_s=s.judged.ttft_s, tpot_quantiles_s=s.judged.tpot_s)
+            for s in rivals
+        ),
+        **drafting,
+        **_common(tuned.deployment, tuned.result),
+    )
+    candidates = tuple(_candidate(rank, row) for rank, row in enumerate(tuned.rows, start=1))
+    return Contents(Run(summary, candidates), files)
+
+
+# --- what both have ---------------------------------------------------------------------------------------
+
+
+def _files(deployment: Deployment, result: Result) -> Files:
+    return {
+        "plan.yaml": deployment.plan.to_yaml("Written by simtune; read by simtune simulate."),
+        **engine_files(deployment),
+        "requests.csv": requests_csv(result),
+        "trace.json.gz": trace_file(result),
+    }
+
+
+def _common(deployment: Deployment, result: Result) -> dict[str, Any]:
+    """The fields of the summary that every run has, by name."""
+    simulated, memory, pools = result.summary(), deployment.memory, deployment.pools
+    return {
+        **{name: getattr(simulated, name) for name in simulated.model_fields_set},
+        "schema_id": SUMMARY_SCHEMA,
+        "plan": deployment.plan,
+        "model": deployment.model.name,
+        "hardware": _hardware(deployment),
+        "memory": MemoryUse(
+            total_bytes=memory.total_bytes,
+            weights_bytes=memory.weights_bytes,
+            kv_bytes=memory.kv_bytes,
+            other_bytes=memory.other_bytes,
+            kv_bytes_per_token=memory.kv_bytes_per_token,
+            num_blocks=memory.num_blocks,
+        ),
+        "breakdown": step_times(deployment, result),
+        "timeline": sampled(result),
+        "pool_timelines": tuple(
+            PoolTimeline(pool=pool.spec.name, **dict(sampled(result, pool.spec.name))) for pool in pools
+        )
+        if len(pools) > 1
+        else None,
+        "quantiles": result.latency_quantiles(),
+    }
+
+
+def _hardware(deployment: Deployment) -> HardwareFacts:
+    hardware = deployment.hardware
+    held_out = [(key, o, o.hold_out[0] if o.hold_out else None) for key, o in hardware.operators.items()]
+    return HardwareFacts(
+        name=hardware.name,
+        engine=hardware.engine,
+        device=hardware.device.name,
+        validated=None,
+        estimated=tuple(deployment.estimated),
+        corrected=words(hardware.calibration) if hardware.calibration else None,
+        operators=tuple(
+            OperatorQuality(
+                key=key,
+                median=errors.median if errors else None,
+                p90=errors.p90 if errors else None,
+                max=errors.max if errors else None,
+                provenance=operator.provenance.kind,
+                source=operator.provenance.source,
+            )
+            for key, operator, errors in held_out
+        ),
+    )
+
+
+# --- of a study -------------------------------------------------------------------------------------------
+
+
+def _candidate(rank: int, row: Trial) -> CandidateRow:
+    shape, drafts, simulated = row.candidate.shape, row.candidate.speculation, row.summary
+    goodput = None if simulated is None else simulated.goodput_rps
+    return CandidateRow(
+        rank=rank,
+        candidate=row.candidate.name,
+        tp=shape.tp,
+        pp=shape.pp,
+        instances=shape.instances,
+        num_gpus=shape.num_gpus,
+        max_num_seqs=row.candidate.max_num_seqs,
+        max_num_batched_tokens=row.candidate.max_num_batched_tokens,
+        speculation=None if drafts is None else f"{row.candidate.drafter}: {in_words(drafts.scheme)}",
+        status=cast(Status, row.status),
+        reason=row.reason,
+        kv_blocks=row.kv_blocks,
+        rate_bound_rps=row.rate_bound_rps,
+        rate_rps=row.rate_rps,
+        goodput_rps=goodput,
+        goodput_rps_per_gpu=None if goodput is None else goodput / shape.num_gpus,
+        output_tokens_per_s_per_gpu=None if simulated is None else simulated.output_tokens_per_s_per_gpu,
+        output_tokens_per_s_per_user=None if simulated is None else simulated.output_tokens_per_s_per_user,
+        ttft_mean_s=row.statistic("ttft", "mean"),
+        ttft_p99_s=row.statistic("ttft", "p99"),
+        tpot_mean_s=row.statistic("tpot", "mean"),
+        tpot_p99_s=row.statistic("tpot", "p99"),
+        slo_attainment=None if simulated is None else simulated.slo_attainment,
+        saturated=None if simulated is None else simulated.saturated,
+        simulations=row.simulations,
+    )
+
+
+def _point(candidate: str, rate_rps: float, simulated: SimulationSummary) -> SweepPoint:
+    drafted = simulated.speculation
+    return SweepPoint(
+        candidate=candidate,
+        rate_rps=rate_rps,
+        goodput_rps=simulated.goodput_rps or 0.0,  # at an offered rate there always is one
+        slo_attainment=simulated.slo_attainment,
+        ttft_p99_s=simulated.metrics["ttft"].p99,
+        tpot_p99_s=simulated.metrics["tpot"].p99,
+        saturated=simulated.saturated,
+        tokens_per_round=drafted.tokens_per_round if drafted else None,
+        wasted_per_round=1 + (drafted.wasted_tokens - drafted.rounds) / drafted.rounds if drafted else None,
+    )
+
+
+def _drafted_load(points: Sequence[SweepPoint]) -> tuple[DraftedLoad, ...]:
+    """What a round of a request yields and wastes, at the rates at which anything was drafted."""
+    return tuple(
+        DraftedLoad(rate_rps=p.rate_rps, tokens=p.tokens_per_round, wasted=p.wasted_per_round)
+        for p in points
+        if p.tokens_per_round is not None and p.wasted_per_round is not None
+    )
+
+
+def _draft_facts(tuned: Tuned) -> dict[str, Any] | None:
+    """The schedule over batch and context of the drafter chosen, or of the study's first where none was."""
+    question, candidate = tuned.question, tuned.chosen.candidate
+    if not question.drafts:
+        return None
+    draft = next((d for d in question.drafts if d.choice.label == candidate.drafter), question.drafts[0])
+    contexts = Contexts.of(question.stream(candidate.shape))
+    (pool,) = tuned.deployment.plan.pools
+    try:
+        best = schedule(draft, question.model, question.hardware, pool, contexts, MAX_NODES)
+    except Infeasible:
+        return None
+    return speculation_facts(draft, best)
+
+
+def _json(data: Mapping[str, Any]) -> str:
+    return json.dumps(data, indent=1, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n"

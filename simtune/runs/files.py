@@ -1,0 +1,103 @@
+"""Writes files whole or not at all: beside their place first, then under their name."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from simtune.errors import UsageError
+
+MANIFEST = "manifest.json"
+"""The file by which a folder is known as a run directory of simtune."""
+
+Files = dict[str, str | bytes]
+
+
+def claim(out: Path, force: bool) -> None:
+    """Check, before any work, that a run directory can be written at `out`. Raises UsageError if not.
+
+    A folder that exists is only replaced with `force`, and only if it is empty or an earlier run.
+    """
+    if out.exists() or out.is_symlink():
+        if not out.is_dir():
+            raise UsageError(f"{out}: is a file; name a folder for the run")
+        if Path.cwd().is_relative_to(out.resolve()) or os.path.ismount(out):
+            raise UsageError(f"{out}: is in use and cannot be replaced as a whole; name a folder inside it")
+        if any(out.iterdir()):
+            if not (out / MANIFEST).is_file():
+                raise UsageError(f"{out}: is not empty and no earlier run (it has no {MANIFEST}); name another folder")
+            if not force:
+                raise UsageError(f"{out}: holds an earlier run; give --force to replace it, or name another folder")
+    folder = out.absolute().parent
+    while not folder.exists():
+        folder = folder.parent
+    try:
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(f"{out}: cannot be written ({error.strerror}); name a folder you may write to") from None
+
+
+def write(out: Path, files: Mapping[str, str | bytes]) -> None:
+    """Put all files into `out` at once, replacing what `claim` allowed to be replaced. Raises UsageError."""
+    parent = out.absolute().parent
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=parent))
+        try:
+            for name, content in files.items():
+                path = folder / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(_encoded(content))
+                if name.endswith(".sh"):
+                    path.chmod(0o755)
+            folder.chmod(0o755)
+            _take_place(folder, out)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+    except OSError as error:
+        raise UsageError(f"{out}: cannot be written ({error.strerror})") from None
+
+
+def write_file(path: Path, content: str | bytes) -> None:
+    """Write one file, replacing what is there. Raises UsageError."""
+    parent = path.absolute().parent
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=parent)
+        try:
+            with open(handle, "wb") as file:
+                file.write(_encoded(content))
+            os.chmod(name, 0o644)
+            os.replace(name, path)
+        except BaseException:
+            os.unlink(name)
+            raise
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written ({error.strerror})") from None
+
+
+def _encoded(content: str | bytes) -> bytes:
+    return content.encode() if isinstance(content, str) else content
+
+
+def _take_place(folder: Path, out: Path) -> None:
+    """Give `folder` the name `out`; what is there keeps it if that goes wrong, and is removed otherwise."""
+    if not out.exists():
+        folder.rename(out)
+        return
+    aside = Path(tempfile.mkdtemp(prefix=f".{out.name}-old-", dir=folder.parent))
+    old = aside / "run"
+    try:
+        out.rename(old)
+        folder.rename(out)
+    except BaseException:
+        if old.exists() and not out.exists():
+            old.rename(out)
+        raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)

@@ -1,0 +1,352 @@
+"""What stands in the files of a run: `summary.json`, `candidates.csv`, `requests.csv`, `manifest.json`.
+
+Declared once; the same classes are filled in, written, and read again. The numbers of the simulation itself are
+declared where they are computed, in `simtune.sim.summary`. Seconds, bytes, tokens, requests per second.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+from pydantic import Field, ValidationInfo, field_serializer, field_validator, model_validator
+
+from simtune.sim.summary import LatencyQuantiles, SimulationSummary, Uncertainty, Whole
+from simtune.specs.base import Count, ErrorAt, NonNegative, Positive, Record, Seq, Share, Spec
+from simtune.specs.plan import Plan
+from simtune.specs.study import Study
+
+SUMMARY_SCHEMA: Literal["simtune/summary@1"] = "simtune/summary@1"
+MANIFEST_SCHEMA: Literal["simtune/manifest@1"] = "simtune/manifest@1"
+
+# --- parts of the summary: what was simulated -------------------------------------------------------------
+
+
+class OperatorQuality(Record):
+    """|predicted / measured - 1| of one operator's time model on points it never saw; null if untested."""
+
+    key: str
+    median: NonNegative | None
+    p90: NonNegative | None
+    max: NonNegative | None
+    provenance: str
+    source: str
+
+
+class HardwareFacts(Record):
+    """The hardware profile as far as a reader must know it to judge the numbers."""
+
+    name: str
+    engine: str
+    device: str
+    operators: Seq[OperatorQuality]
+    estimated: Seq[str] = Field(description="operators without a table, estimated from the data sheet")
+    corrected: str | None = Field(description="step times by an engine's own log: how, and by which")
+    validated: str | None = Field(description="by what and how far off; null when never")
+
+
+class MemoryUse(Record):
+    """One device's memory under vLLM's accounting."""
+
+    total_bytes: Positive
+    weights_bytes: NonNegative
+    kv_bytes: NonNegative
+    other_bytes: NonNegative
+    kv_bytes_per_token: Positive
+    num_blocks: Count
+
+
+class StepPart(Record):
+    """What one operator kind takes of a step."""
+
+    operator: str
+    seconds: NonNegative
+    provenance: str
+
+
+class StepTime(Record):
+    """Where the predicted time of one step goes."""
+
+    step: str
+    parts: Seq[StepPart]
+
+
+class Timeline(Record):
+    """State over simulated time, sampled at even times."""
+
+    t_s: Seq[float]
+    running: Seq[float] = Field(description="requests")
+    waiting: Seq[float] = Field(description="requests")
+    kv_used: Seq[float] = Field(description="used share of the KV blocks")
+
+    @model_validator(mode="after")
+    def _aligned(self) -> Self:
+        lengths = {len(self.t_s), len(self.running), len(self.waiting), len(self.kv_used)}
+        if len(lengths) > 1:
+            raise ValueError("t_s, running, waiting and kv_used must be equally long")
+        return self
+
+
+class PoolTimeline(Timeline):
+    """The timeline of one pool."""
+
+    pool: str
+
+
+# --- parts of the summary: what was searched --------------------------------------------------------------
+
+
+class ObjectiveValue(Record):
+    """What the chosen plan reached of what the study asked for."""
+
+    name: str
+    unit: str
+    value: float
+
+
+class SweepPoint(Record):
+    """A candidate under one offered rate."""
+
+    candidate: str
+    rate_rps: Positive = Field(description="offered")
+    goodput_rps: NonNegative
+    slo_attainment: Share | None
+    ttft_p99_s: NonNegative | None
+    tpot_p99_s: NonNegative | None
+    saturated: bool
+    tokens_per_round: Positive | None = Field(description="delivered by one verification; null where nobody drafts")
+    wasted_per_round: NonNegative | None = Field(description="tokens verified and not delivered")
+
+
+class RunnerUp(Record):
+    """A rival of the chosen plan, at the rate that it was judged at."""
+
+    candidate: str
+    ttft_quantiles_s: Seq[float] = Field(description="at evenly spaced levels from 0 to 1")
+    tpot_quantiles_s: Seq[float]
+
+
+# --- parts of the summary: how to draft -------------------------------------------------------------------
+
+
+class ScheduleCell(Record):
+    """The best way to draft at one batch and context, and its gain over none."""
+
+    scheme: str
+    short: str
+    off: bool
+    gain: Positive
+    occurs: bool = Field(description="so many sequences of such a length fit")
+
+
+class FixedScheme(Record):
+    """The best of one scheme for all batches and contexts."""
+
+    scheme: str
+    gain: Positive
+
+
+class ChainAtBatch(Record):
+    """Of a chain whose length follows the batch: tokens of a round, and wasted ones, per sequence."""
+
+    batch: Count
+    draft_tokens: Whole
+    tokens: Positive
+    wasted: NonNegative
+
+
+class EngineDrafting(Record):
+    """What of the schedule an engine can be told: `loss` is the share of its gain that is lost by that."""
+
+    engine: str
+    scheme: str
+    gain: Positive
+    loss: float
+    settings: dict[str, Any] | None
+    why: str = Field(description="there are no settings")
+
+
+class DraftNode(Record):
+    """A drafted token, by the ranks along its path, and how likely the target takes it."""
+
+    path: Seq[Count]
+    probability: Share
+
+
+class DraftShape(Record):
+    """The draft of the cell that gains most."""
+
+    batch: Count
+    context: Count
+    nodes: Seq[DraftNode]
+
+
+class DraftedLoad(Record):
+    """Simulated drafting at one offered rate, per round of a request."""
+
+    rate_rps: Positive
+    tokens: Positive
+    wasted: NonNegative
+
+
+class AcceptanceFacts(Record):
+    """Where the acceptance comes from."""
+
+    name: str
+    origin: str
+
+
+class DraftSchedule(Record):
+    """The best drafts over (batch, context), and what is left of them in an engine's own terms."""
+
+    drafter: str
+    acceptance: AcceptanceFacts
+    batches: Seq[Count]
+    contexts: Seq[Count]
+    cells: Seq[Seq[ScheduleCell]] = Field(description="by batch, then by context")
+    chain_lengths: Seq[Seq[Whole]] = Field(description="the best chain of each cell; 0 where none pays")
+    gain: Positive
+    fixed: FixedScheme
+    by_batch: Seq[ChainAtBatch]
+    engines: Seq[EngineDrafting]
+    draft: DraftShape
+    load: Seq[DraftedLoad] = Field((), description="left out where nothing was simulated")
+
+
+# --- summary.json -----------------------------------------------------------------------------------------
+
+
+class Summary(SimulationSummary):
+    """`summary.json`: what was asked, what was chosen, and what its simulation says."""
+
+    schema_id: Literal["simtune/summary@1"] = Field(alias="schema")
+    name: str
+    seed: Whole | None
+    study: Study | None = Field(description="null where one plan was simulated without a search")
+    objective: ObjectiveValue | None
+    sweep: Seq[SweepPoint] | None
+    runners_up: Seq[RunnerUp] | None
+    interrupted: bool = Field(False, description="the search was stopped and this is its best so far")
+    draft_schedule: DraftSchedule | None = Field(None, description="left out where the study names no drafter")
+    uncertainty: Uncertainty | None = Field(None, description="null where no worlds were redrawn")
+    plan: Plan
+    model: str
+    hardware: HardwareFacts
+    memory: MemoryUse | None
+    breakdown: Seq[StepTime] | None
+    timeline: Timeline | None
+    pool_timelines: Seq[PoolTimeline] | None = Field(description="where there are several pools")
+    quantiles: LatencyQuantiles | None
+
+    @field_validator("plan", "study", mode="before")
+    @classmethod
+    def _without_its_schema(cls, value: Any, info: ValidationInfo) -> Any:
+        """A spec as it stands in a file of its own: its version is checked and taken off."""
+        if not isinstance(value, dict):
+            return value
+        spec: type[Spec] = Plan if info.field_name == "plan" else Study
+        if value.get("schema") != spec.schema_id():
+            raise ErrorAt(f"must be {spec.schema_id()}, found {value.get('schema')!r}", "schema")
+        return {key: below for key, below in value.items() if key != "schema"}
+
+    @field_serializer("plan", "study")
+    def _as_its_own_file(self, spec: Spec | None) -> dict[str, Any] | None:
+        return None if spec is None else spec.to_data()
+
+
+# --- the tables -------------------------------------------------------------------------------------------
+
+
+def _column(meaning: str, unit: str | None = None) -> Any:
+    return Field(description=meaning, json_schema_extra=None if unit is None else {"unit": unit})
+
+
+Status = Literal["chosen", "feasible", "infeasible", "pruned", "does_not_fit"]
+
+
+class CandidateRow(Record):
+    """A row of `candidates.csv`: a plan that was considered. A cell is empty where the search did not need to know."""
+
+    rank: Annotated[int | None, _column("place in the list, the chosen plan first")]
+    candidate: Annotated[str, Field(min_length=1, description="name of the plan")]
+    tp: Annotated[Count, _column("tensor-parallel ranks of a pipeline stage", "GPUs")]
+    pp: Annotated[Count, _column("pipeline stages")]
+    instances: Annotated[Count, _column("engine instances")]
+    num_gpus: Annotated[Count, _column("of all instances together", "GPUs")]
+    max_num_seqs: Annotated[Count, _column("largest batch", "requests")]
+    max_num_batched_tokens: Annotated[Count, _column("token budget of a step", "tokens")]
+    speculation: Annotated[str | None, _column("drafter and scheme; empty where it does not draft")]
+    status: Annotated[
+        Status, _column("whether it met the SLO, could not win (pruned), or needs more memory (does_not_fit)")
+    ]
+    reason: Annotated[str, _column("why it was chosen, or why not")]
+    kv_blocks: Annotated[int | None, _column("KV cache of an instance", "blocks")]
+    rate_bound_rps: Annotated[float | None, _column("no higher rate is possible", "requests/s")]
+    rate_rps: Annotated[float | None, _column("offered in its last simulation", "requests/s")]
+    goodput_rps: Annotated[float | None, _column("answered within every limit", "requests/s")]
+    goodput_rps_per_gpu: Annotated[float | None, _column("goodput over num_gpus", "requests/s/GPU")]
+    output_tokens_per_s_per_gpu: Annotated[float | None, _column("output throughput over num_gpus", "tokens/s/GPU")]
+    output_tokens_per_s_per_user: Annotated[float | None, _column("1 / mean TPOT", "tokens/s")]
+    ttft_mean_s: Annotated[float | None, _column("time to first token, mean", "s")]
+    ttft_p99_s: Annotated[float | None, _column("time to first token, 99th percentile", "s")]
+    tpot_mean_s: Annotated[float | None, _column("time per output token after the first, mean", "s")]
+    tpot_p99_s: Annotated[float | None, _column("time per output token after the first, 99th percentile", "s")]
+    slo_attainment: Annotated[float | None, _column("share of the finished requests within every limit")]
+    saturated: Annotated[bool | None, _column("requests pile up faster than they are served")]
+    simulations: Annotated[int | None, _column("how many it took")]
+
+
+class RequestRow(Record):
+    """A row of `requests.csv`: a simulated request. A time is empty where it never came."""
+
+    request: Annotated[Whole, _column("number, by arrival")]
+    request_class: Annotated[str, Field(alias="class", description="class of the workload")]
+    engine_core: Annotated[int, _column("number of the engine core that it finished on; -1 where it never got to one")]
+    prompt_tokens: Annotated[Whole, _column("length of the prompt", "tokens")]
+    output_tokens: Annotated[Whole, _column("length of the answer", "tokens")]
+    arrival_s: Annotated[float | None, _column("when it came", "s")]
+    scheduled_s: Annotated[float | None, _column("when it first was in a step", "s")]
+    first_token_s: Annotated[float | None, _column("when its first token was there", "s")]
+    finish_s: Annotated[float | None, _column("when its last token was there", "s")]
+    ttft_s: Annotated[float | None, _column("first_token_s - arrival_s", "s")]
+    tpot_s: Annotated[float | None, _column("mean time per token after the first; empty for one-token answers", "s")]
+    e2el_s: Annotated[float | None, _column("finish_s - arrival_s", "s")]
+    queue_s: Annotated[float | None, _column("scheduled_s - arrival_s", "s")]
+    prefill_s: Annotated[float | None, _column("first_token_s - scheduled_s", "s")]
+    transfer_s: Annotated[float | None, _column("until its KV cache had come to a decode instance", "s")]
+    decode_s: Annotated[float | None, _column("from there, or from the first token, to the last", "s")]
+    preemptions: Annotated[Whole, _column("times it was put back to waiting")]
+    resent: Annotated[Whole, _column("times it was sent to another instance after a failure")]
+    good: Annotated[bool, _column("finished within every limit that applies to it")]
+
+
+# --- manifest.json ----------------------------------------------------------------------------------------
+
+
+class TraceFile(Record):
+    """A published trace that a run read."""
+
+    file: str
+    sha256: str
+
+
+class Manifest(Record):
+    """`manifest.json`: what is needed to do it again. The only file that tells the time of day."""
+
+    schema_id: Literal["simtune/manifest@1"] = Field(alias="schema")
+    simtune: str
+    python: str
+    platform: str
+    packages: dict[str, str]
+    command: Seq[str]
+    seed: Whole
+    inputs: dict[str, str] = Field(description="sha256 by kind and name, as each was understood")
+    trace: TraceFile | None
+    written: str = Field(description="time of day, UTC")
+
+
+class Run(NamedTuple):
+    """What a report is drawn from."""
+
+    summary: Summary
+    candidates: tuple[CandidateRow, ...]
+    """Empty where nothing was searched."""

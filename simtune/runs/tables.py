@@ -1,0 +1,94 @@
+"""CSV tables whose rows are records: floats exact, true and false, nothing where there is no value."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from simtune.errors import Problem, SpecError
+from simtune.specs import yamlfile
+from simtune.specs.base import Record
+
+R = TypeVar("R", bound=Record)
+
+
+def columns(row: type[Record]) -> tuple[str, ...]:
+    """The header of a table of such rows."""
+    return tuple(field.alias or name for name, field in row.model_fields.items())
+
+
+def to_csv(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """The text of a table; None is an empty cell."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(header)
+    for row in rows:
+        writer.writerow([str(x).lower() if isinstance(x, bool) else x for x in row])
+    return text.getvalue()
+
+
+def read_csv(path: Path, row: type[R]) -> tuple[R, ...]:
+    """The rows of a table; columns that `row` does not know are let through.
+
+    Raises SpecError with line, column and rule of every cell that is wrong.
+    """
+    lines = csv.reader(io.StringIO(yamlfile.read_text(path), newline=""), strict=True)
+    known = columns(row)
+    rows: list[R] = []
+    problems: list[Problem] = []
+    try:
+        header = next(lines, [])
+        missing = [name for name in known if name not in header]
+        if missing:
+            raise SpecError(Problem(str(path), f"lacks the columns {', '.join(missing)}", "", 1))
+        for cells in lines:
+            if len(cells) != len(header):
+                message = f"{len(cells)} cells under a header of {len(header)}"
+                problems.append(Problem(str(path), message, "", lines.line_num))
+                continue
+            named = dict(zip(header, cells, strict=True))
+            try:
+                rows.append(_parsed(row, named))
+            except ValidationError as error:
+                for item in error.errors():
+                    key = str(item["loc"][0])
+                    message = f"must be {_rule(row, key, item)}, not {named[key]!r}"
+                    problems.append(Problem(str(path), message, key, lines.line_num))
+    except csv.Error as error:
+        raise SpecError(Problem(str(path), f"not valid CSV: {error}", "", lines.line_num)) from None
+    if problems:
+        raise SpecError(problems)
+    return tuple(rows)
+
+
+def _parsed(row: type[R], cells: dict[str, str]) -> R:
+    """An empty cell is None where there may be none."""
+    values: dict[str, str | None] = {}
+    for name, field in row.model_fields.items():
+        key = field.alias or name
+        values[key] = cells[key] or (None if type(None) in get_args(field.annotation) else "")
+    return row.model_validate(values, strict=False)
+
+
+def _rule(row: type[Record], key: str, error: ErrorDetails) -> str:
+    """What a cell of a column must be, in words."""
+    if error["type"] == "greater_than_equal":
+        return f"{error['ctx']['ge']} or more"
+    field = next(field for name, field in row.model_fields.items() if key == (field.alias or name))
+    return _kind(field.annotation)
+
+
+def _kind(annotation: Any) -> str:
+    """A type in words."""
+    if type(None) in get_args(annotation):
+        (present,) = (kind for kind in get_args(annotation) if kind is not type(None))
+        return "true, false or empty" if present is bool else f"{_kind(present)} or empty"
+    if get_origin(annotation) is Literal:
+        return "one of " + ", ".join(get_args(annotation))
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "a name"}[annotation]

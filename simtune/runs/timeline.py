@@ -1,0 +1,171 @@
+"""The steps of a simulation over time: sampled for the summary, and every one of them for ui.perfetto.dev.
+
+The latter is gzipped Chrome trace JSON, opened by dropping it on the page: one process per instance, one track per
+engine core. A core runs one step at a time: overlapping slices could not be drawn. Counters are those of the latest
+step and stand until the next one.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from simtune.costs.ticks import TICKS_PER_SECOND
+from simtune.runs.schema import Timeline
+from simtune.sim.result import Result
+
+POINTS = 400
+
+
+def sampled(result: Result, pool: str | None = None) -> Timeline:
+    """Running, waiting and KV use of the whole deployment or of one pool, at POINTS even times."""
+    outcome = result.outcome
+    if not outcome.records:
+        return Timeline(t_s=(), running=(), waiting=(), kv_used=())
+    by_core: dict[int, list[Any]] = {
+        number: [] for number, core in enumerate(outcome.cores) if pool in (None, core.pool)
+    }
+    for record in outcome.records:
+        if record.core in by_core:
+            by_core[record.core].append(record)
+    grid = np.linspace(0, max(r.end for r in outcome.records), POINTS)
+    running, waiting, used = np.zeros(POINTS), np.zeros(POINTS), np.zeros(POINTS)
+    for number, records in by_core.items():
+        if not records:
+            continue
+        at = np.searchsorted([r.start for r in records], grid, side="right") - 1
+        inside = (at >= 0) & (grid < np.array([r.end for r in records])[at])
+        free = np.array([r.free_blocks for r in records])[at] / outcome.cores[number].blocks
+        running += np.where(inside, np.array([r.running for r in records])[at], 0)
+        waiting += np.where(inside, np.array([r.waiting for r in records])[at], 0)
+        used += np.where(inside, 1 - free, 0)
+    return Timeline(
+        t_s=tuple((grid / TICKS_PER_SECOND).tolist()),
+        running=tuple(running.tolist()),
+        waiting=tuple(waiting.tolist()),
+        kv_used=tuple((used / len(by_core)).tolist()),
+    )
+
+
+# --- for ui.perfetto.dev ----------------------------------------------------------------------------------
+
+
+class TraceSlice(NamedTuple):
+    """One step, or a run of `steps` equal ones, on the track of an engine core.
+
+    `running`, `waiting` and `free_blocks` are as the scheduler left them when the step began.
+    """
+
+    instance: str
+    core: int
+    start_s: float
+    end_s: float
+    steps: int
+    num_decodes: int
+    prefill_tokens: int
+    running: int
+    waiting: int
+    free_blocks: int
+
+    @property
+    def name(self) -> str:
+        """What the step carries."""
+        kind = "mixed" if self.num_decodes and self.prefill_tokens else "prefill" if self.prefill_tokens else "decode"
+        return kind if self.steps == 1 else f"{kind} x {self.steps}"
+
+
+def trace_file(result: Result, window_s: tuple[float, float] | None = None) -> bytes:
+    """The simulated steps; only those that touch the window, where one is given."""
+    cores = result.outcome.cores
+    slices = [
+        TraceSlice(
+            instance=f"{cores[r.core].pool} {cores[r.core].instance}",
+            core=cores[r.core].virtual_engine,
+            start_s=r.start / TICKS_PER_SECOND,
+            end_s=r.end / TICKS_PER_SECOND,
+            steps=r.steps,
+            num_decodes=r.num_decodes,
+            prefill_tokens=r.prefill_tokens,
+            running=r.running,
+            waiting=r.waiting,
+            free_blocks=r.free_blocks,
+        )
+        for r in result.outcome.records
+    ]
+    if window_s is not None:
+        slices = [s for s in slices if s.end_s > window_s[0] and s.start_s < window_s[1]]
+    return chrome_trace(slices)
+
+
+def chrome_trace(slices: Iterable[TraceSlice]) -> bytes:
+    """The same bytes for the same slices, in whatever order they come.
+
+    Times are rounded to nanoseconds. Raises ValueError when two slices of one track overlap.
+    """
+    ordered = sorted(slices, key=lambda s: (s.instance, s.start_s, s.core, s.end_s))
+    tracks = sorted({(s.instance, s.core) for s in ordered})
+    processes = {name: number for number, name in enumerate(sorted({s.instance for s in ordered}, key=_natural))}
+    events = _track_names(processes, tracks)
+    free_ns = dict.fromkeys(tracks, 0)
+    shown: dict[tuple[str, str], dict[str, int]] = {}
+    for s in ordered:
+        process, start_ns, end_ns = processes[s.instance], round(s.start_s * 1e9), round(s.end_s * 1e9)
+        busy_until_ns = free_ns[s.instance, s.core]
+        if not busy_until_ns <= start_ns <= end_ns:
+            raise ValueError(f"{s}: its core is busy until {busy_until_ns / 1e9} s, or it ends before it begins")
+        free_ns[s.instance, s.core] = end_ns
+        events.append(_slice_event(s, process, start_ns, end_ns))
+        for counter, values in (
+            ("requests", {"running": s.running, "waiting": s.waiting}),
+            ("free KV blocks", {"blocks": s.free_blocks}),
+        ):
+            if shown.get((s.instance, counter)) != values:
+                shown[s.instance, counter] = values
+                events.append({"ph": "C", "name": counter, "pid": process, "ts": start_ns / 1000, "args": values})
+    text = json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":"), allow_nan=False)
+    return gzip.compress(text.encode(), mtime=0)
+
+
+def _slice_event(s: TraceSlice, process: int, start_ns: int, end_ns: int) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": s.name,
+        "pid": process,
+        "tid": s.core,
+        "ts": start_ns / 1000,
+        "dur": (end_ns - start_ns) / 1000,
+        "args": {
+            "steps": s.steps,
+            "decodes": s.num_decodes,
+            "prefill tokens": s.prefill_tokens,
+            "running": s.running,
+            "waiting": s.waiting,
+            "free KV blocks": s.free_blocks,
+        },
+    }
+
+
+def _track_names(processes: dict[str, int], tracks: Sequence[tuple[str, int]]) -> list[dict[str, Any]]:
+    """What the processes and tracks are called, and their order on the page."""
+    events = []
+    for instance, number in processes.items():
+        events.append(_metadata("process_name", number, 0, name=instance))
+        events.append(_metadata("process_sort_index", number, 0, sort_index=number))
+    for instance, core in tracks:
+        events.append(_metadata("thread_name", processes[instance], core, name=f"engine core {core}"))
+        events.append(_metadata("thread_sort_index", processes[instance], core, sort_index=core))
+    return events
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """`mixed 10` after `mixed 9`."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _metadata(what: str, instance: int, core: int, **args: str | int) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": instance, "tid": core, "args": args}

@@ -1,0 +1,67 @@
+"""Files are there whole or not at all, whatever happens while they are written."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simtune.errors import UsageError
+from simtune.runs.files import write, write_file
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def test_a_file_is_written_with_its_folders_and_replaced(tmp_path: Path) -> None:
+    target = tmp_path / "a" / "b" / "x.csv"
+    write_file(target, "one\n")
+    write_file(target, b"two\n")
+    assert target.read_bytes() == b"two\n"
+    assert names(tmp_path) == ["a", "a/b", "a/b/x.csv"]
+    assert target.stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.parametrize("step", ["write", "chmod", "replace"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")])
+def test_nothing_is_left_of_a_file_that_was_cut_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, error: BaseException
+) -> None:
+    target = tmp_path / "x.csv"
+    target.write_text("earlier")
+
+    def broken(*_: Any) -> None:
+        raise error
+
+    class Full(io.FileIO):
+        def write(self, content: Any) -> int:
+            super().write(content[:3])  # part of it is on the disk when it goes wrong
+            raise error
+
+    if step == "write":
+        monkeypatch.setattr("builtins.open", lambda handle, mode: Full(handle, mode))
+    else:
+        monkeypatch.setattr(os, step, broken)
+    expected = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else UsageError
+    with pytest.raises(expected):
+        write_file(target, "later, and longer")
+    monkeypatch.undo()
+    assert names(tmp_path) == ["x.csv"]
+    assert target.read_text() == "earlier"
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"file/x\.csv: cannot be written \(File exists\)"):
+        write_file(tmp_path / "file" / "x.csv", "")
+
+
+def test_a_run_replaces_an_earlier_one_as_a_whole(tmp_path: Path) -> None:
+    write(tmp_path / "run", {"plan.yaml": "a", "engine/launch.sh": "b"})
+    write(tmp_path / "run", {"plan.yaml": b"c"})
+    assert names(tmp_path) == ["run", "run/plan.yaml"]
