@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from simtune.costs.drafting import drafting_model
 from simtune.errors import Infeasible, UsageError
 from simtune.sim import parts
 from simtune.sim.deployment import NO_HARDWARE, Deployment, default_plan, deploy, unbound_plan
+from simtune.sim.drafting import Drafting
 from simtune.sim.requests import RequestStream, build_stream
 from simtune.sim.result import Result
-from simtune.sim.speculation import Drafting
 from simtune.specs.base import override
 from simtune.specs.catalog import (
     beside,
@@ -30,11 +29,9 @@ from simtune.specs.catalog import (
     load_workload,
 )
 from simtune.specs.columns import replay, trace_of
-from simtune.specs.drafts import survival
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
-from simtune.specs.speculation import DraftModel
 from simtune.specs.study import DrafterChoice, Study
 from simtune.specs.traces import Trace, read_trace
 from simtune.specs.workload import Workload
@@ -203,8 +200,8 @@ def load_drafting(plan: Plan) -> dict[str, Drafting]:
     named = {}
     for pool in plan.pools:
         if pool.speculation is not None:
-            drafter = pool.speculation.drafter
-            model = load_model(drafter.model) if isinstance(drafter, DraftModel) else None
+            own = pool.speculation.drafter.own_model
+            model = None if own is None else load_model(own)
             named[pool.name] = Drafting(load_acceptance(pool.speculation.acceptance), model)
     return named
 
@@ -267,12 +264,13 @@ def load_draft(choice: DrafterChoice, target: Model, folder: Path | None = None)
     def placed(reference: str) -> str:
         return reference if folder is None else beside(folder, reference)
 
-    model = load_model(placed(choice.drafter.model)) if isinstance(choice.drafter, DraftModel) else None
+    own = choice.drafter.own_model
+    model = None if own is None else load_model(placed(own))
     acceptance = load_acceptance(placed(choice.acceptance))
     try:
-        drafting_model(choice.drafter, target, model)
+        choice.drafter.network(target, model)
         if choice.scheme is not None:
-            survival(choice.scheme, acceptance.rates)
+            choice.scheme.survival(acceptance.rates)
     except (Infeasible, ValueError) as error:
         raise UsageError(f"drafter {choice.label}: {error}") from None
     return Draft(choice, Drafting(acceptance, model))

@@ -22,16 +22,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from simtune.costs.compiled import CompiledCosts
+from simtune.costs.bounds import CostBounds
+from simtune.costs.compiled import StepTables
 from simtune.sim.pools import DeployedPool
 from simtune.sim.requests import RequestStream
-from simtune.specs.drafts import shape_of
 
 
 class Capacity:
     """What cores with the given costs can do for the load of `stream`; requests beyond max_model_len cost nothing."""
 
-    def __init__(self, costs: CompiledCosts, stream: RequestStream, max_model_len: int) -> None:
+    def __init__(self, tables: StepTables, stream: RequestStream, max_model_len: int) -> None:
         fits = stream.prompt_tokens + stream.output_tokens <= max_model_len
         prompt = np.where(fits, stream.prompt_tokens, 0).astype(float)
         output = np.where(fits, stream.output_tokens, 0).astype(float)
@@ -39,6 +39,7 @@ class Capacity:
         self._decodes = float(decodes.mean())
         self._tokens = float((prompt + decodes).mean())
         self._context = float((decodes * prompt + decodes * (decodes + 1) / 2).mean())
+        costs = CostBounds(tables)
         self._lines = costs.linear_minorants()
         self._context_s = costs.context_cost_s()
         self._other_s = (
@@ -50,8 +51,8 @@ class Capacity:
         """Requests per second that no schedule on the cores of a pool can exceed."""
         batching, pp = pool.spec.batching, pool.spec.parallelism.pp
         kv_tokens = pool.memory.num_blocks // pp * pool.spec.kv_cache.block_size
-        shape = None if pool.spec.speculation is None else shape_of(pool.spec.speculation.scheme)
-        drafts, replicas = (0, 1) if shape is None else (shape.levels, max(1, shape.replicas))
+        shape = None if pool.spec.speculation is None else pool.spec.speculation.scheme.shape
+        drafts, replicas = (0, 1) if shape is None else (shape.depth, max(1, shape.replicas))
         decodes = self._decodes / (drafts + 1)
         context = (self._context - self._decodes * drafts / 2) / (drafts + 1)
         iterations = max(

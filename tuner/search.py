@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from simtune.costs.compiled import CompiledCosts, compile_costs
+from simtune.costs.drafting import CompiledRounds
 from simtune.errors import Infeasible, UsageError
 from simtune.parallel import executor, ordered_map
 from simtune.sim.deployment import Deployment, deploy, length_limit
@@ -318,7 +319,7 @@ class _ShapeSearch:
             )
             (pool,) = widest.plan(self.study, self.max_model_len).pools
             costs = compile_costs(self.q.model, self.q.hardware, pool, self.max_model_len)
-            capacity = Capacity(costs, self.stream, self.max_model_len)
+            capacity = Capacity(costs.tables, self.stream, self.max_model_len)
             for candidate in plain:
                 deployment = self.q.deploy(candidate, self.max_model_len, costs)
                 yield capacity.rps(deployment.pools[0]), candidate, deployment
@@ -326,8 +327,12 @@ class _ShapeSearch:
             if candidate.drafter:
                 deployment = self.q.deploy(candidate, self.max_model_len)
                 own = deployment.pools[0].costs
-                assert isinstance(own, CompiledCosts)
-                yield Capacity(own, self.stream, self.max_model_len).rps(deployment.pools[0]), candidate, deployment
+                assert isinstance(own, CompiledRounds)
+                yield (
+                    Capacity(own.tables, self.stream, self.max_model_len).rps(deployment.pools[0]),
+                    candidate,
+                    deployment,
+                )
 
     # --- highest rate that meets the SLO ------------------------------------------------------------------
 

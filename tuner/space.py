@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import product
 
-from simtune.specs.plan import Batching, Parallelism, Plan, Pool
+from simtune.specs.plan import Batching, Parallelism, Plan, Policy, Pool
 from simtune.specs.speculation import Speculation
 from simtune.specs.study import Study
+
+POLICY: Policy = "vllm-fcfs"
+"""The batching policy of all candidates."""
 
 
 @dataclass(frozen=True, order=True)
@@ -54,7 +57,11 @@ class Candidate:
             hardware=study.hardware.profile,
             instances=self.shape.instances,
             parallelism=Parallelism(tp=self.shape.tp, pp=self.shape.pp),
-            batching=Batching(max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_num_batched_tokens),
+            batching=Batching(
+                policy=POLICY,
+                max_num_seqs=self.max_num_seqs,
+                max_num_batched_tokens=self.max_num_batched_tokens,
+            ),
             max_model_len=max_model_len,
             speculation=self.speculation,
         )

@@ -43,7 +43,7 @@ def test_building_the_tables(record: Recorder) -> None:
 
 def test_building_one_row(record: Recorder) -> None:
     costs, numbers = build(), itertools.cycle(range(1, 257))
-    timed("building one row", lambda: costs._alone.make(next(numbers)), record)
+    timed("building one row", lambda: costs.tables.alone.make(next(numbers)), record)
 
 
 def test_a_decode_step(record: Recorder) -> None:

@@ -22,12 +22,14 @@ import yaml
 from benchmarks.machine import children_s
 from benchmarks.results import Recorder
 from simtune.sim.deployment import default_plan, deploy
+from simtune.sim.drafting import Drafting
 from simtune.sim.requests import build_stream
-from simtune.sim.speculation import Drafting
 from simtune.specs.acceptance import Acceptance, PerRank
 from simtune.specs.catalog import load_hardware, load_model
+from simtune.specs.drafters import Eagle
 from simtune.specs.plan import Plan
-from simtune.specs.speculation import Chain, Eagle, Scheme, Speculation, StaticTree
+from simtune.specs.schemes import Chain, Scheme, StaticTree
+from simtune.specs.speculation import Speculation
 from simtune.specs.workload import Lognormal, Poisson, Workload
 
 pytestmark = pytest.mark.benchmark_only

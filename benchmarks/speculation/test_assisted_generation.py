@@ -10,7 +10,8 @@ import time
 import pytest
 
 from benchmarks.results import Recorder
-from simtune.tuner.speculation import chain
+from simtune.tuner.drafting import chain
+from tests.oracles import chain as exact
 from tests.oracles import rigged
 
 pytestmark = pytest.mark.benchmark_only
@@ -30,8 +31,8 @@ def test_tokens_per_verify(record: Recorder, capsys: pytest.CaptureFixture[str])
             tokens = LENGTH * len(starts)
             measured = tokens / sum(rigged.generate(target, draft, s, LENGTH, drafts).verifies for s in starts)
             realised = tokens / sum(rigged.rounds(rig.agreement(s, LENGTH), drafts) for s in starts)
-            conditional = chain.iid(acceptance, drafts)
-            predicted = LENGTH / chain.mean_seconds(LENGTH, conditional, draft_s=0, target_s=1)
+            conditional = exact.iid(acceptance, drafts)
+            predicted = LENGTH / exact.mean_seconds(LENGTH, conditional, draft_s=0, target_s=1)
             uncut = chain.expected_tokens(conditional)
             worst = max(worst, abs(predicted / measured - 1))
             lines.append(

@@ -11,12 +11,12 @@ import pytest
 
 from benchmarks.machine import SCALED, repeated
 from benchmarks.results import Recorder
-from simtune.costs.drafting import RoundCosts
+from simtune.costs.drafting import RoundModel
 from simtune.specs.acceptance import PerRank
 from simtune.specs.catalog import load_hardware, load_model
+from simtune.specs.drafters import Eagle
 from simtune.specs.plan import Batching, Pool
-from simtune.specs.speculation import Eagle
-from simtune.tuner.speculation import Schedule, choose
+from simtune.tuner.drafting import Schedule, choose
 
 pytestmark = pytest.mark.benchmark_only
 
@@ -28,7 +28,7 @@ def test_a_whole_schedule_within_five_cpu_seconds(record: Recorder, capsys: pyte
     pool = Pool(hardware="h100-sxm", instances=1, batching=Batching(max_num_seqs=512, max_num_batched_tokens=8192))
 
     def work() -> Schedule:
-        costs = RoundCosts(model, hardware, pool, Eagle(draft_vocab_size=32000))
+        costs = RoundModel(model, hardware, pool, Eagle(draft_vocab_size=32000))
         schedule = choose(RANKS, costs, [2**i for i in range(10)], [512, 1024, 2048, 4096, 8192, 16384])
         schedule.by_batch(), schedule.dynamic_tree()
         return schedule

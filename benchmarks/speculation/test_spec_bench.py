@@ -22,11 +22,11 @@ from typing import NamedTuple
 import pytest
 
 from benchmarks.results import Recorder
-from simtune.costs.drafting import RoundCosts
+from simtune.costs.drafting import RoundModel
 from simtune.specs.catalog import load_hardware, load_model
+from simtune.specs.drafters import Drafter, DraftModel, Eagle, Medusa, Ngram
 from simtune.specs.model import DenseFeedForward, FullAttention, LayerGroup, Model
 from simtune.specs.plan import Batching, Pool
-from simtune.specs.speculation import Drafter, DraftModel, Eagle, Medusa, Ngram
 
 pytestmark = pytest.mark.benchmark_only
 
@@ -102,7 +102,7 @@ def test_speedups_follow_from_accepted_lengths(
     for name, method in METHODS.items():
         tokens, speedup = table[name]["mean_accepted_tokens_per_step"], table[name]["speedup"]
         for pool in (graphs, eager):
-            cost = RoundCosts(target, hardware, pool, method.drafter, VICUNA_68M)
+            cost = RoundModel(target, hardware, pool, method.drafter, VICUNA_68M)
             step_s = cost(1, CONTEXT, 1)
             round_s = cost(1, CONTEXT, method.nodes + 1, method.depth, method.width)
             predicted = tokens * step_s / round_s

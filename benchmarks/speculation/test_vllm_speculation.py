@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from benchmarks.results import Recorder
-from simtune.tuner.speculation import chain
+from simtune.tuner.drafting import chain
+from tests.oracles import chain as exact
 from tests.oracles import rigged
 
 pytestmark = [pytest.mark.benchmark_only, pytest.mark.filterwarnings("ignore")]
@@ -78,8 +79,8 @@ def test_tokens_per_verify(tmp_path: Path, quiet: None, record: Recorder, capsys
         cpu_s = time.thread_time() - begin
         measured = (LENGTH - 1) * len(starts) / counts["drafts"]
         realised = sum(rigged.rounds(rig.agreement(start, LENGTH)[1:], DRAFTS) for start in starts)
-        conditional = chain.iid(acceptance, DRAFTS)
-        predicted = (LENGTH - 1) / chain.mean_seconds(LENGTH - 1, conditional, draft_s=0, target_s=1)
+        conditional = exact.iid(acceptance, DRAFTS)
+        predicted = (LENGTH - 1) / exact.mean_seconds(LENGTH - 1, conditional, draft_s=0, target_s=1)
         uncut = chain.expected_tokens(conditional)
         worst = max(worst, abs(predicted / measured - 1))
         lines.append(

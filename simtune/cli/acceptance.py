@@ -35,7 +35,7 @@ def acceptance(
     metrics as JSON lines, SGLang's accept_length, AIPerf's histogram; or CSV with head_index,top_k,accuracy or
     depth,rank,taken,reached or accepted,drafted.
     """
-    from simtune.costs.acceptance_logs import read_acceptance
+    from simtune.acceptance.logs import read_acceptance
     from simtune.specs.acceptance import Acceptance
 
     if out.exists() and not force:

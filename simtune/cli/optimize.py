@@ -90,12 +90,14 @@ def optimize(
 
 
 def _check_drafts(question: Question) -> None:
-    """What vLLM cannot be told is refused before the search, not after it. Raises UsageError."""
-    from simtune.emit import speculation
-    from simtune.specs.speculation import Chain
+    """What the engine cannot be told is refused before the search, not after it. Raises UsageError."""
+    from simtune.emit import engine_for
+    from simtune.specs.schemes import Chain
+    from simtune.tuner.space import POLICY
 
     for draft in question.drafts:
-        speculation.vllm(draft.speculation(draft.choice.scheme or Chain(tokens=1)), draft.drafting.model)
+        wanted = draft.speculation(draft.choice.scheme or Chain(tokens=1))
+        engine_for(POLICY).speculation(wanted, draft.drafting.model)
 
 
 def _print_size(study: Study, as_json: bool) -> None:

@@ -14,7 +14,7 @@ from simtune.runs.files import write_file
 
 if TYPE_CHECKING:
     from simtune.runs.schema import DraftSchedule
-    from simtune.specs.speculation import Drafter
+    from simtune.specs.drafters import Drafter
 
 CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384)
 
@@ -82,12 +82,13 @@ def _drafter(text: str) -> Drafter:
     """A drafter as in a study, or by its kind or method alone. Raises SpecError."""
     from typing import ClassVar
 
-    from simtune.specs import speculation, yamlfile
+    from simtune.specs import yamlfile
     from simtune.specs.base import Spec
+    from simtune.specs.drafters import AnyDrafter
 
     class Asked(Spec):
         KIND: ClassVar[str] = "drafter"
-        drafter: speculation.Drafter
+        drafter: AnyDrafter
 
     data = yamlfile.parse(text, "--drafter").data
     if isinstance(data, str):

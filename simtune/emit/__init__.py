@@ -1,1 +1,74 @@
-"""A plan as the settings files and launch script of a real engine."""
+"""A plan as the settings files and launch script of real engines.
+
+No engine knows everything that can be simulated. `ENGINES` says what each one knows; what it does not is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from simtune.emit.emitter import Emitter, Files, Settings
+from simtune.emit.sglang import Sglang
+from simtune.emit.tensorrt_llm import TensorrtLlm
+from simtune.emit.vllm import Vllm
+from simtune.errors import UsageError
+from simtune.plugins import Family, registered
+from simtune.specs.model import Model
+from simtune.specs.plan import Plan
+from simtune.specs.speculation import Speculation
+
+__all__ = ["ENGINES", "Emitter", "Files", "Settings", "drafting_settings", "engine_files", "engine_for", "engines"]
+
+ENGINES: dict[str, Emitter] = {emitter.name: emitter for emitter in (Vllm(), Sglang(), TensorrtLlm())}
+"""The engines of the package that can be written for, by name."""
+
+ENGINE: Family[Emitter] = Family("engine", "simtune.engines", {name: type(e) for name, e in ENGINES.items()}, Emitter)
+
+
+def engines() -> dict[str, Emitter]:
+    """`ENGINES`, then those that installed packages register as `simtune.engines`; the first that can run a plan is
+    written for. Raises PartError where a registered one cannot be used."""
+    others = [name for name in registered(ENGINE.group) if name not in ENGINES]
+    return ENGINES | {name: ENGINE.find(name)() for name in others}
+
+
+def engine_for(policy: str) -> Emitter:
+    """The engine that has a batching policy. Raises UsageError where none has."""
+    for emitter in engines().values():
+        if policy in emitter.policies:
+            return emitter
+    raise UsageError(f"no engine has policy {policy}")
+
+
+def drafting_settings(
+    emitter: Emitter, speculation: Speculation, draft: Model | None = None
+) -> tuple[Settings | None, str]:
+    """(settings, \"\") of an engine, or None and why there are none. `draft` is the model that a draft model names."""
+    try:
+        return emitter.speculation(speculation, draft), ""
+    except UsageError as error:
+        return None, str(error)
+
+
+def engine_files(plan: Plan, model: Model, devices_per_node: int, draft_models: Mapping[str, Model]) -> Files:
+    """Settings of the first engine that schedules as the plan does; none where no engine has its policy, or swaps.
+
+    Where that engine cannot be told the drafts, the drafting settings of those that can. Raises UsageError where it
+    refuses the plan for another reason.
+    """
+    emitter = next((e for e in engines().values() if all(e.schedules(pool) for pool in plan.pools)), None)
+    if emitter is None:
+        return {}
+    drafting = [
+        (pool.speculation, draft_models.get(pool.speculation.drafter.own_model or ""))
+        for pool in plan.pools
+        if pool.speculation is not None
+    ]
+    if all(drafting_settings(emitter, *one)[0] for one in drafting):
+        return emitter.files(plan, model, devices_per_node, draft_models)
+    files: Files = {}
+    for other in engines().values():
+        settings, _ = drafting_settings(other, *drafting[0])
+        if settings is not None and not other.policies:
+            files |= other.drafting_file(settings, f"The drafts of the plan, which {emitter.title} cannot be told.")
+    return files

@@ -36,7 +36,7 @@ from simtune.runs.timeline import sampled, trace_file
 from simtune.sim.deployment import Deployment
 from simtune.sim.result import Result
 from simtune.sim.summary import SimulationSummary, Uncertainty
-from simtune.tuner.drafting import Contexts, in_words, schedule
+from simtune.tuner.drafting import Contexts, schedule
 from simtune.tuner.rate_sweep import sweeps
 from simtune.tuner.search import UNITS, Trial, Tuned
 
@@ -184,7 +184,7 @@ def _candidate(rank: int, row: Trial) -> CandidateRow:
         num_gpus=shape.num_gpus,
         max_num_seqs=row.candidate.max_num_seqs,
         max_num_batched_tokens=row.candidate.max_num_batched_tokens,
-        speculation=None if drafts is None else f"{row.candidate.drafter}: {in_words(drafts.scheme)}",
+        speculation=None if drafts is None else f"{row.candidate.drafter}: {drafts.scheme.in_words()}",
         status=cast(Status, row.status),
         reason=row.reason,
         kv_blocks=row.kv_blocks,

@@ -6,20 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from simtune.costs.compiled import compile_costs
+from simtune.costs.drafting import CompiledRounds
 from simtune.costs.iteration import StepModel
 from simtune.costs.memory import GIB, Memory
 from simtune.costs.protocol import StepCosts
-from simtune.costs.rounds import CompiledRounds
 from simtune.errors import Infeasible, PartError, UsageError
 from simtune.sim import parts
+from simtune.sim.drafting import Drafting
 from simtune.sim.feasibility import check
 from simtune.sim.pools import DeployedPool, kv_block_bytes
 from simtune.sim.requests import RequestStream
 from simtune.sim.result import MissBudget, Result
-from simtune.sim.speculation import Drafting
 from simtune.sim.wiring import transfer_terms, wire
 from simtune.sim.world import World
-from simtune.specs.drafts import shape_of
 from simtune.specs.hardware import Device, Hardware, Host, Provenance
 from simtune.specs.model import Model
 from simtune.specs.plan import Batching, KvCache, Parallelism, Plan, Pool
@@ -165,28 +164,39 @@ def deploy(
     wrong = [f"plan {plan.name}: {'.'.join(map(str, at))}: {why}" for at, why in parts.problems(plan)]
     if wrong:
         raise PartError("\n".join(wrong))
-    pools = []
-    for pool in plan.pools:
-        its = hardware if isinstance(hardware, Hardware) else hardware[pool.hardware]
-        max_model_len = pool.max_model_len or model.max_position
-        drafts = drafting if drafting is None or isinstance(drafting, Drafting) else drafting.get(pool.name)
-        memory = check(pool, model, its, drafts)
-        if isinstance(costs, parts.OwnCosts):
-            costs.check_for(pool)
-            compiled: StepCosts = costs
-        elif pool.speculation is not None and drafts is not None:
-            drafter, shape = pool.speculation.drafter, shape_of(pool.speculation.scheme)
-            compiled = CompiledRounds(model, its, pool, max_model_len, drafter, shape, drafts.model, factors)
-        elif costs is not None:
-            compiled, drafts = costs, None
-        else:
-            compiled, drafts = compile_costs(model, its, pool, max_model_len, factors=factors), None
-        deployed = DeployedPool(pool, its, memory, compiled, max_model_len, kv_block_bytes(model, pool), drafts)
-        if pool.role == "prefill":
-            assert plan.link is not None
-            transfer_terms([model], deployed, plan.link)
-        pools.append(deployed)
+    with parts.blamed(parts.brought(plan, [])):
+        pools = [_deployed(pool, plan, model, hardware, costs, factors, drafting) for pool in plan.pools]
     return Deployment(plan, model, tuple(pools))
+
+
+def _deployed(
+    pool: Pool,
+    plan: Plan,
+    model: Model,
+    hardware: Hardware | Mapping[str, Hardware],
+    costs: StepCosts | None,
+    factors: Mapping[str, float] | None,
+    drafting: Drafting | Mapping[str, Drafting] | None,
+) -> DeployedPool:
+    its = hardware if isinstance(hardware, Hardware) else hardware[pool.hardware]
+    max_model_len = pool.max_model_len or model.max_position
+    drafts = drafting if drafting is None or isinstance(drafting, Drafting) else drafting.get(pool.name)
+    memory = check(pool, model, its, drafts)
+    if isinstance(costs, parts.OwnCosts):
+        costs.check_for(pool)
+        compiled: StepCosts = costs
+    elif pool.speculation is not None and drafts is not None:
+        drafter, shape = pool.speculation.drafter, pool.speculation.scheme.shape
+        compiled = CompiledRounds(model, its, pool, max_model_len, drafter, shape, drafts.model, factors)
+    elif costs is not None:
+        compiled, drafts = costs, None
+    else:
+        compiled, drafts = compile_costs(model, its, pool, max_model_len, factors=factors), None
+    deployed = DeployedPool(pool, its, memory, compiled, max_model_len, kv_block_bytes(model, pool), drafts)
+    if pool.role == "prefill":
+        assert plan.link is not None
+        transfer_terms([model], deployed, plan.link)
+    return deployed
 
 
 def vllm_batching(hardware: Hardware) -> Batching:

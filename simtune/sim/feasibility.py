@@ -11,8 +11,8 @@ from simtune.costs.protocol import UNBOUNDED
 from simtune.engine import POLICIES
 from simtune.engine.scheduler import Feature
 from simtune.errors import Infeasible
+from simtune.sim.drafting import Drafting, check_drafting
 from simtune.sim.parts import POLICY
-from simtune.sim.speculation import Drafting, check_drafting
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
 from simtune.specs.plan import Pool

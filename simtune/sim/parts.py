@@ -21,7 +21,10 @@ from simtune.sim.core import EngineCore
 from simtune.sim.requests import RequestStream
 from simtune.sim.router import ROUTERS, Router
 from simtune.specs.base import Spec
+from simtune.specs.drafters import DRAFTERS
 from simtune.specs.plan import POLICY_GROUP, ROUTER_GROUP, Batching, OwnRouting, Plan, Pool, Routing
+from simtune.specs.schemes import SCHEMES
+from simtune.specs.speculation import Speculation
 
 POLICY: Family[Scheduler] = Family("policy", POLICY_GROUP, POLICIES, Scheduler)  # type: ignore[type-abstract]
 ROUTER: Family[Router] = Family("router", ROUTER_GROUP, ROUTERS, Router)  # type: ignore[type-abstract]
@@ -70,8 +73,19 @@ def brought(plan: Plan, costs: Sequence[StepCosts]) -> list[Brought]:
     return [
         *(Brought("policy", name, POLICY.find(name)) for name in sorted(policies)),
         *(Brought("router", name, ROUTER.find(name)) for name in sorted(routers)),
+        *dict.fromkeys(part for pool in plan.pools for part in _brought_drafting(pool.speculation)),
         *dict.fromkeys(own.part for own in costs if isinstance(own, OwnCosts)),
     ]
+
+
+def _brought_drafting(speculation: Speculation | None) -> Iterator[Brought]:
+    if speculation is None:
+        return
+    scheme, drafter = speculation.scheme, speculation.drafter
+    if scheme.kind not in SCHEMES:
+        yield Brought("scheme", scheme.kind, type(scheme))
+    if drafter.kind not in DRAFTERS:
+        yield Brought("drafter", drafter.kind, type(drafter))
 
 
 @contextmanager

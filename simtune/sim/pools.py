@@ -12,9 +12,9 @@ from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import DraftingTerms
 from simtune.engine.scheduler import Feature
 from simtune.sim.core import EngineCore, Pipeline
+from simtune.sim.drafting import AcceptanceSampler, Drafting, drafting_terms
 from simtune.sim.parts import POLICY, make_policy
 from simtune.sim.requests import RequestStream
-from simtune.sim.speculation import AcceptanceSampler, Drafting, counts_ahead, drafting_terms
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
 from simtune.specs.plan import Parallelism, Pool
@@ -90,7 +90,7 @@ class DeployedPool:
         pool, batching, kv_cache = self.spec, self.spec.batching, self.spec.kv_cache
         num_blocks = self.memory.num_blocks // pool.parallelism.pp
         caching = kv_cache.prefix_caching and hash_block_tokens is not None
-        ahead = pool.schedules_async and (pool.speculation is None or counts_ahead(pool.speculation.scheme))
+        ahead = pool.schedules_async and (pool.speculation is None or pool.speculation.scheme.counts_ahead)
         margin = batching.safety_margin
         of_features: dict[Feature, dict[str, Any]] = {
             "async_scheduling": {"async_scheduling": ahead},

@@ -23,8 +23,8 @@ from simtune.costs.iteration import KINDS
 from simtune.costs.predict import Profile
 from simtune.parallel import executor, ordered_map
 from simtune.sim.deployment import Deployment, deploy
+from simtune.sim.drafting import Drafting
 from simtune.sim.requests import RequestStream
-from simtune.sim.speculation import Drafting
 from simtune.sim.summary import SimulationSummary, Uncertainty, is_uncertain
 from simtune.specs.base import Record
 from simtune.specs.hardware import Hardware

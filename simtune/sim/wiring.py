@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from simtune.costs.drafting import drafting_model
 from simtune.costs.predict import Profile
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine.scheduler import Hint
@@ -188,7 +187,7 @@ def _sent(plan: Plan, model: Model, pool: DeployedPool) -> list[Model]:
     drafters = [p.speculation.drafter for p in plan.pools if p.role == "decode" and p.speculation is not None]
     if own is None or pool.drafting is None or own.drafter not in drafters:
         return [model]
-    network = drafting_model(own.drafter, model, pool.drafting.model)
+    network = own.drafter.network(model, pool.drafting.model)
     return [model] if network is None else [model, network]
 
 

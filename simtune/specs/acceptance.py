@@ -79,6 +79,7 @@ class PerRank(Part):
 
     @property
     def longest(self) -> int | None:
+        """Depths that are covered."""
         return len(self.probability)
 
     @property
@@ -87,9 +88,11 @@ class PerRank(Part):
         return all(a >= b for row in self.probability for a, b in pairwise(row))
 
     def chain(self, length: int) -> tuple[float, ...]:
+        """Of the best candidates alone."""
         return tuple(row[0] for row in self.probability[:length])
 
     def ranks(self, depth: int) -> tuple[tuple[float, ...], ...]:
+        """As they are given, fewer where fewer depths are covered."""
         return self.probability[:depth]
 
     def shifted(self, errors: float) -> Self:
@@ -119,12 +122,15 @@ class BetaMixture(Part):
 
     @property
     def longest(self) -> int | None:
+        """Any number."""
         return None
 
     def chain(self, length: int) -> tuple[float, ...]:
+        """Over all requests."""
         return tuple((self.a + j) / (self.a + self.b + j) for j in range(length))
 
     def ranks(self, depth: int) -> tuple[tuple[float, ...], ...]:
+        """One candidate at each depth, that of the chain."""
         return tuple((a,) for a in self.chain(depth))
 
     def shifted(self, errors: float) -> Self:
@@ -159,12 +165,15 @@ class Revealed(Part):
 
     @property
     def longest(self) -> int | None:
+        """Any number."""
         return None
 
     def chain(self, length: int) -> tuple[float, ...]:
+        """The mean over all draft tokens, at every position."""
         return (sum(r * s for r, s in zip(self.rate, self.share, strict=True)),) * length
 
     def ranks(self, depth: int) -> tuple[tuple[float, ...], ...]:
+        """One candidate at each depth, that of the chain."""
         return tuple((a,) for a in self.chain(depth))
 
     def shifted(self, errors: float) -> Self:

@@ -12,6 +12,7 @@ from pydantic_core import CoreSchema
 
 from simtune.errors import Problem, SpecError, UsageError, suggest
 from simtune.specs import yamlfile
+from simtune.specs.kinds import OneOf
 
 T = TypeVar("T")
 
@@ -199,7 +200,7 @@ def _message(model: type[BaseModel], item: Any) -> str:
     if kind == "extra_forbidden":
         known = _keys_at(model, item["loc"][:-1])
         hint = suggest(str(item["loc"][-1]), known)
-        return f"unknown key{hint}" if hint else f"unknown key; known here: {', '.join(sorted(known))}"
+        return f"unknown key{hint}" if hint or not known else f"unknown key; known here: {', '.join(sorted(known))}"
     if kind == "missing":
         return "is required and missing"
     if kind == "union_tag_not_found":
@@ -247,7 +248,9 @@ def _inside(annotation: Any, part: str | int) -> list[Any]:
     if _is_block(annotation):
         chosen = [annotation] if part in _kind_tags(annotation) else []
         fields = annotation.model_fields.items()
-        return chosen + [field.annotation for name, field in fields if part in (name, field.alias)]
+        return chosen + [
+            Annotated[field.annotation, None, *field.metadata] for name, field in fields if part in (name, field.alias)
+        ]
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is dict:
         return [arguments[-1]]
@@ -261,7 +264,9 @@ def _is_block(annotation: Any) -> bool:
 def _variants(annotation: Any) -> list[Any]:
     origin = get_origin(annotation)
     if origin is Annotated:
-        return _variants(get_args(annotation)[0])
+        inner, *metadata = get_args(annotation)
+        one_of = next((m for m in metadata if isinstance(m, OneOf)), None)
+        return list(one_of.known) if one_of else _variants(inner)
     if origin in (Union, types.UnionType):
         return [v for a in get_args(annotation) for v in _variants(a)]
     return [annotation]

@@ -11,7 +11,7 @@ from simtune import plugins
 from simtune.errors import suggest
 from simtune.specs.base import Count, ErrorAt, Name, NonNegative, Part, Positive, Seq, Spec
 from simtune.specs.parts import PartName
-from simtune.specs.speculation import Speculation, awaited
+from simtune.specs.speculation import Speculation
 
 KvDtype = Literal["fp32", "bf16", "fp16", "fp8", "int8"]
 POLICY_NAMES = (
@@ -137,7 +137,7 @@ class Pool(Part):
         """Whether the host's work hides behind the GPU's: `async_scheduling`, unless drafts must be awaited. It does so
         with schemes that no engine has (PEARL, DSI, frontier) as well.
         """
-        return self.async_scheduling and (self.speculation is None or not awaited(self.speculation.drafter))
+        return self.async_scheduling and (self.speculation is None or not self.speculation.drafter.awaited)
 
     @property
     def devices(self) -> int:

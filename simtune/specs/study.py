@@ -7,7 +7,9 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from simtune.specs.base import Count, Name, Part, Seq, Spec
-from simtune.specs.speculation import BlockDrafter, Drafter, Eagle, Scheme, check_scheme
+from simtune.specs.drafters import AnyDrafter
+from simtune.specs.schemes import AnyScheme
+from simtune.specs.speculation import check_scheme
 from simtune.specs.workload import Slo
 
 Objective = Literal["goodput_per_gpu", "goodput", "gpus", "e2el"]
@@ -40,19 +42,20 @@ class DrafterChoice(Part):
     """A drafter that may be used, and how often the target keeps what it proposes."""
 
     name: Name | None = Field(None, description="in the names of candidates; the drafter's method or kind unless given")
-    drafter: Drafter
+    drafter: AnyDrafter
     acceptance: str = Field(description="an acceptance spec, by name or file")
-    scheme: Scheme | None = Field(None, description="the best chain for every batch size unless given")
+    scheme: AnyScheme | None = Field(None, description="the best chain for every batch size unless given")
 
     @model_validator(mode="after")
     def _fit(self) -> Self:
-        check_scheme(self.drafter, self.scheme)
+        if self.scheme is not None:
+            check_scheme(self.drafter, self.scheme)
         return self
 
     @property
     def label(self) -> str:
-        own = self.drafter.method if isinstance(self.drafter, Eagle | BlockDrafter) else self.drafter.kind
-        return self.name or own.replace("_", "-")
+        """What candidates are named by."""
+        return self.name or self.drafter.label.replace("_", "-")
 
 
 class Study(Spec):

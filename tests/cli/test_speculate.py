@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from simtune.emit.speculation import check
+from simtune.emit import ENGINES
 
 Call = Callable[..., Any]
 
@@ -27,7 +27,7 @@ def test_the_table_has_a_cell_for_every_batch_and_context(call: Call) -> None:
     assert rows[-1].count(" - ") == 5, "512 sequences fit only where they are short"
     assert "gain, all cells alike:" in said.out
     line = next(line for line in said.out.splitlines() if line.startswith('  {"method"'))
-    assert check("vllm", json.loads(line)) == []
+    assert ENGINES["vllm"].problems(json.loads(line)) == []
 
 
 def test_the_document_says_the_same(call: Call) -> None:
@@ -38,7 +38,7 @@ def test_the_document_says_the_same(call: Call) -> None:
     assert min(gains) >= 1
     assert max(gains) > facts["gain"] >= facts["fixed"]["gain"] >= 1
     for engine, name in zip(facts["engines"], ("vllm", "sglang", "tensorrt-llm"), strict=True):
-        assert check(name, engine["settings"]) == []
+        assert ENGINES[name].problems(engine["settings"]) == []
         assert engine["gain"] <= facts["gain"]
         assert engine["loss"] == pytest.approx(1 - engine["gain"] / facts["gain"])
     kept = [p["tokens"] + p["wasted"] for p in facts["by_batch"]]
@@ -135,7 +135,7 @@ def test_a_plan_with_a_tree_tells_engines_that_draft_trees(call: Call, desk: Any
     files = simulated(call, desk)
     assert sorted(files) == ["sglang-speculation.yaml", "tensorrt-llm-speculation.yaml"]
     told = yaml.safe_load(files["sglang-speculation.yaml"])
-    assert check("sglang", told) == []
+    assert ENGINES["sglang"].problems(told) == []
     assert told["speculative-num-draft-tokens"] == 5, "SGLang counts the root"
     summary = json.loads((desk.folder / "run" / "summary.json").read_text())["speculation"]
     written = (desk.folder / "run" / "report.html").read_text()
@@ -147,7 +147,7 @@ def test_a_plan_with_a_chain_tells_vllm(call: Call, desk: Any) -> None:
     files = simulated(call, desk, "{kind: dynamic_tree, steps: 2, topk: 2, tokens: 4}", "{kind: chain, tokens: 2}")
     assert sorted(files) == ["launch.sh", "vllm-mixed.yaml"]
     told = json.loads(yaml.safe_load(files["vllm-mixed.yaml"])["speculative-config"])
-    assert check("vllm", told) == []
+    assert ENGINES["vllm"].problems(told) == []
 
 
 @pytest.mark.parametrize(
@@ -193,12 +193,12 @@ def test_a_study_with_a_drafter_tries_both_and_emits_what_it_chose(desk: Any) ->
     plan = yaml.safe_load((run / "plan.yaml").read_text())
     scheme = plan["pools"][0]["speculation"]["scheme"]
     told = json.loads(yaml.safe_load((run / "engine" / "vllm-mixed.yaml").read_text())["speculative-config"])
-    assert check("vllm", told) == []
+    assert ENGINES["vllm"].problems(told) == []
     assert told["num_speculative_tokens"] == scheme.get("max_tokens", scheme.get("tokens"))
     sglang = yaml.safe_load((run / "engine" / "sglang-speculation.yaml").read_text())
-    assert check("sglang", sglang) == []
+    assert ENGINES["sglang"].problems(sglang) == []
     other = yaml.safe_load((run / "engine" / "tensorrt-llm-speculation.yaml").read_text())["speculative_config"]
-    assert check("tensorrt-llm", other) == []
+    assert ENGINES["tensorrt-llm"].problems(other) == []
     facts = json.loads((run / "summary.json").read_text())["draft_schedule"]
     assert facts["drafter"] == "eagle3"
     assert 'id="speculation-gains"' in (run / "report.html").read_text()

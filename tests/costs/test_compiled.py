@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from simtune.costs.bounds import CostBounds
 from simtune.costs.compiled import CompiledCosts, LinearCosts, compile_costs
 from simtune.costs.iteration import StepModel, StepWork
 from simtune.costs.protocol import UNBOUNDED, StepCosts
@@ -158,9 +159,9 @@ class TestCompiledCosts:
         costs, step_model = compile_costs(model(), device, plan, LONGEST), StepModel(model(), device, plan)
         lengths = np.arange(1, LONGEST + 1)
         assert (np.diff(step_model.prefill(lengths.astype(float))) < 0).any(), "by its residual it would"
-        assert (np.diff(costs.prefill_cost_s(lengths)) >= 0).all()
+        assert (np.diff(CostBounds(costs.tables).prefill_cost_s(lengths)) >= 0).all()
         for past in range(0, LONGEST - 1, 97):
-            assert costs.mixed(0, 0, [(past, 1)], 0) >= costs.mixed(0, 0, [(0, 1)], 0) - costs._prefill[1]
+            assert costs.mixed(0, 0, [(past, 1)], 0) >= costs.mixed(0, 0, [(0, 1)], 0) - costs.tables.prefill[1]
 
     def test_factors_multiply_their_kinds(self) -> None:
         device, plan, step = hardware(), pool(tp=2), StepWork(3, 300, ((0, 50),), 4)
@@ -181,8 +182,11 @@ class TestCompiledCosts:
     @given(world=worlds, step=steps())
     def test_never_below_its_bounds(self, world: int, step: StepWork) -> None:
         costs, _ = compiled(world)
-        floor = max(c0 + c1 * step.num_tokens for c0, c1 in costs.linear_minorants())
-        floor += costs.context_cost_s() * step.context_tokens + costs.head_cost_s() * step.num_samples
+        floor = max(c0 + c1 * step.num_tokens for c0, c1 in CostBounds(costs.tables).linear_minorants())
+        floor += (
+            CostBounds(costs.tables).context_cost_s() * step.context_tokens
+            + CostBounds(costs.tables).head_cost_s() * step.num_samples
+        )
         assert ticks(costs, step) / TICKS_PER_SECOND >= floor * (1 - 1e-9)
 
     def test_decodes_take_what_they_take_beside_a_chunk(self) -> None:
@@ -223,14 +227,14 @@ class TestCompiledCosts:
         self, world: int, length: int, data: st.DataObject
     ) -> None:
         costs, _ = compiled(world)
-        lines, spent, past = costs.linear_minorants(), 0.0, 0
+        lines, spent, past = CostBounds(costs.tables).linear_minorants(), 0.0, 0
         while past < length:
             new = data.draw(st.integers(1, min(BUDGET, length - past)))
             new = max(new, min(length - past, BUDGET // 3))  # not too many chunks
             alone = costs.mixed(0, 0, [(past, new)], 0) / TICKS_PER_SECOND
             spent += alone - max(c0 + c1 * new for c0, c1 in lines)
             past += new
-        assert spent >= costs.prefill_cost_s(np.array([length]))[0] * (1 - 1e-9) - 1e-15
+        assert spent >= CostBounds(costs.tables).prefill_cost_s(np.array([length]))[0] * (1 - 1e-9) - 1e-15
 
     def test_the_context_bound_keeps_most_of_the_slope(self) -> None:
         """On a real device; where no call had any overhead, short contexts would bring it down."""
@@ -241,14 +245,16 @@ class TestCompiledCosts:
         )
         low, high = StepModel(large, device, plan).decode(SEQS, np.array([LONGEST / 2, LONGEST]))
         slope = (high - low) / (SEQS * LONGEST / 2)
-        assert 0.9 * slope < compile_costs(large, device, plan, LONGEST).context_cost_s() < 1.5 * slope
+        assert (
+            0.9 * slope < CostBounds(compile_costs(large, device, plan, LONGEST).tables).context_cost_s() < 1.5 * slope
+        )
 
     def test_the_minorants_follow_a_convex_table(self) -> None:
         """Reading weights bounds small steps, computing bounds large ones: no single line does for both."""
         device = hardware(flops_per_s=1e14, bytes_per_s=1e12, overlap_p=6.0, overhead_s=1e-9)
         wide = DenseFeedForward(intermediate_size=8192)
         large, plan = model(hidden=2048, feed_forward=wide), pool(max_num_seqs=SEQS, budget=4000)
-        lines = compile_costs(large, device, plan, LONGEST).linear_minorants()
+        lines = CostBounds(compile_costs(large, device, plan, LONGEST).tables).linear_minorants()
         assert 2 <= len(lines) < 100
         tokens = np.array([1, 1024, 4000])
         exact = np.sum(list(StepModel(large, device, plan).linear(tokens).values()), axis=0)

@@ -11,28 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simtune.costs.compiled import compile_costs
-from simtune.costs.drafting import RoundCosts, drafting_model
-from simtune.costs.rounds import CompiledRounds, _larger, _Line, _moved
-from simtune.costs.ticks import TICKS_PER_SECOND
+from simtune.costs.drafting import CompiledRounds, RoundModel
+from simtune.costs.drafting.lines import TickLine
+from simtune.costs.drafting.orders import InChunks, RoundOrder
+from simtune.costs.drafting.passes import TargetPasses
+from simtune.costs.ticks import TICKS_PER_SECOND, to_ticks
 from simtune.specs.catalog import load_hardware, load_model
-from simtune.specs.drafts import shape_of
+from simtune.specs.drafters import BlockDrafter, Drafter, DraftModel, Eagle, Medusa, Ngram
 from simtune.specs.hardware import Calibration, Correction
 from simtune.specs.plan import Batching, Pool
-from simtune.specs.speculation import (
-    BlockDrafter,
-    Chain,
-    Drafter,
-    DraftModel,
-    Dsi,
-    Eagle,
-    Frontier,
-    Medusa,
-    Ngram,
-    Pearl,
-    Scheme,
-    StaticTree,
-)
-from simtune.tuner.speculation import overlap
+from simtune.specs.schemes import Chain, Dsi, Frontier, Pearl, Scheme, StaticTree
+from tests.oracles import overlap
 
 MODEL, HARDWARE, DRAFT = load_model("llama-3.1-8b"), load_hardware("h100-sxm"), load_model("llama-3.2-1b")
 LONGEST = 8192
@@ -59,19 +48,19 @@ def pool(**settings: object) -> Pool:
 
 def rounds(drafter: str, scheme: str = "chain", its: Pool | None = None) -> CompiledRounds:
     draft = DRAFT if drafter == "model" else None
-    return CompiledRounds(MODEL, HARDWARE, its or pool(), LONGEST, DRAFTERS[drafter], shape_of(SCHEMES[scheme]), draft)
+    return CompiledRounds(MODEL, HARDWARE, its or pool(), LONGEST, DRAFTERS[drafter], SCHEMES[scheme].shape, draft)
 
 
 @pytest.mark.parametrize("its", [pool(), pool(async_scheduling=False)], ids=["asynchronous", "synchronous"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_compiled_round_takes_what_the_model_says(drafter: str, scheme: str, its: Pool) -> None:
-    shape, compiled = shape_of(SCHEMES[scheme]), rounds(drafter, scheme, its)
-    told = RoundCosts(MODEL, HARDWARE, its, DRAFTERS[drafter], DRAFT if drafter == "model" else None)
+    shape, compiled = SCHEMES[scheme].shape, rounds(drafter, scheme, its)
+    told = RoundModel(MODEL, HARDWARE, its, DRAFTERS[drafter], DRAFT if drafter == "model" else None)
     for batch, context in ((1, 500), (8, 1000), (33, 777), (64, 3000)):
         tokens = 1 + shape.drafts
-        ticks = compiled.round(batch, batch * tokens, shape.levels, batch * (context + tokens))
-        expected = told(batch, context, tokens, shape.levels, shape.width)
+        ticks = compiled.round(batch, batch * tokens, shape.depth, batch * (context + tokens))
+        expected = told(batch, context, tokens, shape.depth, shape.width)
         assert ticks / TICKS_PER_SECOND == pytest.approx(expected, rel=1e-3)
 
 
@@ -89,13 +78,13 @@ def test_a_jump_is_the_sum_of_its_rounds(drafter: str, its: Pool, number: int) -
 
 
 def beside(its: Pool | None = None, window: int = 4) -> CompiledRounds:
-    drafter, shape = DRAFTERS["model"], shape_of(Pearl(tokens=window))
+    drafter, shape = DRAFTERS["model"], Pearl(tokens=window).shape
     return CompiledRounds(MODEL, HARDWARE, its or pool(), LONGEST, drafter, shape, DRAFT)
 
 
 def test_drafting_beside_the_target_takes_the_longer_of_the_two() -> None:
     """Few drafts hide behind the target, many the target behind them; each is one step of the draft model."""
-    target, draft = (RoundCosts(model, HARDWARE, pool(), Ngram(lookup_max=3)) for model in (MODEL, DRAFT))
+    target, draft = (RoundModel(model, HARDWARE, pool(), Ngram(lookup_max=3)) for model in (MODEL, DRAFT))
     longer = set()
     for window in (2, 4, 12):
         compiled = beside(window=window)
@@ -109,13 +98,13 @@ def test_drafting_beside_the_target_takes_the_longer_of_the_two() -> None:
 
 
 def replicated(window: int, replicas: int, its: Pool | None = None) -> CompiledRounds:
-    drafter, shape = DRAFTERS["model"], shape_of(Dsi(tokens=window, replicas=replicas))
+    drafter, shape = DRAFTERS["model"], Dsi(tokens=window, replicas=replicas).shape
     return CompiledRounds(MODEL, HARDWARE, its or pool(), LONGEST, drafter, shape, DRAFT)
 
 
 def test_a_tick_of_replicas_takes_a_share_of_a_verification_or_a_window_of_drafts() -> None:
     """Whatever the verdicts of this tick come to: a window of every sequence is verified, on one replica or another."""
-    target, draft = (RoundCosts(model, HARDWARE, pool(), Ngram(lookup_max=3)) for model in (MODEL, DRAFT))
+    target, draft = (RoundModel(model, HARDWARE, pool(), Ngram(lookup_max=3)) for model in (MODEL, DRAFT))
     longer = set()
     for window, replicas in ((1, 2), (1, 8), (3, 2), (6, 3)):
         compiled = replicated(window, replicas)
@@ -124,7 +113,7 @@ def test_a_tick_of_replicas_takes_a_share_of_a_verification_or_a_window_of_draft
             drafting = window * draft.verify_s(batch, context + window * (replicas + 1) - 1, 1)
             for verdicts in (0, batch, batch * window):
                 ticks = compiled.round(batch, verdicts, window, batch * (context + window))
-                floor = compiled._pure.floor[batch] / TICKS_PER_SECOND
+                floor = compiled.tables.pure.floor[batch] / TICKS_PER_SECOND
                 assert ticks / TICKS_PER_SECOND == pytest.approx(max(verify, drafting, floor), rel=1e-3)
             longer.add(verify > drafting)
     assert longer == {True, False}
@@ -135,7 +124,7 @@ def test_every_replica_reads_the_prompts() -> None:
     chunks, one, several = [(0, 1500)], replicated(4, 1), replicated(4, 3)
     assert several.round(0, 0, 4, 0, chunks, 1) == one.round(0, 0, 4, 0, chunks, 1)
     context = 8 * 1000
-    verify = replicated(4, 1)._pure_line(8, 32, 0).at(context - 32)
+    verify = replicated(4, 1).round(8, 32, 0, context)
     both = [compiled.round(8, 32, 4, context, chunks, 1) for compiled in (one, several)]
     assert both[0] - both[1] == verify - -(-verify // 3)
     full = [(0, 2048)]  # the verdicts of a tick leave the prompt all of the budget, its verifications none
@@ -155,7 +144,7 @@ def test_a_jump_of_replicas_is_the_sum_of_its_ticks(its: Pool) -> None:
 
 def in_chunks(drafter: str, its: Pool | None = None, scheme: Frontier = CHUNKS) -> CompiledRounds:
     draft = DRAFT if drafter == "model" else None
-    return CompiledRounds(MODEL, HARDWARE, its or pool(), LONGEST, DRAFTERS[drafter], shape_of(scheme), draft)
+    return CompiledRounds(MODEL, HARDWARE, its or pool(), LONGEST, DRAFTERS[drafter], scheme.shape, draft)
 
 
 @pytest.mark.parametrize("drafter", ["model", "head"])
@@ -165,13 +154,13 @@ def test_a_round_in_chunks_takes_what_the_formula_says(drafter: str, share: floa
     scheme = Frontier(tokens=7, chunks=3, draft_share=share, verify_share=1 - share)
     assert scheme.sizes == (3, 2, 2)
     own = DRAFT if drafter == "model" else None
-    told = RoundCosts(MODEL, HARDWARE, pool(), DRAFTERS[drafter], own)
-    network = drafting_model(DRAFTERS[drafter], MODEL, own)
+    told = RoundModel(MODEL, HARDWARE, pool(), DRAFTERS[drafter], own)
+    network = DRAFTERS[drafter].network(MODEL, own)
     assert network is not None
-    alone = RoundCosts(network, HARDWARE, pool(), Ngram(lookup_max=3))
+    alone = RoundModel(network, HARDWARE, pool(), Ngram(lookup_max=3))
     compiled, longer = in_chunks(drafter, scheme=scheme), set()
     for batch, context in ((1, 500), (8, 1000), (64, 3000)):
-        each = alone.verify_s(batch, context + 6, 1) + told._join(batch)
+        each = alone.verify_s(batch, context + 6, 1) + told.join_s(batch)
         drafts = [told.draft_s(batch, context, 7) - 4 * each, 2 * each, 2 * each]
         verifies = [told.verify_s(batch, context + done, width) for done, width in ((0, 3), (3, 2), (5, 3))]
         expected = overlap.frontier_seconds(drafts, verifies, share, 1 - share)
@@ -181,23 +170,44 @@ def test_a_round_in_chunks_takes_what_the_formula_says(drafter: str, share: floa
     assert longer == {share < 0.5}
 
 
+class PassesByHand:
+    """Verifications of 100 ticks and 1 for each token; drafts of 10 ticks each, the first with 5 more."""
+
+    launch = (0, 0)
+
+    def alone(self, num_decodes: int, verify_tokens: int) -> TickLine:
+        return TickLine.flat(100 + verify_tokens)
+
+    def beside_chunks(self, num_decodes: int, verify_tokens: int, context_tokens: int) -> int:
+        return 100 + verify_tokens if num_decodes else 0
+
+    def line(self, sequences: int, depth: int, mixed: bool, part: int = 0) -> TickLine:
+        return TickLine.flat(10 * CHUNKS.sizes[part] + 5 * (part == 0))
+
+    def ticks(self, sequences: int, depth: int, context_tokens: int, mixed: bool, part: int = 0) -> int:
+        return self.line(sequences, depth, mixed, part).ticks[0] if sequences else 0
+
+
+class TargetByHand(PassesByHand):
+    def chunks(self, *given: object) -> int:
+        return 400
+
+
+class DrafterByHand(PassesByHand):
+    def chunks(self, *given: object) -> int:
+        return 7
+
+
 def test_chunks_of_ticks_made_by_hand() -> None:
-    """Drafts of 10 ticks each, the first with 5 more; verifications of 100 ticks and 1 for each token."""
-    compiled = in_chunks("model")
-    flat = lambda ticks: _Line([0], [ticks], [0])  # noqa: E731
-    compiled._draft_line = lambda n, levels, mixed, part=0: flat(10 * CHUNKS.sizes[part] + 5 * (part == 0))  # type: ignore[method-assign]
-    compiled._verify_line = lambda n, tokens, mixed: flat(100 + tokens)  # type: ignore[method-assign]
-    tables = compiled._pure._replace(linear=[0] * 100, head=[0] * 100, floor=[0] * 9, after=[0] * 9)
-    compiled._pure = compiled._mixed = tables
+    order = InChunks(CHUNKS.shape, TargetByHand(), DrafterByHand())  # type: ignore[arg-type]
     expected = overlap.frontier_seconds([35, 20, 20], [103, 102, 103], 0.25, 0.75)
     assert expected == 35 + 103 / 0.75 + 102 / 0.75 + 103
-    assert compiled.round(1, 8, 7, 500) == pytest.approx(expected, abs=2)
-    assert compiled.round(1, 1, 7, 500) == pytest.approx(35 + 101 / 0.75 + 100 / 0.75 + 100, abs=2)
-    assert compiled.round(1, 8, 0, 500) == 108, "without drafts there is one pass"
-    compiled._prefill, compiled._cached, compiled._chunk = [0] * 50 + [400], [0] * 51, 0
-    compiled._draft_chunks = lambda *given: 7  # type: ignore[method-assign]
-    assert compiled.round(1, 8, 7, 500, [(0, 50)], 1) == pytest.approx(35 + 7 + 503 / 0.75 + 102 / 0.75 + 103, abs=2)
-    assert compiled.round(0, 0, 7, 0, [(0, 50)], 1) == 400 + 7, "no chunk of drafts to go on beside"
+    assert order.line(1, 8, 7).at(500) == pytest.approx(expected, abs=2)
+    assert order.line(1, 1, 7).at(500) == pytest.approx(35 + 101 / 0.75 + 100 / 0.75 + 100, abs=2)
+    assert order.line(1, 8, 0).at(500) == 108, "without drafts there is one pass"
+    with_chunk = order.beside_chunks(1, 8, 7, 500, [(0, 50)], 1)
+    assert with_chunk == pytest.approx(35 + 7 + 503 / 0.75 + 102 / 0.75 + 103, abs=2)
+    assert order.beside_chunks(0, 0, 7, 0, [(0, 50)], 1) == 400 + 7, "no chunk of drafts to go on beside"
 
 
 @pytest.mark.parametrize("its", [pool(), pool(cuda_graphs=False), pool(cuda_graphs=False, async_scheduling=False)])
@@ -215,26 +225,33 @@ def test_a_jump_in_chunks_is_the_sum_of_its_rounds(drafter: str, its: Pool) -> N
 def test_each_pass_over_a_chunk_is_launched_and_prepared() -> None:
     """Without graphs the target's launches floor every one of its passes."""
     eager = pool(cuda_graphs=False)
-    chain = CompiledRounds(MODEL, HARDWARE, eager, LONGEST, DRAFTERS["head"], shape_of(Chain(tokens=7)))
-    compiled, launch = in_chunks("head", eager), chain._launch[False]
+    chain = CompiledRounds(MODEL, HARDWARE, eager, LONGEST, DRAFTERS["head"], Chain(tokens=7).shape)
+    compiled, launch = in_chunks("head", eager), TargetPasses(chain.tables).launch[False]
     assert launch > 0
     more = compiled.round(1, 8, 7, 500) - chain.round(1, 8, 7, 500)
     assert more >= 2 * launch / CHUNKS.verify_share - 7 * launch
-    alone = pool(cuda_graphs=False, async_scheduling=False)
-    afters = [c._after(1, 7, False) / c._pure.after[1] for c in (in_chunks("head", alone), rounds("head", its=alone))]
-    assert afters == [3 + 7, 1 + 7]
+    alone, more_s = pool(cuda_graphs=False, async_scheduling=False), 1e-3
+    slower = HARDWARE.model_copy(
+        update={"host": HARDWARE.host.model_copy(update={"step_s": HARDWARE.host.step_s + more_s})}
+    )
+    for scheme, prepared in ((CHUNKS, 3 + 7), (Chain(tokens=7), 1 + 7)):
+        ticks = [
+            CompiledRounds(MODEL, hardware, alone, LONGEST, DRAFTERS["head"], scheme.shape).round(1, 8, 7, 500)
+            for hardware in (HARDWARE, slower)
+        ]
+        assert ticks[1] - ticks[0] == pytest.approx(prepared * to_ticks(more_s), abs=prepared)
 
 
-def lines(limit: int) -> st.SearchStrategy[_Line]:
+def lines(limit: int) -> st.SearchStrategy[TickLine]:
     pieces = st.tuples(st.integers(1, 40), st.integers(0, limit), st.integers(-9, 9))
     return st.lists(pieces, min_size=1, max_size=5).map(
-        lambda found: _Line(list(accumulate(p[0] for p in found)), [p[1] for p in found], [p[2] for p in found])
+        lambda found: TickLine(list(accumulate(p[0] for p in found)), [p[1] for p in found], [p[2] for p in found])
     )
 
 
 @given(lines(200), lines(200), st.integers(-30, 30))
-def test_the_larger_of_two_lines_is_that_everywhere(a: _Line, b: _Line, shift: int) -> None:
-    found = _larger(a, _moved(b, shift))
+def test_the_larger_of_two_lines_is_that_everywhere(a: TickLine, b: TickLine, shift: int) -> None:
+    found = a.or_larger(b.moved(shift))
     everywhere = range(a.starts[0], 300)
     assert [found.at(x) for x in everywhere] == [max(a.at(x), b.at(x - shift)) for x in everywhere]
     assert found.many(np.array(everywhere)).tolist() == [found.at(x) for x in everywhere]
@@ -245,7 +262,7 @@ def test_which_is_the_longer_may_change_as_contexts_grow() -> None:
     target, crossed = rounds("head"), 0
     for batch, window in ((1, 2), (8, 3), (64, 5)):
         compiled = beside(window=window)
-        draft = compiled._draft_line(batch, window, False)
+        draft = compiled.order.drafter.line(batch, window, False)
         contexts = np.arange(batch * 20, batch * LONGEST, 11 * batch)
         target_ticks = [target.round(batch, batch * window, 0, c) for c in contexts.tolist()]
         draft_ticks = [draft.at(c + window * batch) for c in contexts.tolist()]
@@ -259,8 +276,7 @@ def test_which_is_the_longer_may_change_as_contexts_grow() -> None:
 
 def test_a_prompt_is_read_by_both_beside_each_other() -> None:
     chunks, compiled = [(0, 1500)], beside()
-    plain, draft = rounds("head"), compiled._network
-    assert draft is not None
+    plain = rounds("head")
     alone = plain.round(0, 0, 0, 0, chunks, 1)
     assert compiled.round(0, 0, 4, 0, chunks, 1) == alone, "the smaller model is done before"
     with_decodes = compiled.round(8, 32, 4, 8 * 1000, chunks, 1)
@@ -290,12 +306,31 @@ def test_without_drafts_a_round_is_a_step() -> None:
 @pytest.mark.parametrize("its", [pool(), pool(cuda_graphs=False, async_scheduling=False)], ids=["graphs", "eager"])
 @pytest.mark.parametrize("drafter", ["head", "model", "medusa", "n-gram"])
 def test_the_short_way_to_a_round_with_chunks_comes_to_the_same(drafter: str, its: Pool) -> None:
-    short, long = rounds(drafter, its=its), rounds(drafter, its=its)
-    long._in_turn = False
+    order = rounds(drafter, its=its).order
     for decodes, chunks, completing in ((0, [(0, 300)], 1), (8, [(0, 300), (512, 200)], 1), (3, [(96, 64)], 0)):
-        for levels in (0, 4):
-            batch = (decodes, decodes * (1 + levels), levels, decodes * 1000)
-            assert short.round(*batch, chunks, completing) == long.round(*batch, chunks, completing)
+        for depth in (0, 4):
+            batch = (decodes, decodes * (1 + depth), depth, decodes * 1000)
+            assert order.beside_chunks(*batch, chunks, completing) == in_turn(order, *batch, chunks, completing)
+
+
+def in_turn(
+    order: RoundOrder,
+    decodes: int,
+    tokens: int,
+    depth: int,
+    context: int,
+    chunks: list[tuple[int, int]],
+    completing: int,
+) -> int:
+    """Pass by pass: the target's, then the drafter's."""
+    verify = order.target.beside_chunks(decodes, tokens, context) + order.target.chunks(tokens, chunks, completing)
+    verify = max(verify, order.target.launch[True])
+    if depth == 0:
+        return verify
+    length, new = (sum(column) for column in ((past + new for past, new in chunks), (new for _, new in chunks)))
+    context += depth * decodes - tokens + completing * (length // len(chunks) + depth)
+    draft = order.drafter.ticks(decodes + completing, depth, context, True)
+    return verify + draft + order.drafter.chunks(decodes + completing, depth, chunks, new)
 
 
 def test_the_drafter_reads_prompts_too() -> None:
@@ -327,7 +362,7 @@ def test_a_correction_of_steps_goes_for_rounds() -> None:
     decode = Correction(scale=1.5, offset_s=1e-3, steps=100, **errors)
     calibration = Calibration(model=MODEL.name, tp=1, pp=1, source="a log", decode=decode)
     corrected = HARDWARE.model_copy(update={"calibration": calibration})
-    shape = shape_of(SCHEMES["chain"])
+    shape = SCHEMES["chain"].shape
     compiled = CompiledRounds(MODEL, corrected, pool(), LONGEST, DRAFTERS["head"], shape)
-    expected = RoundCosts(MODEL, corrected, pool(), DRAFTERS["head"])(8, 1000, 5, 4, 1)
+    expected = RoundModel(MODEL, corrected, pool(), DRAFTERS["head"])(8, 1000, 5, 4, 1)
     assert compiled.round(8, 40, 4, 8 * 1005) / TICKS_PER_SECOND == pytest.approx(expected, rel=1e-3)

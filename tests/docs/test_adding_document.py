@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from simtune import cli
-from simtune.costs import operators, residual
+from simtune.costs import operators
+from simtune.emit import ENGINES
 from simtune.specs import hf
 from tests.docs import reading
 from tests.docs.reading import DOCS, ROOT
@@ -26,7 +27,7 @@ from tests.docs.reading import DOCS, ROOT
 DOCUMENT = reading.text(DOCS / "adding.md")
 SECTIONS = re.findall(r"^## (.+)$", DOCUMENT, re.MULTILINE)
 BLOCK = re.compile(r"^```(\w+)(?: (\S+))?\n(.*?)^```", re.DOTALL | re.MULTILINE)
-REGISTRIES: tuple[dict[Any, Any], ...] = (cli.VERBS, hf.ARCHITECTURES, operators.OPERATORS, residual._FEATURES)
+REGISTRIES: tuple[dict[Any, Any], ...] = (cli.VERBS, hf.ARCHITECTURES, operators.OPERATORS, ENGINES)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simtune.emit.vllm import OPTIONS, VLLM_VERSION, emit
+from simtune.emit.vllm import OPTIONS, VLLM_VERSION, Vllm
 from simtune.errors import UsageError
 from simtune.specs.model import Model, MoeFeedForward
 from simtune.specs.plan import Plan
@@ -32,6 +32,7 @@ layers:
     feed_forward: {kind: dense, intermediate_size: 8192}
 """
 )
+emit = Vllm().files
 UNNAMED = MODEL.model_copy(update={"hf": None})
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from simtune.emit.vllm import VLLM_VERSION, emit
+from simtune.emit.vllm import VLLM_VERSION, Vllm
 from simtune.specs.catalog import load_model
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan, Pool
@@ -72,7 +72,7 @@ def read(folder: Path) -> Read:
     def read(plan: Plan, model: Model, drafts: dict[str, Model] | None = None) -> list[tuple[Pool, Any, Any]]:
         (folder / "config.json").write_text(json.dumps(config_of(model)))
         (folder / "engine").mkdir(exist_ok=True)
-        for name, text in emit(plan, model, draft_models=drafts).items():
+        for name, text in Vllm().files(plan, model, draft_models=drafts).items():
             (folder / name).write_text(text)
         found = []
         for pool in plan.pools:

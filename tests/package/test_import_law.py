@@ -22,8 +22,9 @@ LAW: dict[str, set[str]] = {
     "engine": {"arrays"},
     "plugins": {"errors"},
     "specs": {"arrays", "errors", "plugins"},
+    "acceptance": {"arrays", "errors", "specs"},
     "costs": {"arrays", "errors", "specs"},
-    "emit": {"errors", "specs"},
+    "emit": {"errors", "plugins", "specs"},
     "profiling": {"arrays", "errors", "specs", "costs"},
     "sim": GROUND | {"engine", "costs"},
     "validation": GROUND | {"engine", "costs", "sim"},
@@ -31,7 +32,8 @@ LAW: dict[str, set[str]] = {
     "runs": GROUND | {"costs", "emit", "sim", "tuner"},
     "report": GROUND | {"costs", "sim", "runs"},
     "api": GROUND | {"engine", "costs", "sim", "tuner"},
-    "cli": GROUND | {"engine", "costs", "profiling", "sim", "emit", "report", "tuner", "runs", "api", "validation"},
+    "cli": GROUND
+    | {"acceptance", "engine", "costs", "profiling", "sim", "emit", "report", "tuner", "runs", "api", "validation"},
 }
 """What each floor may import besides itself. The package's own `__version__` is open to all."""
 

@@ -13,38 +13,36 @@ from hypothesis import strategies as st
 
 from simtune.api import load_hardware, load_model
 from simtune.costs.compiled import LinearCosts
-from simtune.costs.drafting import RoundCosts, draft_memory
+from simtune.costs.drafting import RoundModel, draft_memory
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import DraftingTerms, Request, Tally, VllmFcfs
 from simtune.errors import Infeasible
 from simtune.sim.core import EngineCore
 from simtune.sim.deployment import Deployment, deploy
+from simtune.sim.drafting import AcceptanceSampler, Drafting, SharedBudget, drafting_terms, uniform
 from simtune.sim.requests import RequestStream
-from simtune.sim.speculation import AcceptanceSampler, Drafting, drafting_terms, uniform
 from simtune.sim.world import Outcome, World
+from simtune.specs import trees
 from simtune.specs.acceptance import Acceptance, BetaMixture, Condition, PerPosition, PerRank, Rates, Revealed
+from simtune.specs.drafters import BlockDrafter, Drafter, DraftModel, Eagle, Medusa, Ngram
 from simtune.specs.plan import Batching, KvLink, Plan, Pool
-from simtune.specs.speculation import (
+from simtune.specs.schemes import (
     BatchRange,
-    BlockDrafter,
     ByBatch,
     Chain,
-    Drafter,
-    DraftModel,
     Dsi,
     DynamicTree,
-    Eagle,
     Frontier,
-    Medusa,
-    Ngram,
     Pearl,
     Scheme,
-    Speculation,
     StaticTree,
     Threshold,
     TokenBudget,
 )
-from simtune.tuner.speculation import chain, overlap, tree
+from simtune.specs.speculation import Speculation
+from simtune.tuner.drafting import chain, tree
+from tests.oracles import chain as exact
+from tests.oracles import overlap
 from tests.sim.clusters import Cluster, clusters
 from tests.sim.test_cluster import check
 from tests.sim.worlds import stream_of
@@ -98,7 +96,7 @@ def sampler(scheme: Scheme, rates: Rates, stream: RequestStream, seed: int = 0) 
 
 
 def drafter_for(scheme: Scheme) -> Drafter:
-    return DraftModel(model="llama-3.2-1b") if isinstance(scheme, Pearl | Dsi) else Eagle()
+    return DraftModel(model="llama-3.2-1b") if scheme.shape.overlapped else Eagle()
 
 
 def columns(outcome: Outcome) -> dict[str, list[int]]:
@@ -276,9 +274,9 @@ def test_compiled_rounds_jump_exactly_too(name: str, drafter: str, apart: bool) 
     ("name", "expected"),
     [
         ("chain", chain.expected_tokens(POSITIONS.conditional[:3])),
-        ("chain of unequal requests", chain.expected_tokens(chain.beta(4, 1.5, 3))),
+        ("chain of unequal requests", chain.expected_tokens(exact.beta(4, 1.5, 3))),
         ("static tree", 1 + tree.expected_accepted(NODES, RANKS.probability)),
-        ("dynamic tree", 1 + tree.expected_accepted(tree.dynamic(RANKS.probability, 3, 2, 6), RANKS.probability)),
+        ("dynamic tree", 1 + tree.expected_accepted(trees.dynamic(RANKS.probability, 3, 2, 6), RANKS.probability)),
         ("threshold, revealed", 1 + chain.stopped((0.95, 0.5), (0.6, 0.4), 5, 0.4).accepted),
     ],
 )
@@ -298,7 +296,7 @@ def test_a_world_yields_as_many_tokens_per_round_as_the_formula_that_knows_of_th
     scheme, rates = SCHEMES["chain"]
     stream = stream_of(np.arange(400) * 10.0, [10] * 400, [61] * 400)
     found = tally(deployed(scheme, rates, Eagle()).simulate(stream).outcome)
-    pmf = chain.accepted_pmf(rates.chain(3))
+    pmf = exact.accepted_pmf(rates.chain(3))
     rounds = np.zeros(61)
     for left in range(1, 61):
         rounds[left] = 1 + sum(p * rounds[max(0, left - 1 - j)] for j, p in enumerate(pmf))
@@ -371,7 +369,7 @@ def test_a_request_alone_gets_its_tokens_as_fast_as_the_formula_says(window: int
     own = deployed(Pearl(tokens=window), rates, *DRAFTERS["model"], max_model_len=8192)
     pool = own.plan.pools[0]
     draft_s, target_s = (
-        RoundCosts(model, HARDWARE, pool, Ngram(lookup_max=3)).verify_s(1, tokens // 2, width)
+        RoundModel(model, HARDWARE, pool, Ngram(lookup_max=3)).verify_s(1, tokens // 2, width)
         for model, width in ((load_model("llama-3.2-1b"), 1), (MODEL, window))
     )
     rate = 1 / own.simulate(stream).tpot_s.mean()
@@ -495,12 +493,13 @@ def test_uniform_numbers_are_uniform_and_unrelated() -> None:
 
 
 def test_a_budget_goes_to_the_likeliest_drafts() -> None:
-    drawn = sampler(TokenBudget(tokens=5, max_tokens=3), PerPosition(conditional=(0.9, 0.5, 0.5)), requests(9, 9))
-    some = [Request(i, 1, 1) for i in range(9)]
-    assert drawn.shares(some[:2]) == [3, 2]
-    assert drawn.shares(some[:4]) == [2, 1, 1, 1]
-    assert drawn.shares(some) == [1, 1, 1, 1, 1, 0, 0, 0, 0]
-    assert drawn.shares([]) == []
+    scheme = TokenBudget(tokens=5, max_tokens=3)
+    drawn = sampler(scheme, PerPosition(conditional=(0.9, 0.5, 0.5)), requests(9, 9))
+    shares, batch = SharedBudget(drawn.survival, scheme.tokens), [Request(i, 1, 1) for i in range(9)]
+    assert shares(batch[:2]) == [3, 2]
+    assert shares(batch[:4]) == [2, 1, 1, 1]
+    assert shares(batch) == [1, 1, 1, 1, 1, 0, 0, 0, 0]
+    assert shares([]) == []
 
 
 # --- a pool that drafts -------------------------------------------------------------------------------------------
@@ -632,9 +631,8 @@ def test_a_drafter_of_both_pools_has_its_keys_and_values_sent(
 def test_steps_are_scheduled_ahead_where_an_engine_can(
     scheme: str, rates: Rates, drafter: Drafter, ahead: bool
 ) -> None:
-    draft = drafter.model if isinstance(drafter, DraftModel) else None
     for asked in (True, False):
-        pool = deployed(SCHEMES[scheme][0], rates, drafter, draft, async_scheduling=asked).pools[0]
+        pool = deployed(SCHEMES[scheme][0], rates, drafter, drafter.own_model, async_scheduling=asked).pools[0]
         (core,) = pool.cores(1, None, pool.speculation(requests(3, 3), 0))
         assert isinstance(core.scheduler, VllmFcfs)
         assert core.scheduler.async_scheduling is (ahead and asked)

@@ -11,8 +11,8 @@ import pytest
 from simtune.costs.iteration import KINDS
 from simtune.costs.predict import Profile
 from simtune.sim.deployment import Deployment, default_plan, deploy
+from simtune.sim.drafting import Drafting
 from simtune.sim.requests import RequestStream, build_stream
-from simtune.sim.speculation import Drafting
 from simtune.sim.summary import Uncertain
 from simtune.sim.uncertainty import intervals, uncertainty, worlds
 from simtune.specs.acceptance import Acceptance, BetaMixture, PerPosition, PerRank

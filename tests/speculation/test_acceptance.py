@@ -11,12 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simtune.costs import acceptance
-from simtune.costs.acceptance_logs import read_acceptance
+from simtune.acceptance import estimate
+from simtune.acceptance.logs import read_acceptance
 from simtune.errors import SpecError, UsageError
 from simtune.specs.acceptance import Acceptance, BetaMixture, PerPosition, PerRank
 from simtune.specs.catalog import load_acceptance, names
-from simtune.tuner.speculation import chain, tree
+from simtune.tuner.drafting import chain, tree
+from tests.oracles import chain as exact
+from tests.oracles.ranks import from_few_ranks
 
 EXACT = 1e-9
 
@@ -129,31 +131,31 @@ def test_medusa_heads_predict_what_spec_bench_measured(data_dir: Path) -> None:
 
 def test_from_counts(oracle: Any) -> None:
     case = oracle["positional_from_hist"]
-    found = acceptance.from_histogram(case["hist"])
+    found = estimate.from_histogram(case["hist"])
     assert found.conditional == pytest.approx(case["a"], rel=EXACT)
     assert found.standard_error == pytest.approx(case["se"], rel=EXACT)
     assert chain.expected_tokens(found.conditional) == pytest.approx(case["mean_tokens"], rel=EXACT)
     case = oracle["positional_from_counters"]
-    found = acceptance.from_counters(case["drafts"], case["per_pos"])
+    found = estimate.from_counters(case["drafts"], case["per_pos"])
     assert found.conditional == pytest.approx(case["a"], rel=EXACT)
     assert chain.expected_tokens(found.conditional) == pytest.approx(case["mean_tokens"], rel=EXACT)
 
 
 def test_from_a_mean_length(oracle: Any) -> None:
     for row in oracle["alpha_from_length"]:
-        found = acceptance.from_mean_length(row["L"], row["gamma"])
+        found = estimate.from_mean_length(row["L"], row["gamma"])
         assert found.conditional == pytest.approx([row["alpha"]] * row["gamma"], rel=EXACT)
-    assert acceptance.from_mean_length(1.0, 3).conditional == (0.0, 0.0, 0.0)
+    assert estimate.from_mean_length(1.0, 3).conditional == (0.0, 0.0, 0.0)
     for impossible in (0.9, 4.1):
         with pytest.raises(ValueError, match="impossible with 3 draft tokens"):
-            acceptance.from_mean_length(impossible, 3)
+            estimate.from_mean_length(impossible, 3)
 
 
 def test_the_error_of_a_mean_length_is_that_of_simulations() -> None:
     rng = np.random.default_rng(3)
     true, window, rounds = 0.7, 4, 400
     kept = np.minimum(rng.geometric(1 - true, (400, rounds)) - 1, window)
-    fits = [acceptance.from_mean_length(1 + float(k.mean()), window, rounds) for k in kept]
+    fits = [estimate.from_mean_length(1 + float(k.mean()), window, rounds) for k in kept]
     errors = [f.standard_error[0] for f in fits if f.standard_error]
     assert np.std([f.conditional[0] for f in fits]) == pytest.approx(np.mean(errors), rel=0.15)
 
@@ -164,12 +166,12 @@ def test_varying_windows(oracle: Any) -> None:
     windows = rng.integers(1, 5, 40000)
     kept = (rng.random((40000, 4)) < np.array(true)).cumprod(axis=1).sum(axis=1)
     rounds = list(zip(np.minimum(kept, windows).tolist(), windows.tolist(), strict=True))
-    found = acceptance.from_windows(rounds)
+    found = estimate.from_windows(rounds)
     assert found.standard_error is not None
-    for estimate, a, error, fitted in zip(
+    for rate, a, error, fitted in zip(
         found.conditional, true, found.standard_error, oracle["kaplan_meier"]["fit"], strict=True
     ):
-        assert abs(estimate - a) < 3 * error
+        assert abs(rate - a) < 3 * error
         assert abs(fitted - a) < 3 * error, "and so was the reference"
     naive = [sum(k >= j for k, _ in rounds) / sum(k >= j - 1 for k, _ in rounds) for j in range(1, 5)]
     assert naive[1:] == pytest.approx(oracle["kaplan_meier"]["naive_ratio"][1:], abs=0.02)
@@ -184,7 +186,7 @@ def test_requests_that_differ(oracle: Any) -> None:
     for _ in range(1500):
         own = rng.beta(a, b)
         histograms.append(np.bincount(np.minimum(rng.geometric(1 - own, 40) - 1, 5), minlength=6).tolist())
-    found = acceptance.from_requests(histograms)
+    found = estimate.from_requests(histograms)
     assert found.standard_error is not None
     assert abs(found.a - a) < 3 * found.standard_error[0]
     assert abs(found.b - b) < 3 * found.standard_error[1]
@@ -194,7 +196,7 @@ def test_requests_that_differ(oracle: Any) -> None:
 
 def test_a_short_list_of_ranks_continues_as_a_power(oracle: Any) -> None:
     case = oracle["zipf_rank_fit"]
-    p1, s, errors = acceptance.from_few_ranks(case["counts"], case["misses"])
+    p1, s, errors = from_few_ranks(case["counts"], case["misses"])
     assert (p1, s) == (pytest.approx(case["fit"][0], abs=1e-5), pytest.approx(case["fit"][1], abs=1e-4))
     assert abs(p1 - case["true"][0]) < 3 * errors[0]
     assert abs(s - case["true"][1]) < 3 * errors[1]
@@ -202,50 +204,50 @@ def test_a_short_list_of_ranks_continues_as_a_power(oracle: Any) -> None:
 
 
 def test_ranks() -> None:
-    found = acceptance.from_ranks([[60, 20], [30]], [[100, 100], [60]])
+    found = estimate.from_ranks([[60, 20], [30]], [[100, 100], [60]])
     assert found.probability == ((0.6, 0.2), (0.5,))
     assert found.standard_error is not None
     assert found.standard_error[1][0] == pytest.approx(np.sqrt(0.25 / 60))
-    assert acceptance.from_top_k([[0.5, 0.75], [0.25]]).probability == ((0.5, 0.25), (0.25,))
+    assert estimate.from_top_k([[0.5, 0.75], [0.25]]).probability == ((0.5, 0.25), (0.25,))
 
 
 @pytest.mark.parametrize(
-    ("estimate", "message"),
+    ("counting", "message"),
     [
-        (lambda: acceptance.from_counters(100, [70, 80]), "position 2 was kept 80 times and the one before 70"),
-        (lambda: acceptance.from_counters(100, [170]), "position 1 was kept 170 times and the one before 100"),
-        (lambda: acceptance.from_counters(0, [0]), "no round that drafted anything"),
-        (lambda: acceptance.from_histogram({0: 5, 4: 2}, 3), "rounds that kept 4 draft tokens cannot have drafted 3"),
-        (lambda: acceptance.from_histogram({0: -5}), "none of them negative"),
-        (lambda: acceptance.from_windows([(3, 2)]), "cannot keep more draft tokens than it had"),
-        (lambda: acceptance.from_windows([(0, 0)]), "no round drafted a token"),
-        (lambda: acceptance.from_requests([[1, 2]]), "fewer than two"),
-        (lambda: acceptance.from_ranks([[5]], [[4]]), "depth 1: candidates taken more often"),
-        (lambda: acceptance.from_top_k([[0.5, 0.4]]), "depth 1: accuracy falls"),
-        (lambda: acceptance.from_few_ranks([0, 0], 3), "some candidate must have been taken"),
+        (lambda: estimate.from_counters(100, [70, 80]), "position 2 was kept 80 times and the one before 70"),
+        (lambda: estimate.from_counters(100, [170]), "position 1 was kept 170 times and the one before 100"),
+        (lambda: estimate.from_counters(0, [0]), "no round that drafted anything"),
+        (lambda: estimate.from_histogram({0: 5, 4: 2}, 3), "rounds that kept 4 draft tokens cannot have drafted 3"),
+        (lambda: estimate.from_histogram({0: -5}), "none of them negative"),
+        (lambda: estimate.from_windows([(3, 2)]), "cannot keep more draft tokens than it had"),
+        (lambda: estimate.from_windows([(0, 0)]), "no round drafted a token"),
+        (lambda: estimate.from_requests([[1, 2]]), "fewer than two"),
+        (lambda: estimate.from_ranks([[5]], [[4]]), "depth 1: candidates taken more often"),
+        (lambda: estimate.from_top_k([[0.5, 0.4]]), "depth 1: accuracy falls"),
+        (lambda: from_few_ranks([0, 0], 3), "some candidate must have been taken"),
         (
-            lambda: acceptance.difference({"drafts": 10}, {"drafts": 9}),
+            lambda: estimate.difference({"drafts": 10}, {"drafts": 9}),
             "drafts goes backwards, from 10 to 9: the engine was started again",
         ),
-        (lambda: acceptance.difference({"drafts": 10, "x": 1}, {"drafts": 11}), "x is counted in the first reading"),
+        (lambda: estimate.difference({"drafts": 10, "x": 1}, {"drafts": 11}), "x is counted in the first reading"),
     ],
 )  # fmt: skip
-def test_impossible_counts_are_refused(estimate: Any, message: str) -> None:
+def test_impossible_counts_are_refused(counting: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        estimate()
+        counting()
 
 
 @given(st.lists(st.floats(0.05, 0.95), min_size=1, max_size=5))
 def test_counters_and_histogram_say_the_same(rates: list[float]) -> None:
     alive = 1e6 * np.concatenate([[1.0], chain.survival(rates)])
-    by_counter = acceptance.from_counters(alive[0], alive[1:].tolist())
-    by_histogram = acceptance.from_histogram((1e6 * chain.accepted_pmf(rates)).tolist())
+    by_counter = estimate.from_counters(alive[0], alive[1:].tolist())
+    by_histogram = estimate.from_histogram((1e6 * exact.accepted_pmf(rates)).tolist())
     assert by_counter.conditional == pytest.approx(rates)
     assert by_histogram.conditional == pytest.approx(rates)
 
 
 def test_positions_that_nobody_reached_are_unknown() -> None:
-    found = acceptance.from_counters(10, [5, 0, 0])
+    found = estimate.from_counters(10, [5, 0, 0])
     assert found.conditional == (0.5, 0.0), "the third was never tried"
 
 
@@ -294,17 +296,17 @@ def test_log_lines(tmp_path: Path) -> None:
 def test_results_of_benchmarks(tmp_path: Path) -> None:
     bench = {"spec_decode_num_drafts": 1000, "spec_decode_per_position_acceptance_rates": [0.7, 0.52, 0.4]}
     found = read_acceptance([write(tmp_path, "bench.json", bench)]).rates
-    assert found == acceptance.from_counters(1000, [700, 520, 400])
+    assert found == estimate.from_counters(1000, [700, 520, 400])
     histogram = {"pooled_spec_decode_acceptance_histogram": {"0": 150, "1": 187, "2": 663}}
     found = read_acceptance([write(tmp_path, "aiperf.json", histogram)]).rates
-    assert found == acceptance.from_histogram([150, 187, 663])
+    assert found == estimate.from_histogram([150, 187, 663])
     assert len(read_acceptance([tmp_path / "aiperf.json"], draft_tokens=3).rates.chain(9)) == 3
     for name, data in (
         ("bench-sglang.json", {"accept_length": 2.4}),
         ("info.json", {"internal_states": [{"avg_spec_accept_length": 2.4}]}),
     ):
         path = write(tmp_path, name, data)
-        assert read_acceptance([path], draft_tokens=3).rates == acceptance.from_mean_length(2.4, 3)
+        assert read_acceptance([path], draft_tokens=3).rates == estimate.from_mean_length(2.4, 3)
         with pytest.raises(UsageError, match="give --draft-tokens"):
             read_acceptance([path])
         with pytest.raises(SpecError, match="impossible with 1 draft tokens"):
@@ -324,7 +326,7 @@ def test_requests_one_by_one(tmp_path: Path) -> None:
 
 def test_tables(tmp_path: Path, data_dir: Path) -> None:
     counts = write(tmp_path, "ranks.csv", "depth,rank,taken,reached\n1,2,20,100\n1,1,60,100\n2,1,30,60\n")
-    assert read_acceptance([counts]).rates == acceptance.from_ranks([[60, 20], [30]], [[100, 100], [60]])
+    assert read_acceptance([counts]).rates == estimate.from_ranks([[60, 20], [30]], [[100, 100], [60]])
     rounds = write(tmp_path, "rounds.csv", "accepted,drafted\n1,1\n2,3\n0,3\n")
     found = read_acceptance([rounds]).rates
     assert isinstance(found, PerPosition)
@@ -384,7 +386,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "0.7429" in out
     written = Acceptance.from_file(tmp_path / "mine.yaml")
     assert (written.name, written.origin) == ("mine", "measured")
-    assert written.rates == acceptance.from_counters(1000, [700, 520])
+    assert written.rates == estimate.from_counters(1000, [700, 520])
     code, _, err = run("bench.json", "--out", "mine.yaml")
     assert (code, err) == (2, "mine.yaml: is there already; give --force to replace it\n")
     code, out, _ = run("bench.json", "--out", "mine.yaml", "--force", "--json")

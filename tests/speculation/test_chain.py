@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simtune.tuner.speculation import chain
-from simtune.tuner.speculation.chain import Stopping
+from simtune.tuner.drafting import chain
+from tests.oracles import chain as exact
+from tests.oracles.chain import Stopping
 
 EXACT = 1e-9
 MONTE_CARLO = 0.01
@@ -25,22 +26,22 @@ def oracle(oracle_dir: Path) -> Any:
 
 def test_tokens_per_round(oracle: Any) -> None:
     for row in oracle["omega_iid"]:
-        tokens = chain.expected_tokens(chain.iid(row["alpha"], row["gamma"]))
+        tokens = chain.expected_tokens(exact.iid(row["alpha"], row["gamma"]))
         assert tokens == pytest.approx(row["omega"], rel=EXACT)
         assert tokens == pytest.approx(row["mc"], rel=MONTE_CARLO)
     row = oracle["omega_positional"]
     assert chain.expected_tokens(row["av"]) == pytest.approx(row["omega"], rel=EXACT)
-    assert chain.accepted_pmf(row["av"]) == pytest.approx(row["pmf_accepted"], rel=EXACT)
+    assert exact.accepted_pmf(row["av"]) == pytest.approx(row["pmf_accepted"], rel=EXACT)
     row = oracle["omega_beta_mixture"]
-    rising = chain.beta(row["a"], row["b"], row["gamma"])
+    rising = exact.beta(row["a"], row["b"], row["gamma"])
     assert rising == pytest.approx(row["conditional_acceptance"], rel=EXACT)
     assert chain.expected_tokens(rising) == pytest.approx(row["omega"], rel=EXACT)
-    pooled = chain.iid(row["a"] / (row["a"] + row["b"]), row["gamma"])
+    pooled = exact.iid(row["a"] / (row["a"] + row["b"]), row["gamma"])
     assert chain.expected_tokens(pooled) < row["omega"], "the mean acceptance understates a mixture"
 
 
 def speedup(acceptance: float, length: int, draft: float) -> float:
-    return chain.expected_tokens(chain.iid(acceptance, length)) / (1 + length * draft)
+    return chain.expected_tokens(exact.iid(acceptance, length)) / (1 + length * draft)
 
 
 def test_the_speedups_leviathan_printed(oracle: Any) -> None:
@@ -52,7 +53,7 @@ def test_the_speedups_leviathan_printed(oracle: Any) -> None:
 
 def test_the_best_length(oracle: Any) -> None:
     for row in oracle["best_gamma"]:
-        length, rate = chain.best_length(chain.iid(row["alpha"], 64), 1 + row["c"] * np.arange(65))
+        length, rate = exact.best_length(exact.iid(row["alpha"], 64), 1 + row["c"] * np.arange(65))
         assert (length, rate) == (row["gamma"], pytest.approx(row["speedup"], rel=EXACT))
 
 
@@ -60,8 +61,8 @@ def test_the_marginal_rule_is_the_enumeration(oracle: Any) -> None:
     assert oracle["marginal_rule_mismatches"] == 0
     for acceptance in np.linspace(0.05, 0.95, 19):
         for draft in np.linspace(0.01, 0.9, 30):
-            drafts = chain.iid(acceptance, 64)
-            assert chain.marginal_length(drafts, draft, 1.0) == chain.best_length(drafts, 1 + draft * np.arange(65))[0]
+            drafts = exact.iid(acceptance, 64)
+            assert exact.marginal_length(drafts, draft, 1.0) == exact.best_length(drafts, 1 + draft * np.arange(65))[0]
 
 
 @given(
@@ -70,9 +71,9 @@ def test_the_marginal_rule_is_the_enumeration(oracle: Any) -> None:
     st.floats(0.1, 5),
 )
 def test_the_marginal_rule_holds_at_any_acceptances(drafts: list[float], draft_s: float, target_s: float) -> None:
-    length = chain.marginal_length(drafts, draft_s, target_s)
+    length = exact.marginal_length(drafts, draft_s, target_s)
     seconds = target_s + draft_s * np.arange(len(drafts) + 1)
-    _, best = chain.best_length(drafts, seconds)
+    _, best = exact.best_length(drafts, seconds)
     assert chain.expected_tokens(drafts[:length]) / seconds[length] == pytest.approx(best, rel=1e-9)
 
 
@@ -82,19 +83,19 @@ def test_more_acceptance_or_a_longer_draft_never_yields_less(drafts: list[float]
     better[at % len(drafts)] = max(more, better[at % len(drafts)])
     assert chain.expected_tokens(better) >= chain.expected_tokens(drafts)
     assert chain.expected_tokens([*drafts, more]) >= chain.expected_tokens(drafts)
-    pmf = chain.accepted_pmf(drafts)
+    pmf = exact.accepted_pmf(drafts)
     assert pmf.sum() == pytest.approx(1)
     assert 1 + pmf @ np.arange(len(pmf)) == pytest.approx(chain.expected_tokens(drafts))
 
 
 def test_the_last_round_is_cut(oracle: Any) -> None:
     for row in oracle["dsi"]:
-        seconds = chain.mean_seconds(row["N"], chain.iid(row["alpha"], 5), row["td"], row["tt"])
+        seconds = exact.mean_seconds(row["N"], exact.iid(row["alpha"], 5), row["td"], row["tt"])
         assert seconds == pytest.approx(row["sd_gamma5"], rel=EXACT)
         assert seconds == pytest.approx(row["sd_gamma5_mc"], rel=MONTE_CARLO)
     # Two tokens: one draft at most, kept with .9; otherwise a second round without a draft.
-    assert chain.mean_seconds(2, [0.9, 0.5], 0.1, 1.0) == pytest.approx(1.1 + 0.1 * 1.0)
-    assert chain.mean_seconds(1, [0.9, 0.5], 0.1, 1.0) == 1.0
+    assert exact.mean_seconds(2, [0.9, 0.5], 0.1, 1.0) == pytest.approx(1.1 + 0.1 * 1.0)
+    assert exact.mean_seconds(1, [0.9, 0.5], 0.1, 1.0) == 1.0
 
 
 def test_a_batch_on_a_roofline(oracle: Any) -> None:
@@ -109,12 +110,12 @@ def test_a_batch_on_a_roofline(oracle: Any) -> None:
         batch, context = row["batch"], row["ctx"]
         draft = step_s(batch, 1, context, case["draft"])
         seconds = [k * draft + step_s(batch, k + 1, context, case["target"]) for k in range(9)]
-        length, rate = chain.best_length(chain.iid(case["alpha"], 8), seconds)
+        length, rate = exact.best_length(exact.iid(case["alpha"], 8), seconds)
         assert length == row["best_k"]
         assert rate * seconds[0] == pytest.approx(row["speedup"], rel=EXACT)
     case = oracle["smartspec_goodput"]
-    drafts = [chain.iid(a, k) for a, k in zip(case["alphas"], case["ks"], strict=True)]
-    assert chain.goodput(drafts, case["t_draft"], case["t_target"]) == pytest.approx(case["goodput"], rel=EXACT)
+    drafts = [exact.iid(a, k) for a, k in zip(case["alphas"], case["ks"], strict=True)]
+    assert exact.goodput(drafts, case["t_draft"], case["t_target"]) == pytest.approx(case["goodput"], rel=EXACT)
 
 
 # --- when to stop -----------------------------------------------------------------------------------------
@@ -136,7 +137,7 @@ def test_looking_one_step_ahead_is_the_best_rule(oracle: Any) -> None:
         grid = max(case.tokens_per_s(h) for h in np.linspace(0, 1, 401))
         assert grid == pytest.approx(row["rate_best_threshold_grid"], rel=EXACT)
         mean = float(np.dot(row["types"], row["probs"]))
-        _, fixed = chain.best_length(chain.iid(mean, 12), case.target_s + case.draft_s * np.arange(13))
+        _, fixed = exact.best_length(exact.iid(mean, 12), case.target_s + case.draft_s * np.arange(13))
         assert fixed == pytest.approx(row["rate_best_fixed_length"], rel=EXACT)
 
 

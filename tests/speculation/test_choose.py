@@ -7,13 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simtune.costs.drafting import RoundCosts
-from simtune.emit.speculation import check, vllm
+from simtune.costs.drafting import RoundModel
+from simtune.emit import ENGINES
 from simtune.specs.acceptance import BetaMixture, PerPosition, PerRank, Revealed
 from simtune.specs.catalog import load_acceptance, load_hardware, load_model
+from simtune.specs.drafters import Eagle
 from simtune.specs.plan import Batching, Pool
-from simtune.specs.speculation import BatchRange, ByBatch, DynamicTree, Eagle, Speculation, StaticTree, Threshold
-from simtune.tuner.speculation import Schedule, chain, choose, tree
+from simtune.specs.schemes import BatchRange, ByBatch, DynamicTree, StaticTree, Threshold
+from simtune.specs.speculation import Speculation
+from simtune.specs.trees import depth_of, width_of
+from simtune.tuner.drafting import Schedule, choose, tree
+from tests.oracles import chain as exact
 
 BATCHES, CONTEXTS = (1, 16, 256), (512, 8192)
 RANKS = PerRank(probability=((0.6, 0.2, 0.1), (0.5, 0.2, 0.1), (0.4, 0.2, 0.1)))
@@ -41,9 +45,9 @@ def test_every_cell_has_its_best_setting() -> None:
             for size in range(13):
                 for depth in range(4):
                     nodes = tree.greedy(RANKS.ranks(depth), size)
-                    other = roofline(batch, context, len(nodes) + 1, tree.depth_of(nodes), max(1, tree.width_of(nodes)))
+                    other = roofline(batch, context, len(nodes) + 1, depth_of(nodes), max(1, width_of(nodes)))
                     assert (1 + tree.expected_accepted(nodes, RANKS.ranks(3))) * none_s / other <= gain + 1e-9
-            length, kept = chain.best_length(RANKS.chain(3), [roofline(batch, context, k + 1, k, 1) for k in range(4)])
+            length, kept = exact.best_length(RANKS.chain(3), [roofline(batch, context, k + 1, k, 1) for k in range(4)])
             setting, chain_gain = schedule.best(batch, context, "chain")
             assert setting.depth == length
             assert chain_gain == pytest.approx(kept * none_s)
@@ -103,7 +107,7 @@ def test_a_threshold_pays_where_confidence_tells() -> None:
     assert isinstance(best.scheme, Threshold)
     assert gain > schedule.best(1, 512, "chain")[1]
     # One sequence at a time, at affine cost: the rule that looks one step ahead, but for the grid of thresholds.
-    case = chain.Stopping(sure.rate, sure.share, 0.402, 5.0 + 0.00512, 8)
+    case = exact.Stopping(sure.rate, sure.share, 0.402, 5.0 + 0.00512, 8)
     _, rate = case.look_ahead()
     assert gain == pytest.approx(rate * roofline(1, 512, 1, 0, 1), rel=0.01)
 
@@ -139,7 +143,7 @@ H100_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 def on_h100(rates: PerPosition, contexts: tuple[int, ...]) -> Schedule:
     model, hardware = load_model("llama-3.1-8b"), load_hardware("h100-sxm")
     pool = Pool(hardware="h100-sxm", instances=1, batching=Batching(max_num_seqs=512, max_num_batched_tokens=8192))
-    costs = RoundCosts(model, hardware, pool, Eagle(draft_vocab_size=32000))
+    costs = RoundModel(model, hardware, pool, Eagle(draft_vocab_size=32000))
     return choose(rates, costs, H100_BATCHES, contexts)
 
 
@@ -158,8 +162,8 @@ def test_a_short_context_stops_speculation_at_large_batches_and_a_long_one_does_
         assert isinstance(one, ByBatch)
         assert (one.tokens_for(512) == 0) == off
         drafter = Eagle(checkpoint="yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", draft_vocab_size=32000)
-        settings = vllm(Speculation(drafter=drafter, scheme=one, acceptance="mine"))
-        assert check("vllm", settings) == []
+        settings = ENGINES["vllm"].speculation(Speculation(drafter=drafter, scheme=one, acceptance="mine"))
+        assert ENGINES["vllm"].problems(settings) == []
         assert settings["num_speculative_tokens_per_batch_size"][0][0] == 1
         assert settings["num_speculative_tokens_per_batch_size"][-1][1:] == [512, one.tokens_for(512)]
 

@@ -7,22 +7,14 @@ from typing import Any
 
 import pytest
 
-from simtune.costs.drafting import RoundCosts, draft_memory, drafting_model
+from simtune.costs.drafting import RoundModel, draft_memory
 from simtune.costs.iteration import StepModel, StepWork
 from simtune.errors import Infeasible
 from simtune.specs.catalog import load_hardware, load_model
+from simtune.specs.drafters import BlockDrafter, Drafter, DraftModel, Eagle, Medusa, Ngram, Suffix
 from simtune.specs.plan import Batching, Parallelism, Pool
-from simtune.specs.speculation import (
-    BlockDrafter,
-    Chain,
-    Drafter,
-    DraftModel,
-    Eagle,
-    Medusa,
-    Ngram,
-    Speculation,
-    Suffix,
-)
+from simtune.specs.schemes import Chain
+from simtune.specs.speculation import Speculation
 
 TARGET = load_model("llama-3.1-8b")
 DRAFT = TARGET.model_copy(
@@ -36,8 +28,8 @@ def pool(**settings: Any) -> Pool:
     return Pool(hardware="h100-sxm", instances=1, batching=batching, **settings)
 
 
-def costs(drafter: Drafter, **settings: Any) -> RoundCosts:
-    return RoundCosts(TARGET, HARDWARE, pool(**settings), drafter, DRAFT)
+def costs(drafter: Drafter, **settings: Any) -> RoundModel:
+    return RoundModel(TARGET, HARDWARE, pool(**settings), drafter, DRAFT)
 
 
 def test_without_a_draft_a_round_is_a_decode_step() -> None:
@@ -68,7 +60,8 @@ def test_heads_and_blocks_draft_at_once() -> None:
     block = costs(BlockDrafter(layers=5))
     stepwise = costs(Eagle())
     assert block.draft_s(8, 1000, 8) < 8 * stepwise.draft_s(8, 1000, 1)
-    assert [r.passes(5) for r in (medusa, block, stepwise, costs(Ngram(lookup_max=3)))] == [1, 1, 5, 0]
+    drafters = (Medusa(heads=4), BlockDrafter(layers=5), Eagle(), Ngram(lookup_max=3))
+    assert [drafter.passes(5) for drafter in drafters] == [1, 1, 5, 0]
 
 
 def test_copying_costs_host_time_only() -> None:
@@ -116,16 +109,16 @@ def test_verifying_more_never_costs_less() -> None:
 
 
 def test_the_network_that_drafts() -> None:
-    eagle = drafting_model(Eagle(draft_vocab_size=32000), TARGET)
+    eagle = Eagle(draft_vocab_size=32000).network(TARGET)
     assert eagle is not None
     assert (eagle.num_layers, eagle.vocab_size, eagle.hidden_size) == (1, 32000, 4096)
-    block = drafting_model(BlockDrafter(layers=5), TARGET)
+    block = BlockDrafter(layers=5).network(TARGET)
     assert block is not None
     assert block.num_layers == 5
-    assert drafting_model(Ngram(lookup_max=2), TARGET) is None
+    assert Ngram(lookup_max=2).network(TARGET) is None
     other = DRAFT.model_copy(update={"vocab_size": 1000})
     with pytest.raises(Infeasible, match="draft model small: its vocabulary of 1000 is not the 128256"):
-        RoundCosts(TARGET, HARDWARE, pool(), DraftModel(model="small"), other)
+        RoundModel(TARGET, HARDWARE, pool(), DraftModel(model="small"), other)
 
 
 def test_the_memory_of_a_drafter() -> None:

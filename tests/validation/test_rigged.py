@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simtune.tuner.speculation import chain
+from tests.oracles import chain as exact
 from tests.oracles import rigged
 
 VOCABULARY, LENGTH, DRAFT_TOKENS = 4003, 40, 4
@@ -43,7 +43,7 @@ def test_rounds_are_no_more_than_tokens_and_no_fewer_than_drafts_allow(agreement
 def test_rounds_on_average_are_those_of_independent_draws(acceptance: float) -> None:
     rng = np.random.default_rng(0)
     rounds = [rigged.rounds(rng.random(LENGTH) < acceptance, DRAFT_TOKENS) for _ in range(4000)]
-    predicted = chain.mean_seconds(LENGTH, chain.iid(acceptance, DRAFT_TOKENS), draft_s=0, target_s=1)
+    predicted = exact.mean_seconds(LENGTH, exact.iid(acceptance, DRAFT_TOKENS), draft_s=0, target_s=1)
     error = np.std(rounds) / len(rounds) ** 0.5
     assert abs(np.mean(rounds) - predicted) < 4 * error
 
@@ -61,5 +61,5 @@ def test_assisted_generation_verifies_as_often_as_predicted(acceptance: float) -
         assert did.answer.tolist() == rig.walk(start, LENGTH).tolist()
         assert did.verifies == rigged.rounds(rig.agreement(start, LENGTH), DRAFT_TOKENS)
         tokens, verifies = tokens + LENGTH, verifies + did.verifies
-    predicted = LENGTH / chain.mean_seconds(LENGTH, chain.iid(acceptance, DRAFT_TOKENS), draft_s=0, target_s=1)
+    predicted = LENGTH / exact.mean_seconds(LENGTH, exact.iid(acceptance, DRAFT_TOKENS), draft_s=0, target_s=1)
     assert tokens / verifies == pytest.approx(predicted, rel=0.03)

@@ -15,19 +15,22 @@ of that time. Cells count alike unless shares are given.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from simtune.arrays import Array
 from simtune.specs.acceptance import BetaMixture, Rates, Revealed
-from simtune.specs.speculation import BatchRange, ByBatch, Chain, DynamicTree, StaticTree, Threshold
-from simtune.tuner.speculation import chain, tree
+from simtune.specs.schemes import BatchRange, ByBatch, Chain, DynamicTree, Scheme, StaticTree, Threshold
+from simtune.specs.trees import Node, depth_of, dynamic, weight, width_of
+from simtune.tuner.drafting import chain, tree
+
+S = TypeVar("S", bound=Scheme)
 
 TOPK = (1, 2, 3, 4, 6, 8, 10)
 """Of the dynamic trees tried."""
@@ -40,11 +43,11 @@ BETA_REQUESTS = 32
 
 
 class RoundCost(Protocol):
-    """What a round takes: `simtune.costs.drafting.RoundCosts`, or any function of that face."""
+    """What a round takes: `simtune.costs.drafting.RoundModel`, or any function of that face."""
 
     def __call__(self, batch: int, context: int, verify_tokens: int, draft_depth: int, draft_width: int) -> float:
         """Seconds of a round of `batch` sequences of `context` tokens, of which each verifies `verify_tokens`
-        tokens after drafting `draft_depth` levels of at most `draft_width` tokens. (1, 0, 1) is a decode step.
+        tokens after drafting `draft_depth` deep, at most `draft_width` tokens at a depth. (1, 0, 1) is a decode step.
         """
         ...
 
@@ -54,10 +57,10 @@ Cost = Callable[[int, int, int], float]
 
 
 @dataclass(frozen=True)
-class Setting:
+class DraftSetting:
     """One way to speculate, the same in all cells; `scheme` None is none."""
 
-    scheme: Chain | StaticTree | DynamicTree | Threshold | None
+    scheme: Scheme | None
     tokens: float
     """Mean tokens per round and sequence, the target's own included."""
     depth: int
@@ -84,16 +87,25 @@ class Setting:
 
     @property
     def kind(self) -> str:
+        """Of its scheme."""
         return "none" if self.scheme is None else self.scheme.kind
 
+    def in_words(self) -> str:
+        """For a cell of a table."""
+        return "none" if self.scheme is None else self.scheme.in_words()
 
-NONE = Setting(scheme=None, tokens=1.0, depth=0, width=1, verify_tokens=1)
+    def in_short(self) -> str:
+        """For a cell of a map."""
+        return "off" if self.scheme is None else self.scheme.in_short()
 
 
-class Projection(NamedTuple):
+NONE = DraftSetting(scheme=None, tokens=1.0, depth=0, width=1, verify_tokens=1)
+
+
+class Projection(NamedTuple, Generic[S]):
     """What an engine can be told of a schedule."""
 
-    scheme: ByBatch | DynamicTree | None
+    scheme: S | None
     """None: no setting that the engine knows is better than not to speculate."""
     gain: float
     """Time without speculation over time with this."""
@@ -107,16 +119,16 @@ class Schedule:
 
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
-    settings: tuple[Setting, ...]
+    settings: tuple[DraftSetting, ...]
     rates: Array
     """Tokens per second of the whole batch: (batches, contexts, settings). The first setting is none."""
     shares: Array
     """(batches, contexts): share of the time spent in each cell without speculation."""
-    dynamic: tuple[Setting, ...]
+    dynamic: tuple[DraftSetting, ...]
     dynamic_rates: Array
     """The dynamic trees, which compete only where an engine knows nothing else."""
 
-    def best(self, batch: int, context: int, kind: str | None = None) -> tuple[Setting, float]:
+    def best(self, batch: int, context: int, kind: str | None = None) -> tuple[DraftSetting, float]:
         """(setting, gain over no speculation) of a cell: the best of all, or of one kind or none."""
         b, c = self.batches.index(batch), self.contexts.index(context)
         at = [i for i, s in enumerate(self.settings) if kind in (None, s.kind) or i == 0]
@@ -137,12 +149,12 @@ class Schedule:
         """Time without speculation over time with the best setting of every cell."""
         return 1 / float((self.shares / self.gains()).sum())
 
-    def fixed(self) -> tuple[Setting, float]:
+    def fixed(self) -> tuple[DraftSetting, float]:
         """(setting, gain) of the best single setting for all cells, which may be none."""
         at, gain = _best_everywhere(self.rates, self.rates[:, :, 0], self.shares)
         return self.settings[at], gain
 
-    def by_batch(self) -> Projection:
+    def by_batch(self) -> Projection[ByBatch]:
         """As vLLM can be told it: the length of a chain by batch size alone.
 
         The batch sizes from one of the grid to the next get what suits the lower of them.
@@ -163,7 +175,12 @@ class Schedule:
         scheme = ByBatch(max_tokens=max(lengths), ranges=tuple(ranges)) if max(lengths) else None
         return Projection(scheme, gain, 1 - gain / self.gain)
 
-    def dynamic_tree(self) -> Projection:
+    def projection_for(self, schemes: Collection[type[Scheme]]) -> Projection[Scheme]:
+        """The best projection for an engine that knows these schemes; no drafts where it knows none."""
+        known = [projection_of(self) for scheme, projection_of in PROJECTIONS.items() if scheme in schemes]
+        return max(known, key=lambda projection: projection.gain, default=Projection(None, 1.0, 1 - 1 / self.gain))
+
+    def dynamic_tree(self) -> Projection[DynamicTree]:
         """As SGLang and TensorRT-LLM can be told it: one EAGLE-2 tree for all loads, or none.
 
         Its value is counted by depth and rank alone; a drafter that knows the context does better.
@@ -173,6 +190,13 @@ class Schedule:
         assert scheme is None or isinstance(scheme, DynamicTree)
         gain = max(1.0, gain)
         return Projection(scheme, gain, 1 - gain / self.gain)
+
+
+PROJECTIONS: dict[type[Scheme], Callable[[Schedule], Projection[Any]]] = {
+    ByBatch: Schedule.by_batch,
+    DynamicTree: Schedule.dynamic_tree,
+}
+"""How schedules are told to engines that know a scheme."""
 
 
 def choose(
@@ -185,17 +209,17 @@ def choose(
     max_nodes: int = 64,
     shares: ArrayLike | None = None,
 ) -> Schedule:
-    """The schedule for drafts of up to max_length levels and max_nodes tokens, in every cell of the grid.
+    """The schedule for drafts up to max_length deep and of up to max_nodes tokens, in every cell of the grid.
 
     No longer drafts are considered than the rates cover. `shares` are those of time without speculation,
     (batches, contexts), scaled to 1.
     """
     longest = max_length if rates.longest is None else min(max_length, rates.longest)
     settings = (NONE, *chains(rates, longest), *trees(rates, longest, max_nodes), *thresholds(rates, longest))
-    dynamic = tuple(dynamic_trees(rates, longest, max_nodes))
+    eagle = tuple(dynamic_trees(rates, longest, max_nodes))
     weights = np.ones((len(batches), len(contexts))) if shares is None else np.asarray(shares, dtype=np.float64)
     table = np.array(
-        [[_rates((*settings, *dynamic), batch, context, round_cost) for context in contexts] for batch in batches]
+        [[_rates((*settings, *eagle), batch, context, round_cost) for context in contexts] for batch in batches]
     )
     return Schedule(
         batches=tuple(batches),
@@ -203,12 +227,12 @@ def choose(
         settings=settings,
         rates=table[:, :, : len(settings)],
         shares=weights / weights.sum(),
-        dynamic=dynamic,
+        dynamic=eagle,
         dynamic_rates=table[:, :, len(settings) :],
     )
 
 
-def _rates(settings: Sequence[Setting], batch: int, context: int, round_cost: RoundCost) -> list[float]:
+def _rates(settings: Sequence[DraftSetting], batch: int, context: int, round_cost: RoundCost) -> list[float]:
     @cache
     def cost(verify_tokens: int, depth: int, width: int) -> float:
         return round_cost(batch, context, verify_tokens, depth, width)
@@ -216,17 +240,18 @@ def _rates(settings: Sequence[Setting], batch: int, context: int, round_cost: Ro
     return [batch * s.tokens / s.seconds(batch, cost) for s in settings]
 
 
-def chains(rates: Rates, longest: int) -> list[Setting]:
+def chains(rates: Rates, longest: int) -> list[DraftSetting]:
+    """Of every length."""
     alive = chain.survival(rates.chain(longest))
     return [
-        Setting(Chain(tokens=k), 1 + float(alive[:k].sum()), depth=k, width=1, verify_tokens=k + 1)
+        DraftSetting(Chain(tokens=k), 1 + float(alive[:k].sum()), depth=k, width=1, verify_tokens=k + 1)
         for k in range(1, longest + 1)
     ]
 
 
-def trees(rates: Rates, longest: int, max_nodes: int) -> list[Setting]:
+def trees(rates: Rates, longest: int, max_nodes: int) -> list[DraftSetting]:
     """The best trees of every size and depth; those that are chains are left out."""
-    ranks, found = rates.ranks(longest), {}
+    ranks, tokens = rates.ranks(longest), {}
     for depth in range(1, longest + 1):
         if tree.falling(ranks[:depth]):
             order = tree.greedy(ranks[:depth], max_nodes)
@@ -235,45 +260,47 @@ def trees(rates: Rates, longest: int, max_nodes: int) -> list[Setting]:
             candidates = tree.best_trees(ranks[:depth], max_nodes)
         for nodes in candidates:
             if any(node[-1] > 1 for node in nodes):
-                found[tuple(sorted(nodes))] = 1 + tree.expected_accepted(nodes, ranks)
-    return [_tree(StaticTree(nodes=nodes), nodes, tokens) for nodes, tokens in found.items()]
+                tokens[tuple(sorted(nodes))] = 1 + tree.expected_accepted(nodes, ranks)
+    return [_tree(nodes, mean) for nodes, mean in tokens.items()]
 
 
-def dynamic_trees(rates: Rates, longest: int, max_nodes: int) -> list[Setting]:
-    """EAGLE-2 trees of both engines' terms: at least as many tokens as levels, at most topk in each."""
-    ranks, found = rates.ranks(longest), []
+def dynamic_trees(rates: Rates, longest: int, max_nodes: int) -> list[DraftSetting]:
+    """EAGLE-2 trees that SGLang and TensorRT-LLM both take: at least one token at each depth, at most topk."""
+    ranks, settings = rates.ranks(longest), []
     widest = max((len(row) for row in ranks), default=1)
     for steps in range(1, longest + 1):
         for topk in (k for k in TOPK if k <= widest):
-            nodes = tree.dynamic(ranks, steps, topk, min(max_nodes, steps * topk))
-            values = [0.0, *accumulate(tree.weight(node, ranks) for node in nodes)]
+            nodes = dynamic(ranks, steps, topk, min(max_nodes, steps * topk))
+            values = [0.0, *accumulate(weight(node, ranks) for node in nodes)]
             for tokens in range(steps, len(nodes) + 1):
                 scheme = DynamicTree(steps=steps, topk=topk, tokens=tokens)
-                found.append(Setting(scheme, 1 + values[tokens], depth=steps, width=topk, verify_tokens=tokens + 1))
-    return found
+                mean = 1 + values[tokens]
+                settings.append(DraftSetting(scheme, mean, depth=steps, width=topk, verify_tokens=tokens + 1))
+    return settings
 
 
-def thresholds(rates: Rates, longest: int) -> list[Setting]:
+def thresholds(rates: Rates, longest: int) -> list[DraftSetting]:
     """Adaptive stopping, where the drafter's confidence tells something."""
-    found = []
+    settings = []
     for stop_at in STOP_AT:
         if isinstance(rates, Revealed):
             drafted = chain.stopped(rates.rate, rates.share, longest, 1 - stop_at)
         elif isinstance(rates, BetaMixture):
             from scipy.stats import beta
 
-            levels = (np.arange(BETA_REQUESTS) + 0.5) / BETA_REQUESTS
-            requests = beta.ppf(levels, rates.a, rates.b).tolist()
+            quantiles = (np.arange(BETA_REQUESTS) + 0.5) / BETA_REQUESTS
+            requests = beta.ppf(quantiles, rates.a, rates.b).tolist()
             drafted = chain.stopped_by_request(requests, [1 / BETA_REQUESTS] * BETA_REQUESTS, longest, 1 - stop_at)
         else:
             return []
         scheme = Threshold(max_tokens=longest, stop_at=stop_at)
-        found.append(Setting(scheme, 1 + drafted.accepted, longest, 1, longest + 1, tuple(drafted.at_least.tolist())))
-    return found
+        at_least = tuple(drafted.at_least.tolist())
+        settings.append(DraftSetting(scheme, 1 + drafted.accepted, longest, 1, longest + 1, at_least))
+    return settings
 
 
-def _tree(scheme: StaticTree, nodes: Sequence[tree.Node], tokens: float) -> Setting:
-    return Setting(scheme, tokens, tree.depth_of(nodes), tree.width_of(nodes), len(nodes) + 1)
+def _tree(nodes: tuple[Node, ...], tokens: float) -> DraftSetting:
+    return DraftSetting(StaticTree(nodes=nodes), tokens, depth_of(nodes), width_of(nodes), len(nodes) + 1)
 
 
 def _first_best(values: Array) -> int:

@@ -2,7 +2,7 @@
 
 Those are widths per depth where weights depend on more than depth and rank, draft tokens that cost more in one
 request than in another, and minima beside either. For the rest the greedy orders of
-`simtune.tuner.speculation.tree` are exact and a thousand times faster.
+`simtune.tuner.drafting.tree` are exact and a thousand times faster.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 
 from simtune.errors import Infeasible
-from simtune.tuner.speculation.tree import Node, Ranks, weight
+from simtune.specs.trees import Node, Ranks, weight
 
 Weights = Mapping[Node, float]
 """The candidate nodes of one request, with their weights."""

@@ -123,9 +123,9 @@ def from_requests(histograms: Sequence[Sequence[float]]) -> BetaMixture:
         a, b = np.exp(log_ab)
         return -float((betaln(a + kept, b + lost) - betaln(a, b)).sum())
 
-    found = minimize(loss, [1.0, 0.5], method="Nelder-Mead", options={"xatol": 1e-8, "fatol": 1e-8})
-    a, b = (float(x) for x in np.exp(found.x))
-    errors = np.array([a, b]) * _standard_errors(loss, found.x)
+    fit = minimize(loss, [1.0, 0.5], method="Nelder-Mead", options={"xatol": 1e-8, "fatol": 1e-8})
+    a, b = (float(x) for x in np.exp(fit.x))
+    errors = np.array([a, b]) * standard_errors(loss, fit.x)
     return BetaMixture(a=a, b=b, standard_error=tuple(errors.tolist()) if np.isfinite(errors).all() else None)
 
 
@@ -154,30 +154,6 @@ def from_top_k(accuracy: Sequence[Sequence[float]]) -> PerRank:
     return PerRank(probability=tuple(rows))
 
 
-def from_few_ranks(taken: Sequence[float], missed: float) -> tuple[float, float, tuple[float, float]]:
-    """(p_1, s, their standard errors) of p_r = p_1 r^-s, from how often the first ranks were taken and how often
-    none of them was: multinomial maximum likelihood, to continue a short list of ranks.
-    """
-    from scipy.optimize import minimize
-
-    counts = np.array(taken, dtype=np.float64)
-    if (counts < 0).any() or missed < 0 or counts.sum() == 0:
-        raise ValueError("counts cannot be negative, and some candidate must have been taken")
-    ranks = np.arange(1, len(counts) + 1)
-
-    def loss(x: Array) -> float:
-        p = ranks ** -np.exp(x[1]) / (1 + np.exp(-x[0]))
-        rest = 1 - p.sum()
-        if rest <= 1e-9:
-            return 1e12
-        return -float((counts * np.log(p)).sum() + missed * np.log(rest))
-
-    found = minimize(loss, [-1.0, math.log(2.0)], method="Nelder-Mead", options={"xatol": 1e-8, "fatol": 1e-8})
-    p1, s = float(1 / (1 + np.exp(-found.x[0]))), float(np.exp(found.x[1]))
-    error = _standard_errors(loss, found.x)
-    return p1, s, (float(p1 * (1 - p1) * error[0]), float(s * error[1]))
-
-
 def _conditional(at_least: Sequence[float]) -> PerPosition:
     """From R_0, R_1, ... R_g."""
     if len(at_least) < 2 or at_least[0] <= 0:
@@ -199,7 +175,7 @@ def _binomial_error(share: float, trials: float) -> float:
     return math.sqrt(max(0.0, share * (1 - share)) / trials)
 
 
-def _standard_errors(loss: Callable[[Array], float], at: Array) -> Array:
+def standard_errors(loss: Callable[[Array], float], at: Array) -> Array:
     """Of maximum-likelihood estimates in the coordinates of `loss`: the inverse of its curvature, by differences."""
     step = 1e-3
     size = len(at)

@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from simtune.emit.speculation import VERSIONS, check, sglang, tensorrt_llm, vllm
+from simtune.emit import ENGINES, Emitter
 from simtune.errors import UsageError
 from simtune.specs.catalog import load_model
-from simtune.specs.speculation import (
+from simtune.specs.drafters import BlockDrafter, Drafter, DraftModel, Eagle, Medusa, Ngram, Suffix
+from simtune.specs.schemes import (
     BatchRange,
-    BlockDrafter,
     ByBatch,
     Chain,
-    Drafter,
-    DraftModel,
     Dsi,
     DynamicTree,
-    Eagle,
     Frontier,
-    Medusa,
-    Ngram,
     Pearl,
     Scheme,
-    Speculation,
     StaticTree,
-    Suffix,
     Threshold,
     TokenBudget,
 )
+from simtune.specs.speculation import Speculation
 
 HEAD = Eagle(checkpoint="org/head")
 DRAFTER = DraftModel(model="llama-3.1-8b")
@@ -42,13 +35,12 @@ BY_BATCH = ByBatch(
 TREE = DynamicTree(steps=4, topk=8, tokens=24)
 DSI = Dsi(tokens=4, replicas=2)
 CHUNKS = Frontier(tokens=4, chunks=2, draft_share=0.5, verify_share=0.5)
-Emit = Callable[..., dict[str, Any]]
+vllm, sglang, tensorrt_llm = ENGINES.values()
 
 
-def told(emit: Emit, drafter: Drafter, scheme: Scheme) -> dict[str, Any]:
-    settings = emit(Speculation(drafter=drafter, scheme=scheme, acceptance="mine"), DRAFT)
-    engine = {vllm: "vllm", sglang: "sglang", tensorrt_llm: "tensorrt-llm"}[emit]
-    assert check(engine, settings) == []
+def told(emitter: Emitter, drafter: Drafter, scheme: Scheme) -> dict[str, Any]:
+    settings = emitter.speculation(Speculation(drafter=drafter, scheme=scheme, acceptance="mine"), DRAFT)
+    assert emitter.problems(settings) == []
     assert json.loads(json.dumps(settings)) == settings
     return settings
 
@@ -121,7 +113,7 @@ def test_tensorrt_llm_trees() -> None:
 
 
 @pytest.mark.parametrize(
-    ("emit", "drafter", "scheme", "why"),
+    ("emitter", "drafter", "scheme", "why"),
     [
         (vllm, HEAD, TREE, "vLLM cannot be told a dynamic_tree scheme: it drafts chains"),
         (vllm, HEAD, StaticTree(nodes=((1,), (2,))), "vLLM cannot be told a static_tree scheme"),
@@ -146,23 +138,23 @@ def test_tensorrt_llm_trees() -> None:
         (tensorrt_llm, Suffix(), Chain(tokens=3), "no suffix drafter is written here"),
     ],
 )
-def test_what_an_engine_cannot_do_is_refused(emit: Emit, drafter: Drafter, scheme: Scheme, why: str) -> None:
+def test_what_an_engine_cannot_do_is_refused(emitter: Emitter, drafter: Drafter, scheme: Scheme, why: str) -> None:
     with pytest.raises(UsageError, match=why):
-        told(emit, drafter, scheme)
+        told(emitter, drafter, scheme)
     with pytest.raises(UsageError, match="its spec names no `hf`"):
-        emit(Speculation(drafter=DraftModel(model="mine"), scheme=Chain(tokens=3), acceptance="mine"))
+        emitter.speculation(Speculation(drafter=DraftModel(model="mine"), scheme=Chain(tokens=3), acceptance="mine"))
 
 
 def test_names_are_checked() -> None:
-    assert check("vllm", {"method": "eagle3", "num_speculative_token": 3}) == [
-        f"vllm {VERSIONS['vllm']} has no num_speculative_token, did you mean num_speculative_tokens?"
+    assert vllm.problems({"method": "eagle3", "num_speculative_token": 3}) == [
+        f"vllm {vllm.version} has no num_speculative_token, did you mean num_speculative_tokens?"
     ]
-    assert check("vllm", {"method": "medus", "num_speculative_tokens": 3}) == [
-        f"vllm {VERSIONS['vllm']} has no method medus, did you mean medusa?"
+    assert vllm.problems({"method": "medus", "num_speculative_tokens": 3}) == [
+        f"vllm {vllm.version} has no method medus, did you mean medusa?"
     ]
-    assert check("sglang", {"speculative-num-steps": True}) == [
-        f"sglang {VERSIONS['sglang']}: speculative-num-steps cannot be True"
+    assert sglang.problems({"speculative-num-steps": True}) == [
+        f"sglang {sglang.version}: speculative-num-steps cannot be True"
     ]
     bad = {"method": "eagle3", "num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": [[1, 8, 4]]}
-    assert check("vllm", bad) == [f"vllm {VERSIONS['vllm']}: [1, 8, 4] is no [first batch, last batch, tokens]"]
-    assert "speculative_token_tree" in check("vllm", {"method": "eagle", "speculative_token_tree": "x"})[0]
+    assert vllm.problems(bad) == [f"vllm {vllm.version}: [1, 8, 4] is no [first batch, last batch, tokens]"]
+    assert "speculative_token_tree" in vllm.problems({"method": "eagle", "speculative_token_tree": "x"})[0]

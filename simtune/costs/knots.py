@@ -1,0 +1,64 @@
+"""Where tables hold values, and which of those values straight lines can do without."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+import numpy as np
+
+from simtune.arrays import Array, Ints
+from simtune.costs.ticks import TICKS_PER_SECOND
+
+KNOTS_PER_OCTAVE = 8
+STRAIGHT = 5e-4
+"""Share of a value by which what lies between knots may be off for one knot less: jumps end at knots."""
+
+
+def knots(per_octave: int, longest: int, edges: Collection[int] = ()) -> Array:
+    """Whole numbers from 1 to `longest` (at least 2), geometric, and the edges within."""
+    longest = max(2, longest)
+    count = round(per_octave * np.log2(longest)) + 1
+    numbers = set(np.rint(np.geomspace(1, longest, count)).astype(int).tolist())
+    return np.array(sorted(numbers.union(edge for edge in edges if edge < longest)), dtype=np.float64)
+
+
+def sizes(x: Array) -> Array:
+    """Knots among ascending sizes: all of them where few, eight per octave, and both sides of every tile of
+    128 rows up to 8,192.
+    """
+    own = np.unique(x)
+    edges = np.arange(128, 8193, 128)
+    wanted = np.concatenate([own[:64], edges, edges + 1, knots(KNOTS_PER_OCTAVE, int(own[-1]))])
+    at = np.searchsorted(own, wanted[wanted <= own[-1]])
+    return np.unique(own[at])
+
+
+def bends(x: Ints, y: Ints) -> list[int]:
+    """Which knots to keep so that straight lines between them pass all others within `STRAIGHT`, both ends among them.
+
+    From each one as far as some line stays within reach of everything on the way (the swing filter of Elmeleegy et
+    al., VLDB 2009).
+    """
+    kept, (x0, y0), least, most = [0], (int(x[0]), int(y[0])), -math.inf, math.inf
+    for i, (x1, y1) in enumerate(zip(x[1:].tolist(), y[1:].tolist(), strict=True), start=1):
+        if not least <= (y1 - y0) / (x1 - x0) <= most:
+            kept.append(i - 1)
+            x0, y0, least, most = int(x[i - 1]), int(y[i - 1]), -math.inf, math.inf
+        least = max(least, (y1 * (1 - STRAIGHT) - y0) / (x1 - x0))
+        most = min(most, (y1 * (1 + STRAIGHT) - y0) / (x1 - x0))
+    return [*kept, len(x) - 1]
+
+
+def rising(values: Array) -> Array:
+    """Never falling: the mean of the running maximum and of the minimum still to come, both the values themselves
+    where these rise.
+    """
+    reached, to_come = np.maximum.accumulate(values), np.minimum.accumulate(values[::-1])[::-1]
+    return (reached + to_come) / 2
+
+
+def whole_ticks(seconds: Array) -> list[int]:
+    """Seconds in ticks, rounded."""
+    ticks: list[int] = np.rint(seconds * TICKS_PER_SECOND).astype(np.int64).tolist()
+    return ticks

@@ -1,0 +1,124 @@
+"""What an engine can be told: the face of every emitter, and what they have in common."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeVar
+
+from simtune.errors import UsageError, suggest
+from simtune.specs import yamlfile
+from simtune.specs.drafters import Drafter
+from simtune.specs.model import Model
+from simtune.specs.plan import Plan, Pool
+from simtune.specs.schemes import Scheme
+from simtune.specs.speculation import Speculation
+
+Settings = dict[str, Any]
+Files = dict[str, str]
+"""Texts by file name, in a run directory."""
+
+T = TypeVar("T")
+
+
+class Emitter(ABC):
+    """Says in an engine's own words what a plan says.
+
+    A class states what its engine knows. What the engine cannot be told is refused with the reason, never rounded in
+    silence. One that schedules (`policies`) writes whole plans and defines `files`; one that does not writes drafting
+    settings alone.
+    """
+
+    name: ClassVar[str]
+    """In the names of files, and in reports."""
+    title: ClassVar[str]
+    """In sentences."""
+    version: ClassVar[str]
+    """Whose names are written."""
+    options: ClassVar[Mapping[str, type]]
+    """The names by which speculation is set, and the types of their values."""
+    schemes: ClassVar[Mapping[type[Scheme], Callable[[Any], Settings]]]
+    """Settings of each scheme that the engine can express; a chain by another name is told as a chain."""
+    drafters: ClassVar[Mapping[type[Drafter], Callable[[Any, str | None], Settings]]]
+    """Settings of each drafter that the engine has, given what it loads beside the target."""
+    takes: ClassVar[str]
+    """Which schemes those are, in words that end a refusal."""
+    no_drafter: ClassVar[str] = "{title} {version} has no {drafter} drafter"
+    policies: ClassVar[Mapping[str, str]] = {}
+    """The engine's words for the batching policies that it has."""
+
+    def schedules(self, pool: Pool) -> bool:
+        """Whether the engine has the batching policy of a pool, and preempts as it does."""
+        return False
+
+    def files(
+        self, plan: Plan, model: Model, devices_per_node: int = 8, draft_models: Mapping[str, Model] | None = None
+    ) -> Files:
+        """All that the engine is started with, of a plan that it schedules. `draft_models` are those that draft, by the
+        names the plan gives. Raises UsageError, with every reason, where the engine would refuse the plan."""
+        raise UsageError(f"{self.title} is told of drafts alone")
+
+    def speculation(self, speculation: Speculation, draft: Model | None = None) -> Settings:
+        """Its settings of speculation. `draft` is the model that a draft model names.
+
+        Raises UsageError where the engine cannot be told.
+        """
+        drafter, scheme = speculation.drafter, speculation.scheme.as_chain() or speculation.scheme
+        of_scheme, of_drafter = _of_class(self.schemes, scheme), _of_class(self.drafters, drafter)
+        if of_scheme is None:
+            why = self.takes if scheme.shape.in_turn else "it drafts and verifies in turn; take a chain"
+            raise self._refused(scheme, why)
+        if of_drafter is None:
+            raise UsageError(self.no_drafter.format(title=self.title, version=self.version, drafter=drafter.kind))
+        if why_not := self.refuses_together(drafter, scheme):
+            raise self._refused(scheme, why_not)
+        settings = {**of_drafter(drafter, self._checkpoint(drafter, draft)), **of_scheme(scheme)}
+        assert not self.problems(settings), self.problems(settings)
+        return settings
+
+    def refuses_together(self, drafter: Drafter, scheme: Scheme) -> str:
+        """Why the engine cannot draft by a scheme with a drafter, of those that it knows; empty where it can."""
+        return ""
+
+    def problems(self, settings: Settings) -> list[str]:
+        """What is wrong with the names and types of speculation settings: nothing, for all that is written here."""
+        problems = []
+        for option, value in settings.items():
+            if option not in self.options:
+                problems.append(f"{self.name} {self.version} has no {option}{suggest(option, self.options)}")
+            elif not isinstance(value, self.options[option]) or (
+                self.options[option] is int and isinstance(value, bool)
+            ):
+                problems.append(f"{self.name} {self.version}: {option} cannot be {value!r}")
+        return problems
+
+    def drafting_file(self, settings: Settings, what: str) -> Files:
+        """Speculation settings as a file that the engine reads; `what` they are stands at its top."""
+        comment = f"{what}\nWritten by simtune with the names of {self.name} {self.version}."
+        return {f"engine/{self.name}-speculation.yaml": yamlfile.dump(settings, comment)}
+
+    def _checkpoint(self, drafter: Drafter, draft: Model | None) -> str | None:
+        """What the engine loads beside the target, None where nothing."""
+        if drafter.own_model is not None:
+            if draft is None or draft.hf is None:
+                why = f"its spec names no `hf`, which {self.title} would load"
+                raise UsageError(f"draft model {drafter.own_model}: {why}")
+            return draft.hf
+        if not drafter.loads_checkpoint:
+            return None
+        if drafter.weights is None:
+            raise UsageError(f"drafter {drafter.label}: name the `checkpoint` that {self.title} loads")
+        return drafter.weights
+
+    def _refused(self, scheme: Scheme, why: str) -> UsageError:
+        return UsageError(f"{self.title} cannot be told a {scheme.kind} scheme: {why}")
+
+
+def _of_class(table: Mapping[type, T], value: object) -> T | None:
+    """The entry of an object's class, or of the nearest class it derives from."""
+    return next((table[c] for c in type(value).__mro__ if c in table), None)
+
+
+def loaded(key: str, checkpoint: str | None) -> Settings:
+    """The setting that names what is loaded, if anything is."""
+    return {} if checkpoint is None else {key: checkpoint}

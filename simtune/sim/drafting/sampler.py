@@ -1,0 +1,134 @@
+"""AcceptanceSampler: how many drafts the target keeps, drawn so that every plan has the same.
+
+A uniform number belongs to every (seed, request, round), whatever the plan, by hashing the three. A round of a chain
+with survival S_1 >= S_2 >= ... keeps as many drafts as there are S_d above it; a tree is taken at its depths, S_d
+being the weights of its nodes at depth d added up. So of two chains the longer never keeps fewer, and of two trees the
+one that is likelier to get to each depth. Requests that have an acceptance of their own are given it by the quantile
+of theirs.
+
+Where the drafter drafts on while the target verifies (PEARL, DSI), what a round verifies depends on those before: each
+still has its own number, which says how many of the drafts are right, and a request's rounds are gone through from the
+first. They go on as if no round was cut short by the token budget, and as if a preempted request's drafts were kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from simtune.arrays import Ints
+from simtune.engine import Request
+from simtune.sim.drafting.rounds import Counts, DrawnRounds, RoundDrawer
+from simtune.sim.drafting.survival import Survival
+from simtune.sim.requests import RequestStream
+from simtune.specs.acceptance import Acceptance
+from simtune.specs.schemes import Scheme
+
+_ROUNDS = 1 << 16  # drawn at once, about, of as many requests as will need so many
+_GROUPS = 256  # kept; they are drawn alike whenever they are needed again
+_LAID_OUT = 16  # groups whose rounds are kept as a batch wants them
+
+
+class _LaidOut(NamedTuple):
+    """Rounds of a group of requests as a batch lays them out, each request's from its first to its last."""
+
+    rows: Ints
+    begins: list[int]
+    ends: list[int]
+    final: list[int]
+    """Tokens computed after the last round of each request."""
+
+
+class AcceptanceSampler:
+    """Accepted drafts of every request and round of a stream under one scheme, as a scheduler asks for them.
+
+    Rounds are drawn for groups of requests with neighbouring numbers. Raises Infeasible where the scheme drafts what
+    the acceptance does not know.
+    """
+
+    def __init__(self, scheme: Scheme, acceptance: Acceptance, stream: RequestStream, seed: int) -> None:
+        self.survival = Survival(scheme, acceptance, stream, seed)
+        self._drawer = RoundDrawer(scheme, self.survival, stream.output_tokens, seed)
+        self._prompt, self._output = stream.prompt_tokens, stream.output_tokens
+        many = _ROUNDS * len(self._output) // max(1, int(self._output.sum()))
+        self._size = max(1, min(1024, many))  # requests of a group
+        self._groups: dict[int, DrawnRounds] = {}
+        self._laid_out: dict[int, _LaidOut] = {}
+
+    def __call__(self, request: Request, number: int, drafts: int) -> int:
+        """How many of so many drafts are accepted in verification `number` of a request."""
+        return min(int(self.accepted(request, number, 1)[0]), drafts)
+
+    def tokens_after(self, request: Request, first: int, count: int, drafts: int, tokens: int) -> Ints:
+        """After each of `count` verifications of so many drafts, and of others that are drawn already, how many tokens
+        there are, if `tokens` before.
+        """
+        drawn, at, end = self._rounds(request.id, first, count)
+        if drafts < self.survival.depth:
+            kept = np.minimum(drawn.accepted[at:end], drafts)
+            return kept.cumsum(dtype=np.int64) + np.arange(tokens + 1, tokens + 1 + end - at)
+        if at:
+            tokens -= int(drawn.tokens[at - 1])
+        return drawn.tokens[at:end] + tokens
+
+    def laid_out(self, request: Request, lay_out: Callable[[Ints, Ints, list[int]], Ints]) -> tuple[Ints, int] | None:
+        """All rounds of a request whose prompt is computed, of all drafts each, as `lay_out` wants them, and the tokens
+        that are computed then; None where more would have to be drawn.
+
+        `lay_out` is asked for a whole group at once: of (tokens computed before each round, prompt tokens of each
+        request, where each begins).
+        """
+        number, row = divmod(request.id, self._size)
+        group = self._laid_out.get(number)
+        if group is None:
+            if len(self._laid_out) >= _LAID_OUT:
+                del self._laid_out[next(iter(self._laid_out))]
+            group = self._laid_out[number] = self._lay_out(number, lay_out)
+        begin, end = group.begins[row], group.ends[row]
+        return (group.rows[:, begin:end], group.final[row]) if end <= group.begins[row + 1] else None
+
+    def accepted(self, request: Request, first: int, count: int) -> Counts:
+        """How many drafts would be accepted in each of `count` verifications if all were made."""
+        drawn, at, _ = self._rounds(request.id, first, count)
+        return drawn.accepted[at : at + count]
+
+    def stops(self, request: Request, first: int, count: int) -> Counts:
+        """After how many drafts the drafter stops, its confidence being the acceptance itself."""
+        drawn, at, _ = self._rounds(request.id, first, count)
+        return drawn.stops[at : at + count]
+
+    @property
+    def varies(self) -> bool:
+        """Whether a drafter that stops by itself may do so elsewhere in every round."""
+        return self._drawer.varies
+
+    def _lay_out(self, number: int, lay_out: Callable[[Ints, Ints, list[int]], Ints]) -> _LaidOut:
+        drawn, _, _ = self._rounds(number * self._size, 0, 0)
+        begins = np.array(drawn.starts)
+        of_group = slice(number * self._size, number * self._size + len(begins) - 1)
+        prompt, output = self._prompt[of_group], self._output[of_group]
+        before = np.concatenate([[0], drawn.tokens])
+        passed = before[begins[:-1]]
+        ends = drawn.tokens.searchsorted(passed + output - 1) + 1  # its prompt's own step delivers one
+        final = prompt + before[np.minimum(ends, len(drawn.tokens))] - passed
+        before = before[:-1] + np.repeat(prompt - passed, np.diff(begins))
+        rows = lay_out(before, prompt, drawn.starts)
+        return _LaidOut(rows, drawn.starts, ends.tolist(), final.tolist())
+
+    def _rounds(self, request: int, first: int, count: int) -> tuple[DrawnRounds, int, int]:
+        """Some drawn rounds, and from where to where they are a request's from `first` on, at least `count`."""
+        number, row = divmod(request, self._size)
+        group = self._groups.get(number)
+        if group is None:
+            if len(self._groups) >= _GROUPS:
+                del self._groups[next(iter(self._groups))]
+            requests = np.arange(number * self._size, min((number + 1) * self._size, len(self._output)))
+            group = self._groups[number] = self._drawer.draw(requests, 0, self._drawer.enough(requests))
+        at, end = group.starts[row] + first, group.starts[row + 1]
+        if at + count <= end:
+            return group, at, end
+        start = 0 if self._drawer.from_the_first else first
+        end = first - start + count
+        return self._drawer.draw(np.array([request]), start, np.array([end])), first - start, end

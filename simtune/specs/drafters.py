@@ -1,0 +1,253 @@
+"""Drafters: what proposes tokens. Each class states what engines, costs and memory have to know of it."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from simtune.errors import Infeasible
+from simtune.plugins import Family
+from simtune.specs.base import Count, NonNegative, Part
+from simtune.specs.kinds import OneOf, by_kind
+from simtune.specs.model import Model
+
+
+class Drafter(Part):
+    """What proposes tokens. What a class leaves as it is here holds for one that does not run on the GPU.
+
+    Fields `method`, `checkpoint` and `host_s` of a class are read here. A drafter from outside the package is named by
+    import path, `kind: package.module:Class`.
+    """
+
+    kind: str
+
+    on_gpu: ClassVar[bool] = False
+    """Whether it takes time of the GPU."""
+    at_once: ClassVar[bool] = False
+    """Whether one pass makes all drafts of a round."""
+    writes_kv: ClassVar[bool] = False
+    """Whether it keeps keys and values of its own, in the blocks of the requests."""
+    awaited: ClassVar[bool] = False
+    """Whether drafts must be known before the next step can be scheduled, which makes scheduling synchronous whatever
+    is asked for: so it is in vLLM 0.32."""
+    joins_hidden_states: ClassVar[bool] = False
+    """Whether a layer joins the embedding of each token to the hidden state it was drafted from."""
+    drops_last_hit: ClassVar[bool] = False
+    """Whether the last block found in the prefix cache is computed again, because the drafter needs what the target
+    makes of those tokens: EAGLE, MTP and block drafters in vLLM."""
+
+    @property
+    def label(self) -> str:
+        """Its method where there are several of a kind, else its kind."""
+        return str(getattr(self, "method", self.kind))
+
+    @property
+    def own_model(self) -> str | None:
+        """The model spec it names, if it is a model of its own and not a part of the target."""
+        return None
+
+    @property
+    def loads_checkpoint(self) -> bool:
+        """Whether an engine loads weights for it that are neither the target's nor those of a model of its own."""
+        return "checkpoint" in type(self).model_fields
+
+    @property
+    def weights(self) -> str | None:
+        """The checkpoint that it names for them."""
+        return getattr(self, "checkpoint", None)
+
+    @property
+    def parallel_heads(self) -> int:
+        """Heads on the target's last hidden state that run all at once, however many drafts are asked for."""
+        return 0
+
+    @property
+    def most_depth(self) -> int | None:
+        """Drafts in turn that it can make; None is any number."""
+        return self.parallel_heads or None
+
+    @property
+    def own_head(self) -> bool:
+        """Whether a drafter that is a part of the target has an output head of its own."""
+        return False
+
+    @property
+    def host_cost_s(self) -> float:
+        """Host seconds per sequence and round, which nothing hides."""
+        return float(getattr(self, "host_s", 0.0))
+
+    def ranks(self, target: int) -> int:
+        """Tensor-parallel ranks it runs on beside a target on so many; every drafter is on one pipeline stage."""
+        return target
+
+    def network(self, target: Model, draft: Model | None = None) -> Model | None:
+        """The layers that draft, as a model; None where nothing or only parallel heads run on the GPU.
+
+        `draft` is the model that `own_model` names. Raises Infeasible where it does not go with the target.
+        """
+        return None
+
+    def passes(self, depth: int) -> int:
+        """Forward passes in turn on the GPU that make `depth` drafts in turn."""
+        if not self.on_gpu:
+            return 0
+        return min(depth, 1) if self.at_once else depth
+
+    def lookahead(self, drafts: int) -> int:
+        """Tokens beyond those of a step that a request's blocks must have room for: vLLM's num_lookahead_tokens."""
+        return drafts if self.writes_kv else 0
+
+    def extra_slots(self, drafts: int) -> int:
+        """What a request takes of the token budget for what the drafter alone computes, as in vLLM."""
+        return 0
+
+
+class DraftModel(Drafter):
+    """A smaller model of its own, with its own KV cache. It must share the target's vocabulary."""
+
+    kind: Literal["draft_model"] = "draft_model"
+    model: str = Field(description="a model spec, by name or file")
+    tp: Count | None = Field(None, description="the target's unless given; engines allow that or 1")
+
+    on_gpu: ClassVar[bool] = True
+    writes_kv: ClassVar[bool] = True
+
+    @property
+    def own_model(self) -> str:
+        """The one it names."""
+        return self.model
+
+    def ranks(self, target: int) -> int:
+        """Its own, where they are given."""
+        return self.tp or target
+
+    def network(self, target: Model, draft: Model | None = None) -> Model:
+        """The draft model as it is. Raises Infeasible where its vocabulary is not the target's."""
+        assert draft is not None, "a draft_model needs its model"
+        if draft.vocab_size != target.vocab_size:
+            raise Infeasible(
+                f"draft model {draft.name}: its vocabulary of {draft.vocab_size} is not the {target.vocab_size} of "
+                f"{target.name}; its tokens would mean something else to the target"
+            )
+        return draft
+
+    def extra_slots(self, drafts: int) -> int:
+        """One: it reads the token that follows those of the target."""
+        return 1
+
+
+def _layers_like_the_last(drafter: Drafter, target: Model, layers: int, vocab: int) -> Model:
+    group = target.layers[-1].model_copy(update={"count": layers})
+    return target.model_copy(
+        update={"name": f"{target.name}-{drafter.kind}", "layers": (group,), "vocab_size": vocab, "hf": None}
+    )
+
+
+class Eagle(Drafter):
+    """A head of one layer like the target's last that drafts from the target's hidden states, step by step."""
+
+    kind: Literal["eagle"] = "eagle"
+    method: Literal["eagle", "eagle3", "mtp"] = "eagle3"
+    checkpoint: str | None = Field(None, description="what an engine loads; part of the target for mtp")
+    draft_vocab_size: Count | None = Field(None, description="of a reduced head of its own; the target's unless given")
+
+    on_gpu: ClassVar[bool] = True
+    writes_kv: ClassVar[bool] = True
+    joins_hidden_states: ClassVar[bool] = True
+    drops_last_hit: ClassVar[bool] = True
+
+    @property
+    def loads_checkpoint(self) -> bool:
+        """Unless it is an MTP head, which comes with the target."""
+        return self.method != "mtp"
+
+    @property
+    def weights(self) -> str | None:
+        """None of an MTP head."""
+        return self.checkpoint if self.loads_checkpoint else None
+
+    @property
+    def own_head(self) -> bool:
+        """A reduced one."""
+        return self.draft_vocab_size is not None
+
+    def network(self, target: Model, draft: Model | None = None) -> Model:
+        """The target's last layer once more, under its own or the target's head."""
+        return _layers_like_the_last(self, target, 1, self.draft_vocab_size or target.vocab_size)
+
+
+class Medusa(Drafter):
+    """Heads that each guess one further position, all at once."""
+
+    kind: Literal["medusa"] = "medusa"
+    heads: Count
+    checkpoint: str | None = None
+
+    on_gpu: ClassVar[bool] = True
+    at_once: ClassVar[bool] = True
+    awaited: ClassVar[bool] = True
+
+    @property
+    def parallel_heads(self) -> int:
+        """All of them."""
+        return self.heads
+
+
+class Ngram(Drafter):
+    """Copies what followed the last tokens earlier in the text: no weights, no GPU."""
+
+    kind: Literal["ngram"] = "ngram"
+    lookup_min: Count = 1
+    lookup_max: Count
+    host_s: NonNegative = Field(0.0, description="host seconds per sequence and round; not known unless measured")
+
+    awaited: ClassVar[bool] = True
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.lookup_min > self.lookup_max:
+            raise ValueError(f"lookup_min ({self.lookup_min}) exceeds lookup_max ({self.lookup_max})")
+        return self
+
+
+class Suffix(Drafter):
+    """Copies from suffix trees over earlier outputs: no weights, no GPU."""
+
+    kind: Literal["suffix"] = "suffix"
+    host_s: NonNegative = Field(0.0, description="host seconds per sequence and round; not known unless measured")
+
+    awaited: ClassVar[bool] = True
+
+
+class BlockDrafter(Drafter):
+    """A few layers like the target's that draft a whole block in one step."""
+
+    kind: Literal["block"] = "block"
+    method: Literal["dflash", "dspark"] = "dflash"
+    layers: Count
+    checkpoint: str | None = None
+
+    on_gpu: ClassVar[bool] = True
+    at_once: ClassVar[bool] = True
+    writes_kv: ClassVar[bool] = True
+    drops_last_hit: ClassVar[bool] = True
+
+    def network(self, target: Model, draft: Model | None = None) -> Model:
+        """The target's last layer, as many times."""
+        return _layers_like_the_last(self, target, self.layers, target.vocab_size)
+
+    def lookahead(self, drafts: int) -> int:
+        """One more for dflash, whose block begins with the token that is certain."""
+        return drafts + (self.method == "dflash")
+
+    def extra_slots(self, drafts: int) -> int:
+        """The block; that of dspark begins with the last token of the target."""
+        return drafts - (self.method == "dspark")
+
+
+DRAFTERS: dict[str, type[Drafter]] = by_kind(DraftModel, Eagle, Medusa, Ngram, Suffix, BlockDrafter)
+"""The drafters of the package by the `kind` in a spec."""
+
+DRAFTER = Family("drafter", "simtune.drafters", DRAFTERS, Drafter)
+AnyDrafter = Annotated[Drafter, OneOf(DRAFTER)]

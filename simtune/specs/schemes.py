@@ -1,0 +1,465 @@
+"""Schemes: how many tokens are drafted, in which shape and when. Each class states all that others ask of it."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from simtune.plugins import Family
+from simtune.specs.acceptance import Rates
+from simtune.specs.base import Count, Part, Seq
+from simtune.specs.drafters import Drafter, DraftModel, Eagle
+from simtune.specs.kinds import OneOf, by_kind
+from simtune.specs.trees import Node, Ranks, at_least, depth_of, dynamic, width_of
+
+
+class Chunks(NamedTuple):
+    """How a chain is cut where each chunk is verified while the next one is drafted."""
+
+    sizes: tuple[int, ...]
+    """Draft tokens of each chunk."""
+    draft_share: float
+    """Of the processors, for the drafter while the target verifies."""
+    verify_share: float
+    """Of the processors, for the target while the drafter drafts."""
+
+
+class RoundShape(NamedTuple):
+    """What one sequence drafts and verifies in a round, at most."""
+
+    depth: int
+    """Drafts in turn."""
+    width: int
+    """Tokens of the widest depth."""
+    drafts: int
+    """Draft tokens that the target computes, besides the one that is certain."""
+    tree: bool
+    replicas: int = 0
+    """Of a target that verifies what was drafted before while the drafter goes on; 0 where one waits for the other."""
+    chunks: Chunks | None = None
+    """Where a chain is verified in chunks."""
+
+    @property
+    def overlapped(self) -> bool:
+        """Drafted while the target verifies what was drafted before, on devices of the drafter's own."""
+        return self.replicas > 0
+
+    @property
+    def in_turn(self) -> bool:
+        """Drafted, then verified in one pass."""
+        return not self.overlapped and self.chunks is None
+
+    @property
+    def ahead(self) -> int:
+        """Drafts of a request that exist and are not verified, at most."""
+        return self.depth * self.replicas if self.overlapped else self.drafts
+
+
+def _chain(tokens: int) -> RoundShape:
+    return RoundShape(depth=tokens, width=1, drafts=tokens, tree=False)
+
+
+class Scheme(Part):
+    """How tokens are drafted. What a class leaves as it is here holds for chains that are drafted in turn.
+
+    One from outside the package is named by import path, `kind: package.module:Class`; it must say its shape.
+    """
+
+    kind: str
+
+    words: ClassVar[str] = "{kind}"
+    """For a cell of a table, with fields in braces."""
+    counts_ahead: ClassVar[bool] = False
+    """Whether a step can be scheduled before its drafts are made: how many there are is known then, and an engine has
+    the scheme. Else scheduling is synchronous, whatever the host's work costs."""
+    varies_with_batch: ClassVar[bool] = False
+    """Whether `tokens_for` depends on the batch."""
+    needs: ClassVar[tuple[type[Drafter], ...]] = ()
+    """The drafters it goes with; all unless given."""
+    needs_because: ClassVar[str] = "does not go with drafter {drafter}"
+    """Why only those, and what `{drafter}` lacks."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> RoundShape:
+        """What a sequence drafts and verifies in a round, at most."""
+
+    @property
+    def stops_below(self) -> float | None:
+        """The probability that all drafts are kept, the next one included, below which the drafter stops; None where it
+        does not stop by itself."""
+        return None
+
+    @property
+    def batch_tokens(self) -> int | None:
+        """Draft tokens of the whole batch, given to where they are likeliest to be kept; None where each request has
+        its own."""
+        return None
+
+    @property
+    def _may_be_fewer(self) -> bool:
+        return self.varies_with_batch or self.stops_below is not None or self.batch_tokens is not None
+
+    @property
+    def shortest(self) -> int:
+        """Draft tokens in turn of the shortest round that drafts at all."""
+        return 1 if self._may_be_fewer else self.shape.depth
+
+    def tokens_for(self, batch: int) -> int:
+        """Draft tokens of each request at this running batch."""
+        return self.shape.drafts
+
+    def in_words(self) -> str:
+        """For a cell of a table."""
+        return self.words.format(**dict(self))
+
+    def in_short(self) -> str:
+        """For a cell of a map: the draft tokens, with a T before those of a tree and ≤ before what may be fewer."""
+        shape = self.shape
+        if shape.tree and self.as_chain() is None:
+            return f"T{shape.drafts}"
+        return f"≤{shape.depth}" if self._may_be_fewer else str(shape.depth)
+
+    def as_chain(self) -> Chain | None:
+        """The chain of one length that this is, whatever it is called."""
+        return None
+
+    def tree(self, ranks: Ranks) -> Sequence[Node]:
+        """What a round drafts if it drafts all it may: for a chain, its path."""
+        return [(1,) * depth for depth in range(1, self.shape.depth + 1)]
+
+    def survival(self, rates: Rates) -> tuple[float, ...]:
+        """P(at least d draft tokens are kept), d = 1 ... depth, of a round that drafts all it may.
+
+        Raises ValueError where the rates do not reach as far as the drafts.
+        """
+        depth = self.shape.depth
+        _check_depth(depth, rates)
+        return tuple(accumulate(rates.chain(depth), mul))
+
+
+def _check_depth(depth: int, rates: Rates) -> None:
+    if rates.longest is not None and rates.longest < depth:
+        raise ValueError(f"drafts are {depth} tokens deep, and the rates are known for {rates.longest}")
+
+
+class Chain(Scheme):
+    """Always the same number of draft tokens, one after the other."""
+
+    kind: Literal["chain"] = "chain"
+    tokens: Count
+
+    words: ClassVar[str] = "chain of {tokens}"
+    counts_ahead: ClassVar[bool] = True
+
+    @property
+    def shape(self) -> RoundShape:
+        """So many drafts in turn."""
+        return _chain(self.tokens)
+
+    def as_chain(self) -> Chain:
+        """Itself."""
+        return self
+
+
+class BatchRange(Part):
+    """Running batches from `first` to `last` sequences, both included."""
+
+    first: Count
+    last: Count
+    tokens: Annotated[int, Field(ge=0)]
+
+
+class ByBatch(Scheme):
+    """A chain whose length depends on the running batch: vLLM's num_speculative_tokens_per_batch_size."""
+
+    kind: Literal["by_batch"] = "by_batch"
+    max_tokens: Count = Field(description="the longest draft buffers are made for; longer ones are cut to it")
+    ranges: Annotated[Seq[BatchRange], Field(min_length=1)]
+
+    counts_ahead: ClassVar[bool] = True
+    varies_with_batch: ClassVar[bool] = True
+
+    @field_validator("ranges")
+    @classmethod
+    def _ascending(cls, ranges: tuple[BatchRange, ...]) -> tuple[BatchRange, ...]:
+        if ranges[0].first != 1:
+            raise ValueError(f"the first range must begin at a batch of 1, not {ranges[0].first}")
+        end = 0
+        for r in ranges:
+            if r.first <= end or r.last < r.first:
+                raise ValueError(f"ranges must ascend without overlap: {r.first}-{r.last} comes after {end}")
+            end = r.last
+        return ranges
+
+    @property
+    def shape(self) -> RoundShape:
+        """That of the longest chain."""
+        return _chain(min(self.max_tokens, max(r.tokens for r in self.ranges)))
+
+    @property
+    def shortest(self) -> int:
+        """Ranges without drafts are left out."""
+        return min((r.tokens for r in self.ranges if r.tokens), default=0)
+
+    def tokens_for(self, batch: int) -> int:
+        """Gaps, and what lies beyond the last range, inherit the range before."""
+        at = max((r for r in self.ranges if r.first <= batch), key=lambda r: r.first)
+        return min(at.tokens, self.max_tokens)
+
+    def in_words(self) -> str:
+        """With all ranges."""
+        parts = [f"{min(r.tokens, self.max_tokens)} to batch {r.last}" for r in self.ranges]
+        return "chain of " + ", ".join(parts)
+
+
+class Threshold(Scheme):
+    """Drafts on until some rejection is as likely as `stop_at`, by the drafter's own confidence (SpecDec++)."""
+
+    kind: Literal["threshold"] = "threshold"
+    max_tokens: Count
+    stop_at: Annotated[float, Field(gt=0, le=1)]
+
+    words: ClassVar[str] = "chain of {max_tokens} at most, stopped at {stop_at:g}"
+
+    @property
+    def shape(self) -> RoundShape:
+        """A chain that is never stopped."""
+        return _chain(self.max_tokens)
+
+    @property
+    def stops_below(self) -> float:
+        """The probability of some rejection turned round."""
+        return 1 - self.stop_at
+
+
+class TreeScheme(Scheme):
+    """What drafts trees."""
+
+    counts_ahead: ClassVar[bool] = True
+
+    def survival(self, rates: Rates) -> tuple[float, ...]:
+        """At each depth the weights of the tree's nodes added up."""
+        depth = self.shape.depth
+        _check_depth(depth, rates)
+        ranks = rates.ranks(depth)
+        nodes = self.tree(ranks)
+        for node in nodes:
+            for at, rank in enumerate(node):
+                if rank > len(ranks[at]):
+                    raise ValueError(
+                        f"node {list(node)} of the tree has rank {rank} at depth {at + 1}, where the rates know "
+                        f"{len(ranks[at])}"
+                    )
+        return at_least(nodes, ranks)
+
+
+class StaticTree(TreeScheme):
+    """A fixed tree. A node is the ranks along its path, from 1: [2, 1] is the best child of the second best root."""
+
+    kind: Literal["static_tree"] = "static_tree"
+    nodes: Annotated[Seq[Annotated[Seq[Count], Field(min_length=1)]], Field(min_length=1)]
+
+    @field_validator("nodes")
+    @classmethod
+    def _rooted(cls, nodes: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+        known = set(nodes)
+        if len(known) < len(nodes):
+            raise ValueError("a node stands there twice")
+        for node in nodes:
+            if len(node) > 1 and node[:-1] not in known:
+                raise ValueError(f"node {list(node)} has no parent {list(node[:-1])} in the tree")
+        return nodes
+
+    @property
+    def shape(self) -> RoundShape:
+        """That of its nodes, all of which are verified."""
+        return RoundShape(depth_of(self.nodes), width_of(self.nodes), len(self.nodes), tree=True)
+
+    def tree(self, ranks: Ranks) -> Sequence[Node]:
+        """The same nodes at all rates."""
+        return self.nodes
+
+    def as_chain(self) -> Chain | None:
+        """Where every node is the best child of the one before."""
+        return Chain(tokens=len(self.nodes)) if all(max(node) == 1 for node in self.nodes) else None
+
+    def in_words(self) -> str:
+        """Its size alone."""
+        return f"tree of {len(self.nodes)}, {depth_of(self.nodes)} deep"
+
+
+class DynamicTree(TreeScheme):
+    """EAGLE-2: `steps` times, the `topk` likeliest nodes get topk children each; of all, the `tokens` likeliest are
+    verified. The root, which needs no verification, is not counted.
+    """
+
+    kind: Literal["dynamic_tree"] = "dynamic_tree"
+    steps: Count
+    topk: Count
+    tokens: Count
+
+    words: ClassVar[str] = "EAGLE-2 tree of {tokens}: {steps} steps, topk {topk}"
+
+    @model_validator(mode="after")
+    def _enough(self) -> Self:
+        drafted = self.topk + (self.steps - 1) * self.topk**2
+        if not self.steps <= self.tokens <= drafted:
+            raise ValueError(
+                f"tokens ({self.tokens}) must lie between steps ({self.steps}) and the {drafted} nodes that "
+                f"{self.steps} steps with topk {self.topk} draft"
+            )
+        return self
+
+    @property
+    def shape(self) -> RoundShape:
+        """At most `topk` nodes are expanded at each depth."""
+        return RoundShape(self.steps, self.topk, self.tokens, tree=True)
+
+    def tree(self, ranks: Ranks) -> Sequence[Node]:
+        """By rates of depth and rank alone; real confidences know the context and choose better."""
+        return dynamic(ranks, self.steps, self.topk, self.tokens)
+
+    def as_chain(self) -> Chain | None:
+        """With topk 1."""
+        return Chain(tokens=self.tokens) if self.topk == 1 else None
+
+    def in_words(self) -> str:
+        """With topk 1 it is said to be the chain that it is."""
+        chain = self.as_chain()
+        return super().in_words() if chain is None else chain.in_words()
+
+
+class TokenBudget(Scheme):
+    """`tokens` draft tokens for the whole batch, to where they are likeliest to be kept (TETRIS)."""
+
+    kind: Literal["budget"] = "budget"
+    tokens: Count
+    max_tokens: Count = Field(description="of one request")
+
+    words: ClassVar[str] = "{tokens} tokens for the batch, {max_tokens} for each at most"
+
+    @property
+    def shape(self) -> RoundShape:
+        """That of a request that gets as many as it may."""
+        return _chain(self.max_tokens)
+
+    @property
+    def batch_tokens(self) -> int:
+        """The budget."""
+        return self.tokens
+
+
+class BesideScheme(Scheme):
+    """What drafts on devices of its own while the target verifies."""
+
+    needs: ClassVar[tuple[type[Drafter], ...]] = (DraftModel,)
+    needs_because: ClassVar[str] = (
+        "drafts while the target verifies, which takes a model of its own; drafter {drafter} has none"
+    )
+
+
+class Pearl(BesideScheme):
+    """A chain drafted while the target verifies the one before, on devices of the drafter's own (arXiv 2408.11850).
+
+    After a rejection the target computes one token, beside which the drafter drafts `tokens`. If the first of them is
+    that one, the others are verified next, beside the next `tokens`, and so on until something is rejected. Rates by
+    position count from the first draft that a step verifies.
+    """
+
+    kind: Literal["pearl"] = "pearl"
+    tokens: Annotated[int, Field(ge=2, description="in turn, beside each step of the target")]
+
+    words: ClassVar[str] = "chain of {tokens} beside every step (PEARL)"
+
+    @property
+    def shape(self) -> RoundShape:
+        """Windows that one target verifies."""
+        return _windows(self.tokens, replicas=1)
+
+
+class Dsi(BesideScheme):
+    """A chain drafted on and on while replicas of the target verify it in turn (DSI, arXiv 2405.14105), in lockstep.
+
+    In every tick the drafter drafts `tokens`, and the verification of one window begins on one replica; its verdict
+    comes `replicas` ticks later, so that one verdict comes in every tick while all drafts are right. After a rejection
+    the target begins anew, with the one token that follows: nothing is delivered until its verdict. From there on it
+    is PEARL, which is DSI with one replica. Rounds are counted by verdict, so windows thrown away before theirs are not
+    among the wasted tokens; times between tokens (ITL) are told by tick, with those that bring no verdict.
+    """
+
+    kind: Literal["dsi"] = "dsi"
+    tokens: Count = Field(description="the look-ahead: drafts made in turn in every tick, and verified together")
+    replicas: Count = Field(
+        description="of the target, each on GPUs of its own with the whole KV cache; a verification no longer than "
+        "replicas x tokens drafts keeps up with the drafter"
+    )
+
+    words: ClassVar[str] = "chain of {tokens} in every tick of {replicas} replicas (DSI)"
+
+    @property
+    def shape(self) -> RoundShape:
+        """Windows that the replicas verify in turn."""
+        return _windows(self.tokens, self.replicas)
+
+
+def _windows(tokens: int, replicas: int) -> RoundShape:
+    # The last draft of a window need not be computed to be verified: that it is right shows before it.
+    return RoundShape(depth=tokens, width=1, drafts=tokens - 1, tree=False, replicas=replicas)
+
+
+class Frontier(Scheme):
+    """A chain in chunks on one GPU: each is verified while the next one is drafted (like FASER, arXiv 2604.20503).
+
+    While both run, each has its share of the processors; alone it has them all. What is verified and kept is that of
+    the chain.
+    """
+
+    kind: Literal["frontier"] = "frontier"
+    tokens: Count
+    chunks: Annotated[int, Field(ge=2)]
+    draft_share: Annotated[float, Field(gt=0, le=1, description="of the processors, while the target verifies")]
+    verify_share: Annotated[float, Field(gt=0, le=1, description="of the processors, while the drafter drafts")]
+
+    words: ClassVar[str] = "chain of {tokens} in {chunks} chunks"
+    needs: ClassVar[tuple[type[Drafter], ...]] = (DraftModel, Eagle)
+    needs_because: ClassVar[str] = (
+        "drafts some tokens while others are verified, which takes a drafter that makes one after the other; drafter "
+        "{drafter} does not"
+    )
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.chunks > self.tokens:
+            raise ValueError(f"{self.tokens} tokens cannot be cut into {self.chunks} chunks")
+        if self.draft_share + self.verify_share > 1:
+            raise ValueError(
+                f"draft_share ({self.draft_share:g}) and verify_share ({self.verify_share:g}) are of the same "
+                "processors and exceed 1 together"
+            )
+        return self
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Draft tokens of each chunk; what is left over goes to the first ones."""
+        size, rest = divmod(self.tokens, self.chunks)
+        return tuple(size + (i < rest) for i in range(self.chunks))
+
+    @property
+    def shape(self) -> RoundShape:
+        """A chain, cut."""
+        return _chain(self.tokens)._replace(chunks=Chunks(self.sizes, self.draft_share, self.verify_share))
+
+
+SCHEMES: dict[str, type[Scheme]] = by_kind(
+    Chain, ByBatch, Threshold, StaticTree, DynamicTree, TokenBudget, Pearl, Dsi, Frontier
+)
+"""The schemes of the package by the `kind` in a spec."""
+
+SCHEME: Family[Scheme] = Family("scheme", "simtune.schemes", SCHEMES, Scheme)  # type: ignore[type-abstract]
+AnyScheme = Annotated[Scheme, OneOf(SCHEME, "shape")]

@@ -1,0 +1,1 @@
+"""Formulas and exact methods that tests hold the package to."""

@@ -1,0 +1,17 @@
+"""Choosing how to draft: lengths of chains, shapes of trees, when to stop, when not to draft at all."""
+
+from simtune.tuner.drafting.choose import Projection, RoundCost, Schedule, choose
+from simtune.tuner.drafting.facts import described
+from simtune.tuner.drafting.study import Contexts, Draft, schedule, speculation_on
+
+__all__ = [
+    "Contexts",
+    "Draft",
+    "Projection",
+    "RoundCost",
+    "Schedule",
+    "choose",
+    "described",
+    "schedule",
+    "speculation_on",
+]
