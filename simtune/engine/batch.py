@@ -295,10 +295,13 @@ class DecodeBatch:
     @property
     def longest_context(self) -> int:
         """KV tokens that the member with most reads in the next step; looked for again only when that one has left."""
-        if self._longest is None or not self._present(*self._longest[1:]):
-            members = self._members.items()
-            self._longest = max((request.computed - joined, request.admission, request) for request, joined in members)
-        return self._longest[0] + self.steps + 1
+        longest, members = self._longest, self._members
+        if longest is None or longest[2] not in members or longest[2].admission != longest[1]:
+            longest = max(
+                (request.computed - joined, request.admission, request) for request, joined in members.items()
+            )
+            self._longest = longest
+        return longest[0] + self.steps + 1
 
     def next_steps(self, free: int, budget: int) -> NextSteps | None:
         """The steps until a member is complete or blocks run short; None where the first finds too few of them, or too
@@ -360,9 +363,10 @@ class DecodeBatch:
         if not completions or completions[0][0] > now:
             return ()
         finished: list[Request] = []
+        members = self._members
         while completions and completions[0][0] <= now:
             done, admission, request = heapq.heappop(completions)
-            if self._present(admission, request):
+            if request in members and request.admission == admission:
                 assert done == now, "a batch must not be advanced past a completion"
                 self.leave(request)
                 finished.append(request)
@@ -375,6 +379,3 @@ class DecodeBatch:
     def draft(self, requests: int) -> Sequence[Request]:
         """Nobody drafts."""
         return ()
-
-    def _present(self, admission: int, request: Request) -> bool:
-        return request in self._members and request.admission == admission

@@ -93,48 +93,31 @@ class AsyncRoundPlanner(RoundPlanner):
         return reach
 
 
-class DiscardedSteps:
-    """Members whose answer is complete, and the step that each is in all the same."""
+class DiscardedSteps(dict[Request, tuple[int, int]]):
+    """Members whose answer is complete, and (tokens, new blocks) of the step that each is in all the same."""
 
-    __slots__ = ("_steps", "blocks", "context", "tokens")
+    __slots__ = ("blocks", "context", "tokens")
 
     def __init__(self) -> None:
-        self._steps: dict[Request, tuple[int, int]] = {}  # tokens and new blocks
+        super().__init__()
         self.tokens = self.context = self.blocks = 0
         """Of all: tokens of the step, tokens computed before it, its new blocks."""
 
-    def __len__(self) -> int:
-        return len(self._steps)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._steps)
-
-    def __contains__(self, request: object) -> bool:
-        return request in self._steps
-
     def put(self, request: Request, tokens: int, blocks: int) -> None:
         """Add a step, or give it other tokens and blocks."""
-        if request in self._steps:
+        if request in self:
             self.remove(request)
-        self._steps[request] = tokens, blocks
+        self[request] = tokens, blocks
         self.tokens += tokens
         self.context += request.computed
         self.blocks += blocks
 
     def remove(self, request: Request) -> None:
         """Take a step out."""
-        tokens, blocks = self._steps.pop(request)
+        tokens, blocks = self.pop(request)
         self.tokens -= tokens
         self.context -= request.computed
         self.blocks -= blocks
-
-    def width_of(self, request: Request) -> int:
-        """Tokens of a step."""
-        return self._steps[request][0]
-
-    def blocks_of(self, request: Request) -> int:
-        """New blocks of a step."""
-        return self._steps[request][1]
 
 
 class AsyncDraftingBatch(DraftingBatch):
@@ -151,11 +134,6 @@ class AsyncDraftingBatch(DraftingBatch):
     def __iter__(self) -> Iterator[Request]:
         """Members in order of joining. Costs O(members log members)."""
         return iter(sorted([*self._members, *self._discarded], key=attrgetter("admission")))
-
-    @property
-    def count(self) -> int:
-        """Members that the next step computes, `discarded` ones included."""
-        return len(self._members) + len(self._discarded)
 
     @property
     def discarded(self) -> Collection[Request]:
@@ -175,17 +153,19 @@ class AsyncDraftingBatch(DraftingBatch):
 
     def totals(self) -> tuple[int, int, int]:
         """(tokens the next step computes, tokens its members have computed before, new blocks it needs)."""
-        tokens, context, blocks = super().totals()
-        discarded = self._discarded
+        totals, discarded = self._calendar.totals(), self._discarded
+        if not discarded:
+            return totals
+        tokens, context, blocks = totals
         return tokens + discarded.tokens, context + discarded.context, blocks + discarded.blocks
 
     def width_of(self, member: Request) -> int:
         """Tokens the next step computes for a member."""
-        return self._discarded.width_of(member) if member in self._discarded else super().width_of(member)
+        return self._discarded[member][0] if member in self._discarded else super().width_of(member)
 
     def blocks_of(self, member: Request) -> int:
         """New blocks the next step needs for a member."""
-        return self._discarded.blocks_of(member) if member in self._discarded else super().blocks_of(member)
+        return self._discarded[member][1] if member in self._discarded else super().blocks_of(member)
 
     def cut(self, member: Request, tokens: int) -> None:
         """Let the next step compute no more than so many tokens for a member."""
@@ -212,7 +192,7 @@ class AsyncDraftingBatch(DraftingBatch):
 
     def steps_to_completion(self) -> int:
         """Steps until the first member is complete, or the drafts of some are others."""
-        if self._discarded and not (self._terms.steady and self._members):
+        if self._discarded and not (self._steady and self._members):
             return 1
         return super().steps_to_completion()
 
@@ -236,6 +216,7 @@ class AsyncDraftingBatch(DraftingBatch):
         """Take a member out and bring it up to date."""
         if member in self._discarded:
             self._discarded.remove(member)
+            self.count -= 1
             member.decoding = False
         else:
             super().leave(member)
@@ -255,7 +236,7 @@ class AsyncDraftingBatch(DraftingBatch):
         """The step is over for those of whom it is discarded; takes them out and returns them."""
         ended = list(self._discarded)
         for request in ended:
-            blocks = self._planner.held(request) + self._discarded.blocks_of(request)
+            blocks = self._planner.held(request) + self._discarded[request][1]
             request.reserved_tokens = blocks * self._block_size
             self.leave(request)
         return ended
@@ -269,6 +250,7 @@ class AsyncDraftingBatch(DraftingBatch):
             room = self._planner.room(request, self._behind(request))
             if room > 0:
                 request.decoding = True
+                self.count += 1
                 self._discard(request, min(1 + self._counts.of(request), room))
             else:
                 del self._rejected[request]

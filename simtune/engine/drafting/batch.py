@@ -33,6 +33,7 @@ class DraftingBatch:
     def __init__(self, block_size: int, terms: DraftingTerms, max_model_len: int) -> None:
         self._block_size = block_size
         self._terms = terms
+        self._steady = terms.steady
         self._planner = RoundPlanner(terms, block_size, max_model_len)
         self._counts = DraftCounts(terms)
         self._calendar = Calendar()
@@ -45,15 +46,12 @@ class DraftingBatch:
         self._most_drafts: int | None = None  # planned for any member
         self._over = Tally()  # of rounds that are written down
         self.steps = 0
+        self.count = 0
+        """Members that the next step computes, `discarded` ones included."""
 
     def __iter__(self) -> Iterator[Request]:
         """Members in order of joining."""
         return iter(self._members)
-
-    @property
-    def count(self) -> int:
-        """Members."""
-        return len(self._members)
 
     @property
     def discarded(self) -> Collection[Request]:
@@ -161,7 +159,7 @@ class DraftingBatch:
         policy decides by it.
         """
         terms = self._terms
-        if not terms.steady and (
+        if not self._steady and (
             (terms.stops is not None and terms.depth is None) or not self._counts.last(self._members, self.count)
         ):
             return 1
@@ -196,6 +194,7 @@ class DraftingBatch:
         """Take a member out and bring it up to date."""
         plan = self._withdraw(member)
         del self._members[member]
+        self.count -= 1
         member.decoding = False
         age = self.steps - plan.begin
         if age or not plan.cut:
@@ -219,6 +218,7 @@ class DraftingBatch:
     def _take_in(self, request: Request, plan: PlannedRounds | None = None) -> None:
         """Make a request a member, with these rounds if they are still those to come."""
         request.decoding = True
+        self.count += 1
         self._past.pop(request, None)
         drafts = self._counts.of(request)
         if plan is None or plan.drafts != drafts or not plan.rounds or request.computed != plan.rows[0, 0]:
@@ -251,6 +251,7 @@ class DraftingBatch:
             if plan is not None and request.admission == admission and plan.begin + plan.rounds == done:
                 assert done == now, "a batch must not be advanced past a completion"
                 del members[request]
+                self.count -= 1
                 self._calendar.close(plan)
                 self._most_drafts = None
                 self._bring_up(request, plan)
@@ -262,7 +263,7 @@ class DraftingBatch:
         """The drafter has run after a step of so many requests; returns those of whom the next step is discarded."""
         if self._left_out:
             self._left_out.clear()
-        if not self._terms.steady and self._counts.renew(requests, self._members):
+        if not self._steady and self._counts.renew(requests, self._members):
             for member, plan in list(self._members.items()):
                 drafts = self._counts.of(member)
                 if drafts != plan.drafts:
@@ -302,6 +303,6 @@ class DraftingBatch:
         self._past[request] = plan.rows.item(0, age - 1)
         request.reserved_tokens = max(request.reserved_tokens, planner.reserved_tokens(request, plan, age))
         request.verifications += planner.verifications(plan, age)
-        request.computed = plan.computed(age)
+        request.computed += tally.rounds + tally.accepted
         request.emitted += tally.tokens
         self._over = self._over.plus(tally)

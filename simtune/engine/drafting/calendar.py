@@ -42,7 +42,7 @@ class Calendar:
         totals = self._totals
         if totals is None:
             context, blocks = self._rows[:, self._at].tolist()
-            totals = self._totals = self.tokens, context, blocks
+            totals = self._totals = self.tokens if self.ragged else self._wide, context, blocks
         return totals
 
     def read(self, steps: int) -> tuple[int, int, Sequence[int] | Ints]:
