@@ -174,7 +174,7 @@ class StepTables:
     """What a chunk after so many cached tokens is not charged: their prefill, less what it does again for them."""
     chunk: int
     """Ticks of every prefill chunk."""
-    uneven: tuple[list[int], list[int]]
+    imbalance: tuple[list[int], list[int]]
     """(without, with chunks) by decodes: ticks per token by which the longest context exceeds the mean."""
 
     @property
@@ -221,7 +221,7 @@ def compile_tables(
     prefill = models.dense(lambda model, x: model.prefill(x) + overhead_s, lengths) - overhead_s
     prefill = scales[True] * rising(np.maximum(prefill, 0))
     past = scales[True] * models.dense(lambda model, x: model.past(x), lengths)
-    uneven = [
+    imbalance = [
         [0, *(to_ticks(scales[chunked] * step_model.imbalance_s(n, chunked)) for n in range(1, seqs + 1))]
         for chunked in (False, True)
     ]
@@ -236,7 +236,7 @@ def compile_tables(
         prefill=[0, *whole_ticks(prefill)],
         cached=[0, *whole_ticks(prefill - past)],
         chunk=to_ticks(scales[True] * overhead_s),
-        uneven=(uneven[False], uneven[True]),
+        imbalance=(imbalance[False], imbalance[True]),
     )
 
 
@@ -315,9 +315,9 @@ class CompiledCosts:
         return type(self), self._compiled_from
 
     @property
-    def is_even(self) -> bool:
-        """Whether `uneven` is always 0."""
-        return not any(any(row) for row in self.tables.uneven)
+    def balanced(self) -> bool:
+        """Whether `imbalance` is always 0."""
+        return not any(any(row) for row in self.tables.imbalance)
 
     def decode(self, num_decodes: int, context_tokens: int) -> tuple[int, int, int]:
         """See `simtune.costs.protocol.StepCosts.decode`."""
@@ -364,11 +364,9 @@ class CompiledCosts:
         floor = mixed.floor[num_seqs]
         return (ticks if ticks > floor else floor) + mixed.after[num_seqs]
 
-    def uneven(self, num_decodes: int, context_tokens: int, longest_context: int, with_chunks: bool) -> int:
-        """See `simtune.costs.protocol.StepCosts`: what steps with these decodes take longer than `decode` and `mixed`
-        say, their longest context being so many tokens; the same along a jump.
-        """
-        per_token = self.tables.uneven[with_chunks][num_decodes]
+    def imbalance(self, num_decodes: int, context_tokens: int, longest_context: int, with_chunks: bool) -> int:
+        """See `simtune.costs.protocol.ImbalanceCosts`."""
+        per_token = self.tables.imbalance[with_chunks][num_decodes]
         return per_token * (longest_context * num_decodes - context_tokens) // num_decodes if per_token else 0
 
     def _attention_beside(self, chunk: int, num_decodes: int, context_tokens: int) -> int:

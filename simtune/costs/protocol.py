@@ -1,9 +1,13 @@
-"""What the simulator asks of a cost model. Anything with these two methods can drive it."""
+"""What the simulator asks of a cost model. Anything with the two methods of `StepCosts` can drive it.
+
+Two more protocols are asked for where they apply, once, when an engine core is made: `ImbalanceCosts` by the methods
+they have, `RoundCosts` where the scheduler drafts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,10 +28,6 @@ class StepCosts(Protocol):
     * `mixed(b, c, [], b) == decode(b, c)[0]`
     * with `first, slope, span = decode(b, c)`, `decode(b, c + k * b)[0] == first + k * slope` for 0 <= k <
       span
-
-    Both take contexts to be alike. Costs may also have a method `uneven(num_decodes, context_tokens, longest_context,
-    with_chunks)`: ticks that come on top because the longest of them has so many tokens. While nobody joins or leaves
-    all of them grow alike, and so must leave these ticks as they are.
     """
 
     def decode(self, num_decodes: int, context_tokens: int) -> tuple[int, int, int]:
@@ -46,11 +46,30 @@ class StepCosts(Protocol):
         ...
 
 
+@runtime_checkable
+class ImbalanceCosts(StepCosts, Protocol):
+    """Costs that know of load imbalance: `decode` and `mixed` take contexts to be alike, and a step takes longer
+    because the longest of them lasts longer than the others."""
+
+    @property
+    def balanced(self) -> bool:
+        """Whether `imbalance` is always 0, so that it need not be asked."""
+        ...
+
+    def imbalance(self, num_decodes: int, context_tokens: int, longest_context: int, with_chunks: bool) -> int:
+        """Ticks that come on top of `decode` or, with chunks, of `mixed`: the longest context has so many tokens.
+
+        While nobody joins or leaves all contexts grow alike, and so must leave these ticks as they are.
+        """
+        ...
+
+
+@runtime_checkable
 class RoundCosts(StepCosts, Protocol):
     """Duration of the steps of an engine that drafts and verifies: `round` and `rounds` take the place of `decode` and
     `mixed`.
 
-    Contexts grow as drafts are accepted, by no rule. So the rounds of a jump are told one by one, and the law is
+    Contexts grow as drafts are accepted, by no rule. So the rounds of a jump are listed one by one, and the law is
 
     * `rounds(b, t, d, computed)[i] == sum(round(b, t, d, c + t) for c in computed[: i + 1])`.
     """
@@ -59,21 +78,21 @@ class RoundCosts(StepCosts, Protocol):
         self,
         num_decodes: int,
         verify_tokens: int,
-        levels: int,
+        depth: int,
         context_tokens: int,
         chunks: Sequence[tuple[int, int]] = (),
         completing: int = 0,
     ) -> int:
         """Ticks of one step in which `num_decodes` sequences verify `verify_tokens` tokens, one each and their drafts,
         beside prefill chunks (past tokens, new tokens), of which `completing` get to the end of their prompt; and of
-        drafting for the next step, `levels` drafts in turn.
+        drafting for the next step, `depth` drafts in turn.
 
         `context_tokens` counts the KV tokens that the decodes read, `verify_tokens` included.
         """
         ...
 
     def rounds(
-        self, num_decodes: int, verify_tokens: int, levels: int, computed: Sequence[int] | NDArray[np.int64]
+        self, num_decodes: int, verify_tokens: int, depth: int, computed: Sequence[int] | NDArray[np.int64]
     ) -> Sequence[int]:
         """After how many ticks each of some steps ends that have no chunks and are alike but for the tokens that the
         decodes have computed before, which rise."""

@@ -1,24 +1,31 @@
-"""One scheduler with one batch under way, the pipeline it may share with others, and the way out of it."""
+"""An engine core: one scheduler with one batch under way, its steps in time, and the way in and out of it.
+
+What vLLM calls an engine core: an instance without pipeline parallelism, one of the pp virtual engines of an instance
+with it, or with data-parallel attention one group of ranks. A core runs a step as often as the scheduler says nothing
+can change and the cost model says its time is known, in one event: a *jump*. Whatever the scheduler would notice, an
+arrival or a KV cache, cuts such a jump at the end of the step in which it falls.
+"""
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import cast
 
-from simtune.costs.protocol import RoundCosts, StepCosts
-from simtune.engine import Request, Scheduler, Step, Tally
-from simtune.sim.link import Link
+from simtune.costs.protocol import StepCosts
+from simtune.engine import PrefixCache, Progress, Request, Scheduler, Step, Tally
+from simtune.sim.agenda import DRAINED, STEP_END, TRANSFER_START, WAKE, Agenda
+from simtune.sim.link import TransferLink
+from simtune.sim.outcome import EngineCoreUse, StepRecord
+from simtune.sim.recorder import Recorder
+from simtune.sim.timing import JumpTime, StepTimer, timer_for
 
 
 @dataclass(slots=True, frozen=True)
 class KvConnector:
     """How a prefill instance sends a KV cache of whole blocks."""
 
-    link: Link
+    link: TransferLink
     block_bytes: int
     """Of all GPUs of the instance together."""
     setup: int
@@ -37,8 +44,8 @@ class KvConnector:
 
 
 @dataclass(slots=True, eq=False)
-class Handoff:
-    """A request on its way from a prefill to a decode instance."""
+class KvTransfer:
+    """A request on its way from a prefill to a decode instance, its KV cache with it."""
 
     request: Request
     """As the decode instance will know it: its prompt computed, its first token delivered."""
@@ -48,45 +55,80 @@ class Handoff:
     ready: int
     """The tick at which its prompt was done."""
     serial: int
-    """Tells this attempt to send it from an earlier one that was called off."""
+    """Tells this attempt to send it from an earlier one that was cancelled."""
     target: EngineCore | None = None
     sending: bool = False
     """Whether the target has room for it and the transfer is under way."""
 
+    @property
+    def connector(self) -> KvConnector:
+        """The way it is sent."""
+        assert self.source.connector is not None
+        return self.source.connector
 
-@dataclass(slots=True, eq=False)
-class Pipeline:
-    """The stages of an instance, shared by its cores: a stage works for one of them at a time.
+    @property
+    def blocks(self) -> int:
+        """KV blocks to send."""
+        return self.source.scheduler.kv.blocks_for(self.held.prompt_tokens)
 
-    A step of D ticks takes D / stages in each (the first ones a tick longer where that leaves a rest); it enters a
-    stage when it has left the one before and the stage is free.
-    """
 
-    stages: int
-    cores: list[EngineCore] = field(default_factory=list)
-    free: list[int] = field(default_factory=list)
-    """The tick from which on each stage is free."""
+@dataclass(slots=True)
+class Inbox:
+    """Requests whose KV cache is computed elsewhere, as the core that is to decode them sees them."""
 
-    def __post_init__(self) -> None:
-        self.free = [0] * self.stages
+    waiting: deque[KvTransfer] = field(default_factory=deque)
+    """Those for which there was no room yet, oldest first."""
+    arrived: list[Request] = field(default_factory=list)
+    """Those whose KV cache has come; they join before the next step."""
+    dropped: list[Request] = field(default_factory=list)
+    """Those whose KV cache will never come; their reservation ends before the next step."""
 
-    def pass_through(self, now: int, ticks: int) -> int:
-        """Send a step of `ticks` through; the tick at which it leaves the last stage."""
-        share, rest = divmod(ticks, self.stages)
-        free = self.free
-        for stage in range(self.stages):
-            now = max(now, free[stage]) + share + (stage < rest)
-            free[stage] = now
-        return now
+    def __bool__(self) -> bool:
+        return bool(self.waiting or self.arrived or self.dropped)
+
+    def settle(self, scheduler: Scheduler) -> None:
+        """Between two steps: let requests join whose KV cache has come, and give up the reservations of others."""
+        for request in self.dropped:
+            scheduler.release(request)
+        self.dropped.clear()
+        for request in self.arrived:
+            scheduler.receive(request)
+        self.arrived.clear()
+
+
+Deliver = Callable[[int, "EngineCore", Progress], None]
+"""Is told what came out of a core's step, and when."""
+
+
+class Stepping:
+    """How the steps of an instance's cores share its GPUs. This one is of a core that has them to itself."""
+
+    shared = False
+    """Whether cores must take turns."""
+
+    def join(self, core: EngineCore) -> int:
+        """Add a core to the instance; its number there."""
+        return 0
+
+    def may_jump(self, core: EngineCore) -> bool:
+        """Whether a step that `core` begins now may be repeated in one event."""
+        return True
+
+    def start(self, now: int, core: EngineCore) -> None:
+        """Let a core that runs nothing begin its next step, if it has one."""
+        if core.plan(now):
+            core.launch(now + core.time.total)
+
+    def wakes(self, now: int, core: EngineCore) -> None:
+        """An idle core is about to schedule."""
+
+    def reset(self) -> None:
+        """The instance has failed."""
 
 
 @dataclass(slots=True, eq=False)
 class EngineCore:
-    """One scheduler, its cost model, and the step it is running.
-
-    What vLLM calls an engine core. An instance is one of them, or with pipeline parallelism as many ("virtual engines")
-    as it has stages, or with data-parallel attention one for each group of ranks.
-    """
+    """One scheduler, its cost model, and the step it is running."""
 
     scheduler: Scheduler
     costs: StepCosts
@@ -94,52 +136,60 @@ class EngineCore:
     pool: str = "mixed"
     connector: KvConnector | None = None
     """The way out of a prefill instance: its requests are handed over when their prompt is done."""
-    pipeline: Pipeline | None = None
-    dp_group: list[EngineCore] | None = None
-    """The cores it steps together with, itself included: data-parallel attention over experts that all share."""
+    stepping: Stepping = field(default_factory=Stepping)
+    """Shared with the other cores of the instance."""
     swap: int = 0
     """Ticks to move one KV block to or from host memory; steps wait for it."""
     up: bool = True
     """Whether it takes new requests."""
     number: int = 0
-    receives: bool = False
-    """Whether other cores hand requests over to it."""
-    jumps_freely: bool = False
-    """Whether all that bounds its jumps is the scheduler and the costs."""
-    step: Step | None = None
-    started: int = 0
-    first: int = 0  # ticks of the first repetition of the running step
-    slope: int = 0  # ticks that each further repetition takes longer
-    ends: Sequence[int] | None = None
-    """After how many ticks each repetition ends, where they are told one by one."""
-    repetitions: int = 0
-    jumping: bool = False  # in a jump, alone in its pipeline or DP group
-    version: int = 0  # of the event that ends the running step; an older one is void
-    woken: bool = False
-    waiting: int = 0
+    """Among the cores of the deployment."""
+    virtual_engine: int = field(init=False)
+    """Among the cores of its instance."""
+    step: Step | None = field(default=None, init=False)
+    """The step under way."""
+    time: JumpTime = field(default_factory=JumpTime, init=False)
+    """How long it takes."""
+    started: int = field(default=0, init=False)
+    version: int = field(default=0, init=False)
+    """Of the event that ends the running step; an older one is void."""
+    woken: bool = field(default=False, init=False)
+    """Idle, and about to schedule."""
+    draining: bool = field(default=False, init=False)
+    """Whether it takes nothing new, and somebody waits for it to finish what it has."""
+    waiting: int = field(default=0, init=False)
     """Requests that wait in the scheduler, as last counted."""
-    busy: int = 0
-    """Ticks spent in steps so far."""
-    inbox: deque[Handoff] = field(default_factory=deque)
-    """Requests whose KV cache waits elsewhere for room here, oldest first."""
-    arrived: list[Request] = field(default_factory=list)
-    """Requests whose KV cache has come; they join before the next step."""
-    dropped: list[Request] = field(default_factory=list)
-    """Requests whose KV cache will never come; their reservation ends before the next step."""
-    uneven: Callable[[int, int, int, bool], int] | None = None
-    """`StepCosts.uneven`, where the costs have it."""
-    rounds: RoundCosts | None = None
-    """The costs of a scheduler that drafts."""
-    holding: int = 0
+    holding: int = field(default=0, init=False)
     """Requests handed over whose KV cache is still here."""
+    busy: int = field(default=0, init=False)
+    """Ticks spent in steps so far."""
+    inbox: Inbox = field(default_factory=Inbox, init=False)
+    _timer: StepTimer = field(init=False)
+    _agenda: Agenda = field(init=False)
+    _recorder: Recorder = field(init=False)
+    _single_steps: bool = field(default=False, init=False)
+    runs_ahead: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self.uneven = getattr(self.costs, "uneven", None)
-        if self.uneven is not None and getattr(self.costs, "is_even", False):
-            self.uneven = None
-        if self.scheduler.decoding.drafting:
-            self.rounds, self.uneven = cast(RoundCosts, self.costs), None
-        self.scheduler.tells_longest = self.uneven is not None
+        self._timer = timer_for(self.costs, self.scheduler.decoding.drafting)
+        self.scheduler.tells_longest = self._timer.asks_longest
+        self.virtual_engine = self.stepping.join(self)
+
+    def wire(
+        self,
+        agenda: Agenda,
+        recorder: Recorder,
+        *,
+        single_steps: bool = False,
+        runs_ahead: bool = False,
+    ) -> None:
+        """Bring the core into a world.
+
+        With `single_steps` no step is repeated. With `runs_ahead` steps that nothing comes between are run without
+        asking the agenda, unless the core shares its GPUs; not for cores that take requests over.
+        """
+        self._agenda, self._recorder = agenda, recorder
+        self._single_steps, self.runs_ahead = single_steps, runs_ahead and not self.stepping.shared
 
     @property
     def tally(self) -> Tally:
@@ -147,35 +197,242 @@ class EngineCore:
         return self.scheduler.decoding.tally
 
     @property
+    def use(self) -> EngineCoreUse:
+        """What has become of it."""
+        kv = self.scheduler.kv
+        looked = (kv.queried_tokens, kv.hit_tokens) if isinstance(kv, PrefixCache) else ()
+        return EngineCoreUse(self.pool, self.instance, self.virtual_engine, kv.total, self.busy, self.tally, *looked)
+
+    @property
     def has_work(self) -> bool:
-        return bool(self.inbox or self.arrived or self.dropped) or self.scheduler.has_work
+        """Whether any request is here or on its way."""
+        return bool(self.inbox) or self.scheduler.has_work
 
-    def elapsed(self, repetitions: int) -> int:
-        """Ticks of the first `repetitions` repetitions of the running step: an arithmetic series, or as told."""
-        if self.ends is not None:
-            return self.ends[repetitions - 1] if repetitions else 0
-        return repetitions * self.first + self.slope * (repetitions * (repetitions - 1) // 2)
+    # --- requests come and go ---------------------------------------------------------------------------------
 
-    def reaching(self, ticks: int) -> tuple[int, int]:
-        """(n, ticks of n repetitions) for the smallest n, at least 1, that take `ticks` or longer.
+    def add(self, now: int, request: Request) -> bool:
+        """Queue a new request; False when the scheduler refuses it."""
+        notices = self.step is not None and self.time.repetitions > 1 and self.scheduler.would_notice()
+        if not self.scheduler.add(request):
+            return False
+        self._recorder.waiting += 1
+        self.waiting += 1
+        if self.step is None:
+            self.wake(now)
+        elif notices:
+            self.cut(now)
+        return True
 
-        Solves first*n + slope*n(n-1)/2 = ticks for n in floating point, exact or a little too small once it is cut to
-        a whole number, which is stepped up.
+    def offer(self, now: int, transfer: KvTransfer) -> None:
+        """Queue a request handed over, until there is room for its KV cache."""
+        waiting = self.inbox.waiting
+        waiting.append(transfer)
+        if self.step is None:
+            self.wake(now)
+        elif self.time.repetitions > 1 and len(waiting) == 1:  # else there was no room, and is none until the end
+            self.cut(now)
+
+    def count_waiting(self) -> None:
+        """The scheduler's queue has changed."""
+        waiting = self.scheduler.num_waiting
+        self._recorder.waiting += waiting - self.waiting
+        self.waiting = waiting
+
+    def make_room(self, now: int) -> None:
+        """Reserve seats and blocks for requests handed over, oldest first, and let their KV caches come."""
+        waiting, expect = self.inbox.waiting, self.scheduler.expect
+        while waiting and expect(waiting[0].request):
+            transfer = waiting.popleft()
+            transfer.sending = True
+            self._recorder.waiting -= 1
+            begin = now + transfer.connector.setup + transfer.blocks * transfer.connector.descriptors
+            self._agenda.post((begin, TRANSFER_START, transfer.request.id, transfer.serial))
+
+    # --- steps --------------------------------------------------------------------------------------------------
+
+    def wake(self, now: int) -> None:
+        """Let the idle core schedule at this instant, after everything else that happens at it."""
+        if not self.woken:
+            self.woken = True
+            self._agenda.post((now, WAKE, self.number, 0))
+            self.stepping.wakes(now, self)
+
+    def notify(self, now: int) -> None:
+        """Something has changed: let the core schedule, after the step it is in."""
+        if self.step is None:
+            self.wake(now)
+        elif self.time.repetitions > 1:
+            self.cut(now)
+
+    def start(self, now: int) -> None:
+        """Begin the next step, if there is one and none is under way."""
+        self.woken = False
+        if self.step is None:
+            self.stepping.start(now, self)
+
+    def plan(self, now: int) -> bool:
+        """Schedule the next step and find its time; False when nothing can run. `launch` must follow."""
+        if self.inbox:
+            self.inbox.settle(self.scheduler)
+            self.make_room(now)
+        self.step = step = self.scheduler.schedule()
+        if step is None:
+            self._idle(now)
+            return False
+        self._find_time(now, step)
+        self.started = now
+        self.version += 1
+        return True
+
+    def launch(self, end: int) -> None:
+        """Run the planned step, which ends at a tick."""
+        self._agenda.hold((end, STEP_END, self.number, self.version))
+
+    def cut(self, now: int) -> None:
+        """Shorten a jump so that it ends with the step in which `now` falls."""
+        repetitions, elapsed = self.time.reaching(now - self.started)
+        if repetitions < self.time.repetitions:
+            self.time.repetitions = repetitions
+            self.version += 1
+            self._agenda.replace((self.started + elapsed, STEP_END, self.number, self.version))
+
+    def end(self, now: int, deliver: Deliver) -> None:
+        """The running step ends, and the next one begins, unless something else happens at this instant first."""
+        self._account(now)
+        progress = self.scheduler.complete(self.time.repetitions)
+        self.step = None
+        if progress.first_token or progress.finished:
+            deliver(now, self, progress)
+        if self._agenda.has_more_at(now):
+            self.wake(now)
+        else:
+            self.stepping.start(now, self)
+
+    def run_ahead(self, now: int, deliver: Deliver) -> None:
+        """What `end` comes to, over and over, as long as nothing else comes before the next step ends.
+
+        Inlined for speed, and compared with `end` by tests/sim/test_run_ahead.py.
         """
-        if self.ends is not None:
-            n = bisect_left(self.ends, ticks) + 1
-            return n, self.elapsed(n)
-        first, slope = self.first, self.slope
-        b = 2.0 * first - slope
-        root = math.sqrt(b * b + 8.0 * slope * ticks)
-        n = int(4.0 * ticks / (root + b) if b > 0 else (root - b) / (2.0 * slope)) or 1
-        while (elapsed := n * first + slope * (n * (n - 1) // 2)) < ticks:
-            n += 1
-        return n, elapsed
+        agenda, recorder, time, timer = self._agenda, self._recorder, self.time, self._timer
+        heap, note, decode = agenda.heap, recorder.rows.append, timer.affine
+        complete, schedule, step = self.scheduler.complete, self.scheduler.schedule, self.step
+        if agenda.held is not None:
+            agenda.hold(None)  # from here on the heap alone says what comes first
+        while step is not None:
+            repetitions = time.repetitions
+            recorder.steps += repetitions
+            self.busy += now - self.started
+            if time.ends is not None:
+                recorder.note_listed(time.ends[:repetitions], step.num_decodes - step.discarded)
+            elif decodes := step.num_decodes - step.discarded:
+                note((time.first, time.slope, repetitions, decodes))
+            progress = complete(repetitions)
+            self.step = None
+            if progress.first_token or progress.finished:
+                deliver(now, self, progress)
+            if heap[0][0] == now:
+                self.wake(now)
+                return
+            self.step = step = schedule()
+            if step is None:
+                self._idle(now)
+                return
+            self.started = now
+            self.version = version = self.version + 1
+            if step.chunks or step.preempted:
+                self._find_time(now, step)
+                now += time.total
+            elif decode is None:
+                timer.decode(step, step.repeat, time)
+                now += time.total
+            else:
+                time.first, time.slope, repetitions = decode(step.num_decodes, step.context_tokens)
+                if step.repeat < repetitions:
+                    repetitions = step.repeat
+                time.repetitions = repetitions
+                now += repetitions * time.first + time.slope * (repetitions * (repetitions - 1) // 2)
+            event = now, STEP_END, self.number, version
+            if agenda.stopped or heap[0] < event:
+                agenda.held = event
+                return
+            agenda.handled += 1
 
-    def repetitions_within(self, ticks: int) -> int:
-        """How many repetitions are over after `ticks`."""
-        if self.ends is not None:
-            return bisect_right(self.ends, ticks)
-        n, elapsed = self.reaching(ticks)
-        return n if elapsed <= ticks else n - 1
+    def fail(self, now: int) -> None:
+        """End a step that fails: repetitions that are over have delivered their tokens, the one under way is lost."""
+        if self.step is None:
+            return
+        time = self.time
+        over = time.over_after(now - self.started) if time.repetitions > 1 else 0
+        if over:
+            time.repetitions = over
+            self._account(self.started + time.total)
+            self.scheduler.complete(over)
+        self.step = None
+        self.version += 1
+        self.stepping.reset()
+
+    def _idle(self, now: int) -> None:
+        """Nothing can run."""
+        if self.inbox.waiting:
+            self.make_room(now)  # with asynchronous scheduling the last ones have left only now
+        if self.draining:
+            self._agenda.post((now, DRAINED, self.number, 0))
+
+    def _find_time(self, now: int, step: Step) -> None:
+        """Find how long the repetitions of a step take, and how many are run at once."""
+        time = self.time
+        if step.chunks or step.preempted:
+            for request in step.preempted:
+                self._recorder.preemptions[request.id] += 1
+            self.count_waiting()
+        if step.chunks:
+            scheduled, chunks, completing = self._recorder.scheduled, [], 0
+            for chunk in step.chunks:
+                request, past, tokens = chunk.request, chunk.past, chunk.tokens
+                chunks.append((past, tokens))
+                completing += past + tokens - chunk.padding == request.prompt_tokens + request.emitted  # it `completes`
+                if scheduled[request.id] < 0:
+                    scheduled[request.id] = now
+            time.first = self._timer.mixed(step, chunks, completing)
+            time.slope, time.repetitions, time.ends = 0, 1, None
+        else:
+            self._timer.decode(step, step.repeat if self._may_jump(step) else 1, time)
+        if step.part != (0, 1):
+            i, n = step.part
+            time.first = time.first // n + (i < time.first % n)
+        if step.swapped_out_blocks or step.swapped_in_blocks:
+            time.first += self.swap * (step.swapped_out_blocks + step.swapped_in_blocks)
+            time.repetitions = 1  # those that follow do not wait for it
+
+    def _may_jump(self, step: Step) -> bool:
+        """Whether repetitions of a step may be taken in one event."""
+        if self._single_steps or not self.stepping.may_jump(self):
+            return False
+        # Seats that are about to come free are for those that wait in the inbox.
+        return not (self.inbox.waiting and (self.scheduler.unsettled or step.preempted))
+
+    def _account(self, end: int) -> None:
+        """Write the running step's repetitions down; the last of them ends at `end`."""
+        step, time, recorder = self.step, self.time, self._recorder
+        assert step is not None
+        recorder.steps += time.repetitions
+        self.busy += end - self.started
+        decodes = step.num_decodes - step.discarded
+        if time.ends is not None:
+            recorder.note_listed(time.ends[: time.repetitions], decodes)
+        elif decodes:
+            recorder.rows.append((time.first, time.slope, time.repetitions, decodes))
+        if recorder.jumps is not None:
+            recorder.jumps.append(
+                StepRecord(
+                    self.number,
+                    self.started,
+                    end,
+                    time.repetitions,
+                    step.num_decodes,
+                    sum(chunk.tokens for chunk in step.chunks),
+                    step.num_decodes + len(step.chunks),
+                    self.scheduler.num_waiting + len(self.inbox.waiting),
+                    self.scheduler.kv.free,
+                )
+            )

@@ -14,7 +14,7 @@ from simtune.costs.ticks import TICKS_PER_SECOND
 _SCALE = 1 << 20  # counts are kept in 2**-20 bytes
 
 
-class Link:
+class TransferLink:
     """Transfers under way, by a number of the caller's."""
 
     __slots__ = ("_count", "_ends", "_joined", "_latest", "_present", "_rate", "number", "version")

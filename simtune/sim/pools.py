@@ -11,10 +11,11 @@ from simtune.costs.protocol import StepCosts
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import DraftingTerms
 from simtune.engine.scheduler import Feature
-from simtune.sim.core import EngineCore, Pipeline
+from simtune.sim.core import EngineCore, Stepping
 from simtune.sim.drafting import AcceptanceSampler, Drafting, drafting_terms
 from simtune.sim.parts import POLICY, make_policy
 from simtune.sim.requests import RequestStream
+from simtune.sim.stepping import DpGroup, Pipeline
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
 from simtune.specs.plan import Parallelism, Pool
@@ -61,29 +62,27 @@ class DeployedPool:
         batch, its share of the seats and of the KV blocks; a core's step takes the time of all stages. With
         data-parallel attention each group of tp ranks is a core with seats and blocks of its own; all step together.
         """
-        pp, settings = self.spec.parallelism.pp, self._settings(hash_block_tokens, speculation)
-        pipelines = [Pipeline(pp) if pp > 1 else None for _ in range(instances)]
-        cores = [
+        settings = self._settings(hash_block_tokens, speculation)
+        stepping = [self._stepping() for _ in range(instances)]
+        return [
             EngineCore(
                 make_policy(self.spec.batching, settings),
                 self.costs,
                 instance,
                 self.spec.name,
-                pipeline=pipelines[instance],
+                stepping=stepping[instance],
                 swap=self._swap_ticks,
             )
             for _ in range(self.cores_each)
             for instance in range(instances)
         ]
-        for core in cores:
-            if core.pipeline is not None:
-                core.pipeline.cores.append(core)
-        if self.spec.parallelism.attention_dp > 1:
-            for instance in range(instances):
-                dp_group = [core for core in cores if core.instance == instance]
-                for core in dp_group:
-                    core.dp_group = dp_group
-        return cores
+
+    def _stepping(self) -> Stepping:
+        """How the cores of an instance share its GPUs."""
+        parallelism = self.spec.parallelism
+        if parallelism.pp > 1:
+            return Pipeline(parallelism.pp)
+        return DpGroup() if parallelism.attention_dp > 1 else Stepping()
 
     def _settings(self, hash_block_tokens: int | None, speculation: DraftingTerms | None) -> dict[str, Any]:
         """What the constructor of the pool's policy is given: what every policy has, and what it offers."""

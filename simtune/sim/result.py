@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from simtune.arrays import Array
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import Tally
+from simtune.sim.outcome import Outcome
 from simtune.sim.requests import RequestStream
 from simtune.sim.statistics import TokenIntervals, warm_up
 from simtune.sim.summary import LatencyQuantiles, Metric, SimulationSummary, SloLimit
 from simtune.sim.summing import between_tokens, distribution, instances, prefix_cache, quantiles, verifications
-from simtune.sim.world import Outcome
 from simtune.specs.workload import Slo
 
 METRICS: tuple[Metric, ...] = ("ttft", "tpot", "e2el", "queue", "prefill", "transfer", "decode")

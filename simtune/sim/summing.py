@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from simtune.arrays import Array
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import Tally
+from simtune.sim.outcome import EngineCoreUse
 from simtune.sim.statistics import TokenIntervals, batch_means
 from simtune.sim.summary import Distribution, InstanceUse, PrefixCacheUse, Verifications
-from simtune.sim.world import EngineCoreUse
 
 
 def distribution(values: Array) -> Distribution:

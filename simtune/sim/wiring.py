@@ -13,13 +13,13 @@ from simtune.costs.predict import Profile
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine.scheduler import Hint
 from simtune.errors import UsageError
+from simtune.sim.availability import Change
 from simtune.sim.core import EngineCore, KvConnector
-from simtune.sim.link import Link
+from simtune.sim.link import TransferLink
 from simtune.sim.parts import POLICY, make_router
 from simtune.sim.pools import DeployedPool, kv_block_bytes
 from simtune.sim.requests import RequestStream
 from simtune.sim.router import Router
-from simtune.sim.world import Change
 from simtune.specs.model import Model
 from simtune.specs.plan import Failure, KvLink, LeastTokensRouting, Plan, Start, Switch
 from simtune.specs.workload import Slo
@@ -156,17 +156,17 @@ def _connect(plan: Plan, model: Model, pools: Sequence[DeployedPool], by_pool: B
     """Give every prefill instance its way out."""
     way = plan.link
     assert way is not None
-    links: list[Link] = []
+    links: list[TransferLink] = []
     for pool in pools:
         if pool.spec.role != "prefill":
             continue
         sent = _sent(plan, model, pool)
         kv = transfer_terms(sent, pool, way)
-        by_instance: dict[int, Link] = {}
+        by_instance: dict[int, TransferLink] = {}
         for core in by_pool[pool.spec.name]:
             if core.instance not in by_instance:
                 if not (way.shared and links):
-                    links.append(Link(kv.bytes_per_s, len(links)))
+                    links.append(TransferLink(kv.bytes_per_s, len(links)))
                 by_instance[core.instance] = links[-1]
             core.connector = KvConnector(
                 by_instance[core.instance],

@@ -216,9 +216,9 @@ class TestCompiledCosts:
         even, uneven = (
             step_model.gpu_s(StepWork(count, context, chunks, count, longest_context=most)) for most in (0, longest)
         )
-        found = costs.uneven(count, context, longest, chunk)
+        found = costs.imbalance(count, context, longest, chunk)
         assert found / TICKS_PER_SECOND == pytest.approx(uneven - even, rel=1e-6, abs=1e-9)
-        assert costs.uneven(count, context + 7 * count, longest + 7, chunk) == found, "the same along a jump"
+        assert costs.imbalance(count, context + 7 * count, longest + 7, chunk) == found, "the same along a jump"
         split = count * 2 < 0.8 * 2 * 8  # two KV heads, eight processors
         assert found == 0 if split and not chunk else (found > 0) == (excess > 0)
 

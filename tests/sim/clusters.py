@@ -11,11 +11,14 @@ from hypothesis import strategies as st
 from simtune.costs.compiled import LinearCosts
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import POLICIES, Scheduler
-from simtune.sim.core import EngineCore, KvConnector, Pipeline
-from simtune.sim.link import Link
+from simtune.sim.availability import Change
+from simtune.sim.core import EngineCore, KvConnector, Stepping
+from simtune.sim.link import TransferLink
+from simtune.sim.outcome import Outcome
 from simtune.sim.requests import RequestStream
 from simtune.sim.router import ROUTERS, LoadAware, Router
-from simtune.sim.world import Change, Outcome, World
+from simtune.sim.stepping import Pipeline
+from simtune.sim.world import World
 from tests.sim.worlds import stream_of
 
 BLOCK_BYTES = 1000
@@ -26,10 +29,12 @@ SMALL = {"SHORT_TOKENS": 16, "LEVELS": 4, "PATIENCE": 60, "PROMPT_TOKENS_PER_ITE
 
 
 @dataclass(frozen=True)
-class UnevenCosts(LinearCosts):
+class ImbalancedCosts(LinearCosts):
     """Steps take longer the further the longest context is above the mean."""
 
-    def uneven(self, num_decodes: int, context_tokens: int, longest_context: int, with_chunks: bool) -> int:
+    balanced = False
+
+    def imbalance(self, num_decodes: int, context_tokens: int, longest_context: int, with_chunks: bool) -> int:
         return (2 + with_chunks) * 10**6 * (longest_context * num_decodes - context_tokens)
 
 
@@ -63,7 +68,7 @@ class Cluster:
     policy: str = "vllm-fcfs"
     options: dict[str, Any] = field(default_factory=dict)
     """Of its scheduler."""
-    uneven: bool = False
+    imbalanced: bool = False
     predicted_tokens: list[int] | None = None
     deadlines: list[float] | None = None
     cores: list[EngineCore] = field(default_factory=list)
@@ -76,7 +81,7 @@ class Cluster:
             core.number = number
         if back:
             bytes_per_s, setup_s, block_s, layers, shared = self.link
-            links = [Link(bytes_per_s, 0 if shared else i) for i in range(self.front.instances)]
+            links = [TransferLink(bytes_per_s, 0 if shared else i) for i in range(self.front.instances)]
             for core in front:
                 connector = KvConnector(
                     links[0 if shared else core.instance],
@@ -114,24 +119,20 @@ class Cluster:
         return outcome
 
     def _cores(self, kind: Kind, pool: str) -> list[EngineCore]:
-        costs = UnevenCosts if self.uneven else LinearCosts
-        pipelines = [Pipeline(kind.pp) if kind.pp > 1 else None for _ in range(kind.instances)]
-        found = [
+        costs = ImbalancedCosts if self.imbalanced else LinearCosts
+        stepping = [Pipeline(kind.pp) if kind.pp > 1 else Stepping() for _ in range(kind.instances)]
+        return [
             EngineCore(
                 self._scheduler(kind, pool),
                 costs(step_s=kind.step_s, per_token_s=2e-5, per_context_s=3e-7),
                 instance,
                 pool,
-                pipeline=pipelines[instance],
+                stepping=stepping[instance],
                 swap=round(1e-4 * TICKS_PER_SECOND),
             )
             for _ in range(kind.pp)
             for instance in range(kind.instances)
         ]
-        for core in found:
-            if core.pipeline is not None:
-                core.pipeline.cores.append(core)
-        return found
 
     def _scheduler(self, kind: Kind, pool: str) -> Scheduler:
         policy = self.policy if pool == "front" or self.policy != "static" else "vllm-fcfs"  # static: prompts only
@@ -248,7 +249,7 @@ def of_policy(draw: st.DrawFn, policy: str) -> Cluster:
         stream=stream,
         policy=policy,
         options=options,
-        uneven=draw(st.booleans()),
+        imbalanced=draw(st.booleans()),
         async_scheduling=cluster.async_scheduling and policy in VLLM,
         predicted_tokens=rng.integers(1, 50, n).tolist(),
         deadlines=rng.choice([0.01, 0.2, 9.0], n).tolist(),

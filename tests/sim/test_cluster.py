@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import HealthCheck, event, given
 from hypothesis import settings as hypothesis_settings
 
-from simtune.sim.world import Outcome
+from simtune.sim.outcome import Outcome
 from tests.sim.clusters import BLOCK_BYTES, Cluster, clusters
 
 COLUMNS = ("arrival", "scheduled", "first_token", "transferred", "finish", "core", "preemptions", "resent")

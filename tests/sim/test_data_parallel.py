@@ -12,14 +12,14 @@ from hypothesis import settings as hypothesis_settings
 from simtune.costs.compiled import LinearCosts
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.sim.core import EngineCore
-from simtune.sim.world import Outcome, World
+from simtune.sim.outcome import Outcome
+from simtune.sim.stepping import DpGroup
+from simtune.sim.world import World
 from tests.sim.worlds import Setting, settings, stream_of
 
 
 def run(world: Setting, *, single_steps: bool = False) -> tuple[Outcome, list[EngineCore]]:
-    cores = world.make_cores()
-    for core in cores:
-        core.dp_group = cores
+    cores = world.make_cores(DpGroup())
     return World(cores, world.stream, single_steps=single_steps, record=True).run(), cores
 
 

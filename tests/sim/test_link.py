@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simtune.costs.ticks import TICKS_PER_SECOND
-from simtune.sim.link import Link
+from simtune.sim.link import TransferLink
 
 SECOND = TICKS_PER_SECOND
 
 
-def ends(link: Link) -> list[tuple[int, int]]:
+def ends(link: TransferLink) -> list[tuple[int, int]]:
     """(transfer, tick) of all that are under way, when nobody joins any more."""
     found = []
     while (tick := link.next_end()) is not None:
@@ -23,20 +23,20 @@ def ends(link: Link) -> list[tuple[int, int]]:
 
 
 def test_one_transfer_has_the_link_to_itself() -> None:
-    link = Link(bytes_per_s=100.0)
+    link = TransferLink(bytes_per_s=100.0)
     link.join(0, 7, 300)
     assert ends(link) == [(7, 3 * SECOND)]
 
 
 def test_two_transfers_get_half_each_and_the_rest_is_for_the_longer_one() -> None:
-    link = Link(bytes_per_s=100.0)
+    link = TransferLink(bytes_per_s=100.0)
     link.join(0, 1, 100)
     link.join(0, 2, 300)
     assert ends(link) == [(1, 2 * SECOND), (2, 4 * SECOND)]  # 200 bytes are left at 2 s
 
 
 def test_one_that_joins_later_slows_the_first() -> None:
-    link = Link(bytes_per_s=100.0)
+    link = TransferLink(bytes_per_s=100.0)
     link.join(0, 1, 200)
     assert link.next_end() == 2 * SECOND
     before = link.version
@@ -46,7 +46,7 @@ def test_one_that_joins_later_slows_the_first() -> None:
 
 
 def test_one_that_is_called_off_leaves_its_share_to_the_others() -> None:
-    link = Link(bytes_per_s=100.0)
+    link = TransferLink(bytes_per_s=100.0)
     link.join(0, 1, 200)
     link.join(0, 2, 200)
     link.cancel(2 * SECOND, 1)
@@ -64,7 +64,7 @@ def test_the_link_is_never_idle_and_nobody_waits_for_bytes_that_were_sent(
     coming: list[tuple[int, int]], bytes_per_s: float
 ) -> None:
     """All of one busy period takes the time of all its bytes, up to one tick per event."""
-    link, gap = Link(bytes_per_s), TICKS_PER_SECOND // 1_000_000
+    link, gap = TransferLink(bytes_per_s), TICKS_PER_SECOND // 1_000_000
     left = {i: size for i, (_, size) in enumerate(coming)}
     joins = sorted((at * gap, i) for i, (at, _) in enumerate(coming))
     busy_since = joins[0][0]

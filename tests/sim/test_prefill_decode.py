@@ -13,12 +13,13 @@ from simtune.costs.compiled import LinearCosts
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import VllmFcfs
 from simtune.errors import Infeasible, UsageError
-from simtune.sim.core import EngineCore, KvConnector, Pipeline
+from simtune.sim.core import EngineCore, KvConnector, Stepping
 from simtune.sim.deployment import deploy
-from simtune.sim.link import Link
+from simtune.sim.link import TransferLink
 from simtune.sim.requests import RequestStream, build_stream
 from simtune.sim.result import Result
 from simtune.sim.router import LeastTokens, RoundRobin
+from simtune.sim.stepping import Pipeline
 from simtune.sim.world import World
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import Batching, Failure, KvLink, Plan, Pool
@@ -47,15 +48,15 @@ class Apart:
     shared: bool = False
 
     def run(self, stream: RequestStream) -> Result:
-        pipelines = [Pipeline(self.pp) if self.pp > 1 else None for _ in range(self.prefills)]
-        links = [Link(self.bytes_per_s, number) for number in range(1 if self.shared else self.prefills)]
+        stepping = [Pipeline(self.pp) if self.pp > 1 else Stepping() for _ in range(self.prefills)]
+        links = [TransferLink(self.bytes_per_s, number) for number in range(1 if self.shared else self.prefills)]
         front = [
             EngineCore(
                 self.engine(self.prefill_blocks, seats=1),
                 LinearCosts(step_s=0.0, per_token_s=1.0),
                 i,
                 "prefill",
-                pipeline=pipelines[i],
+                stepping=stepping[i],
                 connector=KvConnector(
                     links[0 if self.shared else i],
                     100,
@@ -67,9 +68,6 @@ class Apart:
             for _ in range(self.pp)
             for i in range(self.prefills)
         ]
-        for core in front:
-            if core.pipeline is not None:
-                core.pipeline.cores.append(core)
         back = [
             EngineCore(self.engine(PLENTY, self.decode_seats), LinearCosts(step_s=self.decode_step_s), pool="decode")
         ]

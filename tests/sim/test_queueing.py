@@ -12,9 +12,10 @@ import pytest
 from simtune.costs.compiled import LinearCosts
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import VllmFcfs
+from simtune.sim.core import EngineCore
 from simtune.sim.requests import RequestStream, build_stream
 from simtune.sim.result import Result
-from simtune.sim.world import EngineCore, World
+from simtune.sim.world import World
 from simtune.specs.workload import FixedLength, Lengths, Lognormal, Poisson, Workload
 
 PLENTY = 10**7

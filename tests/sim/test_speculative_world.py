@@ -20,8 +20,9 @@ from simtune.errors import Infeasible
 from simtune.sim.core import EngineCore
 from simtune.sim.deployment import Deployment, deploy
 from simtune.sim.drafting import AcceptanceSampler, Drafting, SharedBudget, drafting_terms, uniform
+from simtune.sim.outcome import Outcome
 from simtune.sim.requests import RequestStream
-from simtune.sim.world import Outcome, World
+from simtune.sim.world import World
 from simtune.specs import trees
 from simtune.specs.acceptance import Acceptance, BetaMixture, Condition, PerPosition, PerRank, Rates, Revealed
 from simtune.specs.drafters import BlockDrafter, Drafter, DraftModel, Eagle, Medusa, Ngram

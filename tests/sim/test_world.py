@@ -13,7 +13,9 @@ from simtune.costs.compiled import LinearCosts
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import VllmFcfs
 from simtune.sim.core import EngineCore
-from simtune.sim.world import Outcome, World
+from simtune.sim.outcome import Outcome
+from simtune.sim.timing import JumpTime
+from simtune.sim.world import World
 from tests.sim.worlds import Setting, settings, stream_of
 
 COLUMNS = ("scheduled", "first_token", "finish", "preemptions")
@@ -122,13 +124,12 @@ def test_at_one_instant_steps_end_before_arrivals_and_arrivals_before_scheduling
 
 @given(st.integers(0, 2**30), st.integers(0, 2**20), st.integers(1, 2**50))
 def test_cutting_a_jump_finds_the_step_in_which_the_arrival_falls(first: int, slope: int, elapsed: int) -> None:
-    scheduler = VllmFcfs(num_blocks=1, block_size=1, max_num_seqs=1, max_num_batched_tokens=1, max_model_len=1)
-    core = EngineCore(scheduler, LinearCosts(1.0), first=first + 1, slope=slope)
-    n, reached = core.reaching(elapsed)
-    assert reached == core.elapsed(n) >= elapsed
-    assert n == 1 or core.elapsed(n - 1) < elapsed
-    over = core.repetitions_within(elapsed)
-    assert core.elapsed(over) <= elapsed < core.elapsed(over + 1)
+    time = JumpTime(first=first + 1, slope=slope)
+    n, reached = time.reaching(elapsed)
+    assert reached == time.elapsed(n) >= elapsed
+    assert n == 1 or time.elapsed(n - 1) < elapsed
+    over = time.over_after(elapsed)
+    assert time.elapsed(over) <= elapsed < time.elapsed(over + 1)
 
 
 def test_requests_leave_no_garbage_that_only_a_collector_would_find() -> None:

@@ -12,9 +12,10 @@ from simtune.costs.compiled import LinearCosts
 from simtune.costs.protocol import UNBOUNDED, StepCosts
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import VllmFcfs
-from simtune.sim.core import EngineCore
+from simtune.sim.core import EngineCore, Stepping
+from simtune.sim.outcome import Outcome
 from simtune.sim.requests import RequestStream
-from simtune.sim.world import Outcome, World
+from simtune.sim.world import World
 from tests.engine.plain import PlainEngine, PlainRequest
 
 
@@ -48,7 +49,8 @@ class Setting:
     costs: StepCosts
     stream: RequestStream
 
-    def make_cores(self) -> list[EngineCore]:
+    def make_cores(self, stepping: Stepping | None = None) -> list[EngineCore]:
+        """Fresh cores, each an instance of its own unless they share what `stepping` says."""
         return [
             EngineCore(
                 VllmFcfs(
@@ -59,6 +61,7 @@ class Setting:
                     max_model_len=self.blocks * self.block_size,
                 ),
                 self.costs,
+                stepping=stepping or Stepping(),
             )
             for _ in range(self.cores)
         ]

@@ -1,0 +1,88 @@
+"""What happens when, and what first when two things happen at once.
+
+Time is an integer number of ticks (2**-40 s). At one instant the order is fixed, and it is the order of a real engine's
+loop:
+
+1. steps end (in order of cores), requests finish or are handed over, closed-loop users begin to think;
+2. transfers begin (in order of requests) and end (in order of links);
+3. instances start, fail, recover and change roles (as listed in the plan);
+4. requests arrive, in order of their number, and are routed;
+5. idle cores schedule their next step (in order of cores), seeing all of the above.
+
+The agenda is a plain heap of (tick, phase, subject, version), so that the order above is the key itself. The same
+events on simpy take about seven times as long: benchmarks/sim/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from heapq import heappop, heappush
+
+STEP_END, TRANSFER_START, TRANSFER_END, CHANGE, DRAINED, ARRIVAL, WAKE = range(7)
+"""The phases of an instant. A core is found to be drained only when it has nothing to schedule, so nothing else of that
+instant is left but other cores to wake."""
+
+Event = tuple[int, int, int, int]
+"""(tick, phase, number of the subject, version): a subject whose version has changed since ignores the event."""
+
+Handler = Callable[[int, int, int], None]
+"""What is done about an event: called with its tick, subject and version."""
+
+
+NEVER: Event = (1 << 63, 0, 0, 0)
+"""Comes after every event."""
+
+
+class Agenda:
+    """The events to come. Knows nothing of what they mean."""
+
+    __slots__ = ("handled", "heap", "held", "post", "stopped")
+
+    def __init__(self) -> None:
+        self.heap: list[Event] = [NEVER]
+        """The next event first, but for the one that is held. Never empty while events are handled."""
+        self.post: Callable[[Event], None] = partial(heappush, self.heap)
+        """Announce an event, at this instant or later."""
+        self.held: Event | None = None
+        """One event kept out of the heap: it is most likely the next one, and costs little to replace."""
+        self.handled = 0
+        """How many events there were so far, those that a core ran ahead to included."""
+        self.stopped = False
+
+    def hold(self, event: Event | None) -> None:
+        """Announce an event that is most likely the next one; None only gives up the place."""
+        if self.held is not None:
+            self.post(self.held)
+        self.held = event
+
+    def replace(self, event: Event) -> None:
+        """Announce an event in place of one of the same phase and subject, which has become void."""
+        held = self.held
+        if held is not None and held[1] == event[1] and held[2] == event[2]:
+            self.held = event
+        else:
+            self.post(event)
+
+    def has_more_at(self, now: int) -> bool:
+        """Whether something else happens at this instant."""
+        return self.heap[0][0] == now or (self.held is not None and self.held[0] == now)
+
+    def run(self, handlers: Mapping[int, Handler]) -> None:
+        """Go through all events in order, the phase telling the handler, until none is left or `stop` is called."""
+        heap = self.heap
+        while not self.stopped:
+            event = self.held
+            if event is not None and event < heap[0]:
+                self.held = None
+            elif heap[0] is NEVER:
+                break
+            else:
+                event = heappop(heap)
+            self.handled += 1
+            tick, phase, subject, version = event
+            handlers[phase](tick, subject, version)
+
+    def stop(self) -> None:
+        """Let the event under way be the last."""
+        self.stopped = True

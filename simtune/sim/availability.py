@@ -1,0 +1,118 @@
+"""Instances start, fail, recover, and leave to come back in another role."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from simtune.engine import Request
+from simtune.sim.agenda import CHANGE, Agenda
+from simtune.sim.core import EngineCore, KvTransfer
+from simtune.sim.dispatch import Dispatcher
+from simtune.sim.handover import Handover, Routers
+from simtune.sim.recorder import Recorder
+
+
+class Change(NamedTuple):
+    """Something happens to some cores at a tick: `up` tells whether they come or go, `lost` whether with all they have.
+
+    Cores that go without being lost finish what they have; `then` are cores that come in their place, `delay` ticks
+    after that.
+    """
+
+    tick: int
+    cores: Sequence[EngineCore]
+    up: bool
+    lost: bool = False
+    then: Sequence[EngineCore] = ()
+    delay: int = 0
+
+
+class Availability:
+    """Which cores take requests, and what becomes of the requests of those that go."""
+
+    def __init__(
+        self,
+        agenda: Agenda,
+        recorder: Recorder,
+        routers: Routers,
+        dispatcher: Dispatcher,
+        handover: Handover,
+        changes: Sequence[Change],
+    ) -> None:
+        self._agenda, self._recorder = agenda, recorder
+        self._routers, self._dispatcher, self._handover = routers, dispatcher, handover
+        self._changes: list[Change] = []
+        self._draining: dict[int, tuple[EngineCore, Change]] = {}  # cores that finish what they have, by number
+        for change in changes:
+            self._announce(change)
+
+    def change(self, now: int, number: int, version: int) -> None:
+        """The change of this number happens."""
+        change = self._changes[number]
+        for core in change.cores:
+            core.up = change.up
+        if change.up:
+            self._dispatcher.route_parked(now)
+            self._handover.offer_unroutable(now)
+        elif change.lost:
+            self._fail(now, change.cores)
+        else:
+            self._drain(now, change)
+
+    def drained(self, now: int, number: int, version: int) -> None:
+        """A draining core has nothing to run; once all of its instance have nothing left, others take their place."""
+        if number not in self._draining:
+            return
+        core, change = self._draining[number]
+        if core.has_work or core.holding:
+            return
+        del self._draining[number]
+        core.draining = False
+        if change.then and not any(other.draining for other in change.cores):
+            self._announce(Change(now + change.delay, change.then, up=True))
+
+    def _announce(self, change: Change) -> None:
+        self._agenda.post((change.tick, CHANGE, len(self._changes), 0))
+        self._changes.append(change)
+
+    def _drain(self, now: int, change: Change) -> None:
+        """The cores take nothing new: what waits there goes elsewhere, the rest is finished."""
+        for core in change.cores:
+            core.draining = True
+            self._draining[core.number] = core, change
+        for core in change.cores:
+            self._handover.withdraw(now, core)
+            withdrawn = core.scheduler.withdraw()
+            core.count_waiting()
+            for request in withdrawn:
+                self._routers.over(now, request, core)
+                self._dispatcher.resubmit(now, request)
+            if core.step is None:
+                self.drained(now, core.number, 0)
+
+    def _fail(self, now: int, cores: Sequence[EngineCore]) -> None:
+        """The cores fail with all they have: their requests are sent again, those furthest along first."""
+        lost: list[Request] = []
+        coming: list[KvTransfer] = []
+        for core in cores:
+            core.fail(now)
+            going = self._handover.fail_source(now, core)
+            coming_here = self._handover.fail_target(now, core)
+            kept = {request.id for request in going} | {transfer.request.id for transfer in coming_here}
+            lost += going
+            coming += coming_here
+            abandoned = core.scheduler.abandon()
+            core.count_waiting()
+            for request in abandoned:
+                if request.id not in kept:
+                    self._routers.over(now, request, core)
+                    lost.append(request)
+        for transfer in coming:
+            self._handover.offer(now, transfer)
+        for request in lost:
+            self._recorder.resent[request.id] += 1
+            self._dispatcher.resubmit(now, request)
+        for core in cores:
+            if core.draining:
+                self.drained(now, core.number, 0)

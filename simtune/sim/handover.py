@@ -1,0 +1,174 @@
+"""Prefill and decode apart: requests change cores, and their KV caches are sent after them.
+
+A prompt that is done on a prefill core is handed to a decode core at once, but its KV cache stays where it is until the
+decode core has reserved a seat and blocks for it, first come first served; then it is sent, and freed when the last
+byte has gone. So a full decode pool fills the prefill pool. The first token is delivered when the prompt is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from simtune.engine import Request
+from simtune.sim.agenda import TRANSFER_END, Agenda
+from simtune.sim.core import EngineCore, KvTransfer
+from simtune.sim.link import TransferLink
+from simtune.sim.recorder import Recorder
+from simtune.sim.router import Router
+from simtune.sim.source import RequestSource
+
+
+class Routers(NamedTuple):
+    """Who chooses among cores."""
+
+    front: Router
+    """Among those that take new requests."""
+    back: Router
+    """Among those that only decode, if there are any."""
+
+    def over(self, now: int, request: Request, core: EngineCore) -> None:
+        """Tell whoever sent a request to a core that it is there no more: finished, or lost with it."""
+        router = self.back if self.back.cores and core.connector is None else self.front
+        router.over(request, core, now)
+
+
+class Handover:
+    """All requests on their way from prefill to decode cores."""
+
+    def __init__(
+        self, agenda: Agenda, recorder: Recorder, source: RequestSource, routers: Routers, cores: Iterable[EngineCore]
+    ) -> None:
+        """`cores` are all of the deployment."""
+        self._agenda, self._recorder, self._source = agenda, recorder, source
+        self._routers, self._router = routers, routers.back
+        self._transfers: dict[int, KvTransfer] = {}  # by request
+        self._unroutable: list[KvTransfer] = []  # no decode core is up
+        self._serial = 0
+        links = (core.connector.link for core in cores if core.connector is not None)
+        self._links = {link.number: link for link in links}
+        self._longest = min((core.scheduler.max_model_len for core in routers.back.cores), default=0)
+
+    def fits(self, number: int) -> bool:
+        """Whether every decode core can hold the whole request."""
+        return self._source.tokens_of(number) <= self._longest
+
+    def take(self, now: int, core: EngineCore, held: Request) -> bool:
+        """Hand a request whose prompt is done on to a decode core; False when it is complete as it is."""
+        request = self._source.rest_of(held)
+        if request is None:
+            core.scheduler.release(held)
+            return False
+        transfer = KvTransfer(request, core, held, now, self._next_serial())
+        self._transfers[request.id] = transfer
+        core.holding += 1
+        self._recorder.waiting += 1
+        self.offer(now, transfer)
+        return True
+
+    def offer(self, now: int, transfer: KvTransfer) -> None:
+        """Queue a transfer at a decode core, or keep it until one is up."""
+        transfer.target = target = self._router.choose(transfer.request, now)
+        if target is None:
+            self._unroutable.append(transfer)
+            return
+        self._recorder.core[transfer.request.id] = target.number
+        target.offer(now, transfer)
+
+    def offer_unroutable(self, now: int) -> None:
+        """Cores have come up."""
+        unroutable, self._unroutable = self._unroutable, []
+        for transfer in unroutable:
+            self.offer(now, transfer)
+
+    # --- transfers --------------------------------------------------------------------------------------------
+
+    def start(self, now: int, number: int, serial: int) -> None:
+        """The first byte of a request's KV cache goes."""
+        transfer = self._transfers.get(number)
+        if transfer is None or transfer.serial != serial:
+            return  # cancelled
+        computing = transfer.ready - self._recorder.scheduled[number]
+        link = transfer.connector.link
+        link.join(now, number, transfer.connector.left_to_send(transfer.blocks, computing))
+        self._announce(link)
+
+    def end(self, now: int, number: int, version: int) -> None:
+        """The last byte of some KV cache has come over link `number`."""
+        link = self._links[number]
+        if link.version != version:
+            return  # transfers came or went since
+        for request in link.ended(now):
+            transfer = self._transfers.pop(request)
+            source, target = transfer.source, transfer.target
+            assert target is not None
+            self._recorder.transferred_bytes += transfer.blocks * transfer.connector.block_bytes
+            self._recorder.transferred[request] = now
+            source.scheduler.release(transfer.held)
+            source.holding -= 1
+            source.notify(now)
+            target.inbox.arrived.append(transfer.request)
+            target.notify(now)
+        self._announce(link)
+
+    def _announce(self, link: TransferLink) -> None:
+        end = link.next_end()
+        if end is not None:
+            self._agenda.post((end, TRANSFER_END, link.number, link.version))
+
+    def _next_serial(self) -> int:
+        self._serial += 1
+        return self._serial
+
+    # --- cores go ---------------------------------------------------------------------------------------------
+
+    def withdraw(self, now: int, core: EngineCore) -> None:
+        """A decode core takes nothing new: what waits for room there is offered to others."""
+        waiting = list(core.inbox.waiting)
+        core.inbox.waiting.clear()
+        for transfer in waiting:
+            self._routers.over(now, transfer.request, core)
+            self.offer(now, transfer)
+
+    def fail_source(self, now: int, core: EngineCore) -> list[Request]:
+        """A prefill core is lost, and the KV caches it holds: nobody need wait for them. Returns their requests."""
+        lost = [transfer for transfer in self._transfers.values() if transfer.source is core]
+        for transfer in lost:
+            self._cancel(now, transfer)
+        core.holding = 0
+        return [transfer.request for transfer in lost]
+
+    def fail_target(self, now: int, core: EngineCore) -> list[KvTransfer]:
+        """A decode core is lost: what was on its way there stays where it is. Returns it, to be offered again."""
+        coming = [transfer for transfer in self._transfers.values() if transfer.target is core]
+        for transfer in coming:
+            self._routers.over(now, transfer.request, core)
+            if transfer.sending:
+                self._stop(now, transfer)
+                self._recorder.waiting += 1
+        core.inbox.waiting.clear()
+        core.inbox.arrived.clear()
+        return coming
+
+    def _cancel(self, now: int, transfer: KvTransfer) -> None:
+        """The KV cache will never come."""
+        del self._transfers[transfer.request.id]
+        target = transfer.target
+        if target is not None:
+            self._routers.over(now, transfer.request, target)
+        if target is not None and transfer.sending:
+            self._stop(now, transfer)
+            target.inbox.dropped.append(transfer.request)
+            target.notify(now)
+            return
+        (self._unroutable if target is None else target.inbox.waiting).remove(transfer)
+        self._recorder.waiting -= 1
+
+    def _stop(self, now: int, transfer: KvTransfer) -> None:
+        """Take a KV cache off the link; its transfer may begin anew."""
+        transfer.sending = False
+        transfer.serial = self._next_serial()
+        link = transfer.connector.link
+        if transfer.request.id in link:
+            link.cancel(now, transfer.request.id)
+            self._announce(link)

@@ -1,0 +1,75 @@
+"""What a simulated world leaves behind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simtune.engine import Tally
+
+Ticks = NDArray[np.int64]
+
+
+class StepRecord(NamedTuple):
+    """One jump of one core, for timelines: `steps` equal steps from start to end."""
+
+    core: int
+    start: int
+    end: int
+    steps: int
+    num_decodes: int
+    prefill_tokens: int
+    running: int
+    waiting: int
+    free_blocks: int
+
+
+class EngineCoreUse(NamedTuple):
+    """What became of a core."""
+
+    pool: str
+    instance: int
+    virtual_engine: int
+    blocks: int
+    """Size of its KV cache."""
+    busy: int
+    """Ticks spent in steps."""
+    drafting: Tally = Tally()
+    """What its verifications came to, where it drafts."""
+    queried_tokens: int = 0
+    """Prompt tokens looked for in its prefix cache."""
+    hit_tokens: int = 0
+    """How many of them were there."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What happened to every request, as columns in order of request number; times in ticks, -1 where it never came."""
+
+    arrival: Ticks
+    scheduled: Ticks
+    first_token: Ticks
+    finish: Ticks
+    core: Ticks
+    """Where it was answered; with prefill and decode apart, where it was decoded."""
+    preemptions: Ticks
+    waiting_at_arrival: Ticks
+    """Requests waiting in the whole deployment when this one arrived, itself not counted."""
+    transferred: Ticks
+    """When its KV cache had come to the decode instance; -1 where nothing was sent."""
+    resent: Ticks
+    """How often it was sent again because an instance failed; those that waited at one that left are not counted."""
+    refused: int
+    """Requests that no instance takes, for they are too long."""
+    aborted: bool
+    events: int
+    steps: int
+    transferred_bytes: int
+    cores: list[EngineCoreUse]
+    intervals: Ticks
+    """Times between tokens, without a value per token, for a jump's are an arithmetic progression. A row (first, slope,
+    steps, decodes) stands for `steps` steps of `decodes` tokens, the k-th taking first + k * slope ticks."""
+    records: list[StepRecord] = field(default_factory=list)

@@ -1,0 +1,85 @@
+"""Writes down what happens in a simulated world, in little memory."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+
+from simtune.sim.outcome import EngineCoreUse, Outcome, StepRecord, Ticks
+
+MOST_ROWS = 1 << 10
+"""How many rows of intervals are kept as tuples, at most."""
+
+
+class Recorder:
+    """Columns by request number, times between tokens, and what is counted: an `Outcome` in the making."""
+
+    def __init__(self, requests: int, record: bool = False) -> None:
+        """`record` keeps every jump, for timelines."""
+        self.scheduled, self.first_token, self.finish = (_column(requests, -1) for _ in range(3))
+        self.core, self.transferred = _column(requests, -1), _column(requests, -1)
+        self.preemptions, self.waiting_at_arrival, self.resent = (_column(requests, 0) for _ in range(3))
+        self.waiting = 0
+        """Requests waiting in the whole deployment now."""
+        self.refused = 0
+        self.steps = 0
+        self.transferred_bytes = 0
+        self.jumps: list[StepRecord] | None = [] if record else None
+        self.rows: list[tuple[int, int, int, int]] = []
+        """Intervals not packed yet: (first, slope, steps, decodes)."""
+        self._intervals = array("q")
+        self._listed_ends, self._listed_jumps = array("q"), array("q")
+
+    def note_listed(self, ends: Sequence[int], decodes: int) -> None:
+        """Write down the intervals of a jump whose steps end after so many ticks each."""
+        self._listed_ends.extend(ends)
+        self._listed_jumps.extend((len(ends), decodes))
+
+    def pack(self) -> None:
+        """Put the latest intervals where they take less memory; to be called when there are MOST_ROWS."""
+        self._intervals.extend(chain.from_iterable(self.rows))
+        self.rows.clear()
+
+    def outcome(self, arrival: array[int], *, aborted: bool, events: int, cores: list[EngineCoreUse]) -> Outcome:
+        """All that was written down."""
+        self.pack()
+        return Outcome(
+            arrival=_array(arrival),
+            scheduled=_array(self.scheduled),
+            first_token=_array(self.first_token),
+            finish=_array(self.finish),
+            core=_array(self.core),
+            preemptions=_array(self.preemptions),
+            waiting_at_arrival=_array(self.waiting_at_arrival),
+            transferred=_array(self.transferred),
+            resent=_array(self.resent),
+            refused=self.refused,
+            aborted=aborted,
+            events=events,
+            steps=self.steps,
+            transferred_bytes=self.transferred_bytes,
+            cores=cores,
+            intervals=np.concatenate([_array(self._intervals).reshape(-1, 4), self._listed_intervals()]),
+            records=self.jumps or [],
+        )
+
+    def _listed_intervals(self) -> Ticks:
+        """Of jumps whose ends are listed: a row for each step."""
+        ends, (steps, decodes) = _array(self._listed_ends), _array(self._listed_jumps).reshape(-1, 2).T
+        rows = np.ones((len(ends), 4), dtype=np.int64)
+        rows[:, 0] = np.diff(ends, prepend=0)
+        begins = (steps.cumsum() - steps)[steps > 0]
+        rows[begins, 0] = ends[begins]
+        rows[:, 1], rows[:, 3] = 0, np.repeat(decodes, steps)
+        return rows
+
+
+def _column(n: int, value: int) -> array[int]:
+    return array("q", [value]) * n
+
+
+def _array(values: array[int]) -> Ticks:
+    return np.frombuffer(values, dtype=np.int64).copy() if len(values) else np.zeros(0, dtype=np.int64)

@@ -1,0 +1,122 @@
+"""The requests of a stream as engines see them, and when each of them arrives."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simtune.costs.ticks import TICKS_PER_SECOND
+from simtune.engine import Request
+from simtune.errors import UsageError
+from simtune.sim.agenda import ARRIVAL, Agenda
+from simtune.sim.requests import RequestStream
+
+LONGEST_S = 2.0**62 / TICKS_PER_SECOND
+"""Half of what 64-bit ticks can count: arrivals beyond it are refused, so that their answers still fit."""
+
+
+class RequestSource:
+    """Lets requests arrive: at their time, or in a closed loop when a user has thought about the answer before."""
+
+    def __init__(
+        self,
+        stream: RequestStream,
+        agenda: Agenda,
+        *,
+        predicted_tokens: Sequence[int] | None = None,
+        deadlines: Sequence[float] | None = None,
+    ) -> None:
+        """Raises UsageError for a request that would arrive after LONGEST_S."""
+        self._agenda = agenda
+        self._prompt = _compact(stream.prompt_tokens)
+        self._output = _compact(stream.output_tokens)
+        self._priority = _compact(stream.priority)
+        self._blocks, self._predicted, self._deadlines = stream.hash_ids, predicted_tokens, deadlines
+        self._think = round(stream.think_s * TICKS_PER_SECOND)
+        self._users = stream.users or 1
+        self._open = stream.arrival_s is not None
+        self._next = 0  # in a closed loop, the request that arrives next
+        self.arrival = array("q", [-1]) * len(stream)
+        """Tick at which each request arrives; -1 where that is not known yet."""
+        if stream.arrival_s is not None:
+            if len(stream) and float(stream.arrival_s[-1]) > LONGEST_S:
+                raise UsageError(
+                    f"the last request would arrive after {stream.arrival_s[-1] / 86400:,.0f} days; the simulated "
+                    f"clock counts to {LONGEST_S / 86400:.0f}. Simulate fewer requests, or a higher rate"
+                )
+            self.arrival = _compact(np.rint(stream.arrival_s * TICKS_PER_SECOND))
+
+    def begin(self) -> None:
+        """Announce the first request; in a closed loop, one of each user."""
+        if not self._open:
+            for _ in range(min(self._users, len(self.arrival))):
+                self._send_next(0)
+        elif self.arrival:
+            self._agenda.post((self.arrival[0], ARRIVAL, 0, 0))
+
+    def arrive(self, number: int) -> Request:
+        """The request that arrives now; announces the one after it."""
+        after = number + 1
+        if self._open and after < len(self.arrival):
+            self._agenda.post((self.arrival[after], ARRIVAL, after, 0))
+        request = Request(number, self._prompt[number], self._output[number], priority=self._priority[number])
+        if self._blocks is not None:
+            request.blocks = self._blocks[number]
+        if self._predicted is not None:
+            request.predicted_tokens = self._predicted[number]
+        if self._deadlines is not None:
+            request.deadline = self._deadlines[number]
+        return request
+
+    def answered(self, now: int) -> None:
+        """A request is answered or refused: in a closed loop its user begins to think."""
+        if not self._open:
+            self._send_next(now + self._think)
+
+    def tokens_of(self, number: int) -> int:
+        """Prompt and answer together."""
+        return self._prompt[number] + self._output[number]
+
+    def prompt_only(self, request: Request) -> Request:
+        """What a prefill instance is asked for: all that is known of the request, and one token more."""
+        prompt = Request(request.id, request.known_tokens, 1, priority=request.priority, hold=True)
+        prompt.blocks, prompt.deadline = request.blocks, request.deadline
+        return prompt
+
+    def rest_of(self, prompt: Request) -> Request | None:
+        """What a decode instance is asked for when the prompt is done; None when the answer is complete with it."""
+        number = prompt.id
+        emitted = prompt.prompt_tokens - self._prompt[number] + 1
+        if emitted >= self._output[number]:
+            return None
+        return Request(
+            number,
+            self._prompt[number],
+            self._output[number],
+            computed=prompt.prompt_tokens,
+            emitted=emitted,
+            priority=prompt.priority,
+        )
+
+    def resubmitted(self, request: Request) -> Request:
+        """A request to be computed anew; the tokens that were delivered stay delivered."""
+        number = request.id
+        emitted = request.known_tokens - self._prompt[number]
+        fresh = Request(number, self._prompt[number], self._output[number], emitted=emitted, priority=request.priority)
+        fresh.blocks, fresh.deadline = request.blocks, request.deadline
+        fresh.predicted_tokens = request.predicted_tokens
+        return fresh
+
+    def _send_next(self, tick: int) -> None:
+        number = self._next
+        if number < len(self.arrival):
+            self._next += 1
+            self.arrival[number] = tick
+            self._agenda.post((tick, ARRIVAL, number, 0))
+
+
+def _compact(values: NDArray[np.int64] | NDArray[np.float64]) -> array[int]:
+    return array("q", values.astype(np.int64).tobytes())
