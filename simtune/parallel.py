@@ -24,6 +24,9 @@ def executor(jobs: int | None, most: int) -> Iterator[Executor | None]:
     pool = ProcessPoolExecutor(jobs, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN))
     try:
         yield pool
+    except Exception:
+        pool.shutdown(wait=True, cancel_futures=True)  # or the process may end while the pool still closes its pipes
+        raise
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 

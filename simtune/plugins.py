@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from simtune.errors import PartError, suggest
 
@@ -156,27 +156,24 @@ class Brought:
 def blame(error: BaseException, parts: Sequence[Brought]) -> PartError:
     """An error out of a run in which parts were brought, in words that name the part, its method and the line.
 
-    The part is the one in whose files the error came up last, or else the one of whose class an object was at work.
+    The line is the last one in the files of a part, and the part that of whose class an object was at work; where no
+    line is a part's own, what it left behind cannot be gone on with.
     """
     frames = list(_frames(error.__traceback__))[::-1]
-    for file, line, method, _ in frames:
+    own = [frame for frame in frames if any(frame.file in part.files for part in parts)]
+    at = (own or frames)[0]
+    place = f"{at.method} ({_shown(at.file)}:{at.line}): {described(error)}"
+    for frame in own or frames:
         for part in parts:
-            if file in part.files:
-                return PartError(
-                    f"{part.noun} {part.name} failed in {method} ({_shown(file)}:{line}): {described(error)}"
-                )
-    for file, line, method, owner in frames:
-        for part in parts:
-            if isinstance(part.what, type) and isinstance(owner, part.what):
-                return PartError(
-                    f"{part} broke a rule that {method} found broken ({_shown(file)}:{line}): {described(error)}; "
-                    "test it with simtune.testing"
-                )
-    file, line, method, _ = frames[0]
-    return PartError(
-        f"{' or '.join(map(str, parts))} left behind what {method} cannot go on with ({_shown(file)}:{line}): "
-        f"{described(error)}; test it with simtune.testing"
-    )
+            if isinstance(part.what, type) and isinstance(frame.owner, part.what):
+                if own:
+                    return PartError(f"{part.noun} {part.name} failed in {place}")
+                return PartError(f"{part} broke a rule that was found broken in {place}; test it with simtune.testing")
+    if own:
+        part = next(part for part in parts if at.file in part.files)
+        return PartError(f"{part.noun} {part.name} failed in {place}")
+    either = " or ".join(map(str, parts))
+    return PartError(f"{either} left behind what cannot be gone on with in {place}; test it with simtune.testing")
 
 
 def where(part: type | Callable[..., Any]) -> str:
@@ -197,11 +194,21 @@ def _file_of(part: type | Callable[..., Any]) -> str | None:
         return None
 
 
-def _frames(trace: TracebackType | None) -> Iterator[tuple[str, int, str, object]]:
-    """(file, line, method, object at work) from the outermost frame to the one that raised."""
+class _Frame(NamedTuple):
+    """A call that an error came through."""
+
+    file: str
+    line: int
+    method: str
+    owner: object
+    """Whose method it was, if any."""
+
+
+def _frames(trace: TracebackType | None) -> Iterator[_Frame]:
+    """From the outermost call to the one that raised."""
     while trace is not None:
-        code = trace.tb_frame.f_code
-        yield os.path.abspath(code.co_filename), trace.tb_lineno, code.co_qualname, trace.tb_frame.f_locals.get("self")
+        code, owner = trace.tb_frame.f_code, trace.tb_frame.f_locals.get("self")
+        yield _Frame(os.path.abspath(code.co_filename), trace.tb_lineno, code.co_qualname, owner)
         trace = trace.tb_next
 
 

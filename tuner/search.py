@@ -22,6 +22,7 @@ from simtune.errors import Infeasible, UsageError
 from simtune.parallel import executor, ordered_map
 from simtune.sim.deployment import Deployment, deploy, length_limit
 from simtune.sim.feasibility import check
+from simtune.sim.parts import ROUTER
 from simtune.sim.requests import RequestStream, build_stream
 from simtune.sim.result import Result
 from simtune.sim.summary import Metric, SimulationSummary
@@ -64,10 +65,16 @@ class Question:
         """Whether the objective is a rate, which the search varies; else the load is the workload's."""
         return self.study.objective in RATE_OBJECTIVES
 
+    @property
+    def cores_apart(self) -> bool:
+        """Whether some cores of a wide deployment can stand for all."""
+        apart = self.study.router is None or ROUTER.find(self.study.router.kind).deals_in_turn
+        return apart and not isinstance(self.workload.arrivals, ClosedLoop)
+
     def stream(self, shape: ParallelShape, rate_rps: float | None = None) -> RequestStream:
         """Requests for instances of a shape, of which some, seeing `requests` of them, will be simulated."""
         requests = self.requests
-        if not isinstance(self.workload.arrivals, ClosedLoop):
+        if self.cores_apart:
             requests = -(-requests * shape.instances // min(shape.instances, -(-SAMPLED_LANES // shape.pp)))
         stream = build_stream(self.workload, self.trace, requests=requests, seed=self.study.seed)
         return stream if rate_rps is None else stream.at_rate(rate_rps)

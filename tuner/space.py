@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import product
 
-from simtune.specs.plan import Batching, Parallelism, Plan, Policy, Pool
+from simtune.specs.plan import Batching, Parallelism, Plan, Pool, RoundRobinRouting
 from simtune.specs.speculation import Speculation
 from simtune.specs.study import Study
-
-POLICY: Policy = "vllm-fcfs"
-"""The batching policy of all candidates."""
 
 
 @dataclass(frozen=True, order=True)
@@ -52,20 +49,20 @@ class Candidate:
         return f"{name}-{self.drafter}" if self.drafter else name
 
     def plan(self, study: Study, max_model_len: int) -> Plan:
-        """The plan it stands for: one pool of the study's hardware."""
+        """The plan it stands for: one pool of the study's hardware, with the policy and router of all its plans."""
         pool = Pool(
             hardware=study.hardware.profile,
             instances=self.shape.instances,
             parallelism=Parallelism(tp=self.shape.tp, pp=self.shape.pp),
             batching=Batching(
-                policy=POLICY,
                 max_num_seqs=self.max_num_seqs,
                 max_num_batched_tokens=self.max_num_batched_tokens,
+                **({} if study.batching is None else study.batching.model_dump(exclude_none=True)),
             ),
             max_model_len=max_model_len,
             speculation=self.speculation,
         )
-        return Plan(name=self.name, model=study.model, pools=(pool,))
+        return Plan(name=self.name, model=study.model, pools=(pool,), router=study.router or RoundRobinRouting())
 
 
 def shapes(study: Study) -> list[ParallelShape]:

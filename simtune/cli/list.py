@@ -1,4 +1,4 @@
-"""simtune list: what is built in."""
+"""simtune list: what can be used by name."""
 
 from __future__ import annotations
 
@@ -6,15 +6,22 @@ import click
 
 from simtune.cli.output import json_option, print_json
 
+SPECS = ("model", "hardware", "workload", "acceptance")
+PARTS = ("policy", "router")
+
 
 @click.command("list")
-@click.argument("kind", required=False, type=click.Choice(["model", "hardware", "workload", "acceptance"]))
+@click.argument("kind", required=False, type=click.Choice([*SPECS, *PARTS]))
 @json_option
 def list_(kind: str | None, as_json: bool) -> None:
-    """List models, hardware profiles, workloads and acceptance that can be used by name; all, or of one KIND."""
+    """List models, hardware profiles, workloads, acceptance, policies and routers that can be used by name; all, or of
+    one KIND."""
+    from simtune.sim.parts import POLICY, ROUTER
     from simtune.specs import catalog
 
-    listed = {k: catalog.names(k) for k in ([kind] if kind else catalog.FOLDERS)}
+    parts = {"policy": POLICY.names, "router": ROUTER.names}
+    kinds = [kind] if kind else [*SPECS, *PARTS]
+    listed = {k: parts[k]() if k in parts else catalog.names(k) for k in kinds}
     if as_json:
         print_json(listed)
         return

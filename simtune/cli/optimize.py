@@ -93,11 +93,11 @@ def _check_drafts(question: Question) -> None:
     """What the engine cannot be told is refused before the search, not after it. Raises UsageError."""
     from simtune.emit import engine_for
     from simtune.specs.schemes import Chain
-    from simtune.tuner.space import POLICY
+    from simtune.specs.study import StudyBatching
 
-    for draft in question.drafts:
-        wanted = draft.speculation(draft.choice.scheme or Chain(tokens=1))
-        engine_for(POLICY).speculation(wanted, draft.drafting.model)
+    emitter = engine_for((question.study.batching or StudyBatching()).policy)
+    for draft in question.drafts if emitter is not None else ():
+        emitter.speculation(draft.speculation(draft.choice.scheme or Chain(tokens=1)), draft.drafting.model)
 
 
 def _print_size(study: Study, as_json: bool) -> None:

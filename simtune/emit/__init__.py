@@ -32,12 +32,9 @@ def engines() -> dict[str, Emitter]:
     return ENGINES | {name: ENGINE.find(name)() for name in others}
 
 
-def engine_for(policy: str) -> Emitter:
-    """The engine that has a batching policy. Raises UsageError where none has."""
-    for emitter in engines().values():
-        if policy in emitter.policies:
-            return emitter
-    raise UsageError(f"no engine has policy {policy}")
+def engine_for(policy: str) -> Emitter | None:
+    """The first engine that has a batching policy; None where none has."""
+    return next((emitter for emitter in engines().values() if policy in emitter.policies), None)
 
 
 def drafting_settings(

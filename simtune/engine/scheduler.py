@@ -223,7 +223,7 @@ class Scheduler(ABC):
         """
         assert self._under_way is None, "a step is under way"
         needed = self.kv.blocks_for(request.known_tokens)
-        if self.num_running >= self.max_num_seqs or needed > self._room:
+        if self.num_running >= self.max_num_seqs or needed > self.room:
             return False
         self.kv.take(needed)
         self._reserved[request] = None
@@ -293,7 +293,7 @@ class Scheduler(ABC):
         return bool(self.waiting) or self.num_running > 0
 
     @property
-    def _room(self) -> int:
+    def room(self) -> int:
         """Blocks that a newcomer may need."""
         return self.kv.free - (self.watermark_blocks if self.num_running else 0)
 

@@ -52,7 +52,7 @@ class TransformersFifo(ListScheduler):
     def would_notice(self) -> bool:
         return not self._closed and len(self._plan) < self.max_num_seqs
 
-    def _choose(self, preempted: list[Request]) -> Plan:
+    def choose(self, preempted: list[Request]) -> Plan:
         plan, starved = self._attempt()
         while not plan and (reset := self._reset(starved)):
             for request in reset:
@@ -88,7 +88,7 @@ class TransformersFifo(ListScheduler):
                 break
             resident = request in self.residents
             tokens = 1 if request.decoding else min(request.known_tokens - request.computed, budget)
-            if not self._take(request, request.computed + tokens):
+            if not self.allocate(request, request.computed + tokens):
                 if resident:
                     starved.append((request, tokens))
                 elif not self.kv.free:

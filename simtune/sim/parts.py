@@ -25,6 +25,7 @@ from simtune.specs.drafters import DRAFTERS
 from simtune.specs.plan import POLICY_GROUP, ROUTER_GROUP, Batching, OwnRouting, Plan, Pool, Routing
 from simtune.specs.schemes import SCHEMES
 from simtune.specs.speculation import Speculation
+from simtune.specs.study import Study
 
 POLICY: Family[Scheduler] = Family("policy", POLICY_GROUP, POLICIES, Scheduler)  # type: ignore[type-abstract]
 ROUTER: Family[Router] = Family("router", ROUTER_GROUP, ROUTERS, Router)  # type: ignore[type-abstract]
@@ -35,13 +36,18 @@ Where = tuple[str | int, ...]
 
 
 def problems(spec: Spec) -> Iterator[tuple[Where, str]]:
-    """(key, what is wrong) for the parts that a plan names, as far as it can be told before they are made."""
+    """(key, what is wrong) for the parts that a plan or study names, as far as it can be told before they are made."""
     if isinstance(spec, Plan):
         for i, pool in enumerate(spec.pools):
             yield from _policy_problems(("pools", i, "batching"), pool.batching.policy, pool.batching.options)
         for key, routing in (("router", spec.router), ("decode_router", spec.decode_router)):
             if isinstance(routing, OwnRouting):
                 yield from _router_problems((key,), routing)
+    elif isinstance(spec, Study):
+        if spec.batching is not None:
+            yield from _policy_problems(("batching",), spec.batching.policy, spec.batching.options)
+        if isinstance(spec.router, OwnRouting):
+            yield from _router_problems(("router",), spec.router)
 
 
 def _policy_problems(at: Where, name: str, options: Mapping[str, Any] | None) -> Iterator[tuple[Where, str]]:

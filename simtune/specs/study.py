@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from simtune.specs.base import Count, Name, Part, Seq, Spec
+from simtune.specs.base import Count, Name, NonNegative, Part, Seq, Spec
 from simtune.specs.drafters import AnyDrafter
+from simtune.specs.plan import Policy, RoundRobinRouting, Routing
 from simtune.specs.schemes import AnyScheme
 from simtune.specs.speculation import check_scheme
 from simtune.specs.workload import Slo
@@ -36,6 +37,16 @@ class Search(Part):
     rate_tolerance: Annotated[float, Field(gt=0, lt=1)] = Field(
         0.02, description="relative width at which the search for the highest rate stops"
     )
+
+
+class StudyBatching(Part):
+    """What all plans have in common of their batching; the sizes are searched."""
+
+    policy: Policy = "vllm-fcfs"
+    chunked_prefill: bool = True
+    safety_margin: Annotated[float, Field(ge=0, le=1)] | None = None
+    prediction_sigma: NonNegative | None = None
+    options: dict[str, Any] | None = Field(None, description="of a policy of your own")
 
 
 class DrafterChoice(Part):
@@ -72,9 +83,18 @@ class Study(Spec):
     workload: str
     slo: Slo
     objective: Objective = "goodput_per_gpu"
+    batching: StudyBatching | None = Field(None, description="the policy of all plans; vllm-fcfs unless given")
+    router: Routing | None = Field(None, description="of all plans; round_robin unless given")
     speculation: Annotated[Seq[DrafterChoice], Field(strict=False)] = ()
     search: Search = Search()
     seed: Annotated[int, Field(ge=0)] = 0
+
+    @field_validator("router")
+    @classmethod
+    def _one_pool(cls, router: Routing | None) -> Routing | None:
+        if isinstance(router, RoundRobinRouting) and router.weights:
+            raise ValueError("the plans of a study have one pool; leave weights out")
+        return router
 
     @field_validator("speculation")
     @classmethod

@@ -7,9 +7,11 @@ name is run, shell lines are commands, and each line of a text block is found in
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,8 +67,16 @@ def command(line: str, capsys: pytest.CaptureFixture[str]) -> str:
             cli.main(arguments)
         out, errors = capsys.readouterr()
         assert end.value.code == 0, f"{line}\n{errors}"
+    elif program == "pytest":
+        path = os.pathsep.join((str(ROOT), str(Path.cwd())))
+        whole = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", *arguments]
+        done = subprocess.run(
+            whole, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, f"{line}\n{done.stdout}"
+        out = done.stdout
     else:
-        assert program == "python", f"{line}: only simtune and python are run"
+        assert program == "python", f"{line}: only simtune, pytest and python are run"
         runpy.run_path(arguments[0], run_name="__main__")
         out, _ = capsys.readouterr()
     return out
@@ -91,6 +101,12 @@ def test_an_example_runs(
             assert language == "text", f"nobody runs a block of {language}"
             assert [line for line in content.splitlines() if line not in out] == []
     assert ran
+
+
+@pytest.mark.parametrize("name", ["own_policy.py", "own_router.py", "own_cost_model.py"])
+def test_an_example_is_the_one_that_is_shipped(name: str) -> None:
+    (written,) = (content for _, file, content in BLOCK.findall(DOCUMENT) if file == name)
+    assert written == (ROOT / "examples" / name).read_text()
 
 
 def test_every_kind_of_the_table_has_its_section() -> None:

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from simtune.engine import POLICIES, Request, Scheduler
-from simtune.engine.policies.listed import ListScheduler
+from simtune.testing import PolicySuite
+from simtune.testing.driver import to_the_end
 
-WHOLE_PROMPTS = {"static", "orca"}
 CONSERVE_WORK = {
     "vllm-fcfs",
     "vllm-priority",
@@ -32,261 +26,43 @@ SMALL = {"SHORT_TOKENS": 16, "LEVELS": 4, "PATIENCE": 60, "PROMPT_TOKENS_PER_ITE
 """The policies' own constants, on the scale of small worlds."""
 
 
-class Sealed(Request):
-    """Its output length may be read where an engine sees that an answer is over, and by nobody who chooses."""
-
-    __slots__ = ("_true",)
-    MAY_READ = frozenset({"Scheduler.add", "DecodeBatch.join", "VllmFcfs.complete", "ListScheduler._remaining"})
-    CHOOSING = frozenset(
-        {"_choose", "_go_on", "_go_on_one_by_one", "_admit", "_key", "_victim", "would_notice", "_steady_steps"}
-    )
-
-    @property
-    def output_tokens(self) -> int:  # type: ignore[override]
-        frame = sys._getframe(1)
-        assert frame.f_code.co_qualname in self.MAY_READ, f"{frame.f_code.co_qualname} reads the output length"
-        while frame is not None:
-            assert frame.f_code.co_name not in self.CHOOSING, f"{frame.f_code.co_qualname} goes by the output length"
-            frame = frame.f_back
-        return self._true
-
-    def __repr__(self) -> str:
-        return f"<{self.id}>"
-
-    @output_tokens.setter
-    def output_tokens(self, tokens: int) -> None:
-        self._true = tokens
+def no_excuse(suite: PolicySuite, scheduler: Scheduler, in_step: int) -> bool:
+    """Requests of this policy pause without giving up their seat, so that seats taken are no reason to wait."""
+    return False
 
 
-@dataclass(frozen=True)
-class World:
-    """Settings, and requests as (step of arrival, prompt, output, priority, predicted, deadline)."""
-
-    policy: str
-    blocks: int
-    block_size: int
-    seqs: int
-    budget: int
-    longest: int
-    chunked: bool
-    load: Sequence[tuple[int, int, int, int, int, float]]
-
-    def scheduler(self) -> Scheduler:
-        whole = self.policy in WHOLE_PROMPTS or not self.chunked
-        return type("Small", (POLICIES[self.policy],), SMALL)(
-            num_blocks=self.blocks,
-            block_size=self.block_size,
-            max_num_seqs=self.seqs,
-            max_num_batched_tokens=max(self.budget, self.seqs, self.longest if whole else 1),
-            max_model_len=self.longest,
-            chunked_prefill=self.chunked,
-        )
+def suite_of(name: str) -> type[PolicySuite]:
+    """The suite of a policy of the package."""
+    facts: dict[str, Any] = {
+        "policy": POLICIES[name],
+        "constants": SMALL,
+        "pads": name == "static",
+        "conserves_work": name in CONSERVE_WORK,
+    }
+    if name == "skip-join-mlfq":
+        facts["idle_seats"] = no_excuse
+    return type(f"Test_{name.replace('-', '_')}", (PolicySuite,), {**facts, "__module__": __name__})
 
 
-@st.composite
-def worlds(draw: st.DrawFn, policy: str) -> World:
-    block_size = draw(st.sampled_from([1, 4, 16]))
-    blocks = draw(st.integers(4, 40))
-    longest = max(2, blocks * block_size // draw(st.integers(1, 3)))
-    n = draw(st.integers(1, 20))
-    at, load = 0, []
-    for _ in range(n):
-        at += draw(st.sampled_from([0, 0, 0, 1, 3, 20]))
-        prompt = draw(st.integers(1, max(1, longest // 2)))
-        output = draw(st.integers(1, max(1, longest // 2)))
-        extras = draw(st.tuples(st.integers(0, 2), st.integers(1, 30), st.sampled_from([1.0, 2.0, 9.0])))
-        load.append((at, prompt, output, *extras))
-    chunked = draw(st.booleans()) or policy.startswith("transformers")
-    return World(policy, blocks, block_size, draw(st.integers(1, 8)), draw(st.integers(1, 64)), longest, chunked, load)
-
-
-@dataclass
-class Log:
-    """Everything that happened, by number of the step."""
-
-    scheduled: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    context: dict[int, int] = field(default_factory=dict)
-    longest: dict[int, int] = field(default_factory=dict)
-    part: dict[int, tuple[int, int]] = field(default_factory=dict)
-    preempted: dict[int, list[int]] = field(default_factory=dict)
-    admitted: dict[int, list[int]] = field(default_factory=dict)
-    first: dict[int, list[int]] = field(default_factory=dict)
-    finished: dict[int, list[int]] = field(default_factory=dict)
-    free: dict[int, int] = field(default_factory=dict)
-
-
-def run(world: World, *, single: bool) -> Log:
-    """Drive the scheduler as a simulator would, holding it to all laws on the way."""
-    scheduler = world.scheduler()
-    coming = [
-        (at, Sealed(i, prompt, output, priority=priority, predicted_tokens=predicted, deadline=deadline))
-        for i, (at, prompt, output, priority, predicted, deadline) in enumerate(world.load)
-    ]
-    log, accepted, done, now = Log(), [], [], 0
-
-    def arrive(until: int) -> None:
-        while coming and coming[0][0] <= until:
-            request = coming.pop(0)[1]
-            if scheduler.add(request):
-                accepted.append(request)
-
-    while coming or scheduler.has_work:
-        if not scheduler.has_work:
-            now = max(now, coming[0][0])
-        arrive(now)
-        if not scheduler.has_work:
-            continue
-        assert now < 50_000, "somebody waits for ever"
-        residents = set(scheduler.residents) if isinstance(scheduler, ListScheduler) else None
-        step = scheduler.schedule()
-        assert step is not None, "there is work, and nothing runs"
-        plan = scheduler.composition()
-        assert plan
-        assert all(tokens > 0 for tokens in plan.values())
-        assert sum(plan.values()) <= scheduler.max_num_batched_tokens
-        assert len(plan) <= scheduler.max_num_seqs
-        chunks = {chunk.request: chunk.tokens for chunk in step.chunks}
-        assert len(chunks) + step.num_decodes == len(plan)
-        if residents is not None and world.policy != "static":
-            contexts = [request.computed + 1 for request in plan if request not in chunks]
-            assert (step.context_tokens, step.longest_context) == (sum(contexts), max(contexts, default=0))
-        assert chunks.items() <= plan.items()
-        assert all(chunk.past == chunk.request.computed for chunk in step.chunks)
-        if world.policy != "static":
-            assert all(c.past + c.tokens <= c.request.known_tokens for c in step.chunks)
-        if not world.chunked and world.policy != "static":
-            assert all(c.completes for c in step.chunks)
-        assert set(step.admitted) <= set(chunks)
-        if residents is not None:
-            assert set(step.admitted) == set(plan) - residents
-        assert step.repeat == 1 or not step.chunks
-        if world.policy in CONSERVE_WORK and world.chunked and not step.preempted and scheduler.waiting:
-            full = sum(plan.values()) == scheduler.max_num_batched_tokens or len(plan) == scheduler.max_num_seqs
-            crowded = scheduler.num_running >= scheduler.max_num_seqs
-            short = scheduler.kv.blocks_for(scheduler.waiting[0].known_tokens) > scheduler.kv.free
-            assert full or short or (crowded and world.policy != "skip-join-mlfq")
-        repeat = 1 if single else step.repeat
-        if coming and coming[0][0] < now + repeat:
-            if scheduler.would_notice():
-                repeat = coming[0][0] - now
-            else:
-                arrive(now + repeat - 1)
-        for i in range(repeat):
-            log.scheduled[now + i] = [(request.id, tokens) for request, tokens in plan.items()]
-            log.context[now + i] = step.context_tokens + i * step.num_decodes
-            if residents is not None and step.num_decodes:
-                log.longest[now + i] = step.longest_context + i
-        log.part[now] = step.part
-        if step.preempted:
-            log.preempted[now] = [request.id for request in step.preempted]
-        if step.admitted:
-            log.admitted[now] = [request.id for request in step.admitted]
-        progress = scheduler.complete(repeat)
-        now += repeat
-        if progress.first_token:
-            log.first[now] = [request.id for request in progress.first_token]
-        if progress.finished:
-            log.finished[now] = [request.id for request in progress.finished]
-        log.free[now] = scheduler.kv.free
-        done += progress.finished
-        assert len(done) + scheduler.num_running + scheduler.num_waiting == len(accepted)
-        assert len(set(scheduler.waiting)) == len(scheduler.waiting)
-        if isinstance(scheduler, ListScheduler):
-            held = sum(scheduler.kv.held_by(request) for request in scheduler.residents)
-            assert scheduler.kv.free + held == scheduler.kv.total
-            assert not set(scheduler.residents) & set(scheduler.waiting)
-            assert all(scheduler.kv.held_by(request) == 0 for request in scheduler.waiting)
-    assert Counter(done) == Counter(accepted), "everyone finishes once"
-    assert scheduler.kv.free == scheduler.kv.total
-    assert all(request.emitted == request._true for request in accepted)
-    first = [number for numbers in log.first.values() for number in numbers]
-    assert Counter(first) == Counter(request.id for request in accepted)
-    return log
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@given(data=st.data())
-@settings(max_examples=50)
-def test_laws_and_jumps_to_the_letter(policy: str, data: st.DataObject) -> None:
-    """All laws hold, and as many steps taken at once as the policy allows leave the same log as single steps."""
-    world = data.draw(worlds(policy))
-    walked, jumped = run(world, single=True), run(world, single=False)
-    for name in ("scheduled", "context", "longest", "preempted", "admitted", "first", "finished"):
-        assert getattr(jumped, name) == getattr(walked, name), name
-    assert jumped.free.items() <= walked.free.items()
-    assert jumped.part.items() <= walked.part.items()
-
-
-# --- requests that come from elsewhere, stay, or are lost with their instance -----------------------------------
+globals().update({suite.__name__: suite for suite in map(suite_of, POLICIES)})
 
 
 def made(policy: str, **change: Any) -> Scheduler:
     """A scheduler for small worlds: 4 seats, 40 blocks of 4 tokens, 16 tokens per step."""
-    usual = {"num_blocks": 40, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 16}
-    return type("Small", (POLICIES[policy],), SMALL)(**{**usual, **change})
-
-
-def to_the_end(scheduler: Scheduler) -> list[int]:
-    finished = []
-    while (step := scheduler.schedule()) is not None:
-        finished += [request.id for request in scheduler.complete(step.repeat).finished]
-    return finished
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("steps", [0, 1, 2, 3, 6])
-@pytest.mark.parametrize("under_way", [False, True])
-def test_an_instance_that_is_lost_is_as_new(policy: str, steps: int, under_way: bool) -> None:
-    scheduler = made(policy)
-    asked = [Request(i, 8, 4, priority=-i) for i in range(8)]
-    assert all(scheduler.add(request) for request in asked)
-    done = []
-    for _ in range(steps):
-        assert scheduler.schedule() is not None
-        done += scheduler.complete().finished
-    if under_way:
-        scheduler.schedule()
-    lost = scheduler.abandon()
-    assert Counter(lost) == Counter(asked) - Counter(done)
-    assert all(request.computed == 0 and not request.decoding for request in lost)
-    assert not scheduler.has_work
-    assert scheduler.kv.free == scheduler.kv.total
-    again = [Request(10 + i, 8, 4) for i in range(5)]
-    assert all(scheduler.add(request) for request in again)
-    assert sorted(to_the_end(scheduler)) == [10, 11, 12, 13, 14]
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_who_waits_can_be_taken_back_and_the_residents_go_on(policy: str) -> None:
-    scheduler = made(policy)
-    asked = [Request(i, 8, 4) for i in range(8)]
-    assert all(scheduler.add(request) for request in asked)
-    assert scheduler.schedule() is not None
-    back = scheduler.withdraw()
-    assert scheduler.num_waiting == 0
-    scheduler.complete()
-    assert sorted([request.id for request in back] + to_the_end(scheduler)) == list(range(8))
-    assert back
+    return suite_of(policy)().make(**change)
 
 
 @pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "static"])
-def test_who_is_computed_elsewhere_decodes_here(policy: str) -> None:
+def test_who_is_computed_elsewhere_decodes_at_once(policy: str) -> None:
     scheduler = made(policy)
-    local, remote, late = Request(0, 8, 3), Request(1, 7, 5, emitted=1), Request(2, 4, 2, emitted=1)
+    remote, late = Request(1, 7, 5, emitted=1), Request(2, 4, 2, emitted=1)
     assert scheduler.expect(remote)
     assert scheduler.expect(late)
-    assert scheduler.schedule() is None, "nothing has come yet"
-    assert (scheduler.num_running, scheduler.kv.free) == (2, 40 - 2 - 2)
     scheduler.receive(remote)
-    assert scheduler.add(local)
+    assert scheduler.add(Request(0, 8, 3))
     step = scheduler.schedule()
     assert step is not None
     assert (step.num_decodes, step.context_tokens) == (1, 8)
-    scheduler.complete()
-    scheduler.release(late)
-    assert sorted(to_the_end(scheduler)) == [0, 1]
-    assert remote.emitted == 5
-    assert scheduler.kv.free == scheduler.kv.total
 
 
 def test_static_batches_take_nobody_from_elsewhere() -> None:
@@ -294,7 +70,7 @@ def test_static_batches_take_nobody_from_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_whoever_is_held_keeps_its_blocks_until_it_is_released(policy: str) -> None:
+def test_blocks_that_no_resident_holds_are_waited_for(policy: str) -> None:
     scheduler = made(policy, num_blocks=4, max_num_seqs=2)
     held, next_one = Request(0, 12, 1, hold=True), Request(1, 12, 1)
     assert scheduler.add(held)

@@ -27,6 +27,7 @@ LAW: dict[str, set[str]] = {
     "emit": {"errors", "plugins", "specs"},
     "profiling": {"arrays", "errors", "specs", "costs"},
     "sim": GROUND | {"engine", "costs"},
+    "testing": GROUND | {"engine", "costs", "sim"},
     "validation": GROUND | {"engine", "costs", "sim"},
     "tuner": GROUND | {"engine", "costs", "sim"},
     "runs": GROUND | {"costs", "emit", "sim", "tuner"},
@@ -122,6 +123,15 @@ def test_torch_and_other_heavy_company_stay_out() -> None:
         assert not heads & {"pandas", "sklearn", "pickle"}, name
         assert "torch" not in heads or name in MEASURERS, name
         assert "transformers" not in heads, name
+
+
+def test_hypothesis_is_for_those_who_test_only() -> None:
+    users = {
+        floor(name)
+        for name, module in MODULES.items()
+        if "hypothesis" in {found.split(".")[0] for found in imports(module)}
+    }
+    assert users == {"testing"}
 
 
 def test_the_library_never_reads_argv() -> None:

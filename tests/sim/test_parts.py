@@ -76,12 +76,12 @@ class Newest(StallFree):
             raise ValueError(f"step is {step}")
         self.step = step
 
-    def _key(self, request):
+    def key(self, request):
         return -request.id // self.step
 
 
 class Typo(Newest):
-    def _key(self, request):
+    def key(self, request):
         return request.idd
 
 
@@ -218,7 +218,7 @@ def test_a_router_that_cannot_be_had(own: str, router: dict[str, Any], message: 
             {"step": 0},
             "policy {own}:Newest ({own}.py:7) cannot be made with what the plan says: ValueError: ste",
         ),
-        ("Typo", {}, "policy {own}:Typo failed in Typo._key ({own}.py:20): AttributeError: 'Request' object has no"),
+        ("Typo", {}, "policy {own}:Typo failed in Typo.key ({own}.py:20): AttributeError: 'Request' object has no"),
         (
             "Never",
             {},

@@ -12,6 +12,7 @@ from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import Request, VllmFcfs
 from simtune.sim.core import EngineCore
 from simtune.sim.router import (
+    ROUTERS,
     LeastOutstanding,
     LeastTokens,
     PowerOfTwo,
@@ -20,6 +21,23 @@ from simtune.sim.router import (
     Router,
     SessionAffinity,
 )
+from simtune.testing import RouterSuite
+
+GO_BY_LOAD = {"round_robin", "least_outstanding", "least_tokens", "prefix_aware"}
+
+for kind, router in ROUTERS.items():
+    facts = {"router": router, "first_of_equals": kind in GO_BY_LOAD, "__module__": __name__}
+    globals()[f"Test_{kind}"] = type(f"Test_{kind}", (RouterSuite,), facts)
+
+
+class TestWeighted(RouterSuite):
+    router = RoundRobin
+    options = {"weights": {"pool0": 0.5, "pool1": 3.0}}  # noqa: RUF012
+
+
+class TestStale(RouterSuite):
+    router = LeastTokens
+    options = {"stale_s": 1e-9}  # noqa: RUF012
 
 
 def cores(count: int) -> list[EngineCore]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from simtune.specs.study import HardwareCount, Search, Study
+from simtune.specs.plan import OwnRouting
+from simtune.specs.study import HardwareCount, Search, Study, StudyBatching
 from simtune.specs.workload import Slo
 from simtune.tuner.space import Candidate, ParallelShape, members, shapes
 
@@ -46,3 +47,19 @@ def test_members_and_their_plans() -> None:
     assert plan.name == found[1].name == "tp2-pp1-x4-s128-t2048"
     assert (pool.parallelism.tp, pool.instances, pool.batching.max_num_seqs, pool.max_model_len) == (2, 4, 128, 4096)
     assert plan.num_devices == 8
+
+
+def test_a_study_says_policy_and_router_of_all_its_plans() -> None:
+    plain = study(max_num_seqs=(64,), max_num_batched_tokens=(2048,))
+    (candidate,) = members(plain, ParallelShape(1, 1, 2))
+    assert candidate.plan(plain, 4096).pools[0].batching.policy == "vllm-fcfs"
+    asked = plain.model_copy(
+        update={
+            "batching": StudyBatching(policy="shortest-predicted-first", prediction_sigma=0.1),
+            "router": OwnRouting(kind="mine.router:Mine", options={"a": 1}),
+        }
+    )
+    plan = candidate.plan(asked, 4096)
+    batching = plan.pools[0].batching
+    assert (batching.policy, batching.prediction_sigma, batching.max_num_seqs) == ("shortest-predicted-first", 0.1, 64)
+    assert (plan.router.kind, plan.router.options) == ("mine.router:Mine", {"a": 1})

@@ -22,11 +22,11 @@ class Orca(StallFree):
         settings["chunked_prefill"] = False
         super().__init__(**settings)
 
-    def _choose(self, preempted: list[Request]) -> Plan:
-        plan = super()._choose(preempted)
+    def choose(self, preempted: list[Request]) -> Plan:
+        plan = super().choose(preempted)
         return dict(sorted(plan.items(), key=lambda item: item[0].decoding))
 
-    def _reservation(self, request: Request) -> int:
+    def reservation(self, request: Request) -> int:
         return self.max_model_len
 
 

@@ -25,13 +25,13 @@ class PriorityLayers(StallFree):
         self._halted: Plan = {}  # the step of which some parts are still to run
         self._done = 0  # parts of it that have run
 
-    def _key(self, request: Request) -> int:
+    def key(self, request: Request) -> int:
         return request.priority
 
-    def _choose(self, preempted: list[Request]) -> Plan:
+    def choose(self, preempted: list[Request]) -> Plan:
         if not self._halted:
             self._done = 0
-            return super()._choose(preempted)
+            return super().choose(preempted)
         if urgent := self._urgent():
             return urgent
         plan, self._halted = self._halted, {}
@@ -39,7 +39,7 @@ class PriorityLayers(StallFree):
 
     def _urgent(self) -> Plan:
         """The prompts that may run before the halted step goes on."""
-        key, halted, waiting = self._key, self._halted, self.waiting
+        key, halted, waiting = self.key, self._halted, self.waiting
         bar = min(map(key, halted))
         plan: Plan = {}
         budget = self.max_num_batched_tokens
@@ -47,7 +47,7 @@ class PriorityLayers(StallFree):
         while budget:
             if under_way:
                 request = under_way.pop(0)
-            elif waiting and key(waiting[0]) < bar and self._admit(waiting[0], budget):
+            elif waiting and key(waiting[0]) < bar and self.admit(waiting[0], budget):
                 request = waiting.popleft()
             else:
                 break

@@ -1,7 +1,7 @@
 """The common ground of policies that keep their residents in a plain list.
 
 A resident holds a seat and KV blocks, from its admission until it is finished or preempted. A policy is one method,
-`_choose`: who gets how many tokens in the next step, with the blocks for them taken. What follows from the choice is
+`choose`: who gets how many tokens in the next step, with the blocks for them taken. What follows from the choice is
 the same for all and stands here once: the step, its repetitions, tokens delivered, blocks given back. A step costs
 O(residents).
 
@@ -36,13 +36,13 @@ class ListScheduler(Scheduler):
         self._preempted: list[Request] = []  # since the latest step
 
     @abstractmethod
-    def _choose(self, preempted: list[Request]) -> Plan:
+    def choose(self, preempted: list[Request]) -> Plan:
         """What to run next, the blocks for it taken; adds to `preempted` whoever lost theirs.
 
         Empty only where blocks are short that no resident holds.
         """
 
-    def _key(self, request: Request) -> Any:
+    def key(self, request: Request) -> Any:
         """Smallest first in the waiting queue, equals by arrival; the largest, of equals the newest, is preempted."""
         return 0
 
@@ -61,7 +61,7 @@ class ListScheduler(Scheduler):
         if not super().add(request):
             return False
         self.waiting.pop()
-        insort_right(self.waiting, request, key=self._key)
+        insort_right(self.waiting, request, key=self.key)
         return True
 
     def would_notice(self) -> bool:
@@ -73,7 +73,7 @@ class ListScheduler(Scheduler):
         if not (self.residents or self.waiting):
             return None
         before = set(self.residents)
-        self._plan = plan = self._choose(self._preempted)
+        self._plan = plan = self.choose(self._preempted)
         if not plan:
             return None
         step = self._under_way = self._step(self._preempted)
@@ -92,13 +92,13 @@ class ListScheduler(Scheduler):
             longest_context=max([request.computed + 1 for request in decoding], default=0),
         )
         if not step.chunks and not preempted:
-            limit = self._steady_steps(decoding)
+            limit = self.steady_steps(decoding)
             if limit > 1:
                 completion = min(map(self._remaining, decoding))
                 step.repeat = self._steps_that_fit(decoding, min(limit, completion))
         return step
 
-    def _steady_steps(self, decoding: list[Request]) -> int:
+    def steady_steps(self, decoding: list[Request]) -> int:
         """For how many steps that only decode the choice stays the same, if nobody finishes and blocks suffice."""
         return self.max_model_len if len(decoding) == len(self.residents) else 1
 
@@ -110,9 +110,9 @@ class ListScheduler(Scheduler):
     def _steps_that_fit(self, decoding: list[Request], limit: int) -> int:
         """The largest number of steps, at most `limit`, for which the free blocks suffice; the first has its own."""
         free = self.kv.free
-        if self._missing(decoding, limit) <= free:
+        if self.missing_blocks(decoding, limit) <= free:
             return limit
-        return bisect_right(range(1, limit), free, key=lambda steps: self._missing(decoding, steps))
+        return bisect_right(range(1, limit), free, key=lambda steps: self.missing_blocks(decoding, steps))
 
     def complete(self, repetitions: int = 1) -> Progress:
         step, self._under_way = self._under_way, None
@@ -122,7 +122,7 @@ class ListScheduler(Scheduler):
         for request, tokens in self._plan.items():
             request.computed += tokens * repetitions
             if request.decoding:
-                self._take(request, request.computed)
+                self.allocate(request, request.computed)
                 request.emitted += repetitions
             elif request.computed == request.known_tokens:
                 request.decoding = True
@@ -136,12 +136,12 @@ class ListScheduler(Scheduler):
                 self._finish(request, progress)
         return progress
 
-    def _missing(self, requests: Iterable[Request], tokens: int) -> int:
+    def missing_blocks(self, requests: Iterable[Request], tokens: int) -> int:
         """Blocks these need, beyond those they hold, for `tokens` tokens more each."""
         size = self.kv.block_size
         return sum(-(-more // size) for r in requests if (more := r.computed + tokens - r.reserved_tokens) > 0)
 
-    def _take(self, request: Request, tokens: int) -> bool:
+    def allocate(self, request: Request, tokens: int) -> bool:
         """See that a request holds blocks for `tokens` tokens; False, and nothing taken, where they are not free."""
         if tokens <= request.reserved_tokens:
             return True
@@ -156,13 +156,13 @@ class ListScheduler(Scheduler):
         del self.residents[request]
         request.decoding = False
 
-    def _preempt(self, victim: Request) -> None:
+    def preempt(self, victim: Request) -> None:
         """Take all blocks from a resident; it waits, before its equals, to be computed again."""
         self._leave(victim)
         self.kv.release(victim)
         victim.computed = 0
         victim.preemptions += 1
-        insort_left(self.waiting, victim, key=self._key)
+        insort_left(self.waiting, victim, key=self.key)
 
     def _enter(self, request: Request) -> None:
         self.residents[request] = None
@@ -178,36 +178,36 @@ class ListScheduler(Scheduler):
 
 
 class StallFree(ListScheduler):
-    """Everyone who decodes goes on; prompts share what is left of the token budget, in the order of `_key`.
+    """Everyone who decodes goes on; prompts share what is left of the token budget, in the order of `key`.
 
     A prompt is admitted when a seat and the blocks for all of its known tokens are free, and takes them at once, so
-    that a prompt under way never lacks memory. When a decode finds no block, the resident that comes last by `_key`
+    that a prompt under way never lacks memory. When a decode finds no block, the resident that comes last by `key`
     loses all of its blocks, to be computed again; such a step admits nobody.
     """
 
-    def _choose(self, preempted: list[Request]) -> Plan:
-        plan = self._go_on(preempted)
-        self._prompts(plan, self.max_num_batched_tokens - len(plan), not preempted)
+    def choose(self, preempted: list[Request]) -> Plan:
+        plan = self.decode_all(preempted)
+        self.serve_prompts(plan, self.max_num_batched_tokens - len(plan), not preempted)
         return plan
 
-    def _go_on(self, preempted: list[Request]) -> Plan:
+    def decode_all(self, preempted: list[Request]) -> Plan:
         """One token for everyone who decodes, preempting until they all find their block."""
-        while self._missing(decoding := [r for r in self.residents if r.decoding], 1) > self.kv.free:
-            victim = max(reversed(self.residents), key=self._key)
-            self._preempt(victim)
+        while self.missing_blocks(decoding := [r for r in self.residents if r.decoding], 1) > self.kv.free:
+            victim = max(reversed(self.residents), key=self.key)
+            self.preempt(victim)
             preempted.append(victim)
         for request in decoding:
-            self._take(request, request.computed + 1)
+            self.allocate(request, request.computed + 1)
         return dict.fromkeys(decoding, 1)
 
-    def _prompts(self, plan: Plan, budget: int, admitting: bool) -> None:
+    def serve_prompts(self, plan: Plan, budget: int, admitting: bool) -> None:
         """Share `budget` among prompts under way and, where there is a seat and memory, those that wait."""
-        key, waiting = self._key, self.waiting
+        key, waiting = self.key, self.waiting
         under_way = deque(sorted((r for r in self.residents if not r.decoding), key=key))
         while budget:
             if admitting and waiting and not (under_way and key(under_way[0]) <= key(waiting[0])):
                 request = waiting[0]
-                admitting = self._admit(request, budget)
+                admitting = self.admit(request, budget)
                 if not admitting:
                     continue
                 waiting.popleft()
@@ -218,17 +218,17 @@ class StallFree(ListScheduler):
             plan[request] = min(request.known_tokens - request.computed, budget)
             budget -= plan[request]
 
-    def _admit(self, request: Request, budget: int) -> bool:
+    def admit(self, request: Request, budget: int) -> bool:
         """Give a waiting request a seat and its blocks, if it may come in now."""
         if self.num_running >= self.max_num_seqs or (not self.chunked_prefill and request.known_tokens > budget):
             return False
-        tokens = self._reservation(request)
-        if self.kv.blocks_for(tokens) > self._room:
+        tokens = self.reservation(request)
+        if self.kv.blocks_for(tokens) > self.room:
             return False
-        self._take(request, tokens)
+        self.allocate(request, tokens)
         self.residents[request] = None
         return True
 
-    def _reservation(self, request: Request) -> int:
+    def reservation(self, request: Request) -> int:
         """Tokens for which a request takes blocks when it is admitted."""
         return request.known_tokens

@@ -49,7 +49,7 @@ class SkipJoinMlfq(ListScheduler):
         self._places: dict[Request, _Place] = {}  # in order of latest service
         self._arrived: list[_Place] = []  # since the latest choice: in a jump nobody knows which iteration it is
 
-    def _key(self, request: Request) -> tuple[int, int]:
+    def key(self, request: Request) -> tuple[int, int]:
         place = self._places[request]
         return place.level, place.turn
 
@@ -64,12 +64,12 @@ class SkipJoinMlfq(ListScheduler):
     def would_notice(self) -> bool:
         return True
 
-    def _choose(self, preempted: list[Request]) -> Plan:
+    def choose(self, preempted: list[Request]) -> Plan:
         for place in self._arrived:
             place.served = self._iteration
         self._arrived.clear()
         self._promote()
-        residents, waiting, key = self.residents, self.waiting, self._key
+        residents, waiting, key = self.residents, self.waiting, self.key
         by_urgency = sorted(residents, key=key)
         seats = self.max_num_seqs - len(self._reserved)
         budget, admitting = self.max_num_batched_tokens, True
@@ -94,22 +94,22 @@ class SkipJoinMlfq(ListScheduler):
 
     def _claim(self, request: Request, tokens: int, by_urgency: list[Request], preempted: list[Request]) -> bool:
         """Take blocks for `tokens` more, less urgent residents giving theirs; False if that is not enough."""
-        key, kv = self._key, self.kv
+        key, kv = self.key, self.kv
         if request.computed + tokens <= request.reserved_tokens:
             return True
-        spare = 0 if request in self.residents else kv.free - self._room
-        missing = self._missing([request], tokens) + spare
+        spare = 0 if request in self.residents else kv.free - self.room
+        missing = self.missing_blocks([request], tokens) + spare
         if missing > kv.free:
             less_urgent = [resident for resident in by_urgency if key(resident) > key(request)]
             if missing > kv.free + sum(map(kv.held_by, less_urgent)):
                 return False
         while missing > kv.free:
             victim = by_urgency.pop()
-            self._preempt(victim)
+            self.preempt(victim)
             preempted.append(victim)
-        return self._take(request, request.computed + tokens)
+        return self.allocate(request, request.computed + tokens)
 
-    def _steady_steps(self, decoding: list[Request]) -> int:
+    def steady_steps(self, decoding: list[Request]) -> int:
         places, last = self._places, self.LEVELS - 1
         steps = min((places[r].left for r in decoding if places[r].level < last), default=self.max_model_len)
         paused = next((request for request in places if request not in self._plan), None)
@@ -165,7 +165,7 @@ class SkipJoinMlfq(ListScheduler):
             del self._places[request]
             self._join(request, 1)
             if waits:
-                insort_right(self.waiting, request, key=self._key)
+                insort_right(self.waiting, request, key=self.key)
 
     def _next_turn(self) -> int:
         self._turns += 1

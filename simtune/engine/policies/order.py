@@ -16,7 +16,7 @@ class ShortestPredictedFirst(StallFree):
 
     reads = frozenset({"predicted_tokens"})
 
-    def _key(self, request: Request) -> int:
+    def key(self, request: Request) -> int:
         return request.predicted_tokens
 
 
@@ -25,7 +25,7 @@ class EarliestDeadlineFirst(StallFree):
 
     reads = frozenset({"deadline"})
 
-    def _key(self, request: Request) -> float:
+    def key(self, request: Request) -> float:
         return request.deadline
 
 
@@ -38,10 +38,10 @@ class DualQueue(StallFree):
 
     SHORT_TOKENS = 1024
 
-    def _key(self, request: Request) -> bool:
+    def key(self, request: Request) -> bool:
         return request.prompt_tokens > self.SHORT_TOKENS
 
-    def _prompts(self, plan: Plan, budget: int, admitting: bool) -> None:
+    def serve_prompts(self, plan: Plan, budget: int, admitting: bool) -> None:
         claim = budget - budget // 2
         budget -= claim - self._serve(False, plan, claim, admitting)
         budget = self._serve(True, plan, budget, admitting)
@@ -49,7 +49,7 @@ class DualQueue(StallFree):
 
     def _serve(self, long: bool, plan: Plan, budget: int, admitting: bool) -> int:
         """Give one queue up to `budget` tokens more; what it leaves."""
-        waiting, key = self.waiting, self._key
+        waiting, key = self.waiting, self.key
         under_way = [request for request in self.residents if not request.decoding and key(request) is long]
         while budget:
             if under_way:
@@ -59,7 +59,7 @@ class DualQueue(StallFree):
                 if not admitting or head == len(waiting) or key(waiting[head]) is not long:
                     break
                 request = waiting[head]
-                if not self._admit(request, budget):
+                if not self.admit(request, budget):
                     break
                 del waiting[head]
             given = plan.get(request, 0)

@@ -43,18 +43,18 @@ class StaticBatching(ListScheduler):
         """Never: a batch is formed of prompts."""
         return False
 
-    def _choose(self, preempted: list[Request]) -> Plan:
+    def choose(self, preempted: list[Request]) -> Plan:
         residents, waiting = self.residents, self.waiting
         if residents:
             return dict.fromkeys(residents, 1)
         blocks = self.kv.blocks_for(self.max_model_len)
-        while waiting and len(residents) < self.max_num_seqs and blocks <= self._room:
+        while waiting and len(residents) < self.max_num_seqs and blocks <= self.room:
             width = max(self._width, waiting[0].known_tokens)
             if width * (len(residents) + 1) > self.max_num_batched_tokens:
                 break
             self._width = width
             request = waiting.popleft()
-            self._take(request, self.max_model_len)
+            self.allocate(request, self.max_model_len)
             residents[request] = None
         return dict.fromkeys(residents, self._width)
 

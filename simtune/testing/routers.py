@@ -1,0 +1,129 @@
+"""What every router owes those that it routes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, cast
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simtune.sim.core import EngineCore
+from simtune.sim.router import Need, Router
+from simtune.testing.policies import many
+from simtune.testing.sealed import Sealed
+
+SESSIONS = 5
+BLOCK_TOKENS = 4
+
+
+@dataclass(eq=False)
+class Core:
+    """All that a router may look at."""
+
+    number: int
+    instance: int
+    pool: str
+    up: bool = True
+
+
+def cores(count: int, pools: int = 1) -> list[EngineCore]:
+    """Cores that are up, dealt to so many pools."""
+    made = [Core(number, number // pools, f"pool{number % pools}") for number in range(count)]
+    return cast("list[EngineCore]", made)
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happens; `which` picks a core or a request under way, as far as there is one."""
+
+    what: Literal["ask", "over", "fail", "back"]
+    which: int
+    tokens: int
+    blocks: tuple[int, ...]
+    later: int
+    """Ticks since the event before."""
+
+
+events = st.lists(
+    st.builds(
+        Event,
+        st.sampled_from(["ask", "ask", "ask", "over", "fail", "back"]),
+        st.integers(0, 10),
+        st.integers(1, 60),
+        st.lists(st.integers(0, 2), max_size=5).map(
+            lambda path: tuple(hash(tuple(path[: i + 1])) for i in range(len(path)))
+        ),
+        st.sampled_from([0, 0, 1, 1 << 30]),
+    ),
+    max_size=60,
+)
+
+
+class RouterSuite:
+    """Derive from it and set `router`. What the class of the router states (`needs`) is believed."""
+
+    router: ClassVar[type[Router]]
+    options: ClassVar[Mapping[str, Any]] = {}
+    """What its constructor is given besides the cores and what it needs."""
+    first_of_equals: ClassVar[bool] = True
+    """Whether the first of equal cores is chosen; False for one that draws, or goes by something else than load."""
+
+    def make(self, up: Sequence[EngineCore]) -> Router:
+        """A router of these cores."""
+        given: dict[Need, object] = {
+            "seed": 3,
+            "session": [i % SESSIONS for i in range(200)],
+            "block_tokens": BLOCK_TOKENS,
+        }
+        return self.router(up, **{need: given[need] for need in self.router.needs}, **self.options)
+
+    def tell(self, story: Sequence[Event], count: int) -> list[int | None]:
+        """The number of the core that each request goes to; None where all are down."""
+        up, now = cores(count, 2), 0
+        router = self.make(up)
+        there: list[tuple[Sealed, EngineCore]] = []
+        answers: list[int | None] = []
+        for number, event in enumerate(story):
+            now += event.later
+            core = up[event.which % count]
+            if event.what == "ask":
+                request = Sealed(number, event.tokens + BLOCK_TOKENS * len(event.blocks), 1, blocks=event.blocks)
+                choice = router.choose(request, now)
+                answers.append(None if choice is None else choice.number)
+                if choice is None:
+                    assert not any(core.up for core in up), "nobody is chosen, though cores are up"
+                    continue
+                assert any(choice is one for one in up), f"{choice!r} is none of its cores"
+                assert choice.up, f"core {choice.number} is down"
+                there.append((request, choice))
+            elif event.what == "over" and there:
+                router.over(*there.pop(event.which % len(there)), now)
+            elif event.what == "fail":
+                core.up = False
+                for request, its in there:
+                    if its is core:
+                        router.over(request, core, now)
+                there = [(request, its) for request, its in there if its is not core]
+            elif event.what == "back":
+                core.up = True
+        return answers
+
+    @given(events, st.integers(1, 6))
+    @many
+    def test_only_cores_that_are_up_are_chosen_and_always_the_same(self, story: list[Event], count: int) -> None:
+        """Whatever is asked, finishes, fails and comes back; told twice, the choices are the same."""
+        assert self.tell(story, count) == self.tell(story, count), "the same story told again has other choices"
+
+    @given(st.integers(1, 6), st.sets(st.integers(0, 5)))
+    @many
+    def test_ties(self, count: int, down: set[int]) -> None:
+        """Of cores that are equal the first is chosen."""
+        up = cores(count)
+        for number in down & set(range(count)):
+            up[number].up = False
+        choice = self.make(up).choose(Sealed(0, 7, 1), 0)
+        best = next((core for core in up if core.up), None)
+        assert (choice is None) == (best is None)
+        assert choice is best or not self.first_of_equals, "of equal cores not the first is chosen"

@@ -1,0 +1,42 @@
+"""Requests whose true output length nobody may see who chooses."""
+
+from __future__ import annotations
+
+import sys
+
+from simtune.engine import Request
+
+
+class Sealed(Request):
+    """Its output length may be read where an engine sees that an answer is over, and by nobody who chooses."""
+
+    __slots__ = ("_true",)
+    MAY_READ = frozenset({"Scheduler.add", "DecodeBatch.join", "VllmFcfs.complete", "ListScheduler._remaining"})
+    CHOOSING = frozenset(
+        {
+            "choose", "key", "admit", "reservation", "steady_steps", "decode_all", "serve_prompts", "would_notice",
+            "_go_on", "_go_on_one_by_one", "_admit", "_victim",
+        }
+    )  # fmt: skip
+
+    @property
+    def output_tokens(self) -> int:
+        """The true length, where the caller may know it."""
+        frame = sys._getframe(1)
+        assert frame.f_code.co_qualname in self.MAY_READ, f"{frame.f_code.co_qualname} reads the output length"
+        while frame.f_back is not None:
+            assert frame.f_code.co_name not in self.CHOOSING, f"{frame.f_code.co_qualname} goes by the output length"
+            frame = frame.f_back
+        return self._true
+
+    @output_tokens.setter
+    def output_tokens(self, tokens: int) -> None:
+        self._true = tokens
+
+    @property
+    def true_tokens(self) -> int:
+        """The same, for the test itself."""
+        return self._true
+
+    def __repr__(self) -> str:
+        return f"<{self.id}>"
