@@ -96,7 +96,9 @@ def _check_drafts(question: Question) -> None:
     from simtune.specs.study import StudyBatching
 
     emitter = engine_for((question.study.batching or StudyBatching()).policy)
-    for draft in question.drafts if emitter is not None else ():
+    if emitter is None:
+        return
+    for draft in question.drafts:
         emitter.speculation(draft.speculation(draft.choice.scheme or Chain(tokens=1)), draft.drafting.model)
 
 

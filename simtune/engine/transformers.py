@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import ClassVar, Unpack
 
-from simtune.engine.policies.listed import ListScheduler, Plan
+from simtune.engine.policies.listed import ListScheduler, ScheduledTokens
 from simtune.engine.request import Request
 from simtune.engine.scheduler import Progress, Settings
 
@@ -50,20 +50,22 @@ class TransformersFifo(ListScheduler):
         self._after: list[Request] = []  # reset after the step was chosen; their blocks are free when it is over
 
     def would_notice(self) -> bool:
-        return not self._closed and len(self._plan) < self.max_num_seqs
+        """Whether the step has room for one more, and anybody is admitted."""
+        return not self._closed and len(self._scheduled) < self.max_num_seqs
 
-    def choose(self, preempted: list[Request]) -> Plan:
-        plan, starved = self._attempt()
-        while not plan and (reset := self._reset(starved)):
+    def choose(self, preempted: list[Request]) -> ScheduledTokens:
+        scheduled, starved = self._attempt()
+        while not scheduled and (reset := self._reset(starved)):
             for request in reset:
                 self.kv.release(request)
             preempted += reset
-            plan, starved = self._attempt()
+            scheduled, starved = self._attempt()
         self._after = self._reset(starved)
         preempted += self._after
-        return plan
+        return scheduled
 
     def complete(self, repetitions: int = 1) -> Progress:
+        """Deliver the tokens of the step; those reset after it was chosen give their blocks back now."""
         progress = super().complete(repetitions)
         for request in self._after:
             self.kv.release(request)
@@ -76,15 +78,15 @@ class TransformersFifo(ListScheduler):
         self._after, self._closed = [], False
         return super()._lose_residents()
 
-    def _attempt(self) -> tuple[Plan, list[tuple[Request, int]]]:
+    def _attempt(self) -> tuple[ScheduledTokens, list[tuple[Request, int]]]:
         """The choice, and the starved residents with the tokens for which each found no blocks, as they were tried."""
-        plan: Plan = {}
+        scheduled: ScheduledTokens = {}
         starved: list[tuple[Request, int]] = []
         budget = self.max_num_batched_tokens
         roomy = self.kv.free / self.kv.total >= self.safety_margin
         admitted = False
         for request in self._candidates():
-            if plan and not roomy and not request.decoding:
+            if scheduled and not roomy and not request.decoding:
                 break
             resident = request in self.residents
             tokens = 1 if request.decoding else min(request.known_tokens - request.computed, budget)
@@ -94,15 +96,15 @@ class TransformersFifo(ListScheduler):
                 elif not self.kv.free:
                     break
                 continue
-            plan[request] = tokens
+            scheduled[request] = tokens
             self.residents[request] = None
             admitted |= not resident
             budget -= tokens
-            if budget == 0 or len(plan) == self.max_num_seqs:
+            if budget == 0 or len(scheduled) == self.max_num_seqs:
                 break
         if admitted:
-            self.waiting = deque(request for request in self.waiting if request not in plan)
-        return plan, starved
+            self.waiting = deque(request for request in self.waiting if request not in scheduled)
+        return scheduled, starved
 
     def _candidates(self) -> Iterator[Request]:
         residents = list(self.residents)

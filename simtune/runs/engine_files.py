@@ -1,11 +1,10 @@
-"""Settings for engines: files for the one that can run a plan, and what of a schedule for drafts each can be told."""
+"""Settings for engines: files for those that can run a plan, and what of a schedule for drafts each can be told."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from simtune import emit
-from simtune.emit import drafting_settings, engines
 from simtune.runs.files import Files
 from simtune.sim.deployment import Deployment
 from simtune.tuner.drafting import Draft, Schedule, described
@@ -16,13 +15,14 @@ MAX_NODES = 64
 
 def speculation_facts(draft: Draft, chosen: Schedule) -> dict[str, Any]:
     """A schedule for drafts in plain data, with what of it every engine can be told."""
-    entries = []
-    for name, emitter in engines().items():
+    engines = []
+    for name, emitter in emit.engines().items():
         projection = chosen.projection_for(emitter.schemes)
         settings, why = None, "drafting pays nowhere"
         if projection.scheme is not None:
-            settings, why = drafting_settings(emitter, draft.speculation(projection.scheme), draft.drafting.model)
-        entries.append(
+            wanted = draft.speculation(projection.scheme)
+            settings, why = emit.drafting_settings(emitter, wanted, draft.drafting.model)
+        engines.append(
             {
                 "engine": name,
                 "scheme": "none" if projection.scheme is None else projection.scheme.in_words(),
@@ -32,14 +32,14 @@ def speculation_facts(draft: Draft, chosen: Schedule) -> dict[str, Any]:
                 "why": why,
             }
         )
-    return {**described(draft, chosen), "engines": entries}
+    return {**described(draft, chosen), "engines": engines}
 
 
 def other_engines(facts: dict[str, Any]) -> Files:
     """The best single draft for engines that are told of drafts alone."""
-    files: Files = {}
+    files, emitters = Files(), emit.engines()
     for engine in facts["engines"]:
-        emitter, settings = engines()[engine["engine"]], engine["settings"]
+        emitter, settings = emitters[engine["engine"]], engine["settings"]
         if settings is not None and not emitter.policies:
             scheme = engine["scheme"].capitalize()
             what = f"{scheme}: the best single draft for this load by the cost model, not simulated."
@@ -56,4 +56,5 @@ def engine_files(deployment: Deployment) -> Files:
         if pool.speculation is not None and pool.name in drafting
     }
     models = {name: model for name, model in draft_models.items() if name is not None and model is not None}
-    return {**emit.engine_files(plan, deployment.model, deployment.hardware.device.devices_per_node, models)}
+    devices_per_node = deployment.hardware.device.devices_per_node
+    return {**emit.engine_files(plan, deployment.model, devices_per_node, models)}

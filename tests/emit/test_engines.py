@@ -30,7 +30,6 @@ from simtune.specs.schemes import (
     TokenBudget,
 )
 from simtune.specs.speculation import Speculation
-from simtune.tuner.space import POLICY
 
 MODEL, DRAFT = load_model("llama-3.1-8b"), load_model("llama-3.2-1b")
 ONE_OF_EACH: list[Scheme] = [
@@ -79,12 +78,11 @@ def test_an_engine_is_told_what_it_says_it_knows_and_of_nothing_else(engine: str
 
 
 def test_the_engine_of_a_policy() -> None:
-    assert engine_for(POLICY) is ENGINES["vllm"]
-    with pytest.raises(UsageError, match="no engine has policy static"):
-        engine_for("static")
+    assert engine_for("vllm-priority") is ENGINES["vllm"]
+    assert engine_for("static") is None
 
 
-def plan_of(scheme: Scheme | None = None, policy: str = POLICY) -> Plan:
+def plan_of(scheme: Scheme | None = None, policy: str = "vllm-fcfs") -> Plan:
     drafter = Eagle(checkpoint="org/head")
     speculation = None if scheme is None else Speculation(drafter=drafter, scheme=scheme, acceptance="a")
     pool = Pool.model_validate(
@@ -136,7 +134,9 @@ def test_installed_packages_register_engines(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(module, "registered", lambda group: {"own": f"{__name__}:Own"})
     assert list(engines()) == ["vllm", "sglang", "tensorrt-llm", "own"]
     assert engine_files(plan_of(policy="static"), MODEL, 8, {}) == {"engine/own.txt": "plan\n"}
-    assert engine_for("static").title == "Own"
+    own = engine_for("static")
+    assert own is not None
+    assert own.title == "Own"
 
 
 def test_what_is_told_of_drafts_alone_writes_no_plan() -> None:

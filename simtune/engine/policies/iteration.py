@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Unpack
 
-from simtune.engine.policies.listed import Plan, StallFree
+from simtune.engine.policies.listed import ScheduledTokens, StallFree
 from simtune.engine.request import Request
 from simtune.engine.scheduler import Settings
 
@@ -22,9 +22,9 @@ class Orca(StallFree):
         settings["chunked_prefill"] = False
         super().__init__(**settings)
 
-    def choose(self, preempted: list[Request]) -> Plan:
-        plan = super().choose(preempted)
-        return dict(sorted(plan.items(), key=lambda item: item[0].decoding))
+    def choose(self, preempted: list[Request]) -> ScheduledTokens:
+        scheduled = super().choose(preempted)
+        return dict(sorted(scheduled.items(), key=lambda item: item[0].decoding))
 
     def reservation(self, request: Request) -> int:
         return self.max_model_len

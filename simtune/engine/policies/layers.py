@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Unpack
 
-from simtune.engine.policies.listed import Plan, StallFree
+from simtune.engine.policies.listed import ScheduledTokens, StallFree
 from simtune.engine.request import Request
 from simtune.engine.scheduler import Progress, Settings, Step
 
@@ -22,26 +22,26 @@ class PriorityLayers(StallFree):
 
     def __init__(self, **settings: Unpack[Settings]) -> None:
         super().__init__(**settings)
-        self._halted: Plan = {}  # the step of which some parts are still to run
+        self._halted: ScheduledTokens = {}  # the step of which some parts are still to run
         self._done = 0  # parts of it that have run
 
     def key(self, request: Request) -> int:
         return request.priority
 
-    def choose(self, preempted: list[Request]) -> Plan:
+    def choose(self, preempted: list[Request]) -> ScheduledTokens:
         if not self._halted:
             self._done = 0
             return super().choose(preempted)
         if urgent := self._urgent():
             return urgent
-        plan, self._halted = self._halted, {}
-        return plan
+        scheduled, self._halted = self._halted, {}
+        return scheduled
 
-    def _urgent(self) -> Plan:
+    def _urgent(self) -> ScheduledTokens:
         """The prompts that may run before the halted step goes on."""
         key, halted, waiting = self.key, self._halted, self.waiting
         bar = min(map(key, halted))
-        plan: Plan = {}
+        scheduled: ScheduledTokens = {}
         budget = self.max_num_batched_tokens
         under_way = [r for r in self.residents if not r.decoding and r not in halted and key(r) < bar]
         while budget:
@@ -51,9 +51,9 @@ class PriorityLayers(StallFree):
                 request = waiting.popleft()
             else:
                 break
-            plan[request] = min(request.known_tokens - request.computed, budget)
-            budget -= plan[request]
-        return plan
+            scheduled[request] = min(request.known_tokens - request.computed, budget)
+            budget -= scheduled[request]
+        return scheduled
 
     def _step(self, preempted: list[Request]) -> Step:
         step = super()._step(preempted)
@@ -62,11 +62,12 @@ class PriorityLayers(StallFree):
         return step
 
     def complete(self, repetitions: int = 1) -> Progress:
+        """A part that is not the last one delivers nothing; the step may halt after it."""
         step = self._under_way
         if step is None or step.part[0] + 1 == step.part[1]:
             return super().complete(repetitions)
         assert repetitions == 1
-        self._under_way, self._plan, self._halted = None, {}, self._plan
+        self._under_way, self._scheduled, self._halted = None, {}, self._scheduled
         self._done += 1
         return Progress()
 

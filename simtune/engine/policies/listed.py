@@ -20,7 +20,7 @@ from typing import Any, Unpack
 from simtune.engine.request import Request
 from simtune.engine.scheduler import Chunk, Progress, Scheduler, Settings, Step
 
-Plan = dict[Request, int]
+ScheduledTokens = dict[Request, int]
 """Tokens of each request in a step, in the order in which they were given."""
 
 
@@ -32,11 +32,11 @@ class ListScheduler(Scheduler):
     def __init__(self, **settings: Unpack[Settings]) -> None:
         super().__init__(**settings)
         self.residents: dict[Request, None] = {}
-        self._plan: Plan = {}
+        self._scheduled: ScheduledTokens = {}
         self._preempted: list[Request] = []  # since the latest step
 
     @abstractmethod
-    def choose(self, preempted: list[Request]) -> Plan:
+    def choose(self, preempted: list[Request]) -> ScheduledTokens:
         """What to run next, the blocks for it taken; adds to `preempted` whoever lost theirs.
 
         Empty only where blocks are short that no resident holds.
@@ -48,16 +48,20 @@ class ListScheduler(Scheduler):
 
     @property
     def num_running(self) -> int:
+        """Requests that hold a seat: residents, and those that are expected."""
         return len(self.residents) + len(self._reserved)
 
     def emitted(self, request: Request) -> int:
+        """Output tokens delivered so far: always up to date here."""
         return request.emitted
 
-    def composition(self) -> Plan:
+    def composition(self) -> ScheduledTokens:
+        """Tokens of each request in the step given last, in the order in which they were given."""
         assert self._under_way is not None, "no step is under way"
-        return dict(self._plan)
+        return dict(self._scheduled)
 
     def add(self, request: Request) -> bool:
+        """Queue a request where `_key` puts it; False when it could outgrow max_model_len."""
         if not super().add(request):
             return False
         self.waiting.pop()
@@ -69,25 +73,26 @@ class ListScheduler(Scheduler):
         return self.num_running < self.max_num_seqs
 
     def schedule(self) -> Step | None:
+        """The step that `_choose` makes, repeated as long as that would choose the same."""
         self._begin()
         if not (self.residents or self.waiting):
             return None
         before = set(self.residents)
-        self._plan = plan = self.choose(self._preempted)
-        if not plan:
+        self._scheduled = scheduled = self.choose(self._preempted)
+        if not scheduled:
             return None
         step = self._under_way = self._step(self._preempted)
-        step.admitted = [request for request in plan if request not in before]
+        step.admitted = [request for request in scheduled if request not in before]
         self._preempted = []
         return step
 
     def _step(self, preempted: list[Request]) -> Step:
-        plan = self._plan
-        decoding = [request for request in plan if request.decoding]
+        scheduled = self._scheduled
+        decoding = [request for request in scheduled if request.decoding]
         step = Step(
             len(decoding),
             sum([request.computed for request in decoding]) + len(decoding),
-            [Chunk(request, request.computed, tokens) for request, tokens in plan.items() if not request.decoding],
+            [Chunk(request, request.computed, tokens) for request, tokens in scheduled.items() if not request.decoding],
             preempted,
             longest_context=max([request.computed + 1 for request in decoding], default=0),
         )
@@ -115,11 +120,12 @@ class ListScheduler(Scheduler):
         return bisect_right(range(1, limit), free, key=lambda steps: self.missing_blocks(decoding, steps))
 
     def complete(self, repetitions: int = 1) -> Progress:
+        """Deliver tokens: the first one where a prompt is complete, one a repetition to whoever decodes."""
         step, self._under_way = self._under_way, None
         assert step is not None
         assert 1 <= repetitions <= step.repeat
         progress = Progress()
-        for request, tokens in self._plan.items():
+        for request, tokens in self._scheduled.items():
             request.computed += tokens * repetitions
             if request.decoding:
                 self.allocate(request, request.computed)
@@ -173,7 +179,7 @@ class ListScheduler(Scheduler):
         lost = sorted(self.residents, key=attrgetter("decoding"), reverse=True)
         for request in lost:
             self._leave(request)
-        self._plan, self._preempted = {}, []
+        self._scheduled, self._preempted = {}, []
         return lost
 
 
@@ -185,12 +191,12 @@ class StallFree(ListScheduler):
     loses all of its blocks, to be computed again; such a step admits nobody.
     """
 
-    def choose(self, preempted: list[Request]) -> Plan:
-        plan = self.decode_all(preempted)
-        self.serve_prompts(plan, self.max_num_batched_tokens - len(plan), not preempted)
-        return plan
+    def choose(self, preempted: list[Request]) -> ScheduledTokens:
+        scheduled = self.decode_all(preempted)
+        self.serve_prompts(scheduled, self.max_num_batched_tokens - len(scheduled), not preempted)
+        return scheduled
 
-    def decode_all(self, preempted: list[Request]) -> Plan:
+    def decode_all(self, preempted: list[Request]) -> ScheduledTokens:
         """One token for everyone who decodes, preempting until they all find their block."""
         while self.missing_blocks(decoding := [r for r in self.residents if r.decoding], 1) > self.kv.free:
             victim = max(reversed(self.residents), key=self.key)
@@ -200,7 +206,7 @@ class StallFree(ListScheduler):
             self.allocate(request, request.computed + 1)
         return dict.fromkeys(decoding, 1)
 
-    def serve_prompts(self, plan: Plan, budget: int, admitting: bool) -> None:
+    def serve_prompts(self, scheduled: ScheduledTokens, budget: int, admitting: bool) -> None:
         """Share `budget` among prompts under way and, where there is a seat and memory, those that wait."""
         key, waiting = self.key, self.waiting
         under_way = deque(sorted((r for r in self.residents if not r.decoding), key=key))
@@ -215,8 +221,8 @@ class StallFree(ListScheduler):
                 request = under_way.popleft()
             else:
                 break
-            plan[request] = min(request.known_tokens - request.computed, budget)
-            budget -= plan[request]
+            scheduled[request] = min(request.known_tokens - request.computed, budget)
+            budget -= scheduled[request]
 
     def admit(self, request: Request, budget: int) -> bool:
         """Give a waiting request a seat and its blocks, if it may come in now."""

@@ -8,7 +8,7 @@ from heapq import merge
 from itertools import islice
 from typing import Unpack
 
-from simtune.engine.policies.listed import ListScheduler, Plan
+from simtune.engine.policies.listed import ListScheduler, ScheduledTokens
 from simtune.engine.request import Request
 from simtune.engine.scheduler import Progress, Settings
 
@@ -54,6 +54,7 @@ class SkipJoinMlfq(ListScheduler):
         return place.level, place.turn
 
     def add(self, request: Request) -> bool:
+        """Queue a request at the level that its prompt asks for."""
         self._join(request, self._iterations_of(request.known_tokens))
         if super().add(request):
             self._arrived.append(self._places[request])
@@ -62,9 +63,10 @@ class SkipJoinMlfq(ListScheduler):
         return False
 
     def would_notice(self) -> bool:
+        """Always: a newcomer may be more urgent than anybody here."""
         return True
 
-    def choose(self, preempted: list[Request]) -> Plan:
+    def choose(self, preempted: list[Request]) -> ScheduledTokens:
         for place in self._arrived:
             place.served = self._iteration
         self._arrived.clear()
@@ -73,9 +75,9 @@ class SkipJoinMlfq(ListScheduler):
         by_urgency = sorted(residents, key=key)
         seats = self.max_num_seqs - len(self._reserved)
         budget, admitting = self.max_num_batched_tokens, True
-        plan: Plan = {}
+        scheduled: ScheduledTokens = {}
         for request in merge(by_urgency[:], list(islice(waiting, seats)), key=key):
-            if not budget or len(plan) == seats:
+            if not budget or len(scheduled) == seats:
                 break
             new = request not in residents
             if request in preempted or (new and not admitting):
@@ -88,9 +90,9 @@ class SkipJoinMlfq(ListScheduler):
             if new:
                 waiting.remove(request)
                 residents[request] = None
-            plan[request] = min(tokens, budget)
-            budget -= plan[request]
-        return plan
+            scheduled[request] = min(tokens, budget)
+            budget -= scheduled[request]
+        return scheduled
 
     def _claim(self, request: Request, tokens: int, by_urgency: list[Request], preempted: list[Request]) -> bool:
         """Take blocks for `tokens` more, less urgent residents giving theirs; False if that is not enough."""
@@ -112,16 +114,17 @@ class SkipJoinMlfq(ListScheduler):
     def steady_steps(self, decoding: list[Request]) -> int:
         places, last = self._places, self.LEVELS - 1
         steps = min((places[r].left for r in decoding if places[r].level < last), default=self.max_model_len)
-        paused = next((request for request in places if request not in self._plan), None)
+        paused = next((request for request in places if request not in self._scheduled), None)
         if paused is not None:
             steps = min(steps, places[paused].served + self.PATIENCE - self._iteration)
         return steps
 
     def complete(self, repetitions: int = 1) -> Progress:
-        plan = self._plan
+        """Count the iterations of the step against the quanta of those in it, and demote whoever used theirs up."""
+        scheduled = self._scheduled
         progress = super().complete(repetitions)
         self._iteration += repetitions
-        for request, tokens in plan.items():
+        for request, tokens in scheduled.items():
             place = self._places.pop(request)
             if request not in self.residents:
                 continue
@@ -136,12 +139,14 @@ class SkipJoinMlfq(ListScheduler):
         return progress
 
     def withdraw(self) -> list[Request]:
+        """Take back all waiting requests, and their places in the queues."""
         requests = super().withdraw()
         for request in requests:
             del self._places[request]
         return requests
 
     def abandon(self) -> list[Request]:
+        """The instance is lost: nobody has a place any more."""
         self._places.clear()
         return super().abandon()
 

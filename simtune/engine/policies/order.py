@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from simtune.engine.policies.listed import Plan, StallFree
+from simtune.engine.policies.listed import ScheduledTokens, StallFree
 from simtune.engine.request import Request
 
 
@@ -41,13 +41,13 @@ class DualQueue(StallFree):
     def key(self, request: Request) -> bool:
         return request.prompt_tokens > self.SHORT_TOKENS
 
-    def serve_prompts(self, plan: Plan, budget: int, admitting: bool) -> None:
+    def serve_prompts(self, scheduled: ScheduledTokens, budget: int, admitting: bool) -> None:
         claim = budget - budget // 2
-        budget -= claim - self._serve(False, plan, claim, admitting)
-        budget = self._serve(True, plan, budget, admitting)
-        self._serve(False, plan, budget, admitting)
+        budget -= claim - self._serve(False, scheduled, claim, admitting)
+        budget = self._serve(True, scheduled, budget, admitting)
+        self._serve(False, scheduled, budget, admitting)
 
-    def _serve(self, long: bool, plan: Plan, budget: int, admitting: bool) -> int:
+    def _serve(self, long: bool, scheduled: ScheduledTokens, budget: int, admitting: bool) -> int:
         """Give one queue up to `budget` tokens more; what it leaves."""
         waiting, key = self.waiting, self.key
         under_way = [request for request in self.residents if not request.decoding and key(request) is long]
@@ -62,8 +62,8 @@ class DualQueue(StallFree):
                 if not self.admit(request, budget):
                     break
                 del waiting[head]
-            given = plan.get(request, 0)
+            given = scheduled.get(request, 0)
             if tokens := min(request.known_tokens - request.computed - given, budget):
-                plan[request] = given + tokens
+                scheduled[request] = given + tokens
                 budget -= tokens
         return budget

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Unpack
 
-from simtune.engine.policies.listed import ListScheduler, Plan
+from simtune.engine.policies.listed import ListScheduler, ScheduledTokens
 from simtune.engine.request import Request
 from simtune.engine.scheduler import Chunk, Progress, Settings, Step
 
@@ -16,6 +16,7 @@ class PaddedChunk(Chunk):
 
     @property
     def completes(self) -> bool:
+        """Always: prompts are not cut."""
         return True
 
 
@@ -37,13 +38,14 @@ class StaticBatching(ListScheduler):
         self._width = 0  # tokens of every member, padding included
 
     def would_notice(self) -> bool:
+        """Never: nobody joins a batch that runs."""
         return False
 
     def expect(self, request: Request) -> bool:
         """Never: a batch is formed of prompts."""
         return False
 
-    def choose(self, preempted: list[Request]) -> Plan:
+    def choose(self, preempted: list[Request]) -> ScheduledTokens:
         residents, waiting = self.residents, self.waiting
         if residents:
             return dict.fromkeys(residents, 1)
@@ -59,8 +61,8 @@ class StaticBatching(ListScheduler):
         return dict.fromkeys(residents, self._width)
 
     def _step(self, preempted: list[Request]) -> Step:
-        members = len(self._plan)
-        chunks: list[Chunk] = [PaddedChunk(r, 0, tokens) for r, tokens in self._plan.items() if not r.decoding]
+        members = len(self._scheduled)
+        chunks: list[Chunk] = [PaddedChunk(r, 0, tokens) for r, tokens in self._scheduled.items() if not r.decoding]
         if chunks:
             return Step(0, 0, chunks, preempted)
         context = self._width + 1
@@ -68,6 +70,7 @@ class StaticBatching(ListScheduler):
         return Step(members, members * context, [], preempted, repeat, longest_context=context)
 
     def complete(self, repetitions: int = 1) -> Progress:
+        """Deliver tokens to members that need more; all are finished when the last one is complete."""
         step, self._under_way = self._under_way, None
         assert step is not None
         assert 1 <= repetitions <= step.repeat
