@@ -1,0 +1,43 @@
+"""How large a class and a function may be, and how many things a class name may stand for.
+
+What ruff can count (complexity, branches, arguments, docstrings) it is asked in pyproject.toml.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+
+from tests.package.test_import_law import MODULES, floor
+
+LARGEST_CLASS = 300
+LARGEST_FUNCTION = 50
+MOST_HOMONYMS = 5
+FREE = {"cli"}
+"""Floors whose functions may be longer: an option is a line."""
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+NODES = [(module, node) for module, tree in MODULES.items() for node in ast.walk(tree)]
+CLASSES = [(module, node) for module, node in NODES if isinstance(node, ast.ClassDef)]
+FUNCTIONS = [(module, node) for module, node in NODES if isinstance(node, Function)]
+
+
+def lines(node: ast.ClassDef | Function) -> int:
+    """Of a definition, docstring included."""
+    assert node.end_lineno is not None
+    return node.end_lineno - node.lineno + 1
+
+
+def test_no_class_is_too_large() -> None:
+    assert [(module, node.name, lines(node)) for module, node in CLASSES if lines(node) > LARGEST_CLASS] == []
+
+
+def test_no_function_is_too_long() -> None:
+    counted = [(module, node) for module, node in FUNCTIONS if "." not in module or floor(module) not in FREE]
+    assert [(module, node.name, lines(node)) for module, node in counted if lines(node) > LARGEST_FUNCTION] == []
+
+
+def test_a_class_name_has_one_meaning() -> None:
+    names = Counter(node.name for _, node in CLASSES)
+    homonyms = sorted(name for name, count in names.items() if count > 1)
+    assert len(homonyms) <= MOST_HOMONYMS, homonyms
