@@ -121,23 +121,27 @@ def load_specs(
         model = plan.model
     if model is None:
         raise UsageError("name a model and a hardware profile, or a plan that does")
-    profiles: dict[str, Hardware] = {}
-    if hardware is None:
-        references: list[str | Hardware] = [pool.hardware for pool in plan.pools] if plan is not None else []
-    else:
-        references = [hardware] * (1 if plan is None else len(plan.pools))
-    for reference in references:
-        if isinstance(reference, str) and reference not in profiles:
-            profiles[reference] = load_hardware(reference, given.get("hardware", ()))
-    load_, trace = _load_requests(workload, given.get("workload", ()))
+    requests, trace = _load_requests(workload, given.get("workload", ()))
     return Specs(
         model if isinstance(model, Model) else load_model(model, given.get("model", ())),
-        [profiles[r] if isinstance(r, str) else r for r in references],
-        load_,
+        _load_profiles(hardware, plan, given.get("hardware", ())),
+        requests,
         trace,
         plan,
         given.get("plan", ()),
     )
+
+
+def _load_profiles(hardware: str | Hardware | None, plan: Plan | None, settings: Sequence[str]) -> list[Hardware]:
+    """The hardware of every pool of a plan, of the one pool that there will be, or none."""
+    pools = 1 if plan is None else len(plan.pools)
+    if isinstance(hardware, Hardware):
+        return [hardware] * pools
+    if hardware is not None:
+        return [load_hardware(hardware, settings)] * pools
+    names = [] if plan is None else [pool.hardware for pool in plan.pools]
+    profiles = {name: load_hardware(name, settings) for name in dict.fromkeys(names)}
+    return [profiles[name] for name in names]
 
 
 def _load_requests(load: Load, settings: Sequence[str] = ()) -> tuple[Workload, Trace | None]:

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from simtune.costs.protocol import StepCosts
-from simtune.engine import PrefixCache, Progress, Request, Scheduler, Step, Tally
+from simtune.engine import Progress, Request, Scheduler, Step
 from simtune.sim.agenda import DRAINED, STEP_END, TRANSFER_START, WAKE, Agenda
 from simtune.sim.link import TransferLink
-from simtune.sim.outcome import EngineCoreUse, StepRecord
+from simtune.sim.outcome import StepRecord
 from simtune.sim.recorder import Recorder
 from simtune.sim.timing import JumpTime, StepTimer, timer_for
 
@@ -88,12 +88,16 @@ class Inbox:
 
     def settle(self, scheduler: Scheduler) -> None:
         """Between two steps: let requests join whose KV cache has come, and give up the reservations of others."""
-        for request in self.dropped:
-            scheduler.release(request)
-        self.dropped.clear()
+        self.release_dropped(scheduler)
         for request in self.arrived:
             scheduler.receive(request)
         self.arrived.clear()
+
+    def release_dropped(self, scheduler: Scheduler) -> None:
+        """Give up the reservations of requests whose KV cache will never come."""
+        for request in self.dropped:
+            scheduler.release(request)
+        self.dropped.clear()
 
 
 Deliver = Callable[[int, "EngineCore", Progress], None]
@@ -104,7 +108,7 @@ class Stepping:
     """How the steps of an instance's cores share its GPUs. This one is of a core that has them to itself."""
 
     shared = False
-    """Whether cores must take turns."""
+    """Whether a core's steps depend on those of others."""
 
     def join(self, core: EngineCore) -> int:
         """Add a core to the instance; its number there."""
@@ -164,25 +168,19 @@ class EngineCore:
     busy: int = field(default=0, init=False)
     """Ticks spent in steps so far."""
     inbox: Inbox = field(default_factory=Inbox, init=False)
+    runs_ahead: bool = field(default=False, init=False)
+    """Whether its steps end by `run_ahead`, not by `end`."""
+    _single_steps: bool = field(default=False, init=False)
     _timer: StepTimer = field(init=False)
     _agenda: Agenda = field(init=False)
     _recorder: Recorder = field(init=False)
-    _single_steps: bool = field(default=False, init=False)
-    runs_ahead: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self._timer = timer_for(self.costs, self.scheduler.decoding.drafting)
         self.scheduler.tells_longest = self._timer.asks_longest
         self.virtual_engine = self.stepping.join(self)
 
-    def wire(
-        self,
-        agenda: Agenda,
-        recorder: Recorder,
-        *,
-        single_steps: bool = False,
-        runs_ahead: bool = False,
-    ) -> None:
+    def wire(self, agenda: Agenda, recorder: Recorder, *, single_steps: bool, runs_ahead: bool) -> None:
         """Bring the core into a world.
 
         With `single_steps` no step is repeated. With `runs_ahead` steps that nothing comes between are run without
@@ -190,18 +188,6 @@ class EngineCore:
         """
         self._agenda, self._recorder = agenda, recorder
         self._single_steps, self.runs_ahead = single_steps, runs_ahead and not self.stepping.shared
-
-    @property
-    def tally(self) -> Tally:
-        """What its verifications came to so far."""
-        return self.scheduler.decoding.tally
-
-    @property
-    def use(self) -> EngineCoreUse:
-        """What has become of it."""
-        kv = self.scheduler.kv
-        looked = (kv.queried_tokens, kv.hit_tokens) if isinstance(kv, PrefixCache) else ()
-        return EngineCoreUse(self.pool, self.instance, self.virtual_engine, kv.total, self.busy, self.tally, *looked)
 
     @property
     def has_work(self) -> bool:

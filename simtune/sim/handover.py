@@ -148,6 +148,7 @@ class Handover:
                 self._recorder.waiting += 1
         core.inbox.waiting.clear()
         core.inbox.arrived.clear()
+        core.inbox.release_dropped(core.scheduler)  # their source has failed before, and they were resubmitted then
         return coming
 
     def _cancel(self, now: int, transfer: KvTransfer) -> None:

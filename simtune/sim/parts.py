@@ -13,7 +13,7 @@ from operator import index
 from typing import Any, cast
 
 from simtune.costs.function import StepFunction, StepSeconds
-from simtune.costs.protocol import StepCosts
+from simtune.costs.protocol import ImbalanceCosts, StepCosts
 from simtune.engine import POLICIES, Request, Scheduler
 from simtune.errors import PartError, SimtuneError, UsageError
 from simtune.plugins import Brought, Family, blame, described, option_problems
@@ -176,6 +176,7 @@ class OwnRouter(Router):
         self.informed = router.informed
 
     def choose(self, request: Request, now: int) -> EngineCore | None:
+        """What the router chooses. Raises PartError where that is not a core that is up, one of its own."""
         core = self._router.choose(request, now)
         if core is None:
             if any(core.up for core in self.cores):
@@ -187,6 +188,7 @@ class OwnRouter(Router):
         return core
 
     def over(self, request: Request, core: EngineCore, now: int) -> None:
+        """Tell the router."""
         self._router.over(request, core, now)
 
     def _wrong(self, answer: str) -> PartError:
@@ -243,6 +245,26 @@ class OwnCosts:
         if ticks < 1:
             raise self._wrong("mixed", answer, "at least one tick")
         return ticks
+
+    @property
+    def balanced(self) -> bool:
+        """Whether the costs know nothing of load imbalance; see `ImbalanceCosts`."""
+        return not isinstance(self._costs, ImbalanceCosts) or self._costs.balanced
+
+    def imbalance(self, num_decodes: int, context_tokens: int, longest_context: int, with_chunks: bool) -> int:
+        """See `ImbalanceCosts.imbalance`; not to be asked of costs that are balanced."""
+        ticks: int = self._costs.imbalance(num_decodes, context_tokens, longest_context, with_chunks)
+        return ticks
+
+    def round(self, *args: Any) -> int:
+        """See `RoundCosts.round`; where a pool speculates, `check_for` has seen to it that the costs know."""
+        ticks: int = self._costs.round(*args)
+        return ticks
+
+    def rounds(self, *args: Any) -> Sequence[int]:
+        """See `RoundCosts.rounds`."""
+        ends: Sequence[int] = self._costs.rounds(*args)
+        return ends
 
     def _wrong(self, method: str, answer: object, wanted: str) -> PartError:
         return PartError(

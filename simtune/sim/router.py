@@ -69,6 +69,7 @@ class RoundRobin(Router):
         self._credit = [0.0] * len(self.cores)
 
     def choose(self, request: Request, now: int) -> EngineCore | None:
+        """The next core that is up, or the richest."""
         return self._in_turn() if self._weights is None else self._richest(self._weights)
 
     def _in_turn(self) -> EngineCore | None:
@@ -128,6 +129,7 @@ class LoadAware(Router):
         return min(up, key=self.load.__getitem__, default=None)
 
     def choose(self, request: Request, now: int) -> EngineCore | None:
+        """The core at the position that is `best`, whose load grows by the request."""
         self._catch_up(now)
         at = self.best(request, now)
         if at is None:
@@ -136,6 +138,7 @@ class LoadAware(Router):
         return self.cores[at]
 
     def over(self, request: Request, core: EngineCore, now: int) -> None:
+        """Take the request off the load of its core."""
         self._change(now, self._at[core.number], -self.weight(request))
 
     def _change(self, now: int, at: int, change: int) -> None:
@@ -159,6 +162,7 @@ class LeastTokens(LoadAware):
     """The core whose requests under way have the fewest tokens to keep, as far as they were known on arrival."""
 
     def weight(self, request: Request) -> int:
+        """The tokens of its prompt."""
         return request.prompt_tokens
 
 
@@ -172,6 +176,7 @@ class PowerOfTwo(LoadAware):
         self._seed = seed
 
     def best(self, request: Request, now: int) -> int | None:
+        """The less loaded of two that are drawn by the number of the request."""
         up = [i for i, core in enumerate(self.cores) if core.up]
         if len(up) < 2:
             return up[0] if up else None
@@ -193,6 +198,7 @@ class SessionAffinity(Router):
         self._session = session
 
     def choose(self, request: Request, now: int) -> EngineCore | None:
+        """The core that hashes highest with the session."""
         up = [core for core in self.cores if core.up]
         session = self._session[request.id]
         return max(up, key=lambda core: mix(session, core.number), default=None)
@@ -227,9 +233,11 @@ class PrefixAware(LoadAware):
         self._sent: deque[tuple[int, int, Sequence[Hashable]]] = deque()  # (tick it is known, core, blocks)
 
     def weight(self, request: Request) -> int:
+        """The tokens of its prompt."""
         return request.prompt_tokens
 
     def over(self, request: Request, core: EngineCore, now: int) -> None:
+        """See `LoadAware.over`; a core that is down by then has nothing cached any more."""
         super().over(request, core, now)
         if not core.up:  # it has left, or is lost with everything it had cached
             all_but_it = ~(1 << self._at[core.number])
@@ -238,6 +246,7 @@ class PrefixAware(LoadAware):
                     generation[block] &= all_but_it
 
     def best(self, request: Request, now: int) -> int | None:
+        """The core with the least to do, the lowest number among equals."""
         sent = self._sent
         while sent and sent[0][0] <= now:
             _, at, blocks = sent.popleft()

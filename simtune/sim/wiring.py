@@ -21,7 +21,7 @@ from simtune.sim.pools import DeployedPool, kv_block_bytes
 from simtune.sim.requests import RequestStream
 from simtune.sim.router import Router
 from simtune.specs.model import Model
-from simtune.specs.plan import Failure, KvLink, LeastTokensRouting, Plan, Start, Switch
+from simtune.specs.plan import Failure, KvLink, LeastTokensRouting, Plan, Role, Start, Switch
 from simtune.specs.workload import Slo
 
 ByPool = Mapping[str, Sequence[EngineCore]]
@@ -63,29 +63,26 @@ def wire(
         )
         for p in pools
     }
-    cores = [core for pool in pools for core in by_pool[pool.spec.name]]
-    for number, core in enumerate(cores):
+    for number, core in enumerate(core for cores in by_pool.values() for core in cores):
         core.number = number
     changes = _changes(plan, by_pool)
-    front = [core for p in pools if p.spec.role != "decode" for core in by_pool[p.spec.name]]
-    back = [core for p in pools if p.spec.role == "decode" for core in by_pool[p.spec.name]]
     decode_router = None
-    if back:
+    if receiving := _of_roles(by_pool, pools, "decode"):
         _connect(plan, model, pools, by_pool)
-        decode_router = make_router(plan.decode_router or LeastTokensRouting(), back, stream, seed)
-    reading = _reading(pools)
+        decode_router = make_router(plan.decode_router or LeastTokensRouting(), receiving, stream, seed)
     return Wiring(
-        cores,
-        router=make_router(plan.router, front, stream, seed),
+        cores=_of_roles(by_pool, pools, "mixed", "prefill", "decode"),
+        router=make_router(plan.router, _of_roles(by_pool, pools, "mixed", "prefill"), stream, seed),
         decode_router=decode_router,
         changes=changes,
-        predicted_tokens=stream.predicted_tokens(
-            reading["predicted_tokens"].spec.batching.prediction_sigma, seed
-        ).tolist()
-        if "predicted_tokens" in reading
-        else None,
-        deadlines=_deadlines(stream, slo) if "deadline" in reading else None,
+        predicted_tokens=_predicted_tokens(pools, stream, seed),
+        deadlines=_deadlines(stream, slo) if _reading(pools, "deadline") else None,
     )
+
+
+def _of_roles(by_pool: ByPool, pools: Sequence[DeployedPool], *roles: Role) -> list[EngineCore]:
+    """Cores of the pools with one of these roles, in order of the pools."""
+    return [core for pool in pools if pool.spec.role in roles for core in by_pool[pool.spec.name]]
 
 
 def _hash_block_tokens(pools: Sequence[DeployedPool], stream: RequestStream) -> int | None:
@@ -103,9 +100,18 @@ def _hash_block_tokens(pools: Sequence[DeployedPool], stream: RequestStream) -> 
     return stream.block_tokens
 
 
-def _reading(pools: Sequence[DeployedPool]) -> dict[Hint, DeployedPool]:
-    """The last pool whose policy reads each of the fields that are filled on demand."""
-    return {hint: pool for pool in pools for hint in POLICY.find(pool.spec.batching.policy).reads}
+def _reading(pools: Sequence[DeployedPool], hint: Hint) -> list[DeployedPool]:
+    """The pools whose policy reads a field that is filled on demand."""
+    return [pool for pool in pools if hint in POLICY.find(pool.spec.batching.policy).reads]
+
+
+def _predicted_tokens(pools: Sequence[DeployedPool], stream: RequestStream, seed: int) -> list[int] | None:
+    """What a predictor says of every request, as far off as the last pool has it that goes by it."""
+    reading = _reading(pools, "predicted_tokens")
+    if not reading:
+        return None
+    predicted: list[int] = stream.predicted_tokens(reading[-1].spec.batching.prediction_sigma, seed).tolist()
+    return predicted
 
 
 def _deadlines(stream: RequestStream, slo: Slo) -> list[float]:

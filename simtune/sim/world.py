@@ -10,13 +10,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 
-from simtune.engine import Progress
+from simtune.engine import PrefixCache, Progress
 from simtune.sim.agenda import ARRIVAL, CHANGE, DRAINED, STEP_END, TRANSFER_END, TRANSFER_START, WAKE, Agenda
 from simtune.sim.availability import Availability, Change
 from simtune.sim.core import EngineCore
 from simtune.sim.dispatch import Dispatcher
 from simtune.sim.handover import Handover, Routers
-from simtune.sim.outcome import Outcome
+from simtune.sim.outcome import EngineCoreUse, Outcome
 from simtune.sim.recorder import MOST_ROWS, Recorder
 from simtune.sim.requests import RequestStream
 from simtune.sim.router import RoundRobin, Router
@@ -90,7 +90,7 @@ class World:
             self._source.arrival,
             aborted=self._agenda.stopped,
             events=self._agenda.handled,
-            cores=[core.use for core in self._cores],
+            cores=[_use(core) for core in self._cores],
         )
 
     def _start_step(self, now: int, number: int, version: int) -> None:
@@ -125,3 +125,9 @@ class World:
                 self._agenda.stop()
         if len(recorder.rows) > MOST_ROWS:
             recorder.pack()
+
+
+def _use(core: EngineCore) -> EngineCoreUse:
+    kv, tally = core.scheduler.kv, core.scheduler.decoding.tally
+    looked = (kv.queried_tokens, kv.hit_tokens) if isinstance(kv, PrefixCache) else ()
+    return EngineCoreUse(core.pool, core.instance, core.virtual_engine, kv.total, core.busy, tally, *looked)

@@ -48,6 +48,7 @@ class Parallelism(Part):
 
     @property
     def devices(self) -> int:
+        """GPUs of one instance."""
         return self.tp * self.pp * self.attention_dp
 
 
@@ -238,6 +239,7 @@ class Start(_Event):
 
     @property
     def over_s(self) -> float:
+        """When the instance is up."""
         return self.at_s + self.delay_s
 
 
@@ -249,6 +251,7 @@ class Failure(_Event):
 
     @property
     def over_s(self) -> float:
+        """When the instance is back, if ever."""
         return math.inf if self.recover_s is None else self.at_s + self.recover_s
 
 
@@ -296,9 +299,11 @@ class Plan(Spec):
 
     @property
     def num_devices(self) -> int:
+        """GPUs of all pools."""
         return sum(pool.instances * pool.devices for pool in self.pools)
 
     def pool(self, name: str) -> Pool:
+        """The pool of a name that is there."""
         return next(pool for pool in self.pools if pool.name == name)
 
     @model_validator(mode="after")

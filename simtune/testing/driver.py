@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
-from simtune.engine import Request, Scheduler, Step
+from simtune.engine import Progress, Request, Scheduler, Step
 from simtune.engine.policies.listed import ListScheduler
 from simtune.testing.sealed import Sealed
 
@@ -70,7 +70,7 @@ def small_worlds(draw: st.DrawFn) -> SmallWorld:
 
 
 @dataclass
-class Log:
+class DriverLog:
     """Everything that happened, by number of the step."""
 
     scheduled: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
@@ -82,6 +82,27 @@ class Log:
     first: dict[int, list[int]] = field(default_factory=dict)
     finished: dict[int, list[int]] = field(default_factory=dict)
     free: dict[int, int] = field(default_factory=dict)
+
+    def note_step(self, now: int, repeat: int, step: Step, plan: dict[Request, int], *, with_longest: bool) -> None:
+        """A step that is run so often from now on."""
+        for i in range(repeat):
+            self.scheduled[now + i] = [(request.id, tokens) for request, tokens in plan.items()]
+            self.context[now + i] = step.context_tokens + i * step.num_decodes
+            if with_longest and step.num_decodes:
+                self.longest[now + i] = step.longest_context + i
+        self.part[now] = step.part
+        if step.preempted:
+            self.preempted[now] = [request.id for request in step.preempted]
+        if step.admitted:
+            self.admitted[now] = [request.id for request in step.admitted]
+
+    def note_progress(self, now: int, progress: Progress, free: int) -> None:
+        """What came out of it, and how many blocks are free."""
+        if progress.first_token:
+            self.first[now] = [request.id for request in progress.first_token]
+        if progress.finished:
+            self.finished[now] = [request.id for request in progress.finished]
+        self.free[now] = free
 
     def finish_of(self, number: int) -> int:
         """The step after which a request was finished."""
@@ -102,9 +123,9 @@ class Driver:
     """Whether chunks count padding."""
     idle_seats: Callable[[Scheduler, int], bool] | None = None
     """Whether somebody may wait beside a step of so many requests; asked where work is to be conserved."""
-    log: Log = field(default_factory=Log)
+    log: DriverLog = field(default_factory=DriverLog)
 
-    def run(self, *, single: bool) -> Log:
+    def run(self, *, single: bool) -> DriverLog:
         """Run until everybody is done, in single steps or as many at once as the scheduler allows."""
         scheduler, now = self.scheduler, 0
         self._coming = [(arrival.at, arrival.request(i)) for i, arrival in enumerate(self.world.load)]
@@ -140,50 +161,50 @@ class Driver:
                 repeat = self._coming[0][0] - now
             else:
                 self._arrive(now + repeat - 1)
-        for i in range(repeat):
-            log.scheduled[now + i] = [(request.id, tokens) for request, tokens in plan.items()]
-            log.context[now + i] = step.context_tokens + i * step.num_decodes
-            if residents is not None and step.num_decodes:
-                log.longest[now + i] = step.longest_context + i
-        log.part[now] = step.part
-        if step.preempted:
-            log.preempted[now] = [request.id for request in step.preempted]
-        if step.admitted:
-            log.admitted[now] = [request.id for request in step.admitted]
+        log.note_step(now, repeat, step, plan, with_longest=residents is not None)
         progress = scheduler.complete(repeat)
         now += repeat
-        if progress.first_token:
-            log.first[now] = [request.id for request in progress.first_token]
-        if progress.finished:
-            log.finished[now] = [request.id for request in progress.finished]
-        log.free[now] = scheduler.kv.free
+        log.note_progress(now, progress, scheduler.kv.free)
         self._done += progress.finished
         self._check_conserved()
         return now
 
     def _check_step(self, step: Step, plan: dict[Request, int], residents: set[Request] | None) -> None:
-        scheduler, chunked = self.scheduler, self.world.chunked
+        """What holds of every step, whatever the policy."""
+        scheduler = self.scheduler
         assert plan, "a step without requests"
         assert all(tokens > 0 for tokens in plan.values()), "a request without tokens in the step"
         assert sum(plan.values()) <= scheduler.max_num_batched_tokens, "more tokens than max_num_batched_tokens"
         assert len(plan) <= scheduler.max_num_seqs, "more requests than max_num_seqs"
-        chunks = {chunk.request: chunk.tokens for chunk in step.chunks}
-        assert len(chunks) + step.num_decodes == len(plan), "chunks and decodes are not the requests of the step"
-        if residents is not None and not self.pads:
+        assert len(step.chunks) + step.num_decodes == len(plan), "chunks and decodes are not the requests of the step"
+        assert step.repeat == 1 or not step.chunks, "a step with chunks cannot be repeated"
+        self._check_chunks(step, plan)
+        if residents is not None:
+            self._check_residents(step, plan, residents)
+        if self.idle_seats is not None and self.world.chunked and not step.preempted:
+            self._check_work_conserved(plan)
+
+    def _check_residents(self, step: Step, plan: dict[Request, int], residents: set[Request]) -> None:
+        assert set(step.admitted) == set(plan) - residents, "those admitted are not those that are new"
+        if not self.pads:
+            chunks = {chunk.request for chunk in step.chunks}
             contexts = [request.computed + 1 for request in plan if request not in chunks]
             counted = step.context_tokens, step.longest_context
             assert counted == (sum(contexts), max(contexts, default=0)), "contexts miscounted"
+
+    def _check_chunks(self, step: Step, plan: dict[Request, int]) -> None:
+        chunks = {chunk.request: chunk.tokens for chunk in step.chunks}
         assert chunks.items() <= plan.items(), "a chunk with other tokens than the step gives it"
-        assert all(chunk.past == chunk.request.computed for chunk in step.chunks), "a chunk that begins elsewhere"
-        if not self.pads:
-            for chunk in step.chunks:
-                assert chunk.past + chunk.tokens <= chunk.request.known_tokens, "a chunk beyond the end of the prompt"
-                assert chunked or chunk.completes, "a prompt was cut, and chunked_prefill is off"
         assert set(step.admitted) <= set(chunks), "admitted without a chunk"
-        if residents is not None:
-            assert set(step.admitted) == set(plan) - residents, "those admitted are not those that are new"
-        assert step.repeat == 1 or not step.chunks, "a step with chunks cannot be repeated"
-        if self.idle_seats is not None and chunked and not step.preempted and scheduler.waiting:
+        assert all(chunk.past == chunk.request.computed for chunk in step.chunks), "a chunk that begins elsewhere"
+        for chunk in () if self.pads else step.chunks:
+            assert chunk.past + chunk.tokens <= chunk.request.known_tokens, "a chunk beyond the end of the prompt"
+            assert self.world.chunked or chunk.completes, "a prompt was cut, and chunked_prefill is off"
+
+    def _check_work_conserved(self, plan: dict[Request, int]) -> None:
+        scheduler = self.scheduler
+        if scheduler.waiting:
+            assert self.idle_seats is not None
             full = sum(plan.values()) == scheduler.max_num_batched_tokens or len(plan) == scheduler.max_num_seqs
             short = scheduler.kv.blocks_for(scheduler.waiting[0].known_tokens) > scheduler.kv.free
             assert full or short or self.idle_seats(scheduler, len(plan)), "somebody waits who could have come in"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, cast
 
 from hypothesis import given
@@ -61,6 +61,40 @@ events = st.lists(
 )
 
 
+@dataclass
+class _Replay:
+    """A router under a story, and what it answers."""
+
+    router: Router
+    cores: Sequence[EngineCore]
+    there: list[tuple[Sealed, EngineCore]] = field(default_factory=list)
+    """Requests under way."""
+    answers: list[int | None] = field(default_factory=list)
+
+    def ask(self, number: int, event: Event, now: int) -> None:
+        request = Sealed(number, event.tokens + BLOCK_TOKENS * len(event.blocks), 1, blocks=event.blocks)
+        choice = self.router.choose(request, now)
+        if choice is None:
+            assert not any(core.up for core in self.cores), "nobody is chosen, though cores are up"
+            self.answers.append(None)
+            return
+        assert any(choice is core for core in self.cores), f"{choice!r} is none of its cores"
+        assert choice.up, f"core {choice.number} is down"
+        self.answers.append(choice.number)
+        self.there.append((request, choice))
+
+    def over(self, which: int, now: int) -> None:
+        if self.there:
+            self.router.over(*self.there.pop(which % len(self.there)), now)
+
+    def fail(self, core: EngineCore, now: int) -> None:
+        core.up = False
+        for request, its in self.there:
+            if its is core:
+                self.router.over(request, core, now)
+        self.there = [(request, its) for request, its in self.there if its is not core]
+
+
 class RouterSuite:
     """Derive from it and set `router`. What the class of the router states (`needs`) is believed."""
 
@@ -79,42 +113,29 @@ class RouterSuite:
         }
         return self.router(up, **{need: given[need] for need in self.router.needs}, **self.options)
 
-    def tell(self, story: Sequence[Event], count: int) -> list[int | None]:
+    def choices(self, story: Sequence[Event], count: int) -> list[int | None]:
         """The number of the core that each request goes to; None where all are down."""
         up, now = cores(count, 2), 0
-        router = self.make(up)
-        there: list[tuple[Sealed, EngineCore]] = []
-        answers: list[int | None] = []
+        replay = _Replay(self.make(up), up)
         for number, event in enumerate(story):
             now += event.later
-            core = up[event.which % count]
             if event.what == "ask":
-                request = Sealed(number, event.tokens + BLOCK_TOKENS * len(event.blocks), 1, blocks=event.blocks)
-                choice = router.choose(request, now)
-                answers.append(None if choice is None else choice.number)
-                if choice is None:
-                    assert not any(core.up for core in up), "nobody is chosen, though cores are up"
-                    continue
-                assert any(choice is one for one in up), f"{choice!r} is none of its cores"
-                assert choice.up, f"core {choice.number} is down"
-                there.append((request, choice))
-            elif event.what == "over" and there:
-                router.over(*there.pop(event.which % len(there)), now)
+                replay.ask(number, event, now)
+            elif event.what == "over":
+                replay.over(event.which, now)
             elif event.what == "fail":
-                core.up = False
-                for request, its in there:
-                    if its is core:
-                        router.over(request, core, now)
-                there = [(request, its) for request, its in there if its is not core]
-            elif event.what == "back":
-                core.up = True
-        return answers
+                replay.fail(up[event.which % count], now)
+            else:
+                up[event.which % count].up = True
+        return replay.answers
 
     @given(events, st.integers(1, 6))
     @many
     def test_only_cores_that_are_up_are_chosen_and_always_the_same(self, story: list[Event], count: int) -> None:
-        """Whatever is asked, finishes, fails and comes back; told twice, the choices are the same."""
-        assert self.tell(story, count) == self.tell(story, count), "the same story told again has other choices"
+        """Whatever is asked, finishes, fails and comes back; the same story again has the same choices."""
+        assert self.choices(story, count) == self.choices(story, count), (
+            "the same story has other choices when it comes again"
+        )
 
     @given(st.integers(1, 6), st.sets(st.integers(0, 5)))
     @many

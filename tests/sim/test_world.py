@@ -7,14 +7,12 @@ import gc
 import numpy as np
 from hypothesis import HealthCheck, event, given
 from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies as st
 
 from simtune.costs.compiled import LinearCosts
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import VllmFcfs
 from simtune.sim.core import EngineCore
 from simtune.sim.outcome import Outcome
-from simtune.sim.timing import JumpTime
 from simtune.sim.world import World
 from tests.sim.worlds import Setting, settings, stream_of
 
@@ -120,16 +118,6 @@ def test_at_one_instant_steps_end_before_arrivals_and_arrivals_before_scheduling
     assert [(r.steps, r.num_decodes, r.prefill_tokens) for r in outcome.records] == [
         (1, 0, 1), (2, 1, 0), (1, 1, 1), (6, 1, 0),
     ]  # fmt: skip
-
-
-@given(st.integers(0, 2**30), st.integers(0, 2**20), st.integers(1, 2**50))
-def test_cutting_a_jump_finds_the_step_in_which_the_arrival_falls(first: int, slope: int, elapsed: int) -> None:
-    time = JumpTime(first=first + 1, slope=slope)
-    n, reached = time.reaching(elapsed)
-    assert reached == time.elapsed(n) >= elapsed
-    assert n == 1 or time.elapsed(n - 1) < elapsed
-    over = time.over_after(elapsed)
-    assert time.elapsed(over) <= elapsed < time.elapsed(over + 1)
 
 
 def test_requests_leave_no_garbage_that_only_a_collector_would_find() -> None:

@@ -190,7 +190,7 @@ CHOICES = "test_only_cores_that_are_up_are_chosen_and_always_the_same"
     [
         (First, CHOICES, "core 0 is down"),
         (Last, "test_ties", "of equal cores not the first is chosen"),
-        (Whimsical, CHOICES, "the same story told again has other choices"),
+        (Whimsical, CHOICES, "the same story has other choices"),
         (Lazy, CHOICES, "nobody is chosen, though cores are up"),
         (Reader, CHOICES, "Reader.choose reads the output length"),
     ],
