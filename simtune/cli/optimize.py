@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 @force_option
 @quiet_option
 @json_option
-def optimize(
+def optimize(  # noqa: PLR0913 - one for each option
     study_file: str,
     out: Path | None,
     jobs: int | None,

@@ -69,7 +69,7 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str) -> tuple[in
 @click.option("--target", callback=_share, default=None, help="Stop once every hold-out error is within it, e.g. 5%.")
 @json_option
 @quiet_option
-def profile(
+def profile(  # noqa: PLR0913 - one for each option
     device: str | None,
     references: tuple[str, ...],
     budget: float,

@@ -87,7 +87,7 @@ if TYPE_CHECKING:
 @out_option
 @force_option
 @json_option
-def simulate(
+def simulate(  # noqa: PLR0913 - one for each option
     model: str | None,
     hardware: str | None,
     workload: str,

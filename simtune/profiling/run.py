@@ -94,7 +94,7 @@ class Profiled:
     summary: dict[str, Any]
 
 
-def profile(
+def profile(  # noqa: PLR0913 - one for each option
     rig: Rig,
     models: Sequence[Model],
     out: Path,

@@ -78,14 +78,17 @@ class TokenIntervals:
 
     @property
     def count(self) -> int:
+        """Tokens."""
         return int((self._steps * self._decodes).sum())
 
     def mean_s(self) -> float:
+        """Over all tokens."""
         n = self._steps.astype(np.float64)
         total = self._decodes * (n * self._first + self._slope * (n * (n - 1) / 2))
         return float(total.sum()) / self.count / TICKS_PER_SECOND
 
     def max_s(self) -> float:
+        """Of any token."""
         return int((self._first + (self._steps - 1) * self._slope).max()) / TICKS_PER_SECOND
 
     def quantile_s(self, share: float) -> float:

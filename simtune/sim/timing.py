@@ -99,9 +99,11 @@ class PlainTimer(StepTimer):
         self.affine = costs.decode
 
     def mixed(self, step: Step, chunks: Chunks, completing: int) -> int:
+        """One sample for each decode, and for each prompt that is complete."""
         return self._costs.mixed(step.num_decodes, step.context_tokens, chunks, step.num_decodes + completing)
 
     def decode(self, step: Step, most: int, time: JumpTime) -> None:
+        """The repetitions for which the costs promise a straight line."""
         time.first, time.slope, span = self._costs.decode(step.num_decodes, step.context_tokens)
         time.repetitions = min(most, span)
 
@@ -117,10 +119,12 @@ class ImbalanceTimer(PlainTimer):
         self._imbalance = costs.imbalance
 
     def mixed(self, step: Step, chunks: Chunks, completing: int) -> int:
+        """What the load imbalance adds comes on top."""
         ticks = super().mixed(step, chunks, completing)
         return ticks + self._imbalance(step.num_decodes, step.context_tokens, step.longest_context, True)
 
     def decode(self, step: Step, most: int, time: JumpTime) -> None:
+        """It adds the same to every repetition of a jump."""
         super().decode(step, most, time)
         time.first += self._imbalance(step.num_decodes, step.context_tokens, step.longest_context, False)
 
@@ -132,11 +136,13 @@ class DraftTimer(StepTimer):
         self._costs = costs
 
     def mixed(self, step: Step, chunks: Chunks, completing: int) -> int:
+        """The decodes verify their drafts beside the chunks."""
         return self._costs.round(
             step.num_decodes, step.verify_tokens, step.draft_levels, step.context_tokens, chunks, completing
         )
 
     def decode(self, step: Step, most: int, time: JumpTime) -> None:
+        """One round, or rounds whose ends are listed."""
         costs, decodes, depth, contexts = self._costs, step.num_decodes, step.draft_levels, step.contexts
         tokens = decodes + step.draft_tokens
         if most == 1 or contexts is None:

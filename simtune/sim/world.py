@@ -26,7 +26,7 @@ from simtune.sim.source import RequestSource
 class World:
     """A deployment under one stream of requests. Runs once."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - most of them switches
         self,
         cores: Sequence[EngineCore],
         stream: RequestStream,
