@@ -142,7 +142,9 @@ def _print(tuned: Tuned, out: Path) -> None:
         f"{counts['infeasible']} missed it, {counts['pruned']} could not win, {counts['does_not_fit']} do not fit; "
         f"{sum(row.simulations for row in tuned.rows)} simulations"
     )
-    click.echo(f"plan:   {out / 'plan.yaml'}\nengine: {out / 'engine' / 'launch.sh'}\nreport: {out / 'report.html'}")
+    launch = out / "engine" / "launch.sh"
+    engine = f"engine: {launch}\n" if launch.exists() else ""
+    click.echo(f"plan:   {out / 'plan.yaml'}\n{engine}report: {out / 'report.html'}")
 
 
 def _cells(row: Trial) -> tuple[str, ...]:

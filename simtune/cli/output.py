@@ -42,12 +42,16 @@ def command_line() -> list[str]:
 
 
 def write_run(out: Path, contents: Contents, inputs: Sequence[Spec], trace: Trace | None, seed: int) -> None:
-    """Write a run directory with its report. Raises UsageError."""
+    """Write a run directory with its report, and say on stderr where it has no engine settings. Raises UsageError."""
     from simtune.report.page import render
+    from simtune.runs.engine_files import NO_ENGINE
     from simtune.runs.files import write
     from simtune.runs.manifest import manifest
 
     write(out, contents.complete(render(contents.run), manifest(command_line(), inputs, trace, seed)))
+    why = contents.files.get(NO_ENGINE)
+    if isinstance(why, str):
+        click.echo(f"note: {why.strip()}", err=True)
 
 
 def write_profile(folder: Path, hardware: Hardware, comment: str) -> Path:

@@ -17,7 +17,17 @@ from simtune.specs.model import Model
 from simtune.specs.plan import Plan
 from simtune.specs.speculation import Speculation
 
-__all__ = ["ENGINES", "Emitter", "Files", "Settings", "drafting_settings", "engine_files", "engine_for", "engines"]
+__all__ = [
+    "ENGINES",
+    "Emitter",
+    "Files",
+    "Settings",
+    "drafting_settings",
+    "engine_files",
+    "engine_for",
+    "engines",
+    "why_none",
+]
 
 ENGINES: dict[str, Emitter] = {emitter.name: emitter for emitter in (Vllm(), Sglang(), TensorrtLlm())}
 """The engines of the package that can be written for, by name."""
@@ -69,3 +79,13 @@ def engine_files(plan: Plan, model: Model, devices_per_node: int, draft_models: 
         if settings is not None and not other.policies:
             files |= other.drafting_file(settings, f"The drafts of the plan, which {emitter.title} cannot be told.")
     return files
+
+
+def why_none(plan: Plan) -> str:
+    """Why there are no settings for any engine."""
+    policies = sorted({p.batching.policy for p in plan.pools if engine_for(p.batching.policy) is None})
+    if policies:
+        return f"no engine has policy {' or '.join(policies)}"
+    if not any(all(engine.schedules(pool) for pool in plan.pools) for engine in engines().values()):
+        return "no engine schedules and preempts as the plan does"
+    return "no engine can be told its drafts"

@@ -47,8 +47,13 @@ def other_engines(facts: dict[str, Any]) -> Files:
     return files
 
 
+NO_ENGINE = "engine/none.txt"
+"""Says why there are no engine settings."""
+
+
 def engine_files(deployment: Deployment) -> Files:
-    """Settings for the engine that can run the plan; for others as far as drafting goes, where that one cannot."""
+    """Settings for the engine that can run the plan; for others as far as drafting goes, where that one cannot; or why
+    there are none."""
     plan, drafting = deployment.plan, deployment.drafting
     draft_models = {
         pool.speculation.drafter.own_model: drafting[pool.name].model
@@ -57,4 +62,5 @@ def engine_files(deployment: Deployment) -> Files:
     }
     models = {name: model for name, model in draft_models.items() if name is not None and model is not None}
     devices_per_node = deployment.hardware.device.devices_per_node
-    return {**emit.engine_files(plan, deployment.model, devices_per_node, models)}
+    files = emit.engine_files(plan, deployment.model, devices_per_node, models)
+    return {**files} if files else {NO_ENGINE: f"No engine settings: {emit.why_none(plan)}.\n"}

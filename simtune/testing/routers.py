@@ -147,4 +147,6 @@ class RouterSuite:
         choice = self.make(up).choose(Sealed(0, 7, 1), 0)
         best = next((core for core in up if core.up), None)
         assert (choice is None) == (best is None)
-        assert choice is best or not self.first_of_equals, "of equal cores not the first is chosen"
+        assert choice is best or not self.first_of_equals, (
+            "of equal cores not the first is chosen; set first_of_equals = False where that is meant"
+        )

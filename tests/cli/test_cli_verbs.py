@@ -12,6 +12,9 @@ import yaml
 
 import simtune
 from simtune.cli import VERBS
+from simtune.emit import ENGINES
+from simtune.engine import POLICIES
+from simtune.sim.router import ROUTERS
 from simtune.specs.catalog import KINDS, load_hardware, names
 
 Call = Callable[..., Any]
@@ -77,8 +80,9 @@ def test_list_shows_what_is_built_in(call: Call) -> None:
     assert said.code == 0
     assert said.out.splitlines()[0] == "model:"
     assert "  h100-sxm" in said.out.splitlines()
-    found = call("list", "--json").json
-    assert found == {kind: names(kind) for kind in ("model", "hardware", "workload", "acceptance")}
+    specs = {kind: names(kind) for kind in ("model", "hardware", "workload", "acceptance")}
+    parts = {"policy": [*POLICIES], "router": [*ROUTERS], "engine": [*ENGINES]}
+    assert call("list", "--json").json == specs | parts
     assert call("list", "workload", "--json").json == {"workload": ["chat", "code"]}
 
 

@@ -79,6 +79,7 @@ def test_a_plan_with_parts_of_ones_own_runs(mine: Any) -> None:
     assert said.code == 0, said.err
     assert said.json["plan"]["pools"][0]["batching"]["options"] == {"step": 2}
     assert said.json["plan"]["router"] == {"kind": "own_parts:Second", "options": {}}
+    assert said.err == "note: No engine settings: no engine has policy own_parts:Mine.\n"
     again = mine.simulate("--plan", "run/plan.yaml", "--json")
     assert again.json["metrics"] == said.json["metrics"]
     assert mine.simulate("--plan", "plan.yaml", "--uncertainty", 20, "--jobs", 2).code == 0
@@ -152,6 +153,9 @@ def test_a_study_with_parts_of_ones_own(mine: Any) -> None:
     plan = alone.json["plan"]
     assert plan["pools"][0]["batching"]["policy"] == "own_parts:Mine"
     assert plan["router"]["kind"] == "own_parts:Second"
+    why = "No engine settings: no engine has policy own_parts:Mine."
+    assert alone.err == f"note: {why}\n"
+    assert (mine.folder / "run" / "engine" / "none.txt").read_text() == f"{why}\n"
     said = typed("optimize", "study.yaml", "--out", "two", "--jobs", 2, "--json")
     assert said.code == 0, said.err
     assert {**said.json, "out": None} == {**alone.json, "out": None}
@@ -235,4 +239,5 @@ def test_what_is_built_in_is_listed() -> None:
     listed = json.loads(typed("list", "--json").out)
     assert listed["policy"][0] == "vllm-fcfs"
     assert "prefix_aware" in listed["router"]
+    assert listed["engine"] == ["vllm", "sglang", "tensorrt-llm"]
     assert typed("list", "router").out.splitlines()[:2] == ["router:", "  round_robin"]

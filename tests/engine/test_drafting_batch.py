@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -229,6 +229,36 @@ def test_a_round_told_one_by_one_is_that_told_at_once() -> None:
                 engine.complete(step.repeat)
             found.append((log, engine.decoding.tally))
         assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_near_the_limit_a_step_may_verify_fewer_drafts_than_were_just_rejected(at_once: bool) -> None:
+    """Five drafts beside another request, none of which is kept, then one draft at a time. The request has computed 7
+    tokens when its third step is scheduled, 12 as far as the scheduler knows: of 13 that leaves room for one."""
+
+    def accepted(request: Request, number: int, drafts: int) -> int:
+        return 0
+
+    def tokens_after(request: Request, first: int, count: int, drafts: int, tokens: int) -> np.ndarray:
+        return tokens + np.arange(1, count + 1)
+
+    terms = DraftingTerms(5, accepted, lambda requests: 1 if requests == 1 else 5)
+    engine = VllmFcfs(
+        num_blocks=40,
+        block_size=1,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        max_model_len=14,
+        async_scheduling=True,
+        speculation=replace(terms, tokens_after=tokens_after if at_once else None),
+    )
+    engine.add(Request(0, 6, 6))
+    engine.add(Request(1, 5, 1))
+    widths = []
+    while engine.schedule() is not None:
+        widths.append([tokens for _, tokens in engine.composition().items()])
+        engine.complete()
+    assert widths == [[6, 5], [6], [1], [2], [2], [2]]
 
 
 def test_calendars_reach_as_far_as_the_longest_answer() -> None:
