@@ -52,18 +52,18 @@ def load(reference: str) -> Any:
     if folder not in sys.path and "" not in sys.path:
         sys.path.insert(0, folder)  # for good, as `python -m` does: a module may import its neighbours later
     try:
-        found = importlib.import_module(name)
+        loaded = importlib.import_module(name)
     except (Exception, SystemExit) as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and (name == missing or name.startswith(missing + ".")):
             raise PartError(f"{reference}: there is no module {missing} in {folder} or on the Python path") from None
         raise PartError(f"{reference}: its module cannot be imported: {_import_failure(error)}") from error
     for part in attribute.split("."):
-        if not hasattr(found, part):
+        if not hasattr(loaded, part):
             file = getattr(sys.modules[name], "__file__", None)
-            raise PartError(f"{reference}: {_shown(file or name)} has no {part}{suggest(part, vars(found))}")
-        found = getattr(found, part)
-    return found
+            raise PartError(f"{reference}: {_shown(file or name)} has no {part}{suggest(part, vars(loaded))}")
+        loaded = getattr(loaded, part)
+    return loaded
 
 
 @dataclass(frozen=True)
@@ -86,15 +86,15 @@ class Family(Generic[T]):
         reference = registered(self.group).get(name, name)
         if not is_import_path(reference):
             raise PartError(f"no {self.noun} is called {name}; known: {', '.join(self.names())}, or {EXAMPLE}")
-        found = load(reference)
+        cls = load(reference)
         base = f"{self.base.__module__}.{self.base.__qualname__}"
-        if not isinstance(found, type):
+        if not isinstance(cls, type):
             raise PartError(f"{reference} is no class; a {self.noun} is a class derived from {base}")
-        if not issubclass(found, self.base):
-            raise PartError(f"{reference} ({where(found)}) is no {self.noun}: it is not derived from {base}")
-        if undone := sorted(getattr(found, "__abstractmethods__", ())):
-            raise PartError(f"{reference} ({where(found)}) is not a whole {self.noun}: it lacks {', '.join(undone)}")
-        return found
+        if not issubclass(cls, self.base):
+            raise PartError(f"{reference} ({where(cls)}) is no {self.noun}: it is not derived from {base}")
+        if undone := sorted(getattr(cls, "__abstractmethods__", ())):
+            raise PartError(f"{reference} ({where(cls)}) is not a whole {self.noun}: it lacks {', '.join(undone)}")
+        return cls
 
 
 # --- constructors -----------------------------------------------------------------------------------------
@@ -103,17 +103,17 @@ class Family(Generic[T]):
 def keywords(cls: type) -> dict[str, bool]:
     """What the constructor of a class can be given by keyword, and whether it must be; what it passes on to the classes
     that it is derived from is among it."""
-    found: dict[str, bool] = {}
+    known: dict[str, bool] = {}
     for base in cls.__mro__:
         if "__init__" not in vars(base) or base is object:
             continue
         parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
         for p in parameters:
             if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
-                found.setdefault(p.name, p.default is p.empty)
+                known.setdefault(p.name, p.default is p.empty)
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break
-    return found
+    return known
 
 
 def option_problems(cls: type, options: Collection[str], given: Collection[str]) -> Iterator[tuple[str, str]]:

@@ -37,7 +37,7 @@ from simtune.tuner.drafting import Draft, speculation_on
 from simtune.tuner.space import Candidate, ParallelShape, members, shapes
 
 WAVE = 4
-SAMPLED_LANES = 4
+SAMPLED_CORES = 4
 """Of wide deployments this many cores are simulated while searching; the chosen plan is confirmed on all of them."""
 RATE_OBJECTIVES = ("goodput_per_gpu", "goodput")
 UNITS = {"goodput_per_gpu": "requests/s/GPU", "goodput": "requests/s", "gpus": "GPUs", "e2el": "s"}
@@ -75,7 +75,7 @@ class Question:
         """Requests for instances of a shape, of which some, seeing `requests` of them, will be simulated."""
         requests = self.requests
         if self.cores_apart:
-            requests = -(-requests * shape.instances // min(shape.instances, -(-SAMPLED_LANES // shape.pp)))
+            requests = -(-requests * shape.instances // min(shape.instances, -(-SAMPLED_CORES // shape.pp)))
         stream = build_stream(self.workload, self.trace, requests=requests, seed=self.study.seed)
         return stream if rate_rps is None else stream.at_rate(rate_rps)
 
@@ -97,12 +97,12 @@ class Question:
     def judge(self, deployment: Deployment, rate_rps: float | None) -> Result:
         """Whether a deployment meets the SLO, judged by some of its cores; ends as soon as it cannot any more."""
         stream = self.stream_for(deployment, rate_rps)
-        return deployment.simulate(stream, self.study.slo, cores=SAMPLED_LANES, stop_when_lost=True)
+        return deployment.simulate(stream, self.study.slo, cores=SAMPLED_CORES, stop_when_lost=True)
 
     def watch(self, deployment: Deployment, rate_rps: float | None) -> Result:
         """The same to the end."""
         stream = self.stream_for(deployment, rate_rps)
-        return deployment.simulate(stream, self.study.slo, cores=SAMPLED_LANES)
+        return deployment.simulate(stream, self.study.slo, cores=SAMPLED_CORES)
 
 
 @dataclass

@@ -388,7 +388,7 @@ class CompiledCosts:
 @dataclass(frozen=True)
 class LinearCosts:
     """t = step + per_token m + per_context C + per_pair A in seconds, for m tokens and C context tokens; drafts take
-    `per_level_s` more for each level.
+    `per_depth_s` more for each draft made in turn.
 
     A is the number of pairs of tokens that prefill attention relates: t p + t (t + 1) / 2 for a chunk of t
     tokens after p cached ones. The numbers are rounded to ticks.
@@ -398,10 +398,10 @@ class LinearCosts:
     per_token_s: float = 0.0
     per_context_s: float = 0.0
     per_pair_s: float = 0.0
-    per_level_s: float = 0.0
+    per_depth_s: float = 0.0
 
     def __post_init__(self) -> None:
-        times = (self.step_s, self.per_token_s, self.per_context_s, self.per_pair_s, self.per_level_s)
+        times = (self.step_s, self.per_token_s, self.per_context_s, self.per_pair_s, self.per_depth_s)
         if min(times) < 0:
             raise ValueError(f"times cannot be negative: {times}")
 
@@ -434,19 +434,17 @@ class LinearCosts:
         self,
         num_decodes: int,
         verify_tokens: int,
-        levels: int,
+        depth: int,
         context_tokens: int,
         chunks: Sequence[tuple[int, int]] = (),
         completing: int = 0,
     ) -> int:
         """See `simtune.costs.protocol.RoundCosts.round`."""
         ticks = self.mixed(verify_tokens, context_tokens, chunks, verify_tokens + completing)
-        return ticks + to_ticks(self.per_level_s) * levels
+        return ticks + to_ticks(self.per_depth_s) * depth
 
-    def rounds(
-        self, num_decodes: int, verify_tokens: int, levels: int, computed: Sequence[int] | Ints
-    ) -> Sequence[int]:
+    def rounds(self, num_decodes: int, verify_tokens: int, depth: int, computed: Sequence[int] | Ints) -> Sequence[int]:
         """See `simtune.costs.protocol.RoundCosts.rounds`."""
-        first = self.round(num_decodes, verify_tokens, levels, verify_tokens)
+        first = self.round(num_decodes, verify_tokens, depth, verify_tokens)
         ends: list[int] = (first + self._four_ticks[2] * np.asarray(computed)).cumsum().tolist()
         return ends

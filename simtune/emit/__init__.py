@@ -38,8 +38,8 @@ ENGINE: Family[Emitter] = Family("engine", "simtune.engines", {name: type(e) for
 def engines() -> dict[str, Emitter]:
     """`ENGINES`, then those that installed packages register as `simtune.engines`; the first that can run a plan is
     written for. Raises PartError where a registered one cannot be used."""
-    others = [name for name in registered(ENGINE.group) if name not in ENGINES]
-    return ENGINES | {name: ENGINE.find(name)() for name in others}
+    added = [name for name in registered(ENGINE.group) if name not in ENGINES]
+    return ENGINES | {name: ENGINE.find(name)() for name in added}
 
 
 def engine_for(policy: str) -> Emitter | None:

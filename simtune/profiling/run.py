@@ -199,10 +199,10 @@ class _Run:
         for at, tasks in enumerate(self.plan.rounds, start=1):
             if not self._pass(tasks, 1, f"round {at} of {len(self.plan.rounds)}") or self._met():
                 return
-        again = [t for t in self.plan.tasks if t.kind != "step"]
+        kernel_tasks = [t for t in self.plan.tasks if t.kind != "step"]
         visit = 2
         while self.left_s() > 0:
-            if not self._pass(self._doubtful_first(again, visit), visit, f"visit {visit}") or self._met():
+            if not self._pass(self._doubtful_first(kernel_tasks, visit), visit, f"visit {visit}") or self._met():
                 return
             visit += 1
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from operator import eq
-from typing import overload
+from typing import NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +33,6 @@ from simtune.specs.workload import (
     Poisson,
     Quantiles,
     RequestClass,
-    SharedPrefix,
     Slo,
     TraceArrivals,
     TraceLengths,
@@ -92,26 +91,26 @@ class RequestStream:
             raise UsageError("requests that all come at once have no rate to change; ask for more requests")
         return replace(self, arrival_s=self.arrival_s * (self.offered_rate_rps / rate_rps))
 
-    def share_of(self, some: int, instances: int) -> RequestStream:
-        """What the first `some` of so many instances see of this stream under round robin."""
-        mine = np.arange(len(self)) % instances < some
+    def share_of(self, count: int, instances: int) -> RequestStream:
+        """What the first `count` of so many instances see of this stream under round robin."""
+        seen = np.arange(len(self)) % instances < count
         return replace(
             self,
-            arrival_s=None if self.arrival_s is None else self.arrival_s[mine],
-            prompt_tokens=self.prompt_tokens[mine],
-            output_tokens=self.output_tokens[mine],
-            class_index=self.class_index[mine],
-            priority=self.priority[mine],
-            hash_ids=self._blocks_of(mine),
-            session=None if self.session is None else self.session[mine],
+            arrival_s=None if self.arrival_s is None else self.arrival_s[seen],
+            prompt_tokens=self.prompt_tokens[seen],
+            output_tokens=self.output_tokens[seen],
+            class_index=self.class_index[seen],
+            priority=self.priority[seen],
+            hash_ids=self._blocks_of(seen),
+            session=None if self.session is None else self.session[seen],
         )
 
-    def _blocks_of(self, mine: NDArray[np.bool_]) -> Sequence[tuple[int, ...]] | None:
+    def _blocks_of(self, seen: NDArray[np.bool_]) -> Sequence[tuple[int, ...]] | None:
         if self.hash_ids is None:
             return None
         if isinstance(self.hash_ids, RepeatedBlocks):
-            return self.hash_ids.kept(mine)
-        return tuple(compress(self.hash_ids, mine.tolist()))
+            return self.hash_ids.kept(seen)
+        return tuple(compress(self.hash_ids, seen.tolist()))
 
     def predicted_tokens(self, sigma: float, seed: int) -> Ints:
         """Output lengths as a predictor would guess them: off by a lognormal factor of median 1 and shape sigma."""
@@ -139,15 +138,8 @@ def build_stream(workload: Workload, trace: Trace | None, *, requests: int, seed
     outputs = [c.output or workload.output for c in classes]
     arrivals = workload.arrivals
     prompt_tokens = _lengths(prompts, class_index, _uniforms(seed, _PROMPT, requests), trace, "prompt")
-    hash_ids: Sequence[tuple[int, ...]] | None = _hash_ids(prompts, class_index, trace)
-    session = None
-    block_tokens = trace.block_tokens if trace else MOONCAKE_BLOCK_TOKENS
-    if workload.shared_prefix is not None:
-        if hash_ids is not None:
-            raise UsageError(f"{workload.trace}: says what its prompts share, so the workload needs no shared_prefix")
-        prefix = workload.shared_prefix
-        session = (_uniforms(seed, _GROUP, requests) * prefix.groups).astype(np.int64)
-        hash_ids, block_tokens = _groups(prefix, session, prompt_tokens), prefix.block_tokens
+    shared = _shared(workload, _hash_ids(prompts, class_index, trace), trace, prompt_tokens, seed)
+    loop = arrivals if isinstance(arrivals, ClosedLoop) else None
     return RequestStream(
         arrival_s=_arrival_s(arrivals, trace, seed, requests),
         prompt_tokens=prompt_tokens,
@@ -156,11 +148,11 @@ def build_stream(workload: Workload, trace: Trace | None, *, requests: int, seed
         priority=np.array([c.priority for c in classes], dtype=np.int64)[class_index],
         class_names=tuple(c.name for c in classes),
         slos=tuple(c.slo for c in classes),
-        hash_ids=hash_ids,
-        block_tokens=block_tokens,
-        session=session,
-        users=arrivals.users if isinstance(arrivals, ClosedLoop) else None,
-        think_s=arrivals.think_s if isinstance(arrivals, ClosedLoop) else 0.0,
+        hash_ids=shared.hash_ids,
+        block_tokens=shared.block_tokens,
+        session=shared.session,
+        users=loop.users if loop else None,
+        think_s=loop.think_s if loop else 0.0,
     )
 
 
@@ -289,9 +281,9 @@ class RepeatedBlocks(Sequence[tuple[int, ...]]):
 
     __hash__ = None  # type: ignore[assignment]
 
-    def kept(self, mine: NDArray[np.bool_]) -> RepeatedBlocks:
-        """Those of some requests."""
-        return RepeatedBlocks(self._rows, self._requests[mine])
+    def kept(self, which: NDArray[np.bool_]) -> RepeatedBlocks:
+        """Those of the requests for which `which` is true."""
+        return RepeatedBlocks(self._rows, self._requests[which])
 
 
 def _hash_ids(prompts: Sequence[Lengths], class_index: Ints, trace: Trace | None) -> RepeatedBlocks | None:
@@ -303,12 +295,32 @@ def _hash_ids(prompts: Sequence[Lengths], class_index: Ints, trace: Trace | None
     return RepeatedBlocks(trace.hash_ids, np.where(from_trace[class_index], np.arange(len(class_index)), -1))
 
 
-def _groups(prefix: SharedPrefix, session: Ints, prompt_tokens: Ints) -> tuple[tuple[int, ...], ...]:
-    """Names of the leading blocks that a request shares with its group."""
+class _Shared(NamedTuple):
+    """What prompts have in common."""
+
+    hash_ids: Sequence[tuple[int, ...]] | None
+    block_tokens: int
+    session: Ints | None = None
+
+
+def _shared(
+    workload: Workload, in_trace: RepeatedBlocks | None, trace: Trace | None, prompt_tokens: Ints, seed: int
+) -> _Shared:
+    """What a trace says, or the leading blocks that each request shares with the group drawn for it.
+
+    Raises UsageError where the workload asks for both.
+    """
+    prefix = workload.shared_prefix
+    if prefix is None:
+        return _Shared(in_trace, trace.block_tokens if trace else MOONCAKE_BLOCK_TOKENS)
+    if in_trace is not None:
+        raise UsageError(f"{workload.trace}: says what its prompts share, so the workload needs no shared_prefix")
+    session = (_uniforms(seed, _GROUP, len(prompt_tokens)) * prefix.groups).astype(np.int64)
     most = prefix.tokens // prefix.block_tokens
     whole = [tuple(range(group * most, (group + 1) * most)) for group in range(prefix.groups)]
     blocks = np.minimum(most, prompt_tokens // prefix.block_tokens)
-    return tuple(whole[g][:n] for g, n in zip(session.tolist(), blocks.tolist(), strict=True))
+    hash_ids = tuple(whole[group][:n] for group, n in zip(session.tolist(), blocks.tolist(), strict=True))
+    return _Shared(hash_ids, prefix.block_tokens, session)
 
 
 def _needed(trace: Trace | None) -> Trace:

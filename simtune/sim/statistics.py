@@ -24,10 +24,10 @@ def warm_up(values: Array) -> int:
         return 0
     y = values[: 5 * groups].reshape(groups, 5).mean(axis=1)
     y -= y.mean()  # cumulative sums of squares lose no digits to a common offset
-    left = np.arange(groups, 0, -1.0)
+    remaining = np.arange(groups, 0, -1.0)
     sums = np.cumsum(y[::-1])[::-1]
     squares = np.cumsum(y[::-1] ** 2)[::-1]
-    score = (squares - sums**2 / left) / left**2
+    score = (squares - sums**2 / remaining) / remaining**2
     half = groups // 2
     cut = int(np.argmin(score[: half + 1]))
     return 5 * cut
@@ -50,11 +50,11 @@ def batch_means(values: Array, statistic: str) -> tuple[float, float] | None:
         return None
     batches = values[: size * BATCHES].reshape(BATCHES, size)
     if statistic == "mean":
-        found = batches.mean(axis=1)
+        of_batches = batches.mean(axis=1)
     else:
-        found = np.percentile(batches, float(statistic[1:]), axis=1)
-    centre = float(found.mean())
-    half = float(stdtrit(BATCHES - 1, 0.975)) * float(found.std(ddof=1)) / math.sqrt(BATCHES)
+        of_batches = np.percentile(batches, float(statistic[1:]), axis=1)
+    centre = float(of_batches.mean())
+    half = float(stdtrit(BATCHES - 1, 0.975)) * float(of_batches.std(ddof=1)) / math.sqrt(BATCHES)
     return centre - half, centre + half
 
 

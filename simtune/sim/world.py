@@ -52,7 +52,10 @@ class World:
         self._cores, self._stop_when = list(cores), stop_when
         for number, core in enumerate(self._cores):
             core.number = number
-        self._routers = Routers(router or RoundRobin(self._cores), decode_router or RoundRobin([]))
+        self._routers = Routers(
+            front=RoundRobin(self._cores) if router is None else router,
+            back=RoundRobin([]) if decode_router is None else decode_router,
+        )
         self._agenda, self._recorder = Agenda(), Recorder(len(stream), record)
         self._source = RequestSource(stream, self._agenda, predicted_tokens=predicted_tokens, deadlines=deadlines)
         self._handover = Handover(self._agenda, self._recorder, self._source, self._routers, self._cores)

@@ -307,7 +307,7 @@ class Plan(Spec):
         return next(pool for pool in self.pools if pool.name == name)
 
     @model_validator(mode="after")
-    def _pools_told_apart(self) -> Self:
+    def _distinct_pool_names(self) -> Self:
         names = [pool.name for pool in self.pools]
         if len(set(names)) < len(names):
             raise ValueError(f"pools must have different names: {', '.join(names)}")

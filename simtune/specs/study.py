@@ -98,7 +98,7 @@ class Study(Spec):
 
     @field_validator("speculation")
     @classmethod
-    def _told_apart(cls, speculation: tuple[DrafterChoice, ...]) -> tuple[DrafterChoice, ...]:
+    def _distinct_labels(cls, speculation: tuple[DrafterChoice, ...]) -> tuple[DrafterChoice, ...]:
         labels = [choice.label for choice in speculation]
         for label in labels:
             if labels.count(label) > 1:

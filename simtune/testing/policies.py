@@ -96,9 +96,9 @@ class PolicySuite:
         """After any number of steps, in the middle of one or not."""
         for steps in (0, 1, 2, 3, 6):
             for under_way in (False, True):
-                self._lose(steps, under_way)
+                self._fail_after(steps, under_way)
 
-    def _lose(self, steps: int, under_way: bool) -> None:
+    def _fail_after(self, steps: int, under_way: bool) -> None:
         scheduler = self.make()
         asked = [Request(i, 8, 4, priority=-i) for i in range(8)]
         assert all(scheduler.add(request) for request in asked)
@@ -113,8 +113,8 @@ class PolicySuite:
         assert all(request.computed == 0 and not request.decoding for request in lost), "something is left of them"
         assert not scheduler.has_work
         assert scheduler.kv.free == scheduler.kv.total, "blocks are still taken"
-        again = [Request(10 + i, 8, 4) for i in range(5)]
-        assert all(scheduler.add(request) for request in again)
+        resubmitted = [Request(10 + i, 8, 4) for i in range(5)]
+        assert all(scheduler.add(request) for request in resubmitted)
         assert sorted(to_the_end(scheduler)) == [10, 11, 12, 13, 14]
 
     def test_who_waits_can_be_taken_back_and_the_residents_go_on(self) -> None:

@@ -160,7 +160,7 @@ def test_a_plan_with_a_chain_tells_vllm(call: Call, desk: Any) -> None:
 def test_a_plan_may_draft_as_no_engine_does(call: Call, desk: Any, scheme: str, gpus: int) -> None:
     plan = PLAN.replace("{kind: eagle, checkpoint: org/head}", "{kind: draft_model, model: vicuna-7b}")
     files = simulated(call, desk, PLAN, plan.replace("{kind: dynamic_tree, steps: 2, topk: 2, tokens: 4}", scheme))
-    assert files == {}
+    assert files == {"none.txt": "No engine settings: no engine can be told its drafts.\n"}
     summary = json.loads((desk.folder / "run" / "summary.json").read_text())
     assert (summary["num_gpus"], summary["completed"]) == (gpus, 50)
     assert summary["speculation"]["tokens_per_round"] > 1

@@ -77,20 +77,31 @@ def modules() -> dict[str, ast.Module]:
     for file in sources():
         parts = file.relative_to(ROOT).with_suffix("").parts
         name = ".".join(parts if parts[0] == "simtune" else ("simtune", *parts))
-        found[name.removesuffix(".__init__")] = ast.parse(text(file), str(file))
+        found[name.removesuffix(".__init__")] = parsed(file)
     return found
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    """The syntax tree of a file."""
+    return ast.parse(text(path), str(path))
+
+
+def names(module: ast.Module) -> set[str]:
+    """Whatever a module gives a name: classes, functions, fields, parameters, variables."""
+    return set().union(*map(_names_of, ast.walk(module)))
 
 
 @cache
 def defined() -> frozenset[str]:
     """Names of all classes, functions, methods, fields, parameters and constants, and `Class.member` of members."""
-    names: set[str] = set()
+    everything: set[str] = set()
     for module in modules().values():
+        everything |= names(module)
         for node in ast.walk(module):
             if isinstance(node, ast.ClassDef):
-                names |= {f"{node.name}.{member}" for member in members(node)}
-            names |= _names_of(node)
-    return frozenset(names)
+                everything |= {f"{node.name}.{member}" for member in members(node)}
+    return frozenset(everything)
 
 
 def members(node: ast.ClassDef) -> set[str]:

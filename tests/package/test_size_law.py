@@ -1,6 +1,6 @@
-"""How large a class and a function may be, and how many things a class name may stand for.
+"""How large a class and a function may be, how tangled, and how many things a class name may stand for.
 
-What ruff can count (complexity, branches, arguments, docstrings) it is asked in pyproject.toml.
+What ruff can count (branches, arguments, docstrings) it is asked in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -8,10 +8,14 @@ from __future__ import annotations
 import ast
 from collections import Counter
 
+from radon.complexity import cc_visit_ast
+from radon.visitors import Function as Measured
+
 from tests.package.test_import_law import MODULES, floor
 
 LARGEST_CLASS = 300
 LARGEST_FUNCTION = 50
+MOST_TANGLED = 15
 MOST_HOMONYMS = 5
 FREE = {"cli"}
 """Floors whose functions may be longer: an option is a line."""
@@ -35,6 +39,18 @@ def test_no_class_is_too_large() -> None:
 def test_no_function_is_too_long() -> None:
     counted = [(module, node) for module, node in FUNCTIONS if "." not in module or floor(module) not in FREE]
     assert [(module, node.name, lines(node)) for module, node in counted if lines(node) > LARGEST_FUNCTION] == []
+
+
+def test_no_function_is_too_tangled() -> None:
+    """Cyclomatic complexity as radon counts it: comprehensions and conditions with `and` and `or` are branches."""
+    measured = [
+        (module, block.fullname, block.complexity)
+        for module, tree in MODULES.items()
+        for block in cc_visit_ast(tree)
+        if isinstance(block, Measured)
+    ]
+    assert len(measured) > 1000
+    assert [found for found in measured if found[2] > MOST_TANGLED] == []
 
 
 def test_a_class_name_has_one_meaning() -> None:

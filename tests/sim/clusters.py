@@ -94,16 +94,16 @@ class Cluster:
         changes = []
         for what, at_s, pool, instance, for_s in self.events:
             of_pool = (front, back)[pool] or front
-            some = [core for core in of_pool if core.instance == instance % (1 + max(x.instance for x in of_pool))]
+            changed = [core for core in of_pool if core.instance == instance % (1 + max(x.instance for x in of_pool))]
             at, until = round(at_s * TICKS_PER_SECOND), round((at_s + for_s) * TICKS_PER_SECOND)
             if what == "start":
-                for core in some:
+                for core in changed:
                     core.up = False
-                changes.append(Change(until, some, up=True))
+                changes.append(Change(until, changed, up=True))
             elif what == "failure":
-                changes += [Change(at, some, up=False, lost=True), Change(until, some, up=True)]
+                changes += [Change(at, changed, up=False, lost=True), Change(until, changed, up=True)]
             else:
-                changes.append(Change(at, some, up=False, then=some, delay=until - at))
+                changes.append(Change(at, changed, up=False, then=changed, delay=until - at))
         outcome = World(
             cores,
             self.stream,

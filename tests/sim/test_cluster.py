@@ -13,14 +13,14 @@ COLUMNS = ("arrival", "scheduled", "first_token", "transferred", "finish", "core
 many = hypothesis_settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-def told(outcome: Outcome) -> dict[str, list[int]]:
+def columns(outcome: Outcome) -> dict[str, list[int]]:
     return {name: getattr(outcome, name).tolist() for name in COLUMNS} | {"bytes": [outcome.transferred_bytes]}
 
 
 def check(cluster: Cluster) -> None:
     jumped = cluster.run(record=True)
     stepped = cluster.run(single_steps=True)
-    assert told(jumped) == told(stepped)
+    assert columns(jumped) == columns(stepped)
     assert jumped.steps == stepped.steps
     # Conserved: everybody fits here, so everybody is answered; nothing is left anywhere.
     assert (jumped.finish >= 0).all()

@@ -29,7 +29,7 @@ def columns(outcome: Outcome) -> list[list[int]]:
 
 @given(settings() | settings(closed=True))
 @hypothesis_settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_steps_of_a_gang_begin_and_end_together_and_jumps_are_exact(world: Setting) -> None:
+def test_steps_of_a_dp_group_begin_and_end_together_and_jumps_are_exact(world: Setting) -> None:
     world = replace(world, cores=world.cores + 1)
     (jumped, cores), (stepped, _) = run(world), run(world, single_steps=True)
     assert columns(jumped) == columns(stepped)

@@ -14,12 +14,12 @@ SECOND = TICKS_PER_SECOND
 
 def ends(link: TransferLink) -> list[tuple[int, int]]:
     """(transfer, tick) of all that are under way, when nobody joins any more."""
-    found = []
+    log = []
     while (tick := link.next_end()) is not None:
         done = link.ended(tick)
         assert done, "an announced end ends something"
-        found += [(transfer, tick) for transfer in done]
-    return found
+        log += [(transfer, tick) for transfer in done]
+    return log
 
 
 def test_one_transfer_has_the_link_to_itself() -> None:
@@ -45,7 +45,7 @@ def test_one_that_joins_later_slows_the_first() -> None:
     assert ends(link) == [(2, 2 * SECOND), (1, round(2.5 * SECOND))]
 
 
-def test_one_that_is_called_off_leaves_its_share_to_the_others() -> None:
+def test_one_that_is_cancelled_leaves_its_share_to_the_others() -> None:
     link = TransferLink(bytes_per_s=100.0)
     link.join(0, 1, 200)
     link.join(0, 2, 200)

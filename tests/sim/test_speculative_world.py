@@ -136,7 +136,7 @@ def test_jumps_are_single_steps_to_the_tick(name: str) -> None:
             step_s=1e-3,
             per_token_s=data.draw(st.sampled_from([0.0, 2e-5])),
             per_context_s=data.draw(st.sampled_from([0.0, 3e-7, 1e-5])),
-            per_level_s=data.draw(st.sampled_from([0.0, 1e-4])),
+            per_depth_s=data.draw(st.sampled_from([0.0, 1e-4])),
         )
         seqs, extra = data.draw(st.integers(1, 12)), data.draw(st.integers(0, 1))
         budget = max(seqs, 4, data.draw(st.sampled_from([8, 24, 512])))

@@ -116,11 +116,11 @@ rows = st.tuples(st.integers(1, 200), st.integers(0, 9), st.integers(1, 12), st.
 
 
 @given(st.lists(rows, min_size=1, max_size=12))
-def test_progressions_say_what_all_the_tokens_would(found: list[tuple[int, int, int, int]]) -> None:
+def test_progressions_say_what_all_the_tokens_would(rows: list[tuple[int, int, int, int]]) -> None:
     tokens = np.sort(
-        [first + k * slope for first, slope, steps, decodes in found for k in range(steps) for _ in range(decodes)]
+        [first + k * slope for first, slope, steps, decodes in rows for k in range(steps) for _ in range(decodes)]
     )
-    itl = TokenIntervals(np.array(found, dtype=np.int64))
+    itl = TokenIntervals(np.array(rows, dtype=np.int64))
     assert itl.count == len(tokens)
     assert itl.mean_s() * TICKS_PER_SECOND == pytest.approx(tokens.mean(), rel=1e-12)
     assert itl.max_s() * TICKS_PER_SECOND == tokens[-1]

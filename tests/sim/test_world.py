@@ -72,8 +72,8 @@ def test_invariants(world: Setting) -> None:
         assert 0 <= r.free_blocks <= world.blocks
     # First-come-first-served on every core, as far as nobody was preempted.
     for core in range(world.cores):
-        mine = done & (outcome.core == core) & (outcome.preemptions == 0)
-        assert (np.diff(outcome.scheduled[mine]) >= 0).all()
+        here = done & (outcome.core == core) & (outcome.preemptions == 0)
+        assert (np.diff(outcome.scheduled[here]) >= 0).all()
 
 
 @given(settings())
@@ -81,14 +81,14 @@ def test_invariants(world: Setting) -> None:
 def test_round_robin_cores_do_not_disturb_each_other(world: Setting) -> None:
     together = world.run()
     for core in range(world.cores):
-        mine = np.arange(core, len(world.stream), world.cores)
-        if len(mine) == 0:
+        numbers = np.arange(core, len(world.stream), world.cores)
+        if len(numbers) == 0:
             continue
         arrival = world.stream.arrival_s
         assert arrival is not None
-        own = stream_of(arrival[mine], world.stream.prompt_tokens[mine], world.stream.output_tokens[mine])
+        own = stream_of(arrival[numbers], world.stream.prompt_tokens[numbers], world.stream.output_tokens[numbers])
         alone = Setting(world.blocks, world.block_size, world.seqs, world.budget, 1, world.costs, own).run()
-        assert alone.finish.tolist() == together.finish[mine].tolist()
+        assert alone.finish.tolist() == together.finish[numbers].tolist()
 
 
 def test_a_tiny_world_by_hand() -> None:

@@ -152,10 +152,10 @@ def _skew(columns: Columns) -> FileContent:
         content.skip(len(columns), "no measurement_iterations in a meta.yaml beside it, over which its times are sums")
         return content
     n, mean, longest = (columns.numbers(name) for name in ("n", "kv_mean", "kv_big"))
-    even, uneven = (columns.numbers(name) * US / source.iterations for name in ("t_mean_us", "t_skew_us"))
+    even, skewed = (columns.numbers(name) * US / source.iterations for name in ("t_mean_us", "t_skew_us"))
     attention = source.model.layers[0].attention
     assert isinstance(attention, FullAttention)
-    good = (even > 0) & (uneven > 0) & (longest > mean) & (n > 0)
+    good = (even > 0) & (skewed > 0) & (longest > mean) & (n > 0)
     content.skip(int((~good).sum()), "no positive time or no sequence longer than the mean")
     content.imbalance.append(
         ImbalanceTable(
@@ -163,7 +163,7 @@ def _skew(columns: Columns) -> FileContent:
             n[good] * max(1, attention.kv_heads / tp),
             (longest - mean)[good],
             even[good],
-            uneven[good],
+            skewed[good],
             LLMSERVINGSIM,
             (columns.file,),
             source.device,

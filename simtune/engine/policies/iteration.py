@@ -23,10 +23,12 @@ class Orca(StallFree):
         super().__init__(**settings)
 
     def choose(self, preempted: list[Request]) -> ScheduledTokens:
+        """Prompts before those that decode."""
         scheduled = super().choose(preempted)
         return dict(sorted(scheduled.items(), key=lambda item: item[0].decoding))
 
     def reservation(self, request: Request) -> int:
+        """As many as it could ever have."""
         return self.max_model_len
 
 

@@ -26,9 +26,11 @@ class PriorityLayers(StallFree):
         self._done = 0  # parts of it that have run
 
     def key(self, request: Request) -> int:
+        """Its priority."""
         return request.priority
 
     def choose(self, preempted: list[Request]) -> ScheduledTokens:
+        """A new step; or urgent prompts, or else what is left of the step that halted."""
         if not self._halted:
             self._done = 0
             return super().choose(preempted)

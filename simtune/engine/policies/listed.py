@@ -6,6 +6,9 @@ the same for all and stands here once: the step, its repetitions, tokens deliver
 O(residents).
 
 `StallFree` is the shape that most policies share: everyone who decodes goes on, and prompts get what is left.
+
+Policies override `choose`, `key`, `steady_steps`, and of `StallFree` also `decode_all`, `serve_prompts`, `admit` and
+`reservation`; they call `allocate`, `preempt`, `missing_blocks` and `room`.
 """
 
 from __future__ import annotations
@@ -192,6 +195,7 @@ class StallFree(ListScheduler):
     """
 
     def choose(self, preempted: list[Request]) -> ScheduledTokens:
+        """Decodes first, then prompts; nobody new where somebody was preempted."""
         scheduled = self.decode_all(preempted)
         self.serve_prompts(scheduled, self.max_num_batched_tokens - len(scheduled), not preempted)
         return scheduled

@@ -50,6 +50,7 @@ class SkipJoinMlfq(ListScheduler):
         self._arrived: list[_Place] = []  # since the latest choice: in a jump nobody knows which iteration it is
 
     def key(self, request: Request) -> tuple[int, int]:
+        """Its level, and its turn there."""
         place = self._places[request]
         return place.level, place.turn
 
@@ -67,6 +68,7 @@ class SkipJoinMlfq(ListScheduler):
         return True
 
     def choose(self, preempted: list[Request]) -> ScheduledTokens:
+        """The most urgent ones, whether they wait or pause, as many as there are seats."""
         for place in self._arrived:
             place.served = self._iteration
         self._arrived.clear()
@@ -112,6 +114,7 @@ class SkipJoinMlfq(ListScheduler):
         return self.allocate(request, request.computed + tokens)
 
     def steady_steps(self, decoding: list[Request]) -> int:
+        """Until somebody is demoted or promoted."""
         places, last = self._places, self.LEVELS - 1
         steps = min((places[r].left for r in decoding if places[r].level < last), default=self.max_model_len)
         paused = next((request for request in places if request not in self._scheduled), None)

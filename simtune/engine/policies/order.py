@@ -17,6 +17,7 @@ class ShortestPredictedFirst(StallFree):
     reads = frozenset({"predicted_tokens"})
 
     def key(self, request: Request) -> int:
+        """How many tokens it is predicted to emit."""
         return request.predicted_tokens
 
 
@@ -26,6 +27,7 @@ class EarliestDeadlineFirst(StallFree):
     reads = frozenset({"deadline"})
 
     def key(self, request: Request) -> float:
+        """Its deadline."""
         return request.deadline
 
 
@@ -39,9 +41,11 @@ class DualQueue(StallFree):
     SHORT_TOKENS = 1024
 
     def key(self, request: Request) -> bool:
+        """Which queue it belongs to: whether its prompt is long."""
         return request.prompt_tokens > self.SHORT_TOKENS
 
     def serve_prompts(self, scheduled: ScheduledTokens, budget: int, admitting: bool) -> None:
+        """Half of the budget is claimed by each queue; what one leaves goes to the other."""
         claim = budget - budget // 2
         budget -= claim - self._serve(False, scheduled, claim, admitting)
         budget = self._serve(True, scheduled, budget, admitting)

@@ -46,6 +46,7 @@ class StaticBatching(ListScheduler):
         return False
 
     def choose(self, preempted: list[Request]) -> ScheduledTokens:
+        """The batch that is under way, or else a new one."""
         residents, waiting = self.residents, self.waiting
         if residents:
             return dict.fromkeys(residents, 1)
