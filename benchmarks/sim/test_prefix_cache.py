@@ -42,8 +42,7 @@ def served_one_by_one(lines: list[dict[str, Any]], capacity: int) -> float:
         engine.add(Request(number, line["input_length"], 1, blocks=tuple(line["hash_ids"])))
         while engine.schedule() is not None:
             engine.complete()
-    assert engine.prefix_cache is not None
-    return engine.prefix_cache.hit_tokens / engine.prefix_cache.queried_tokens
+    return engine.kv.hit_tokens / engine.kv.queried_tokens
 
 
 def test_hit_rate_against_cache_size(data_dir: Path, record: Recorder) -> None:

@@ -5,7 +5,7 @@ a real executor drives the same objects with torch and the wall clock. A policy 
 far and the free KV blocks; it never reads `Request.output_tokens`.
 """
 
-from simtune.engine.batch import Batch, DecodeBatch, NextSteps, Tally
+from simtune.engine.batch import Batch, DecodeBatch, Tally
 from simtune.engine.drafting import AsyncDraftingBatch, DraftingBatch, DraftingTerms
 from simtune.engine.kv import KvBlocks
 from simtune.engine.policies import (
@@ -20,7 +20,8 @@ from simtune.engine.policies import (
 )
 from simtune.engine.prefix import PrefixCache, hit_rate
 from simtune.engine.request import Request
-from simtune.engine.scheduler import Chunk, Progress, Scheduler, Step
+from simtune.engine.scheduler import Scheduler
+from simtune.engine.step import Chunk, Progress, Step
 from simtune.engine.transformers import TransformersFifo, TransformersPrefillFirst
 from simtune.engine.vllm import VllmFcfs, VllmPriority
 
@@ -50,7 +51,6 @@ __all__ = [
     "DualQueue",
     "EarliestDeadlineFirst",
     "KvBlocks",
-    "NextSteps",
     "Orca",
     "PrefixCache",
     "PriorityLayers",

@@ -11,30 +11,8 @@ import heapq
 from collections.abc import Collection, Iterator, Sequence
 from typing import ClassVar, NamedTuple, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from simtune.engine.request import Request
-
-Contexts = Sequence[int] | NDArray[np.int64]
-"""Tokens that all members together have computed before each of some steps."""
-
-
-class NextSteps(NamedTuple):
-    """Steps in which all members do alike."""
-
-    tokens: int
-    """Computed in the first."""
-    context: int
-    """Tokens computed before the first."""
-    blocks: int
-    """New ones in the first."""
-    steps: int
-    contexts: Contexts | None
-    """Before each; None where every member gains one token a step."""
-    discarded_tokens: int = 0
-    """Of those of the first step, the ones to be discarded, for their members are complete; the contexts are without
-    them."""
+from simtune.engine.step import Contexts, Step
 
 
 class Tally(NamedTuple):
@@ -62,7 +40,7 @@ class Batch(Protocol):
     """The resident requests that decode, in order of joining.
 
     A scheduler asks what the next step needs (`totals`, or member by member where blocks or budget are short), or how
-    many next steps are alike (`next_steps`), and tells the batch that they are over (`advance`), then that the drafter
+    long it is repeated (`next_step`), and tells the batch that they are over (`advance`), then that the drafter
     has run (`draft`). A member's own fields are brought up to date when it leaves.
     """
 
@@ -120,9 +98,10 @@ class Batch(Protocol):
 
     # --- any number of next steps ---------------------------------------------------------------------------------
 
-    def next_steps(self, free: int, budget: int) -> NextSteps | None:
-        """What members do next as long as it remains the same; None where the first step's new blocks number more than
-        `free`, or its tokens more than `budget`, or somebody rests. There must be members."""
+    def next_step(self, free: int, budget: int) -> tuple[Step, int] | None:
+        """The step in which members do what they do next, repeated as long as that remains the same and new blocks
+        number at most `free`, and the new blocks of the first; None where those are too many already, or its tokens
+        more than `budget`, or somebody rests. There must be members."""
 
     def contexts(self, steps: int) -> Contexts | None:
         """Before each of the next `steps` steps; None where every member gains one token a step."""
@@ -303,16 +282,15 @@ class DecodeBatch:
             self._longest = longest
         return longest[0] + self.steps + 1
 
-    def next_steps(self, free: int, budget: int) -> NextSteps | None:
-        """The steps until a member is complete or blocks run short; None where the first finds too few of them, or too
-        small a budget."""
+    def next_step(self, free: int, budget: int) -> tuple[Step, int] | None:
+        """The step, repeated until a member is complete or blocks run short; see `Batch.next_step`."""
         count, blocks = self.count, self._residues[-self.steps % self._block_size]
         if blocks > free or count > budget:
             return None
         limit = self.steps_to_completion()
         # Asked here as well, for it is the usual answer.
-        steps = limit if free // count * self._block_size >= limit else self.steps_that_fit(free, limit)
-        return NextSteps(count, self.context_tokens, blocks, steps, None)
+        repeat = limit if free // count * self._block_size >= limit else self.steps_that_fit(free, limit)
+        return Step(count, self.context_tokens + count, [], [], repeat), blocks
 
     def contexts(self, steps: int) -> None:
         """None: every member gains one token a step."""

@@ -18,34 +18,9 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable, Sequence
-from typing import NamedTuple
 
-from simtune.engine.kv import KvBlocks
-from simtune.engine.request import Request
-
-
-class CachedRun:
-    """The leading `size` KV blocks of what has this name."""
-
-    __slots__ = ("holders", "name", "queued", "size", "twin")
-
-    def __init__(self, name: Hashable, size: int, holders: int) -> None:
-        self.name = name  # a Request for its private run, None once nobody can ask for it
-        self.size = size
-        self.holders = holders
-        self.queued = 0  # its places in the queue; only the last one counts, and only while nobody holds it
-        self.twin: CachedRun | None = None  # the next copy under this name, computed before the first could be found
-
-
-class Hit(NamedTuple):
-    """What of a request is cached."""
-
-    runs: list[CachedRun]
-    private: CachedRun | None
-    blocks: int
-    """KV blocks found."""
-    idle: int
-    """How many of them nobody holds: they count as free until they are held again."""
+from simtune.engine.kv import Hit, KvBlocks
+from simtune.engine.request import CachedRun, Request
 
 
 class PrefixCache(KvBlocks):
@@ -64,12 +39,11 @@ class PrefixCache(KvBlocks):
         self._hash_blocks = hash_block_tokens // block_size
         self._drops = drops_last_hit
         self.queried_tokens = 0
-        """Tokens of all requests admitted; those that come back from preemption are not counted again."""
         self.hit_tokens = 0
-        """How many of them were cached."""
         self.clear()
 
     def clear(self) -> None:
+        """All blocks are free, and what they contained is lost."""
         super().clear()
         self._blank = self.total  # free blocks with nothing to find in them
         self._idle: deque[CachedRun] = deque()  # the others, in order of eviction, among runs that are held again
@@ -111,7 +85,7 @@ class PrefixCache(KvBlocks):
         return Hit(runs if used > 1 else runs[:-1], None, blocks - 1, idle - (not runs[-1].holders))
 
     def hold(self, request: Request, hit: Hit) -> None:
-        """Give a request what was found; those tokens count as computed."""
+        """Let a request hold what was found of it: those tokens count as computed."""
         rest = hit.blocks if hit.private is None else request.shared
         own = hit.blocks - rest
         request.shared = rest
@@ -167,6 +141,7 @@ class PrefixCache(KvBlocks):
             request.shared += runs[-1].size
 
     def take(self, blocks: int) -> None:
+        """Take so many of the free blocks, blank ones first, then those that wait longest to be found again."""
         assert blocks <= self.free, f"{blocks} blocks taken, {self.free} free"
         self.free -= blocks
         self._blank -= blocks
@@ -214,23 +189,24 @@ class PrefixCache(KvBlocks):
             self._idle = deque(last)
 
     def give(self, blocks: int) -> None:
+        """Give blocks back that contain nothing to be found again."""
         super().give(blocks)
         self._blank += blocks
 
-    def release(self, request: Request, again: bool = False, known: int | None = None) -> None:
-        """The engine has named the first `known` tokens, where that is not all that is computed, and no more."""
-        if known is None:
-            known = request.computed
+    def release(self, request: Request, named_tokens: int | None = None, *, returns: bool = False) -> None:
+        """Give back all blocks of a request: those of its named tokens wait to be found again, its tail first."""
+        if named_tokens is None:
+            named_tokens = request.computed
         if request.blocks:
-            self.name(request, known)
-        held, full = self.held_by(request), max(known // self.block_size, request.shared)
+            self.name(request, named_tokens)
+        held, full = self.held_by(request), max(named_tokens // self.block_size, request.shared)
         self.give(held - full)
         if full > request.shared:
-            self._idle_run(request if again else None, full - request.shared)
+            self._idle_run(request if returns else None, full - request.shared)
         if request.runs:
             self._queue(reversed(request.runs))
         request.reserved_tokens = 0
-        if not again:
+        if not returns:
             request.shared = 0
         request.runs = None
 

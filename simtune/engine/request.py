@@ -1,14 +1,23 @@
-"""One request's state inside an engine instance."""
+"""One request's state inside an engine instance, and what it may share with others there."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from simtune.engine.prefix import CachedRun
+
+class CachedRun:
+    """The leading `size` KV blocks of what has this name, in a prefix cache: see `simtune.engine.prefix`."""
+
+    __slots__ = ("holders", "name", "queued", "size", "twin")
+
+    def __init__(self, name: Hashable, size: int, holders: int) -> None:
+        self.name = name  # a Request for its private run, None once nobody can ask for it
+        self.size = size
+        self.holders = holders
+        self.queued = 0  # its places in the queue; only the last one counts, and only while nobody holds it
+        self.twin: CachedRun | None = None  # the next copy under this name, computed before the first could be found
 
 
 @dataclass(slots=True, eq=False)

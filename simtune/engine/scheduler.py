@@ -1,102 +1,16 @@
-"""What a scheduling policy offers to whoever drives it, be it simulated or real.
-
-    scheduler.add(request)            when it arrives
-    step = scheduler.schedule()       what to run next; None when nothing can run
-    scheduler.complete(n)             it has run, n times over: who got a first token, who is finished
-
-A step says how often it may be `repeat`ed before the policy could decide otherwise: while nobody finishes, nobody can
-be admitted and the KV blocks suffice, the next steps are this one with every context one token longer. A real executor
-runs it once and asks again; the simulator takes all repetitions in one jump. There is one scheduler for both.
-
-An instance that only decodes gets requests whose keys and values are computed elsewhere: `expect` reserves a seat and
-blocks, `receive` says that they have come. On the other side, a request with `hold` keeps its blocks when it is
-finished, until `release`.
-"""
+"""What a batching policy is to whoever drives it, be it simulated or real: `Scheduler`."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol, TypedDict
+from typing import ClassVar, Literal, TypedDict
 
-import numpy as np
-from numpy.typing import NDArray
-
-from simtune.engine.batch import Batch, DecodeBatch
+from simtune.engine.batch import Tally
 from simtune.engine.kv import KvBlocks
 from simtune.engine.request import Request
-
-
-@dataclass(slots=True)
-class Chunk:
-    """Tokens of one request to compute in this step, after the `past` ones already in the cache."""
-
-    request: Request
-    past: int
-    tokens: int
-    padding: int = 0
-    """How many of them are drafts that nobody made, to be rejected."""
-
-    @property
-    def completes(self) -> bool:
-        """Whether the step samples a token for this request."""
-        return self.past + self.tokens - self.padding == self.request.known_tokens
-
-
-@dataclass(slots=True)
-class Step:
-    """One engine iteration."""
-
-    num_decodes: int
-    """Requests that decode; each computes one token, plus its drafts where there are any."""
-    context_tokens: int
-    """KV tokens the decodes read, their own new ones included: sum of (computed + tokens of this step)."""
-    chunks: list[Chunk]
-    preempted: list[Request]
-    """Requests that lost their blocks and wait again, in the order in which they were chosen."""
-    repeat: int = 1
-    """How often this step may be run before `schedule` could answer differently; 1 unless it only decodes."""
-    admitted: Sequence[Request] = ()
-    """Requests that come out of the waiting queue in this step, each with a chunk of its own."""
-    draft_tokens: int = 0
-    """Drafts verified in this step, of all decodes together."""
-    draft_levels: int = 0
-    """How many drafts in turn lead to those that requests verify in a step like this one."""
-    contexts: Sequence[int] | NDArray[np.int64] | None = None
-    """Tokens that the decodes have computed before each repetition of a step with drafts that may be repeated: they
-    grow as drafts are accepted."""
-    discarded: int = 0
-    """Of the decodes, those whose answer is complete: they deliver nothing, and are not in the repetitions that follow;
-    nor in `contexts`."""
-    discarded_tokens: int = 0
-    """How many tokens those compute."""
-    swapped_out_blocks: int = 0
-    """KV blocks that the preempted take to host memory before this step."""
-    swapped_in_blocks: int = 0
-    """KV blocks that the admitted bring back from there."""
-    longest_context: int = 0
-    """Of the KV tokens the decodes read, those of the one that reads most; 0 where the scheduler does not say."""
-    part: tuple[int, int] = (0, 1)
-    """(i, n): this is only the i-th, from 0, of n equal parts of the step's layers, and costs so much less. Nothing
-    comes out before the last."""
-
-    @property
-    def verify_tokens(self) -> int:
-        """Tokens the decodes compute: one each, and the drafts."""
-        return self.num_decodes + self.draft_tokens
-
-
-class Progress:
-    """What came out of a completed step (or of the last of its repetitions)."""
-
-    __slots__ = ("finished", "first_token")
-
-    def __init__(self) -> None:
-        self.first_token: list[Request] = []
-        self.finished: list[Request] = []
-
+from simtune.engine.step import Progress, Step
+from simtune.engine.waiting import WaitingQueue
 
 Feature = Literal["async_scheduling", "prefix_caching", "safety_margin", "speculation", "swap", "watermark"]
 """What a plan may ask of a policy that offers it."""
@@ -125,23 +39,31 @@ class Settings(TypedDict, total=False):
     watermark_blocks: int
 
 
-class WaitingQueue(Protocol):
-    """What a policy needs of its waiting requests. A deque is one."""
-
-    def __len__(self) -> int: ...
-    def __iter__(self) -> Iterator[Request]: ...
-    def __getitem__(self, index: int, /) -> Request: ...
-    def append(self, request: Request, /) -> None: ...
-    def appendleft(self, request: Request, /) -> None: ...
-    def popleft(self) -> Request: ...
-    def clear(self) -> None: ...
-
-
 class Scheduler(ABC):
     """A batching policy with its waiting queue, its resident requests and its KV blocks.
 
-    What a plan may ask of a policy is stated on its class. The constructor takes every setting below by name, those of
-    the features it offers (`SETTINGS_OF`), and options of its own.
+    A driver calls it in this order, again and again:
+
+    1. Between steps, any of these, any number of times: `add` for a request that arrives; `expect`, and later
+       `receive`, for one whose prompt is computed elsewhere; `release` for one whose blocks were to stay. `add` may
+       also be called while a step runs.
+    2. `schedule` says what to run next and takes the blocks for it, or None when nothing can run.
+    3. `complete(n)`, when that step has run n times over, says who got a first token and who is finished.
+
+    A request waits from `add` on, is admitted to a seat and to blocks by a step, computes its prompt in one chunk or
+    several, and decodes until it is finished; a preempted one loses its blocks and waits again. One with `hold` keeps
+    its blocks when it is finished, until `release`. `withdraw` takes back those that wait; `abandon` takes back
+    everybody, at any time, and leaves the scheduler as new.
+
+    A step says how often it may be `repeat`ed before the policy could decide otherwise: while nobody finishes, nobody
+    can be admitted and the KV blocks suffice, the next steps are this one with every context one token longer. A real
+    executor runs it once and asks again; the simulator takes all repetitions in one jump, but one at a time if the
+    policy `would_notice` an arrival meanwhile. There is one scheduler for both.
+
+    A policy sees prompts, delivered tokens and free blocks, never `Request.output_tokens`. It implements what is
+    abstract here; `ListScheduler` and `BatchScheduler` have done most of that. What a plan may ask of it is stated on
+    its class. The constructor takes every setting below by name, those of the features it offers (`SETTINGS_OF`), and
+    options of its own.
     """
 
     offers: ClassVar[frozenset[Feature]] = frozenset({"watermark"})
@@ -190,16 +112,10 @@ class Scheduler(ABC):
         self.chunked_prefill = chunked_prefill
         self.watermark_blocks = watermark_blocks
         self.waiting: WaitingQueue = deque()
-        self.decoding: Batch = self._new_batch()
-        self.prefilling: list[Request] = []
-        """Residents whose prompt (or recomputation) is under way, in order of admission."""
         self._reserved: dict[Request, None] = {}  # expected, and received but not yet in the batch
         self._received: list[Request] = []
         self._held: dict[Request, None] = {}
         self._under_way: Step | None = None
-
-    def _new_batch(self) -> Batch:
-        return DecodeBatch(self.kv.block_size)
 
     @classmethod
     def settings(cls) -> frozenset[str]:
@@ -275,12 +191,13 @@ class Scheduler(ABC):
     # --- what is here -----------------------------------------------------------------------------------------
 
     @property
+    @abstractmethod
     def num_running(self) -> int:
-        """Requests that hold a seat: decoding ones, prompts under way, and those that are expected."""
-        return self.decoding.count + len(self.prefilling) + len(self._reserved)
+        """Requests that hold a seat: residents, and those that are expected."""
 
     @property
     def num_waiting(self) -> int:
+        """Requests that wait for a seat."""
         return len(self.waiting)
 
     @property
@@ -289,7 +206,18 @@ class Scheduler(ABC):
         return False
 
     @property
+    def drafting(self) -> bool:
+        """Whether requests that decode may compute more than one token in a step: their drafts."""
+        return False
+
+    @property
+    def tally(self) -> Tally:
+        """What verifications of drafts came to so far."""
+        return Tally()
+
+    @property
     def has_work(self) -> bool:
+        """Whether anybody waits or holds a seat."""
         return bool(self.waiting) or self.num_running > 0
 
     @property
@@ -314,13 +242,11 @@ class Scheduler(ABC):
 
     def emitted(self, request: Request) -> int:
         """Output tokens that a request which is here has delivered so far."""
-        return self.decoding.emitted_by(request) if request.decoding else request.emitted
+        return request.emitted
 
+    @abstractmethod
     def composition(self) -> dict[Request, int]:
         """Tokens of each request in the step given last, in the engine's order. Costs O(residents)."""
-        assert self._under_way is not None, "no step is under way"
-        tokens = {request: self.decoding.width_of(request) for request in self.decoding}
-        return tokens | {chunk.request: chunk.tokens for chunk in self._under_way.chunks}
 
     def _begin(self) -> None:
         """To be called first by `schedule`: requests received since then join the batch."""
@@ -333,26 +259,22 @@ class Scheduler(ABC):
                 self._enter(request)
             self._received.clear()
 
+    @abstractmethod
     def _enter(self, request: Request) -> None:
         """A request with its prompt computed elsewhere, and blocks for it, becomes a resident."""
-        self.decoding.join(request)
 
+    @abstractmethod
     def _lose_residents(self) -> list[Request]:
         """Take out all that decode or are in prefill, in order of admission; their blocks are cleared afterwards."""
-        lost = list(self.decoding)
-        for request in lost:
-            self.decoding.leave(request)
-        lost += self.prefilling
-        self.prefilling = []
-        return lost
 
     def _finish(self, request: Request, progress: Progress) -> None:
-        """A request that has left batch and prefill is complete: its blocks are free, unless it is held."""
+        """A request that is no resident any more is complete: its blocks are free, unless it is held."""
         progress.finished.append(request)
-        self._let_go(request)
+        self._free_request(request)
 
-    def _let_go(self, request: Request) -> None:
+    def _free_request(self, request: Request, named_tokens: int | None = None) -> None:
+        """Give back the blocks of a request that is complete, unless it is held; see `KvBlocks.release`."""
         if request.hold:
             self._held[request] = None
         else:
-            self.kv.release(request)
+            self.kv.release(request, named_tokens)

@@ -27,7 +27,8 @@ from typing import ClassVar, Unpack
 
 from simtune.engine.policies.listed import ListScheduler, ScheduledTokens
 from simtune.engine.request import Request
-from simtune.engine.scheduler import Progress, Settings
+from simtune.engine.scheduler import Settings
+from simtune.engine.step import Progress
 
 
 class TransformersFifo(ListScheduler):
@@ -54,6 +55,7 @@ class TransformersFifo(ListScheduler):
         return not self._closed and len(self._scheduled) < self.max_num_seqs
 
     def choose(self, preempted: list[Request]) -> ScheduledTokens:
+        """The candidates in order, as far as budget, seats and blocks last; where nobody can be chosen, reset first."""
         scheduled, starved = self._attempt()
         while not scheduled and (reset := self._reset(starved)):
             for request in reset:

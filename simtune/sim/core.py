@@ -176,7 +176,7 @@ class EngineCore:
     _recorder: Recorder = field(init=False)
 
     def __post_init__(self) -> None:
-        self._timer = timer_for(self.costs, self.scheduler.decoding.drafting)
+        self._timer = timer_for(self.costs, self.scheduler.drafting)
         self.scheduler.tells_longest = self._timer.asks_longest
         self.virtual_engine = self.stepping.join(self)
 

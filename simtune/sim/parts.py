@@ -76,14 +76,11 @@ def brought(plan: Plan, costs: Sequence[StepCosts]) -> list[Brought]:
     """The parts of a plan that are not built in."""
     policies = {pool.batching.policy for pool in plan.pools} - set(POLICIES)
     routers = {r.kind for r in (plan.router, plan.decode_router) if isinstance(r, OwnRouting)}
-    speculating = [pool.speculation for pool in plan.pools if pool.speculation is not None]
     return [
         *(Brought("policy", name, POLICY.find(name)) for name in sorted(policies)),
         *(Brought("router", name, ROUTER.find(name)) for name in sorted(routers)),
         *dict.fromkeys(part for pool in plan.pools for part in _brought_drafting(pool.speculation)),
         *dict.fromkeys(own.part for own in costs if isinstance(own, OwnCosts)),
-        *(Brought("scheme", s.scheme.kind, type(s.scheme)) for s in speculating if s.scheme.kind not in SCHEMES),
-        *(Brought("drafter", s.drafter.kind, type(s.drafter)) for s in speculating if s.drafter.kind not in DRAFTERS),
     ]
 
 

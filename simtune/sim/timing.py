@@ -138,12 +138,12 @@ class DraftTimer(StepTimer):
     def mixed(self, step: Step, chunks: Chunks, completing: int) -> int:
         """The decodes verify their drafts beside the chunks."""
         return self._costs.round(
-            step.num_decodes, step.verify_tokens, step.draft_levels, step.context_tokens, chunks, completing
+            step.num_decodes, step.verify_tokens, step.draft_depth, step.context_tokens, chunks, completing
         )
 
     def decode(self, step: Step, most: int, time: JumpTime) -> None:
         """One round, or rounds whose ends are listed."""
-        costs, decodes, depth, contexts = self._costs, step.num_decodes, step.draft_levels, step.contexts
+        costs, decodes, depth, contexts = self._costs, step.num_decodes, step.draft_depth, step.contexts
         tokens = decodes + step.draft_tokens
         if most == 1 or contexts is None:
             time.take(costs.round(decodes, tokens, depth, step.context_tokens))

@@ -131,6 +131,6 @@ class World:
 
 
 def _use(core: EngineCore) -> EngineCoreUse:
-    kv, tally = core.scheduler.kv, core.scheduler.decoding.tally
+    kv, tally = core.scheduler.kv, core.scheduler.tally
     looked = (kv.queried_tokens, kv.hit_tokens) if isinstance(kv, PrefixCache) else ()
     return EngineCoreUse(core.pool, core.instance, core.virtual_engine, kv.total, core.busy, tally, *looked)

@@ -11,11 +11,11 @@ class Sealed(Request):
     """Its output length may be read where an engine sees that an answer is over, and by nobody who chooses."""
 
     __slots__ = ("_true",)
-    MAY_READ = frozenset({"Scheduler.add", "DecodeBatch.join", "VllmFcfs.complete", "ListScheduler._remaining"})
+    MAY_READ = frozenset({"Scheduler.add", "DecodeBatch.join", "BatchScheduler.complete", "ListScheduler._remaining"})
     CHOOSING = frozenset(
         {
             "choose", "key", "admit", "reservation", "steady_steps", "decode_all", "serve_prompts", "would_notice",
-            "_go_on", "_go_on_one_by_one", "_admit", "_victim",
+            "_schedule_running", "_schedule_one_by_one", "_schedule_waiting", "_victim",
         }
     )  # fmt: skip
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from simtune.engine import DraftingTerms, NextSteps, Request, Tally
+from simtune.engine import DraftingTerms, Request, Step, Tally
 
 
 class PlainBatch:
@@ -116,9 +116,11 @@ class PlainBatch:
     def blocks_of(self, member: Request) -> int:
         return max(0, -(-self._slots(member) // self._block_size) - self.held_by(member))
 
-    def next_steps(self, free: int, budget: int) -> NextSteps | None:
+    def next_step(self, free: int, budget: int) -> tuple[Step, int] | None:
         tokens, context, blocks = self.totals()
-        return NextSteps(tokens, context, blocks, 1, ()) if tokens <= budget and blocks <= free else None
+        if tokens > budget or blocks > free:
+            return None
+        return Step(self.count, context + tokens, [], [], 1, (), tokens - self.count, self.depth), blocks
 
     def blocks_for(self, steps: int, after: int = 0) -> int:
         raise AssertionError("it takes single steps")

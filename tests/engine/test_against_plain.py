@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simtune.engine import DraftingTerms, Request, VllmFcfs, VllmPriority
+from simtune.engine import DraftingTerms, Request, Step, VllmFcfs, VllmPriority
 from tests.engine.plain import PlainEngine, PlainRequest
 
 many = settings(max_examples=100, deadline=None)
@@ -108,6 +108,7 @@ FEATURES: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "async": lambda rng: {"async_scheduling": True},
     "swap": lambda rng: {"preemption": "swap"},
     "watermark": lambda rng: {"watermark_blocks": rng.randint(1, 5)},
+    "caching, async": lambda rng: {"prefix_caching": True, "async_scheduling": True},
     "priority, caching, async": lambda rng: {"priority": True, "prefix_caching": True, "async_scheduling": True},
     "drafts": lambda rng: drafting(rng),
     "drafts, async": lambda rng: {"async_scheduling": True} | drafting(rng),
@@ -148,44 +149,53 @@ def worlds(features: str) -> st.SearchStrategy[World]:
     return st.integers(0, 2**32).map(made)
 
 
+def follow(world: World) -> None:
+    """Step by step beside the plain engine."""
+    ours, plain, sent, step, done = world.engine(), world.plain(), 0, 0, 0
+    while done < len(world.load):
+        while sent < len(world.load) and (world.load[sent].at_step <= step or sent == done):
+            request = world.request(sent)
+            one = world.load[sent]
+            assert ours.add(request)
+            plain.add(PlainRequest(sent, request.prompt_tokens, request.output_tokens, one.priority, request.blocks))
+            sent += 1
+        expected = plain.step()
+        given = ours.schedule()
+        assert given is not None
+        past = {chunk.request: chunk.past for chunk in given.chunks}
+        assert {r.id: n for r, n in ours.composition().items()} == expected.scheduled
+        assert [r.id for r in ours.composition()] == list(expected.scheduled)
+        assert {r.id: past[r] for r in given.admitted} == expected.admitted
+        assert [r.id for r in given.preempted] == expected.preempted
+        context = sum(expected.past[i] + expected.scheduled[i] for i in expected.decodes)
+        assert (given.num_decodes, given.context_tokens) == (len(expected.decodes), context)
+        state = ours.kv.free, ours.num_running, ours.num_waiting
+        assert state == (expected.free, expected.running, expected.waiting)
+        progress = ours.complete()
+        assert [r.id for r in progress.first_token] == expected.first
+        assert sorted(r.id for r in progress.finished) == sorted(expected.finished)
+        done += len(expected.finished)
+        step += 1
+    while (given := ours.schedule()) is not None:  # to be discarded
+        assert [(r.id, n) for r, n in ours.composition().items()] == list(plain.step().scheduled.items())
+        assert ours.complete().finished == []
+    assert ours.kv.free == ours.kv.total == world.blocks
+
+
 @pytest.mark.parametrize("features", FEATURES)
 def test_every_step_is_that_of_the_plain_engine(features: str) -> None:
     @given(world=worlds(features))
     @many
     def check(world: World) -> None:
-        ours, plain, sent, step, done = world.engine(), world.plain(), 0, 0, 0
-        while done < len(world.load):
-            while sent < len(world.load) and (world.load[sent].at_step <= step or sent == done):
-                request = world.request(sent)
-                one = world.load[sent]
-                assert ours.add(request)
-                plain.add(
-                    PlainRequest(sent, request.prompt_tokens, request.output_tokens, one.priority, request.blocks)
-                )
-                sent += 1
-            expected = plain.step()
-            given = ours.schedule()
-            assert given is not None
-            past = {chunk.request: chunk.past for chunk in given.chunks}
-            assert {r.id: n for r, n in ours.composition().items()} == expected.scheduled
-            assert [r.id for r in ours.composition()] == list(expected.scheduled)
-            assert {r.id: past[r] for r in given.admitted} == expected.admitted
-            assert [r.id for r in given.preempted] == expected.preempted
-            context = sum(expected.past[i] + expected.scheduled[i] for i in expected.decodes)
-            assert (given.num_decodes, given.context_tokens) == (len(expected.decodes), context)
-            state = ours.kv.free, ours.num_running, ours.num_waiting
-            assert state == (expected.free, expected.running, expected.waiting)
-            progress = ours.complete()
-            assert [r.id for r in progress.first_token] == expected.first
-            assert sorted(r.id for r in progress.finished) == sorted(expected.finished)
-            done += len(expected.finished)
-            step += 1
-        while (given := ours.schedule()) is not None:  # to be discarded
-            assert [(r.id, n) for r, n in ours.composition().items()] == list(plain.step().scheduled.items())
-            assert ours.complete().finished == []
-        assert ours.kv.free == ours.kv.total == world.blocks
+        follow(world)
 
     check()
+
+
+def test_what_two_preempted_in_one_step_find_again() -> None:
+    """The first gives one block, which is not enough; the second is the one in need itself, and keeps what it gives."""
+    load = Load(0, 3, 1, 0, 0, 3), Load(0, 2, 4, 0, 0, 2), Load(0, 2, 5, 0, 0, 2)
+    follow(World(8, 1, 3, 20, load, {"prefix_caching": True, "async_scheduling": True}))
 
 
 @pytest.mark.parametrize("features", [name for name in FEATURES if "drafts" not in name])
@@ -218,12 +228,49 @@ def test_a_jump_is_as_many_single_steps(features: str) -> None:
             log += [(step, "finished", r.id) for r in progress.finished]
             done += len(progress.finished)
         assert engine.schedule() is None
-        cache = engine.prefix_cache
-        return log, (tokens, cache.hit_tokens if cache is not None else 0)
+        return log, (tokens, engine.kv.hit_tokens)
 
     @given(world=worlds(features))
     @many
     def check(world: World) -> None:
         assert run(world, jumps=True) == run(world, jumps=False)
+
+    check()
+
+
+@pytest.mark.parametrize("features", FEATURES)
+def test_the_pure_decode_step_is_that_of_the_whole_rule(features: str) -> None:
+    """It is written out for speed; the one without it takes the way of all other steps."""
+
+    def facts(engine: VllmFcfs, step: Step) -> tuple[Any, ...]:
+        now = step.num_decodes, step.context_tokens, step.draft_tokens, step.draft_depth, step.longest_context
+        discarding = step.discarded > 0  # then the whole rule gives single steps
+        coming = None if discarding else (step.repeat, step.contexts is not None and [*map(int, step.contexts)])
+        composition = [(r.id, n) for r, n in engine.composition().items()]
+        state = engine.kv.free, engine.num_running, engine.num_waiting, engine.unsettled
+        return composition, [r.id for r in step.preempted], step.discarded, now, coming, state
+
+    def run(world: World, decode_step: bool) -> list[Any]:
+        engine, sent, step, done = world.engine(), 0, 0, 0
+        if not decode_step:
+            engine._decode_step = lambda: None  # type: ignore[method-assign]
+        log: list[Any] = []
+        while done < len(world.load):
+            while sent < len(world.load) and (world.load[sent].at_step <= step or sent == done):
+                engine.add(world.request(sent))
+                sent += 1
+            given = engine.schedule()
+            assert given is not None
+            log.append(facts(engine, given))
+            progress = engine.complete()
+            log.append(([r.id for r in progress.first_token], [r.id for r in progress.finished], engine.kv.free))
+            done += len(progress.finished)
+            step += 1
+        return log
+
+    @given(world=worlds(features))
+    @many
+    def check(world: World) -> None:
+        assert run(world, decode_step=True) == run(world, decode_step=False)
 
     check()

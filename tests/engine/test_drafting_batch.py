@@ -104,10 +104,10 @@ class World:
         batch = PlainBatch if plain else DraftingBatch
 
         class Engine(base):  # type: ignore[misc, valid-type]
-            def _new_batch(self) -> Batch:
+            def _new_batch(self, speculation: DraftingTerms | None) -> Batch:
                 if self.async_scheduling:
-                    return super()._new_batch()
-                return batch(self.kv.block_size, self._speculation, self.max_model_len)
+                    return super()._new_batch(speculation)
+                return batch(self.kv.block_size, speculation, self.max_model_len)
 
         engine = Engine(
             num_blocks=blocks,
@@ -145,7 +145,7 @@ def test_every_step_is_that_of_the_plain_batch(scheme: str) -> None:
             assert b is not None
             compositions = [[(r.id, n) for r, n in e.composition().items()] for e in (ours, plain)]
             assert compositions[0] == compositions[1]
-            facts = [(x.num_decodes, x.context_tokens, x.draft_tokens, x.draft_levels, x.part) for x in (a, b)]
+            facts = [(x.num_decodes, x.context_tokens, x.draft_tokens, x.draft_depth, x.part) for x in (a, b)]
             assert facts[0] == facts[1]
             assert [r.id for r in a.preempted] == [r.id for r in b.preempted]
             assert (ours.kv.free, ours.num_running) == (plain.kv.free, plain.num_running)
@@ -180,16 +180,20 @@ def test_a_jump_is_as_many_single_steps(scheme: str, ahead: bool) -> None:
             given = engine.schedule()
             assert given is not None
             times = given.repeat if jumps else 1
-            if sent < len(load) and load[sent][0] < step + times:
-                times = load[sent][0] - step
+            while sent < len(load) and load[sent][0] < step + times:
+                if engine.would_notice():
+                    times = max(1, load[sent][0] - step)
+                    break
+                engine.add(load[sent][1])
+                sent += 1
             decodes, tokens = given.num_decodes, given.verify_tokens
-            log.append((step, decodes, given.context_tokens, tokens, given.draft_levels))
+            log.append((step, decodes, given.context_tokens, tokens, given.draft_depth))
             decodes, tokens = decodes - given.discarded, tokens - given.discarded_tokens
             if times > 1:
                 assert given.discarded or given.contexts[0] + tokens == given.context_tokens
                 saved_in_vain.append(given.discarded)
             for i, computed in enumerate(given.contexts[1:times] if times > 1 else (), start=1):
-                log.append((step + i, decodes, computed + tokens, tokens, given.draft_levels))
+                log.append((step + i, decodes, computed + tokens, tokens, given.draft_depth))
             log += [(step, "chunk", c.request.id, c.tokens) for c in given.chunks]
             progress = engine.complete(times)
             step += times

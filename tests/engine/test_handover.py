@@ -26,7 +26,7 @@ def engine(policy: type[VllmFcfs] = VllmFcfs, **changes: Any) -> VllmFcfs:
 def used_blocks(scheduler: VllmFcfs) -> int:
     """Blocks of everyone who should hold some, counted request by request; shared ones once."""
     batch, kv = scheduler.decoding, scheduler.kv
-    holders = [*scheduler.prefilling, *scheduler._held, *scheduler._ending]
+    holders = [*scheduler.prefilling, *scheduler._held, *scheduler._settling.ended]
     held = {r: kv.held_by(r) for r in holders}
     held |= {r: kv.blocks_for(r.known_tokens) for r in scheduler._reserved}
     for r in batch:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simtune.engine import Request, VllmFcfs, hit_rate
+from simtune.engine import PrefixCache, Request, VllmFcfs, hit_rate
 
 
 def engine(**changes: Any) -> VllmFcfs:
@@ -44,8 +44,7 @@ def test_only_whole_blocks_are_found_and_one_token_is_always_computed() -> None:
     assert serve(scheduler, Request(2, 13, 1, blocks=("a", "b", "c"))) == [12]
     assert serve(scheduler, Request(3, 11, 1, blocks=("a", "b"))) == [8]
     assert serve(scheduler, Request(4, 13, 1, blocks=("x", "b", "c"))) == [0]
-    cache = scheduler.prefix_cache
-    assert cache is not None
+    cache = scheduler.kv
     assert (cache.hit_tokens, cache.queried_tokens) == (28, 61)
 
 
@@ -143,8 +142,8 @@ def test_a_prompt_asked_for_again_and_again_stays_and_the_queue_stays_short() ->
     scheduler = VllmFcfs(
         num_blocks=8, block_size=1, max_num_seqs=1, max_num_batched_tokens=8, max_model_len=8, prefix_caching=True
     )
-    assert scheduler.prefix_cache is not None
-    cache = scheduler.prefix_cache
+    cache = scheduler.kv
+    assert isinstance(cache, PrefixCache)
 
     def ask(number: int, name: str) -> int:
         before = cache.hit_tokens

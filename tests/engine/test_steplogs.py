@@ -147,12 +147,12 @@ def follow(path: Path) -> None:
     assert engine.schedule() is None
     assert not engine.has_work
     assert engine.kv.free == engine.kv.total
-    if engine.prefix_cache is not None:
+    if options["enable_prefix_caching"]:
         first: dict[str, int] = {}
         for step in steps:
             first = step.get("admit", {}) | first
-        assert engine.prefix_cache.hit_tokens == sum(first.values())
-        assert engine.prefix_cache.queried_tokens == sum(line["prompt_len"] for line in read(path)[1])
+        assert engine.kv.hit_tokens == sum(first.values())
+        assert engine.kv.queried_tokens == sum(line["prompt_len"] for line in read(path)[1])
 
 
 @pytest.mark.parametrize("name", LOGS)

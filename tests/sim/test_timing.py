@@ -108,7 +108,7 @@ def test_a_scheduler_that_drafts_needs_costs_that_know_rounds() -> None:
             speculation=DraftingTerms(2, lambda request, number, drafts: 0),
         )
 
-    assert EngineCore(scheduler(), LinearCosts(1e-3)).scheduler.decoding.drafting
+    assert EngineCore(scheduler(), LinearCosts(1e-3)).scheduler.drafting
     with pytest.raises(TypeError, match=r"the scheduler drafts, and TwoMethods has no `round` and `rounds`"):
         EngineCore(scheduler(), TwoMethods())
 

@@ -2,6 +2,7 @@
 
 from simtune.engine.drafting.asynchronous import AsyncDraftingBatch
 from simtune.engine.drafting.batch import DraftingBatch
+from simtune.engine.drafting.needs import DraftNeeds
 from simtune.engine.drafting.terms import DraftingTerms
 
-__all__ = ["AsyncDraftingBatch", "DraftingBatch", "DraftingTerms"]
+__all__ = ["AsyncDraftingBatch", "DraftNeeds", "DraftingBatch", "DraftingTerms"]

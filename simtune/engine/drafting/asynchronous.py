@@ -15,11 +15,11 @@ from operator import attrgetter
 import numpy as np
 
 from simtune.arrays import Ints
-from simtune.engine.batch import NextSteps
 from simtune.engine.drafting.batch import DraftingBatch
 from simtune.engine.drafting.rounds import Course, PlannedRounds, RoundPlanner, joined
 from simtune.engine.drafting.terms import DraftingTerms
 from simtune.engine.request import Request
+from simtune.engine.step import Step
 
 
 class AsyncRoundPlanner(RoundPlanner):
@@ -174,21 +174,23 @@ class AsyncDraftingBatch(DraftingBatch):
         else:
             super().cut(member, tokens)
 
-    def next_steps(self, free: int, budget: int) -> NextSteps | None:
-        """See `Batch.next_steps`: of the first step some tokens may be discarded."""
+    def next_step(self, free: int, budget: int) -> tuple[Step, int] | None:
+        """See `Batch.next_step`: of the first repetition some tokens may be discarded."""
         if self._resting and self.rests:
             return None
         discarded = self._discarded
         if not discarded:
-            return super().next_steps(free, budget)
+            return super().next_step(free, budget)
         tokens, context, blocks = self.totals()
         if tokens > budget or blocks > free:
             return None
-        if not self._members:
-            return NextSteps(tokens, context, blocks, 1, (), discarded.tokens)
-        steps = super().next_steps(free - discarded.blocks, budget - discarded.tokens)
-        assert steps is not None
-        return NextSteps(tokens, context, blocks, steps.steps, steps.contexts, discarded.tokens)
+        step = Step(self.count, context + tokens, [], [], 1, (), tokens - self.count, self.depth)
+        step.discarded, step.discarded_tokens = len(discarded), discarded.tokens
+        if self._members:
+            going_on = super().next_step(free - discarded.blocks, budget - discarded.tokens)
+            assert going_on is not None
+            step.repeat, step.contexts = going_on[0].repeat, going_on[0].contexts
+        return step, blocks
 
     def steps_to_completion(self) -> int:
         """Steps until the first member is complete, or the drafts of some are others."""

@@ -12,12 +12,13 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import ClassVar
 
 from simtune.arrays import Ints
-from simtune.engine.batch import NextSteps, Tally
+from simtune.engine.batch import Tally
 from simtune.engine.drafting.calendar import Calendar
 from simtune.engine.drafting.counts import DraftCounts
 from simtune.engine.drafting.rounds import PlannedRounds, RoundPlanner
 from simtune.engine.drafting.terms import DraftingTerms
 from simtune.engine.request import Request
+from simtune.engine.step import Step
 
 
 class DraftingBatch:
@@ -123,19 +124,23 @@ class DraftingBatch:
         width = 1 + self._terms.max_drafts
         self._enter(member, self._planner.padded(member, plan.end, plan.drafts, width, behind=self._behind(member)))
 
-    def next_steps(self, free: int, budget: int) -> NextSteps | None:
-        """What members do next as long as it remains the same; None where the first step's new blocks number more than
-        `free`, or its tokens more than `budget`.
-        """
+    def next_step(self, free: int, budget: int) -> tuple[Step, int] | None:
+        """The step, repeated until a member is complete, drafts are others, or blocks run short; see
+        `Batch.next_step`."""
         calendar = self._calendar
         tokens = calendar.tokens
         if tokens > budget:
             return None
-        steps = self.steps_to_completion()
-        if calendar.ragged or not self._roomy(free, steps):
-            steps = self.steps_that_fit(free, steps)
-        context, blocks, contexts = calendar.read(steps)
-        return NextSteps(tokens, context, blocks, steps, contexts) if blocks <= free else None
+        repeat = self.steps_to_completion()
+        if calendar.ragged or not self._roomy(free, repeat):
+            repeat = self.steps_that_fit(free, repeat)
+        context, blocks, contexts = calendar.read(repeat)
+        if blocks > free:
+            return None
+        step = Step(self.count, context + tokens, [], [], repeat, (), tokens - self.count, self.depth)
+        if repeat > 1:
+            step.contexts = contexts
+        return step, blocks
 
     def contexts(self, steps: int) -> Ints:
         """The members' computed tokens before each of the next `steps` steps."""

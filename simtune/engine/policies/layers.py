@@ -6,7 +6,8 @@ from typing import Unpack
 
 from simtune.engine.policies.listed import ScheduledTokens, StallFree
 from simtune.engine.request import Request
-from simtune.engine.scheduler import Progress, Settings, Step
+from simtune.engine.scheduler import Settings
+from simtune.engine.step import Progress, Step
 
 
 class PriorityLayers(StallFree):

@@ -21,7 +21,8 @@ from operator import attrgetter
 from typing import Any, Unpack
 
 from simtune.engine.request import Request
-from simtune.engine.scheduler import Chunk, Progress, Scheduler, Settings, Step
+from simtune.engine.scheduler import Scheduler, Settings
+from simtune.engine.step import Chunk, Progress, Step
 
 ScheduledTokens = dict[Request, int]
 """Tokens of each request in a step, in the order in which they were given."""

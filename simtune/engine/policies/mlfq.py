@@ -10,7 +10,8 @@ from typing import Unpack
 
 from simtune.engine.policies.listed import ListScheduler, ScheduledTokens
 from simtune.engine.request import Request
-from simtune.engine.scheduler import Progress, Settings
+from simtune.engine.scheduler import Settings
+from simtune.engine.step import Progress
 
 
 @dataclass(slots=True)

@@ -7,7 +7,8 @@ from typing import Unpack
 
 from simtune.engine.policies.listed import ListScheduler, ScheduledTokens
 from simtune.engine.request import Request
-from simtune.engine.scheduler import Chunk, Progress, Settings, Step
+from simtune.engine.scheduler import Settings
+from simtune.engine.step import Chunk, Progress, Step
 
 
 @dataclass(slots=True)

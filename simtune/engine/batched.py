@@ -1,0 +1,279 @@
+"""The common ground of schedulers that keep their residents in a `Batch`.
+
+A rule that decides by the batch as a whole (does all of it fit the blocks, the budget) costs the same for a thousand
+residents as for one, and many steps can be taken at once. What follows from a rule's choice stands here: the step and
+its repetitions, tokens delivered, and what vLLM calls features, each a small object of its own:
+
+* prefix caching: `KvBlocks` or `PrefixCache`;
+* drafts: the kind of batch, and `DraftNeeds`;
+* synchronous or asynchronous scheduling: `Settling`;
+* preemption by recomputation or swap: `Preemption`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, Unpack
+
+from simtune.engine.batch import Batch, DecodeBatch, Tally
+from simtune.engine.drafting import AsyncDraftingBatch, DraftingBatch, DraftingTerms, DraftNeeds
+from simtune.engine.preemption import Preemption, Recompute, Swap
+from simtune.engine.prefix import PrefixCache
+from simtune.engine.request import Request
+from simtune.engine.scheduler import Scheduler, Settings
+from simtune.engine.settling import OneStepLate, Settling, Synchronous
+from simtune.engine.step import Chunk, Progress, Step
+
+
+class BatchSettings(Settings, total=False):
+    """The settings of a `BatchScheduler`."""
+
+    prefix_caching: bool
+    hash_block_tokens: int | None
+    async_scheduling: bool
+    preemption: Literal["recompute", "swap"]
+    speculation: DraftingTerms | None
+
+
+class BatchScheduler(Scheduler):
+    """Residents that decode are in `decoding`, those whose prompt is under way in `prefilling`."""
+
+    offers = frozenset({"async_scheduling", "prefix_caching", "speculation", "swap", "watermark"})
+
+    def __init__(
+        self,
+        *,
+        prefix_caching: bool = False,
+        hash_block_tokens: int | None = None,
+        async_scheduling: bool = False,
+        preemption: Literal["recompute", "swap"] = "recompute",
+        speculation: DraftingTerms | None = None,
+        **settings: Unpack[Settings],
+    ) -> None:
+        """`hash_block_tokens` is the size of the blocks that requests name for prefix caching: block_size unless given.
+
+        Raises ValueError, also for features that do not go together.
+        """
+        super().__init__(**settings)
+        if prefix_caching and preemption == "swap":
+            raise ValueError("preemption by swap does not go with prefix caching")
+        if async_scheduling and speculation is not None and (speculation.stops or speculation.shares):
+            raise ValueError("async_scheduling does not go with drafts whose number is known only when they are made")
+        if prefix_caching:
+            total, block_size = self.kv.total, self.kv.block_size
+            drops_last_hit = speculation is not None and speculation.drops_last_hit
+            self.kv = PrefixCache(total, block_size, hash_block_tokens or block_size, drops_last_hit)
+        self.async_scheduling = async_scheduling
+        self.decoding = self._new_batch(speculation)
+        self.prefilling: list[Request] = []
+        """Residents whose prompt (or recomputation) is under way, in order of admission."""
+        self._needs = DraftNeeds.of(speculation, self.max_num_batched_tokens, self.max_model_len)
+        self._settling: Settling = (OneStepLate if async_scheduling else Synchronous)(self.decoding, self._free_request)
+        self._preemption: Preemption = Swap() if preemption == "swap" else Recompute()
+        self._preempted: list[Request] = []  # since the latest step
+        self._swapped_out_blocks = 0  # theirs
+        self._left_out: list[Request] = []  # members of the batch without a part in the step under way
+
+    def _new_batch(self, speculation: DraftingTerms | None) -> Batch:
+        if speculation is None:
+            return DecodeBatch(self.kv.block_size)
+        batch = AsyncDraftingBatch if self.async_scheduling else DraftingBatch
+        return batch(self.kv.block_size, speculation, self.max_model_len)
+
+    # --- what is here -----------------------------------------------------------------------------------------
+
+    @property
+    def drafting(self) -> bool:
+        """Whether requests that decode may compute more than one token in a step: their drafts."""
+        return self.decoding.drafting
+
+    @property
+    def tally(self) -> Tally:
+        """What verifications of drafts came to so far."""
+        return self.decoding.tally
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait as the engine sees it, those included that were preempted after they had ended."""
+        return len(self.waiting) + self._settling.num_preempted
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold a seat as the engine sees it, those included that have ended without its knowing."""
+        here = self.decoding.count + len(self.prefilling) + len(self._reserved)
+        return here + len(self._settling.ended) + len(self._left_out)
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether seats or blocks will come free with the step under way, though nobody finishes in it."""
+        return self._settling.num_ended > 0
+
+    def emitted(self, request: Request) -> int:
+        """Output tokens that a request which is here has delivered so far."""
+        return self.decoding.emitted_by(request) if request.decoding else request.emitted
+
+    def composition(self) -> dict[Request, int]:
+        """Tokens of each request in the step given last, decodes first. Costs O(residents)."""
+        assert self._under_way is not None, "no step is under way"
+        tokens = {request: self.decoding.width_of(request) for request in self.decoding}
+        return tokens | {chunk.request: chunk.tokens for chunk in self._under_way.chunks}
+
+    # --- the step ---------------------------------------------------------------------------------------------
+
+    def _decode_step(self) -> Step | None:
+        """The step in which the batch does nothing but decode, as most are; None where there is more to do, or budget
+        or blocks are short.
+
+        Written out for speed: the rule and `_step` come to the same.
+        """
+        batch = self.decoding
+        if self.waiting or self.prefilling or self._left_out or self._preempted or not batch.count:
+            return None
+        decodes = batch.next_step(self.kv.free, self.max_num_batched_tokens - self._needs.extra_slots * batch.count)
+        if decodes is None:
+            return None
+        step, blocks = decodes
+        if self.tells_longest:
+            step.longest_context = batch.longest_context
+        if blocks:
+            self.kv.take(blocks)
+        self._under_way = step
+        return step
+
+    def _step(self, chunks: list[Chunk], newcomers: list[Chunk], repeats: bool) -> Step:
+        """The step of the batch, the chunks of residents and those of newcomers, the blocks for all of them taken.
+
+        Where there are no chunks, it `repeats` as long as members do the same and blocks suffice.
+        """
+        batch, count, preempted = self.decoding, self.decoding.count, self._preempted
+        tokens, context, blocks = batch.totals()
+        step = self._under_way = Step(count, context + tokens, chunks, preempted)
+        if batch.drafting:
+            step.draft_tokens, step.draft_depth, step.discarded = tokens - count, batch.depth, len(batch.discarded)
+        elif count and self.tells_longest:
+            step.longest_context = batch.longest_context
+        if preempted:
+            self._preempted = []
+            step.swapped_out_blocks, self._swapped_out_blocks = self._swapped_out_blocks, 0
+        if newcomers:
+            chunks += newcomers
+            step.admitted = [chunk.request for chunk in newcomers]
+            resumed = [chunk.past for chunk in newcomers if chunk.request.preemptions]
+            step.swapped_in_blocks = self._preemption.resume(resumed, self.kv)
+        if repeats and not chunks and not self._left_out:
+            self._repeat(step, blocks)
+        return step
+
+    def _repeat(self, step: Step, blocks: int) -> None:
+        """Let a step without chunks be repeated; the first repetition's `blocks` are taken already."""
+        batch = self.decoding
+        if step.discarded or (self._settling.ended and self.waiting):
+            return  # with it blocks and seats come free
+        step.repeat = batch.steps_that_fit(self.kv.free + blocks, batch.steps_to_completion())
+        if step.repeat > 1:
+            step.contexts = batch.contexts(step.repeat)
+
+    def _allocate(self, prompt: Request, num_tokens: int, new_blocks: int, padding: int = 0) -> Chunk:
+        """Take blocks for the next tokens of a prompt under way."""
+        if new_blocks:
+            self.kv.take(new_blocks)
+        if self._needs.lookahead or padding:  # else they are those that will be computed
+            prompt.reserved_tokens = max(prompt.reserved_tokens, self._needs.slots(prompt.computed, num_tokens))
+        self.kv.name(prompt, prompt.computed + num_tokens - padding)
+        return Chunk(prompt, prompt.computed, num_tokens, padding)
+
+    def _preempt(self, victim: Request, scheduled: bool) -> None:
+        """Take the blocks of a resident, which is `scheduled` if it has tokens in the coming step; it waits again."""
+        self._preempted.append(victim)
+        if self._settling.has_ended(victim):
+            self._settling.preempt(victim, scheduled)
+            return
+        if victim.decoding:
+            self.decoding.leave(victim)
+        else:
+            self.prefilling.remove(victim)
+        named_tokens = self._settling.named_tokens(victim, scheduled)
+        self._swapped_out_blocks += self._preemption.preempt(victim, self.kv, named_tokens)
+        victim.preemptions += 1
+        self.waiting.appendleft(victim)
+
+    def _leave_out(self, residents: Iterable[Request]) -> None:
+        """Let the coming step go on without these: those that decode leave the batch for so long."""
+        for request in residents:
+            if request.decoding:
+                ended = self._settling.has_ended(request)
+                self.decoding.leave(request)
+                if ended:
+                    self._settling.finish(request)
+                else:
+                    self._left_out.append(request)
+
+    def _rejoin(self) -> None:
+        """The step is over: those left out are in the batch again."""
+        for request in self._left_out:
+            self.decoding.rejoin(request)
+        self._left_out.clear()
+
+    def complete(self, repetitions: int = 1) -> Progress:
+        """The step given last has run so often: see `Scheduler.complete`."""
+        step, self._under_way = self._under_way, None
+        assert step is not None
+        assert 1 <= repetitions <= step.repeat
+        progress, batch, settling = Progress(), self.decoding, self._settling
+        settling.settle(batch.end_discarded() if step.discarded else ())
+        # The first repetition's blocks were taken with the step, those of the others are taken now.
+        more_blocks = batch.blocks_for(repetitions - 1, 1) if repetitions > 1 else 0
+        finished = batch.advance(repetitions)
+        if more_blocks:
+            self.kv.take(more_blocks)
+        for request in finished:
+            progress.finished.append(request)
+            settling.finish(request)
+        for chunk in step.chunks:
+            request = chunk.request
+            request.computed += chunk.tokens - chunk.padding
+            if request.computed < request.prompt_tokens + request.emitted:
+                continue
+            self.prefilling.remove(request)
+            request.emitted += 1
+            if request.emitted == 1:
+                progress.first_token.append(request)
+            batch.join(request, chunk.padding)
+            if request.emitted == request.output_tokens:
+                batch.leave(request)
+                progress.finished.append(request)
+                settling.finish(request)
+        if self._left_out:
+            self._rejoin()
+        if batch.drafting:
+            for request in batch.draft(step.num_decodes + len(step.chunks)):
+                settling.ended.remove(request)  # it is in the next step all the same
+        return progress
+
+    # --- requests come and go ---------------------------------------------------------------------------------
+
+    def release(self, request: Request) -> None:
+        """Give back the blocks of a request that is held or expected; of one that has ended, when the engine knows."""
+        if self._settling.has_ended(request):
+            request.hold = False
+        else:
+            super().release(request)
+
+    def _enter(self, request: Request) -> None:
+        self.decoding.join(request)
+        if self._needs.padding_after(request.computed):
+            self.decoding.pad(request)
+        else:
+            self.decoding.cut(request, 1)  # nobody has made drafts for it yet
+        self.kv.name(request, request.computed)
+
+    def _lose_residents(self) -> list[Request]:
+        self._rejoin()
+        self._held.update((request, None) for request in self._settling.abandon() if request.hold)
+        self._preempted, self._swapped_out_blocks = [], 0
+        lost = list(self.decoding)
+        for request in lost:
+            self.decoding.leave(request)
+        lost += self.prefilling
+        self.prefilling = []
+        return lost

@@ -1,0 +1,49 @@
+"""What becomes of the keys and values of a preempted request: computed again, or kept in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from simtune.engine.kv import KvBlocks
+from simtune.engine.request import Request
+
+
+class Preemption(Protocol):
+    """What a preempted request loses, and what it costs to bring it back. Counts are KV blocks."""
+
+    def preempt(self, victim: Request, kv: KvBlocks, named_tokens: int) -> int:
+        """Release the blocks of a request that is no resident any more, of which so many tokens can be found again;
+        returns how many of the blocks go to host memory."""
+
+    def resume(self, pasts: Iterable[int], kv: KvBlocks) -> int:
+        """How many blocks come back from host memory for preempted requests that are admitted with so many tokens
+        computed."""
+
+
+class Recompute:
+    """All is lost: prompt and delivered tokens are computed again, as one prompt."""
+
+    def preempt(self, victim: Request, kv: KvBlocks, named_tokens: int) -> int:
+        """Release the victim's blocks; nothing of it is computed any more."""
+        kv.release(victim, named_tokens, returns=True)
+        victim.computed = 0
+        return 0
+
+    def resume(self, pasts: Iterable[int], kv: KvBlocks) -> int:
+        """None: what is computed was found in the prefix cache."""
+        return 0
+
+
+class Swap:
+    """Nothing is lost: all blocks go to host memory, and those with tokens in them come back."""
+
+    def preempt(self, victim: Request, kv: KvBlocks, named_tokens: int) -> int:
+        """Release the victim's blocks; returns how many they are. What is computed stays computed."""
+        blocks = kv.held_by(victim)
+        kv.release(victim, named_tokens, returns=True)
+        return blocks
+
+    def resume(self, pasts: Iterable[int], kv: KvBlocks) -> int:
+        """The blocks that the computed tokens fill."""
+        return sum(map(kv.blocks_for, pasts))
