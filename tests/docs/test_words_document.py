@@ -27,13 +27,9 @@ KEPT = {
 }
 """Names in which such a word says something else, or that files have."""
 
-NOT_YET = tuple(f"simtune/engine/{name}.py" for name in ("kv", "prefix", "scheduler", "vllm"))
-"""Modules whose names are still of an earlier time."""
-
 NAMES = [
-    (file, name)
+    (str(path.relative_to(ROOT)), name)
     for path in reading.sources()
-    if (file := str(path.relative_to(ROOT))) not in NOT_YET
     for name in sorted(reading.names(reading.parsed(path)) - set(KEPT))
 ]
 
