@@ -55,7 +55,7 @@ class TransformersFifo(ListScheduler):
         return not self._closed and len(self._scheduled) < self.max_num_seqs
 
     def choose(self, preempted: list[Request]) -> ScheduledTokens:
-        """The candidates in order, as far as budget, seats and blocks last; where nobody can be chosen, reset first."""
+        """Candidates in order, each with its next tokens; where nobody can be chosen, residents are reset first."""
         scheduled, starved = self._attempt()
         while not scheduled and (reset := self._reset(starved)):
             for request in reset:

@@ -24,7 +24,6 @@ from simtune.specs.base import Spec
 from simtune.specs.drafters import DRAFTERS
 from simtune.specs.plan import POLICY_GROUP, ROUTER_GROUP, Batching, OwnRouting, Plan, Pool, Routing
 from simtune.specs.schemes import SCHEMES
-from simtune.specs.speculation import Speculation
 from simtune.specs.study import Study
 
 POLICY: Family[Scheduler] = Family("policy", POLICY_GROUP, POLICIES, Scheduler)  # type: ignore[type-abstract]
@@ -79,19 +78,20 @@ def brought(plan: Plan, costs: Sequence[StepCosts]) -> list[Brought]:
     return [
         *(Brought("policy", name, POLICY.find(name)) for name in sorted(policies)),
         *(Brought("router", name, ROUTER.find(name)) for name in sorted(routers)),
-        *dict.fromkeys(part for pool in plan.pools for part in _brought_drafting(pool.speculation)),
         *dict.fromkeys(own.part for own in costs if isinstance(own, OwnCosts)),
+        *dict.fromkeys(_brought_drafting(plan)),
     ]
 
 
-def _brought_drafting(speculation: Speculation | None) -> Iterator[Brought]:
-    if speculation is None:
-        return
-    scheme, drafter = speculation.scheme, speculation.drafter
-    if scheme.kind not in SCHEMES:
-        yield Brought("scheme", scheme.kind, type(scheme))
-    if drafter.kind not in DRAFTERS:
-        yield Brought("drafter", drafter.kind, type(drafter))
+def _brought_drafting(plan: Plan) -> Iterator[Brought]:
+    """Schemes and drafters that are not built in."""
+    for pool in plan.pools:
+        if pool.speculation is not None:
+            scheme, drafter = pool.speculation.scheme, pool.speculation.drafter
+            if scheme.kind not in SCHEMES:
+                yield Brought("scheme", scheme.kind, type(scheme))
+            if drafter.kind not in DRAFTERS:
+                yield Brought("drafter", drafter.kind, type(drafter))
 
 
 @contextmanager

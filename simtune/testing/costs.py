@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from inspect import getattr_static
+from itertools import accumulate
+from operator import index
 from typing import ClassVar
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simtune.costs.protocol import StepCosts
+from simtune.costs.protocol import ImbalanceCosts, RoundCosts, StepCosts
 from simtune.sim.parts import Costs, OwnCosts
 from simtune.testing.policies import many
 
@@ -19,6 +22,7 @@ class CostSuite:
     costs: ClassVar[Costs]
     max_num_seqs: ClassVar[int] = 256
     max_model_len: ClassVar[int] = 8192
+    max_num_batched_tokens: ClassVar[int] = 8192
     """What the costs are asked about, at most."""
 
     def make(self) -> Costs:
@@ -62,13 +66,47 @@ class CostSuite:
     @many
     def test_the_same_step_takes_the_same_time(self, data: st.DataObject) -> None:
         """Whatever was asked before."""
-        chunk = st.integers(1, self.max_model_len).flatmap(
-            lambda end: st.integers(0, end - 1).map(lambda past: (past, end - past))
-        )
         batch = data.draw(st.sampled_from([self.batch(data), (0, 0)]))
-        parts = data.draw(st.lists(chunk, min_size=int(batch[0] == 0), max_size=4))
+        parts, budget = [], self.max_num_batched_tokens - batch[0]
+        for _ in range(data.draw(st.integers(int(batch[0] == 0), 4))):
+            if budget:
+                new = data.draw(st.integers(1, min(budget, self.max_model_len)))
+                parts.append((data.draw(st.integers(0, self.max_model_len - new)), new))
+                budget -= new
         model, samples = self.model, batch[0] + len(parts)
         ticks = model.mixed(*batch, parts, samples)
         if batch[0]:
             model.decode(*batch)
         assert model.mixed(*batch, list(parts), samples) == ticks, "the same step takes another time when asked again"
+
+    @given(st.data())
+    @many
+    def test_load_imbalance_stays_while_nobody_comes_or_goes(self, data: st.DataObject) -> None:
+        """Where the costs know of it: all contexts grow alike, and so the ticks on top stay as they are."""
+        costs = self.make()
+        if not isinstance(costs, ImbalanceCosts) or costs.balanced:
+            return
+        num_decodes = data.draw(st.integers(1, self.max_num_seqs))
+        longest = data.draw(st.integers(2, self.max_model_len // 2))
+        context = data.draw(st.integers(longest + num_decodes - 1, longest * num_decodes))
+        steps, with_chunks = data.draw(st.integers(0, self.max_model_len // 2)), data.draw(st.booleans())
+        ticks = costs.imbalance(num_decodes, context, longest, with_chunks)
+        assert index(ticks) >= 0, "imbalance makes a step shorter"
+        later = costs.imbalance(num_decodes, context + steps * num_decodes, longest + steps, with_chunks)
+        assert later == ticks, f"imbalance adds {ticks} ticks to a step and {later} to the same {steps} steps later"
+
+    @given(st.data())
+    @many
+    def test_rounds_end_when_one_after_the_other_does(self, data: st.DataObject) -> None:
+        """Where the costs know of drafts: the law of `RoundCosts`."""
+        costs = self.make()
+        if not isinstance(costs, RoundCosts):
+            return
+        num_decodes, depth = data.draw(st.integers(1, self.max_num_seqs)), data.draw(st.integers(1, 4))
+        verified = num_decodes * (1 + depth)
+        most = num_decodes * (self.max_model_len - 1 - depth)
+        computed = sorted(data.draw(st.lists(st.integers(num_decodes, most), min_size=1, max_size=6)))
+        ticks = [costs.round(num_decodes, verified, depth, context + verified) for context in computed]
+        ends = [index(end) for end in costs.rounds(num_decodes, verified, depth, np.array(computed))]
+        assert min(ticks) >= 1, "time stands still in a round"
+        assert ends == list(accumulate(ticks)), "rounds told together end at other ticks than one by one"

@@ -11,10 +11,12 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from simtune.engine import Request, Scheduler
+from simtune.testing.clusters import check, of_policy
 from simtune.testing.driver import Driver, SmallWorld, small_worlds, to_the_end
 
 # Each subclass of a suite runs the same functions; hypothesis would take that for a mistake.
 many = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
+few = settings(many, max_examples=40, suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow])
 
 
 class PolicySuite:
@@ -91,6 +93,14 @@ class PolicySuite:
         until = short.finish_of(number)
         for step in range(until):
             assert short.scheduled.get(step) == long.scheduled.get(step), f"step {step} goes by the length of {number}"
+
+    @given(st.data())
+    @few
+    def test_in_clusters_under_the_clock_nothing_is_lost_and_jumps_equal_single_steps(
+        self, data: st.DataObject
+    ) -> None:
+        """In pools and pipelines, handing over KV caches, with instances that come, fail and switch."""
+        check(data.draw(of_policy(self.policy, self.options, self.constants)))
 
     def test_an_instance_that_is_lost_is_as_new(self) -> None:
         """After any number of steps, in the middle of one or not."""

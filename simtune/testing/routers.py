@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, cast
 
 from hypothesis import given
@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from simtune.sim.core import EngineCore
 from simtune.sim.router import Need, Router
-from simtune.testing.policies import many
+from simtune.testing.clusters import SESSIONS, check, clusters
+from simtune.testing.policies import few, many
 from simtune.testing.sealed import Sealed
 
-SESSIONS = 5
 BLOCK_TOKENS = 4
 
 
@@ -136,6 +136,15 @@ class RouterSuite:
         assert self.choices(story, count) == self.choices(story, count), (
             "the same story has other choices when it comes again"
         )
+
+    @given(st.data())
+    @few
+    def test_in_clusters_under_the_clock_nothing_is_lost_and_jumps_equal_single_steps(
+        self, data: st.DataObject
+    ) -> None:
+        """Before prefill and decode pools too, with instances that come, fail and switch."""
+        cluster = data.draw(clusters(apart=data.draw(st.booleans()), failing=data.draw(st.booleans())))
+        check(replace(cluster, router=self.router, router_options=self.options, cores=[]))
 
     @given(st.integers(1, 6), st.sets(st.integers(0, 5)))
     @many

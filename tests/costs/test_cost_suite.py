@@ -9,6 +9,7 @@ from simtune.costs.protocol import StepCosts
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import Batching, Pool
 from simtune.testing import CostSuite
+from simtune.testing.clusters import ImbalancedCosts
 
 
 @functools.cache
@@ -23,7 +24,7 @@ class TestLinear(CostSuite):
 
 
 class TestCompiled(CostSuite):
-    max_num_seqs, max_model_len = 64, 2048
+    max_num_seqs, max_model_len, max_num_batched_tokens = 64, 2048, 2048
 
     def make(self) -> StepCosts:
         return compiled("llama-3.1-8b")
@@ -32,3 +33,7 @@ class TestCompiled(CostSuite):
 class TestCompiledWithExperts(TestCompiled):
     def make(self) -> StepCosts:
         return compiled("mixtral-8x7b")
+
+
+class TestImbalanced(CostSuite):
+    costs = ImbalancedCosts(step_s=5e-3)

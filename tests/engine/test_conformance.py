@@ -9,6 +9,7 @@ import pytest
 from simtune.engine import POLICIES, Request, Scheduler
 from simtune.testing import PolicySuite
 from simtune.testing.driver import to_the_end
+from tests.engine.small import SMALL
 
 CONSERVE_WORK = {
     "vllm-fcfs",
@@ -21,9 +22,6 @@ CONSERVE_WORK = {
 }
 """Policies that leave nobody waiting who could have come in. The others have their reasons: a batch or a step that is
 under way, a margin of free blocks, blocks kept for the longest possible answer."""
-
-SMALL = {"SHORT_TOKENS": 16, "LEVELS": 4, "PATIENCE": 60, "PROMPT_TOKENS_PER_ITERATION": 8, "PARTS": 3}
-"""The policies' own constants, on the scale of small worlds."""
 
 
 def no_excuse(suite: PolicySuite, scheduler: Scheduler, in_step: int) -> bool:

@@ -22,8 +22,8 @@ from simtune.sim.result import Result
 from simtune.sim.summary import SimulationSummary, Uncertainty, is_uncertain
 from simtune.specs.base import Record
 from simtune.specs.catalog import load_hardware, load_model
+from simtune.specs.drafters import Eagle
 from simtune.specs.plan import Pool
-from simtune.specs.speculation import Eagle
 from simtune.specs.study import DrafterChoice
 from simtune.tuner.drafting import Contexts, schedule
 

@@ -12,7 +12,7 @@ from simtune.sim.core import EngineCore, KvConnector
 from simtune.sim.link import TransferLink
 from simtune.sim.router import LeastOutstanding
 from simtune.sim.world import World
-from tests.sim.worlds import stream_of
+from simtune.testing.clusters import stream_of
 
 
 def engine() -> VllmFcfs:

@@ -15,7 +15,8 @@ from simtune.sim.core import EngineCore
 from simtune.sim.outcome import Outcome
 from simtune.sim.stepping import DpGroup
 from simtune.sim.world import World
-from tests.sim.worlds import Setting, settings, stream_of
+from simtune.testing.clusters import stream_of
+from tests.sim.worlds import Setting, settings
 
 
 def run(world: Setting, *, single_steps: bool = False) -> tuple[Outcome, list[EngineCore]]:

@@ -22,7 +22,7 @@ from simtune.sim.requests import RequestStream
 from simtune.sim.router import ROUTERS, RoundRobin
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import POLICY_NAMES, Batching, OwnRouting, Plan, Pool, Routing
-from tests.sim.worlds import stream_of
+from simtune.testing.clusters import stream_of
 
 KINDS = {
     variant.model_fields["kind"].default: variant.model_fields

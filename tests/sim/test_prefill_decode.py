@@ -24,7 +24,7 @@ from simtune.sim.world import World
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import Batching, Failure, KvLink, Plan, Pool
 from simtune.specs.workload import FixedLength, Lognormal, Poisson, Workload
-from tests.sim.worlds import stream_of
+from simtune.testing.clusters import stream_of
 
 PLENTY = 10**6
 

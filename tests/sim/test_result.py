@@ -19,7 +19,8 @@ from simtune.sim.requests import RequestStream
 from simtune.sim.result import MissBudget, Result
 from simtune.sim.world import World
 from simtune.specs.workload import Slo
-from tests.sim.worlds import Setting, settings, stream_of
+from simtune.testing.clusters import stream_of
+from tests.sim.worlds import Setting, settings
 
 
 def served(stream: RequestStream, slo: Slo | None = None, step_s: float = 1.0, seqs: int = 4) -> Result:

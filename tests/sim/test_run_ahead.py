@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from simtune.engine import POLICIES, DraftingTerms, Request
 from simtune.sim.outcome import Outcome
-from tests.sim.clusters import Cluster, clusters, of_policy
+from simtune.testing.clusters import Cluster, clusters, of_policy
+from tests.engine.small import SMALL
 from tests.sim.worlds import Setting, settings
 
 many = hypothesis_settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
@@ -53,7 +54,7 @@ def test_clusters(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_policies(policy: str) -> None:
-    @given(of_policy(policy))
+    @given(of_policy(POLICIES[policy], constants=SMALL))
     @few
     def compare(cluster: Cluster) -> None:
         check(cluster)

@@ -41,12 +41,10 @@ from simtune.specs.schemes import (
     TokenBudget,
 )
 from simtune.specs.speculation import Speculation
+from simtune.testing.clusters import Cluster, check, clusters, stream_of
 from simtune.tuner.drafting import chain, tree
 from tests.oracles import chain as exact
 from tests.oracles import overlap
-from tests.sim.clusters import Cluster, clusters
-from tests.sim.test_cluster import check
-from tests.sim.worlds import stream_of
 
 MODEL, HARDWARE = load_model("llama-3.1-8b"), load_hardware("h100-sxm")
 

@@ -16,7 +16,8 @@ from simtune.costs.compiled import LinearCosts
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.sim.result import Result
 from simtune.sim.statistics import BATCHES, TokenIntervals, batch_means, warm_up
-from tests.sim.worlds import Setting, stream_of
+from simtune.testing.clusters import stream_of
+from tests.sim.worlds import Setting
 
 
 def autoregressive(rng: np.random.Generator, n: int, correlation: float, mean: float = 10.0) -> Array:

@@ -14,8 +14,8 @@ from simtune.costs.protocol import ImbalanceCosts, RoundCosts, StepCosts
 from simtune.engine import DraftingTerms, Step, VllmFcfs
 from simtune.sim.core import EngineCore
 from simtune.sim.timing import DraftTimer, ImbalanceTimer, JumpTime, PlainTimer, timer_for
-from tests.sim.clusters import ImbalancedCosts
-from tests.sim.worlds import Kinked, Setting, stream_of
+from simtune.testing.clusters import ImbalancedCosts, stream_of
+from tests.sim.worlds import Kinked, Setting
 
 
 class TwoMethods:

@@ -14,7 +14,8 @@ from simtune.engine import VllmFcfs
 from simtune.sim.core import EngineCore
 from simtune.sim.outcome import Outcome
 from simtune.sim.world import World
-from tests.sim.worlds import Setting, settings, stream_of
+from simtune.testing.clusters import stream_of
+from tests.sim.worlds import Setting, settings
 
 COLUMNS = ("scheduled", "first_token", "finish", "preemptions")
 

@@ -16,6 +16,7 @@ from simtune.sim.core import EngineCore, Stepping
 from simtune.sim.outcome import Outcome
 from simtune.sim.requests import RequestStream
 from simtune.sim.world import World
+from simtune.testing.clusters import stream_of
 from tests.engine.plain import PlainEngine, PlainRequest
 
 
@@ -108,28 +109,6 @@ class Setting:
             for r in everyone.values():
                 out["preemptions"][r.id] = r.preemptions
         return out
-
-
-def stream_of(
-    arrival_s: Sequence[float] | None,
-    prompt: Sequence[int],
-    output: Sequence[int],
-    *,
-    users: int = 0,
-    think_s: float = 0.0,
-) -> RequestStream:
-    n = len(prompt)
-    return RequestStream(
-        arrival_s=None if arrival_s is None else np.array(arrival_s, dtype=np.float64),
-        prompt_tokens=np.array(prompt, dtype=np.int64),
-        output_tokens=np.array(output, dtype=np.int64),
-        class_index=np.zeros(n, dtype=np.int64),
-        priority=np.zeros(n, dtype=np.int64),
-        class_names=("default",),
-        slos=(None,),
-        users=users or None,
-        think_s=think_s,
-    )
 
 
 @st.composite

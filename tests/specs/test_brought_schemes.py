@@ -18,7 +18,7 @@ from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.drafters import DRAFTERS, Drafter
 from simtune.specs.plan import Plan
 from simtune.specs.schemes import SCHEMES, Scheme
-from tests.sim.worlds import stream_of
+from simtune.testing.clusters import stream_of
 
 MODULE = '''
 from typing import ClassVar

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import Phase, is_hypothesis_test, settings
 
 from simtune import LinearCosts, PartError, Request, Router, StallFree, StepFunction
-from simtune.engine.policies.listed import Plan
+from simtune.engine.policies.listed import ScheduledTokens
 from simtune.sim.core import EngineCore
 from simtune.testing import CostSuite, PolicySuite, RouterSuite
+from simtune.testing.clusters import ImbalancedCosts
 
 
 def quickly(suite: PolicySuite | RouterSuite | CostSuite, test: str) -> None:
@@ -37,7 +38,7 @@ def quickly(suite: PolicySuite | RouterSuite | CostSuite, test: str) -> None:
 class Greedy(StallFree):
     """Gives prompts more than the token budget."""
 
-    def serve_prompts(self, plan: Plan, budget: int, admitting: bool) -> None:
+    def serve_prompts(self, plan: ScheduledTokens, budget: int, admitting: bool) -> None:
         super().serve_prompts(plan, budget + 5, admitting)
 
 
@@ -49,7 +50,7 @@ class Crowded(StallFree):
         self.max_num_seqs += 1
         self.seats = self.max_num_seqs - 1
 
-    def choose(self, preempted: list[Request]) -> Plan:
+    def choose(self, preempted: list[Request]) -> ScheduledTokens:
         self.max_num_seqs = self.seats + 1
         plan = super().choose(preempted)
         self.max_num_seqs = self.seats
@@ -79,7 +80,7 @@ class Jumpy(StallFree):
         super().__init__(**settings)
         self.turn = itertools.count()
 
-    def choose(self, preempted: list[Request]) -> Plan:
+    def choose(self, preempted: list[Request]) -> ScheduledTokens:
         plan = super().choose(preempted)
         if next(self.turn) % 2 and len(plan) > 1:
             plan.popitem()
@@ -92,7 +93,7 @@ class Jumpy(StallFree):
 class Forgetful(StallFree):
     """Loses a request that has to wait."""
 
-    def choose(self, preempted: list[Request]) -> Plan:
+    def choose(self, preempted: list[Request]) -> ScheduledTokens:
         plan = super().choose(preempted)
         if self.waiting:
             self.waiting.pop()
@@ -240,6 +241,20 @@ class Tired(LinearCosts):
         return super().mixed(*args) + next(self.asked)  # type: ignore[attr-defined]
 
 
+class Tilting(ImbalancedCosts):
+    """Takes longer the longer the contexts are, under the name of imbalance."""
+
+    def imbalance(self, num_decodes: int, context_tokens: int, longest_context: int, with_chunks: bool) -> int:
+        return longest_context
+
+
+class Sprinting(LinearCosts):
+    """Is faster in many rounds than in each of them."""
+
+    def rounds(self, num_decodes: int, verify_tokens: int, depth: int, computed: Any) -> list[int]:
+        return [end - 1 for end in super().rounds(num_decodes, verify_tokens, depth, computed)]
+
+
 @pytest.mark.parametrize(
     ("costs", "test", "finding"),
     [
@@ -250,6 +265,8 @@ class Tired(LinearCosts):
             "test_steps_take_longer_as_the_first_one_says",
             "of a span of|at least one tick for every step",
         ),
+        (Tilting(1e-3), "test_load_imbalance_stays_while_nobody_comes_or_goes", "imbalance adds"),
+        (Sprinting(1e-3), "test_rounds_end_when_one_after_the_other_does", "end at other ticks than one by one"),
         (Tired(), "test_the_same_step_takes_the_same_time", "takes another time when asked again"),
     ],
 )

@@ -103,7 +103,7 @@ class ListScheduler(Scheduler):
         if not step.chunks and not preempted:
             limit = self.steady_steps(decoding)
             if limit > 1:
-                completion = min(map(self._remaining, decoding))
+                completion = min(map(self.remaining, decoding))
                 step.repeat = self._steps_that_fit(decoding, min(limit, completion))
         return step
 
@@ -112,7 +112,7 @@ class ListScheduler(Scheduler):
         return self.max_model_len if len(decoding) == len(self.residents) else 1
 
     @staticmethod
-    def _remaining(request: Request) -> int:
+    def remaining(request: Request) -> int:
         """Output tokens still to come: how an engine notices the end. Looked at after the fact, never to decide."""
         return request.output_tokens - request.emitted
 
@@ -141,7 +141,7 @@ class ListScheduler(Scheduler):
                     progress.first_token.append(request)
             else:
                 continue
-            if not self._remaining(request):
+            if not self.remaining(request):
                 self._leave(request)
                 self._finish(request, progress)
         return progress

@@ -68,7 +68,7 @@ class StaticBatching(ListScheduler):
         if chunks:
             return Step(0, 0, chunks, preempted)
         context = self._width + 1
-        repeat = max(self._remaining(request) for request in self.residents)
+        repeat = max(self.remaining(request) for request in self.residents)
         return Step(members, members * context, [], preempted, repeat, longest_context=context)
 
     def complete(self, repetitions: int = 1) -> Progress:
@@ -83,12 +83,12 @@ class StaticBatching(ListScheduler):
                 request.emitted += 1
                 progress.first_token.append(request)
             else:
-                tokens = min(repetitions, self._remaining(request))
+                tokens = min(repetitions, self.remaining(request))
                 request.computed += tokens
                 request.emitted += tokens
         if not step.chunks:
             self._width += repetitions
-        if not any(self._remaining(request) for request in self.residents):
+        if not any(self.remaining(request) for request in self.residents):
             for request in list(self.residents):
                 self._leave(request)
                 self._finish(request, progress)

@@ -1,0 +1,362 @@
+"""Random small clusters under the simulated clock: pipelines, prefill and decode apart, routers, and instances that
+come, fail and switch. And what must hold of every run of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from hypothesis import event
+from hypothesis import strategies as st
+
+from simtune.costs.compiled import LinearCosts
+from simtune.costs.ticks import TICKS_PER_SECOND, to_ticks
+from simtune.engine import Scheduler, VllmFcfs
+from simtune.sim.availability import Change
+from simtune.sim.core import EngineCore, KvConnector, Stepping
+from simtune.sim.link import TransferLink
+from simtune.sim.outcome import Outcome
+from simtune.sim.requests import RequestStream
+from simtune.sim.router import ROUTERS, LoadAware, Need, Router
+from simtune.sim.stepping import Pipeline
+from simtune.sim.world import World
+
+BLOCK_BYTES = 1000
+SESSIONS = 5
+LONGEST = 500
+"""Tokens of a prompt and of an answer at most: single steps take their time."""
+COLUMNS = ("arrival", "scheduled", "first_token", "transferred", "finish", "core", "preemptions", "resent")
+"""Of an outcome, what jumps and single steps must agree on."""
+
+
+def stream_of(
+    arrival_s: Sequence[float] | None,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    *,
+    users: int = 0,
+    think_s: float = 0.0,
+) -> RequestStream:
+    """Requests of one class; without arrival times those of so many users."""
+    n = len(prompt)
+    return RequestStream(
+        arrival_s=None if arrival_s is None else np.array(arrival_s, dtype=np.float64),
+        prompt_tokens=np.array(prompt, dtype=np.int64),
+        output_tokens=np.array(output, dtype=np.int64),
+        class_index=np.zeros(n, dtype=np.int64),
+        priority=np.zeros(n, dtype=np.int64),
+        class_names=("default",),
+        slos=(None,),
+        users=users or None,
+        think_s=think_s,
+    )
+
+
+@dataclass(frozen=True)
+class ImbalancedCosts(LinearCosts):
+    """Steps take longer the further the longest context is above the mean."""
+
+    balanced = False
+
+    def imbalance(self, num_decodes: int, context_tokens: int, longest_context: int, with_chunks: bool) -> int:
+        """Ticks on top, as many for each token above the mean."""
+        return (2 + with_chunks) * 10**6 * (longest_context * num_decodes - context_tokens)
+
+
+@dataclass(frozen=True)
+class SmallPool:
+    """Instances of one pool."""
+
+    instances: int
+    pp: int
+    blocks: int
+    seqs: int
+    budget: int
+    step_s: float
+
+
+class Way(NamedTuple):
+    """How KV caches go from prefill to decode instances."""
+
+    bytes_per_s: float
+    setup_s: float
+    block_s: float
+    layers: int
+    shared: bool
+
+
+class Incident(NamedTuple):
+    """Something that happens to an instance of the first or second pool, and lasts."""
+
+    what: Literal["start", "failure", "switch"]
+    at_s: float
+    pool: int
+    instance: int
+    for_s: float
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """One mixed pool, or a prefill and a decode pool, under one load."""
+
+    front: SmallPool
+    back: SmallPool | None
+    block_size: int
+    stream: RequestStream
+    router: type[Router]
+    stale_s: float
+    way: Way
+    incidents: tuple[Incident, ...] = ()
+    async_scheduling: bool = False
+    policy: type[Scheduler] = VllmFcfs
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of its scheduler."""
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    """Attributes of the policy's class that are to be smaller here."""
+    router_options: Mapping[str, Any] = field(default_factory=dict)
+    imbalanced: bool = False
+    predicted_tokens: list[int] | None = None
+    deadlines: list[float] | None = None
+    cores: list[EngineCore] = field(default_factory=list)
+    """Those of the latest run."""
+
+    def run(self, *, single_steps: bool = False, record: bool = False) -> Outcome:
+        """Simulate it from the beginning."""
+        front = self._cores(self.front, "front")
+        back = [] if self.back is None else self._cores(self.back, "back")
+        self.cores[:] = front + back
+        for number, core in enumerate(self.cores):
+            core.number = number
+        if back:
+            self._connect(front)
+        return World(
+            self.cores,
+            self.stream,
+            router=self._router(front),
+            decode_router=self._router(back) if back else None,
+            changes=[change for incident in self.incidents for change in _changes(incident, front, back)],
+            predicted_tokens=self.predicted_tokens,
+            deadlines=self.deadlines,
+            single_steps=single_steps,
+            record=record,
+        ).run()
+
+    def _cores(self, pool: SmallPool, name: str) -> list[EngineCore]:
+        costs = ImbalancedCosts if self.imbalanced else LinearCosts
+        stepping = [Pipeline(pool.pp) if pool.pp > 1 else Stepping() for _ in range(pool.instances)]
+        return [
+            EngineCore(
+                self._scheduler(pool, name),
+                costs(step_s=pool.step_s, per_token_s=2e-5, per_context_s=3e-7),
+                instance,
+                name,
+                stepping=stepping[instance],
+                swap=to_ticks(1e-4),
+            )
+            for _ in range(pool.pp)
+            for instance in range(pool.instances)
+        ]
+
+    def _scheduler(self, pool: SmallPool, name: str) -> Scheduler:
+        policy = self.policy if name == "front" or self.policy.takes_over else VllmFcfs
+        longest = pool.blocks * self.block_size
+        ahead = {"async_scheduling": self.async_scheduling} if "async_scheduling" in policy.offers else {}
+        whole = policy.cuts_prompts == "never"
+        small = type(f"Small{policy.__name__}", (policy,), dict(self.constants))
+        scheduler: Scheduler = small(
+            num_blocks=pool.blocks,
+            block_size=self.block_size,
+            max_num_seqs=pool.seqs,
+            max_num_batched_tokens=max(pool.seqs, pool.budget, longest if whole else 1),
+            max_model_len=longest,
+            **(self.options if policy is self.policy else {}),
+            **ahead,
+        )
+        return scheduler
+
+    def _router(self, cores: list[EngineCore]) -> Router:
+        given: dict[Need, object] = {
+            "seed": 3,
+            "session": [i % SESSIONS for i in range(len(self.stream))],
+            "block_tokens": 16,
+        }
+        options = {need: given[need] for need in self.router.needs} | dict(self.router_options)
+        if issubclass(self.router, LoadAware):
+            options.setdefault("stale_s", self.stale_s)
+        return self.router(cores, **options)
+
+    def _connect(self, front: Sequence[EngineCore]) -> None:
+        way = self.way
+        links = [TransferLink(way.bytes_per_s, 0 if way.shared else i) for i in range(self.front.instances)]
+        for core in front:
+            core.connector = KvConnector(
+                links[0 if way.shared else core.instance],
+                BLOCK_BYTES,
+                round(way.setup_s * TICKS_PER_SECOND),
+                round(way.block_s * TICKS_PER_SECOND),
+                way.layers,
+            )
+
+
+def _changes(incident: Incident, front: list[EngineCore], back: list[EngineCore]) -> list[Change]:
+    pool = (front, back)[incident.pool] or front
+    instance = incident.instance % (1 + max(core.instance for core in pool))
+    cores = [core for core in pool if core.instance == instance]
+    at, until = to_ticks(incident.at_s), to_ticks(incident.at_s + incident.for_s)
+    if incident.what == "start":
+        for core in cores:
+            core.up = False
+        return [Change(until, cores, up=True)]
+    if incident.what == "failure":
+        return [Change(at, cores, up=False, lost=True), Change(until, cores, up=True)]
+    return [Change(at, cores, up=False, then=cores, delay=until - at)]
+
+
+# --- drawn ------------------------------------------------------------------------------------------------
+
+
+def small_pools(max_pp: int) -> st.SearchStrategy[SmallPool]:
+    """Few instances with few seats; memory may be tight."""
+    return st.builds(
+        SmallPool,
+        instances=st.integers(1, 3),
+        pp=st.integers(1, max_pp),
+        blocks=st.sampled_from([12, 30, 200]),
+        seqs=st.integers(1, 8),
+        budget=st.sampled_from([4, 24, 200]),
+        step_s=st.sampled_from([1e-3, 5e-3]),
+    )
+
+
+@st.composite
+def clusters(draw: st.DrawFn, apart: bool, failing: bool, max_pp: int = 3) -> Cluster:
+    """Clusters under vLLM's first come, first served, with prefill and decode apart or not, failing or not."""
+    block_size = draw(st.sampled_from([1, 4, 16]))
+    front = draw(small_pools(max_pp))
+    back = draw(small_pools(max_pp)) if apart else None
+    n = draw(st.integers(1, 30))
+    longest = min(pool.blocks for pool in (front, back) if pool is not None) * block_size
+    most = max(1, min(LONGEST, longest // 2))
+    lengths = st.lists(st.integers(1, most), min_size=n, max_size=n)
+    prompt, output = draw(lengths), draw(lengths)
+    gaps = draw(st.lists(st.sampled_from([0.0, 1e-3, 3.3e-3, 0.02]), min_size=n, max_size=n))
+    closed = draw(st.booleans())
+    arrival_s = None if closed else np.cumsum(gaps).tolist()
+    return Cluster(
+        front,
+        back,
+        block_size,
+        stream_of(arrival_s, prompt, output, users=6 if closed else 0, think_s=1e-3),
+        incidents=draw(_incidents(front, back)) if failing else (),
+        router=draw(st.sampled_from(list(ROUTERS.values()))),
+        stale_s=draw(st.sampled_from([0.0, 0.01])),
+        way=Way(
+            draw(st.sampled_from([1e6, 1e9])),
+            draw(st.sampled_from([0.0, 2e-3])),
+            draw(st.sampled_from([0.0, 1e-6])),
+            draw(st.sampled_from([1, 4])),
+            draw(st.booleans()),
+        ),
+        async_scheduling=draw(st.booleans()),
+    )
+
+
+@st.composite
+def _incidents(draw: st.DrawFn, front: SmallPool, back: SmallPool | None) -> tuple[Incident, ...]:
+    """At most one for each instance: their order is for the plan to check."""
+    incident = st.builds(
+        Incident,
+        st.sampled_from(["start", "failure", "switch"]),
+        st.sampled_from([0.0, 4e-3, 0.0211, 0.05]),
+        st.integers(0, 0 if back is None else 1),
+        st.integers(0, 2),
+        st.sampled_from([1e-3, 0.03, 0.5]),
+    )
+    pools = [front, back or front]
+    return tuple(
+        draw(st.lists(incident, max_size=3, unique_by=lambda x: (x.pool, x.instance % pools[x.pool].instances)))
+    )
+
+
+@st.composite
+def of_policy(
+    draw: st.DrawFn,
+    policy: type[Scheduler],
+    options: Mapping[str, Any] | None = None,
+    constants: Mapping[str, Any] | None = None,
+) -> Cluster:
+    """Clusters of any kind under one policy, with all that it offers."""
+    cluster = draw(clusters(apart=draw(st.booleans()), failing=draw(st.booleans()), max_pp=2))
+    n, rng = len(cluster.stream), np.random.default_rng(draw(st.integers(0, 1000)))
+    settings = dict(options or {})
+    if "watermark" in policy.offers:
+        settings["watermark_blocks"] = draw(st.sampled_from([0, 2]))
+    stream = replace(cluster.stream, priority=rng.integers(0, 3, n))
+    feature = draw(st.sampled_from(["plain", *sorted({"prefix_caching", "swap"} & policy.offers)]))
+    if feature == "swap":
+        settings["preemption"] = "swap"
+    elif feature == "prefix_caching":
+        size = cluster.block_size * draw(st.sampled_from([1, 2]))
+        settings |= {"prefix_caching": True, "hash_block_tokens": size}
+        # What is shared: the longer or shorter beginning of one of two texts.
+        shared = [rng.integers(0, 1 + prompt // size) for prompt in stream.prompt_tokens]
+        texts = rng.integers(0, 2, n).tolist()
+        stream = replace(
+            stream, hash_ids=tuple(tuple(1000 * t + i for i in range(k)) for t, k in zip(texts, shared, strict=True))
+        )
+    return replace(
+        cluster,
+        stream=stream,
+        policy=policy,
+        options=settings,
+        constants=constants or {},
+        imbalanced=draw(st.booleans()),
+        predicted_tokens=rng.integers(1, 50, n).tolist(),
+        deadlines=rng.choice([0.01, 0.2, 9.0], n).tolist(),
+        cores=[],
+    )
+
+
+# --- what must hold ---------------------------------------------------------------------------------------
+
+
+def check(cluster: Cluster) -> None:
+    """Jumps and single steps agree, everybody is answered, nothing is left anywhere, and times are in order."""
+    jumped = cluster.run(record=True)
+    stepped = cluster.run(single_steps=True)
+    for name in COLUMNS:
+        same = getattr(jumped, name).tolist() == getattr(stepped, name).tolist()
+        assert same, f"{name} differs between jumps and single steps"
+    assert jumped.steps == stepped.steps, "jumps and single steps take so many steps"
+    assert jumped.transferred_bytes == stepped.transferred_bytes
+    assert (jumped.finish >= 0).all(), "somebody is never answered, and everybody fits"
+    for core in cluster.cores:
+        assert core.scheduler.kv.free == core.scheduler.kv.total, "blocks are still taken when everybody has gone"
+        assert not core.has_work, "work is left"
+        assert not core.holding, "a KV cache is still held"
+    assert (jumped.arrival <= jumped.scheduled).all(), "scheduled before it arrives"
+    assert (jumped.scheduled < jumped.first_token).all(), "a first token before a step is over"
+    assert (jumped.first_token <= jumped.finish).all(), "finished before its first token"
+    _check_transfers(cluster, jumped)
+    ends: dict[int, int] = {}
+    for record in jumped.records:
+        assert ends.get(record.core, 0) <= record.start < record.end, "steps of a core overlap"
+        ends[record.core] = record.end
+    event(f"resent: {min(3, int(jumped.resent.sum()))}+")
+    event(f"preempted: {min(3, int(jumped.preemptions.sum()))}+")
+
+
+def _check_transfers(cluster: Cluster, outcome: Outcome) -> None:
+    sent = outcome.transferred >= 0
+    if cluster.back is None:
+        assert not sent.any(), "a KV cache was sent, and there is nowhere to send it"
+        return
+    whole = outcome.resent == 0
+    assert (sent == (cluster.stream.output_tokens > 1))[whole].all(), "who has more than one token is sent"
+    assert (outcome.first_token[sent] <= outcome.transferred[sent]).all(), "sent before the prompt was done"
+    assert (outcome.transferred[sent & whole] < outcome.finish[sent & whole]).all(), "finished before it was sent"
+    if whole.all() and not any(incident.what == "switch" for incident in cluster.incidents):
+        blocks = -(-cluster.stream.prompt_tokens[sent] // cluster.block_size)
+        assert outcome.transferred_bytes == BLOCK_BYTES * int(blocks.sum()), "bytes are lost or doubled on the way"
