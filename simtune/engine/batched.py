@@ -104,6 +104,13 @@ class BatchScheduler(Scheduler):
         return here + len(self._settling.ended) + len(self._left_out)
 
     @property
+    def _num_seated(self) -> int:
+        """Those of them that have not ended."""
+        batch = self.decoding
+        here = batch.count - len(batch.discarded) + len(self.prefilling) + len(self._reserved)
+        return here + len(self._left_out)
+
+    @property
     def unsettled(self) -> bool:
         """Whether seats or blocks will come free with the step under way, though nobody finishes in it."""
         return self._settling.num_ended > 0
@@ -121,14 +128,11 @@ class BatchScheduler(Scheduler):
     # --- the step ---------------------------------------------------------------------------------------------
 
     def _decode_step(self) -> Step | None:
-        """The step in which the batch does nothing but decode, as most are; None where there is more to do, or budget
-        or blocks are short.
+        """The step in which the batch does nothing but decode, as most are; None where budget or blocks are short.
 
-        Written out for speed: the rule and `_step` come to the same.
+        Written out for speed, where nobody else is here: the rule and `_step` come to the same.
         """
         batch = self.decoding
-        if self.waiting or self.prefilling or self._left_out or self._preempted or not batch.count:
-            return None
         decodes = batch.next_step(self.kv.free, self.max_num_batched_tokens - self._needs.extra_slots * batch.count)
         if decodes is None:
             return None
@@ -140,8 +144,8 @@ class BatchScheduler(Scheduler):
         self._under_way = step
         return step
 
-    def _step(self, chunks: list[Chunk], newcomers: list[Chunk], repeats: bool) -> Step:
-        """The step of the batch, the chunks of residents and those of newcomers, the blocks for all of them taken.
+    def _step(self, chunks: list[Chunk], newcomers: int, repeats: bool) -> Step:
+        """The step of the batch and these chunks, the last ones those of newcomers, the blocks for all of them taken.
 
         Where there are no chunks, it `repeats` as long as members do the same and blocks suffice.
         """
@@ -156,10 +160,9 @@ class BatchScheduler(Scheduler):
             self._preempted = []
             step.swapped_out_blocks, self._swapped_out_blocks = self._swapped_out_blocks, 0
         if newcomers:
-            chunks += newcomers
-            step.admitted = [chunk.request for chunk in newcomers]
-            resumed = [chunk.past for chunk in newcomers if chunk.request.preemptions]
-            step.swapped_in_blocks = self._preemption.resume(resumed, self.kv)
+            admitted = chunks[-newcomers:]
+            step.admitted = [chunk.request for chunk in admitted]
+            step.swapped_in_blocks = self._preemption.swap_in(admitted, self.kv)
         if repeats and not chunks and not self._left_out:
             self._repeat(step, blocks)
         return step
@@ -220,7 +223,8 @@ class BatchScheduler(Scheduler):
         assert step is not None
         assert 1 <= repetitions <= step.repeat
         progress, batch, settling = Progress(), self.decoding, self._settling
-        settling.settle(batch.end_discarded() if step.discarded else ())
+        if settling.pending:
+            settling.settle(batch.end_discarded())
         # The first repetition's blocks were taken with the step, those of the others are taken now.
         more_blocks = batch.blocks_for(repetitions - 1, 1) if repetitions > 1 else 0
         finished = batch.advance(repetitions)

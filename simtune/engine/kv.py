@@ -48,8 +48,8 @@ class KvBlocks:
 
     def take(self, blocks: int) -> None:
         """Take so many of the free blocks; there must be enough."""
-        assert blocks <= self.free, f"{blocks} blocks taken, {self.free} free"
-        self.free -= blocks
+        self.free = free = self.free - blocks
+        assert free >= 0, f"{blocks} blocks taken, {free + blocks} free"
 
     def give(self, blocks: int) -> None:
         """Give blocks back that contain nothing to be found again."""

@@ -7,18 +7,18 @@ from typing import Protocol
 
 from simtune.engine.kv import KvBlocks
 from simtune.engine.request import Request
+from simtune.engine.step import Chunk
 
 
 class Preemption(Protocol):
-    """What a preempted request loses, and what it costs to bring it back. Counts are KV blocks."""
+    """What a preempted request loses, and what moves between device and host for it. Counts are KV blocks."""
 
     def preempt(self, victim: Request, kv: KvBlocks, named_tokens: int) -> int:
         """Release the blocks of a request that is no resident any more, of which so many tokens can be found again;
         returns how many of the blocks go to host memory."""
 
-    def resume(self, pasts: Iterable[int], kv: KvBlocks) -> int:
-        """How many blocks come back from host memory for preempted requests that are admitted with so many tokens
-        computed."""
+    def swap_in(self, admitted: Iterable[Chunk], kv: KvBlocks) -> int:
+        """How many blocks come back from host memory for requests that are admitted with these chunks."""
 
 
 class Recompute:
@@ -30,7 +30,7 @@ class Recompute:
         victim.computed = 0
         return 0
 
-    def resume(self, pasts: Iterable[int], kv: KvBlocks) -> int:
+    def swap_in(self, admitted: Iterable[Chunk], kv: KvBlocks) -> int:
         """None: what is computed was found in the prefix cache."""
         return 0
 
@@ -44,6 +44,6 @@ class Swap:
         kv.release(victim, named_tokens, returns=True)
         return blocks
 
-    def resume(self, pasts: Iterable[int], kv: KvBlocks) -> int:
-        """The blocks that the computed tokens fill."""
-        return sum(map(kv.blocks_for, pasts))
+    def swap_in(self, admitted: Iterable[Chunk], kv: KvBlocks) -> int:
+        """The blocks that tokens computed before fill."""
+        return sum(kv.blocks_for(chunk.past) for chunk in admitted)

@@ -28,6 +28,8 @@ class Settling(Protocol):
     `Batch.discarded`."""
     num_preempted: int
     """Requests that were preempted after they ended: for the engine they wait."""
+    pending: bool
+    """Whether anybody has ended since the engine settled."""
 
     @property
     def num_ended(self) -> int:
@@ -55,11 +57,10 @@ class Settling(Protocol):
 class Synchronous:
     """The engine knows what came of a step before it schedules the next: nobody has ended without its knowing."""
 
-    num_preempted = 0
-    num_ended = 0
-
     def __init__(self, batch: Batch, free_request: FreeRequest) -> None:
         self.ended: list[Request] = []
+        self.num_preempted = self.num_ended = 0
+        self.pending = False
         self._batch = batch
         self._free_request = free_request
 
@@ -69,7 +70,8 @@ class Synchronous:
 
     def finish(self, request: Request) -> None:
         """Its blocks are given back at once."""
-        self._free_request(request, self.named_tokens(request, scheduled=False))
+        past = self._batch.past_of(request)
+        self._free_request(request, past + 1 if past >= 0 else request.computed)
 
     def settle(self, discarded: Sequence[Request] = ()) -> None:
         """Nothing is left to learn."""
@@ -96,6 +98,7 @@ class OneStepLate:
     def __init__(self, batch: Batch, free_request: FreeRequest) -> None:
         self.ended: list[Request] = []
         self.num_preempted = 0
+        self.pending = False
         self._batch = batch
         self._free_request = free_request
 
@@ -111,15 +114,18 @@ class OneStepLate:
     def finish(self, request: Request) -> None:
         """It keeps seat and blocks until the engine settles."""
         self.ended.append(request)
+        self.pending = True
 
     def settle(self, discarded: Sequence[Request] = ()) -> None:
         """Free all who have ended. By now the whole answer is named."""
         if discarded:
             self.ended = sorted([*self.ended, *discarded], key=attrgetter("admission"))
         for request in self.ended:
-            self._free_request(request, min(request.computed, request.known_tokens - 1))
+            answered = request.prompt_tokens + request.emitted - 1
+            self._free_request(request, answered if answered < request.computed else request.computed)
         self.ended.clear()
         self.num_preempted = 0
+        self.pending = False
 
     def preempt(self, victim: Request, scheduled: bool) -> None:
         """Free it now; the engine counts it among those that wait until it settles."""
@@ -140,5 +146,6 @@ class OneStepLate:
         for request in list(self._batch.discarded):
             self._batch.leave(request)
             self.ended.append(request)
-        ended, self.ended, self.num_preempted = self.ended, [], 0
+        ended, self.ended = self.ended, []
+        self.num_preempted, self.pending = 0, False
         return ended

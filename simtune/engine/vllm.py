@@ -43,18 +43,18 @@ class VllmFcfs(BatchScheduler):
 
     def schedule(self) -> Step | None:
         """The next step: residents first, then those that wait. See `Scheduler.schedule`."""
-        self._begin()
-        step = self._decode_step()
-        if step is not None:
-            return step
+        if self._received or self._under_way is not None:
+            self._begin()
+        if self.decoding.count and not (self.waiting or self.prefilling or self._preempted):
+            step = self._decode_step()
+            if step is not None:
+                return step
         while True:
             num_preempted = len(self._preempted)
             chunks, token_budget = self._schedule_running()
             preempting = len(self._preempted) > num_preempted
-            newcomers: list[Chunk] = []
-            if self.waiting and not preempting:
-                newcomers = self._schedule_waiting(token_budget, padded=not chunks)
-            if self.decoding.count or chunks or newcomers:
+            newcomers = 0 if preempting else self._schedule_waiting(chunks, token_budget)
+            if self.decoding.count or chunks:
                 return self._step(chunks, newcomers, repeats=not preempting)
             if not (preempting or self._settling.ended or self._left_out):
                 return None
@@ -145,26 +145,28 @@ class VllmFcfs(BatchScheduler):
         """Blocks that a prompt under way needs for its next tokens, besides those it holds."""
         return max(0, self.kv.blocks_for(self._needs.slots(prompt.computed, num_tokens)) - self.kv.held_by(prompt))
 
-    def _schedule_waiting(self, token_budget: int, padded: bool) -> list[Chunk]:
-        """Admit waiting requests in order; those with one token to compute are `padded` where there are drafts."""
+    def _schedule_waiting(self, chunks: list[Chunk], token_budget: int) -> int:
+        """Admit waiting requests in order, and add their chunks to those of residents; returns how many."""
         kv, needs, num_running = self.kv, self._needs, self.num_running
-        chunks: list[Chunk] = []
+        num_residents = len(chunks)
         while self.waiting and token_budget > needs.extra_slots and num_running < self.max_num_seqs:
             request = self.waiting[0]
-            hit = kv.find(request)
+            known, hit = request.known_tokens, kv.find(request)
+            whole = kv.blocks_for(known)
             room = kv.free + hit.blocks - hit.idle - (self.watermark_blocks if num_running else 0)
-            if kv.blocks_for(request.known_tokens) > room:
+            if whole > room:
                 break
             past = request.computed + hit.blocks * kv.block_size
-            num_tokens, padding = request.known_tokens - past, 0
-            if num_tokens == 1 and padded and (past or self.decoding.count):
+            num_tokens, padding = known - past, 0
+            if num_tokens == 1 and not num_residents and (past or self.decoding.count):
                 padding = needs.padding_after(past)
                 num_tokens += padding
             if num_tokens > token_budget - needs.extra_slots:
                 if padding or not self.chunked_prefill:
                     break
                 num_tokens = token_budget - needs.extra_slots
-            blocks = kv.blocks_for(needs.slots(past, num_tokens))
+            as_whole = past + num_tokens + needs.lookahead == known
+            blocks = whole if as_whole else kv.blocks_for(needs.slots(past, num_tokens))
             if blocks > room:
                 break
             self.waiting.popleft()
@@ -173,11 +175,11 @@ class VllmFcfs(BatchScheduler):
             chunks.append(self._allocate(request, num_tokens, blocks - hit.blocks, padding))
             token_budget -= num_tokens + needs.extra_slots
             num_running += 1
-        return chunks
+        return len(chunks) - num_residents
 
     def would_notice(self) -> bool:
         """Whether a newcomer could take a seat; behind others that wait it cannot."""
-        return not self.waiting and self.num_running - self._settling.num_ended < self.max_num_seqs
+        return not self.waiting and self._num_seated < self.max_num_seqs
 
 
 class VllmPriority(VllmFcfs):
@@ -191,7 +193,7 @@ class VllmPriority(VllmFcfs):
 
     def would_notice(self) -> bool:
         """Whether a seat is free: a newcomer may come before others that wait."""
-        return self.num_running - self._settling.num_ended < self.max_num_seqs
+        return self._num_seated < self.max_num_seqs
 
     def _victim(self, running: dict[Request, None]) -> Request:
         return max(running, key=urgency)
