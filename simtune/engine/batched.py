@@ -65,6 +65,7 @@ class BatchScheduler(Scheduler):
             self.kv = PrefixCache(total, block_size, hash_block_tokens or block_size, drops_last_hit)
         self.async_scheduling = async_scheduling
         self.decoding = self._new_batch(speculation)
+        self.drafting = self.decoding.drafting
         self.prefilling: list[Request] = []
         """Residents whose prompt (or recomputation) is under way, in order of admission."""
         self._needs = DraftNeeds.of(speculation, self.max_num_batched_tokens, self.max_model_len)
@@ -81,11 +82,6 @@ class BatchScheduler(Scheduler):
         return batch(self.kv.block_size, speculation, self.max_model_len)
 
     # --- what is here -----------------------------------------------------------------------------------------
-
-    @property
-    def drafting(self) -> bool:
-        """Whether requests that decode may compute more than one token in a step: their drafts."""
-        return self.decoding.drafting
 
     @property
     def tally(self) -> Tally:
@@ -132,6 +128,7 @@ class BatchScheduler(Scheduler):
 
         Written out for speed, where nobody else is here: the rule and `_step` come to the same.
         """
+        assert self._under_way is None, "the step given last was not completed"
         batch = self.decoding
         decodes = batch.next_step(self.kv.free, self.max_num_batched_tokens - self._needs.extra_slots * batch.count)
         if decodes is None:
@@ -149,10 +146,11 @@ class BatchScheduler(Scheduler):
 
         Where there are no chunks, it `repeats` as long as members do the same and blocks suffice.
         """
+        assert self._under_way is None, "the step given last was not completed"
         batch, count, preempted = self.decoding, self.decoding.count, self._preempted
         tokens, context, blocks = batch.totals()
         step = self._under_way = Step(count, context + tokens, chunks, preempted)
-        if batch.drafting:
+        if self.drafting:
             step.draft_tokens, step.draft_depth, step.discarded = tokens - count, batch.depth, len(batch.discarded)
         elif count and self.tells_longest:
             step.longest_context = batch.longest_context
@@ -249,7 +247,7 @@ class BatchScheduler(Scheduler):
                 settling.finish(request)
         if self._left_out:
             self._rejoin()
-        if batch.drafting:
+        if self.drafting:
             for request in batch.draft(step.num_decodes + len(step.chunks)):
                 settling.ended.remove(request)  # it is in the next step all the same
         return progress

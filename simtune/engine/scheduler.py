@@ -111,6 +111,8 @@ class Scheduler(ABC):
         self.max_model_len = max_model_len
         self.chunked_prefill = chunked_prefill
         self.watermark_blocks = watermark_blocks
+        self.drafting = False
+        """Whether requests that decode may compute more than one token in a step: their drafts."""
         self.waiting: WaitingQueue = deque()
         self._reserved: dict[Request, None] = {}  # expected, and received but not yet in the batch
         self._received: list[Request] = []
@@ -203,11 +205,6 @@ class Scheduler(ABC):
     @property
     def unsettled(self) -> bool:
         """Whether seats or blocks will come free with the step under way, though nobody finishes in it."""
-        return False
-
-    @property
-    def drafting(self) -> bool:
-        """Whether requests that decode may compute more than one token in a step: their drafts."""
         return False
 
     @property

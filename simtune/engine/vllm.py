@@ -43,7 +43,7 @@ class VllmFcfs(BatchScheduler):
 
     def schedule(self) -> Step | None:
         """The next step: residents first, then those that wait. See `Scheduler.schedule`."""
-        if self._received or self._under_way is not None:
+        if self._received:
             self._begin()
         if self.decoding.count and not (self.waiting or self.prefilling or self._preempted):
             step = self._decode_step()
@@ -53,7 +53,7 @@ class VllmFcfs(BatchScheduler):
             num_preempted = len(self._preempted)
             chunks, token_budget = self._schedule_running()
             preempting = len(self._preempted) > num_preempted
-            newcomers = 0 if preempting else self._schedule_waiting(chunks, token_budget)
+            newcomers = 0 if preempting or not self.waiting else self._schedule_waiting(chunks, token_budget)
             if self.decoding.count or chunks:
                 return self._step(chunks, newcomers, repeats=not preempting)
             if not (preempting or self._settling.ended or self._left_out):
@@ -76,7 +76,7 @@ class VllmFcfs(BatchScheduler):
                 chunk_blocks = self._new_blocks(prompt, chunk_tokens)
             if token_budget >= 0 and new_blocks + chunk_blocks <= kv.free + taken and not batch.rests:
                 break
-            if batch.drafting or self._settling.ended or not self._newest_goes:
+            if self.drafting or self._settling.ended or not self._newest_goes:
                 return self._schedule_one_by_one()
             # Members need one block or none: all that were free are taken by those before the one in need.
             more = min(kv.free, new_blocks - taken)
@@ -152,11 +152,12 @@ class VllmFcfs(BatchScheduler):
         while self.waiting and token_budget > needs.extra_slots and num_running < self.max_num_seqs:
             request = self.waiting[0]
             known, hit = request.known_tokens, kv.find(request)
+            _, _, hit_blocks, idle = hit
             whole = kv.blocks_for(known)
-            room = kv.free + hit.blocks - hit.idle - (self.watermark_blocks if num_running else 0)
+            room = kv.free + hit_blocks - idle - (self.watermark_blocks if num_running else 0)
             if whole > room:
                 break
-            past = request.computed + hit.blocks * kv.block_size
+            past = request.computed + hit_blocks * kv.block_size
             num_tokens, padding = known - past, 0
             if num_tokens == 1 and not num_residents and (past or self.decoding.count):
                 padding = needs.padding_after(past)
@@ -172,7 +173,7 @@ class VllmFcfs(BatchScheduler):
             self.waiting.popleft()
             self.prefilling.append(request)
             kv.hold(request, hit)
-            chunks.append(self._allocate(request, num_tokens, blocks - hit.blocks, padding))
+            chunks.append(self._allocate(request, num_tokens, blocks - hit_blocks, padding))
             token_budget -= num_tokens + needs.extra_slots
             num_running += 1
         return len(chunks) - num_residents
