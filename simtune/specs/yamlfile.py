@@ -22,9 +22,30 @@ _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|[-+]?
 
 _BREAKS = re.compile(r"[\x85\u2028\u2029]")
 
+_DEEPEST = 200
+"""No file of ours nests deeper than ten levels."""
 
-class _Loader(yaml.SafeLoader):
+# The parser of libyaml is ten times faster; PyYAML is also built without it.
+_Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _Loader(_Base):  # type: ignore[misc]
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's own shape)
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = 0
+
+    def descend_resolver(self, parent: yaml.Node | None, index: Any) -> None:
+        """Called before each node is composed: libyaml's composer recurses in C and would overflow the stack."""
+        self._depth += 1
+        if self._depth > _DEEPEST:
+            mark = parent.start_mark if parent else None
+            raise yaml.MarkedYAMLError(problem=f"nested deeper than {_DEEPEST} levels", problem_mark=mark)
+
+    def ascend_resolver(self) -> None:
+        """Called after each node."""
+        self._depth -= 1
 
 
 _Loader.add_implicit_resolver(

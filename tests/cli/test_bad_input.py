@@ -54,7 +54,7 @@ HEADER = "arrival_s,prompt_tokens,output_tokens\n"
         pytest.param("name: tiny\n", "", "study.yaml:1:1: name: is required and missing", id="missing key"),
         pytest.param("simtune/study@1", "simtune/plan@1",
                      "study.yaml:1:1: schema: must be simtune/study@1, found 'simtune/plan@1'", id="another kind"),
-        pytest.param("devices: 2}", "devices: 2", "study.yaml:5:9: not valid YAML: expected ',' or '}', but got ':'",
+        pytest.param("devices: 2}", "devices: 2", "study.yaml:5:9: not valid YAML: did not find expected ',' or '}'",
                      id="broken YAML"),
     ],
 )  # fmt: skip

@@ -99,3 +99,13 @@ def test_what_is_dumped_reads_back_exactly(data: dict[str, object]) -> None:
     again = read(yamlfile.dump(data))
     assert again == data
     assert repr(again) == repr(data)  # 1 and 1.0, true and 1 are told apart
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "- " * 50_000 + "1", "{a: " * 300 + "1" + "}" * 300])
+def test_nesting_without_end_is_refused_before_it_fills_the_stack(text: str) -> None:
+    with pytest.raises(SpecError, match="nested deeper than 200 levels"):
+        read(text)
+
+
+def test_nesting_as_deep_as_files_go_is_read() -> None:
+    assert read("[" * 150 + "1" + "]" * 150)
