@@ -6,14 +6,11 @@ from typing import cast
 
 from simtune.costs.operators import OPERATORS
 from simtune.errors import Infeasible
-from simtune.specs.base import Dtype
+from simtune.specs.base import COMPUTES_IN, Dtype
 from simtune.specs.hardware import BaseFit, Hardware, Link, Operator, OperatorKind, Provenance
 
 SHEET_SHARE = 0.7
 """Kernels reach about 70 % of the rates on the data sheet."""
-
-_COMPUTES_IN = {"int4": "bf16"}
-"""4-bit weights are spelled out and multiplied in 16 bits."""
 
 
 def estimate(
@@ -27,7 +24,7 @@ def estimate(
     given; raises Infeasible where the hardware has no such link.
     """
     operator, device = OPERATORS[kind], hardware.device
-    flops_per_s = device.flops_per_s.get(cast(Dtype, _COMPUTES_IN.get(dtype, dtype)))
+    flops_per_s = device.flops_per_s.get(cast(Dtype, COMPUTES_IN.get(dtype, dtype)))
     bytes_per_s, overhead_s = device.memory_bytes_per_s, operator.overhead_s
     if not operator.computes:
         flops_per_s = max(device.flops_per_s.values())

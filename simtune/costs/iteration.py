@@ -44,7 +44,7 @@ from simtune.costs.layers import AttentionLayer, attention_layer
 from simtune.costs.operators.moe import rank_load
 from simtune.costs.predict import Predictor, Profile
 from simtune.errors import Infeasible
-from simtune.specs.base import DTYPE_BYTES
+from simtune.specs.base import ACTIVATION_BYTES, DTYPE_BYTES
 from simtune.specs.hardware import Correction, Hardware
 from simtune.specs.model import (
     Attention,
@@ -60,8 +60,6 @@ CAPTURE_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 
 LAUNCH_S = 7.5e-6
 """Of one kernel without a CUDA graph. Assumed: 5-10 us are usual where Python launches them."""
-
-_QUANTISED_ACTIVATIONS = ("fp8", "int8")
 
 KINDS = (
     "gemm",
@@ -353,10 +351,11 @@ class StepModel:
         return parts
 
     def _attention_parts(self, layer: AttentionLayer, layers: int) -> list[_Part]:
-        parts = [self._gemm(layers, n, k) for n, k in layer.products]
+        dtype = self._model.dtype_of("attention")
+        parts = [self._gemm(layers, n, k, dtype) for n, k in layer.products]
         parts += [self._elementwise(variant, layers, width) for variant, width in layer.small]
-        if self._model.weight_dtype in _QUANTISED_ACTIVATIONS:
-            quantise, width = self._profile.predictor("quantise", self._model.weight_dtype), layer.output_width
+        if dtype in ACTIVATION_BYTES:
+            quantise, width = self._profile.predictor("quantise", dtype), layer.output_width
             parts.append(_Part("elementwise", layers, lambda m: quantise.seconds(m=m, k=width)))
         return parts
 
@@ -366,7 +365,7 @@ class StepModel:
         parts = [self._gemm(layers, feed_forward.experts, self._model.hidden_size, self._model.dtype)]
         if feed_forward.shared_intermediate_size:
             parts += self._dense_parts(layers, feed_forward.shared_intermediate_size, True)
-        moe = self._profile.predictor("moe", self._model.weight_dtype)
+        moe = self._profile.predictor("moe", self._model.dtype_of("experts"))
         experts, per_token, skew = feed_forward.experts, feed_forward.experts_per_token, feed_forward.routing_skew
         whole, dp = self._pool.parallelism.expert_parallel, self._pool.parallelism.attention_dp
         ep = self._tp * dp if whole else 1
@@ -415,7 +414,7 @@ class StepModel:
     def _head_parts(self) -> list[_Part]:
         model, tp = self._model, self._tp
         vocab = -(-model.vocab_size // tp)
-        gemm = self._gemm(1, vocab, model.hidden_size, model.dtype)
+        gemm = self._gemm(1, vocab, model.hidden_size, model.dtype_of("head"))
         parts = [_Part("head", 1, gemm.seconds)]
         if tp > 1:
             gather, row_bytes = (

@@ -156,7 +156,7 @@ class _Mla(AttentionLayer):
 
     def __init__(self, model: Model, attention: MlaAttention, tp: int) -> None:
         self._hidden, self._attention, self._heads = model.hidden_size, attention, attention.heads // tp
-        self._weight_dtype = model.weight_dtype
+        self._weight_dtype = model.dtype_of("attention")
 
     @property
     def products(self) -> list[tuple[int, int]]:

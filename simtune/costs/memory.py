@@ -15,11 +15,12 @@ better of the two.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from simtune.costs.iteration import check_parallelism
 from simtune.costs.layers import attention_layer
 from simtune.errors import Infeasible
-from simtune.specs.base import DTYPE_BYTES
+from simtune.specs.base import DTYPE_BYTES, Dtype
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import LayerGroup, Model, MoeFeedForward
 from simtune.specs.plan import Parallelism, Pool
@@ -62,36 +63,57 @@ def stage_layers(model: Model, pp: int) -> list[list[LayerGroup]]:
     return stages
 
 
+class _Weights(NamedTuple):
+    """Bytes per value of a matrix, and per output for its scale."""
+
+    values: float
+    scale: float
+
+    @classmethod
+    def of(cls, dtype: Dtype) -> _Weights:
+        """8-bit weights have a scale for each output, unless for each block; `DTYPE_BYTES` counts those of 4 bits."""
+        return cls(DTYPE_BYTES[dtype], SCALE_BYTES if dtype in ("fp8", "int8", "int8_wo") else 0)
+
+    def of_product(self, n: int, k: int) -> float:
+        return n * (self.values * k + self.scale)
+
+    def of_feed_forward(self, hidden: int, width: int, tp: int, *, gated: bool) -> float:
+        if not width:
+            return 0.0
+        inputs = 2 if gated else 1
+        return self.values * (inputs + 1) * hidden * width / tp + self.scale * (inputs * width / tp + hidden)
+
+
 def weights_bytes(model: Model, parallelism: Parallelism, stage: int) -> float:
     """Bytes of weights on each rank of a pipeline stage, embeddings and head included where they stand.
 
-    8-bit weights have a scale for each output. Biases are left out; they are below 1 %. With expert parallelism it
-    is the rank with the most experts.
+    Biases are left out; they are below 1 %. With expert parallelism it is the rank with the most experts.
     """
     tp, pp = parallelism.tp, parallelism.pp
     hidden = model.hidden_size
-    plain, matrix = DTYPE_BYTES[model.dtype], DTYPE_BYTES[model.weight_dtype]
-    scale = SCALE_BYTES if matrix == 1 else 0
+    plain, head = DTYPE_BYTES[model.dtype], DTYPE_BYTES[model.dtype_of("head")]
+    projections, dense = _Weights.of(model.dtype_of("attention")), _Weights.of(model.dtype_of("dense"))
+    routed = _Weights.of(model.dtype_of("experts"))
     total = 0.0
     for group in stage_layers(model, pp)[stage]:
-        total += sum(n * (matrix * k + scale) for n, k in attention_layer(model, group.attention, tp).products)
+        total += sum(projections.of_product(n, k) for n, k in attention_layer(model, group.attention, tp).products)
         total += plain * 2 * hidden
         feed_forward = group.feed_forward
         if isinstance(feed_forward, MoeFeedForward):
             ranks = tp * parallelism.attention_dp
             experts = -(-feed_forward.experts // ranks) if parallelism.expert_parallel else feed_forward.experts / tp
-            gated = experts * feed_forward.intermediate_size + feed_forward.shared_intermediate_size / tp
-            total += matrix * 3 * hidden * gated + plain * hidden * feed_forward.experts
-            split = not parallelism.expert_parallel  # each slice of an expert has all of the last outputs
-            total += scale * (2 * gated + hidden * (feed_forward.experts if split else experts))
+            width = experts * feed_forward.intermediate_size
+            # Each slice of an expert has all of the last outputs.
+            last = hidden * (experts if parallelism.expert_parallel else feed_forward.experts)
+            total += routed.values * 3 * hidden * width + routed.scale * (2 * width + last)
+            total += dense.of_feed_forward(hidden, feed_forward.shared_intermediate_size, tp, gated=True)
+            total += plain * hidden * feed_forward.experts
         else:
-            inputs = 2 if feed_forward.gated else 1
-            total += matrix * (inputs + 1) * hidden * feed_forward.intermediate_size / tp
-            total += scale * (inputs * feed_forward.intermediate_size / tp + hidden)
-    embedding = plain * hidden * -(-model.vocab_size // tp)
+            total += dense.of_feed_forward(hidden, feed_forward.intermediate_size, tp, gated=feed_forward.gated)
+    vocab = hidden * -(-model.vocab_size // tp)
     first, last = stage == 0, stage == pp - 1
-    total += embedding * first
-    total += (embedding * (not (model.tie_embeddings and first)) + plain * hidden) * last
+    total += plain * vocab * first
+    total += (head * vocab * (not (model.tie_embeddings and first)) + plain * hidden) * last
     return total
 
 

@@ -13,13 +13,10 @@ from simtune.costs.operators import OPERATORS, operator_key
 from simtune.costs.tables import Table, Tables, account, designation
 from simtune.costs.tables.screen import Sheet, screen
 from simtune.errors import UsageError
-from simtune.specs.base import Name, Spec
+from simtune.specs.base import COMPUTES_IN, Name, Spec
 from simtune.specs.hardware import Arrays, Device, Hardware, Host, Link, Operator, Provenance
 
 DIGITS = 6
-
-_COMPUTES_IN = {"int4": "bf16"}
-"""4-bit weights are spelled out and multiplied in 16 bits."""
 
 FitProgress = Callable[[int, int, str], None]
 
@@ -80,8 +77,8 @@ def data_sheet(table: Table, facts: Facts) -> Sheet:
         if link is None:
             raise UsageError(f"{facts.name}: the facts need links.intra_node for the table of {table.key}")
         bytes_per_s = link.bytes_per_s
-    dtype = _COMPUTES_IN.get(table.dtype, table.dtype)
-    flops_per_s = device.flops_per_s.get(dtype)  # type: ignore[call-overload]
+    dtype = COMPUTES_IN.get(table.dtype, table.dtype)
+    flops_per_s = device.flops_per_s.get(dtype)
     if not operator.computes:
         flops_per_s = max(device.flops_per_s.values())
     if flops_per_s is None:

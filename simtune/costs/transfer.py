@@ -20,10 +20,8 @@ from simtune.costs.operators import OPERATORS
 from simtune.costs.predict import Z90, typical_log_sd
 from simtune.costs.profile import Facts
 from simtune.errors import UsageError
-from simtune.specs.base import Count, NonNegative, Part, Positive, Seq, Spec
+from simtune.specs.base import COMPUTES_IN, Count, NonNegative, Part, Positive, Seq, Spec
 from simtune.specs.hardware import Arrays, Curve, Hardware, HoldOut, Host, Interval, Operator, Provenance
-
-_COMPUTES_IN = {"int4": "bf16"}
 
 
 class TransferError(Part):
@@ -107,8 +105,8 @@ def _ratios(operator: Operator, profile: Hardware, facts: Facts) -> tuple[float,
         bytes_ratio = facts.links[name].bytes_per_s / profile.links[name].bytes_per_s
     if not terms.computes:
         return 1.0, bytes_ratio
-    dtype = _COMPUTES_IN.get(operator.dtype, operator.dtype)
-    source, target = (device.flops_per_s.get(dtype) for device in (here, there))  # type: ignore[call-overload]
+    dtype = COMPUTES_IN.get(operator.dtype, operator.dtype)
+    source, target = (device.flops_per_s.get(dtype) for device in (here, there))
     return None if source is None or target is None else (target / source, bytes_ratio)
 
 

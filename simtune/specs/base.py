@@ -24,11 +24,27 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Dtype = Literal["fp32", "bf16", "fp16", "fp8", "int8", "int4"]
+Dtype = Literal["fp32", "bf16", "fp16", "fp8", "fp8_block", "nvfp4", "mxfp4", "mxfp4_mxfp8", "int8", "int8_wo", "int4"]
+"""What values are kept in, and which kernels multiply them: `fp8` has a scale per tensor or channel, `fp8_block` one
+per 128 x 128 weights, `nvfp4` one per 16, both operands quantised; `mxfp4` is weight-only (w4a16), `mxfp4_mxfp8` has
+8-bit activations; `int8_wo` and `int4` are weight-only."""
 FloatDtype = Literal["fp32", "bf16", "fp16"]
 
-DTYPE_BYTES: dict[str, float] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1, "int4": 0.53}
-"""Bytes per value. 4-bit values come in groups of 128 that share a 16-bit scale and a zero point."""
+DTYPE_BYTES: dict[str, float] = {
+    "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "fp8_block": 1, "int8": 1, "int8_wo": 1,
+    "nvfp4": 0.5625, "mxfp4": 0.53125, "mxfp4_mxfp8": 0.53125, "int4": 0.53,
+}  # fmt: skip
+"""Bytes per value. 4-bit values come in groups that share a scale: of 8 bits for 16 values (nvfp4) or 32 (mxfp4), of 16
+bits and a zero point for 128 (int4)."""
+
+COMPUTES_IN: dict[str, Dtype] = {
+    "int4": "bf16", "int8_wo": "bf16", "mxfp4": "bf16", "fp8_block": "fp8", "mxfp4_mxfp8": "fp8",
+}  # fmt: skip
+"""The data sheet's rate that a format's kernels run at, where it is not its own: weight-only formats are spelled out
+and multiplied in 16 bits."""
+
+ACTIVATION_BYTES: dict[str, float] = {"fp8": 1, "fp8_block": 1, "int8": 1, "nvfp4": 0.5625, "mxfp4_mxfp8": 1.03125}
+"""Bytes per activation that a product of the format reads, where activations are quantised; 16 bits elsewhere."""
 
 
 class Part(BaseModel):

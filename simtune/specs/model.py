@@ -140,6 +140,9 @@ class LayerGroup(Part):
     feed_forward: FeedForward
 
 
+Module = Literal["attention", "dense", "experts", "head"]
+
+
 class Model(Spec):
     """A decoder-only language model. Sizes are per layer and unsharded."""
 
@@ -154,7 +157,18 @@ class Model(Spec):
     weight_dtype: Dtype = Field(
         "bf16", description="dtype of the matrices inside the layers; fp8 and int8 quantise activations too, int4 not"
     )
+    attention_dtype: Dtype | None = Field(
+        None, description="of attention's projections; weight_dtype unless it differs"
+    )
+    expert_dtype: Dtype | None = Field(None, description="of routed experts; weight_dtype unless it differs")
+    head_dtype: Dtype | None = Field(None, description="of the language-model head; dtype unless it differs")
+    kv_dtype: Dtype | None = Field(None, description="of the KV cache, where the checkpoint asks for one")
     layers: Annotated[Seq[LayerGroup], Field(min_length=1, strict=False)]
+
+    def dtype_of(self, module: Module) -> Dtype:
+        """What the weights of a module are kept in: dense feed-forward and shared experts in `weight_dtype`."""
+        own = {"attention": self.attention_dtype, "experts": self.expert_dtype, "head": self.head_dtype or self.dtype}
+        return own.get(module) or self.weight_dtype
 
     @property
     def num_layers(self) -> int:

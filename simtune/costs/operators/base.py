@@ -11,7 +11,7 @@ import numpy as np
 
 from simtune.arrays import Array, Mask
 from simtune.costs.operators.splits import RANDOM, Split
-from simtune.specs.base import DTYPE_BYTES
+from simtune.specs.base import ACTIVATION_BYTES, DTYPE_BYTES
 from simtune.specs.hardware import Range
 
 Shape = Mapping[str, Array]
@@ -32,16 +32,14 @@ class Setting:
     processors: int
     dtype_bytes: float
     kv_bytes: float
+    activation_bytes: float
+    """Of what a matrix product reads beside its weights: 16 bits where only the weights are quantised."""
 
     @classmethod
     def of(cls, processors: int, dtype: str, kv_dtype: str | None) -> Setting:
         """By dtypes; the KV cache has the operator's own unless it is given."""
-        return cls(processors, DTYPE_BYTES[dtype], DTYPE_BYTES[kv_dtype or dtype])
-
-    @property
-    def activation_bytes(self) -> float:
-        """Of what a matrix product reads beside its weights: 16 bits where only the weights are 4-bit."""
-        return 2.0 if self.dtype_bytes < 1 else self.dtype_bytes
+        width = DTYPE_BYTES[dtype]
+        return cls(processors, width, DTYPE_BYTES[kv_dtype or dtype], ACTIVATION_BYTES.get(dtype, max(2.0, width)))
 
     @property
     def out_bytes(self) -> float:
