@@ -20,8 +20,10 @@ from simtune.sim.result import Result
 from simtune.specs.base import override
 from simtune.specs.catalog import (
     beside,
+    kernels_of,
     load,
     load_acceptance,
+    load_engine,
     load_hardware,
     load_model,
     load_plan,
@@ -29,6 +31,7 @@ from simtune.specs.catalog import (
     load_workload,
 )
 from simtune.specs.columns import replay, trace_of
+from simtune.specs.engine import EnginePreset
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
@@ -52,6 +55,7 @@ def simulate(
     workload: Load,
     plan: str | Plan | None = None,
     *,
+    engine: str | None = None,
     costs: parts.Costs | None = None,
     rate_rps: float | None = None,
     requests: int | None = None,
@@ -61,7 +65,7 @@ def simulate(
 
     Model, hardware, workload and plan are given by name or path or as objects, the requests also as columns: a mapping
     with arrival_s, prompt_tokens and output_tokens. Without a plan: one instance on the fewest GPUs that fit, with
-    vLLM's defaults. With one, model and hardware may be None: they are the plan's.
+    the settings of `engine`, a preset, or vLLM's batching. With one, model and hardware may be None: they are the plan's.
 
     `costs` are used in place of those that follow from the hardware: an object with the methods of
     `simtune.costs.protocol.StepCosts`, or a function `seconds(num_decodes, context_tokens, chunks)`. The hardware then
@@ -70,7 +74,7 @@ def simulate(
     `rate_rps` (as the exact mean rate of the requests) and `requests` replace the workload's own. Raises SpecError,
     UsageError or Infeasible, each with the remedy.
     """
-    specs = load_specs(model, hardware, workload, plan)
+    specs = load_specs(model, hardware, workload, plan, engine=engine)
     return set_up(specs, costs=costs, rate_rps=rate_rps, requests=requests, seed=seed).run()
 
 
@@ -86,6 +90,8 @@ class Specs:
     plan: Plan | None
     plan_settings: Sequence[str] = ()
     """What is to be overridden in the plan that there will be."""
+    engine: EnginePreset | None = None
+    """Whose settings the plan that there will be has."""
 
 
 @dataclass(frozen=True)
@@ -109,12 +115,17 @@ def load_specs(
     workload: Load,
     plan: str | Plan | None = None,
     settings: Mapping[str, Sequence[str]] | None = None,
+    engine: str | None = None,
 ) -> Specs:
     """Load what is given by name or path. `settings` override fields, by kind of spec.
 
     A plan may be tried with another model, or with all its pools on other hardware, than it was made for.
     """
     given = settings or {}
+    if engine is not None and plan is not None:
+        raise UsageError("an engine is named beside a plan: name it in the plan's pools, or leave one of the two out")
+    if engine is not None and isinstance(hardware, str):
+        hardware = kernels_of(hardware, engine)
     if isinstance(plan, str):
         plan = load_plan(plan, given.get("plan", ()), parts.problems)
     if model is None and plan is not None:
@@ -129,6 +140,7 @@ def load_specs(
         trace,
         plan,
         given.get("plan", ()),
+        None if engine is None else load_engine(engine),
     )
 
 
@@ -139,7 +151,7 @@ def _load_profiles(hardware: str | Hardware | None, plan: Plan | None, settings:
         return [hardware] * pools
     if hardware is not None:
         return [load_hardware(hardware, settings)] * pools
-    names = [] if plan is None else [pool.hardware for pool in plan.pools]
+    names = [] if plan is None else [kernels_of(pool.hardware, pool.engine) for pool in plan.pools]
     profiles = {name: load_hardware(name, settings) for name in dict.fromkeys(names)}
     return [profiles[name] for name in names]
 
@@ -188,7 +200,7 @@ def _planned(specs: Specs, stream: RequestStream, own_costs: bool) -> tuple[Plan
     if plan is not None:
         return plan, hardware
     if hardware:
-        plan = default_plan(specs.model, hardware[0], stream)
+        plan = default_plan(specs.model, hardware[0], stream, specs.engine)
     elif own_costs:
         plan, hardware = unbound_plan(specs.model, stream), [NO_HARDWARE]
     else:

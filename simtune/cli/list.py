@@ -6,21 +6,30 @@ import click
 
 from simtune.cli.output import json_option, print_json
 
-SPECS = ("model", "hardware", "workload", "acceptance")
-PARTS = ("policy", "router", "engine")
+SPECS = ("model", "hardware", "workload", "acceptance", "engine")
+PARTS = ("policy", "router", "emitter")
+
+
+class KindOf(click.Choice[str]):
+    """A kind, in the singular or the plural."""
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The singular."""
+        plurals = {kind.removesuffix("y") + "ies" if kind.endswith("y") else kind + "s": kind for kind in self.choices}
+        return super().convert(plurals.get(value, value), param, ctx)
 
 
 @click.command("list")
-@click.argument("kind", required=False, type=click.Choice([*SPECS, *PARTS]))
+@click.argument("kind", required=False, type=KindOf([*SPECS, *PARTS]))
 @json_option
 def list_(kind: str | None, as_json: bool) -> None:
-    """List models, hardware profiles, workloads, acceptance, policies, routers and engines that can be used or
-    written for by name; all, or of one KIND."""
+    """List models, hardware profiles, workloads, acceptance, engine presets, policies, routers and the engines that can
+    be written for (emitters), by name; all, or of one KIND (models or model)."""
     from simtune.emit import ENGINE
     from simtune.sim.parts import POLICY, ROUTER
     from simtune.specs import catalog
 
-    parts = {"policy": POLICY.names, "router": ROUTER.names, "engine": ENGINE.names}
+    parts = {"policy": POLICY.names, "router": ROUTER.names, "emitter": ENGINE.names}
     kinds = [kind] if kind else [*SPECS, *PARTS]
     listed = {k: parts[k]() if k in parts else catalog.names(k) for k in kinds}
     if as_json:

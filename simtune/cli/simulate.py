@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     help="plan.yaml; without it one instance on the fewest GPUs that fit.",
 )
 @click.option(
+    "--engine", default=None, help="Preset whose settings hold where there is no plan: `simtune list engines`."
+)
+@click.option(
     "--rate",
     type=click.FloatRange(min=0, min_open=True),
     default=None,
@@ -92,6 +95,7 @@ def simulate(  # noqa: PLR0913 - one for each option
     hardware: str | None,
     workload: str,
     plan_file: str | None,
+    engine: str | None,
     rate: float | None,
     requests: int | None,
     worlds: int | None,
@@ -114,7 +118,7 @@ def simulate(  # noqa: PLR0913 - one for each option
     by_spec = split_settings(settings, ("model", "hardware", "workload", "plan"))
     targets = _Targets(out, timeline, _window(window, timeline), per_request)
     targets.check(force)
-    specs = load_specs(model, hardware, workload, plan_file, by_spec)
+    specs = load_specs(model, hardware, workload, plan_file, by_spec, engine)
     experiment = set_up(specs, rate_rps=rate, requests=requests, seed=seed or 0)
     result = experiment.run(record=out is not None or timeline is not None)
     note_estimates(experiment.deployment)

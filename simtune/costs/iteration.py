@@ -284,7 +284,7 @@ class StepModel:
 
     def host_s(self, num_seqs: int) -> float:
         """Seconds the engine's host side needs for a step with this many sequences."""
-        host = self._hardware.host
+        host = self._pool.host or self._hardware.host
         return host.step_s + host.per_sequence_s * num_seqs
 
     def breakdown(self, batch: StepWork) -> dict[str, float]:

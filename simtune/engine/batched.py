@@ -73,6 +73,8 @@ class BatchScheduler(Scheduler):
         self._preemption: Preemption = Swap() if preemption == "swap" else Recompute()
         self._preempted: list[Request] = []  # since the latest step
         self._swapped_out_blocks = 0  # theirs
+        self._arriving: list[Request] = []  # since the step under way was scheduled, asynchronously
+        self._dispatched: list[Request] = []  # those that came before, when the step under way was scheduled already
         self._left_out: list[Request] = []  # members of the batch without a part in the step under way
 
     def _new_batch(self, speculation: DraftingTerms | None) -> Batch:
@@ -91,7 +93,12 @@ class BatchScheduler(Scheduler):
     @property
     def num_waiting(self) -> int:
         """Requests that wait as the engine sees it, those included that were preempted after they had ended."""
-        return len(self.waiting) + self._settling.num_preempted
+        return len(self.waiting) + len(self._arriving) + len(self._dispatched) + self._settling.num_preempted
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anybody waits or holds a seat."""
+        return bool(self.waiting or self._arriving or self._dispatched) or self.num_running > 0
 
     @property
     def num_running(self) -> int:
@@ -168,8 +175,8 @@ class BatchScheduler(Scheduler):
     def _repeat(self, step: Step, blocks: int) -> None:
         """Let a step without chunks be repeated; the first repetition's `blocks` are taken already."""
         batch = self.decoding
-        if step.discarded or (self._settling.ended and self.waiting):
-            return  # with it blocks and seats come free
+        if step.discarded or self._dispatched or (self._settling.ended and self.waiting):
+            return  # with it blocks and seats come free, or newcomers are seen
         step.repeat = batch.steps_that_fit(self.kv.free + blocks, batch.steps_to_completion())
         if step.repeat > 1:
             step.contexts = batch.contexts(step.repeat)
@@ -247,12 +254,44 @@ class BatchScheduler(Scheduler):
                 settling.finish(request)
         if self._left_out:
             self._rejoin()
+        if self._arriving or self._dispatched:
+            self._see_dispatched()
         if self.drafting:
             for request in batch.draft(step.num_decodes + len(step.chunks)):
                 settling.ended.remove(request)  # it is in the next step all the same
         return progress
 
     # --- requests come and go ---------------------------------------------------------------------------------
+
+    def add_late(self, request: Request) -> bool:
+        """See `Scheduler.add_late`."""
+        if not self.async_scheduling:
+            return self.add(request)
+        if self.outgrows(request):
+            return False
+        (self._dispatched if self._under_way is None else self._arriving).append(request)
+        return True
+
+    def _see_dispatched(self) -> None:
+        """A step is over: the next to be scheduled sees those that came before it was dispatched."""
+        for request in self._dispatched:
+            self.waiting.append(request)
+        self._dispatched, self._arriving = self._arriving, []
+
+    def _see_all(self) -> None:
+        """Whoever has come waits like any other."""
+        while self._arriving or self._dispatched:
+            self._see_dispatched()
+
+    def withdraw(self) -> list[Request]:
+        """Take back all waiting requests, in order of the queue. The residents go on."""
+        self._see_all()
+        return super().withdraw()
+
+    def abandon(self) -> list[Request]:
+        """See `Scheduler.abandon`."""
+        self._see_all()
+        return super().abandon()
 
     def release(self, request: Request) -> None:
         """Give back the blocks of a request that is held or expected; of one that has ended, when the engine knows."""

@@ -111,6 +111,8 @@ class Scheduler(ABC):
         self.max_model_len = max_model_len
         self.chunked_prefill = chunked_prefill
         self.watermark_blocks = watermark_blocks
+        self.async_scheduling = False
+        """Whether a step is scheduled before the engine knows what came of the one before."""
         self.drafting = False
         """Whether requests that decode may compute more than one token in a step: their drafts."""
         self.waiting: WaitingQueue = deque()
@@ -128,10 +130,23 @@ class Scheduler(ABC):
 
     def add(self, request: Request) -> bool:
         """Queue a request; False when it is refused because it could outgrow max_model_len."""
-        if request.prompt_tokens + request.output_tokens > self.max_model_len:
+        if self.outgrows(request):
             return False
         self.waiting.append(request)
         return True
+
+    def add_late(self, request: Request) -> bool:
+        """Queue a request that comes during the last repetition of the step under way, or at the instant when it ends;
+        False when it is refused.
+
+        An engine that schedules asynchronously has dispatched the next step when the one under way began: the request
+        is seen by the one that follows it.
+        """
+        return self.add(request)
+
+    def outgrows(self, request: Request) -> bool:
+        """Whether a request could become longer than max_model_len."""
+        return request.prompt_tokens + request.output_tokens > self.max_model_len
 
     def expect(self, request: Request) -> bool:
         """Reserve a seat, and blocks for all known tokens, for a request whose KV cache is computed elsewhere.

@@ -171,6 +171,8 @@ class EngineCore:
     runs_ahead: bool = field(default=False, init=False)
     """Whether its steps end by `run_ahead`, not by `end`."""
     _single_steps: bool = field(default=False, init=False)
+    _schedules_ahead: bool = field(default=False, init=False)
+    _ended: int = field(default=-1, init=False)  # the tick at which the latest step did
     _timer: StepTimer = field(init=False)
     _agenda: Agenda = field(init=False)
     _recorder: Recorder = field(init=False)
@@ -178,6 +180,7 @@ class EngineCore:
     def __post_init__(self) -> None:
         self._timer = timer_for(self.costs, self.scheduler.drafting)
         self.scheduler.tells_longest = self._timer.asks_longest
+        self._schedules_ahead = self.scheduler.async_scheduling
         self.virtual_engine = self.stepping.join(self)
 
     def wire(self, agenda: Agenda, recorder: Recorder, *, single_steps: bool, runs_ahead: bool) -> None:
@@ -198,8 +201,14 @@ class EngineCore:
 
     def add(self, now: int, request: Request) -> bool:
         """Queue a new request; False when the scheduler refuses it."""
-        notices = self.step is not None and self.time.repetitions > 1 and self.scheduler.would_notice()
-        if not self.scheduler.add(request):
+        scheduler, time, notices, late = self.scheduler, self.time, False, self._schedules_ahead
+        if self.step is None:
+            late = late and self._ended == now  # the step that follows at this instant is dispatched already
+        else:
+            if time.repetitions > 1:
+                notices = scheduler.would_notice()
+                late = late and (notices or time.reaching(now - self.started)[0] == time.repetitions)
+        if not (scheduler.add_late(request) if late else scheduler.add(request)):
             return False
         self._recorder.waiting += 1
         self.waiting += 1
@@ -286,7 +295,7 @@ class EngineCore:
         """The running step ends, and the next one begins, unless something else happens at this instant first."""
         self._account(now)
         progress = self.scheduler.complete(self.time.repetitions)
-        self.step = None
+        self.step, self._ended = None, now
         if progress.first_token or progress.finished:
             deliver(now, self, progress)
         if self._agenda.has_more_at(now):
@@ -313,7 +322,7 @@ class EngineCore:
             elif decodes := step.num_decodes - step.discarded:
                 note((time.first, time.slope, repetitions, decodes))
             progress = complete(repetitions)
-            self.step = None
+            self.step, self._ended = None, now
             if progress.first_token or progress.finished:
                 deliver(now, self, progress)
             if heap[0][0] == now:

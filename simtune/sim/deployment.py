@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from simtune.costs.compiled import compile_costs
 from simtune.costs.drafting import CompiledRounds
@@ -19,9 +20,10 @@ from simtune.sim.requests import RequestStream
 from simtune.sim.result import MissBudget, Result
 from simtune.sim.wiring import transfer_terms, wire
 from simtune.sim.world import World
+from simtune.specs.engine import EnginePreset
 from simtune.specs.hardware import Device, Hardware, Host, Provenance
 from simtune.specs.model import Model
-from simtune.specs.plan import Batching, KvCache, Parallelism, Plan, Pool
+from simtune.specs.plan import Batching, KvCache, Plan, Pool
 from simtune.specs.workload import Slo
 
 
@@ -243,18 +245,17 @@ def length_limit(model: Model, stream: RequestStream) -> int:
     return min(model.max_position, -(-longest // 256) * 256)
 
 
-def default_plan(model: Model, hardware: Hardware, stream: RequestStream) -> Plan:
-    """One instance on the fewest GPUs that fit, with vLLM's defaults. Raises Infeasible when a node is too small."""
+def default_plan(model: Model, hardware: Hardware, stream: RequestStream, engine: EnginePreset | None = None) -> Plan:
+    """One instance on the fewest GPUs that fit, with an engine's settings or vLLM's batching. Raises Infeasible when a
+    node is too small."""
+    settings: dict[str, Any] = {"batching": vllm_batching(hardware).model_dump()}
+    if engine is not None:
+        settings = {"engine": engine.name, **engine.settings(hardware.device, model)}
     refusal: Infeasible | None = None
     tp = 1
     while tp <= hardware.device.devices_per_node:
-        pool = Pool(
-            hardware=hardware.name,
-            instances=1,
-            parallelism=Parallelism(tp=tp),
-            batching=vllm_batching(hardware),
-            max_model_len=length_limit(model, stream),
-        )
+        own = {"hardware": hardware.name, "instances": 1, "parallelism": {"tp": tp}}
+        pool = Pool.model_validate({**own, **settings, "max_model_len": length_limit(model, stream)})
         plan = Plan(name="default", model=model.name, pools=(pool,))
         try:
             check(pool, model, hardware)

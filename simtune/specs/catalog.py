@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from simtune.errors import UsageError, suggest
+from simtune.errors import Problem, SpecError, UsageError, suggest
 from simtune.specs import hf, yamlfile
 from simtune.specs.acceptance import Acceptance
 from simtune.specs.base import Check, Spec, override
 from simtune.specs.columns import replay
+from simtune.specs.engine import EnginePreset, merged
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
@@ -26,8 +28,14 @@ from simtune.specs.workload import Workload
 
 S = TypeVar("S", bound=Spec)
 
-KINDS: dict[str, type[Spec]] = {c.KIND: c for c in (Model, Hardware, Workload, Acceptance, Plan, Study)}
-FOLDERS = {"model": "models", "hardware": "hwprofiles", "workload": "workloads", "acceptance": "workloads/acceptance"}
+KINDS: dict[str, type[Spec]] = {c.KIND: c for c in (Model, Hardware, Workload, Acceptance, EnginePreset, Plan, Study)}
+FOLDERS = {
+    "model": "models",
+    "hardware": "hwprofiles",
+    "workload": "workloads",
+    "acceptance": "workloads/acceptance",
+    "engine": "engines",
+}
 _SPEC_SUFFIXES = (".yaml", ".yml", ".json")
 _TRACE_SUFFIXES = (".csv", ".jsonl", ".csv.gz", ".jsonl.gz")
 
@@ -73,9 +81,53 @@ def load_acceptance(reference: str, settings: Sequence[str] = ()) -> Acceptance:
     return _read(Acceptance, _locate("acceptance", reference), settings)
 
 
+def load_engine(reference: str, settings: Sequence[str] = ()) -> EnginePreset:
+    """An engine preset by name or path."""
+    return _read(EnginePreset, _locate("engine", reference), settings)
+
+
 def load_plan(reference: str, settings: Sequence[str] = (), check: Check | None = None) -> Plan:
-    """A plan from its file. Raises SpecError, also for what `check` finds."""
-    return _read(Plan, Path(reference), settings, check)
+    """A plan from its file, filled in where a pool names an engine. Raises SpecError, also for what `check` finds."""
+    document = override(yamlfile.parse(yamlfile.read_text(Path(reference)), reference), settings)
+    return Plan.from_document(with_engines(document), check)
+
+
+def with_engines(document: yamlfile.Document) -> yamlfile.Document:
+    """A plan's document in which what pools leave out stands as their engines set it; others are as they were.
+
+    The engine's settings are those for the plan's model on the pool's hardware. What is wrong in the plan itself is
+    left to be found by whoever reads it.
+    """
+    data = document.data
+    pools = data.get("pools") if isinstance(data, dict) else None
+    if not isinstance(pools, list):
+        return document
+    filled = []
+    for at, pool in enumerate(pools):
+        try:
+            filled.append(_with_engine(pool, data.get("model")))
+        except UsageError as error:
+            line, column = document.position(["pools", at, "engine"])
+            raise SpecError(Problem(document.file, str(error), f"pools.{at}.engine", line, column)) from None
+    return replace(document, data={**data, "pools": filled})
+
+
+def _with_engine(pool: Any, model: Any) -> Any:
+    """A pool that names an engine and hardware, of a plan that names a model, filled in; any other as it is."""
+    if not isinstance(pool, dict):
+        return pool
+    engine, hardware = pool.get("engine"), pool.get("hardware")
+    if not (isinstance(engine, str) and isinstance(hardware, str) and isinstance(model, str)):
+        return pool
+    return merged(pool, load_engine(engine).settings(load_hardware(hardware).device, load_model(model)))
+
+
+def kernels_of(hardware: str, engine: str | None) -> str:
+    """The profile with the kernels of an engine: NAME-FAMILY where there is one beside NAME, NAME itself elsewhere."""
+    if engine is None or _is_path(hardware):
+        return hardware
+    own = f"{hardware}-{load_engine(engine).family}"
+    return own if own in names("hardware") else hardware
 
 
 def load_study(reference: str, settings: Sequence[str] = (), check: Check | None = None) -> Study:
@@ -95,6 +147,10 @@ def load(reference: str, check: Check | None = None) -> Spec:
         return load_workload(reference)[0]
     if kind == "acceptance":
         return load_acceptance(reference)
+    if kind == "engine":
+        return load_engine(reference)
+    if kind == "plan":
+        return load_plan(reference, (), check)
     return _read(KINDS[kind], Path(reference), (), check)
 
 

@@ -90,16 +90,27 @@ class KvCache(Part):
     watermark: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="share of blocks kept free at admission")
 
 
+class HostTimes(Part):
+    """What the engine's host side needs for a step: fixed, and for each sequence in it."""
+
+    step_s: NonNegative
+    per_sequence_s: NonNegative
+
+
 class Pool(Part):
     """Identical instances with one role."""
 
     name: Name = "mixed"
     role: Role = "mixed"
     hardware: str
+    engine: str | None = Field(
+        None, description="an engine preset, by name or file: what is left out here stands as that release sets it"
+    )
     instances: Count
     parallelism: Parallelism = Parallelism()
     batching: Batching
     kv_cache: KvCache = KvCache()
+    host: HostTimes | None = Field(None, description="as the hardware profile says unless given")
     async_scheduling: bool = True
     cuda_graphs: bool = Field(True, description="false: every kernel is launched on its own, as enforce-eager does")
     max_model_len: Count | None = Field(None, description="longest prompt + output; the model's limit unless given")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, event, given
 from hypothesis import settings as hypothesis_settings
 
@@ -119,6 +120,22 @@ def test_at_one_instant_steps_end_before_arrivals_and_arrivals_before_scheduling
     assert [(r.steps, r.num_decodes, r.prefill_tokens) for r in outcome.records] == [
         (1, 0, 1), (2, 1, 0), (1, 1, 1), (6, 1, 0),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("at_s", "scheduled_s"), [(2.5, 4), (3.0, 4), (0.5, 2), (20.0, 20)])
+def test_a_newcomer_waits_for_the_step_that_was_dispatched_before_it_came(at_s: float, scheduled_s: float) -> None:
+    """Asynchronously; all steps take a second. B comes in the step from 2 to 3: the one from 3 to 4 is scheduled."""
+
+    def run(**how: bool) -> list[int]:
+        scheduler = VllmFcfs(
+            num_blocks=100, block_size=1, max_num_seqs=4, max_num_batched_tokens=4, max_model_len=100,
+            async_scheduling=True,
+        )  # fmt: skip
+        stream = stream_of([0.0, at_s], [1, 1], [10, 1])
+        outcome = World([EngineCore(scheduler, LinearCosts(step_s=1.0))], stream, **how).run()
+        return outcome.scheduled.tolist()
+
+    assert run() == run(single_steps=True) == run(record=True) == [0, scheduled_s * TICKS_PER_SECOND]
 
 
 def test_requests_leave_no_garbage_that_only_a_collector_would_find() -> None:

@@ -1,0 +1,135 @@
+"""Measured serving runs of others as loads and plans of ours, by rule and never by row.
+
+What the table does not tell is assumed alike for all rows of an engine, version and precision (`RULES`), and the load by
+the origin of the row:
+
+* a public sweep draws both lengths evenly from 0.8 L to L and keeps `concurrency` requests under way, ten times as many
+  in all, the first of them at once;
+* of a gap analysis the client is unknown; its long times to first token tell that requests come together and stay in
+  step. It is taken as rounds of equal requests.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from simtune.specs.catalog import load_model
+from simtune.specs.model import Model
+from simtune.specs.plan import Plan
+from simtune.specs.workload import ClosedLoop, FixedLength, Quantiles, Workload
+
+MODELS = {
+    "Qwen/Qwen3-32B": "qwen3-32b",
+    "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b",
+    "meta-llama/Llama-3.1-70B": "llama-3.1-70b",
+    "openai/gpt-oss-120b": "gpt-oss-120b",
+    "deepseek-ai/DeepSeek-R1": "deepseek-v3",
+    "deepseek-ai/DeepSeek-V3": "deepseek-v3",
+}
+HARDWARE = {"h100_sxm": "h100-sxm", "h200_sxm": "h200-sxm", "b200_sxm": "b200"}
+ROUNDS = 10
+"""Requests per client of a public sweep."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One measured row."""
+
+    row: dict[str, str]
+
+    @property
+    def model(self) -> str:
+        return MODELS[self.row["model"]]
+
+    @property
+    def hardware(self) -> str:
+        return HARDWARE[self.row["gpu"]]
+
+    @property
+    def dense(self) -> bool:
+        return self.model not in ("gpt-oss-120b", "deepseek-v3")
+
+    def number(self, name: str, default: int = 0) -> int:
+        value = self.row[name]
+        return int(float(value)) if value else default
+
+    @property
+    def concurrency(self) -> int:
+        return self.number("concurrency")
+
+    @property
+    def measured(self) -> dict[str, float]:
+        """Mean seconds."""
+        return {name: float(self.row[f"{name}_ms"]) / 1e3 for name in ("ttft", "tpot")}
+
+
+def runs(data_dir: Path) -> Iterator[Run]:
+    with gzip.open(data_dir / "serving/silicon_dev.csv.gz", "rt") as file:
+        yield from map(Run, csv.DictReader(file))
+
+
+def model_of(run: Run) -> Model:
+    """The checkpoint that was served: the model in the formats of the row."""
+    model = load_model(run.model)
+    if run.model == "gpt-oss-120b" or not run.row["gemm"]:
+        return model
+    return model.model_copy(update={"weight_dtype": run.row["gemm"], "expert_dtype": run.row["moe"]})
+
+
+def workload_of(run: Run) -> Workload:
+    """The load of a row, by its origin."""
+    sweep = True
+    lengths: dict[str, Any] = {}
+    for name, column in (("prompt", "isl"), ("output", "osl")):
+        tokens = run.number(column)
+        drawn = Quantiles(levels=(0.0, 1.0), tokens=(max(1.0, 0.8 * tokens), float(tokens)))
+        lengths[name] = drawn if sweep else FixedLength(tokens=tokens)
+    return Workload(
+        name="silicon",
+        requests=ROUNDS * run.concurrency,
+        arrivals=ClosedLoop(users=run.concurrency),
+        **lengths,
+    )
+
+
+def plan_of(run: Run, model: Model, batching: dict[str, Any], pool: dict[str, Any]) -> Plan:
+    """The deployment of a row under the settings of a rule."""
+    tp, dp, ep = run.number("tp", 1), run.number("attention_dp", 1), run.number("moe_ep", 1)
+    longest = run.number("isl") + run.number("osl") + 256
+    document = {
+        "name": "silicon",
+        "model": model.name,
+        "pools": [
+            {
+                "hardware": run.hardware,
+                "instances": 1,
+                "parallelism": {
+                    "tp": max(1, tp // max(dp, 1)) if dp > 1 else tp,
+                    "attention_dp": max(dp, 1),
+                    "expert_parallel": not run.dense and ep > 1,
+                },
+                "batching": batching,
+                "max_model_len": longest,
+                **pool,
+            }
+        ],
+    }
+    return Plan.model_validate(document)
+
+
+def error(predicted: dict[str, float], measured: dict[str, float]) -> dict[str, float]:
+    """predicted / measured - 1 by metric."""
+    return {name: predicted[name] / measured[name] - 1 for name in measured}
+
+
+def quantiles(errors: list[float]) -> tuple[float, float, float]:
+    """Signed median, median and p90 of the size, in per cent."""
+    off = 100 * np.array(errors)
+    return float(np.median(off)), float(np.median(np.abs(off))), float(np.quantile(np.abs(off), 0.9))
