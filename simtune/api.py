@@ -49,7 +49,7 @@ Load = str | Workload | Trace | Mapping[str, Any]
 # --- simulate ---------------------------------------------------------------------------------------------
 
 
-def simulate(
+def simulate(  # noqa: PLR0913 - one for each option
     model: str | Model | None,
     hardware: str | Hardware | None,
     workload: Load,
@@ -65,7 +65,8 @@ def simulate(
 
     Model, hardware, workload and plan are given by name or path or as objects, the requests also as columns: a mapping
     with arrival_s, prompt_tokens and output_tokens. Without a plan: one instance on the fewest GPUs that fit, with
-    the settings of `engine`, a preset, or vLLM's batching. With one, model and hardware may be None: they are the plan's.
+    the settings of `engine`, a preset, or vLLM's batching. With one, model and hardware may be None: they are the
+    plan's.
 
     `costs` are used in place of those that follow from the hardware: an object with the methods of
     `simtune.costs.protocol.StepCosts`, or a function `seconds(num_decodes, context_tokens, chunks)`. The hardware then

@@ -1,7 +1,7 @@
 """Measured serving runs of others as loads and plans of ours, by rule and never by row.
 
-What the table does not tell is assumed alike for all rows of an engine, version and precision (`RULES`), and the load by
-the origin of the row:
+What the table does not tell is assumed alike for all rows of an engine, version and precision, and the load by the
+origin of the row:
 
 * a public sweep draws both lengths evenly from 0.8 L to L and keeps `concurrency` requests under way, ten times as many
   in all, the first of them at once;

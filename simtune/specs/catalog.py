@@ -88,7 +88,8 @@ def load_engine(reference: str, settings: Sequence[str] = ()) -> EnginePreset:
 
 def load_plan(reference: str, settings: Sequence[str] = (), check: Check | None = None) -> Plan:
     """A plan from its file, filled in where a pool names an engine. Raises SpecError, also for what `check` finds."""
-    document = override(yamlfile.parse(yamlfile.read_text(Path(reference)), reference), settings)
+    path = Path(reference)
+    document = override(yamlfile.parse(yamlfile.read_text(path), str(path)), settings)
     return Plan.from_document(with_engines(document), check)
 
 
