@@ -262,14 +262,15 @@ def load_question(
     requests, trace = _load_requests(beside(folder, study.workload) if workload is None else workload)
     target = beside(folder, study.model) if model is None else model
     target = load_model(target) if isinstance(target, str) else target
-    profile = beside(folder, study.hardware.profile) if hardware is None else hardware
-    profile = load_hardware(profile) if isinstance(profile, str) else profile
+    engine = None if study.engine is None else beside(folder, study.engine)
+    named = beside(folder, study.hardware.profile) if hardware is None else hardware
+    profile = load_hardware(kernels_of(named, engine)) if isinstance(named, str) else named
     if model is not None:
         study = study.model_copy(update={"model": target.name})
-    if hardware is not None:
+    if hardware is not None or (isinstance(named, str) and kernels_of(named, engine) != named):
         study = study.model_copy(update={"hardware": study.hardware.model_copy(update={"profile": profile.name})})
     drafts = tuple(load_draft(choice, target, folder) for choice in study.speculation)
-    return Question(study, target, profile, requests, trace, drafts)
+    return Question(study, target, profile, requests, trace, drafts, None if engine is None else load_engine(engine))
 
 
 def load_draft(choice: DrafterChoice, target: Model, folder: Path | None = None) -> Draft:

@@ -26,8 +26,10 @@ from simtune.sim.parts import ROUTER
 from simtune.sim.requests import RequestStream, build_stream
 from simtune.sim.result import Result
 from simtune.sim.summary import Metric, SimulationSummary
+from simtune.specs.engine import EnginePreset
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
+from simtune.specs.plan import Plan
 from simtune.specs.speculation import Speculation
 from simtune.specs.study import Study
 from simtune.specs.traces import Trace
@@ -54,6 +56,8 @@ class Question:
     trace: Trace | None
     drafts: tuple[Draft, ...] = ()
     """The drafters of the study."""
+    engine: EnginePreset | None = None
+    """Whose settings hold where the search leaves something open."""
 
     @property
     def requests(self) -> int:
@@ -84,6 +88,11 @@ class Question:
         (pool,) = deployment.plan.pools
         return self.stream(ParallelShape(pool.parallelism.tp, pool.parallelism.pp, pool.instances), rate_rps)
 
+    def plan(self, candidate: Candidate, max_model_len: int) -> Plan:
+        """The plan that a candidate stands for."""
+        settings = None if self.engine is None else self.engine.settings(self.hardware.device, self.model)
+        return candidate.plan(self.study, max_model_len, settings)
+
     def draft(self, candidate: Candidate) -> Draft | None:
         """Its drafter."""
         return next((draft for draft in self.drafts if draft.choice.label == candidate.drafter), None)
@@ -92,7 +101,7 @@ class Question:
         """`costs` serve what does not draft; all else has its own."""
         draft = self.draft(candidate)
         drafting = None if draft is None else draft.drafting
-        return deploy(candidate.plan(self.study, max_model_len), self.model, self.hardware, costs, drafting=drafting)
+        return deploy(self.plan(candidate, max_model_len), self.model, self.hardware, costs, drafting=drafting)
 
     def judge(self, deployment: Deployment, rate_rps: float | None) -> Result:
         """Whether a deployment meets the SLO, judged by some of its cores; ends as soon as it cannot any more."""
@@ -302,7 +311,7 @@ class _ShapeSearch:
         """The same with its drafts settled, left at None where they do not pay. Raises Infeasible where its memory does
         not add up, or an engine would refuse it."""
         draft = self.q.draft(candidate)
-        (pool,) = candidate.plan(self.study, self.max_model_len).pools
+        (pool,) = self.q.plan(candidate, self.max_model_len).pools
         if draft is None:
             check(pool, self.q.model, self.q.hardware)
             return candidate
@@ -310,7 +319,7 @@ class _ShapeSearch:
         if key not in self.speculations:
             self.speculations[key] = speculation_on(draft, self.q.model, self.q.hardware, pool, self.stream)
         candidate = replace(candidate, speculation=self.speculations[key])
-        (pool,) = candidate.plan(self.study, self.max_model_len).pools
+        (pool,) = self.q.plan(candidate, self.max_model_len).pools
         check(pool, self.q.model, self.q.hardware, draft.drafting)
         return candidate
 
@@ -324,7 +333,7 @@ class _ShapeSearch:
                 max_num_seqs=max(c.max_num_seqs for c in plain),
                 max_num_batched_tokens=max(c.max_num_batched_tokens for c in plain),
             )
-            (pool,) = widest.plan(self.study, self.max_model_len).pools
+            (pool,) = self.q.plan(widest, self.max_model_len).pools
             costs = compile_costs(self.q.model, self.q.hardware, pool, self.max_model_len)
             capacity = Capacity(costs.tables, self.stream, self.max_model_len)
             for candidate in plain:

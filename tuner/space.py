@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import product
+from typing import Any
 
-from simtune.specs.plan import Batching, Parallelism, Plan, Pool, RoundRobinRouting
+from simtune.specs.engine import merged
+from simtune.specs.plan import Parallelism, Plan, Pool, RoundRobinRouting
 from simtune.specs.speculation import Speculation
 from simtune.specs.study import Study
 
@@ -48,20 +51,23 @@ class Candidate:
         name = f"tp{s.tp}-pp{s.pp}-x{s.instances}-s{self.max_num_seqs}-t{self.max_num_batched_tokens}"
         return f"{name}-{self.drafter}" if self.drafter else name
 
-    def plan(self, study: Study, max_model_len: int) -> Plan:
-        """The plan it stands for: one pool of the study's hardware, with the policy and router of all its plans."""
-        pool = Pool(
-            hardware=study.hardware.profile,
-            instances=self.shape.instances,
-            parallelism=Parallelism(tp=self.shape.tp, pp=self.shape.pp),
-            batching=Batching(
-                max_num_seqs=self.max_num_seqs,
-                max_num_batched_tokens=self.max_num_batched_tokens,
-                **({} if study.batching is None else study.batching.model_dump(exclude_none=True)),
-            ),
-            max_model_len=max_model_len,
-            speculation=self.speculation,
-        )
+    def plan(self, study: Study, max_model_len: int, engine: Mapping[str, Any] | None = None) -> Plan:
+        """The plan it stands for: one pool of the study's hardware, with the policy and router of all its plans, and
+        with the settings of the study's `engine` where these leave something open."""
+        own = {
+            "hardware": study.hardware.profile,
+            "instances": self.shape.instances,
+            "parallelism": Parallelism(tp=self.shape.tp, pp=self.shape.pp),
+            "batching": {
+                "max_num_seqs": self.max_num_seqs,
+                "max_num_batched_tokens": self.max_num_batched_tokens,
+                **({} if study.batching is None else study.batching.model_dump(exclude_unset=True, exclude_none=True)),
+            },
+            "max_model_len": max_model_len,
+            "speculation": self.speculation,
+        }
+        settings = {} if engine is None else {"engine": study.engine, **engine}
+        pool = Pool.model_validate(merged(own, settings))
         return Plan(name=self.name, model=study.model, pools=(pool,), router=study.router or RoundRobinRouting())
 
 

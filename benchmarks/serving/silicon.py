@@ -5,8 +5,7 @@ origin of the row:
 
 * a public sweep draws both lengths evenly from 0.8 L to L and keeps `concurrency` requests under way, ten times as many
   in all, the first of them at once;
-* of a gap analysis the client is unknown; its long times to first token tell that requests come together and stay in
-  step. It is taken as rounds of equal requests.
+* of a gap analysis the client is unknown. It is taken to ask as often, with equal requests.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from simtune.specs.catalog import load_model
+from simtune.specs.catalog import load_engine, load_hardware, load_model, names
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
 from simtune.specs.workload import ClosedLoop, FixedLength, Quantiles, Workload
@@ -35,7 +34,7 @@ MODELS = {
 }
 HARDWARE = {"h100_sxm": "h100-sxm", "h200_sxm": "h200-sxm", "b200_sxm": "b200"}
 ROUNDS = 10
-"""Requests per client of a public sweep."""
+"""Requests per client."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ def model_of(run: Run) -> Model:
 
 def workload_of(run: Run) -> Workload:
     """The load of a row, by its origin."""
-    sweep = True
+    sweep = run.row["origin"] == "public sweep"
     lengths: dict[str, Any] = {}
     for name, column in (("prompt", "isl"), ("output", "osl")):
         tokens = run.number(column)
@@ -99,8 +98,24 @@ def workload_of(run: Run) -> Workload:
     )
 
 
-def plan_of(run: Run, model: Model, batching: dict[str, Any], pool: dict[str, Any]) -> Plan:
-    """The deployment of a row under the settings of a rule."""
+def preset_of(run: Run) -> str:
+    """The engine preset of a row: the newest release that is not newer, or the oldest there is."""
+    releases = sorted(_release(name) for name in names("engine") if load_engine(name).family == run.row["engine"])
+    version = run.row["engine_version"]
+    measured = _release(f"-{version}") if version[:1].isdigit() else (releases or [(0,)])[-1]
+    if not releases:
+        return "vllm-0.24"
+    fitting = [release for release in releases if release <= measured] or releases[:1]
+    return f"{run.row['engine']}-{'.'.join(map(str, fitting[-1]))}"
+
+
+def _release(name: str) -> tuple[int, ...]:
+    """Major and minor number of what stands behind a name."""
+    return tuple(int(part) for part in name.rpartition("-")[2].split(".")[:2])
+
+
+def plan_of(run: Run, model: Model) -> Plan:
+    """The deployment of a row under the settings of its engine."""
     tp, dp, ep = run.number("tp", 1), run.number("attention_dp", 1), run.number("moe_ep", 1)
     longest = run.number("isl") + run.number("osl") + 256
     document = {
@@ -115,9 +130,9 @@ def plan_of(run: Run, model: Model, batching: dict[str, Any], pool: dict[str, An
                     "attention_dp": max(dp, 1),
                     "expert_parallel": not run.dense and ep > 1,
                 },
-                "batching": batching,
+                "engine": preset_of(run),
                 "max_model_len": longest,
-                **pool,
+                **load_engine(preset_of(run)).settings(load_hardware(run.hardware).device, model),
             }
         ],
     }

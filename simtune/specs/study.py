@@ -83,6 +83,10 @@ class Study(Spec):
     workload: str
     slo: Slo
     objective: Objective = "goodput_per_gpu"
+    engine: str | None = Field(
+        None,
+        description="an engine preset, by name or file: what the search leaves open stands as that release sets it",
+    )
     batching: StudyBatching | None = Field(None, description="the policy of all plans; vllm-fcfs unless given")
     router: Routing | None = Field(None, description="of all plans; round_robin unless given")
     speculation: Annotated[Seq[DrafterChoice], Field(strict=False)] = ()

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from simtune.api import simulate
+from simtune.api import load_question, simulate
 from simtune.errors import SimtuneError, SpecError, UsageError
 from simtune.specs import catalog
 from simtune.specs.engine import DEFAULT_ENGINE, EnginePreset, merged
 from simtune.specs.plan import Plan, Pool
+from simtune.tuner.space import Candidate, ParallelShape
 
 PRESETS = catalog.names("engine")
 
@@ -117,6 +118,17 @@ def test_an_engine_is_named_in_the_plan_or_beside_none(tmp_path: Path) -> None:
     made = simulate("llama-3.1-8b", "h100-sxm", "chat", engine="vllm-0.12", requests=200)
     named = simulate("llama-3.1-8b", "h100-sxm", "chat", engine="vllm-0.24", requests=200)
     assert made.tpot_s.mean() > named.tpot_s.mean(), "the older release waits for its host"
+
+
+def test_a_study_searches_plans_of_an_engine(tmp_path: Path) -> None:
+    (tmp_path / "study.yaml").write_text(
+        "schema: simtune/study@1\nname: s\nmodel: llama-3.1-8b\nhardware: {profile: h100-sxm, devices: 1}\n"
+        "workload: chat\nengine: vllm-0.12\nslo: {tpot_s: {p99: 0.1}}\n"
+    )
+    question = load_question(str(tmp_path / "study.yaml"))
+    (pool,) = question.plan(Candidate(ParallelShape(1, 1, 1), 64, 4096), 8192).pools
+    assert (pool.engine, pool.async_scheduling, pool.kv_cache.memory_utilization) == ("vllm-0.12", False, 0.9)
+    assert (pool.batching.max_num_seqs, pool.batching.max_num_batched_tokens) == (64, 4096)
 
 
 def test_merging_keeps_what_lies_above() -> None:
