@@ -1,0 +1,66 @@
+"""Fit the shipped profiles again, as hwprofiles/recipes.yaml says.
+
+python benchmarks/costs/shipped.py ../shared/data [NAME...]
+
+Names none: all, in the order of the recipes. What is written replaces what is there.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from simtune.cli.fit import COMMENT
+from simtune.cli.output import write_profile
+from simtune.costs.filling import filled
+from simtune.costs.profile import Facts, build
+from simtune.costs.tables import read_tables
+from simtune.costs.transfer import transfer
+from simtune.specs import yamlfile
+from simtune.specs.catalog import load_hardware
+from simtune.specs.hardware import Hardware
+
+ROOT = Path(__file__).resolve().parents[2]
+PROFILES = ROOT / "hwprofiles"
+
+
+def recipes() -> dict[str, dict[str, Any]]:
+    """The recipe of each profile, by name."""
+    path = PROFILES / "recipes.yaml"
+    found: dict[str, dict[str, Any]] = yamlfile.parse(yamlfile.read_text(path), str(path)).data
+    return found
+
+
+def fitted(name: str, recipe: dict[str, Any], data_dir: Path) -> Hardware:
+    """A profile by its recipe; those that it builds on are read from `hwprofiles`."""
+    facts = Facts.from_file(PROFILES / recipe.get("facts", name) / "facts.yaml")
+    moved = transfer(load_hardware(recipe["transfer"]), facts) if "transfer" in recipe else None
+    if "sources" not in recipe:
+        assert moved is not None, f"{name}: neither sources nor transfer"
+        return moved
+    tables = read_tables([data_dir / "profiles" / source for source in recipe["sources"]], recipe.get("kernels"))
+    hardware = build(tables, facts)
+    for other in (*map(load_hardware, recipe.get("fill", ())), *([] if moved is None else [moved])):
+        hardware = filled(hardware, other)
+    return hardware.model_copy(update={"name": name, "engine": recipe["engine"]}).with_arrays(hardware.arrays)
+
+
+def main(data_dir: Path, names: list[str]) -> None:
+    """Write the profiles of these names, or all."""
+    for name, recipe in recipes().items():
+        if names and name not in names:
+            continue
+        start = time.process_time()
+        hardware = fitted(name, recipe, data_dir)
+        write_profile(PROFILES / name, hardware, COMMENT)
+        size = sum(file.stat().st_size for file in (PROFILES / name).iterdir())
+        cpu_s = time.process_time() - start
+        print(
+            f"{name:18} {len(hardware.operators):3} operators  {cpu_s:6.1f} CPU-s  {size / 1024:7.0f} KiB", flush=True
+        )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
