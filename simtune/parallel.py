@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from typing import TypeVar
+
+_PR_SET_PDEATHSIG = 1  # of prctl(2): the signal a process gets when its parent ends
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -20,8 +25,7 @@ def executor(jobs: int | None, most: int) -> Iterator[Executor | None]:
     if jobs <= 1:
         yield None
         return
-    # An interrupt is the parent's affair: workers finish what they are at and are given no more.
-    pool = ProcessPoolExecutor(jobs, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN))
+    pool = ProcessPoolExecutor(jobs, initializer=_enter_worker, initargs=(os.getpid(),))
     try:
         yield pool
     except Exception:
@@ -31,6 +35,28 @@ def executor(jobs: int | None, most: int) -> Iterator[Executor | None]:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
+def _enter_worker(parent: int) -> None:
+    """An interrupt is the parent's affair: workers finish what they are at and are given no more. Where the parent ends
+    however suddenly, so do they."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it had ended before
+            os._exit(1)
+
+
 def ordered_map(pool: Executor | None, work: Callable[[T], R], tasks: Sequence[T]) -> Iterator[R]:
-    """`work(task)` for every task, in the order of the tasks."""
-    return map(work, tasks) if pool is None else pool.map(work, tasks)
+    """`work(task)` for every task, in the order of the tasks.
+
+    Where the system kills a worker, as it does when memory runs out, what is left is done in this process.
+    """
+    done = 0
+    if pool is not None:
+        try:
+            for result in pool.map(work, tasks):
+                yield result
+                done += 1
+            return
+        except BrokenProcessPool:
+            sys.stderr.write("a worker process was killed, perhaps for want of memory; going on with one process\n")
+    yield from map(work, tasks[done:])

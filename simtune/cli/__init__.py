@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import io
 import os
 import sys
 from typing import Any
@@ -75,6 +76,9 @@ def main(args: list[str] | None = None) -> Any:
     """Entry point of the `simtune` command."""
     # Before numpy is loaded, here and in worker processes: threads of small matrix products only wait for one another.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without these letters shows what it can
     try:
         code = cli.main(args, standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)

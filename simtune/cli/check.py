@@ -15,11 +15,14 @@ def check(files: tuple[str, ...], as_json: bool) -> int:
     from simtune.errors import SimtuneError
     from simtune.sim import parts
     from simtune.specs import catalog
+    from simtune.specs.hardware import Hardware
 
     problems = {}
     for file in files:
         try:
-            catalog.load(file if "/" in file else f"./{file}", parts.problems)
+            spec = catalog.load(file if "/" in file else f"./{file}", parts.problems)
+            if isinstance(spec, Hardware):
+                len(spec.arrays)  # they are read where they are first needed
         except SimtuneError as error:
             problems[file] = str(error).splitlines()
     if as_json:

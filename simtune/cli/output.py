@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -61,8 +62,10 @@ def write_profile(folder: Path, hardware: Hardware, comment: str) -> Path:
 
     target = folder / "profile.yaml"
     # The profile comes last: where it is, its arrays are.
-    write_file(folder / ARRAYS, hardware.arrays.to_bytes())
-    write_file(target, hardware.to_yaml(comment))
+    arrays = hardware.arrays.to_bytes()
+    write_file(folder / ARRAYS, arrays)
+    bound = hardware.model_copy(update={"arrays_sha256": hashlib.sha256(arrays).hexdigest()})
+    write_file(target, bound.to_yaml(comment))
     return target
 
 

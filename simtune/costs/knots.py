@@ -9,10 +9,14 @@ import numpy as np
 
 from simtune.arrays import Array, Ints
 from simtune.costs.ticks import TICKS_PER_SECOND
+from simtune.errors import UsageError
 
 KNOTS_PER_OCTAVE = 8
 STRAIGHT = 5e-4
 """Share of a value by which what lies between knots may be off for one knot less: jumps end at knots."""
+
+LONGEST_S = 1e5
+"""No step takes a day. Ticks of more than 97 days do not fit 63 bits."""
 
 
 def knots(per_octave: int, longest: int, edges: Collection[int] = ()) -> Array:
@@ -59,6 +63,12 @@ def rising(values: Array) -> Array:
 
 
 def whole_ticks(seconds: Array) -> list[int]:
-    """Seconds in ticks, rounded."""
+    """Seconds in ticks, rounded. Raises UsageError for what is no time that a step can take: NaN, or centuries."""
+    wrong = ~(np.abs(seconds) < LONGEST_S)
+    if wrong.any():
+        raise UsageError(
+            f"the hardware profile gives a step {seconds[wrong][0]:g} s: its numbers or the sizes of the model are no "
+            "real ones; `simtune check` the profile, and fit it again where it is right"
+        )
     ticks: list[int] = np.rint(seconds * TICKS_PER_SECOND).astype(np.int64).tolist()
     return ticks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import tempfile
@@ -9,6 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from simtune.errors import UsageError
+
+try:
+    import fcntl
+except ImportError:  # there is none on Windows
+    fcntl = None  # type: ignore[assignment]
 
 MANIFEST = "manifest.json"
 """The file by which a folder is known as a run directory of simtune."""
@@ -31,6 +37,7 @@ def claim(out: Path, force: bool) -> None:
                 raise UsageError(f"{out}: is not empty and no earlier run (it has no {MANIFEST}); name another folder")
             if not force:
                 raise UsageError(f"{out}: holds an earlier run; give --force to replace it, or name another folder")
+    _lock(out)
     folder = out.absolute().parent
     while not folder.exists():
         folder = folder.parent
@@ -39,6 +46,24 @@ def claim(out: Path, force: bool) -> None:
             pass
     except OSError as error:
         raise UsageError(f"{out}: cannot be written ({error.strerror}); name a folder you may write to") from None
+
+
+_LOCKS: dict[Path, int] = {}  # descriptors held by this process, by the run directory they stand for
+
+
+def _lock(out: Path) -> None:
+    """Keep other processes from claiming `out` until this one ends, however it does. Raises UsageError if one has it."""
+    if fcntl is None or out.absolute() in _LOCKS:
+        return
+    name = hashlib.sha256(str(out.absolute().resolve()).encode()).hexdigest()[:16]
+    path = Path(tempfile.gettempdir()) / f"simtune-{os.getuid()}-{name}.lock"
+    handle = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        raise UsageError(f"{out}: another simtune is writing it; wait for it, or name another folder") from None
+    _LOCKS[out.absolute()] = handle
 
 
 def write(out: Path, files: Mapping[str, str | bytes]) -> None:

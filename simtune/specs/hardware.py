@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -228,6 +229,8 @@ class Calibration(Part):
 
 
 ARRAYS = "arrays.npz"
+_LARGEST = 1e12
+"""Standardised shapes and weights of a residual are below a million."""
 
 
 class Arrays(Mapping[str, "NDArray[Any]"]):
@@ -237,8 +240,11 @@ class Arrays(Mapping[str, "NDArray[Any]"]):
     another process is the content, read or not.
     """
 
-    def __init__(self, content: Mapping[str, NDArray[Any]] | None = None, path: Path | None = None) -> None:
-        self._path = path
+    def __init__(
+        self, content: Mapping[str, NDArray[Any]] | None = None, path: Path | None = None, digest: str | None = None
+    ) -> None:
+        """`digest` is the SHA-256 of the file, where it is known."""
+        self._path, self._digest = path, digest
         self._content = None if content is None else {name: _frozen(array) for name, array in content.items()}
 
     def _read(self) -> dict[str, NDArray[Any]]:
@@ -249,13 +255,26 @@ class Arrays(Mapping[str, "NDArray[Any]"]):
 
             assert self._path is not None
             try:
-                with np.load(self._path, allow_pickle=False) as file:
-                    self._content = {name: _frozen(file[name]) for name in file.files}
+                data = self._path.read_bytes()
+                if self._digest is not None and hashlib.sha256(data).hexdigest() != self._digest:
+                    message = "is not the file its profile.yaml was written with; copy both, or fit again"
+                    raise SpecError(Problem(str(self._path), message))
+                with np.load(io.BytesIO(data), allow_pickle=False) as file:
+                    self._content = {name: _frozen(self._finite(name, file[name])) for name in file.files}
             except FileNotFoundError:
                 self._content = {}
             except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
                 raise SpecError(Problem(str(self._path), f"cannot be read as an array file: {error}")) from None
         return self._content
+
+    def _finite(self, name: str, array: NDArray[Any]) -> NDArray[Any]:
+        """The array. Raises SpecError where it holds anything but real numbers of a size that fits do."""
+        import numpy as np
+
+        if array.dtype.kind != "f" or not (np.abs(array) < _LARGEST).all():
+            message = f"array {name} holds something else than numbers below {_LARGEST:g}; fit the profile again"
+            raise SpecError(Problem(str(self._path), message))
+        return array
 
     def __getitem__(self, name: str) -> NDArray[Any]:
         array = self._read().get(name)
@@ -311,6 +330,7 @@ class Hardware(Spec):
     host: Host
     calibration: Calibration | None = None
     operators: dict[str, Operator]
+    arrays_sha256: str | None = Field(None, description=f"of the {ARRAYS} that belongs to it")
 
     _arrays: Arrays = PrivateAttr(default_factory=lambda: Arrays({}))
 
@@ -318,7 +338,7 @@ class Hardware(Spec):
     def from_document(cls, document: yamlfile.Document, check: Check | None = None) -> Self:
         """See `Spec`; the arrays stay in arrays.npz beside the file until somebody asks for one."""
         hardware = super().from_document(document, check)
-        return hardware.with_arrays(Arrays(path=Path(document.file).with_name(ARRAYS)))
+        return hardware.with_arrays(Arrays(path=Path(document.file).with_name(ARRAYS), digest=hardware.arrays_sha256))
 
     @property
     def arrays(self) -> Arrays:

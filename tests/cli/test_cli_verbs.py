@@ -324,3 +324,14 @@ def test_uncertainty_gives_intervals_in_every_form(call: Call, desk: Any) -> Non
     assert "(" in call(*asked, "--uncertainty", "20", "--out", "run").out
     assert "In brackets: the middle 90" in Path("run/report.html").read_text()
     assert json.loads(Path("run/summary.json").read_text())["uncertainty"] == said["uncertainty"]
+
+
+def test_a_terminal_without_the_letters_shows_what_it_can() -> None:
+    """And does not lose what was computed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "simtune", "show", "h100-sxm"],
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"fitted operators" in done.stdout

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from simtune.costs.bounds import CostBounds
 from simtune.costs.compiled import CompiledCosts, LinearCosts, compile_costs
 from simtune.costs.iteration import StepModel, StepWork
+from simtune.costs.knots import whole_ticks
 from simtune.costs.protocol import UNBOUNDED, StepCosts
 from simtune.costs.residual import fit_process
 from simtune.costs.ticks import TICKS_PER_SECOND, to_ticks
+from simtune.errors import UsageError
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.hardware import Arrays, Curve, Hardware
 from simtune.specs.model import DenseFeedForward
@@ -303,3 +305,10 @@ class TestLinearCosts:
     def test_time_does_not_run_backwards(self) -> None:
         with pytest.raises(ValueError, match="negative"):
             LinearCosts(step_s=1.0, per_token_s=-1e-9)
+
+
+@pytest.mark.parametrize("seconds", [np.nan, np.inf, 1e7])
+def test_times_that_no_step_takes_are_refused(seconds: float) -> None:
+    """Rather than rounded to whatever fits a tick."""
+    with pytest.raises(UsageError, match="the hardware profile gives a step"):
+        whole_ticks(np.array([1.0, seconds]))

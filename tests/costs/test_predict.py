@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from simtune.arrays import Array
+from simtune.cli.output import write_profile
 from simtune.costs.predict import DATA_SHEET_LOG_SD, OUTSIDE, Predictor, Profile, typical_log_sd
 from simtune.errors import SpecError
 from simtune.specs.catalog import load_hardware
@@ -165,3 +166,24 @@ def test_arrays_that_are_missing_or_not_theirs(profile: Path) -> None:
     file.unlink()
     with pytest.raises(SpecError, match=r"gemm\.bf16\.points is missing: copy the file along"):
         predicted(load_hardware(str(profile)))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e300])
+def test_arrays_that_hold_no_numbers_of_a_fit_are_refused(value: float, tmp_path: Path) -> None:
+    _, arrays = residual()
+    name = next(iter(arrays))
+    spoilt = arrays[name].copy()
+    spoilt.flat[0] = value
+    (tmp_path / "arrays.npz").write_bytes(Arrays({**arrays, name: spoilt}).to_bytes())
+    with pytest.raises(SpecError, match=rf"arrays\.npz: array {name} holds something else than numbers"):
+        Arrays(path=tmp_path / "arrays.npz")[name]
+
+
+def test_another_devices_arrays_are_refused(tmp_path: Path) -> None:
+    """A profile is bound to its arrays by their hash."""
+    write_profile(tmp_path / "a", load_hardware("h100-sxm"), "")
+    write_profile(tmp_path / "b", load_hardware("rtx-4090"), "")
+    assert len(load_hardware(f"{tmp_path}/a").arrays)
+    (tmp_path / "a" / "arrays.npz").write_bytes((tmp_path / "b" / "arrays.npz").read_bytes())
+    with pytest.raises(SpecError, match=r"arrays\.npz: is not the file its profile\.yaml was written with"):
+        len(load_hardware(f"{tmp_path}/a").arrays)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import errno
 import io
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from simtune.errors import UsageError
-from simtune.runs.files import write, write_file
+from simtune.runs.files import claim, write, write_file
 
 
 def names(folder: Path) -> list[str]:
@@ -65,3 +67,23 @@ def test_a_run_replaces_an_earlier_one_as_a_whole(tmp_path: Path) -> None:
     write(tmp_path / "run", {"plan.yaml": "a", "engine/launch.sh": "b"})
     write(tmp_path / "run", {"plan.yaml": b"c"})
     assert names(tmp_path) == ["run", "run/plan.yaml"]
+
+
+def test_a_run_that_another_process_is_writing_is_refused(tmp_path: Path) -> None:
+    """Until that process ends, however it ends."""
+    code = (
+        "import sys, time; from pathlib import Path; from simtune.runs.files import claim\n"
+        "claim(Path(sys.argv[1]), False); print('claimed', flush=True); time.sleep(60)"
+    )
+    out = tmp_path / "run"
+    other = subprocess.Popen([sys.executable, "-c", code, str(out)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "claimed\n"
+        with pytest.raises(UsageError, match="run: another simtune is writing it"):
+            claim(out, force=True)
+    finally:
+        other.kill()
+        other.communicate()
+    claim(out, force=False)
+    claim(out, force=False)
