@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import click
 
-from simtune.cli.output import json_option, print_json
+from simtune.cli.output import json_option, print_json, print_table
 
 SPECS = ("model", "hardware", "workload", "acceptance", "engine")
 PARTS = ("policy", "router", "emitter")
@@ -24,7 +26,7 @@ class KindOf(click.Choice[str]):
 @json_option
 def list_(kind: str | None, as_json: bool) -> None:
     """List models, hardware profiles, workloads, acceptance, engine presets, policies, routers and the engines that can
-    be written for (emitters), by name; all, or of one KIND (models or model)."""
+    be written for (emitters), by name; all, or of one KIND (models or model). `list models` says how large each is."""
     from simtune.emit import ENGINE
     from simtune.sim.parts import POLICY, ROUTER
     from simtune.specs import catalog
@@ -35,10 +37,21 @@ def list_(kind: str | None, as_json: bool) -> None:
     if as_json:
         print_json(listed)
         return
+    if kind == "model":
+        _list_models(listed[kind])
+        return
     for k, names in listed.items():
         click.echo(f"{k}:")
         for name in names:
             click.echo(f"  {name}")
+
+
+def _list_models(names: Sequence[str]) -> None:
+    from simtune.report.models import facts
+    from simtune.specs.catalog import load_model
+
+    rows = [(name, *(how_much for _, how_much in facts(load_model(name)))) for name in names]
+    print_table("models", ("name", "parameters", "layers", "KV cache", "formats"), rows)
 
 
 list = list_

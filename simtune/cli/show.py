@@ -27,9 +27,12 @@ if TYPE_CHECKING:
 )
 @click.option("--force", is_flag=True, help="Replace FILE.")
 def show(reference: str, as_json: bool, html: Path | None, force: bool) -> None:
-    """Print a spec by built-in name or file; of a hardware profile, also how far off its operators are."""
+    """Print a spec by built-in name or file; of a model, also its parameters and KV bytes; of a hardware profile, how
+    far off its operators are."""
+    from simtune.report.models import facts
     from simtune.specs import catalog
     from simtune.specs.hardware import Hardware
+    from simtune.specs.model import Model
 
     spec = catalog.load(reference)
     if html is not None:
@@ -46,7 +49,8 @@ def show(reference: str, as_json: bool, html: Path | None, force: bool) -> None:
     elif isinstance(spec, Hardware):
         _show_hardware(spec)
     else:
-        click.echo(spec.to_yaml(), nl=False)
+        known = facts(spec) if isinstance(spec, Model) else []
+        click.echo(spec.to_yaml("\n".join(f"{what}: {how_much}" for what, how_much in known)), nl=False)
 
 
 def _show_hardware(hardware: Hardware) -> None:

@@ -52,6 +52,7 @@ from simtune.specs.model import (
     FeedForward,
     Model,
     MoeFeedForward,
+    NoFeedForward,
 )
 from simtune.specs.plan import Parallelism, Pool
 
@@ -108,6 +109,8 @@ class _Layers(NamedTuple):
     attention: AttentionLayer
     feed_forward: FeedForward
     number: int
+    blocks: int
+    """Attention and feed-forward blocks of each."""
 
 
 class _Part(NamedTuple):
@@ -160,6 +163,8 @@ def _split_widths(feed_forward: FeedForward, parallelism: Parallelism) -> list[i
     """Widths that tp splits."""
     if isinstance(feed_forward, DenseFeedForward):
         return [feed_forward.intermediate_size]
+    if isinstance(feed_forward, NoFeedForward):
+        return []
     experts = [] if parallelism.expert_parallel else [feed_forward.intermediate_size]
     return [*experts, feed_forward.shared_intermediate_size]
 
@@ -192,15 +197,15 @@ class StepModel:
         self._tp = pool.parallelism.tp
         self._profile = Profile(hardware)
         self._row_bytes = model.hidden_size * DTYPE_BYTES[model.dtype]
-        equal: dict[tuple[Attention, FeedForward], int] = {}
+        equal: dict[tuple[Attention, FeedForward, int], int] = {}
         for group in model.layers:
-            kind = (group.attention, group.feed_forward)
+            kind = (group.attention, group.feed_forward, group.blocks)
             equal[kind] = equal.get(kind, 0) + group.count
         self._layers = [
-            _Layers(attention_layer(model, attention, self._tp), feed_forward, count)
-            for (attention, feed_forward), count in equal.items()
+            _Layers(attention_layer(model, attention, self._tp), feed_forward, count, blocks)
+            for (attention, feed_forward, blocks), count in equal.items()
         ]
-        kv_dtype = pool.kv_cache.dtype or model.dtype
+        kv_dtype = pool.kv_cache.dtype or model.kv_dtype or model.dtype
         self._attention = [
             (layers.number, layers.attention.costs(self._profile, model.dtype, kv_dtype)) for layers in self._layers
         ]
@@ -337,12 +342,13 @@ class StepModel:
     def _linear_parts(self) -> list[_Part]:
         model, tp = self._model, self._tp
         parts: list[_Part] = []
-        for attention, feed_forward, count in self._layers:
+        for attention, feed_forward, count, blocks in self._layers:
             parts += self._attention_parts(attention, count)
             parts += self._feed_forward_parts(feed_forward, count)
-            parts.append(self._elementwise("norm", 2 * count, 4 * model.hidden_size))  # with the residual added
+            norms = model.norms_per_block * blocks * count
+            parts.append(self._elementwise("norm", norms, 4 * model.hidden_size))  # with the residual added
             if tp > 1:
-                parts.append(self._all_reduce(2 * count))
+                parts.append(self._all_reduce(blocks * count))
         parts.append(self._elementwise("add", 1, 2 * model.hidden_size))  # embedding: one row read, one written
         parts.append(self._elementwise("norm", 1, 4 * model.hidden_size))
         if tp > 1:
@@ -354,7 +360,7 @@ class StepModel:
         dtype = self._model.dtype_of("attention")
         parts = [self._gemm(layers, n, k, dtype) for n, k in layer.products]
         parts += [self._elementwise(variant, layers, width) for variant, width in layer.small]
-        if dtype in ACTIVATION_BYTES:
+        if dtype in ACTIVATION_BYTES and layer.products:
             quantise, width = self._profile.predictor("quantise", dtype), layer.output_width
             parts.append(_Part("elementwise", layers, lambda m: quantise.seconds(m=m, k=width)))
         return parts
@@ -362,16 +368,20 @@ class StepModel:
     def _feed_forward_parts(self, feed_forward: FeedForward, layers: int) -> list[_Part]:
         if isinstance(feed_forward, DenseFeedForward):
             return self._dense_parts(layers, feed_forward.intermediate_size, feed_forward.gated)
+        if isinstance(feed_forward, NoFeedForward):
+            return []
         parts = [self._gemm(layers, feed_forward.experts, self._model.hidden_size, self._model.dtype)]
         if feed_forward.shared_intermediate_size:
-            parts += self._dense_parts(layers, feed_forward.shared_intermediate_size, True)
+            parts += self._dense_parts(layers, feed_forward.shared_intermediate_size, feed_forward.gated)
         moe = self._profile.predictor("moe", self._model.dtype_of("experts"))
         experts, per_token, skew = feed_forward.experts, feed_forward.experts_per_token, feed_forward.routing_skew
         whole, dp = self._pool.parallelism.expert_parallel, self._pool.parallelism.attention_dp
         ep = self._tp * dp if whole else 1
+        width = feed_forward.intermediate_size if whole else feed_forward.intermediate_size // self._tp
         fixed = {
             "hidden": self._model.hidden_size,
-            "intermediate": feed_forward.intermediate_size if whole else feed_forward.intermediate_size // self._tp,
+            # Measured kernels are gated, with three matrices: two are taken for as many values of narrower three.
+            "intermediate": width if feed_forward.gated else 2 * width // 3,
             "experts_per_token": per_token,
             "experts": experts,
             "ep": ep,

@@ -17,8 +17,17 @@ import numpy as np
 from simtune.arrays import Array
 from simtune.costs.operators.attention import unsplit
 from simtune.costs.predict import Profile
+from simtune.errors import Infeasible
 from simtune.specs.base import DTYPE_BYTES
-from simtune.specs.model import Attention, FullAttention, LinearAttention, MlaAttention, Model, SlidingAttention
+from simtune.specs.model import (
+    Attention,
+    FullAttention,
+    LinearAttention,
+    MlaAttention,
+    Model,
+    NoAttention,
+    SlidingAttention,
+)
 
 
 class AttentionCosts(NamedTuple):
@@ -60,6 +69,11 @@ class AttentionLayer(ABC):
     @property
     def values_per_token(self) -> int:
         """Values each token leaves in the KV cache."""
+        return 0
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes each token leaves besides, whatever the dtype of the cache."""
         return 0
 
     @property
@@ -166,6 +180,7 @@ class _Mla(AttentionLayer):
             into = [(q, hidden), (a.cached_values, hidden)]
         else:
             into = [(a.q_lora_rank + a.cached_values, hidden), (q, a.q_lora_rank)]
+        into += [(n, k or hidden) for n, k in a.indexer]
         return [*into, self._spell_out, (hidden, self.output_width)]
 
     @property
@@ -189,8 +204,14 @@ class _Mla(AttentionLayer):
     def values_per_token(self) -> int:
         return self._attention.cached_values
 
+    @property
+    def index_bytes(self) -> int:
+        return self._attention.index_bytes
+
     def costs(self, profile: Profile, dtype: str, kv_dtype: str) -> AttentionCosts:
         a, heads = self._attention, self._heads
+        if a.index_topk is not None:
+            raise Infeasible("sparse attention (index_topk): its parameters and its cache are known, its times not yet")
         decode = profile.predictor("mla_decode", dtype, kv_dtype=kv_dtype)
         prefill = profile.predictor("mla_prefill", dtype, kv_dtype=kv_dtype)
         gemm = profile.predictor("gemm", self._weight_dtype)
@@ -256,11 +277,32 @@ class _Linear(AttentionLayer):
         return AttentionCosts(decode_s, prefill_s, overhead_s, np.zeros_like)
 
 
+class _None(AttentionLayer):
+    def __init__(self, model: Model, attention: NoAttention, tp: int) -> None:
+        pass
+
+    @property
+    def products(self) -> list[tuple[int, int]]:
+        return []
+
+    @property
+    def small(self) -> list[tuple[str, int]]:
+        return []
+
+    @property
+    def output_width(self) -> int:
+        return 0
+
+    def costs(self, profile: Profile, dtype: str, kv_dtype: str) -> AttentionCosts:
+        return AttentionCosts(lambda batch, context, width: np.zeros_like(context), np.zeros_like, 0.0, np.zeros_like)
+
+
 ATTENTION_LAYERS: dict[type[Any], Callable[[Model, Any, int], AttentionLayer]] = {
     FullAttention: _Softmax,
     SlidingAttention: _Softmax,
     MlaAttention: _Mla,
     LinearAttention: _Linear,
+    NoAttention: _None,
 }
 
 

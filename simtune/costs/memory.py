@@ -1,10 +1,10 @@
 """How many KV blocks fit, by vLLM's accounting: utilisation x memory - weights - everything else.
 
 Weights and KV bytes per token follow from the model and agree with published start-up logs within about 1
-%. What vLLM measures by a dummy run (activations, graphs, contexts) is `other_bytes`, a starting formula
-that no log has confirmed beyond one device: single-GPU logs imply 1.2-1.4 GiB, others 0.4-3 GiB, and releases of 2023
-up to 14 GiB under tensor parallelism. Where the KV cache is small, give `kv_cache.other_memory_gib` or
-`kv_cache.num_blocks` from a log of the engine itself.
+%. What vLLM measures by a dummy run is `other_bytes`: activations, the sampler, memory outside torch, and graphs in
+releases that count them. Its constants are those of published logs of single releases (`RELEASES`) and stay within 0.3
+GiB of them on H100; other devices, quantised experts and many ranks are less sure. Where the KV cache is small, give
+`kv_cache.other_memory_gib` or `kv_cache.num_blocks` from a log of the engine itself.
 
 What a sequence needs however long it is, the states of linear attention, is set aside for max_num_seqs
 sequences. A sliding window is either counted like that, as a whole window for every seat, or in full for every
@@ -22,15 +22,48 @@ from simtune.costs.layers import attention_layer
 from simtune.errors import Infeasible
 from simtune.specs.base import DTYPE_BYTES, Dtype
 from simtune.specs.hardware import Hardware
-from simtune.specs.model import LayerGroup, Model, MoeFeedForward
+from simtune.specs.model import DenseFeedForward, LayerGroup, Model, MoeFeedForward
 from simtune.specs.plan import Parallelism, Pool
 
 GIB = 1 << 30
 
 SCALE_BYTES = 4
-CONTEXT_BYTES = 0.6 * GIB
-GRAPHS_BYTES = 0.5 * GIB
-COMMUNICATOR_BYTES = 0.4 * GIB
+GRAPHS_BYTES = 0.84 * GIB
+"""What vLLM estimates for the graphs of Llama-3.1-8B at 51 sizes; larger models and more ranks take up to 5 GiB."""
+STEP_BYTES = 0.14 * GIB
+"""Buffers of a step besides those that grow with tokens."""
+EXPERT_COMMUNICATOR_BYTES = 0.4 * GIB
+"""Of data-parallel attention."""
+
+
+class Release(NamedTuple):
+    """What vLLM counts besides weights and KV cache, from a release on."""
+
+    since: tuple[int, int]
+    non_torch_bytes: float
+    """Of one device alone, outside torch."""
+    tensor_parallel_bytes: float
+    """More of it where ranks reduce together, however many."""
+    sampler_bytes: float
+    """For each entry of the logits of max_num_seqs sequences, which no rank shares: copies, sorting, probabilities."""
+    counts_graphs: bool
+
+
+RELEASES = (
+    Release((0, 0), 0.9 * GIB, 0.4 * GIB, 37, False),
+    Release((0, 7), 0.13 * GIB, 1.85 * GIB, 37, False),
+    Release((0, 17), 0.25 * GIB, 1.85 * GIB, 14, False),
+    Release((0, 21), 0.25 * GIB, 1.85 * GIB, 14, True),
+)
+"""Until 0.7 all that was in use on a device counted, its CUDA context too. Sources: start-up logs of vLLM 0.19 and one
+model through 0.15 to 0.18 on H100 (llm-d-planner, accuracy report), of 0.10 (logs of Qwen3-8B and Qwen3-Next), of 2023
+(vllm pull request 2031); graphs count since 0.21, as that release says when it starts."""
+NEWEST = (0, 24)
+
+
+def release_of(version: tuple[int, int]) -> Release:
+    """What a version of vLLM counts."""
+    return max((release for release in RELEASES if release.since <= version), key=lambda release: release.since)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +120,7 @@ class _Weights(NamedTuple):
 def weights_bytes(model: Model, parallelism: Parallelism, stage: int) -> float:
     """Bytes of weights on each rank of a pipeline stage, embeddings and head included where they stand.
 
-    Biases are left out; they are below 1 %. With expert parallelism it is the rank with the most experts.
+    With expert parallelism it is the rank with the most experts.
     """
     tp, pp = parallelism.tp, parallelism.pp
     hidden = model.hidden_size
@@ -97,23 +130,26 @@ def weights_bytes(model: Model, parallelism: Parallelism, stage: int) -> float:
     total = 0.0
     for group in stage_layers(model, pp)[stage]:
         total += sum(projections.of_product(n, k) for n, k in attention_layer(model, group.attention, tp).products)
-        total += plain * 2 * hidden
         feed_forward = group.feed_forward
+        norms = model.norms_per_block * group.blocks * model.norm_parameters
+        total += plain * (norms + group.attention.vectors(hidden) + feed_forward.vectors(hidden) / tp)
         if isinstance(feed_forward, MoeFeedForward):
             ranks = tp * parallelism.attention_dp
             experts = -(-feed_forward.experts // ranks) if parallelism.expert_parallel else feed_forward.experts / tp
             width = experts * feed_forward.intermediate_size
             # Each slice of an expert has all of the last outputs.
             last = hidden * (experts if parallelism.expert_parallel else feed_forward.experts)
-            total += routed.values * 3 * hidden * width + routed.scale * (2 * width + last)
-            total += dense.of_feed_forward(hidden, feed_forward.shared_intermediate_size, tp, gated=True)
+            inputs = 1 + feed_forward.gated
+            total += routed.values * (inputs + 1) * hidden * width + routed.scale * (inputs * width + last)
+            shared = feed_forward.shared_intermediate_size
+            total += dense.of_feed_forward(hidden, shared, tp, gated=feed_forward.gated)
             total += plain * hidden * feed_forward.experts
-        else:
+        elif isinstance(feed_forward, DenseFeedForward):
             total += dense.of_feed_forward(hidden, feed_forward.intermediate_size, tp, gated=feed_forward.gated)
     vocab = hidden * -(-model.vocab_size // tp)
     first, last = stage == 0, stage == pp - 1
-    total += plain * vocab * first
-    total += (head * vocab * (not (model.tie_embeddings and first)) + plain * hidden) * last
+    total += plain * (vocab + hidden * model.learned_positions) * first
+    total += (head * vocab * (not (model.tie_embeddings and first)) + plain * model.norm_parameters) * last
     return total
 
 
@@ -132,7 +168,7 @@ def _cache(
     per_token = per_sequence = 0.0
     for group in stage_layers(model, parallelism.pp)[stage]:
         layer = attention_layer(model, group.attention, parallelism.tp)
-        values = layer.values_per_token * DTYPE_BYTES[kv_dtype]
+        values = layer.values_per_token * DTYPE_BYTES[kv_dtype] + layer.index_bytes
         per_sequence += layer.state_bytes(model.dtype)
         if longest is None or layer.window is None:
             per_token += values
@@ -141,28 +177,47 @@ def _cache(
     return per_token, per_sequence
 
 
-def other_bytes(model: Model, pool: Pool) -> float:
-    """Activations of the largest step, logits, graphs, context, communicators, per rank: what the plan was told from a
-    log, or else a starting formula.
+def other_bytes(model: Model, pool: Pool, *, last_stage: bool = True, version: tuple[int, int] = NEWEST) -> float:
+    """Activations of the largest step, sampler, graphs, communicators, per rank: what the plan was told from a log, or
+    else a formula for a version of vLLM. Ranks before the last pipeline stage do not sample.
     """
     if pool.kv_cache.other_memory_gib is not None:
         return pool.kv_cache.other_memory_gib * GIB
-    tp, pp = pool.parallelism.tp, pool.parallelism.pp
-    tokens = pool.batching.max_num_batched_tokens
-    width = max(_active_width(group) for group in model.layers)
-    activations = DTYPE_BYTES[model.dtype] * tokens * (2 * width / tp + 6 * model.hidden_size)
+    release, parallelism = release_of(version), pool.parallelism
+    outside = release.non_torch_bytes
+    outside += release.tensor_parallel_bytes * (parallelism.tp > 1)
+    outside += EXPERT_COMMUNICATOR_BYTES * (parallelism.attention_dp > 1)
+    graphs = GRAPHS_BYTES if pool.cuda_graphs and release.counts_graphs else 0.0
+    return outside + graphs + _activation_bytes(model, pool, release.sampler_bytes if last_stage else 0.0)
+
+
+def _activation_bytes(model: Model, pool: Pool, sampler_bytes: float) -> float:
+    """Peak of a step of max_num_batched_tokens: in its widest feed-forward block, or in the sampler behind it.
+
+    Kernels for experts keep their workspace: both products of every token and expert.
+    """
+    tokens, tp = pool.batching.max_num_batched_tokens, pool.parallelism.tp
+    per_value, hidden = DTYPE_BYTES[model.dtype], model.hidden_size
+    widths = [_widths(group, hidden, pool) for group in model.layers]
+    inside = per_value * tokens * (max(width for width, _ in widths) / tp + 2 * hidden)
     samples = min(pool.batching.max_num_seqs, tokens)
-    logits = 2 * DTYPE_BYTES["fp32"] * samples * model.vocab_size / tp
-    communicators = COMMUNICATOR_BYTES * ((tp > 1) + (pp > 1) + (pool.parallelism.attention_dp > 1))
-    graphs = GRAPHS_BYTES if pool.cuda_graphs else 0.0
-    return CONTEXT_BYTES + graphs + activations + logits + communicators
+    behind = sampler_bytes * samples * model.vocab_size + per_value * tokens * hidden
+    workspace = per_value * tokens * max(workspace for _, workspace in widths)
+    return STEP_BYTES + workspace + max(inside, behind)
 
 
-def _active_width(group: LayerGroup) -> int:
-    feed_forward = group.feed_forward
-    if isinstance(feed_forward, MoeFeedForward):
-        return feed_forward.experts_per_token * feed_forward.intermediate_size + feed_forward.shared_intermediate_size
-    return feed_forward.intermediate_size
+def _widths(group: LayerGroup, hidden: int, pool: Pool) -> tuple[float, float]:
+    """Values per token: inside a feed-forward block over all ranks, and in the workspace of experts on one."""
+    feed_forward, tp = group.feed_forward, pool.parallelism.tp
+    if isinstance(feed_forward, DenseFeedForward):
+        return (2 + feed_forward.gated) * feed_forward.intermediate_size, 0.0
+    if not isinstance(feed_forward, MoeFeedForward):
+        return 0.0, 0.0
+    inputs, width = 1 + feed_forward.gated, feed_forward.intermediate_size
+    width = width if pool.parallelism.expert_parallel else width // tp
+    visits = feed_forward.experts_per_token * (1 / tp if pool.parallelism.expert_parallel else 1)
+    workspace = visits * (max(inputs * width, hidden) + width)
+    return (1 + inputs) * feed_forward.shared_intermediate_size, workspace
 
 
 def kv_capacity(
@@ -171,16 +226,22 @@ def kv_capacity(
     pool: Pool,
     extra_weights_bytes: float = 0.0,
     extra_kv_bytes_per_token: float = 0.0,
+    *,
+    version: tuple[int, int] = NEWEST,
 ) -> Memory:
     """Memory of the tightest rank of one instance of the pool.
 
     `extra_weights_bytes` stand on every rank beside the model, such as a draft model's, whose keys and values take
-    `extra_kv_bytes_per_token` beside the model's. Raises Infeasible when not even one block is left for requests,
-    saying how much is missing and what would help.
+    `extra_kv_bytes_per_token` beside the model's. `version` is that of the vLLM that counts. Raises Infeasible
+    when not even one block is left for requests, saying how much is missing and what would help.
     """
     check_parallelism(model, pool.parallelism)
-    extra = extra_weights_bytes, extra_kv_bytes_per_token
-    ranks = [_rank(model, hardware, pool, stage, *extra) for stage in range(pool.parallelism.pp)]
+    last = pool.parallelism.pp - 1
+    ranks = []
+    for stage in range(pool.parallelism.pp):
+        other = other_bytes(model, pool, last_stage=stage == last, version=version)
+        weights = weights_bytes(model, pool.parallelism, stage) + extra_weights_bytes
+        ranks.append(_rank(model, hardware, pool, stage, (weights, other), extra_kv_bytes_per_token))
     tightest = min(ranks, key=lambda rank: rank.num_blocks)
     if tightest.num_blocks < 1:
         raise Infeasible(f"model {model.name} on {hardware.name}: {_shortage(pool, tightest)}")
@@ -202,37 +263,35 @@ def _shortage(pool: Pool, rank: Memory) -> str:
 
 
 def _rank(
-    model: Model, hardware: Hardware, pool: Pool, stage: int, extra_weights_bytes: float, extra_per_token: float
+    model: Model, hardware: Hardware, pool: Pool, stage: int, taken: tuple[float, float], extra_per_token: float
 ) -> Memory:
-    """One rank of a stage, windows counted the better way."""
+    """One rank of a stage, on which weights and all else have taken their bytes; windows counted the better way."""
     longest = pool.max_model_len or model.max_position
-    kv_dtype = pool.kv_cache.dtype or model.dtype
+    kv_dtype = pool.kv_cache.dtype or model.kv_dtype or model.dtype
     counted = {_cache(model, pool.parallelism, stage, kv_dtype, limit) for limit in (None, longest)}
     ranks = [
-        _counted(model, hardware, pool, stage, extra_weights_bytes, per_token + extra_per_token, per_sequence)
+        _counted(hardware, pool, longest, taken, per_token + extra_per_token, per_sequence)
         for per_token, per_sequence in counted
     ]
     return max(ranks, key=lambda rank: (rank.num_blocks, rank.kv_bytes))
 
 
 def _counted(
-    model: Model,
     hardware: Hardware,
     pool: Pool,
-    stage: int,
-    extra_weights_bytes: float,
+    longest: int,
+    taken: tuple[float, float],
     per_token: float,
     per_sequence: float,
 ) -> Memory:
     kv_cache, max_num_seqs = pool.kv_cache, pool.batching.max_num_seqs
-    weights = weights_bytes(model, pool.parallelism, stage) + extra_weights_bytes
-    other = other_bytes(model, pool)
+    weights, other = taken
     total = hardware.device.memory_bytes
     seats = max_num_seqs * per_sequence
     kv_bytes = kv_cache.memory_utilization * total - weights - other - seats
     if per_token == 0 and kv_bytes >= 0:
         # Nothing grows with the tokens: all seats hold requests of any length. They are the cache.
-        blocks = 1 + max_num_seqs * -(-(pool.max_model_len or model.max_position) // kv_cache.block_size)
+        blocks = 1 + max_num_seqs * -(-longest // kv_cache.block_size)
         kv_bytes, seats = seats, 0.0
         per_token = kv_bytes / (blocks * kv_cache.block_size)
     else:

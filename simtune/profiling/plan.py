@@ -24,7 +24,16 @@ from simtune.costs.layers import attention_layer
 from simtune.costs.operators import OPERATORS, Setting, operator_key
 from simtune.costs.tables.own import PointRole
 from simtune.specs.base import DTYPE_BYTES, Dtype
-from simtune.specs.model import Attention, DenseFeedForward, FullAttention, LayerGroup, Model, MoeFeedForward
+from simtune.specs.model import (
+    Attention,
+    DenseFeedForward,
+    FullAttention,
+    LayerGroup,
+    Model,
+    MoeFeedForward,
+    NoAttention,
+    NoFeedForward,
+)
 from simtune.specs.model import SlidingAttention as Sliding
 
 ROUNDS = 4
@@ -173,8 +182,14 @@ def products(model: Model, group: LayerGroup, tp: int) -> list[tuple[int, int]]:
     if isinstance(feed_forward, DenseFeedForward):
         width, gates = feed_forward.intermediate_size // tp, 1 + feed_forward.gated
         return [*attention, (gates * width, hidden), (hidden, width)]
-    shared = feed_forward.shared_intermediate_size // tp
-    return [*attention, (feed_forward.experts, hidden), *([(2 * shared, hidden), (hidden, shared)] if shared else [])]
+    if isinstance(feed_forward, NoFeedForward):
+        return attention
+    shared, gates = feed_forward.shared_intermediate_size // tp, 1 + feed_forward.gated
+    return [
+        *attention,
+        (feed_forward.experts, hidden),
+        *([(gates * shared, hidden), (hidden, shared)] if shared else []),
+    ]
 
 
 def step_layers(model: Model, limits: Limits) -> int:
@@ -349,6 +364,8 @@ class _Planner:
         self.check(self.add(map(make, rows)), 3, ("m",), make)
 
     def _attention(self, model: Model, attention: Attention, tp: int) -> None:
+        if isinstance(attention, NoAttention):
+            return
         if not isinstance(attention, FullAttention):
             self.remarks.append(f"{model.name}: torch has no kernel for its {attention.kind} attention; not measured")
             return

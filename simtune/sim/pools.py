@@ -122,5 +122,5 @@ class DeployedPool:
 
 def kv_block_bytes(model: Model, pool: Pool) -> int:
     """Of one KV block of a model, all GPUs of an instance together."""
-    kv_dtype = pool.kv_cache.dtype or model.dtype
+    kv_dtype = pool.kv_cache.dtype or model.kv_dtype or model.dtype
     return round(pool.kv_cache.block_size * kv_bytes_per_token(model, Parallelism(), 0, kv_dtype))

@@ -50,10 +50,11 @@ def load_model(reference: str, settings: Sequence[str] = ()) -> Model:
     path = _locate("model", reference)
     if path.is_dir():
         path = path / "config.json"
-    document = override(yamlfile.parse(yamlfile.read_text(path), str(path)), settings)
+    document = yamlfile.parse(yamlfile.read_text(path), str(path))
     if path.suffix == ".json" and isinstance(document.data, dict) and "schema" not in document.data:
-        return hf.from_config(document, path.resolve().parent.name if path.name == "config.json" else path.stem)
-    return Model.from_document(document)
+        name = path.resolve().parent.name if path.name == "config.json" else path.stem
+        return hf.from_config(document, name, settings)
+    return Model.from_document(override(document, settings))
 
 
 def load_hardware(reference: str, settings: Sequence[str] = ()) -> Hardware:

@@ -1,8 +1,12 @@
-"""Model spec: the shape of a decoder-only transformer, as far as its serving cost depends on it."""
+"""Model spec: the shape of a decoder-only transformer, as far as its serving cost depends on it.
+
+Every block counts its own parameters: `matrices`, which products read, and `vectors` beside them (biases, norms of
+its own, convolutions, sinks), which are far below 1 % and kept in the dtype of activations.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -17,11 +21,28 @@ class FullAttention(Part):
     kv_heads: Count
     head_dim: Count
     output_gate: bool = Field(False, description="a gate as wide as the queries, projected along with them")
+    qkv_bias: bool = Field(False, description="queries, keys and values have a bias")
+    output_bias: bool = Field(False, description="the projection out of attention has a bias")
+    qk_norm: bool = Field(False, description="queries and keys are normed by head")
+    sinks: bool = Field(False, description="a learned score for each head that takes part in its softmax")
 
     @property
     def shared_heads(self) -> int:
         """Heads that several query heads share; they are repeated where they are fewer than ranks."""
         return self.kv_heads
+
+    def matrices(self, hidden: int) -> int:
+        """Parameters of its matrices in a model of this hidden size."""
+        return hidden * (self._projected + self.heads * self.head_dim)
+
+    def vectors(self, hidden: int) -> int:
+        """Parameters of its biases, norms and sinks."""
+        biases = self.qkv_bias * self._projected + self.output_bias * hidden
+        return biases + self.qk_norm * 2 * self.head_dim + self.sinks * self.heads
+
+    @property
+    def _projected(self) -> int:
+        return (self.heads * (1 + self.output_gate) + 2 * self.kv_heads) * self.head_dim
 
     @model_validator(mode="after")
     def _grouped(self) -> Self:
@@ -31,16 +52,22 @@ class FullAttention(Part):
 
 
 class SlidingAttention(FullAttention):
-    """Softmax attention over the last `window` tokens."""
+    """Softmax attention over the last `window` tokens, or over those of the same chunk of `window` tokens.
+
+    A chunk is taken for a window: its cache is as large at most, its time at most twice as long.
+    """
 
     kind: Literal["sliding"] = "sliding"  # type: ignore[assignment]
     window: Count
+    chunked: bool = Field(False, description="chunks begin at multiples of `window`, as in Llama 4")
 
 
 class MlaAttention(Part):
     """Latent attention (MLA): heads share one cached vector of kv_lora_rank + qk_rope_head_dim values a token.
 
     Named as in the configs of DeepSeek V2 and V3. Queries pass through q_lora_rank values unless it is left out.
+    With index_topk an indexer chooses the tokens that are attended to (DeepSeek V3.2, GLM 5): index_heads score one
+    cached key of index_head_dim values a token, kept in 8 bits with a scale of 4 bytes.
     """
 
     kind: Literal["mla"] = "mla"
@@ -50,11 +77,45 @@ class MlaAttention(Part):
     qk_nope_head_dim: Count
     qk_rope_head_dim: Count
     v_head_dim: Count
+    index_topk: Count | None = Field(None, description="tokens that each token attends to at most; all unless given")
+    index_heads: Count | None = None
+    index_head_dim: Count | None = None
 
     @property
     def cached_values(self) -> int:
         """Values per token and layer in the KV cache, the same on every tensor-parallel rank."""
         return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes per token and layer of the indexer's keys, whatever the dtype of the KV cache."""
+        return 0 if self.index_head_dim is None else self.index_head_dim + 4
+
+    @property
+    def indexer(self) -> list[tuple[int, int]]:
+        """(n, k) of the indexer's matrices, k 0 for the hidden size; every tensor-parallel rank has them whole."""
+        heads, dim = self.index_heads, self.index_head_dim
+        return [] if heads is None or dim is None else [(heads * dim, self.q_lora_rank or 0), (dim + heads, 0)]
+
+    def matrices(self, hidden: int) -> int:
+        """Parameters of its matrices in a model of this hidden size."""
+        queries = self.heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
+        rank = self.q_lora_rank
+        into = queries * hidden if rank is None else rank * (hidden + queries)
+        spelled_out = self.heads * (self.qk_nope_head_dim + self.v_head_dim) * self.kv_lora_rank
+        indexer = sum(n * (k or hidden) for n, k in self.indexer)
+        return into + hidden * (self.cached_values + self.heads * self.v_head_dim) + spelled_out + indexer
+
+    def vectors(self, hidden: int) -> int:
+        """Parameters of the norms of latents, and of the indexer's keys."""
+        return (self.q_lora_rank or 0) + self.kv_lora_rank + 2 * (self.index_head_dim or 0)
+
+    @model_validator(mode="after")
+    def _whole_indexer(self) -> Self:
+        given = [self.index_topk, self.index_heads, self.index_head_dim]
+        if None in given and given != [None] * 3:
+            raise ValueError("index_topk, index_heads and index_head_dim go together; give all three, or none")
+        return self
 
     @property
     def shared_heads(self) -> int:
@@ -94,6 +155,16 @@ class LinearAttention(Part):
         """Columns of the projections into the layer: keys, queries, values, the output gate and the gates."""
         return self.conv_channels + self.heads * self.value_dim + self.gates * self.heads
 
+    def matrices(self, hidden: int) -> int:
+        """Parameters of its matrices in a model of this hidden size."""
+        return hidden * (self.in_width + self.heads * self.value_dim)
+
+    def vectors(self, hidden: int) -> int:
+        """Parameters of the convolution, of decay and time step, and of the norm; those of Mamba2 differ."""
+        if self.gates == 2:
+            return self.conv_channels * self.conv_width + 2 * self.heads + self.value_dim
+        return self.conv_channels * (self.conv_width + 1) + 3 * self.heads + self.heads * self.value_dim
+
     @model_validator(mode="after")
     def _grouped(self) -> Self:
         if self.heads % self.key_heads:
@@ -101,7 +172,33 @@ class LinearAttention(Part):
         return self
 
 
-Attention = Annotated[FullAttention | SlidingAttention | MlaAttention | LinearAttention, Field(discriminator="kind")]
+class NoAttention(Part):
+    """A layer that is a feed-forward block alone, as some of Nemotron-H are. It costs nothing."""
+
+    kind: Literal["none"] = "none"
+
+    @property
+    def heads(self) -> int:
+        """None."""
+        return 0
+
+    @property
+    def shared_heads(self) -> int:
+        """Nothing is shared out over ranks."""
+        return 1
+
+    def matrices(self, hidden: int) -> int:
+        """None."""
+        return 0
+
+    def vectors(self, hidden: int) -> int:
+        """None."""
+        return 0
+
+
+Attention = Annotated[
+    FullAttention | SlidingAttention | MlaAttention | LinearAttention | NoAttention, Field(discriminator="kind")
+]
 
 
 class DenseFeedForward(Part):
@@ -110,16 +207,34 @@ class DenseFeedForward(Part):
     kind: Literal["dense"] = "dense"
     intermediate_size: Count
     gated: bool = True
+    bias: bool = False
+
+    def matrices(self, hidden: int) -> int:
+        """Parameters of its matrices in a model of this hidden size."""
+        return (2 + self.gated) * hidden * self.intermediate_size
+
+    def active_matrices(self, hidden: int) -> int:
+        """Parameters that each token is multiplied with: all."""
+        return self.matrices(hidden)
+
+    def vectors(self, hidden: int) -> int:
+        """Parameters of its biases."""
+        return self.bias * ((1 + self.gated) * self.intermediate_size + hidden)
 
 
 class MoeFeedForward(Part):
-    """Gated experts of hidden_size x intermediate_size, of which each token visits experts_per_token."""
+    """Experts of hidden_size x intermediate_size, of which each token visits experts_per_token.
+
+    Experts and shared experts are gated, three matrices each, unless said otherwise.
+    """
 
     kind: Literal["moe"] = "moe"
     experts: Count
     experts_per_token: Count
     intermediate_size: Count
     shared_intermediate_size: Annotated[int, Field(ge=0)] = 0
+    gated: bool = True
+    bias: bool = Field(False, description="experts and router have biases")
     routing_skew: NonNegative = Field(0.0, description="Zipf exponent of how often experts are chosen; 0: all alike")
 
     @model_validator(mode="after")
@@ -128,8 +243,42 @@ class MoeFeedForward(Part):
             raise ValueError(f"experts_per_token ({self.experts_per_token}) exceeds experts ({self.experts})")
         return self
 
+    def matrices(self, hidden: int) -> int:
+        """Parameters of its matrices in a model of this hidden size, the router's among them."""
+        return self._matrices(hidden, self.experts)
 
-FeedForward = Annotated[DenseFeedForward | MoeFeedForward, Field(discriminator="kind")]
+    def active_matrices(self, hidden: int) -> int:
+        """Parameters that each token is multiplied with: those of the experts it visits, the router, the shared."""
+        return self._matrices(hidden, self.experts_per_token)
+
+    def vectors(self, hidden: int) -> int:
+        """Parameters of its biases."""
+        return self.bias * self.experts * ((1 + self.gated) * self.intermediate_size + hidden + 1)
+
+    def _matrices(self, hidden: int, experts: int) -> int:
+        width = experts * self.intermediate_size + self.shared_intermediate_size
+        return hidden * (self.experts + (2 + self.gated) * width)
+
+
+class NoFeedForward(Part):
+    """A layer that is attention alone, as some of Nemotron-H are. It costs nothing."""
+
+    kind: Literal["none"] = "none"
+
+    def matrices(self, hidden: int) -> int:
+        """None."""
+        return 0
+
+    def active_matrices(self, hidden: int) -> int:
+        """None."""
+        return 0
+
+    def vectors(self, hidden: int) -> int:
+        """None."""
+        return 0
+
+
+FeedForward = Annotated[DenseFeedForward | MoeFeedForward | NoFeedForward, Field(discriminator="kind")]
 
 
 class LayerGroup(Part):
@@ -138,6 +287,35 @@ class LayerGroup(Part):
     count: Count
     attention: Attention
     feed_forward: FeedForward
+
+    def to_data(self) -> dict[str, Any]:
+        """Plain data; what its blocks have by default is left out, their kinds are not."""
+        blocks = {"attention": self.attention, "feed_forward": self.feed_forward}
+        data = {key: {"kind": block.kind, **block.model_dump(exclude_defaults=True)} for key, block in blocks.items()}
+        return {"count": self.count, **data}
+
+    @property
+    def blocks(self) -> int:
+        """Of each layer: 2 where it has attention and a feed-forward block, 1 where it is one of them alone."""
+        return sum(block.kind != "none" for block in (self.attention, self.feed_forward))
+
+    def matrices(self, hidden: int) -> int:
+        """Parameters of the matrices of all its layers."""
+        return self.count * (self.attention.matrices(hidden) + self.feed_forward.matrices(hidden))
+
+    def active_matrices(self, hidden: int) -> int:
+        """Those of them that each token is multiplied with."""
+        return self.count * (self.attention.matrices(hidden) + self.feed_forward.active_matrices(hidden))
+
+    def vectors(self, hidden: int) -> int:
+        """Parameters beside the matrices of all its layers; the norms before its blocks are the model's."""
+        return self.count * (self.attention.vectors(hidden) + self.feed_forward.vectors(hidden))
+
+    @model_validator(mode="after")
+    def _something(self) -> Self:
+        if not self.blocks:
+            raise ValueError("attention and feed_forward are both none; give the layer one of them, or leave it out")
+        return self
 
 
 Module = Literal["attention", "dense", "experts", "head"]
@@ -153,6 +331,16 @@ class Model(Spec):
     vocab_size: Count
     max_position: Count = Field(description="longest context in tokens")
     tie_embeddings: bool = False
+    learned_positions: Annotated[int, Field(ge=0)] = Field(
+        0, description="rows of a table of position embeddings; 0 where positions are computed"
+    )
+    norms_per_block: Annotated[int, Field(ge=1, le=2)] = Field(
+        1, description="2 where attention and feed-forward blocks are normed behind as well as before, as in Gemma"
+    )
+    norm_bias: bool = Field(False, description="norms have a bias: layer norms, not RMS norms")
+    mtp_layers: Annotated[int, Field(ge=0)] = Field(
+        0, description="layers of the checkpoint that predict further tokens; not counted, and loaded to draft only"
+    )
     dtype: FloatDtype = Field("bf16", description="dtype of activations, and of the KV cache unless a plan differs")
     weight_dtype: Dtype = Field(
         "bf16", description="dtype of the matrices inside the layers; fp8 and int8 quantise activations too, int4 not"
@@ -165,6 +353,12 @@ class Model(Spec):
     kv_dtype: Dtype | None = Field(None, description="of the KV cache, where the checkpoint asks for one")
     layers: Annotated[Seq[LayerGroup], Field(min_length=1, strict=False)]
 
+    def to_data(self) -> dict[str, Any]:
+        """Plain data as it would be written to YAML: what layers and model have by default is left out, dtypes not."""
+        settings = self.model_dump(mode="json", exclude_defaults=True, exclude={"layers"})
+        head = {"schema": self.schema_id(), **settings, "dtype": self.dtype, "weight_dtype": self.weight_dtype}
+        return {**head, "layers": [group.to_data() for group in self.layers]}
+
     def dtype_of(self, module: Module) -> Dtype:
         """What the weights of a module are kept in: dense feed-forward and shared experts in `weight_dtype`."""
         own = {"attention": self.attention_dtype, "experts": self.expert_dtype, "head": self.head_dtype or self.dtype}
@@ -174,3 +368,23 @@ class Model(Spec):
     def num_layers(self) -> int:
         """Layers of all groups."""
         return sum(group.count for group in self.layers)
+
+    @property
+    def norm_parameters(self) -> int:
+        """Parameters of one norm over the hidden size."""
+        return self.hidden_size * (1 + self.norm_bias)
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the language model, embeddings and head included, `mtp_layers` not."""
+        hidden = self.hidden_size
+        tables = self.vocab_size * (1 if self.tie_embeddings else 2) + self.learned_positions
+        norms = 1 + self.norms_per_block * sum(group.count * group.blocks for group in self.layers)
+        layers = sum(group.matrices(hidden) + group.vectors(hidden) for group in self.layers)
+        return tables * hidden + norms * self.norm_parameters + layers
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that each token is multiplied with: without tables of embeddings and experts it does not visit."""
+        hidden = self.hidden_size
+        return self.vocab_size * hidden + sum(group.active_matrices(hidden) for group in self.layers)

@@ -104,6 +104,42 @@ def test_show_prints_the_spec_itself(call: Call, desk: Any) -> None:
     assert yaml.safe_load(call("show", "study.yaml").out)["name"] == "tiny"
 
 
+def test_a_model_is_shown_and_listed_with_its_size(call: Call) -> None:
+    shown = call("show", "gpt-oss-120b").out.splitlines()[:4]
+    assert shown == [
+        "# parameters: 116.83B, 5.13B active",
+        "# layers: 36: 18 sliding + moe, 18 full + moe",
+        "# KV cache: 72.0 KiB per token in bf16",
+        "# formats: bf16, experts mxfp4",
+    ]
+    listed = call("list", "model").out
+    for name in names("model"):
+        assert f"│ {name} " in listed
+    (line,) = [line for line in listed.splitlines() if "│ deepseek-v3 " in line]
+    for known in ("671.03B", "58 mla + moe", "68.6 KiB per token in bf16", "fp8_block, activations bf16"):
+        assert known in line
+
+
+def test_a_setting_of_a_config_applies_or_is_an_error(call: Call, desk: Any) -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "vocab_size": 1000,
+        "max_position_embeddings": 4096,
+        "torch_dtype": "bfloat16",
+    }
+    desk.write("config.json", json.dumps(config))
+    asked = ("simulate", "--model", "./config.json", "--hardware", "h100-sxm", "--workload", "chat", "--requests", "10")
+    one, more = (call(*asked, "--json", *more) for more in ((), ("--set", "model.num_hidden_layers=400")))
+    assert more.json["metrics"]["itl"]["mean"] > one.json["metrics"]["itl"]["mean"]
+    wrong = call(*asked, "--set", "model.num_hiden_layers=8")
+    assert wrong.code == 2
+    assert "--set: num_hiden_layers: unknown key" in wrong.err
+
+
 def test_show_of_a_profile_says_how_far_off_it_is(call: Call) -> None:
     said = call("show", "h100-sxm")
     assert said.code == 0

@@ -15,7 +15,17 @@ from simtune.costs.iteration import LAUNCH_S, StepModel, StepWork, padded_tokens
 from simtune.costs.layers import ATTENTION_LAYERS
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.errors import Infeasible
-from simtune.specs.model import Attention, DenseFeedForward, FullAttention, LinearAttention, MlaAttention, Model
+from simtune.specs.model import (
+    Attention,
+    DenseFeedForward,
+    FullAttention,
+    LinearAttention,
+    MlaAttention,
+    Model,
+    MoeFeedForward,
+    NoAttention,
+    NoFeedForward,
+)
 from simtune.specs.plan import KvCache
 from tests.costs.made_up import hardware, model, moe, pool
 
@@ -361,3 +371,59 @@ def test_compiled_costs_follow_every_kind(attention: object, asynchronous: bool,
     for k in (1, 2, 100, min(span, 1000) - 1):
         if k < span:
             assert costs.decode(3, 300 + 3 * k)[0] == first + k * slope
+
+
+def test_layers_of_one_block_cost_what_their_block_does() -> None:
+    """An attention layer and a feed-forward layer take the time of one layer of both, and the memory too."""
+    both = model(layers=1)
+    (group,) = both.layers
+    apart = both.model_copy(
+        update={
+            "layers": (
+                group.model_copy(update={"feed_forward": NoFeedForward()}),
+                group.model_copy(update={"attention": NoAttention()}),
+            )
+        }
+    )
+    work = StepWork(3, 300, ((64, 32),), 4)
+    for plan in (pool(), pool(tp=2)):
+        assert StepModel(apart, hardware(), plan).breakdown(work) == pytest.approx(
+            StepModel(both, hardware(), plan).breakdown(work)
+        )
+    # Activations are quantised in front of attention's last product only.
+    eight = [m.model_copy(update={"weight_dtype": "fp8"}) for m in (both, apart)]
+    steps = [StepModel(m, hardware(), pool()).breakdown(work) for m in eight]
+    assert steps[0] == pytest.approx(steps[1])
+
+
+def test_a_model_may_norm_behind_its_blocks_too() -> None:
+    plain = StepModel(model(layers=3), hardware(), pool()).breakdown(StepWork(4, 40, (), 4))
+    twice = model(layers=3).model_copy(update={"norms_per_block": 2})
+    more = StepModel(twice, hardware(), pool()).breakdown(StepWork(4, 40, (), 4))
+    assert more["elementwise"] - plain["elementwise"] == pytest.approx(6 * elementwise(4, 4 * 64))
+
+
+def test_plain_experts_take_two_thirds_of_the_weights_of_gated_ones() -> None:
+    gated, plain = (
+        MoeFeedForward(experts=8, experts_per_token=2, intermediate_size=96, gated=g) for g in (True, False)
+    )
+    narrower = gated.model_copy(update={"intermediate_size": 64})
+    times = [
+        StepModel(model(feed_forward=f), hardware(), pool()).breakdown(StepWork(4, 40, (), 4))["moe"]
+        for f in (plain, narrower, gated)
+    ]
+    assert times[0] == times[1] < times[2]
+
+
+def test_sparse_attention_is_refused_until_its_times_are_known() -> None:
+    indexed = MLA.model_copy(update={"index_topk": 32, "index_heads": 2, "index_head_dim": 16})
+    with pytest.raises(Infeasible, match=r"sparse attention \(index_topk\)"):
+        StepModel(with_attention(indexed), hardware(), pool())
+
+
+def test_the_cache_is_in_the_format_that_the_checkpoint_asks_for() -> None:
+    """Unless a plan says otherwise."""
+    asked = model().model_copy(update={"kv_dtype": "fp8"})
+    assert "decode_attention.bf16.kv-fp8" in StepModel(asked, hardware(), pool()).estimated
+    told = StepModel(asked, hardware(), pool(kv_cache=KvCache(dtype="bf16")))
+    assert "decode_attention.bf16.kv-fp8" not in told.estimated

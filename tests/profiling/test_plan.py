@@ -108,7 +108,7 @@ def test_of_a_model_too_large_for_the_memory_fewer_layers_are_built_and_that_is_
 
 
 def test_what_torch_has_no_kernel_for_is_said() -> None:
-    found = made("deepseek-v3")
+    found = plan([load_model("deepseek-v3", ["weight_dtype=fp8"])], (1,), LIMITS)
     assert any("mla attention" in note for note in found.notes)
     assert of(found, "moe")
     assert of(found, "quantise")

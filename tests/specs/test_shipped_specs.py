@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simtune.costs.memory import weights_bytes
 from simtune.specs.base import Spec
 from simtune.specs.model import Model
 from simtune.specs.plan import Batching, KvCache, Parallelism, Plan, Pool
@@ -46,21 +45,33 @@ PUBLISHED_PARAMETERS = {
     "vicuna-7b": 6.74,
     "vicuna-13b": 13.02,
     "deepseek-v3": 671.03,
+    "deepseek-r1": 671.03,
+    "gemma-3-27b": 27.01,
+    "glm-4.5": 352.8,  # without the layer that predicts a token further
+    "glm-5": 744,
+    "gpt-oss-120b": 116.83,
+    "gpt-oss-20b": 20.91,
+    "kimi-k2": 1026.4,
+    "llama-3.3-70b": 70.55,
+    "llama-4-maverick": 400.7,
+    "llama-4-scout": 107.8,
+    "minimax-m2": 228.7,
+    "mistral-small-24b": 23.57,
+    "nemotron-nano-9b-v2": 8.89,
+    "phi-4": 14.66,
+    "qwen2.5-7b": 7.62,
+    "qwen2.5-72b": 72.71,
+    "qwen3-235b-a22b": 235.09,
+    "qwen3-next-80b-a3b": 79.7,
 }
-
-
-def parameters(model: Model) -> float:
-    """Entries of all matrices: embeddings, head, projections, feed-forward and routers."""
-    plain = model.model_copy(update={"dtype": "bf16", "weight_dtype": "bf16"})
-    return weights_bytes(plain, Parallelism(), 0) / 2
 
 
 @pytest.mark.parametrize("path", MODELS, ids=lambda p: p.stem)
 def test_a_shipped_model_has_the_published_number_of_parameters(path: Path) -> None:
     model = Model.from_file(path)
     assert model.name == path.stem
-    assert model.source == f"published config.json of {model.hf}"
-    assert parameters(model) / 1e9 == pytest.approx(PUBLISHED_PARAMETERS[path.stem], rel=0.01)
+    assert model.source in {f"published config.json of {model.hf}{part}" for part in ("", ", language part only")}
+    assert model.parameters / 1e9 == pytest.approx(PUBLISHED_PARAMETERS[path.stem], rel=0.005)
 
 
 def test_every_published_count_is_that_of_a_shipped_model() -> None:

@@ -71,7 +71,7 @@ layers:
         "f.yaml:9:5: layers.0.attention: heads (5) must be a multiple of kv_heads (2)",
         "f.yaml:10:5: layers.0.feed_forward: experts_per_token (4) exceeds experts (2)",
         "f.yaml:12:5: layers.1.attention.window: is required and missing",
-        "f.yaml:13:5: layers.1.feed_forward: needs a `kind`: one of dense, moe",
+        "f.yaml:13:5: layers.1.feed_forward: needs a `kind`: one of dense, moe, none",
     ]
 
 

@@ -1,0 +1,46 @@
+"""What follows from a model spec, in words."""
+
+from __future__ import annotations
+
+from simtune.costs.memory import kv_bytes_per_token
+from simtune.specs.model import Model
+from simtune.specs.plan import Parallelism
+
+
+def facts(model: Model) -> list[tuple[str, str]]:
+    """(what, how much) of a model as a whole: parameters, layers, KV cache, number formats."""
+    return [
+        ("parameters", _parameters(model)),
+        ("layers", _layers(model)),
+        ("KV cache", _kv_cache(model)),
+        ("formats", _formats(model)),
+    ]
+
+
+def _parameters(model: Model) -> str:
+    total, active = model.parameters, model.active_parameters
+    # Where all are active, only tables of embeddings and what stands beside matrices make the difference.
+    sparse = any(group.feed_forward.kind == "moe" for group in model.layers)
+    return f"{total / 1e9:.2f}B" + (f", {active / 1e9:.2f}B active" if sparse else "")
+
+
+def _layers(model: Model) -> str:
+    counts: dict[str, int] = {}
+    for group in model.layers:
+        blocks = [block.kind for block in (group.attention, group.feed_forward) if block.kind != "none"]
+        kind = " + ".join(blocks)
+        counts[kind] = counts.get(kind, 0) + group.count
+    return f"{model.num_layers}: " + ", ".join(f"{count} {kind}" for kind, count in counts.items())
+
+
+def _kv_cache(model: Model) -> str:
+    dtype = model.kv_dtype or model.dtype
+    kib = kv_bytes_per_token(model, Parallelism(), 0, dtype) / 1024
+    return f"{kib:.1f} KiB per token in {dtype}"
+
+
+def _formats(model: Model) -> str:
+    modules = {"attention": model.attention_dtype, "experts": model.expert_dtype, "head": model.head_dtype}
+    if model.weight_dtype != model.dtype:
+        modules["activations"] = model.dtype
+    return model.weight_dtype + "".join(f", {module} {dtype}" for module, dtype in modules.items() if dtype)

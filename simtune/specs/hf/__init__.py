@@ -1,0 +1,153 @@
+"""A model spec from a Hugging Face config.json, read as it is published.
+
+Only architectures listed here are read, because the meaning and the default of a key differ between them. What would
+change a layer's cost and is not modelled (layers of kinds that no spec has, formats that no kernel table has) is an
+error that names the key, never a silent approximation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+from simtune.errors import Problem, SpecError
+from simtune.specs.base import override
+from simtune.specs.hf import quantization
+from simtune.specs.hf.architecture import Architecture
+from simtune.specs.hf.architectures import (
+    ARCHITECTURES,
+    FLAT_WRAPPERS,
+    LANGUAGE_MODELS,
+    NOT_MODELLED,
+    WRAPPERS,
+)
+from simtune.specs.hf.reading import ALIASES, DTYPES, Config
+from simtune.specs.model import Model
+from simtune.specs.yamlfile import Document
+
+
+def from_config(document: Document, name: str, settings: Sequence[str] = ()) -> Model:
+    """The Model that a Hugging Face config.json describes. Raises SpecError with every problem found.
+
+    A multimodal config is read for its language part (`text_config`), and `source` says so. `settings` are `key=value`:
+    of the config where that has the key or is asked for it, else of the model spec that was read; what is neither is a
+    problem.
+    """
+    if not isinstance(document.data, dict):
+        message = "a Hugging Face config.json was expected: a JSON object"
+        raise SpecError(Problem(document.file, message, "", 1, 1))
+    standing = {key for part in (document.data, Config(document).nested or {}) for key in part}
+    asked = standing | _read(_overridden(document, settings), name)[1]
+    ours: list[str] = []
+    theirs: list[str] = []
+    for setting in settings:
+        (theirs if _head(setting) in asked else ours).append(setting)
+    spec, _ = _read(_overridden(document, theirs), name, raising=True)
+    return Model.from_document(override(Document(document.file, spec, None), ours))
+
+
+def _head(setting: str) -> str:
+    return setting.partition("=")[0].split(".")[0]
+
+
+def _overridden(document: Document, settings: Sequence[str]) -> Document:
+    """With settings in place of what the file says: of its language part where the key stands there, under the name it
+    has there.
+    """
+    part = Config(document).part
+    nested = document.data.get(part, {}) if part else {}
+    placed = []
+    for setting in settings:
+        head, standing = _head(setting), {**document.data, **nested}
+        names = next((names for names in ALIASES.values() if head in names), (head,))
+        name = next((name for name in names if name in standing), head)
+        placed.append(f"{part}." * (name in nested) + name + setting[len(head) :])
+    return override(document, placed)
+
+
+def _read(document: Document, name: str, raising: bool = False) -> tuple[dict[str, Any], set[str]]:
+    """The spec as plain data, and the keys of the config that were asked for.
+
+    Raises SpecError where the architecture is not known, and where anything is wrong if `raising`.
+    """
+    config = Config(document)
+    architecture_name, architecture = _architecture(config)
+    config.of_architecture(architecture.names, architecture.defaults)
+    _refuse_not_modelled(config, architecture)
+    config.refuse_contradictions()
+    attention = architecture.attention(config, architecture)
+    feed_forward = architecture.feed_forward(config, architecture)
+    dtype = config.choice("dtype", DTYPES)
+    positions = config.count("max_position_embeddings")
+    language_part = "" if config.nested is None else ", language part only"
+    spec: dict[str, Any] = {
+        "schema": Model.schema_id(),
+        "name": name,
+        "source": f"Hugging Face config.json of a {architecture_name}{language_part}",
+        "hidden_size": config.count("hidden_size"),
+        "vocab_size": config.count("vocab_size"),
+        "max_position": positions,
+        "tie_embeddings": config.flag("tie_word_embeddings"),
+        "learned_positions": 0 if architecture.positions is None else positions + architecture.positions,
+        "norms_per_block": architecture.norms_per_block,
+        "norm_bias": architecture.norm_bias,
+        "mtp_layers": config.count(architecture.mtp, default=0, minimum=0),
+        "dtype": dtype,
+        **quantization.dtypes(config, dtype, attention, feed_forward),
+    }
+    if raising:
+        config.raise_if_any()
+    spec["layers"] = [
+        {"count": len(list(equal)), "attention": attention_, "feed_forward": feed_forward_}
+        for (attention_, feed_forward_), equal in groupby(zip(attention, feed_forward, strict=True))
+    ]
+    return spec, config.asked
+
+
+def _architecture(config: Config) -> tuple[str, Architecture]:
+    """Raises SpecError at once: without a known architecture no other key has a meaning."""
+    listed: Any = config.data.get("architectures")
+    if listed is None and config.data.get("model_type") in LANGUAGE_MODELS:
+        listed = [LANGUAGE_MODELS[config.data["model_type"]]]
+    if not isinstance(listed, list) or len(listed) != 1:
+        config.problem("architectures", f"must be a list with the one architecture of the model, not {listed!r}")
+        config.raise_if_any()
+    name = str(listed[0])
+    if name in WRAPPERS:
+        name = _wrapped(config, name)
+    if name not in ARCHITECTURES:
+        # No other name is suggested: what is spelt alike may be another architecture altogether.
+        config.problem("architectures", f"{name} is not modelled; modelled: {', '.join(ARCHITECTURES)}")
+    config.raise_if_any()
+    return name, ARCHITECTURES[name]
+
+
+def _wrapped(config: Config, name: str) -> str:
+    """The architecture of a multimodal model's language part."""
+    if config.nested is None and name in FLAT_WRAPPERS:
+        return FLAT_WRAPPERS[name]
+    part = config.nested or {}
+    listed, model_type = part.get("architectures"), part.get("model_type")
+    inner = str(listed[0]) if isinstance(listed, list) and listed else LANGUAGE_MODELS.get(str(model_type))
+    if inner is None:
+        config.problem(
+            "architectures", f"the language part of this {name}, of model_type {model_type}, is not modelled"
+        )
+        config.raise_if_any()
+    return str(inner)
+
+
+def _refuse_not_modelled(config: Config, architecture: Architecture) -> None:
+    for key, meaning in NOT_MODELLED.items():
+        if config.get(key) and key not in architecture.knows:
+            config.problem(key, f"{meaning}: not modelled")
+    config.asked.difference_update(NOT_MODELLED)
+    for key in ("indexer_types", "index_topk_pattern"):
+        if config.get(key) and "shared" in str(config.get(key)).replace("S", "shared"):
+            config.problem(key, "indexers shared between layers: not modelled")
+    if config.get("word_embed_proj_dim") not in (None, config.get("hidden_size")):
+        config.problem("word_embed_proj_dim", "embeddings narrower than the hidden size: not modelled")
+
+
+__all__ = ["ALIASES", "ARCHITECTURES", "NOT_MODELLED", "Architecture", "from_config"]

@@ -1,0 +1,83 @@
+"""The feed-forward block of each layer that a config.json describes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from simtune.specs.hf.architecture import Architecture, Layers
+from simtune.specs.hf.attention import NONE, one_block_kinds
+from simtune.specs.hf.reading import ALIASES, Config
+
+
+def dense_or_experts(config: Config, architecture: Architecture) -> Layers:
+    """Dense where the architecture has no experts; else experts, with the dense layers that its keys say."""
+    num_layers = config.count("num_hidden_layers")
+    if architecture.expert_size is None:
+        if config.get(*ALIASES["experts"]):
+            config.problem(config.key(*ALIASES["experts"]), "experts are not known for this dense architecture")
+        return [_dense(config, architecture)] * num_layers
+    is_dense = [i < config.count("first_k_dense_replace", default=0, minimum=0) for i in range(num_layers)]
+    if architecture.dense_first:
+        step = config.count("moe_layer_freq", default=1)
+        is_dense = [first or i % step != 0 for i, first in enumerate(is_dense)]
+    else:
+        step, listed = config.count("decoder_sparse_step", default=1), config.layer_numbers("mlp_only_layers") or []
+        is_dense = [i in listed or (i + 1) % step != 0 for i in range(num_layers)]
+    return _mixed(config, architecture, is_dense)
+
+
+def _dense(config: Config, architecture: Architecture, key: str = "intermediate_size") -> dict[str, Any]:
+    hidden = config.get("hidden_size")
+    default = 4 * hidden if architecture.four_times_wide and type(hidden) is int else None
+    width = config.count(key, default=default)
+    bias = config.switch(architecture.feed_forward_bias)
+    return {"kind": "dense", "intermediate_size": width, "gated": architecture.gated, "bias": bias}
+
+
+def _experts(config: Config, architecture: Architecture) -> dict[str, Any]:
+    size = config.count(architecture.expert_size or "intermediate_size")
+    shared = config.count(architecture.shared_size, default=0, minimum=0)
+    return {
+        "kind": "moe",
+        "experts": config.count(*ALIASES["experts"]),
+        "experts_per_token": config.count(*ALIASES["experts_per_token"]),
+        "intermediate_size": size,
+        # Where shared experts are counted, they are as wide as the others.
+        "shared_intermediate_size": shared * (size if architecture.shared_size == "n_shared_experts" else 1),
+        "gated": architecture.gated,
+        "bias": config.switch(architecture.feed_forward_bias),
+    }
+
+
+def _mixed(config: Config, architecture: Architecture, is_dense: list[bool]) -> Layers:
+    experts = _experts(config, architecture)
+    dense = _dense(config, architecture) if any(is_dense) else experts
+    return [dense if d else experts for d in is_dense]
+
+
+def alternating(config: Config, architecture: Architecture) -> Layers:
+    """Llama 4: experts in every interleave_moe_layer_step-th layer, each with a shared one of the same width."""
+    num_layers, step = config.count("num_hidden_layers"), config.count("interleave_moe_layer_step")
+    of_experts = config.layer_numbers("moe_layers")
+    if of_experts is None:
+        of_experts = list(range(step - 1, num_layers, step))
+    experts = _experts(config, architecture)
+    experts["shared_intermediate_size"] = experts["intermediate_size"]
+    dense = _dense(config, architecture, "intermediate_size_mlp") if len(of_experts) < num_layers else experts
+    return [experts if i in of_experts else dense for i in range(num_layers)]
+
+
+def one_block(config: Config, architecture: Architecture) -> Layers:
+    """Nemotron-H: dense or experts in the layers that are nothing else."""
+    kinds = one_block_kinds(config)
+    dense = _dense(config, architecture) if "mlp" in kinds else NONE
+    experts = _experts(config, architecture) if "moe" in kinds else NONE
+    return [{"mlp": dense, "moe": experts}.get(kind, NONE) for kind in kinds]
+
+
+def shared_and_experts(config: Config, architecture: Architecture) -> Layers:
+    """Granite 4: a dense block of shared_intermediate_size in every layer, beside experts where there are any."""
+    num_layers = config.count("num_hidden_layers")
+    if config.get(*ALIASES["experts"]):
+        return [_experts(config, architecture)] * num_layers
+    return [_dense(config, architecture, "shared_intermediate_size")] * num_layers

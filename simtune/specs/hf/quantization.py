@@ -1,0 +1,212 @@
+"""What number formats a checkpoint's quantisation block means, module by module.
+
+A block names a format, and modules that are left in the dtype of activations: by their name, the beginning or a part of
+it, a glob or a regular expression. Whether attention, dense feed-forward blocks and experts are quantised is asked of
+the names that their layers have in checkpoints. The head and embeddings are not, whatever the block says.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from simtune.specs.hf.architecture import Layers
+from simtune.specs.hf.reading import ALIASES, Config
+
+KNOWN = "fp8, fbgemm_fp8, awq and gptq, compressed-tensors, modelopt (FP8, NVFP4), mxfp4, bitsandbytes"
+
+_KINDS = {
+    "attention": ("self_attn.q_proj", "self_attn.o_proj", "self_attn.kv_a_proj_with_mqa", "linear_attn.out_proj"),
+    "dense": ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+    "shared": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.down_proj"),
+    "experts": ("mlp.experts.0.gate_proj", "mlp.experts.0.up_proj", "mlp.experts.0.down_proj"),
+}
+"""Names that products have inside a layer of a checkpoint, without those that some architectures lack."""
+
+
+class _Unread(Exception):
+    """Why a block cannot be read."""
+
+
+def dtypes(config: Config, dtype: str, attention: Layers, feed_forward: Layers) -> dict[str, str]:
+    """Dtype settings of a model spec: of all weights, and of modules that differ; of the KV cache where it is told."""
+    name = config.key(*ALIASES["quantization"])
+    block = config.get(*ALIASES["quantization"])
+    if not block:
+        return {"weight_dtype": dtype}
+    if not isinstance(block, dict):
+        block = {"quant_method": block}
+    try:
+        return _read(block, dtype, attention, feed_forward)
+    except _Unread as why:
+        config.problem(name, str(why))
+        return {"weight_dtype": dtype}
+
+
+def _read(block: dict[str, Any], dtype: str, attention: Layers, feed_forward: Layers) -> dict[str, str]:
+    method = str(block.get("quant_method") or block.get("quant_algo") or "").lower()
+    if method not in _METHODS:
+        raise _Unread(f"the method {block.get('quant_method')} is not modelled; modelled: {KNOWN}")
+    format_ = _METHODS[method](block)
+    if method == "mxfp4":  # only ever experts
+        return {"weight_dtype": dtype, "expert_dtype": format_}
+    given = _by_kind(format_, dtype, _left_out(block), attention, feed_forward)
+    if _fp8_cache(block):
+        given["kv_dtype"] = "fp8"
+    return given
+
+
+def _by_kind(
+    format_: str, dtype: str, left_out: Sequence[str], attention: Layers, feed_forward: Layers
+) -> dict[str, str]:
+    """Settings by what is left out. Raises _Unread where that differs between layers, or within one."""
+    of = {
+        kind: dtype if _is_out(kind, layers, left_out) else format_
+        for kind, layers in _layers_with(attention, feed_forward).items()
+        if layers
+    }
+    if of.get("dense", of.get("shared")) != of.get("shared", of.get("dense")):
+        raise _Unread("shared experts and dense feed-forward blocks are kept in different formats: not modelled")
+    beside = of.get("attention", format_)
+    experts = of.get("experts")
+    weight = of.get("dense") or of.get("shared") or experts or beside
+    given = {"weight_dtype": weight, "attention_dtype": beside, "expert_dtype": experts or weight}
+    return {key: value for key, value in given.items() if key == "weight_dtype" or value != weight}
+
+
+def _is_out(kind: str, layers: Sequence[int], left_out: Sequence[str]) -> bool:
+    """Whether the products of a kind are left out in all layers that have them. Raises _Unread where layers differ.
+
+    Of the names of a kind no architecture has all: a layer is left out where any of them is.
+    """
+    out = {
+        any(_matches(pattern, f"model.layers.{i}.{module}") for pattern in left_out for module in _KINDS[kind])
+        for i in layers
+    }
+    if len(out) == 2:
+        raise _Unread(f"{kind} is quantised in some layers and not in others: not modelled")
+    return out == {True}
+
+
+def _layers_with(attention: Layers, feed_forward: Layers) -> dict[str, list[int]]:
+    """Numbers of the layers that have each kind of products."""
+    return {
+        "attention": [i for i, layer in enumerate(attention) if layer["kind"] != "none"],
+        "dense": [i for i, layer in enumerate(feed_forward) if layer["kind"] == "dense"],
+        "shared": [i for i, layer in enumerate(feed_forward) if layer.get("shared_intermediate_size")],
+        "experts": [i for i, layer in enumerate(feed_forward) if layer["kind"] == "moe"],
+    }
+
+
+def _left_out(block: dict[str, Any]) -> list[str]:
+    keys = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "llm_int8_skip_modules")
+    listed = [pattern for key in keys for pattern in block.get(key) or ()]
+    return [str(pattern) for pattern in listed]
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """Whether a module is meant: by regular expression, glob, its name, or that of what it is part of."""
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], name) is not None
+    pattern = pattern.replace("language_model.model.", "model.").replace("model.language_model.", "model.")
+    if "*" in pattern:
+        return fnmatchcase(name, pattern) or fnmatchcase(name, pattern + ".*") or fnmatchcase(name, "*" + pattern)
+    return f".{pattern}." in f".{name}."
+
+
+def _fp8_cache(block: dict[str, Any]) -> bool:
+    scheme = block.get("kv_cache_scheme")
+    is_fp8 = isinstance(scheme, dict) and scheme.get("num_bits") == 8 and scheme.get("type") == "float"
+    return is_fp8 or block.get("kv_cache_quant_algo") == "FP8"
+
+
+# --- formats ----------------------------------------------------------------------------------------------
+
+
+def _fp8(block: dict[str, Any]) -> str:
+    size = block.get("weight_block_size")
+    if size is None:
+        return "fp8"
+    if list(size) != [128, 128]:
+        raise _Unread(f"fp8 with a scale for each block of {size} weights is not modelled, only [128, 128]")
+    return "fp8_block"
+
+
+def _of_bits(method: str, formats: dict[int, str]) -> Callable[[dict[str, Any]], str]:
+    def read(block: dict[str, Any]) -> str:
+        bits = block.get("bits", block.get("w_bit"))
+        if block.get("dynamic"):
+            raise _Unread(f"{method} with rules by module (dynamic) is not modelled")
+        if bits not in formats:
+            described = method if bits is None else f"{method} with {bits} bits"
+            raise _Unread(f"the method {described} is not modelled; modelled: {KNOWN}")
+        return formats[bits]
+
+    return read
+
+
+def _modelopt(block: dict[str, Any]) -> str:
+    algorithm = block.get("quant_algo")
+    formats = {"FP8": "fp8", "FP8_PB_WO": "fp8_block", "NVFP4": "nvfp4"}
+    if algorithm is None and "config_groups" in block:
+        return _compressed(block)
+    if algorithm not in formats:
+        raise _Unread(f"modelopt with quant_algo {algorithm} is not modelled; modelled: {', '.join(formats)}")
+    return formats[algorithm]
+
+
+def _bitsandbytes(block: dict[str, Any]) -> str:
+    """Its 4 bits come in groups of 64; kernels and bytes are taken for those of other 4-bit weights."""
+    if block.get("load_in_4bit") or block.get("_load_in_4bit"):
+        return "int4"
+    if block.get("load_in_8bit") or block.get("_load_in_8bit"):
+        return "int8"
+    raise _Unread("bitsandbytes with neither load_in_4bit nor load_in_8bit")
+
+
+def _compressed(block: dict[str, Any]) -> str:
+    groups = block.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise _Unread("compressed-tensors without config_groups")
+    formats = {_of_group(group) for group in groups.values()}
+    if len(formats) > 1:
+        raise _Unread(f"groups in different formats ({', '.join(sorted(formats))}) are not modelled")
+    return formats.pop()
+
+
+def _of_group(group: dict[str, Any]) -> str:
+    weights, activations = group.get("weights") or {}, group.get("input_activations")
+    bits, type_, strategy = weights.get("num_bits"), weights.get("type"), weights.get("strategy")
+    if (bits, type_) == (8, "float") and activations:
+        return (
+            _fp8({"weight_block_size": weights.get("block_structure") or [128, 128]}) if strategy == "block" else "fp8"
+        )
+    if (bits, type_) == (4, "float"):
+        return {16: "nvfp4", 32: "mxfp4"}.get(weights.get("group_size") or 0) or _no(weights, activations)
+    if (bits, type_) == (8, "int"):
+        return "int8" if activations else "int8_wo"
+    if (bits, type_) == (4, "int") and not activations:
+        return "int4"
+    return _no(weights, activations)
+
+
+def _no(weights: dict[str, Any], activations: Any) -> str:
+    bits = f"weights of {weights.get('num_bits')} bits ({weights.get('type')})"
+    beside = f"activations of {activations.get('num_bits')} bits" if isinstance(activations, dict) else "no activations"
+    raise _Unread(f"{bits} and {beside} quantised: not modelled; modelled: {KNOWN}")
+
+
+_METHODS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "fp8": _fp8,
+    "fbgemm_fp8": lambda block: "fp8",
+    "awq": _of_bits("awq", {4: "int4"}),
+    "gptq": _of_bits("gptq", {4: "int4", 8: "int8_wo"}),
+    "mxfp4": lambda block: "mxfp4",
+    "compressed-tensors": _compressed,
+    "compressed_tensors": _compressed,
+    "modelopt": _modelopt,
+    "modelopt_fp4": _modelopt,
+    "bitsandbytes": _bitsandbytes,
+}

@@ -1,0 +1,156 @@
+"""Reading keys of a Hugging Face config.json: aliases, defaults, the language part, and what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from simtune.errors import Problem, SpecError
+from simtune.specs.yamlfile import Document
+
+ALIASES = {
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "experts_per_token": (
+        "num_experts_per_tok",
+        "top_k_experts",
+        "experts_per_token",
+        "num_experts_per_token",
+    ),
+    "dtype": ("dtype", "torch_dtype"),
+    "quantization": ("quantization_config", "compression_config"),
+}
+
+DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+LANGUAGE_PARTS = ("text_config", "llm_config", "language_config")
+"""Where multimodal configs keep that of their language model."""
+
+
+class Config:
+    """Reads keys with their aliases, the language part first, and collects what is wrong.
+
+    A key that is absent has the default of its architecture, where it has one. Those that were `asked` for are known.
+    """
+
+    def __init__(self, document: Document) -> None:
+        self.data: dict[str, Any] = document.data
+        self.part = next((key for key in LANGUAGE_PARTS if isinstance(self.data.get(key), dict)), None)
+        self.nested: dict[str, Any] | None = None if self.part is None else self.data[self.part]
+        self.document = document
+        self.problems: list[Problem] = []
+        self.asked: set[str] = set()
+        self._own_names: Mapping[str, Sequence[str]] = {}
+        self._defaults: Mapping[str, Any] = {}
+
+    def of_architecture(self, own_names: Mapping[str, Sequence[str]], defaults: Mapping[str, Any]) -> None:
+        """Read keys under an architecture's own names as well, and fill in what it takes for absent ones."""
+        self._own_names, self._defaults = own_names, defaults
+
+    def key(self, *names: str) -> str:
+        """The name that stands in the file, or the first."""
+        names = self._all_names(names)
+        for part in (self.nested or {}, self.data):
+            for name in names:
+                if part.get(name) is not None:
+                    return name
+        return names[0]
+
+    def get(self, *names: str) -> Any:
+        """The value under one of these names, or its default; null is as good as absent."""
+        name = self.key(*names)
+        value = (self.nested or {}).get(name)
+        value = self.data.get(name) if value is None else value
+        if value is None:
+            value = next((self._defaults[n] for n in self._all_names(names) if n in self._defaults), None)
+        return value
+
+    def problem(self, key: str, message: str) -> None:
+        """Note what is wrong with a key."""
+        part = [] if self.part is None or key in self.data else [self.part]
+        if any(path[-1] == key for path in self.document.overridden):
+            self.problems.append(Problem("--set", message, key))
+            return
+        line, column = self.document.position([*part, key])
+        self.problems.append(Problem(self.document.file, message, ".".join([*part, key]), line, column))
+
+    def raise_if_any(self) -> None:
+        """Raises SpecError with all that was noted."""
+        if self.problems:
+            raise SpecError(sorted(self.problems, key=lambda p: (p.line or 0, p.column or 0)))
+
+    def count(self, *names: str, default: int | None = None, minimum: int = 1) -> int:
+        """A whole number. A wrong or missing one is reported and stands in as the minimum, at least 1."""
+        value = self.get(*names)
+        if value is None and default is not None:
+            return default
+        if type(value) is int and value >= minimum:
+            return value
+        if value is None:
+            aliases = f" (also read: {', '.join(names[1:])})" if len(names) > 1 else ""
+            self.problem(names[0], f"is required and missing{aliases}")
+        else:
+            self.problem(self.key(*names), f"must be a whole number of at least {minimum}, not {value!r}")
+        return max(minimum, 1)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """A switch. A wrong one is reported and stands in as the default."""
+        value = self.get(name)
+        if value is None or isinstance(value, bool):
+            return default if value is None else value
+        self.problem(name, f"must be true or false, not {value!r}")
+        return default
+
+    def switch(self, key: bool | str) -> bool:
+        """What an architecture always or never has, or has by a key."""
+        return self.flag(key) if isinstance(key, str) else key
+
+    def choice(self, what: str, values: Mapping[str, str]) -> str:
+        """One of some words, or of what they mean."""
+        names = ALIASES[what]
+        value = self.get(*names)
+        if isinstance(value, str) and (value in values or value in values.values()):
+            return values.get(value, value)
+        known = ", ".join(values)
+        if value is None:
+            self.problem(names[0], f"is required and missing (also read: {', '.join(names[1:])}): one of {known}")
+        else:
+            self.problem(self.key(*names), f"must be one of {known}, not {value!r}")
+        return next(iter(values.values()))
+
+    def layer_kinds(self, num_layers: int, known: Sequence[str], name: str = "layer_types") -> list[str] | None:
+        """One known kind for each layer, None where none are given; what is wrong with them is reported."""
+        kinds = self.get(name)
+        if kinds is None:
+            return None
+        if not isinstance(kinds, list) or len(kinds) != num_layers:
+            given = f"{len(kinds)} kinds" if isinstance(kinds, list) else repr(kinds)
+            self.problem(name, f"must be a list of {num_layers} layer kinds, not {given}")
+            return [known[0]] * num_layers
+        for kind in sorted({str(kind) for kind in kinds if kind not in known}):
+            self.problem(name, f"the layer kind {kind} is not modelled; modelled: {', '.join(known)}")
+        return [str(kind) for kind in kinds]
+
+    def layer_numbers(self, name: str) -> list[int] | None:
+        """A list of layer numbers; None where there is none, or a wrong one, which is reported."""
+        numbers = self.get(name)
+        if numbers is None or (isinstance(numbers, list) and all(type(n) is int for n in numbers)):
+            return numbers
+        self.problem(name, f"must be a list of layer numbers, not {numbers!r}")
+        return None
+
+    def refuse_contradictions(self) -> None:
+        """Note names of one thing that say different things."""
+        for names in ALIASES.values():
+            part = (
+                self.nested if self.nested and any(self.nested.get(name) is not None for name in names) else self.data
+            )
+            given = {name: part[name] for name in names if part.get(name) is not None}
+            first, *rest = given or ("",)
+            for other in rest:
+                if given[other] != given[first]:
+                    self.problem(other, f"{given[other]!r} contradicts {first}, which is {given[first]!r}")
+
+    def _all_names(self, names: Sequence[str]) -> tuple[str, ...]:
+        every = tuple(dict.fromkeys(n for name in names for n in (name, *self._own_names.get(name, ()))))
+        self.asked.update(every)
+        return every
