@@ -58,6 +58,7 @@ class TokenTables(NamedTuple):
     head: list[int]  # by sampled rows
     floor: list[int]  # by sequences
     after: list[int]  # by sequences
+    experts: list[int]  # by tokens of each group with data-parallel attention; empty where there are no groups
 
 
 class _Models(NamedTuple):
@@ -246,7 +247,12 @@ def _token_tables(models: _Models, pool: Pool, max_samples: int, with_chunks: bo
     samples = np.arange(1, max_samples + 1, dtype=np.float64)
     tokens = np.arange(1, max(pool.batching.max_num_batched_tokens, max_samples) + 1, dtype=np.float64)
     padded = padded_tokens(tokens) if pool.cuda_graphs else tokens
-    linear = scale * models.dense(lambda model, x: _total(model.linear(x)), padded)
+    linear = models.dense(lambda model, x: _total(model.padded(x)), padded)
+    experts: list[int] = []
+    if models.model.routes:
+        linear = linear + models.dense(lambda model, x: _total(model.routed(x)), tokens)
+        if pool.parallelism.attention_dp > 1:
+            experts = [0, *whole_ticks(scale * models.dense(lambda model, x: model.routed(x)["moe"], tokens))]
     head = scale * models.dense(lambda model, x: _total(model.head(x)), samples)
     launch = to_ticks(scale * model.launch_s)
     host = [to_ticks(model.host_s(n)) for n in range(seqs + 1)]
@@ -254,10 +260,11 @@ def _token_tables(models: _Models, pool: Pool, max_samples: int, with_chunks: bo
     hides = pool.schedules_async and correction is None
     after = host if correction is None else [to_ticks(correction.offset_s)] * (seqs + 1)
     return TokenTables(
-        linear=[0, *whole_ticks(linear)],
+        linear=[0, *whole_ticks(scale * linear)],
         head=[0, *whole_ticks(head)],
         floor=[max(launch, ticks) if hides else launch for ticks in host],
         after=[0] * (seqs + 1) if hides else after,
+        experts=experts,
     )
 
 
@@ -310,6 +317,7 @@ class CompiledCosts:
         self._decode_floor, self._decode_after = tables.pure.floor, tables.pure.after
         self._mixed, self._beside = tables.mixed, tables.beside
         self._prefill, self._cached, self._chunk = tables.prefill, tables.cached, tables.chunk
+        self._groups = pool.parallelism.attention_dp
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._compiled_from
@@ -368,6 +376,15 @@ class CompiledCosts:
         """See `simtune.costs.protocol.ImbalanceCosts`."""
         per_token = self.tables.imbalance[with_chunks][num_decodes]
         return per_token * (longest_context * num_decodes - context_tokens) // num_decodes if per_token else 0
+
+    def together(self, ticks: int, num_tokens: int, num_seqs: int, everybodys: int, with_chunks: bool) -> int:
+        """See `simtune.costs.protocol.GroupCosts`; where groups differ the experts take what they take for the mean."""
+        tables = self._mixed if with_chunks else self.tables.pure
+        floor, after, experts = tables.floor[num_seqs], tables.after[num_seqs], tables.experts
+        if not experts or ticks - after <= floor:
+            return ticks
+        mean = min(-(-everybodys // self._groups), len(experts) - 1)
+        return max(ticks - after - experts[num_tokens] + experts[mean], floor) + after
 
     def _attention_beside(self, chunk: int, num_decodes: int, context_tokens: int) -> int:
         """Ticks of decode attention beside prefill, linear between the two nearest knots of the chunk's length."""

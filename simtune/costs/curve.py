@@ -22,6 +22,10 @@ _SCALE = 0.1  # deviations of 10 % and more count linearly
 _STIFFNESS = 0.02  # how much a bend of one knot against its neighbours weighs beside a deviation
 _REWEIGHTINGS = 20
 
+_GROWTH = 0.5
+"""Of the growth from a measured group to the next that goes on beyond: on L40S nearly all of it does, on RTX PRO 6000 a
+sixth, under NVLink none."""
+
 
 def seconds(curve: Curve, x: Array) -> Array:
     """Seconds at x."""
@@ -73,11 +77,24 @@ def per_rank_s(curves: Mapping[int, Curve]) -> float:
 def seconds_of_group(curves: Mapping[int, Curve], devices: int, x: Array) -> Array:
     """Seconds of a collective over so many devices that moves x bytes.
 
-    A group of a size nobody measured takes what the next smaller measured one (else the smallest) takes for
-    the same bytes moved, and the latency of the further devices: 3-5 % off at the median and 9-20 % at p90 for
-    NCCL on 8 devices from 2 and 4.
+    A group of a size nobody measured takes, for the same bytes moved, what lies on a line in the number of devices
+    between the next smaller and the next larger one. Beyond the largest it takes what that one takes, and the latency
+    of the further devices; but at least `_GROWTH` of the factor by which the last two differ, in logarithms and for
+    every doubling of them: groups that leave a socket share a slower link. 8 devices from 2 and 4 are off by 10-11 / 29
+    % (median / p90) on cards with NVLink and 13-28 / 29-42 on PCIe, 4 from 2 and 8 by 4-5 / 15-18 and 17-18 / 23-36
+    (benchmarks/costs/test_moe_accuracy.py).
     """
     if devices in curves:
         return seconds(curves[devices], x)
-    nearest = max((n for n in curves if n < devices), default=min(curves))
-    return np.maximum(0, seconds(curves[nearest], x) + (devices - nearest) * per_rank_s(curves))
+    smaller, larger = sorted(n for n in curves if n < devices), sorted(n for n in curves if n > devices)
+    if smaller and larger:
+        below, above = smaller[-1], larger[0]
+        share = (devices - below) / (above - below)
+        return (1 - share) * seconds(curves[below], x) + share * seconds(curves[above], x)
+    nearest = smaller[-1] if smaller else larger[0]
+    time = np.maximum(0, seconds(curves[nearest], x) + (devices - nearest) * per_rank_s(curves))
+    if len(smaller) > 1:
+        factor = seconds(curves[nearest], x) / seconds(curves[smaller[-2]], x)
+        doublings = np.log(devices / nearest) / np.log(nearest / smaller[-2])
+        time = np.maximum(time, seconds(curves[nearest], x) * np.maximum(factor, 1) ** (_GROWTH * doublings))
+    return time

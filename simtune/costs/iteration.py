@@ -14,12 +14,9 @@ Asynchronous engines hide the host: T = max(T_gpu, T_host); others add it. Where
 steps of this kind (`simtune.costs.calibration`), T = scale * T_gpu + offset stands for both. With pipeline parallelism
 T_gpu is the latency of one step through all stages and the sends between them.
 
-With expert parallelism, as vLLM does it without data parallelism, every rank has all tokens, computes what
-its own experts have to say, and the usual all-reduce adds that up; the step waits for the busiest rank
-(`simtune.costs.operators.moe.rank_load`). No all-to-all happens. With data-parallel attention each group of tp ranks
-has tokens of its own, which are sent to the experts of all groups and back by an all-to-all; all groups are taken to
-have as many tokens as this one, to which engines pad them, so a step of all takes as long as that of the group with
-most.
+What experts cost under a plan, and exchanging tokens with those of other ranks, is told in `simtune.costs.experts`.
+With data-parallel attention all groups are taken to have as many tokens as this one, to which engines pad them; what
+experts take less because tokens that pad wake none is told by `simtune.costs.protocol.GroupCosts`.
 
 Known leanings. To the slow side: a sliding window over sequences of unequal length is taken at their mean
 length. To the fast side: activations are quantised inside norms and activation functions, and by a kernel of
@@ -40,8 +37,8 @@ from typing import NamedTuple
 import numpy as np
 
 from simtune.arrays import Array
+from simtune.costs.experts import Experts
 from simtune.costs.layers import AttentionLayer, attention_layer
-from simtune.costs.operators.moe import rank_load
 from simtune.costs.predict import Predictor, Profile
 from simtune.errors import Infeasible
 from simtune.specs.base import ACTIVATION_BYTES, DTYPE_BYTES
@@ -73,6 +70,8 @@ KINDS = (
     "head",
     "sampling",
     "all_to_all",
+    "moe_dispatch",
+    "moe_combine",
 )
 """The parts of a step's GPU time, as `StepModel.breakdown` names them."""
 
@@ -210,6 +209,7 @@ class StepModel:
             (layers.number, layers.attention.costs(self._profile, model.dtype, kv_dtype)) for layers in self._layers
         ]
         self._linear = self._linear_parts()
+        self._routed = self._routed_parts()
         self._head = self._head_parts()
         windows = {layers.attention.window for layers in self._layers}
         self.windows = {window for window in windows if window is not None}
@@ -218,7 +218,7 @@ class StepModel:
             layers * costs.overhead_s for layers, costs in self._attention
         )
         """What each prefill chunk costs besides its share of `prefill` and its `past`."""
-        kernels = model.num_layers + sum(part.times for part in (*self._linear, *self._head))
+        kernels = model.num_layers + sum(part.times for part in (*self._linear, *self._routed, *self._head))
         self.launch_s = 0.0 if pool.cuda_graphs else LAUNCH_S * kernels
         """What launching the kernels of a step takes where no graph does it; no step is shorter."""
 
@@ -228,14 +228,27 @@ class StepModel:
         return any(costs.mixed is not None for _, costs in self._attention)
 
     @property
+    def routes(self) -> bool:
+        """Whether any layer has routed experts."""
+        return bool(self._routed)
+
+    @property
     def estimated(self) -> set[str]:
         """Operators that no fit covers, by their keys in a profile: their times are off a data sheet."""
         return set(self._profile.estimated)
 
     def linear(self, num_tokens: Array) -> dict[str, Array]:
         """Seconds per kind of all calls that depend on the number of tokens in the step only."""
+        return self.padded(num_tokens) | self.routed(num_tokens)
+
+    def padded(self, num_tokens: Array) -> dict[str, Array]:
+        """Of `linear`, the kinds whose calls are as large as the CUDA graph of the step."""
         tokens = np.asarray(num_tokens, dtype=np.float64)
         return self._by_kind(self._linear, padded_tokens(tokens) if self._pool.cuda_graphs else tokens)
+
+    def routed(self, num_tokens: Array) -> dict[str, Array]:
+        """Of `linear`, the kinds that no padding makes longer: routed experts and what is exchanged with them."""
+        return self._by_kind(self._routed, np.asarray(num_tokens, dtype=np.float64))
 
     def head(self, num_samples: Array) -> dict[str, Array]:
         """Seconds of the language-model head and of sampling, for at least one row each."""
@@ -373,32 +386,17 @@ class StepModel:
         parts = [self._gemm(layers, feed_forward.experts, self._model.hidden_size, self._model.dtype)]
         if feed_forward.shared_intermediate_size:
             parts += self._dense_parts(layers, feed_forward.shared_intermediate_size, feed_forward.gated)
-        moe = self._profile.predictor("moe", self._model.dtype_of("experts"))
-        experts, per_token, skew = feed_forward.experts, feed_forward.experts_per_token, feed_forward.routing_skew
-        whole, dp = self._pool.parallelism.expert_parallel, self._pool.parallelism.attention_dp
-        ep = self._tp * dp if whole else 1
-        width = feed_forward.intermediate_size if whole else feed_forward.intermediate_size // self._tp
-        fixed = {
-            "hidden": self._model.hidden_size,
-            # Measured kernels are gated, with three matrices: two are taken for as many values of narrower three.
-            "intermediate": width if feed_forward.gated else 2 * width // 3,
-            "experts_per_token": per_token,
-            "experts": experts,
-            "ep": ep,
-            "skew": skew,
-        }
-
-        def seconds(m: Array) -> Array:
-            tokens = dp * m
-            return moe.seconds(tokens=tokens * rank_load(tokens, experts, per_token, ep, skew), **fixed)
-
-        parts.append(_Part("moe", layers, seconds))
-        if dp > 1:
-            link = None if ep <= self._hardware.device.devices_per_node else "inter_node"
-            exchange, sent = self._profile.predictor("all_to_all", self._model.dtype, variant=link), min(per_token, ep)
-            row_bytes = sent * self._row_bytes
-            parts.append(_Part("all_to_all", 2 * layers, lambda m: exchange.seconds(devices=ep, bytes=m * row_bytes)))
         return parts
+
+    def _routed_parts(self) -> list[_Part]:
+        return [
+            _Part(kind, layers.number, seconds)
+            for layers in self._layers
+            if isinstance(layers.feed_forward, MoeFeedForward)
+            for kind, seconds in Experts(
+                self._model, layers.feed_forward, self._profile, self._pool.parallelism
+            ).parts()
+        ]
 
     def _dense_parts(self, layers: int, intermediate: int, gated: bool) -> list[_Part]:
         hidden, width, factor = self._model.hidden_size, intermediate // self._tp, 2 if gated else 1
@@ -410,7 +408,7 @@ class StepModel:
 
     def _send_parts(self) -> list[_Part]:
         parallelism, dtype = self._pool.parallelism, self._model.dtype
-        across = -(-parallelism.devices // self._hardware.device.devices_per_node) - 1
+        across = -(-parallelism.tp * parallelism.pp // self._hardware.device.devices_per_node) - 1
         parts = []
         for link, times in ((None, parallelism.pp - 1 - across), ("inter_node", across)):
             if times > 0:

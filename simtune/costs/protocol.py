@@ -1,7 +1,7 @@
 """What the simulator asks of a cost model. Anything with the two methods of `StepCosts` can drive it.
 
-Two more protocols are asked for where they apply, once, when an engine core is made: `ImbalanceCosts` by the methods
-they have, `RoundCosts` where the scheduler drafts.
+Three more protocols are asked for where they apply, once, when an engine core is made: `ImbalanceCosts` by the methods
+they have, `RoundCosts` where the scheduler drafts, `GroupCosts` where cores step together.
 """
 
 from __future__ import annotations
@@ -61,6 +61,17 @@ class ImbalanceCosts(StepCosts, Protocol):
 
         While nobody joins or leaves all contexts grow alike, and so must leave these ticks as they are.
         """
+        ...
+
+
+@runtime_checkable
+class GroupCosts(StepCosts, Protocol):
+    """Costs of one group of ranks under data-parallel attention: `decode` and `mixed` take all groups to have as many
+    tokens as it has, and the experts that they share take less or more time where they have not."""
+
+    def together(self, ticks: int, num_tokens: int, num_seqs: int, everybodys: int, with_chunks: bool) -> int:
+        """What a step of `ticks`, with so many tokens and sequences of its own, takes if all groups together have
+        `everybodys` tokens. A step that waits for the host stays as long as it is."""
         ...
 
 

@@ -5,6 +5,7 @@ Only a core that is alone jumps: as soon as another one is about to schedule, it
 
 from __future__ import annotations
 
+from simtune.costs.protocol import GroupCosts
 from simtune.sim.core import EngineCore, Stepping
 
 
@@ -77,13 +78,28 @@ class Pipeline(SharedStepping):
 
 
 class DpGroup(SharedStepping):
-    """Data-parallel attention over experts that all share: cores step together, each step as long as the longest."""
+    """Data-parallel attention over experts that all share: cores step together, each step as long as the longest.
+
+    Experts compute the tokens that all cores have in a step, where the costs know what that changes (`GroupCosts`).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._costs: list[GroupCosts | None] = []
+
+    def join(self, core: EngineCore) -> int:
+        """Add a core to the instance; its number there."""
+        self._costs.append(core.costs if isinstance(core.costs, GroupCosts) else None)
+        return super().join(core)
 
     def start(self, now: int, core: EngineCore) -> None:
         """Start all cores, unless a step of theirs is under way."""
         if any(member.step is not None for member in self.cores):
             return
         planned = [member for member in self.cores if member.plan(now)]
+        everybodys = sum(_tokens(member) for member in planned)
+        for member in planned:
+            self._share_experts(member, everybodys)
         if len(planned) > 1:
             longest = max(member.time.first for member in planned)
             for member in planned:
@@ -96,3 +112,20 @@ class DpGroup(SharedStepping):
         """The core that jumps is to wait for this one from its next step on."""
         if self._jumping is not None and self._jumping.step is not None:
             self._jumping.cut(now)
+
+    def _share_experts(self, core: EngineCore, everybodys: int) -> None:
+        """Correct the planned step of a core for the tokens that all of them have in theirs."""
+        step, time, costs = core.step, core.time, self._costs[core.virtual_engine]
+        if costs is None or step is None or step.part != (0, 1):
+            return
+        shape = (_tokens(core), step.num_decodes + len(step.chunks), everybodys, bool(step.chunks))
+        first, second = (costs.together(ticks, *shape) for ticks in (time.first, time.first + time.slope))
+        if second - first != time.slope:  # the first step waits for the host, and later ones will not
+            time.repetitions = 1
+        time.first = first
+
+
+def _tokens(core: EngineCore) -> int:
+    """Tokens of the planned step."""
+    step = core.step
+    return 0 if step is None else step.verify_tokens + sum(chunk.tokens for chunk in step.chunks)

@@ -10,7 +10,7 @@ from simtune.errors import Infeasible
 from simtune.plugins import Family
 from simtune.specs.base import Count, NonNegative, Part
 from simtune.specs.kinds import OneOf, by_kind
-from simtune.specs.model import Model
+from simtune.specs.model import DenseFeedForward, LayerGroup, Model, MoeFeedForward
 
 
 class Drafter(Part):
@@ -137,20 +137,46 @@ class DraftModel(Drafter):
         return 1
 
 
-def _layers_like_the_last(drafter: Drafter, target: Model, layers: int, vocab: int) -> Model:
-    group = target.layers[-1].model_copy(update={"count": layers})
+def _as_layers(drafter: Drafter, target: Model, group: LayerGroup, vocab: int) -> Model:
     return target.model_copy(
         update={"name": f"{target.name}-{drafter.kind}", "layers": (group,), "vocab_size": vocab, "hf": None}
     )
 
 
+def _dense_like_the_last(target: Model, layers: int, width: int | None) -> LayerGroup:
+    """Layers with the attention of the target's last and a dense feed-forward, `width` wide.
+
+    Unless that is given, it is as wide as the target's own, or as the experts together that one token visits: so wide
+    are the EAGLE-3 heads of Qwen3-30B-A3B and Kimi-K2, and half as wide as those of Qwen3-235B-A22B, DeepSeek-V3 and
+    Llama-4-Scout (configs of sgl-project/SpecForge).
+    """
+    group = target.layers[-1].model_copy(update={"count": layers})
+    own = group.feed_forward
+    if isinstance(own, MoeFeedForward):
+        own = DenseFeedForward(
+            intermediate_size=own.experts_per_token * own.intermediate_size + own.shared_intermediate_size
+        )
+    if width is not None:
+        own = own.model_copy(update={"intermediate_size": width})
+    return group.model_copy(update={"feed_forward": own})
+
+
 class Eagle(Drafter):
-    """A head of one layer like the target's last that drafts from the target's hidden states, step by step."""
+    """A head of one layer that drafts from the target's hidden states, step by step.
+
+    Its attention is that of the target's last layer. An MTP head is that layer once more, its experts included; other
+    heads have a dense feed-forward.
+    """
 
     kind: Literal["eagle"] = "eagle"
     method: Literal["eagle", "eagle3", "mtp"] = "eagle3"
     checkpoint: str | None = Field(None, description="what an engine loads; part of the target for mtp")
     draft_vocab_size: Count | None = Field(None, description="of a reduced head of its own; the target's unless given")
+    intermediate_size: Count | None = Field(
+        None,
+        description="of its dense feed-forward; unless given the target's, or that of all experts a token visits; not "
+        "for mtp",
+    )
 
     on_gpu: ClassVar[bool] = True
     writes_kv: ClassVar[bool] = True
@@ -173,8 +199,18 @@ class Eagle(Drafter):
         return self.draft_vocab_size is not None
 
     def network(self, target: Model, draft: Model | None = None) -> Model:
-        """The target's last layer once more, under its own or the target's head."""
-        return _layers_like_the_last(self, target, 1, self.draft_vocab_size or target.vocab_size)
+        """One layer, under its own or the target's head."""
+        if self.method == "mtp":
+            group = target.layers[-1].model_copy(update={"count": 1})
+        else:
+            group = _dense_like_the_last(target, 1, self.intermediate_size)
+        return _as_layers(self, target, group, self.draft_vocab_size or target.vocab_size)
+
+    @model_validator(mode="after")
+    def _dense_only(self) -> Self:
+        if self.method == "mtp" and self.intermediate_size is not None:
+            raise ValueError("intermediate_size: an mtp head is a layer like the target's last; leave it out")
+        return self
 
 
 class Medusa(Drafter):
@@ -221,7 +257,7 @@ class Suffix(Drafter):
 
 
 class BlockDrafter(Drafter):
-    """A few layers like the target's that draft a whole block in one step."""
+    """A few layers, dense, with the attention of the target's last, that draft a whole block in one step."""
 
     kind: Literal["block"] = "block"
     method: Literal["dflash", "dspark"] = "dflash"
@@ -234,8 +270,8 @@ class BlockDrafter(Drafter):
     drops_last_hit: ClassVar[bool] = True
 
     def network(self, target: Model, draft: Model | None = None) -> Model:
-        """The target's last layer, as many times."""
-        return _layers_like_the_last(self, target, self.layers, target.vocab_size)
+        """So many layers under the target's head."""
+        return _as_layers(self, target, _dense_like_the_last(target, self.layers, None), target.vocab_size)
 
     def lookahead(self, drafts: int) -> int:
         """One more for dflash, whose block begins with the token that is certain."""

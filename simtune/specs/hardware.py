@@ -35,6 +35,8 @@ OperatorKind = Literal[
     "all_gather",
     "reduce_scatter",
     "all_to_all",
+    "moe_dispatch",
+    "moe_combine",
     "send_recv",
     "kv_transfer",
 ]

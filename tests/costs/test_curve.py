@@ -82,6 +82,29 @@ def test_a_group_nobody_measured() -> None:
     assert curve.per_rank_s({4: groups[4]}) == 0.0, "one size of group tells no difference"
 
 
+def test_between_two_groups_on_the_line_through_them() -> None:
+    x = np.geomspace(1e3, 1e9, 20)
+    groups = {n: curve.exact({}, x, 1e-6 * n + n * x / RATE) for n in (2, 8)}
+    assert curve.seconds_of_group(groups, 4, x) == pytest.approx(4e-6 + 4 * x / RATE)
+
+
+def test_what_leaves_a_socket_goes_on_growing_by_half() -> None:
+    """For the same bytes moved four devices take nine times as long as two: eight three times as long as four."""
+    x = np.geomspace(1e3, 1e9, 20)
+    groups = {n: curve.exact({}, x, factor * (1e-6 + x / RATE)) for n, factor in ((2, 1), (4, 9))}
+    large = x[-1:]
+    assert curve.seconds_of_group(groups, 8, large) == pytest.approx(27 * (1e-6 + large / RATE))
+    assert curve.seconds_of_group({2: groups[4], 4: groups[2]}, 8, large)[0] == pytest.approx(large[0] / RATE, rel=0.01)
+
+
+@given(devices=st.integers(2, 64), size=st.floats(1e3, 1e10))
+def test_more_devices_never_take_less_time_than_the_largest_measured(devices: int, size: float) -> None:
+    x = np.geomspace(1e3, 1e9, 20)
+    groups = {n: curve.exact({}, x, 1e-6 * n + n**0.5 * x / RATE) for n in (2, 4)}
+    found, four = (curve.seconds_of_group(groups, n, np.array([size]))[0] for n in (max(devices, 4), 4))
+    assert found >= four
+
+
 @pytest.mark.parametrize(
     ("x", "seconds", "rule"), [([1.0, 1.0], [1.0, 2.0], "ascend"), ([1.0, 2.0, 3.0], [1.0, 2.0], "one size")]
 )

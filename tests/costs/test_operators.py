@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from simtune.costs.estimate import estimate
 from simtune.costs.operators import OPERATORS, Setting, Terms
 from simtune.costs.operators.attention import unsplit
-from simtune.costs.operators.moe import DEALT, active_experts, padded_rows, rank_load, visit_probabilities
+from simtune.costs.operators.moe import DEALT, active_experts, awakened, rank_load, visit_probabilities
 from simtune.costs.predict import Predictor
 from simtune.errors import Infeasible
 from simtune.specs.hardware import OperatorKind
@@ -176,21 +176,37 @@ def test_tokens_that_are_dealt_out_wake_as_many_experts_as_they_can() -> None:
     assert (chance / dealt).min() == pytest.approx(1 - math.exp(-1), abs=0.02), "where all experts are just reached"
 
 
-def test_blocks_of_64_rows() -> None:
-    """Dealt out in steps; by chance as a Poisson number of rows an expert needs them on average."""
-    rows = np.array([1.0, 10.0, 48.0, 64.0, 65.0, 80.0, 130.0, 1000.0])
-    assert padded_rows(rows, np.array(DEALT)).tolist() == [64, 64, 64, 64, 128, 128, 192, 1024]
-    drawn = np.maximum(np.random.default_rng(0).poisson(rows, (20_000, len(rows))), 1)
-    assert padded_rows(rows, np.array(0.0)) == pytest.approx((64 * np.ceil(drawn / 64)).mean(axis=0), rel=0.05)
+def test_experts_of_a_layer_by_hand() -> None:
+    """Sixteen tokens dealt out over eight experts on two ranks, two each: sixteen rows on a rank, on all four of its
+    experts."""
+    shape = {"tokens": 16, "hidden": 64, "intermediate": 32, "experts_per_token": 2, "experts": 8, "ep": 2}
+    found = terms("moe", "fp8_block", **shape, skew=DEALT)
+    matrices = 3 * 64 * 32
+    assert found.flops == 2 * 16 * matrices
+    own = 16 * (2 * 64 + 6 * 32)  # in and out; both halves written, read, multiplied, and read again
+    assert found.bytes == 1 * 4 * matrices + 2 * (own + 32 * 64 + 2 * 16 * 64), "a slot for each of all 32 rows"
+    assert found.blocks == 4 * (2 * 32 + 64) / 128 / PROCESSORS
 
 
-def test_experts_on_many_ranks_leave_every_rank_all_activations() -> None:
-    """Weights and flops are shared out; rows of other ranks' experts are zeros, and still activated and added up."""
+def test_a_rank_wakes_its_share_of_the_experts_but_one() -> None:
+    tokens = np.array([1.0, 2.0, 16.0, 1000.0])
+    dealt = awakened(tokens, *np.array([[256.0], [8.0], [16.0], [DEALT]]))
+    assert dealt.tolist() == [1, 1, 8, 16]
+    assert awakened(tokens, *np.array([[256.0], [8.0], [512.0], [DEALT]])).tolist() == [0.5] * 4, "half an expert"
+
+
+def test_slots_of_all_rows_stay_on_every_rank_unless_tokens_are_dispatched() -> None:
+    """Weights and flops are shared out; the sum over experts reads a slot for each row, other ranks' included."""
     shape = {"tokens": 4096, "hidden": 2048, "intermediate": 768, "experts_per_token": 8, "experts": 128, "skew": DEALT}
     one, many = (terms("moe", **shape, ep=ep) for ep in (1, 128))
     assert many.flops == one.flops / 128
-    weights = 2 * 3 * 2048 * 768
-    assert one.bytes - 128 * weights > many.bytes - weights > (one.bytes - 128 * weights) / 2
+    matrices, rows = 3 * 2048 * 768, 4096 * 8
+    own = rows / 128 * (6 * 768 + 2 * 2048)
+    assert many.bytes == 2 * (matrices + own + rows * 2048 + 2 * 4096 * 2048)
+    sent = shape | {"tokens": rows / 128, "experts_per_token": 1, "experts": 1}
+    dispatched = terms("moe", **sent, ep=1)
+    assert dispatched.flops == many.flops
+    assert dispatched.bytes == 2 * (matrices + own + 3 * rows / 128 * 2048)
 
 
 @pytest.mark.parametrize(
@@ -241,6 +257,15 @@ def test_rank_load_is_between_even_and_all_on_one(tokens: int, ep: int, skew: fl
 # --- communication ----------------------------------------------------------------------------------------
 
 
+def test_copies_of_tokens_that_leave_the_rank_or_the_node() -> None:
+    shape = {"tokens": 100.0, "row_bytes": 7168.0, "experts_per_token": 8, "experts": 256}
+    copies = 100 * 8 * 7168
+    one = terms("moe_dispatch", **shape, ep=8, nodes=1)
+    assert one.bytes == copies * 7 / 8
+    assert terms("moe_combine", **shape, ep=128, nodes=16).bytes == copies * 15 / 16
+    assert one.flops == one.blocks == 0
+
+
 def test_bytes_of_collectives() -> None:
     whole = terms("all_reduce", devices=4, bytes=1000.0)
     assert whole.bytes == 2 * 3 / 4 * 1000
@@ -266,6 +291,7 @@ TYPICAL: dict[str, float] = {
     "head_dim": 128, "window": 8192, "width": 4, "qk_dim": 192, "v_dim": 128, "latent": 512, "rope": 64,
     "key_dim": 128, "value_dim": 128, "hidden": 4096, "intermediate": 1024, "experts_per_token": 4, "experts": 64,
     "ep": 2, "skew": 0.5, "rows": 64, "vocab": 32000, "devices": 4, "bytes": 1e6, "descriptors": 100,
+    "row_bytes": 8192, "nodes": 2,
 }  # fmt: skip
 SAVING = {"skew", "ep", "kv_heads"}
 """More of these is less work, or work of another shape: not part of the law below."""

@@ -203,9 +203,9 @@ def test_what_fused_experts_depend_on_besides_their_size() -> None:
         shape = {key: np.array([float(size)]) for key, size in (sizes | {"skew": DEALT} | other).items()}
         return float(OPERATORS["moe"].features(shape, Setting.of(132, dtype, None))[name][0])
 
-    assert found("tokens per expert") == 2, "64 x 8 rows for 128 experts"
-    assert found("tokens per expert", tokens=2, skew=0) > 0, "chance sends some tokens to one expert"
-    assert [found("padding", tokens=t) for t in (512, 1024, 1536)] == [1, 0, pytest.approx(np.log2(128 / 96))]
+    assert found("awake", tokens=8) == 6, "64 of 128 experts"
+    assert found("awake", tokens=8, ep=4) == 4, "a quarter of them on each of four ranks"
+    assert found("awake", tokens=8, skew=0) < 6, "chance sends some tokens to one expert"
     assert [found("odd width", intermediate=i) for i in (1024, 464, 232)] == [0, 0, 1]
     assert [found("few rows", "int4", tokens=t) for t in (96, 97)] == [1, 0]
     assert found("few rows", "int4", ep=2) == 0, "each rank holds the rows of all, and half of the experts"

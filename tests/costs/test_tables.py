@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from simtune.costs.operators import OPERATORS
-from simtune.costs.operators.moe import DEALT
 from simtune.costs.tables import Table, account, designation, read_tables
 from simtune.errors import SpecError, UsageError
 
@@ -21,10 +20,6 @@ GEMM = "framework,version,device,gemm_dtype,m,n,k,latency"
 ATTENTION = (
     "framework,version,op_name,batch_size,isl,num_heads,num_key_value_heads,head_dim,attn_dtype,kv_cache_dtype,"
     "step,window_size,latency"
-)
-MOE = (
-    "framework,version,moe_dtype,num_tokens,hidden_size,inter_size,topk,num_experts,moe_tp_size,moe_ep_size,"
-    "distribution,latency"
 )
 ALL_REDUCE = "framework,version,allreduce_dtype,num_gpus,message_size,latency,backend"
 NCCL = "framework,version,op_name,nccl_dtype,num_gpus,message_size,latency"
@@ -100,16 +95,6 @@ def test_attention_lengths_and_windows(tmp_path: Path) -> None:
     assert found.notes == ["attention.csv: 1 rows belong to no operator: unknown op_name"]
 
 
-def test_moe_is_sharded_by_width_and_balanced(tmp_path: Path) -> None:
-    row = "V,1,bfloat16,16,1024,4096,2,8,4,2"
-    path = write(tmp_path, "moe.csv", MOE, f"{row},balanced,2", f"{row},power_law_1.2,3")
-    table = read_tables([path]).operators["moe.bf16"]
-    assert table.shape["intermediate"].tolist() == [1024]
-    assert (table.shape["ep"].tolist(), table.shape["skew"].tolist()) == ([2], [DEALT])
-    assert table.seconds.tolist() == [2e-3]
-    assert table.left_out == {"skewed routing": 1}
-
-
 def test_custom_all_reduce_counts_elements_and_keeps_graph_rows(tmp_path: Path) -> None:
     path = write(
         tmp_path,
@@ -121,6 +106,13 @@ def test_custom_all_reduce_counts_elements_and_keeps_graph_rows(tmp_path: Path) 
     table = read_tables([path]).operators["all_reduce.bf16"]
     assert (table.shape["bytes"].tolist(), table.seconds.tolist()) == ([2048], [5e-6])
     assert account(table) == "2 rows read, 1 used; 1 left out: launched eagerly"
+
+
+def test_an_engine_that_names_no_backend_was_measured_in_a_graph(tmp_path: Path) -> None:
+    """TensorRT-LLM's table."""
+    header = ALL_REDUCE.replace("backend", "implementation")
+    table = read_tables([write(tmp_path, "all_reduce.csv", header, "T,1,bfloat16,8,512,0.003,trtllm")]).operators
+    assert shape_of(table["all_reduce.bf16"]) == {"devices": [8], "bytes": [1024]}
 
 
 def test_nccl_counts_elements_of_every_dtype(tmp_path: Path) -> None:

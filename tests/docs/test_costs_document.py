@@ -24,7 +24,7 @@ LIKELY = {
     "m": (1, 3000), "n": (64, 9000), "k": (1, 9000), "b": (1, 300), "s": (1, 3000), "c": (3000, 9000), "q": (1, 9),
     "h": (8, 8), "g": (2, 2), "d": (64, 128), "w": (1, 9000), "y": (64, 192), "z": (64, 128), "l": (512, 512),
     "r": (64, 64), "H": (64, 7000), "I": (64, 7000), "E": (16, 64), "ep": (1, 8), "skew": (0, 1), "N": (2, 8),
-    "B": (1, 10**9), "D": (1, 999),
+    "B": (1, 10**9), "D": (1, 999), "R": (64, 9000),
 }  # fmt: skip
 """Ranges that the letters of shapes are drawn from."""
 
@@ -68,7 +68,7 @@ def said(expression: str, letters: dict[str, float], setting: Setting) -> float:
         if "(" in name:
             function, argument = name.rstrip(")").split("(")
             names[function] = eval(f"lambda {argument}: {definition}", names)
-        elif letters.keys() >= {"E", "ep"}:
+        elif letters.keys() >= {"E", "ep", "skew"}:
             names[name] = eval(definition, names)
     return float(eval(expression, names))
 

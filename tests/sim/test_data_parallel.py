@@ -6,16 +6,19 @@ from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 
-from simtune.costs.compiled import LinearCosts
+from simtune.costs.compiled import CompiledCosts, LinearCosts, compile_costs
+from simtune.costs.iteration import StepModel
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.sim.core import EngineCore
 from simtune.sim.outcome import Outcome
 from simtune.sim.stepping import DpGroup
 from simtune.sim.world import World
 from simtune.testing.clusters import stream_of
+from tests.costs.made_up import hardware, model, moe, pool
 from tests.sim.worlds import Setting, settings
 
 
@@ -48,3 +51,42 @@ def test_a_long_prompt_on_one_rank_makes_the_others_wait() -> None:
     outcome, _ = run(Setting(100, 1, 4, 8, 2, LinearCosts(step_s=1.0, per_token_s=1.0), stream))
     assert (outcome.first_token / TICKS_PER_SECOND).tolist() == [2, 10]
     assert np.allclose(outcome.finish / TICKS_PER_SECOND, [12, 10])
+
+
+# --- experts that all groups share ------------------------------------------------------------------------
+
+EXPERTS = model(feed_forward=moe())
+
+
+def compiled(dp: int = 2, host_step_s: float = 0.0) -> CompiledCosts:
+    return compile_costs(
+        EXPERTS, hardware(host_step_s=host_step_s), pool(attention_dp=dp, expert_parallel=True, budget=64), 256
+    )
+
+
+def test_experts_compute_the_tokens_of_all_groups_and_no_padding() -> None:
+    """Two groups with 40 and 8 tokens: attention of the larger, and experts as if both had 24."""
+    costs = compiled()
+    step = StepModel(EXPERTS, hardware(), pool(attention_dp=2, expert_parallel=True, budget=64))
+    large = costs.decode(40, 4000)[0]
+    both = costs.together(large, 40, 40, 48, False)
+    moe_s = step.routed(np.array([40.0, 24.0]))["moe"]
+    assert (large - both) / TICKS_PER_SECOND == pytest.approx(moe_s[0] - moe_s[1], rel=1e-3)
+    assert costs.together(large, 40, 40, 80, False) == large, "groups that are alike"
+    assert costs.together(large, 40, 40, 40, False) < both, "the other is idle"
+
+
+def test_what_waits_for_the_host_waits_for_it() -> None:
+    costs = compiled(host_step_s=1.0)
+    ticks = costs.decode(40, 4000)[0]
+    assert ticks == TICKS_PER_SECOND
+    assert costs.together(ticks, 40, 40, 41, False) == ticks
+
+
+@pytest.mark.parametrize("host_step_s", [0.0, 3e-3, 1.0])
+@pytest.mark.parametrize("lengths", [[9, 30], [200, 3], [60, 60]])
+def test_jumps_of_groups_with_experts_are_exact(lengths: list[int], host_step_s: float) -> None:
+    stream = stream_of([0.0, 0.002], [20, 50], lengths)
+    world = Setting(64, 4, 8, 64, 2, compiled(host_step_s=host_step_s), stream)
+    (jumped, _), (stepped, _) = run(world), run(world, single_steps=True)
+    assert columns(jumped) == columns(stepped)

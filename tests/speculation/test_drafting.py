@@ -12,6 +12,7 @@ from simtune.costs.iteration import StepModel, StepWork
 from simtune.errors import Infeasible
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.drafters import BlockDrafter, Drafter, DraftModel, Eagle, Medusa, Ngram, Suffix
+from simtune.specs.model import DenseFeedForward
 from simtune.specs.plan import Batching, Parallelism, Pool
 from simtune.specs.schemes import Chain
 from simtune.specs.speculation import Speculation
@@ -137,3 +138,26 @@ def test_the_memory_of_a_drafter() -> None:
     own = draft_memory(DraftModel(model="small"), TARGET, pool(), DRAFT)
     assert own.kv_bytes_per_token == 4 * kv
     assert own.weights_bytes > 2 * 2 * 128256 * 2048, "with an embedding and a head of its own"
+
+
+@pytest.mark.parametrize(("name", "width"), [("qwen3-30b-a3b", 6144), ("deepseek-v3", 18432), ("llama-3.1-8b", 14336)])
+def test_heads_of_mixtures_of_experts_are_dense(name: str, width: int) -> None:
+    """As wide as the experts that one token visits: 8 x 768, and 9 x 2,048; those of dense targets like the target."""
+    target = load_model(name)
+    for drafter in (Eagle(), Eagle(method="eagle"), BlockDrafter(layers=3)):
+        network = drafter.network(target)
+        assert network is not None
+        (group,) = network.layers
+        assert group.attention == target.layers[-1].attention
+        assert isinstance(group.feed_forward, DenseFeedForward)
+        assert group.feed_forward.intermediate_size == width
+    mtp = Eagle(method="mtp").network(target)
+    assert mtp.layers[0].feed_forward == target.layers[-1].feed_forward
+    given = Eagle(intermediate_size=24576).network(target).layers[0].feed_forward
+    assert isinstance(given, DenseFeedForward)
+    assert given.intermediate_size == 24576
+
+
+def test_an_mtp_head_has_no_width_of_its_own() -> None:
+    with pytest.raises(ValueError, match="an mtp head is a layer like the target's last"):
+        Eagle(method="mtp", intermediate_size=1024)

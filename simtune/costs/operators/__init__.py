@@ -19,7 +19,7 @@ from simtune.costs.operators.attention import (
     TreeAttention,
 )
 from simtune.costs.operators.base import CurveForm, OperatorForm, Setting, Shape, Terms
-from simtune.costs.operators.communication import AllReduce, KvTransfer, OnePass, SendRecv
+from simtune.costs.operators.communication import AllReduce, ExpertExchange, KvTransfer, OnePass, SendRecv
 from simtune.costs.operators.matrix import Gemm, Quantise
 from simtune.costs.operators.moe import Moe
 from simtune.costs.operators.small import Elementwise, Sampling
@@ -46,6 +46,8 @@ OPERATORS: dict[OperatorKind, OperatorForm] = {
     "all_gather": OnePass(),
     "reduce_scatter": OnePass(),
     "all_to_all": OnePass(),
+    "moe_dispatch": ExpertExchange(),
+    "moe_combine": ExpertExchange(),
     "send_recv": SendRecv(),
     "kv_transfer": KvTransfer(),
 }

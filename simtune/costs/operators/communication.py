@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from simtune.costs.operators.base import CurveForm, OperatorForm, Setting, Shape, Terms
-from simtune.costs.operators.splits import EVERY_SECOND, above
+from simtune.costs.operators.splits import EVERY_SECOND, RANDOM, above
 
 
 class AllReduce(OperatorForm):
@@ -39,6 +39,31 @@ class OnePass(AllReduce):
         """(n - 1) / n of the whole over the link, and a block for each further device."""
         n, size = x["devices"], x["bytes"]
         return Terms(np.zeros_like(size), (n - 1) / n * size, n - 1)
+
+
+class ExpertExchange(OperatorForm):
+    """`tokens` tokens of each of `ep` ranks on `nodes` nodes, `row_bytes` bytes wide, to `experts_per_token` of
+    `experts` experts, or back from there. It has no blocks.
+
+    Every expert gets a copy of its own, as in DeepEP's low-latency kernels; on one node those that leave the rank cross
+    the link, on several those that leave the node. The variant is the kernels' name, `low_latency` or
+    `high_throughput`, or the link between nodes where nobody measured them.
+    """
+
+    shape = ("tokens", "row_bytes", "experts_per_token", "experts", "ep", "nodes")
+    overhead_s = 10e-6
+    block_s = 1e-6
+    overlap = 0.5
+    computes = False
+    link = True
+    starts_with_latency = True
+    splits = (RANDOM, above("tokens", 8192, "tokens"))
+
+    def terms(self, x: Shape, setting: Setting) -> Terms:
+        """A copy for each expert beyond the rank, or beyond the node where there are several."""
+        away = 1 - 1 / np.where(x["nodes"] > 1, x["nodes"], x["ep"])
+        moved = x["tokens"] * x["experts_per_token"] * x["row_bytes"] * away
+        return Terms(np.zeros_like(moved), moved, np.zeros_like(moved))
 
 
 class SendRecv(OperatorForm):

@@ -8,15 +8,12 @@ from typing import ClassVar
 import numpy as np
 
 from simtune.arrays import Array
-from simtune.costs.operators.base import OperatorForm, Setting, Shape, Terms, ceil_div
+from simtune.costs.operators.base import OperatorForm, Setting, Shape, Terms
 from simtune.costs.operators.splits import RANDOM, unseen
 from simtune.specs.hardware import Range
 
 DEALT = -1.0
 """The `skew` of tokens that are dealt out to the experts in turn: none is visited twice before all others once."""
-
-_BLOCK = 64
-"""Rows of one expert that vLLM's fused kernels multiply at a time unless they were tuned to other numbers."""
 
 
 def active_experts(tokens: Array, experts: Array, experts_per_token: Array, skew: Array) -> Array:
@@ -29,28 +26,23 @@ def active_experts(tokens: Array, experts: Array, experts_per_token: Array, skew
     active = np.where(skew == DEALT, np.minimum(tokens * experts_per_token, experts), by_chance)
     for e, k, a in set(zip(experts[skew > 0], experts_per_token[skew > 0], skew[skew > 0], strict=True)):
         rows = (experts == e) & (experts_per_token == k) & (skew == a)
-        missed = 1 - visit_probabilities(int(e), int(k), float(a))
+        missed = 1 - visit_probabilities(max(1, round(e)), float(k), float(a))
         powers, where = np.unique(tokens[rows], return_inverse=True)
         active[rows] = np.array([np.sum(1 - missed**t) for t in powers])[where]
     return active
 
 
-def padded_rows(rows: Array, skew: Array) -> Array:
-    """What a kernel that multiplies 64 rows of an expert at a time makes of so many, on average.
-
-    Dealt out, all experts have equally many. By chance they differ by the root of it, and steps are smeared.
+def awakened(tokens: Array, experts: Array, experts_per_token: Array, ep: Array, skew: Array) -> Array:
+    """Expected number of experts of one of `ep` ranks that so many tokens visit: its share of those that they visit
+    at all, but one expert if the rank has any, and never more than it has.
     """
-    from scipy.special import ndtr
-
-    edge = np.maximum(np.rint(rows / _BLOCK), 1)
-    blocks = np.where(
-        skew == DEALT, ceil_div(rows, _BLOCK), edge + ndtr((rows - _BLOCK * edge) / np.sqrt(np.maximum(rows, 1)))
-    )
-    return _BLOCK * blocks
+    local = experts / ep
+    awake = active_experts(tokens, experts, experts_per_token, skew) / ep
+    return np.minimum(np.maximum(awake, np.minimum(1, local)), local)
 
 
 @lru_cache(maxsize=256)
-def visit_probabilities(experts: int, experts_per_token: int, skew: float) -> Array:
+def visit_probabilities(experts: int, experts_per_token: float, skew: float) -> Array:
     """How likely a token visits each expert, the busiest first; they add up to experts_per_token.
 
     A token draws its experts one after the other without repetition, expert i with weight i^-skew (Zipf; 0 is
@@ -62,7 +54,7 @@ def visit_probabilities(experts: int, experts_per_token: int, skew: float) -> Ar
     from scipy.optimize import brentq
 
     weights = np.arange(1, experts + 1, dtype=np.float64) ** -skew
-    if experts_per_token == experts:
+    if experts_per_token >= experts:
         return np.ones(experts)
 
     def excess(log_time: float) -> float:
@@ -108,9 +100,10 @@ class Moe(OperatorForm):
     the Zipf exponent of how often experts are chosen, 0 being all alike, or `DEALT` (`active_experts`). The dtype is
     that of the weights' kernel, as for `Gemm`.
 
-    A row is one expert of one token. Only those of the rank's own experts are multiplied, but in vLLM's fused kernels
-    (`fused_experts` with an expert map) every rank holds all rows: the products write zeros for others', the activation
-    reads and writes them, and so does the sum over experts.
+    A row is one expert of one token. Only those of the rank's own experts are multiplied; but every rank that has all
+    tokens has a slot for each of their rows, which the sum over experts reads. Kernels of vLLM and SGLang that write
+    zeros into the others' slots take longer than that, those of TensorRT-LLM do not: the residual knows `ep`. Where
+    tokens were dispatched, tokens and experts are those of the rank, and `ep` is 1.
     """
 
     shape = ("tokens", "hidden", "intermediate", "experts_per_token", "experts", "ep", "skew")
@@ -121,33 +114,27 @@ class Moe(OperatorForm):
     not_positive: ClassVar = {"skew": (0.0, DEALT)}
 
     def terms(self, x: Shape, setting: Setting) -> Terms:
-        """Flops of the rank's rows; the weights of the experts they wake, and activations of all rows."""
+        """Flops of the rank's rows; the weights of the experts they wake, activations, and slots of all rows."""
         m, hidden, inter, k, e, ep, skew = (x[name] for name in self.shape)
-        local = e / ep
-        hit = active_experts(m, e, k, skew) / ep
-        active = np.minimum(np.maximum(hit, np.minimum(1, local)), local)
+        active = awakened(m, e, k, ep, skew)
         rows, all_rows = m * k / ep, m * k
         matrices = 3 * hidden * inter
         activation_bytes = 2.0
         return Terms(
             2 * rows * matrices,
             setting.dtype_bytes * active * matrices
-            + activation_bytes * (rows * (hidden + inter) + all_rows * (5 * inter + 2 * hidden) + m * hidden),
+            + activation_bytes * (rows * (6 * inter + 2 * hidden) + (all_rows + 2 * m) * hidden),
             np.maximum(active, rows / 64) * (2 * inter + hidden) / 128 / setting.processors,
         )
 
     def features(self, x: Shape, setting: Setting) -> dict[str, Array]:
-        """Sizes, rows of an expert and what padding adds to them, and what kernels choose by."""
-        logs = {name: np.log2(x[name]) for name in ("tokens", "hidden", "intermediate", "experts_per_token")}
-        local = x["experts"] / x["ep"]
-        rows = x["tokens"] * x["experts_per_token"]
-        per_expert = rows / active_experts(x["tokens"], x["experts"], x["experts_per_token"], x["skew"])
+        """Sizes, ranks, experts that are awake on one, and what kernels choose by."""
+        m, e, k, ep = (x[name] for name in ("tokens", "experts", "experts_per_token", "ep"))
+        logs = {name: np.log2(x[name]) for name in ("tokens", "hidden", "intermediate", "experts_per_token", "ep")}
         return logs | {
-            "local experts": np.log2(local),
-            "tokens per expert": np.log2(per_expert),
-            "padding": np.log2(padded_rows(per_expert, x["skew"]) / per_expert),
+            "awake": np.log2(awakened(m, e, k, ep, x["skew"])),
             "odd width": np.where(x["intermediate"] % _ALIGNED_WIDTH, 1.0, 0.0),
-            "few rows": np.where((setting.dtype_bytes < 1) & (rows / local <= _FEW_ROWS), 1.0, 0.0),
+            "few rows": np.where((setting.dtype_bytes < 1) & (m * k * ep / e <= _FEW_ROWS), 1.0, 0.0),
             "skew": x["skew"],
         }
 

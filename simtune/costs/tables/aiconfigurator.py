@@ -1,11 +1,10 @@
-"""Tables of AIConfigurator: gemm, attention, moe, custom all-reduce and NCCL; CSV or Parquet, times in ms.
+"""Tables of AIConfigurator: gemm, attention, custom all-reduce and NCCL; CSV or Parquet, times in ms.
 
 Times are means of six replays of a CUDA graph, stored without a spread. `message_size` counts elements, in the NCCL
-table as in the custom one: its collector divides the bytes by the width of the dtype, and rows of half and int8 with
-equal bytes take equal times. An all_gather, reduce_scatter or alltoall of S bytes is one whose larger buffer holds S,
-as in nccl-tests.
-
-Balanced routing of the moe table deals tokens out: token t takes every (experts / topk)-th expert from the t-th on.
+table as in the custom ones of vLLM, SGLang and TensorRT-LLM: NCCL's collector divides the bytes by the width of the
+dtype, and rows of half and int8 with equal bytes take equal times; buffers so large that engines leave them to NCCL
+take equal times in all of them if all count elements. TensorRT-LLM's names no backend: all of it ran in graphs. An
+all_gather, reduce_scatter or alltoall of S bytes is one whose larger buffer holds S, as in nccl-tests.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from collections.abc import Mapping
 import numpy as np
 
 from simtune.arrays import Array, Mask
-from simtune.costs.operators.moe import DEALT
 from simtune.costs.tables.common import AICONFIGURATOR, MS, Columns, FileContent, Formats, Table, finish, take
 from simtune.specs.base import DTYPE_BYTES, Dtype
 from simtune.specs.hardware import OperatorKind
@@ -23,7 +21,6 @@ from simtune.specs.hardware import OperatorKind
 _DTYPES: dict[str, Dtype] = {"bfloat16": "bf16", "float16": "bf16", "half": "bf16", "fp8": "fp8"}
 """The two 16-bit formats run at one speed, see `simtune.costs.predict`."""
 
-_MOE_DTYPES: dict[str, Dtype] = {**_DTYPES, "int4_wo": "int4"}
 _NCCL_DTYPES: dict[str, Dtype] = {**_DTYPES, "int8": "int8"}
 
 _NCCL: dict[str, tuple[OperatorKind, str | None]] = {
@@ -36,21 +33,6 @@ _NCCL: dict[str, tuple[OperatorKind, str | None]] = {
 
 def _gemm(columns: Columns) -> FileContent:
     return _by_dtype(columns, "gemm", ("gemm_dtype",), {name: columns.numbers(name) for name in "mnk"})
-
-
-def _moe(columns: Columns) -> FileContent:
-    columns.require("distribution")
-    shape = {
-        "tokens": columns.numbers("num_tokens"),
-        "hidden": columns.numbers("hidden_size"),
-        "intermediate": columns.numbers("inter_size") / columns.numbers("moe_tp_size"),
-        "experts_per_token": columns.numbers("topk"),
-        "experts": columns.numbers("num_experts"),
-        "ep": columns.numbers("moe_ep_size"),
-        "skew": np.full(len(columns), DEALT),
-    }
-    skewed = ~columns.equal("distribution", "balanced")
-    return _by_dtype(columns, "moe", ("moe_dtype",), shape, {"skewed routing": skewed}, dtypes=_MOE_DTYPES)
 
 
 def _attention(columns: Columns) -> FileContent:
@@ -83,7 +65,8 @@ def _attention(columns: Columns) -> FileContent:
 
 
 def _custom_all_reduce(columns: Columns) -> FileContent:
-    eager = np.array([not backend.endswith("graph") for backend in columns.text("backend")], dtype=np.bool_)
+    backends = columns.text("backend") if "backend" in columns.names else ["graph"] * len(columns)
+    eager = np.array([not backend.endswith("graph") for backend in backends], dtype=np.bool_)
     shape = {"devices": columns.numbers("num_gpus"), "bytes": _message_bytes(columns, "allreduce_dtype", _DTYPES)}
     return _by_dtype(columns, "all_reduce", ("allreduce_dtype",), shape, {"launched eagerly": eager})
 
@@ -151,7 +134,6 @@ def _by_dtype(
 FORMATS: Formats = {
     ("gemm_dtype",): _gemm,
     ("attn_dtype",): _attention,
-    ("moe_dtype",): _moe,
     ("allreduce_dtype",): _custom_all_reduce,
     ("nccl_dtype",): _nccl,
 }

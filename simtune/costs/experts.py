@@ -1,0 +1,144 @@
+"""Routed experts of a layer under a plan: the rows that reach a rank, its kernel, and sending tokens there and back.
+
+Without data-parallel attention every rank has all tokens: it computes what its own experts have to say, and the usual
+all-reduce adds that up. With it tokens are dispatched: each goes once to every rank that holds an expert of its own,
+and what the experts make of it is combined where it came from (DeepEP, github.com/deepseek-ai/DeepEP). A rank's kernel
+then sees no rows but those of its own experts. Either way a step waits for the busiest rank
+(`simtune.costs.operators.moe.rank_load`).
+
+Experts are woken by real tokens only: rows that pad a step to the size of a CUDA graph are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from simtune.arrays import Array
+from simtune.costs.operators import operator_key
+from simtune.costs.operators.moe import rank_load
+from simtune.costs.predict import Predictor, Profile
+from simtune.specs.base import ACTIVATION_BYTES, DTYPE_BYTES
+from simtune.specs.hardware import OperatorKind
+from simtune.specs.model import Model, MoeFeedForward
+from simtune.specs.plan import Parallelism
+
+LOW_LATENCY_TOKENS = 256
+"""Tokens of a rank up to which DeepEP's low-latency kernels exchange them, as in the published tables and by default in
+vLLM (`VLLM_MOE_DP_CHUNK_SIZE`); more go by the high-throughput ones."""
+
+Seconds = Callable[[Array], Array]
+"""Of calls in a step with so many real tokens in each group of ranks."""
+
+
+class Received(NamedTuple):
+    """What a rank gets of tokens that are dispatched to the experts, which ranks share evenly."""
+
+    tokens: Array
+    """Those that visit at least one of its experts; each arrives once."""
+    experts_per_token: float
+    """Of its own, that each of these visits on average."""
+
+
+def received(tokens: Array, experts: int, experts_per_token: int, ep: int) -> Received:
+    """Of all tokens; every one visits experts_per_token different experts, all alike.
+
+    Rows are conserved: over all `ep` ranks tokens * experts_per_token of them arrive.
+    """
+    local = experts / ep
+    visited = np.arange(experts_per_token)
+    missed = float(np.prod(np.maximum(0.0, 1 - local / (experts - visited))))
+    return Received(tokens * (1 - missed), experts_per_token / ep / (1 - missed))
+
+
+class Experts:
+    """Times of one layer's routed experts on the rank that has most to do, and of exchanging tokens with them."""
+
+    def __init__(self, model: Model, feed_forward: MoeFeedForward, profile: Profile, parallelism: Parallelism) -> None:
+        self._hidden, self._spec, self._profile = model.hidden_size, feed_forward, profile
+        self._dtype, self._weights = model.dtype, model.dtype_of("experts")
+        self._kernel = profile.predictor("moe", self._weights)
+        self._groups, self._tp = parallelism.attention_dp, parallelism.tp
+        self._whole = parallelism.expert_parallel
+        self._ep = self._tp * self._groups if self._whole else 1
+
+    def parts(self) -> Iterator[tuple[str, Seconds]]:
+        """(kind of `simtune.costs.iteration.KINDS`, seconds of one call in each layer)."""
+        yield "moe", self._kernel_s
+        if self._groups > 1:
+            yield from self._exchanges()
+
+    def _kernel_s(self, tokens: Array) -> Array:
+        spec, ep = self._spec, self._ep
+        everybodys = self._groups * tokens
+        load = rank_load(everybodys, spec.experts, spec.experts_per_token, ep, spec.routing_skew)
+        width = spec.intermediate_size if self._whole else spec.intermediate_size // self._tp
+        shape = {
+            "hidden": self._hidden,
+            # Measured kernels are gated, with three matrices: two are taken for as many values of narrower three.
+            "intermediate": width if spec.gated else 2 * width // 3,
+            "skew": spec.routing_skew,
+        }
+        if self._groups == 1:
+            routed: dict[str, float] = {
+                "experts_per_token": spec.experts_per_token,
+                "experts": spec.experts,
+                "ep": ep,
+            }
+            return self._kernel.seconds(tokens=everybodys * load, **routed, **shape)
+        own = received(everybodys * load, spec.experts, spec.experts_per_token, ep)
+        routed = {"experts_per_token": own.experts_per_token, "experts": spec.experts / ep, "ep": 1}
+        return self._kernel.seconds(tokens=own.tokens, **routed, **shape)
+
+    def _exchanges(self) -> Iterator[tuple[str, Seconds]]:
+        """Dispatch in the format that the experts read, combine in that of activations.
+
+        Several nodes were never measured: the data sheet of the link between them answers.
+        """
+        values = DTYPE_BYTES[self._dtype]
+        widths: tuple[tuple[OperatorKind, float], ...] = (
+            ("moe_dispatch", min(values, ACTIVATION_BYTES.get(self._weights, values))),
+            ("moe_combine", values),
+        )
+        nodes = -(-self._ep // self._profile.hardware.device.devices_per_node)
+        for kind, width in widths:
+            row_bytes = self._hidden * width
+            backends = {name: f for name in ("low_latency", "high_throughput") if (f := self._measured(kind, name))}
+            if nodes > 1:
+                between = self._profile.predictor(kind, self._dtype, variant="inter_node")
+                yield kind, partial(self._exchange_s, between, between, row_bytes, nodes)
+            elif backends:
+                few = backends.get("low_latency") or backends["high_throughput"]
+                many = backends.get("high_throughput") or backends["low_latency"]
+                yield kind, partial(self._exchange_s, few, many, row_bytes, nodes)
+            else:
+                yield (
+                    "all_to_all",
+                    partial(self._all_to_all_s, self._profile.predictor("all_to_all", self._dtype), row_bytes),
+                )
+
+    def _measured(self, kind: OperatorKind, backend: str) -> Predictor | None:
+        """The operator of these kernels; None where the profile has no fit of it."""
+        if operator_key(kind, self._dtype, variant=backend) not in self._profile.hardware.operators:
+            return None
+        return self._profile.predictor(kind, self._dtype, variant=backend)
+
+    def _exchange_s(self, few: Predictor, many: Predictor, row_bytes: float, nodes: int, tokens: Array) -> Array:
+        """By one operator up to `LOW_LATENCY_TOKENS` tokens of a rank, by another above."""
+        own = tokens / self._tp
+        call: dict[str, Any] = {
+            "tokens": own,
+            "row_bytes": row_bytes,
+            "experts_per_token": self._spec.experts_per_token,
+            "experts": self._spec.experts,
+            "ep": self._ep,
+            "nodes": nodes,
+        }
+        return np.where(own <= LOW_LATENCY_TOKENS, few.seconds(**call), many.seconds(**call))
+
+    def _all_to_all_s(self, exchange: Predictor, row_bytes: float, tokens: Array) -> Array:
+        copies = min(self._spec.experts_per_token, self._ep)
+        return exchange.seconds(devices=self._ep, bytes=tokens / self._tp * copies * row_bytes)

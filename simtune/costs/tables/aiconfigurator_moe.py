@@ -1,0 +1,139 @@
+"""AIConfigurator's tables of experts: the fused kernels of each engine, in ms, and the exchange of tokens, in us.
+
+Balanced routing deals tokens out: token t takes every (experts / topk)-th expert from the t-th on. `power_law_x` is no
+routing by chance: loads of the experts are drawn with a density that falls as load^-x between 1 and 0.8 times the
+tokens, or 0.01 and 2 where there are fewer rows than experts, anew for each of five runs, and the rank measured is the
+one that came to most rows (`sample_power_law` and `power_law_logits_v3` of its collector). No Zipf exponent describes
+that, and a shape does not tell its time, which from 100 rows an expert on is 1 to 3 times that of balanced rows where
+several ranks share the experts: these rows are left out.
+
+One row of the moe table is all tokens through one rank: with `moe_ep_size` ranks it holds every token and multiplies
+those rows that are its own experts', so nothing was dispatched.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from simtune.arrays import Array, Mask
+from simtune.costs.operators.moe import DEALT
+from simtune.costs.tables.common import AICONFIGURATOR, MS, US, Columns, FileContent, Formats, Table, finish, take
+from simtune.specs.base import DTYPE_BYTES, Dtype
+from simtune.specs.hardware import OperatorKind
+
+_DTYPES: dict[str, Dtype] = {
+    "bfloat16": "bf16",
+    "float16": "bf16",
+    "fp8": "fp8",
+    "fp8_block": "fp8_block",
+    "nvfp4": "nvfp4",
+    "w4a16_mxfp4": "mxfp4",
+    "w4a8_mxfp4_mxfp8": "mxfp4_mxfp8",
+    "int4_wo": "int4",
+}
+
+_BACKENDS = {"deepep_ll": "low_latency", "deepep_ht": "high_throughput"}
+_PHASES: dict[str, OperatorKind] = {"dispatch": "moe_dispatch", "combine": "moe_combine"}
+_SENT: Dtype = "bf16"
+"""What `default` stands for: dispatch and combine of as many tokens take about the same time, so that neither sends
+eight bits."""
+
+_LOW_LATENCY = "min_latency"
+_LOW_LATENCY_TOKENS = 128
+"""Up to which TensorRT-LLM's low-latency kernel of nvfp4 experts stands for a shape that two kernels were measured on,
+as in AIConfigurator's own look-up."""
+
+
+def _experts(columns: Columns) -> FileContent:
+    columns.require("distribution")
+    shape = {
+        "tokens": columns.numbers("num_tokens"),
+        "hidden": columns.numbers("hidden_size"),
+        "intermediate": columns.numbers("inter_size") / columns.numbers("moe_tp_size"),
+        "experts_per_token": columns.numbers("topk"),
+        "experts": columns.numbers("num_experts"),
+        "ep": columns.numbers("moe_ep_size"),
+        "skew": np.full(len(columns), DEALT),
+    }
+    kernels = columns.text("kernel_source") if "kernel_source" in columns.names else [""] * len(columns)
+    excluded = {
+        "skewed routing": ~columns.equal("distribution", "balanced"),
+        "experts without a gate": _named(kernels, "nongated"),
+        "another kernel stands for the shape": _replaced(columns.text("moe_dtype"), kernels, shape),
+    }
+    content = FileContent()
+    names = np.array(columns.text("moe_dtype"), dtype=object)
+    seconds = columns.numbers("latency") * MS
+    for name in dict.fromkeys(names):
+        rows = np.flatnonzero(names == name)
+        if name not in _DTYPES:
+            content.skip(len(rows), f"moe_dtype {name}")
+            continue
+        part = _table(columns, "moe", _DTYPES[name], shape, seconds)
+        content.tables.append(finish(take(part, rows), {why: mask[rows] for why, mask in excluded.items()}))
+    return content
+
+
+def _named(kernels: list[str], part: str) -> Mask:
+    return np.array([part in kernel for kernel in kernels], dtype=np.bool_)
+
+
+def _replaced(dtypes: list[str], kernels: list[str], shape: dict[str, Array]) -> Mask:
+    """Rows of low-latency kernels beyond their tokens, and up to there those of others that they stand for."""
+    low_latency, few = _named(kernels, _LOW_LATENCY), shape["tokens"] <= _LOW_LATENCY_TOKENS
+    shapes = list(zip(dtypes, *(column.tolist() for column in shape.values()), strict=True))
+    taken = {key for key, chosen in zip(shapes, low_latency & few, strict=True) if chosen}
+    beside = np.array([key in taken for key in shapes], dtype=np.bool_)
+    replaced: Mask = np.where(low_latency, ~few, beside)
+    return replaced
+
+
+def _exchange(columns: Columns) -> FileContent:
+    columns.require("phase", "comm_dtype")
+    shape = {
+        "tokens": columns.numbers("num_tokens"),
+        "row_bytes": columns.numbers("hidden_size") * DTYPE_BYTES[_SENT],
+        "experts_per_token": columns.numbers("topk"),
+        "experts": columns.numbers("num_experts"),
+        "ep": columns.numbers("ep_size"),
+        "nodes": columns.numbers("node_num"),
+    }
+    content = FileContent()
+    seconds = columns.numbers("latency") * US
+    members: dict[tuple[str, str, str], list[int]] = {}
+    told = zip(columns.text("comm_backend"), columns.text("phase"), columns.text("comm_dtype"), strict=True)
+    for row, name in enumerate(told):
+        members.setdefault(name, []).append(row)
+    for (backend, phase, sent), rows in members.items():
+        if backend not in _BACKENDS or phase not in _PHASES or sent != "default":
+            content.skip(len(rows), f"comm_backend {backend}, phase {phase}, comm_dtype {sent}")
+            continue
+        part = _table(columns, _PHASES[phase], _SENT, shape, seconds, _BACKENDS[backend])
+        content.tables.append(finish(take(part, np.array(rows))))
+    return content
+
+
+def _table(
+    columns: Columns,
+    kind: OperatorKind,
+    dtype: Dtype,
+    shape: dict[str, Array],
+    seconds: Array,
+    variant: str | None = None,
+) -> Table:
+    """All rows of a file as if they were of one operator."""
+    software = " ".join(x for x in (columns.only("framework"), columns.only("version")) if x)
+    return Table(
+        kind=kind,
+        dtype=dtype,
+        variant=variant,
+        shape=shape,
+        seconds=seconds,
+        origin=AICONFIGURATOR,
+        files=(columns.file,),
+        device=columns.device(),
+        software=software or None,
+    )
+
+
+FORMATS: Formats = {("moe_dtype",): _experts, ("comm_backend",): _exchange}
