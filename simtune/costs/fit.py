@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from simtune.arrays import Array
 from simtune.costs import curve
-from simtune.costs.operators import OPERATORS, OperatorForm, Setting, Terms
+from simtune.costs.operators import OPERATORS, UNKNOWN, Chip, OperatorForm, Setting, Terms
 from simtune.costs.operators.splits import RANDOM, Split
 from simtune.costs.predict import LEVEL, Z90, Predictor, base_seconds
 from simtune.costs.residual import MAX_POINTS, Process, cover, fit_process
@@ -56,7 +56,12 @@ Rows = NDArray[np.intp]
 
 
 def fit_operator(
-    table: Table, processors: int, flops_per_s: float, bytes_per_s: float, provenance: Provenance
+    table: Table,
+    processors: int,
+    flops_per_s: float,
+    bytes_per_s: float,
+    provenance: Provenance,
+    chip: Chip = UNKNOWN,
 ) -> tuple[Operator, dict[str, NDArray[Any]]]:
     """The operator of a table with all its hold-out errors, and the arrays of its residual by name.
 
@@ -64,9 +69,9 @@ def fit_operator(
     residual; of others only fitted numbers are kept.
     """
     sheet = (processors, flops_per_s, bytes_per_s)
-    operator, arrays = _fit(table, *sheet, provenance)
+    operator, arrays = _fit(table, *sheet, provenance, chip)
     splits = OPERATORS[table.kind].splits
-    errors = [e for split in splits if (e := hold_out(table, *sheet, split)) is not None]
+    errors = [e for split in splits if (e := hold_out(table, *sheet, split, chip=chip)) is not None]
     tested: dict[str, Any] = {"hold_out": tuple(errors)}
     if operator.interval is not None and errors:
         tested["interval"] = operator.interval.model_copy(update={"coverage": errors[0].coverage})
@@ -82,6 +87,7 @@ def hold_out(
     *,
     train_points: int = TRAIN_POINTS,
     seed: int = 0,
+    chip: Chip = UNKNOWN,
 ) -> HoldOut | None:
     """Errors of a fit on `train_points` random rows (at most half of them for a random split) of those a split
     leaves to it, on up to 3,000 others; None if it leaves or tests fewer than 15.
@@ -89,7 +95,7 @@ def hold_out(
     train, test = split_rows(table, split, train_points, seed)
     if min(len(train), len(test)) < _FEWEST:
         return None
-    fitted = fit_predictor(take(table, train), processors, flops_per_s, bytes_per_s)
+    fitted = fit_predictor(take(table, train), processors, flops_per_s, bytes_per_s, chip)
     held_back = take(table, test)
     ratio = fitted.seconds(**held_back.shape) / held_back.seconds
     error = np.abs(ratio - 1)
@@ -116,18 +122,20 @@ def split_rows(table: Table, split: Split, train_points: int = TRAIN_POINTS, see
     return order[~held[order]][:train_points], order[held[order]][:TEST_POINTS]
 
 
-def fit_predictor(table: Table, processors: int, flops_per_s: float, bytes_per_s: float) -> Predictor:
+def fit_predictor(
+    table: Table, processors: int, flops_per_s: float, bytes_per_s: float, chip: Chip = UNKNOWN
+) -> Predictor:
     """What `fit_operator` would ship for this table, ready to predict."""
     nobody = Provenance(kind="assumed", source="a test")
-    operator, arrays = _fit(table, processors, flops_per_s, bytes_per_s, nobody)
-    return Predictor(operator, processors, arrays)
+    operator, arrays = _fit(table, processors, flops_per_s, bytes_per_s, nobody, chip)
+    return Predictor(operator, processors, arrays, chip)
 
 
 def _fit(
-    table: Table, processors: int, flops_per_s: float, bytes_per_s: float, provenance: Provenance
+    table: Table, processors: int, flops_per_s: float, bytes_per_s: float, provenance: Provenance, chip: Chip
 ) -> tuple[Operator, dict[str, NDArray[Any]]]:
-    form, setting = OPERATORS[table.kind], Setting.of(processors, table.dtype, table.kv_dtype)
-    base = fit_base(_sample(table), processors, flops_per_s, bytes_per_s)
+    form, setting = OPERATORS[table.kind], Setting.of(processors, table.dtype, table.kv_dtype, chip)
+    base = fit_base(_sample(table), processors, flops_per_s, bytes_per_s, chip)
     lines = _lines(table, setting)
     residual: Residual | None = None
     arrays: dict[str, NDArray[Any]] = {}
@@ -238,7 +246,7 @@ def _without_a_third(
     """The fit of two thirds of the rows, at random, and the other third; None if no feature varies in the two."""
     third, two_thirds = np.split(np.random.default_rng(0).permutation(len(table)), [len(table) // 3])
     rows = take(table, two_thirds)
-    base = fit_base(rows, setting.processors, *sheet)
+    base = fit_base(rows, setting.processors, *sheet, setting.chip)
     process = _fit_process(rows, base, setting)
     return None if process is None else (_condensed(process, rows, base, setting), base, take(table, third))
 
@@ -294,7 +302,7 @@ def _short(value: float) -> float:
     return float(f"{value:.{_DIGITS}g}")
 
 
-def fit_base(table: Table, processors: int, flops_per_s: float, bytes_per_s: float) -> BaseFit:
+def fit_base(table: Table, processors: int, flops_per_s: float, bytes_per_s: float, chip: Chip = UNKNOWN) -> BaseFit:
     """Maximum a posteriori fit of the five base parameters; the rates are those of the data sheet.
 
     Minimises a soft-L1 loss of log(predicted / measured) plus Gaussian priors on the logarithms of the
@@ -305,7 +313,7 @@ def fit_base(table: Table, processors: int, flops_per_s: float, bytes_per_s: flo
     from scipy.optimize import least_squares
 
     operator = OPERATORS[table.kind]
-    terms = operator.terms(table.shape, Setting.of(processors, table.dtype, table.kv_dtype))
+    terms = operator.terms(table.shape, Setting.of(processors, table.dtype, table.kv_dtype, chip))
     log_measured = np.log(table.seconds)
     scale = np.hypot(_SCALE, table.resolution_s / np.sqrt(12) / table.seconds)
     sheet = (_SHEET_SHARE * flops_per_s, _SHEET_SHARE * bytes_per_s)

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from simtune.arrays import Array, Mask
 from simtune.costs import curve
 from simtune.costs.estimate import estimate
-from simtune.costs.operators import OPERATORS, CurveForm, Setting, Terms, operator_key
+from simtune.costs.operators import OPERATORS, UNKNOWN, Chip, CurveForm, Setting, Terms, operator_key
 from simtune.costs.residual import Process
 from simtune.errors import Infeasible, Problem, SpecError
 from simtune.specs.hardware import ARRAYS, Arrays, Hardware, Operator, OperatorKind
@@ -60,12 +60,18 @@ class Predictor:
     the operator.
     """
 
-    def __init__(self, operator: Operator, processors: int, arrays: Mapping[str, NDArray[Any]] | None = None) -> None:
+    def __init__(
+        self,
+        operator: Operator,
+        processors: int,
+        arrays: Mapping[str, NDArray[Any]] | None = None,
+        chip: Chip = UNKNOWN,
+    ) -> None:
         self.operator = operator
         self.overhead_s = operator.base.overhead_s
         self._base = operator.base.model_dump()
         self._form = OPERATORS[operator.kind]
-        self._setting = Setting.of(processors, operator.dtype, operator.kv_dtype)
+        self._setting = Setting.of(processors, operator.dtype, operator.kv_dtype, chip)
         self._arrays = Arrays({}) if arrays is None else arrays
         self._curve_form = self._form.curve or CurveForm()
         self._curves = {tuple(c.at[name] for name in self._curve_form.shared): c for c in operator.curves}
@@ -199,7 +205,8 @@ class Profile:
                 + f", and its data sheet no rate for {dtype}; choose another dtype or hardware, or fit one from tables "
                 "with `simtune fit`"
             )
-        return Predictor(operator, self.hardware.device.processors, self.hardware.arrays)
+        device = self.hardware.device
+        return Predictor(operator, device.processors, self.hardware.arrays, Chip.of(device))
 
     def measured(self, kind: OperatorKind, dtype: str, kv_dtype: str) -> bool:
         """Whether the profile has a fit of the operator, so that `predictor` would not answer from the data sheet."""

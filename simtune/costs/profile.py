@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from simtune.costs.fit import BASE_POINTS, fit_host, fit_imbalance, fit_operator
-from simtune.costs.operators import OPERATORS, operator_key
+from simtune.costs.operators import OPERATORS, Chip, operator_key
 from simtune.costs.tables import Table, Tables, account, designation
 from simtune.costs.tables.screen import Sheet, screen
 from simtune.errors import UsageError
@@ -49,7 +49,7 @@ def build(
         sheet = data_sheet(table, facts)
         clean = screen(table, sheet)
         operators[key], of_operator = fit_operator(
-            clean, sheet.processors, sheet.flops_per_s, sheet.bytes_per_s, _provenance(clean)
+            clean, sheet.processors, sheet.flops_per_s, sheet.bytes_per_s, _provenance(clean), sheet.chip
         )
         arrays |= of_operator
     if tables.imbalance is not None:
@@ -83,7 +83,7 @@ def data_sheet(table: Table, facts: Facts) -> Sheet:
         flops_per_s = max(device.flops_per_s.values())
     if flops_per_s is None:
         raise UsageError(f"{facts.name}: the facts need device.flops_per_s.{dtype} for the table of {table.key}")
-    return Sheet(device.processors, flops_per_s, bytes_per_s)
+    return Sheet(device.processors, flops_per_s, bytes_per_s, Chip.of(device))
 
 
 def _same_device(tables: Tables, facts: Facts) -> None:

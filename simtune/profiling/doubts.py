@@ -68,8 +68,8 @@ def _off_the_fit(journal: Journal, points: Sequence[MeasuredPoint]) -> set[str]:
     facts = facts_of(journal, "measured")
     for table in tables_of(journal, points).operators.values():
         sheet = data_sheet(table, facts)
-        setting = Setting.of(sheet.processors, table.dtype, table.kv_dtype)
-        base = fit_base(table, sheet.processors, sheet.flops_per_s, sheet.bytes_per_s)
+        setting = Setting.of(sheet.processors, table.dtype, table.kv_dtype, sheet.chip)
+        base = fit_base(table, sheet.processors, sheet.flops_per_s, sheet.bytes_per_s, sheet.chip)
         form = OPERATORS[table.kind]
         expected = base_seconds(form.terms(table.shape, setting), **base.model_dump())
         process = fit_process(form.features(table.shape, setting), np.log(table.seconds / expected))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from simtune.costs.fit import fit_predictor
-from simtune.costs.operators import OPERATORS
+from simtune.costs.operators import OPERATORS, Chip
 from simtune.costs.predict import Predictor
 from simtune.costs.profile import Facts, build, data_sheet
 from simtune.costs.tables import Tables, own
@@ -37,7 +37,8 @@ def predictors(journal: Journal) -> dict[str, Predictor]:
     fitted = {}
     for key, table in tables_of(journal).operators.items():
         sheet = data_sheet(table, facts)
-        fitted[key] = fit_predictor(screen(table, sheet), sheet.processors, sheet.flops_per_s, sheet.bytes_per_s)
+        clean = screen(table, sheet)
+        fitted[key] = fit_predictor(clean, sheet.processors, sheet.flops_per_s, sheet.bytes_per_s, sheet.chip)
     return fitted
 
 
@@ -49,7 +50,7 @@ def fit(journal: Journal, name: str) -> tuple[Facts, Hardware, list[Check]]:
     facts = facts_of(journal, name)
     hardware = build(tables, facts)
     judges = {
-        key: Predictor(operator, hardware.device.processors, hardware.arrays)
+        key: Predictor(operator, hardware.device.processors, hardware.arrays, Chip.of(hardware.device))
         for key, operator in hardware.operators.items()
     }
     checks = validate(journal, judges)

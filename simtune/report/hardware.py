@@ -14,7 +14,7 @@ import numpy as np
 
 from simtune import __version__
 from simtune.costs import calibration
-from simtune.costs.operators import OPERATORS
+from simtune.costs.operators import OPERATORS, Chip
 from simtune.costs.predict import LEVEL, OUTSIDE, Z90, Predictor, typical_log_sd
 from simtune.report import figures, info
 from simtune.report.figures import Figure
@@ -104,7 +104,7 @@ def fits(hardware: Hardware) -> list[Fit]:
 
 
 def _fit(hardware: Hardware, key: str, operator: Operator) -> Fit:
-    predictor = Predictor(operator, hardware.device.processors, hardware.arrays)
+    predictor = Predictor(operator, hardware.device.processors, hardware.arrays, Chip.of(hardware.device))
     along, slices = SLICES.get(operator.kind, (_widest(operator), ({},)))
     lines = tuple(dict.fromkeys(_line(predictor, operator, along, fixed) for fixed in slices))
     base, p = operator.base, operator.provenance

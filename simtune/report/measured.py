@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from simtune.costs.operators import Chip
 from simtune.costs.predict import Predictor
 from simtune.costs.tables.own import MeasuredPoint
 from simtune.report import figures, hardware
@@ -43,7 +44,7 @@ class Dots(NamedTuple):
 def fitted(points: Sequence[MeasuredPoint], profile: Hardware) -> list[PredictedTime]:
     """Every measured point of an operator that the fit was made of, and what the fit says of it."""
     judges: dict[str, Predictor] = {
-        key: Predictor(operator, profile.device.processors, profile.arrays)
+        key: Predictor(operator, profile.device.processors, profile.arrays, Chip.of(profile.device))
         for key, operator in profile.operators.items()
     }
     by_call = {(o.kind, o.dtype, o.kv_dtype, o.variant): key for key, o in profile.operators.items()}

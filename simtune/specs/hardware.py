@@ -24,10 +24,20 @@ OperatorKind = Literal[
     "decode_attention",
     "mixed_attention",
     "tree_attention",
+    "encoder_attention",
     "mla_prefill",
     "mla_decode",
+    "mla_products",
+    "mla_context_block",
+    "mla_decode_block",
+    "dsa_context_block",
+    "dsa_decode_block",
     "linear_prefill",
     "linear_decode",
+    "delta_prefill",
+    "delta_decode",
+    "conv_prefill",
+    "conv_decode",
     "moe",
     "elementwise",
     "sampling",
@@ -66,6 +76,7 @@ class Device(Part):
     memory_bytes_per_s: Positive
     architecture: str | None = Field(None, description="whose kernels it runs, as compilers name it: sm_90, gfx942")
     processors: Count = Field(description="streaming multiprocessors, or 1 for a CPU")
+    cache_bytes: Positive | None = Field(None, description="last cache that all processors share")
     flops_per_s: dict[Dtype, Positive] = Field(description="dense peak by dtype")
     devices_per_node: Count = 8
     price_per_hour_usd: Positive | None = None

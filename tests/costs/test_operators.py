@@ -290,7 +290,8 @@ TYPICAL: dict[str, float] = {
     "m": 64, "n": 4096, "k": 4096, "batch": 16, "tokens": 256, "context": 4096, "heads": 32, "kv_heads": 8,
     "head_dim": 128, "window": 8192, "width": 4, "qk_dim": 192, "v_dim": 128, "latent": 512, "rope": 64,
     "key_dim": 128, "value_dim": 128, "hidden": 4096, "intermediate": 1024, "experts_per_token": 4, "experts": 64,
-    "ep": 2, "skew": 0.5, "rows": 64, "vocab": 32000, "devices": 4, "bytes": 1e6, "descriptors": 100,
+    "ep": 2, "skew": 0.5, "rows": 64, "vocab": 32000, "devices": 4, "bytes": 1e6, "descriptors": 100, "q_rank": 1536,
+    "nope": 128, "index_heads": 64, "index_dim": 128, "topk": 2048, "key_heads": 16, "channels": 8192,
     "row_bytes": 8192, "nodes": 2,
 }  # fmt: skip
 SAVING = {"skew", "ep", "kv_heads"}
@@ -302,9 +303,10 @@ GROWING = [(kind, name) for kind, operator in OPERATORS.items() for name in oper
 @given(factor=st.floats(1, 16))
 def test_more_work_has_no_fewer_flops_or_bytes(kind: OperatorKind, name: str, factor: float) -> None:
     shape = {each: TYPICAL[each] for each in OPERATORS[kind].shape}
-    upper = {"tokens": shape.get("context", math.inf) if kind == "prefill_attention" else math.inf}
+    chunks = kind in ("prefill_attention", "mla_context_block", "dsa_context_block")
+    upper = {"tokens": shape.get("context", math.inf) if chunks else math.inf}
     larger = {**shape, name: min(shape[name] * factor, upper.get(name, math.inf))}
-    if kind == "prefill_attention" and name == "context":
+    if chunks and name == "context":
         larger["context"] = math.floor(larger["context"])
     before, after = terms(kind, **shape), terms(kind, **larger)
     assert after.flops >= before.flops * (1 - 1e-12)

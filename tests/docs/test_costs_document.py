@@ -25,6 +25,7 @@ LIKELY = {
     "h": (8, 8), "g": (2, 2), "d": (64, 128), "w": (1, 9000), "y": (64, 192), "z": (64, 128), "l": (512, 512),
     "r": (64, 64), "H": (64, 7000), "I": (64, 7000), "E": (16, 64), "ep": (1, 8), "skew": (0, 1), "N": (2, 8),
     "B": (1, 10**9), "D": (1, 999), "R": (64, 9000),
+    "qr": (64, 2000), "ih": (0, 64), "id": (64, 128), "kk": (1024, 4096),
 }  # fmt: skip
 """Ranges that the letters of shapes are drawn from."""
 
@@ -59,6 +60,7 @@ def said(expression: str, letters: dict[str, float], setting: Setting) -> float:
         "P": setting.processors,
         "X": 64 if on_gpu else 0,
         "T": 64 if on_gpu else 0,
+        "S": 2 / 2 ** round(math.log2(setting.dtype_bytes)),
         "ceil": math.ceil,
         "min": min,
         "max": max,

@@ -12,21 +12,36 @@ from __future__ import annotations
 
 from simtune.costs.operators.attention import (
     DecodeAttention,
+    EncoderAttention,
     MixedAttention,
-    MlaDecode,
-    MlaPrefill,
     PrefillAttention,
     TreeAttention,
 )
-from simtune.costs.operators.base import CurveForm, OperatorForm, Setting, Shape, Terms
+from simtune.costs.operators.base import UNKNOWN, Chip, CurveForm, OperatorForm, Setting, Shape, Terms
 from simtune.costs.operators.communication import AllReduce, ExpertExchange, KvTransfer, OnePass, SendRecv
+from simtune.costs.operators.latent import (
+    DsaContextBlock,
+    DsaDecodeBlock,
+    LatentProducts,
+    MlaContextBlock,
+    MlaDecode,
+    MlaDecodeBlock,
+    MlaPrefill,
+)
 from simtune.costs.operators.matrix import Gemm, Quantise
 from simtune.costs.operators.moe import Moe
 from simtune.costs.operators.small import Elementwise, Sampling
-from simtune.costs.operators.state import LinearDecode, LinearPrefill
+from simtune.costs.operators.state import (
+    ConvDecode,
+    ConvPrefill,
+    DeltaDecode,
+    DeltaPrefill,
+    LinearDecode,
+    LinearPrefill,
+)
 from simtune.specs.hardware import OperatorKind
 
-__all__ = ["OPERATORS", "CurveForm", "OperatorForm", "Setting", "Shape", "Terms", "operator_key"]
+__all__ = ["OPERATORS", "UNKNOWN", "Chip", "CurveForm", "OperatorForm", "Setting", "Shape", "Terms", "operator_key"]
 
 OPERATORS: dict[OperatorKind, OperatorForm] = {
     "gemm": Gemm(),
@@ -35,10 +50,20 @@ OPERATORS: dict[OperatorKind, OperatorForm] = {
     "decode_attention": DecodeAttention(),
     "mixed_attention": MixedAttention(),
     "tree_attention": TreeAttention(),
+    "encoder_attention": EncoderAttention(),
     "mla_prefill": MlaPrefill(),
     "mla_decode": MlaDecode(),
+    "mla_products": LatentProducts(),
+    "mla_context_block": MlaContextBlock(),
+    "mla_decode_block": MlaDecodeBlock(),
+    "dsa_context_block": DsaContextBlock(),
+    "dsa_decode_block": DsaDecodeBlock(),
     "linear_prefill": LinearPrefill(),
     "linear_decode": LinearDecode(),
+    "delta_prefill": DeltaPrefill(),
+    "delta_decode": DeltaDecode(),
+    "conv_prefill": ConvPrefill(),
+    "conv_decode": ConvDecode(),
     "moe": Moe(),
     "elementwise": Elementwise(),
     "sampling": Sampling(),

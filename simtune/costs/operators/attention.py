@@ -1,11 +1,17 @@
-"""Softmax attention: prefill, decode and verification of drafts; with grouped heads, and latent (MLA)."""
+"""Softmax attention with grouped heads: prefill, decode and verification of drafts.
+
+Which kernel runs decides how work is laid out on processors. Of a chip whose architecture is known it follows from that
+and from the dtype of the KV cache (`kernels_of`), as vLLM chooses; of others nothing is assumed.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 
 from simtune.arrays import Array, Mask
-from simtune.costs.operators.base import OperatorForm, Setting, Shape, Terms, ceil_div
+from simtune.costs.operators.base import OperatorForm, Setting, Shape, Terms, ceil_div, slowness
 from simtune.costs.operators.splits import RANDOM, above
 
 _EXPONENTIAL = 64
@@ -20,15 +26,65 @@ _HALF_TILE = 64
 """Of 128 keys: what a query computes past its own position, on average, since the diagonal is computed in tiles."""
 
 
-def _beyond_products(setting: Setting) -> tuple[int, int]:
+def beyond_products(setting: Setting) -> tuple[int, int]:
     """(what the softmax adds to head_dim, keys that a query computes but masks). None on a CPU: points measured on one
     are predicted better without.
     """
     return (_EXPONENTIAL, _HALF_TILE) if setting.processors > 1 else (0, 0)
 
 
+class Kernels(NamedTuple):
+    """How an engine's attention kernels on a chip lay work out."""
+
+    rows: int
+    """Queries that a prefill kernel treats at a time."""
+    shares: bool
+    """Whether the query heads of one KV head fill a tile of prefill together."""
+    splits: bool
+    """Whether prefill is so shared out that no tile is waited for."""
+    walks: bool
+    """Whether decode without grouped heads, or with a window, walks along each context in one piece, a query head at a
+    time."""
+
+
+FLASH_ATTENTION_2 = Kernels(rows=64, shares=False, splits=False, walks=True)
+FLASH_ATTENTION_3 = Kernels(rows=128, shares=True, splits=True, walks=False)
+FLASH_INFER = Kernels(rows=64, shares=True, splits=False, walks=False)
+TENSORRT_LLM = Kernels(rows=128, shares=False, splits=False, walks=False)
+
+
+def kernels_of(setting: Setting) -> Kernels | None:
+    """Those that vLLM 0.24 runs: FlashAttention 3 on sm_90, TensorRT-LLM's on sm_100 and sm_103, FlashAttention 2 on
+    other chips, which has no 8-bit KV cache and leaves that to FlashInfer. None where the architecture is not known.
+    """
+    capability = setting.chip.capability
+    if capability is None or setting.processors == 1:
+        return None
+    if capability == 90:
+        return FLASH_ATTENTION_3
+    if 100 <= capability < 110:
+        return TENSORRT_LLM
+    return FLASH_ATTENTION_2 if setting.kv_bytes >= 2 else FLASH_INFER
+
+
+def _head_features(x: Shape) -> dict[str, Array]:
+    """What kernels choose by: a window, heads that are not a power of two wide, and those too wide for most."""
+    d = x["head_dim"]
+    return {
+        "windowed": np.where(x["window"] != x["context"], 1.0, 0.0),
+        "padded head": np.ceil(np.log2(d)) - np.log2(d),
+        "wide head": np.where(d > _WIDEST, 1.0, 0.0),
+    }
+
+
+_WIDEST = 256  # head_dim of FlashAttention
+
+
 class _GroupedHeads(OperatorForm):
-    """Attention of `heads` query heads that share `kv_heads` KV heads, over the last `window` tokens."""
+    """Attention of `heads` query heads that share `kv_heads` KV heads, over the last `window` tokens.
+
+    Where all tokens are seen `window` is the context; a window that is longer is another kernel all the same.
+    """
 
     def features(self, x: Shape, setting: Setting) -> dict[str, Array]:
         logs = {name: np.log2(x[name]) for name in x if name not in ("kv_heads", "window")}
@@ -37,48 +93,83 @@ class _GroupedHeads(OperatorForm):
         return logs
 
 
-_LARGER_BATCHES_AND_CONTEXTS = (RANDOM, above("batch", 64, "batch"), above("context", 8192, "context"))
-_LONGER_PROMPTS = (RANDOM, above("tokens", 4096, "tokens"))
+LARGER_BATCHES_AND_CONTEXTS = (RANDOM, above("batch", 64, "batch"), above("context", 8192, "context"))
+LONGER_PROMPTS = (RANDOM, above("tokens", 4096, "tokens"))
 
 
 class PrefillAttention(_GroupedHeads):
     """Causal attention of the last `tokens` of `context` tokens in each of `batch` sequences.
 
     context == tokens is a whole prompt; context > tokens is a chunk whose past is cached. `window` is how many
-    of the latest tokens a query sees; window >= context is full attention. On a GPU flops are those of whole tiles,
+    of the latest tokens a query sees; window == context is full attention. On a GPU flops are those of whole tiles,
     with the exponentials of the softmax, which occupy the processors as long as the products of another 64 of head_dim.
-    A block is 128 query rows of one KV head, per processor; it costs the same whatever head_dim.
+    A block is a tile of query rows, per processor; it costs the same whatever head_dim.
+
+    Where the kernels are known (`kernels_of`), tiles are as tall as theirs and filled up to whole ones. A tile that no
+    other processor helps with is waited for: the tile that sees most keys comes on top of an even share of all flops.
+    And the new keys and values are written to the cache, which tables of engines include.
     """
 
     shape = ("batch", "tokens", "context", "heads", "kv_heads", "head_dim", "window")
     overhead_s = 12e-6
     block_s = 1e-6
     overlap = 0.5
-    splits = _LONGER_PROMPTS
+    splits = LONGER_PROMPTS
 
     def terms(self, x: Shape, setting: Setting) -> Terms:
-        """Flops of the pairs that are computed; queries, outputs, and the KV that they see; tiles of 128 rows."""
+        """Flops of the pairs that are computed; queries, outputs, and the KV that they see; tiles of queries."""
         b, s, c, h, hk, d = (x[name] for name in self.shape[:-1])
-        pairs = _pairs(c, x["window"]) - _pairs(c - s, x["window"])
+        pairs = seen_pairs(c, x["window"]) - seen_pairs(c - s, x["window"])
         read = np.minimum(c, s + x["window"])
-        softmax, masked = _beyond_products(setting)
+        softmax, masked = beyond_products(setting)
+        flops = 4 * b * h * (d + softmax) * (pairs + masked * s)
+        kv_bytes = setting.kv_bytes * hk * read
+        kernels, tiles = kernels_of(setting), _tiles(x, setting)
+        if kernels is not None:
+            flops = flops * (tiles.rows * tiles.number / (s * h / tiles.heads))
+            if not kernels.splits:
+                most_keys = np.minimum(c, x["window"] + tiles.rows)
+                flops = flops + 4 * (d + softmax) * tiles.rows * most_keys * setting.processors
+            kv_bytes = kv_bytes + (setting.dtype_bytes + setting.kv_bytes) * hk * s
         return Terms(
-            4 * b * h * (d + softmax) * (pairs + masked * s),
-            2 * b * d * (setting.dtype_bytes * h * s + setting.kv_bytes * hk * read),
-            b * hk * ceil_div(s * (h / hk), 128) / setting.processors,
+            flops,
+            2 * b * d * (setting.dtype_bytes * h * s + kv_bytes),
+            b * tiles.heads * tiles.number / setting.processors,
         )
 
     def features(self, x: Shape, setting: Setting) -> dict[str, Array]:
-        """The context over the tokens, and on a GPU how many tiles there are to share out."""
-        logs = super().features(x, setting)
+        """The context over the tokens, the keys a query sees at most, and on a GPU how many tiles there are to share
+        out."""
+        logs = super().features(x, setting) | _head_features(x)
         logs["context"] -= logs["tokens"]  # zero for whole prompts
+        logs["seen"] = np.log2(np.minimum(x["window"], x["context"]))
+        logs["single token"] = np.where(x["tokens"] == 1, 1.0, 0.0)  # a kernel of decode
         if setting.processors > 1:
-            tiles = np.ceil(x["tokens"] * x["heads"] / x["kv_heads"] / 128)
-            logs["tiles"] = np.log2(x["batch"] * x["kv_heads"] * tiles)
+            tiles = _tiles(x, setting)
+            logs["tiles"] = np.log2(x["batch"] * tiles.heads * tiles.number)
         return logs
 
 
-def _pairs(tokens: Array, window: Array) -> Array:
+class _Tiles(NamedTuple):
+    """Of one sequence: how many heads have tiles of their own, the rows of a tile, and tiles of each such head."""
+
+    heads: Array
+    rows: int
+    number: Array
+
+
+def _tiles(x: Shape, setting: Setting) -> _Tiles:
+    kernels = kernels_of(setting)
+    rows = 128 if kernels is None else kernels.rows
+    h, hk, s = x["heads"], x["kv_heads"], x["tokens"]
+    if kernels is None or kernels.shares:
+        heads = hk
+    else:  # a single token is decoded, and then heads do share
+        heads = np.where((s == 1) & shares_keys(x, setting), hk, h)
+    return _Tiles(heads, rows, ceil_div(s * (h / heads), rows))
+
+
+def seen_pairs(tokens: Array, window: Array) -> Array:
     """Pairs of a query and a key it sees among the first so many tokens."""
     w = np.minimum(window, tokens)
     pairs: Array = w * (w + 1) / 2 + (tokens - w) * w
@@ -96,12 +187,45 @@ def _waited_for(keys: Array, setting: Setting) -> Array:
     return keys * keys / (keys + _START) if setting.processors > 1 else keys
 
 
+def shares_keys(x: Shape, setting: Setting) -> Mask:
+    """Whether the query heads of one KV head read it together when they decode."""
+    kernels = kernels_of(setting)
+    if kernels is None or not kernels.walks:
+        return np.ones(np.shape(x["heads"]), dtype=np.bool_)
+    together: Mask = (x["heads"] > x["kv_heads"]) & (x["window"] == x["context"])
+    return together
+
+
+_WALK_ROWS, _WALK_START = 64, 128
+"""FlashAttention 2 walks along keys in tiles of 64 query rows, though all but one are empty, on one processor: 0.15 ns
+a key and value of head_dim on L40S and RTX PRO 6000, which is 70 % of that processor's products. The first 128 keys
+cost nothing on top of a call."""
+_HIDDEN = 512
+"""Keys of a context at which the cost of a further wave is half hidden behind reading; FlashAttention 3 hides none."""
+_COMBINE = 20
+"""Pieces of a split context that take as long to combine as a wave takes."""
+_KEYS_OF_SPLIT = {64: 256, 128: 128}  # by head_dim; 64 of wider heads
+
+
+def _pieces(x: Shape, pairs: Array, processors: int) -> Array:
+    """In how many pieces FlashAttention 2 cuts each context, about (`num_splits_heuristic`): two for each processor, as
+    long as there are as many tiles of keys, at most 128."""
+    d = x["head_dim"]
+    keys = np.where(d <= 64, _KEYS_OF_SPLIT[64], np.where(d <= 128, _KEYS_OF_SPLIT[128], 64))
+    most = np.minimum(np.minimum(ceil_div(x["context"], keys), 2 * processors / pairs), 128)
+    return np.where(unsplit(pairs, processors), 1.0, np.maximum(np.floor(most), 1.0))
+
+
 class DecodeAttention(_GroupedHeads):
     """One new token for each of `batch` sequences whose KV is `context` tokens long, itself included.
 
     A block is one more wave of (sequence, KV head) pairs than the first: each costs microseconds however
     short, and about as many on all GPUs: 3.7 on A100 tables, 4.9 on RTX 4090 ones, 4.1 on RTX PRO 6000 ones. Small
     batches alone, which are one wave, tell nothing of it.
+
+    FlashAttention 2 splits contexts only for grouped heads that see all tokens, and then combines the pieces; else
+    every query head walks along its context alone, whatever the batch, and finds what others of its group read again in
+    the cache, where that holds one head of all sequences (`shares_keys`).
     """
 
     shape = ("batch", "context", "heads", "kv_heads", "head_dim", "window")
@@ -109,24 +233,36 @@ class DecodeAttention(_GroupedHeads):
     block_s = 4e-6
     block_log_sd = 0.3
     overlap = 2.0
-    splits = _LARGER_BATCHES_AND_CONTEXTS
+    splits = LARGER_BATCHES_AND_CONTEXTS
 
     def terms(self, x: Shape, setting: Setting) -> Terms:
         """Four flops a query, key and value of head_dim; the KV that is waited for, queries and outputs; waves."""
         b, h, hk, d = x["batch"], x["heads"], x["kv_heads"], x["head_dim"]
-        w = np.minimum(x["window"], x["context"])
-        return Terms(
-            4 * b * h * d * w,
-            2 * setting.kv_bytes * b * hk * _waited_for(w, setting) * d + 2 * setting.dtype_bytes * b * h * d,
-            ceil_div(b * hk, setting.processors) - 1,
-        )
+        w, processors = np.minimum(x["window"], x["context"]), setting.processors
+        kernels, together = kernels_of(setting), shares_keys(x, setting)
+        readers = b * np.where(together, hk, h)
+        flops, waves = 4 * b * h * d * w, ceil_div(readers, processors) - 1
+        if kernels is not None and not kernels.splits:
+            waves = waves * _HIDDEN / (w + _HIDDEN)
+        if kernels is not None and kernels.walks:
+            walk = 4 * _WALK_ROWS * d * w * w / (w + _WALK_START) * processors * ceil_div(readers, processors)
+            flops = np.where(together, flops, walk)
+            waves = waves + np.where(together, _pieces(x, readers, processors) - 1, 0) / _COMBINE
+        once = 2 * setting.kv_bytes * b * hk * _waited_for(w, setting) * d
+        again = readers / (b * hk) - 1
+        head = 2 * setting.kv_bytes * b * w * d
+        read = once * (slowness(hk * head, setting) + again * slowness(head, setting))
+        return Terms(flops, read + 2 * setting.dtype_bytes * b * h * d, waves)
 
     def features(self, x: Shape, setting: Setting) -> dict[str, Array]:
-        """Whether a window cuts the context and, on a GPU, the keys of all sequences and KV heads."""
-        logs = super().features(x, setting)
-        logs["windowed"] = np.where(x["window"] < x["context"], 1.0, 0.0)  # another kernel
+        """A window, the width of heads and, on a GPU, the keys of all sequences and KV heads, whether they are read
+        together, and whether they are found in the cache."""
+        logs = super().features(x, setting) | _head_features(x)
         if setting.processors > 1:  # a GPU splits them as they fill it
-            logs["keys"] = np.log2(x["batch"] * x["kv_heads"] * np.minimum(x["window"], x["context"]))
+            keys = x["batch"] * x["kv_heads"] * np.minimum(x["window"], x["context"])
+            logs["keys"] = np.log2(keys)
+            logs["together"] = np.where(shares_keys(x, setting), 1.0, 0.0)
+            logs["from memory"] = slowness(2 * setting.kv_bytes * keys * x["head_dim"], setting)
         return logs
 
     def imbalanced(self, mixed: Mask, blocks: Array, processors: int) -> Mask:
@@ -198,48 +334,33 @@ class TreeAttention(_GroupedHeads):
         )
 
 
-class MlaPrefill(OperatorForm):
-    """Latent attention over whole prompts, its keys and values spelled out for every head (192 and 128 wide in
-    DeepSeek V2 and V3). Flops and blocks count as in `PrefillAttention`.
+class EncoderAttention(OperatorForm):
+    """Attention of all `tokens` tokens of each of `batch` images to one another, without a cache or a mask. A block is
+    a tile of 128 queries of a head, per processor.
     """
 
-    shape = ("batch", "tokens", "heads", "qk_dim", "v_dim")
-    overhead_s = 12e-6
+    shape = ("batch", "tokens", "heads", "head_dim")
+    overhead_s = 8e-6
     block_s = 1e-6
     overlap = 0.5
-    splits = _LONGER_PROMPTS
+    splits = LONGER_PROMPTS
 
     def terms(self, x: Shape, setting: Setting) -> Terms:
-        """Scores over qk_dim and sums over v_dim; queries, keys, values and outputs spelled out; tiles."""
-        b, s, h, qk, v = (x[name] for name in self.shape)
-        softmax, masked = _beyond_products(setting)
+        """Every query and key in whole tiles of 128; queries, keys, values and outputs once."""
+        b, s, h, d = (x[name] for name in self.shape)
+        softmax, _ = beyond_products(setting)
+        tile = 128 if setting.processors > 1 else 1
+        queries = tile * ceil_div(s, tile)
         return Terms(
-            2 * b * h * (qk + v + 2 * softmax) * (s * (s + 1) / 2 + masked * s),
-            2 * setting.dtype_bytes * b * s * h * (qk + v),
+            4 * b * h * (d + softmax) * queries * queries,
+            4 * setting.dtype_bytes * b * h * s * d,
             b * h * ceil_div(s, 128) / setting.processors,
         )
 
-
-class MlaDecode(OperatorForm):
-    """Latent attention of one new token for each of `batch` sequences, absorbed: every head reads the same
-    cache of `latent` + `rope` values a token (512 + 64), scores it in full and sums its `latent` part.
-
-    The cache is not split over tensor-parallel ranks: `heads` is what one rank has, the bytes are the same on
-    each. A block is one more wave of (sequence, 64 heads) pairs than the first.
-    """
-
-    shape = ("batch", "context", "heads", "latent", "rope")
-    overhead_s = 11e-6
-    block_s = 3e-6
-    overlap = 2.0
-    splits = _LARGER_BATCHES_AND_CONTEXTS
-
-    def terms(self, x: Shape, setting: Setting) -> Terms:
-        """Every head scores and sums the latents, which are read once; waves of 64 heads."""
-        b, s, h, latent, rope = (x[name] for name in self.shape)
-        cached, touched = latent + rope, 2 * latent + rope
-        return Terms(
-            2 * b * h * s * touched,
-            setting.kv_bytes * b * s * cached + setting.dtype_bytes * b * h * touched,
-            ceil_div(b * ceil_div(h, 64), setting.processors) - 1,
-        )
+    def features(self, x: Shape, setting: Setting) -> dict[str, Array]:
+        """Sizes, tiles, and what the last of them leaves empty."""
+        tiles = np.ceil(x["tokens"] / 128)
+        return super().features(x, setting) | {
+            "tiles": np.log2(x["batch"] * x["heads"] * tiles),
+            "padding": np.log2(128 * tiles / x["tokens"]),
+        }

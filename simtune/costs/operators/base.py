@@ -12,7 +12,7 @@ import numpy as np
 from simtune.arrays import Array, Mask
 from simtune.costs.operators.splits import RANDOM, Split
 from simtune.specs.base import ACTIVATION_BYTES, DTYPE_BYTES
-from simtune.specs.hardware import Range
+from simtune.specs.hardware import Device, Range
 
 Shape = Mapping[str, Array]
 
@@ -26,6 +26,29 @@ class Terms(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Chip:
+    """What tells which kernels a device runs, and what they find in its cache; nothing where nobody said."""
+
+    architecture: str | None = None
+    cache_bytes: float | None = None
+    """Of the last cache that all processors share."""
+
+    @classmethod
+    def of(cls, device: Device) -> Chip:
+        """Of a device's facts."""
+        return cls(device.architecture, device.cache_bytes)
+
+    @property
+    def capability(self) -> int | None:
+        """90 of sm_90 and sm_90a; None for what is not NVIDIA's."""
+        digits = "".join(c for c in (self.architecture or "").removeprefix("sm_") if c.isdigit())
+        return int(digits) if (self.architecture or "").startswith("sm_") and digits else None
+
+
+UNKNOWN = Chip()
+
+
+@dataclass(frozen=True, slots=True)
 class Setting:
     """What besides its shape decides the work of a call."""
 
@@ -34,17 +57,36 @@ class Setting:
     kv_bytes: float
     activation_bytes: float
     """Of what a matrix product reads beside its weights: 16 bits where only the weights are quantised."""
+    chip: Chip = UNKNOWN
 
     @classmethod
-    def of(cls, processors: int, dtype: str, kv_dtype: str | None) -> Setting:
+    def of(cls, processors: int, dtype: str, kv_dtype: str | None, chip: Chip = UNKNOWN) -> Setting:
         """By dtypes; the KV cache has the operator's own unless it is given."""
         width = DTYPE_BYTES[dtype]
-        return cls(processors, width, DTYPE_BYTES[kv_dtype or dtype], ACTIVATION_BYTES.get(dtype, max(2.0, width)))
+        kv_width = DTYPE_BYTES[kv_dtype or dtype]
+        return cls(processors, width, kv_width, ACTIVATION_BYTES.get(dtype, max(2.0, width)), chip)
 
     @property
     def out_bytes(self) -> float:
         """Of what a matrix product writes: 8-bit inputs are accumulated and written as 16 bits."""
         return max(2.0, self.dtype_bytes)
+
+
+_FROM_CACHE = 0.4
+"""Time of a byte that the last cache holds over that of one from memory: 0.35 and 0.4 on cards with GDDR memory, whose
+attention it describes (L40S, RTX PRO 6000); those with HBM hardly show it."""
+_CACHE_SHARE = 0.8  # of the cache, in which what is read over and over stays
+_SHARP = 4.0
+
+
+def slowness(held: Array, setting: Setting) -> Array:
+    """Of what is read over and over, `held` bytes in all, the time of a byte over that of one from memory; 1 where the
+    cache is not known."""
+    if setting.chip.cache_bytes is None:
+        return np.ones_like(held)
+    missed = 1 / (1 + (_CACHE_SHARE * setting.chip.cache_bytes / held) ** _SHARP)
+    slowly: Array = missed + _FROM_CACHE * (1 - missed)
+    return slowly
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from simtune.costs.operators.base import OperatorForm, Setting, Shape, Terms, ceil_div
+from simtune.arrays import Array
+from simtune.costs.operators.base import OperatorForm, Setting, Shape, Terms, ceil_div, slowness
+from simtune.costs.operators.splits import RANDOM, above
 
 CHUNK = 64
 """Tokens that prefill kernels treat at once as a matrix product."""
@@ -55,4 +57,106 @@ class LinearDecode(OperatorForm):
             4 * b * h * dk * dv,
             2 * setting.kv_bytes * b * h * dk * dv + 2 * setting.dtype_bytes * b * h * (dk + dv),
             np.ceil(b * h / setting.processors) - 1,
+        )
+
+
+class DeltaPrefill(OperatorForm):
+    """Gated delta rule over `tokens` new tokens of each of `batch` sequences, chunk by chunk; `heads` value heads share
+    `key_heads` key heads. Within a chunk tokens meet each other twice as often as in `LinearPrefill`, since what
+    earlier ones left is taken out first. A block is the walk of one head along its chunks, per processor.
+    """
+
+    shape = ("batch", "tokens", "heads", "key_heads", "key_dim", "value_dim")
+    overhead_s = 15e-6
+    block_s = 1e-6
+    overlap = 0.5
+    splits = (RANDOM, above("tokens", 4096, "tokens"))
+
+    def terms(self, x: Shape, setting: Setting) -> Terms:
+        """Within chunks quadratic, between them a state; inputs and outputs once; the walk along the chunks."""
+        b, s, h, hk, dk, dv = (x[name] for name in self.shape)
+        return Terms(
+            b * CHUNK * ceil_div(s, CHUNK) * h * (6 * dk * dv + 4 * CHUNK * (dk + dv)),
+            2 * setting.dtype_bytes * b * s * (hk * dk + h * dv) + 2 * setting.kv_bytes * b * h * dk * dv,
+            ceil_div(b * h, setting.processors) * ceil_div(s, CHUNK),
+        )
+
+    def features(self, x: Shape, setting: Setting) -> dict[str, Array]:
+        """Sizes, walks, and the tokens of all of them."""
+        return super().features(x, setting) | {
+            "walks": np.log2(x["batch"] * x["heads"]),
+            "rows": np.log2(x["batch"] * x["tokens"]),
+        }
+
+
+class DeltaDecode(OperatorForm):
+    """Gated delta rule for one new token of each of `batch` sequences, as `LinearDecode`."""
+
+    shape = ("batch", "heads", "key_heads", "key_dim", "value_dim")
+    overhead_s = 4e-6
+    block_s = 1e-7
+    overlap = 2.0
+    splits = (RANDOM, above("batch", 64, "batch"))
+
+    def terms(self, x: Shape, setting: Setting) -> Terms:
+        """Every state is updated, read and written once; waves of (sequence, head) pairs."""
+        b, h, hk, dk, dv = (x[name] for name in self.shape)
+        states = setting.kv_bytes * b * h * dk * dv
+        return Terms(
+            6 * b * h * dk * dv,
+            2 * states * slowness(states, setting) + 2 * setting.dtype_bytes * b * (hk * dk + h * dv),
+            np.ceil(b * h / setting.processors) - 1,
+        )
+
+    def features(self, x: Shape, setting: Setting) -> dict[str, Array]:
+        """Sizes, and the states of all sequences."""
+        return super().features(x, setting) | {"states": np.log2(x["batch"] * x["heads"])}
+
+
+class ConvPrefill(OperatorForm):
+    """Causal convolution of width `width` over `tokens` new tokens of each of `batch` sequences, for every one of
+    `channels` channels. A block is the walk of a sequence along tiles of 8 tokens, for 64 channels, per processor.
+    """
+
+    shape = ("batch", "tokens", "channels", "width")
+    overhead_s = 4e-6
+    block_s = 1e-7
+    overlap = 2.0
+    splits = (RANDOM, above("tokens", 4096, "tokens"))
+    computes = False
+
+    def terms(self, x: Shape, setting: Setting) -> Terms:
+        """Every value read and written once, and the last of each sequence kept."""
+        b, s, channels, width = (x[name] for name in self.shape)
+        return Terms(
+            np.zeros_like(b),
+            setting.dtype_bytes * b * channels * (2 * s + width - 1),
+            b * ceil_div(channels, 64) * ceil_div(s, 8) / setting.processors,
+        )
+
+    def features(self, x: Shape, setting: Setting) -> dict[str, Array]:
+        """Sizes, and the tokens of all sequences."""
+        return super().features(x, setting) | {"rows": np.log2(x["batch"] * x["tokens"])}
+
+
+class ConvDecode(OperatorForm):
+    """Causal convolution for one new token of each of `batch` sequences: the last `width` - 1 inputs are read and
+    moved on (writing them takes no time that tables would show). A block is one more wave of 64 channels of a sequence.
+    """
+
+    shape = ("batch", "channels", "width")
+    overhead_s = 3e-6
+    block_s = 1e-7
+    overlap = 2.0
+    splits = (RANDOM, above("batch", 64, "batch"))
+    computes = False
+
+    def terms(self, x: Shape, setting: Setting) -> Terms:
+        """What is kept of each channel, and one value in and out."""
+        b, channels, width = (x[name] for name in self.shape)
+        kept = setting.dtype_bytes * b * channels * (width - 1)
+        return Terms(
+            np.zeros_like(b),
+            kept * slowness(kept, setting) + 2 * setting.dtype_bytes * b * channels,
+            ceil_div(b * ceil_div(channels, 64), setting.processors) - 1,
         )

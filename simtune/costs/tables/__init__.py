@@ -5,7 +5,7 @@ there; a measurements.jsonl by its first line. What the files of one operator ho
 
 | source | tables | time |
 |---|---|---|
-| AIConfigurator | gemm, context and generation attention, moe, custom all-reduce, nccl; moe_a2a | ms; us |
+| AIConfigurator | gemm, moe, all-reduce, nccl; attention, latent, sparse, linear layers, encoders; moe_a2a | ms; us |
 | Vidur | mlp.csv, attention.csv, all_reduce.csv, send_recv.csv, cpu_overheads.csv | ms, rounded to 1 us |
 | LLMServingSim | layers.csv; dense.csv, per_sequence.csv, attention.csv, skew.csv | ns; us |
 | simtune | measurements.jsonl | s |
@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from simtune.costs.operators import operator_key
-from simtune.costs.tables import aiconfigurator, aiconfigurator_moe, llmservingsim, own, vidur
+from simtune.costs.tables import aiconfigurator, aiconfigurator_attention, aiconfigurator_moe, llmservingsim, own, vidur
 from simtune.costs.tables.common import (
     AICONFIGURATOR,
     LLMSERVINGSIM,
@@ -62,7 +62,7 @@ __all__ = [
 ]
 
 SOURCES: dict[str, Formats] = {
-    "AIConfigurator": {**aiconfigurator.FORMATS, **aiconfigurator_moe.FORMATS},
+    "AIConfigurator": {**aiconfigurator.FORMATS, **aiconfigurator_attention.FORMATS, **aiconfigurator_moe.FORMATS},
     "Vidur": vidur.FORMATS,
     "LLMServingSim": llmservingsim.FORMATS,
 }

@@ -1,4 +1,5 @@
-"""Tables of AIConfigurator: gemm, attention, custom all-reduce and NCCL; CSV or Parquet, times in ms.
+"""Tables of AIConfigurator: gemm, custom all-reduce and NCCL; CSV or Parquet, times in ms. Attention and experts stand
+in `simtune.costs.tables.aiconfigurator_attention` and `aiconfigurator_moe`.
 
 Times are means of six replays of a CUDA graph, stored without a spread. `message_size` counts elements, in the NCCL
 table as in the custom ones of vLLM, SGLang and TensorRT-LLM: NCCL's collector divides the bytes by the width of the
@@ -33,35 +34,6 @@ _NCCL: dict[str, tuple[OperatorKind, str | None]] = {
 
 def _gemm(columns: Columns) -> FileContent:
     return _by_dtype(columns, "gemm", ("gemm_dtype",), {name: columns.numbers(name) for name in "mnk"})
-
-
-def _attention(columns: Columns) -> FileContent:
-    new, step = columns.numbers("isl"), columns.numbers("step")
-    window = columns.numbers("window_size") if "window_size" in columns.names else np.zeros(len(columns))
-    names = columns.text("op_name")
-    content = FileContent()
-    content.skip(sum(name not in ("context_attention", "generation_attention") for name in names), "unknown op_name")
-    context = new + step
-    kinds: tuple[tuple[str, OperatorKind, dict[str, Array]], ...] = (
-        ("context_attention", "prefill_attention", {"tokens": new}),
-        ("generation_attention", "decode_attention", {}),
-    )
-    for name, kind, tokens in kinds:
-        shape = {
-            "batch": columns.numbers("batch_size"),
-            **tokens,
-            "context": context,
-            "heads": columns.numbers("num_heads"),
-            "kv_heads": columns.numbers("num_key_value_heads"),
-            "head_dim": columns.numbers("head_dim"),
-            "window": np.where(window > 0, np.minimum(window, context), context),
-        }
-        rows = columns.equal("op_name", name)
-        part = _by_dtype(columns, kind, ("attn_dtype", "kv_cache_dtype"), shape, {}, rows)
-        content.tables += part.tables
-        for why, count in part.unused.items():
-            content.skip(count, why)
-    return content
 
 
 def _custom_all_reduce(columns: Columns) -> FileContent:
@@ -133,7 +105,6 @@ def _by_dtype(
 
 FORMATS: Formats = {
     ("gemm_dtype",): _gemm,
-    ("attn_dtype",): _attention,
     ("allreduce_dtype",): _custom_all_reduce,
     ("nccl_dtype",): _nccl,
 }

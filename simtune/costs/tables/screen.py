@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from simtune.arrays import Array, Mask
-from simtune.costs.operators import OPERATORS, Setting, Terms
+from simtune.costs.operators import OPERATORS, UNKNOWN, Chip, Setting, Terms
 from simtune.costs.predict import base_seconds
 from simtune.costs.tables.common import Table, take
 from simtune.errors import UsageError
@@ -37,6 +37,7 @@ class Sheet:
     processors: int
     flops_per_s: float
     bytes_per_s: float
+    chip: Chip = UNKNOWN
 
 
 def screen(table: Table, sheet: Sheet) -> Table:
@@ -139,7 +140,8 @@ def _off_neighbours(table: Table, deviation: Array) -> Mask:
 
 
 def _terms(table: Table, sheet: Sheet) -> Terms:
-    return OPERATORS[table.kind].terms(table.shape, Setting.of(sheet.processors, table.dtype, table.kv_dtype))
+    setting = Setting.of(sheet.processors, table.dtype, table.kv_dtype, sheet.chip)
+    return OPERATORS[table.kind].terms(table.shape, setting)
 
 
 def _without(table: Table, rows: Mask, why: str) -> Table:

@@ -1,0 +1,235 @@
+"""AIConfigurator's tables of attention in all its kinds: softmax, encoders, latent and sparse blocks, linear layers.
+
+Times are in ms. Blocks ("modules") are whole: from hidden states to hidden states, projections included, of `num_heads`
+heads of one rank; `gemm_type` is what their weights are kept in. A block names its model, and the sizes that its table
+does not give are those of the model's config.json. A row of no known model belongs to no operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from simtune.arrays import Array, Mask
+from simtune.costs.tables.common import AICONFIGURATOR, MS, Columns, FileContent, Formats, Table, finish, take
+from simtune.specs.base import Dtype
+from simtune.specs.hardware import OperatorKind
+
+DTYPES: dict[str, Dtype] = {
+    "bfloat16": "bf16",
+    "float16": "bf16",
+    "fp8": "fp8",
+    "fp8_block": "fp8_block",
+    "nvfp4": "nvfp4",
+}
+"""The two 16-bit formats run at one speed, see `simtune.costs.predict`."""
+
+_DEEPSEEK = {"hidden": 7168.0, "q_rank": 1536.0, "latent": 512.0, "rope": 64.0, "nope": 128.0, "v_dim": 128.0}
+_GLM = {"hidden": 6144.0, "q_rank": 2048.0, "latent": 512.0, "rope": 64.0, "nope": 192.0, "v_dim": 256.0}
+_DEEPSEEK_INDEX = {"index_heads": 64.0, "index_dim": 128.0, "topk": 2048.0}
+_GLM_INDEX = {"index_heads": 32.0, "index_dim": 128.0, "topk": 2048.0}
+
+_MODELS: dict[str, Mapping[str, float]] = {
+    "DeepSeek-V3": _DEEPSEEK,
+    "DeepSeek-R1": _DEEPSEEK,
+    "DeepSeek-V3.2": _DEEPSEEK | _DEEPSEEK_INDEX,
+    "GLM-5": _GLM | _GLM_INDEX,
+    "GLM-5-FP8": _GLM | _GLM_INDEX,
+    "GLM-5.2": _GLM | _GLM_INDEX,
+    "GLM-5.2-FP8": _GLM | _GLM_INDEX,
+}
+"""Sizes by the last part of a model's name."""
+
+
+class _Part(NamedTuple):
+    """Rows of a file that are one operator kind."""
+
+    kind: OperatorKind
+    rows: Mask
+    shape: Mapping[str, Array]
+    dtype_columns: tuple[str, ...] = ()
+    """Of the operator and, if there are two, of its KV cache; bf16 where there is none."""
+    excluded: Mapping[str, Mask] = {}
+    kv_dtype: Dtype | None = None
+    """Of a state, where the table names none."""
+
+
+def _content(columns: Columns, parts: list[_Part]) -> FileContent:
+    """One table per part and dtype; rows of no part, or of a dtype that is not known, are counted."""
+    columns.require("latency")
+    content = FileContent()
+    seconds = columns.numbers("latency") * MS
+    software = " ".join(x for x in (columns.only("framework"), columns.only("version")) if x) or None
+    of_none = ~np.logical_or.reduce([part.rows for part in parts])
+    content.skip(int(of_none.sum()), "unknown op_name, phase, kernel or model")
+    for part in parts:
+        texts = [columns.text(name) for name in part.dtype_columns]
+        members: dict[tuple[str, ...], list[int]] = {}
+        for row in np.flatnonzero(part.rows):
+            members.setdefault(tuple(text[row] for text in texts), []).append(int(row))
+        for names, at in members.items():
+            if any(name not in DTYPES for name in names):
+                content.skip(len(at), ", ".join(f"{c} {n}" for c, n in zip(part.dtype_columns, names, strict=True)))
+                continue
+            whole = Table(
+                kind=part.kind,
+                dtype=DTYPES[names[0]] if names else "bf16",
+                kv_dtype=DTYPES[names[1]] if len(names) > 1 else part.kv_dtype,
+                shape=dict(part.shape),
+                seconds=seconds,
+                origin=AICONFIGURATOR,
+                files=(columns.file,),
+                device=columns.device(),
+                software=software,
+            )
+            index = np.array(at)
+            excluded = {why: mask[index] for why, mask in part.excluded.items()}
+            content.tables.append(finish(take(whole, index), excluded))
+    return content
+
+
+def _attention(columns: Columns) -> FileContent:
+    """Prefill and decode. A window is kept as it is where it is longer than the context: its kernels are others."""
+    new, step = columns.numbers("isl"), columns.numbers("step")
+    window = columns.numbers("window_size") if "window_size" in columns.names else np.zeros(len(columns))
+    context = new + step
+    shape = {
+        "batch": columns.numbers("batch_size"),
+        "context": context,
+        "heads": columns.numbers("num_heads"),
+        "kv_heads": columns.numbers("num_key_value_heads"),
+        "head_dim": columns.numbers("head_dim"),
+        "window": np.where(window > 0, window, context),
+    }
+    dtypes = ("attn_dtype", "kv_cache_dtype")
+    excluded = {"window as long as the context, which is told from none by no other column": window == context}
+    prefill, decode = (columns.equal("op_name", f"{name}_attention") for name in ("context", "generation"))
+    return _content(
+        columns,
+        [
+            _Part("prefill_attention", prefill, shape | {"tokens": new}, dtypes, excluded),
+            _Part("decode_attention", decode, shape, dtypes, excluded),
+        ],
+    )
+
+
+def _encoder(columns: Columns) -> FileContent:
+    shape = {
+        "batch": columns.numbers("batch_size"),
+        "tokens": columns.numbers("isl"),
+        "heads": columns.numbers("num_heads"),
+        "head_dim": columns.numbers("head_dim"),
+    }
+    rows = columns.equal("op_name", "encoder_attention")
+    return _content(columns, [_Part("encoder_attention", rows, shape, ("attn_dtype",))])
+
+
+def _latent_kernels(columns: Columns) -> FileContent:
+    """Kernels alone, of DeepSeek's sizes; the cached part of a prompt is not in any row, which is refused if it is."""
+    new, step = columns.numbers("isl"), columns.numbers("step")
+    common = {"batch": columns.numbers("batch_size"), "heads": columns.numbers("num_heads")}
+    qk, v, latent, rope = (np.full(len(columns), size) for size in (192.0, 128.0, 512.0, 64.0))
+    prefill, decode = (columns.equal("op_name", f"mla_{name}") for name in ("context", "generation"))
+    dtypes = ("mla_dtype", "kv_cache_dtype")
+    past = {"after a cached past": prefill & (step > 0)}
+    spelled = common | {"tokens": new, "qk_dim": qk, "v_dim": v}
+    absorbed = common | {"context": new + step, "latent": latent, "rope": rope}
+    return _content(
+        columns,
+        [_Part("mla_prefill", prefill, spelled, dtypes, past), _Part("mla_decode", decode, absorbed, dtypes)],
+    )
+
+
+def _latent_products(columns: Columns) -> FileContent:
+    """Queries into latents before attention (128 to 512), and sums of latents into outputs after it (512 to 128)."""
+    into, out_of = columns.equal("op_name", "mla_gen_pre"), columns.equal("op_name", "mla_gen_post")
+    shape = {
+        "tokens": columns.numbers("num_tokens"),
+        "heads": columns.numbers("num_heads"),
+        "n": np.where(into, 512.0, 128.0),
+        "k": np.where(into, 128.0, 512.0),
+    }
+    return _content(columns, [_Part("mla_products", into | out_of, shape, ("bmm_dtype",))])
+
+
+def _blocks(columns: Columns) -> FileContent:
+    """Whole blocks of latent and of sparse attention; those that skip the indexer have no index heads."""
+    names = [name.rpartition("/")[2] for name in columns.text("model")]
+    operations = columns.text("op_name")
+    skips = np.array([name.endswith("_skip_indexer") for name in operations], dtype=np.bool_)
+    new, step = columns.numbers("isl"), columns.numbers("step")
+    shape = {
+        "batch": columns.numbers("batch_size"),
+        "tokens": new,
+        "context": new + step,
+        "heads": columns.numbers("num_heads"),
+    }
+    for size in (*_DEEPSEEK, *_DEEPSEEK_INDEX):
+        shape[size] = np.array([_MODELS.get(name, {}).get(size, np.nan) for name in names])
+    shape["index_heads"] = np.where(skips, 0.0, shape["index_heads"])
+    kinds: dict[str, OperatorKind] = {
+        "mla_context_module": "mla_context_block",
+        "mla_generation_module": "mla_decode_block",
+        "dsa_context_module": "dsa_context_block",
+        "dsa_generation_module": "dsa_decode_block",
+    }
+    kind_of = [kinds.get(name.removesuffix("_skip_indexer")) for name in operations]
+    parts = []
+    for kind in kinds.values():
+        own = _MODELS["DeepSeek-V3"] if kind.startswith("mla") else _MODELS["DeepSeek-V3.2"]
+        known = np.array([found == kind and name in _MODELS for found, name in zip(kind_of, names, strict=True)])
+        given = ("batch", "tokens", "context") if "context" in kind else ("batch", "context")
+        of_kind = {name: shape[name] for name in (*given, "heads", *own)}
+        parts.append(_Part(kind, known.astype(np.bool_), of_kind, ("gemm_type", "kv_cache_dtype")))
+    return _content(columns, parts)
+
+
+def _delta_nets(columns: Columns) -> FileContent:
+    """Gated delta nets: the rule and the convolution before it, in 16 bits, states in 32."""
+    heads, key_heads = columns.numbers("num_v_heads"), columns.numbers("num_k_heads")
+    key_dim, value_dim = columns.numbers("head_k_dim"), columns.numbers("head_v_dim")
+    channels = 2 * key_heads * key_dim + heads * value_dim
+    common = {"batch": columns.numbers("batch_size")}
+    rule = common | {"heads": heads, "key_heads": key_heads, "key_dim": key_dim, "value_dim": value_dim}
+    chunked, one = _kernels(columns, "chunk_gated_delta_rule"), _kernels(columns, "fused_recurrent_gated_delta_rule")
+    return _content(
+        columns,
+        [
+            _Part("delta_prefill", chunked, rule | {"tokens": columns.numbers("seq_len")}, kv_dtype="fp32"),
+            _Part("delta_decode", one, rule, kv_dtype="fp32"),
+            *_convolutions(columns, channels),
+        ],
+    )
+
+
+def _mamba2(columns: Columns) -> FileContent:
+    """Mamba2: the convolution, over its heads and twice its groups of states. Of its scans no engine has a row."""
+    channels = columns.numbers("nheads") * columns.numbers("head_dim")
+    channels = channels + 2 * columns.numbers("n_groups") * columns.numbers("d_state")
+    return _content(columns, _convolutions(columns, channels))
+
+
+def _convolutions(columns: Columns, channels: Array) -> list[_Part]:
+    shape = {"batch": columns.numbers("batch_size"), "channels": channels, "width": columns.numbers("d_conv")}
+    many, one = _kernels(columns, "causal_conv1d_fn"), _kernels(columns, "causal_conv1d_update")
+    return [
+        _Part("conv_prefill", many, shape | {"tokens": columns.numbers("seq_len")}),
+        _Part("conv_decode", one, shape),
+    ]
+
+
+def _kernels(columns: Columns, start: str) -> Mask:
+    return np.array([name.startswith(start) for name in columns.text("kernel_source")], dtype=np.bool_)
+
+
+FORMATS: Formats = {
+    ("attn_dtype", "step"): _attention,
+    ("attn_dtype",): _encoder,
+    ("mla_dtype", "gemm_type"): _blocks,
+    ("mla_dtype",): _latent_kernels,
+    ("bmm_dtype",): _latent_products,
+    ("num_v_heads", "head_k_dim"): _delta_nets,
+    ("n_groups", "d_state"): _mamba2,
+}
