@@ -38,15 +38,21 @@ operator."""
     metavar="PROFILE",
     help="Instead of tables: scale the fit of this measured profile by the ratio of the data sheets.",
 )
+@click.option(
+    "--engine",
+    metavar="vllm|trtllm|sglang",
+    help="Whose kernels to fit, where the tables are of several engines; NCCL's belong to all.",
+)
 @click.option("--allow-device", is_flag=True, help="Use tables measured on another device than the facts name.")
 @json_option
 @click.option("--force", is_flag=True, help="Replace a profile that is already there.")
 @quiet_option
-def fit(
+def fit(  # noqa: PLR0913 - one for each option
     sources: tuple[Path, ...],
     facts: Path,
     out: Path,
     source_profile: str | None,
+    engine: str | None,
     allow_device: bool,
     as_json: bool,
     force: bool,
@@ -72,7 +78,7 @@ def fit(
     if source_profile:
         hardware = transfer(catalog.load_hardware(source_profile), known)
     else:
-        tables = read_tables(sources)
+        tables = read_tables(sources, engine)
         for note in tables.notes:
             click.echo(note, err=True)
         with progress("fitting", quiet) as update:

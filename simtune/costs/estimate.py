@@ -46,6 +46,7 @@ def estimate(
             overhead_s=overhead_s,
             block_s=operator.block_s,
             overlap_p=1 + operator.overlap,
+            ahead_s=operator.ahead_s,
         ),
         box={},
         hold_out=(),

@@ -303,12 +303,13 @@ def _short(value: float) -> float:
 
 
 def fit_base(table: Table, processors: int, flops_per_s: float, bytes_per_s: float, chip: Chip = UNKNOWN) -> BaseFit:
-    """Maximum a posteriori fit of the five base parameters; the rates are those of the data sheet.
+    """Maximum a posteriori fit of the base parameters; the rates are those of the data sheet.
 
     Minimises a soft-L1 loss of log(predicted / measured) plus Gaussian priors on the logarithms of the
-    parameters: rates at 70 % of the data sheet, overhead at 0.9 of the shortest time, block time and
-    overlap as the operator kind says. The priors keep a fit on a few dozen points sane; a few hundred
-    overrule them. Where times were rounded, the rounding widens the scale of the loss.
+    parameters: rates at 70 % of the data sheet, overhead at 0.9 of the shortest time, block time, overlap
+    and, where a kernel goes ahead, its time per value as the operator kind says. The priors keep a fit on
+    a few dozen points sane; a few hundred overrule them. Where times were rounded, the rounding widens the
+    scale of the loss.
     """
     from scipy.optimize import least_squares
 
@@ -321,6 +322,8 @@ def fit_base(table: Table, processors: int, flops_per_s: float, bytes_per_s: flo
     sd = np.array(_PRIOR_SD)
     if processors > 1:
         sd[3] = operator.block_log_sd
+    if np.any(terms.ahead):
+        prior, sd = np.append(prior, np.log(operator.ahead_s)), np.append(sd, operator.ahead_log_sd)
 
     def residuals(theta: Array) -> Array:
         deviation = np.clip(np.log(_seconds(terms, theta)) - log_measured, -6, 6) / scale
@@ -328,17 +331,17 @@ def fit_base(table: Table, processors: int, flops_per_s: float, bytes_per_s: flo
         return np.concatenate([soft, (theta - prior) / sd])
 
     fits = [
-        least_squares(residuals, prior + np.array([shift, shift, 0, 0, 0]), max_nfev=_MAX_EVALUATIONS)
+        least_squares(residuals, prior + shift * (np.arange(len(prior)) < 2), max_nfev=_MAX_EVALUATIONS)
         for shift in _STARTS
     ]
     best = np.exp(min(fits, key=lambda fit: float(fit.cost)).x)
     best[4] += 1
-    return BaseFit(**{name: _short(value) for name, value in zip(BaseFit.model_fields, best, strict=True)})
+    return BaseFit(**{name: _short(value) for name, value in zip(BaseFit.model_fields, best, strict=False)})
 
 
 def _seconds(terms: Terms, theta: Array) -> Array:
-    flops_per_s, bytes_per_s, overhead_s, block_s, overlap = np.exp(theta)
-    return base_seconds(terms, flops_per_s, bytes_per_s, overhead_s, block_s, 1 + overlap)
+    flops_per_s, bytes_per_s, overhead_s, block_s, overlap, *ahead = np.exp(theta)
+    return base_seconds(terms, flops_per_s, bytes_per_s, overhead_s, block_s, 1 + overlap, *ahead)
 
 
 def fit_imbalance(table: ImbalanceTable, form: OperatorForm, processors: int) -> float | None:

@@ -38,16 +38,23 @@ _SAME_KERNELS = {"fp16": "bf16"}
 
 
 def base_seconds(
-    terms: Terms, flops_per_s: float, bytes_per_s: float, overhead_s: float, block_s: float, overlap_p: float
+    terms: Terms,
+    flops_per_s: float,
+    bytes_per_s: float,
+    overhead_s: float,
+    block_s: float,
+    overlap_p: float,
+    ahead_s: float = 0.0,
 ) -> Array:
-    """t = overhead + (a^p + b^p)^(1/p) + block * N, with a = flops / flops_per_s and b = bytes / bytes_per_s.
+    """t = overhead + (a^p + b^p)^(1/p) + block * N + ahead * V, with a = flops / flops_per_s, b = bytes / bytes_per_s.
 
     p = 1 adds compute and memory time, a large p overlaps them completely.
     """
     a, b = terms.flops / flops_per_s, terms.bytes / bytes_per_s
     longer, shorter = np.maximum(a, b), np.minimum(a, b)
     share = shorter / np.maximum(longer, np.finfo(float).tiny)
-    return overhead_s + longer * (1 + share**overlap_p) ** (1 / overlap_p) + block_s * terms.blocks
+    serial_s = block_s * terms.blocks + (ahead_s * terms.ahead if ahead_s else 0.0)
+    return overhead_s + longer * (1 + share**overlap_p) ** (1 / overlap_p) + serial_s
 
 
 class Predictor:

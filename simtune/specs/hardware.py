@@ -93,9 +93,9 @@ class Link(Part):
 
 
 class BaseFit(Part):
-    """t = overhead + (a^p + b^p)^(1/p) + block * N, with a = flops / flops_per_s, b = bytes / bytes_per_s.
+    """t = overhead + (a^p + b^p)^(1/p) + block * N + ahead * V, with a = flops / flops_per_s, b = bytes / bytes_per_s.
 
-    F, bytes and N of each operator kind are those of `simtune.costs.operators`.
+    Flops, bytes, N and V of each operator kind are those of `simtune.costs.operators`.
     """
 
     flops_per_s: Positive
@@ -103,6 +103,9 @@ class BaseFit(Part):
     overhead_s: Positive
     block_s: Positive
     overlap_p: Annotated[float, Field(ge=1, allow_inf_nan=False)]
+    ahead_s: NonNegative = Field(
+        0.0, description="seconds per value that a kernel ahead of it goes through, as one that quantises its inputs"
+    )
 
 
 class HoldOut(Part):

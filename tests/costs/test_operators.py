@@ -43,6 +43,34 @@ def test_bytes_of_a_matrix_product_by_dtype(dtype: str, inputs: float, weights: 
     assert found.bytes == pytest.approx(inputs * m * k + weights * n * k + outputs * m * n)
 
 
+def test_what_the_last_wave_of_tiles_leaves_idle_is_walked_alone() -> None:
+    """8 processors, tiles of 256 x 128: one tile leaves 7/8 of a wave idle, nine leave 7/8 of the second."""
+    assert terms("gemm", m=256, n=128, k=3072).blocks == pytest.approx(7 / 8)
+    assert terms("gemm", m=1, n=9 * 128, k=1536).blocks == pytest.approx(7 / 8 / 2)
+    assert terms("gemm", m=512, n=4 * 128, k=3072).blocks == 0, "whole waves"
+
+
+@pytest.mark.parametrize(("dtype", "walked"), [("bf16", 1), ("int4", 1), ("fp8", 4), ("fp8_block", 4), ("nvfp4", 4)])
+def test_only_kernels_of_16_bits_split_a_long_walk(dtype: str, walked: float) -> None:
+    assert terms("gemm", dtype, m=1, n=4 * 128, k=4 * 3072).blocks == pytest.approx(walked / 2)
+
+
+@pytest.mark.parametrize(("dtype", "values"), [("bf16", 0), ("int8_wo", 0), ("fp8", 8 * 5120), ("nvfp4", 8 * 5120)])
+def test_inputs_of_8_and_4_bits_are_quantised_ahead(dtype: str, values: float) -> None:
+    assert terms("gemm", dtype, m=8, n=512, k=4096).ahead == values
+
+
+def test_rows_of_8_and_4_bits_are_padded_and_tiled() -> None:
+    setting, m = Setting.of(PROCESSORS, "fp8", None), np.array([1.0, 16, 17, 256, 257, 512])
+    found = OPERATORS["gemm"].features({"m": m, "n": np.full(6, 512.0), "k": np.full(6, 512.0)}, setting)
+    assert found["whole 16"].tolist() == [0, 1, 0, 1, 0, 1]
+    assert found["row tile"].tolist() == [0, 1, 2, 4, 5, 5]
+    assert found["padding"].tolist() == pytest.approx([0, 0, 0, 0, np.log2(512 / 257), 0])
+    assert found.keys() - OPERATORS["gemm"].features({"m": m, "n": m, "k": m}, Setting.of(1, "bf16", None)).keys() == {
+        *("whole 16", "padding", "row tile"),
+    }
+
+
 def test_quantising_moves_three_bytes_a_value() -> None:
     assert terms("quantise", "fp8", m=16, k=4096).bytes == 3 * 16 * 4096
     assert terms("quantise", "int8", m=16, k=4096).flops == 0

@@ -73,6 +73,95 @@ def test_gemm_milliseconds_become_seconds(tmp_path: Path) -> None:
     assert (table.software, table.device, table.origin.licence) == ("VLLM 1.0", "X1", "Apache-2.0")
 
 
+def test_gemms_of_every_format(tmp_path: Path) -> None:
+    rows = [
+        f"VLLM,1.0,X1,{name},8,64,32,0.25" for name in ("fp8", "fp8_block", "nvfp4", "int8_wo", "int4_wo", "float16")
+    ]
+    operators = read_tables([write(tmp_path, "gemm.csv", GEMM, *rows)]).operators
+    assert set(operators) == {
+        *("gemm.bf16", "gemm.fp8", "gemm.fp8_block", "gemm.nvfp4", "gemm.int8_wo", "gemm.int4"),
+    }
+
+
+QUANTISE = "framework,version,op_name,m,k,quant_dtype,latency"
+
+
+def test_finding_the_scales_is_added_to_quantising_where_shapes_meet(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        "scale_matrix.csv",
+        QUANTISE,
+        "VLLM,1,scale_matrix,8,64,fp8,0.002",
+        "VLLM,1,scale_matrix,16,64,fp8,0.003",
+    )
+    write(
+        tmp_path,
+        "computescale.csv",
+        QUANTISE,
+        "VLLM,1,compute_scale,8,64,fp8,0.001",
+        "VLLM,1,compute_scale,32,64,fp8,0.001",
+        "VLLM,1,compute_scale,16,64,fp8,0",
+    )
+    found = read_tables([tmp_path]).operators
+    assert set(found) == {"quantise.fp8", "quantise.static.fp8"}
+    dynamic = found["quantise.fp8"]
+    assert (dynamic.shape["m"].tolist(), dynamic.seconds.tolist()) == ([8], [pytest.approx(3e-6)])
+    assert dynamic.files == ("scale_matrix.csv", "computescale.csv")
+    assert account(dynamic) == (
+        "3 rows read, 1 used; 1 left out: no positive time; 1 left out: no row of scale_matrix at this shape"
+    )
+    assert found["quantise.static.fp8"].seconds.tolist() == [2e-6, 3e-6]
+
+
+def test_differences_that_are_mostly_zero_tell_nothing(tmp_path: Path) -> None:
+    zeros = [f"SGLang,1,compute_scale,{m},64,fp8,0" for m in (8, 16, 32)]
+    path = write(tmp_path, "s.csv", QUANTISE, "SGLang,1,scale_matrix,8,64,fp8,0.002", *zeros)
+    found = read_tables([path])
+    assert set(found.operators) == {"quantise.static.fp8"}
+    assert found.notes == ["s.csv: 3 rows belong to no operator: compute_scale is zero in 3 of 3 rows"]
+
+
+def test_scales_without_quantising_belong_to_no_operator(tmp_path: Path) -> None:
+    row = "VLLM,1.0,X1,bfloat16,8,64,32,0.25"
+    paths = [
+        write(tmp_path, "computescale.csv", QUANTISE, "VLLM,1.0,compute_scale,8,64,fp8,0.001"),
+        write(tmp_path, "gemm.csv", GEMM, row),
+    ]
+    found = read_tables(paths)
+    assert set(found.operators) == {"gemm.bf16"}
+    assert found.notes == ["computescale.csv: 1 rows of fp8 belong to no operator: no scale_matrix beside them"]
+
+
+def engines(folder: Path) -> list[Path]:
+    return [
+        write(folder, "vllm.csv", GEMM, "VLLM,1,X1,bfloat16,8,64,32,0.25"),
+        write(folder, "sglang.csv", GEMM, "SGLang,2,X1,bfloat16,8,64,32,0.5"),
+        write(folder, "nccl.csv", NCCL, "TRTLLM,3,all_gather,half,8,1024,0.02"),
+    ]
+
+
+def test_kernels_of_several_engines_are_not_mixed(tmp_path: Path) -> None:
+    engines(tmp_path)
+    with pytest.raises(UsageError, match=r"sglang in sglang\.csv, vllm in vllm\.csv; choose one with --engine"):
+        read_tables([tmp_path])
+    found = read_tables([tmp_path], "sglang")
+    assert found.operators["gemm.bf16"].seconds.tolist() == [0.5e-3]
+    assert found.operators["all_gather.bf16"].software == "NCCL 3", "which is no engine's"
+    assert found.notes == ["vllm.csv: passed over, kernels of vllm"]
+    with pytest.raises(UsageError, match=r"no table of trtllm's kernels, only of sglang, vllm"):
+        read_tables([tmp_path], "trtllm")
+    with pytest.raises(UsageError, match=r"--engine orca: there are tables of vllm, trtllm, sglang"):
+        read_tables([tmp_path], "orca")
+
+
+def test_two_releases_of_one_engine_are_not_merged(tmp_path: Path) -> None:
+    old = write(tmp_path, "old.csv", GEMM, "VLLM,1,X1,bfloat16,8,64,32,0.25")
+    new = write(tmp_path, "new.csv", GEMM, "VLLM,2,X1,bfloat16,8,64,32,0.5", "VLLM,2,X1,bfloat16,16,64,32,0.5")
+    table = read_tables([old, new]).operators["gemm.bf16"]
+    assert (table.software, len(table)) == ("VLLM 1", 1)
+    assert table.left_out == {"of VLLM 2, since another source given before it has it": 2}
+
+
 def test_attention_lengths_and_windows(tmp_path: Path) -> None:
     path = write(
         tmp_path,
@@ -473,10 +562,10 @@ def test_whole_microseconds_were_rounded(tmp_path: Path) -> None:
 
 
 def test_dtypes_without_a_model_are_noted(tmp_path: Path) -> None:
-    path = write(tmp_path, "gemm.csv", GEMM, "V,1,X,fp8_block,8,64,32,1", "V,1,X,bfloat16,8,64,32,1")
+    path = write(tmp_path, "gemm.csv", GEMM, "V,1,X,w2a16,8,64,32,1", "V,1,X,bfloat16,8,64,32,1")
     found = read_tables([path])
     assert set(found.operators) == {"gemm.bf16"}
-    assert found.notes == ["gemm.csv: 1 rows belong to no operator: gemm_dtype fp8_block"]
+    assert found.notes == ["gemm.csv: 1 rows belong to no operator: gemm_dtype w2a16"]
 
 
 def test_a_folder_is_searched_and_strangers_are_noted(tmp_path: Path) -> None:
@@ -549,7 +638,8 @@ def test_a_hundred_thousand_rows(data_dir: Path) -> None:
     found = read_tables([path])
     assert len(found.operators["gemm.bf16"]) == len(found.operators["gemm.fp8"]) == 35742
     assert np.isfinite(found.operators["gemm.bf16"].seconds).all()
-    assert found.notes == [f"{path.name}: 29,519 rows belong to no operator: gemm_dtype fp8_block"]
+    assert found.operators["gemm.fp8_block"].read == 29519
+    assert found.notes == []
 
 
 @pytest.mark.parametrize("source", ["aiconfigurator/a100_sxm", "vidur/a100", "vidur/h100", "llmservingsim/rtx4090"])

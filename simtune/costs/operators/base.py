@@ -18,11 +18,14 @@ Shape = Mapping[str, Array]
 
 
 class Terms(NamedTuple):
-    """Work of calls: flops, bytes, and serial blocks, one number per call."""
+    """Work of calls: flops, bytes, and serial blocks, one number per call; and, for kinds that have them, the values
+    that a kernel ahead of the call goes through before it can start.
+    """
 
     flops: Array
     bytes: Array
     blocks: Array
+    ahead: Array = np.zeros(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,11 @@ class Setting:
         width = DTYPE_BYTES[dtype]
         kv_width = DTYPE_BYTES[kv_dtype or dtype]
         return cls(processors, width, kv_width, ACTIVATION_BYTES.get(dtype, max(2.0, width)), chip)
+
+    @property
+    def quantised(self) -> bool:
+        """Whether a matrix product reads activations of fewer bits than 16, which something has to quantise."""
+        return self.activation_bytes < 2
 
     @property
     def out_bytes(self) -> float:
@@ -133,6 +141,10 @@ class OperatorForm(ABC):
     """How far off that may be."""
     overlap: ClassVar[float]
     """Prior of overlap_p - 1."""
+    ahead_s: ClassVar[float] = 0.0
+    """Prior of the time per value that a kernel ahead of it goes through; 0 for kinds that have none."""
+    ahead_log_sd: ClassVar[float] = 1.5
+    """How far off that may be."""
     computes: ClassVar[bool] = True
     """False: it only moves bytes, and no peak rate of its dtype is needed."""
     link: ClassVar[bool] = False

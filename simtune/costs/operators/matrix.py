@@ -8,46 +8,73 @@ from simtune.arrays import Array
 from simtune.costs.operators.base import CurveForm, OperatorForm, Setting, Shape, Terms, ceil_div
 from simtune.costs.operators.splits import RANDOM, above, unseen
 
+_TILE = (256, 128)
+"""Outputs that two processors compute together."""
+
+_SPLIT = 3072  # of k; what a split over idle processors leaves, and the unit of a block
+_ROW = 1024  # values that take as long to quantise as what comes on top for a row
+_ROW_TILES = (1, 16, 64, 128, 256)
+
 
 class Gemm(OperatorForm):
-    """(m, k) times (k, n). A block is a walk along k that nothing hides.
+    """(m, k) times (k, n). A block is 3,072 values of a walk along k that nothing hides.
 
-    The dtype is that of the kernel: bf16 and fp8 are what both inputs are, int8 is 8-bit weights and
-    activations (w8a8), int4 is 4-bit weights with their group scales against 16-bit activations (w4a16). Each
-    is a kernel of its own with rates of its own, never a scaled bf16 one.
+    The dtype is that of the kernel: bf16 is what both inputs are, fp8, fp8_block and nvfp4 are 8- and 4-bit inputs with
+    a scale per tensor or channel, per 128 x 128 or per 16 values, int8 is 8-bit weights and activations (w8a8), int4
+    is 4-bit weights with their group scales against 16-bit activations (w4a16). Each is a kernel of its own with
+    rates of its own, never a scaled bf16 one.
 
-    With fewer tiles of 128 x 128 outputs than a quarter of the processors, a tile walks along k alone, and
-    kernels split a long k over idle processors only at the price of a second pass: time grows with k up to
-    about 3,072 and then stays. Counting waves of tiles instead, as for attention, gets a fitted cost of next
-    to nothing; this term takes the p90 error on held-back rows from 28 to 14 % on the H100 table whose
-    residuals suggested it. On three tables that had no say in it, it changes nothing much, a p90 of 19.5, 13.3
-    and 14.3 % becoming 19.2, 13.2 and 13.7 %: benchmarks/costs/test_gemm_form.py.
+    Every processor walks along k for one tile of outputs at a time. In the last wave of tiles, the only one of small
+    products, some of them idle, and that share of a walk is time that neither flops nor bytes explain. Kernels of 16
+    bits split a long k over idle processors, at the price of a second pass: of the walk no more than 3,072 values
+    stay. Those of 8 and 4 bits do not, and where activations are quantised another kernel has done that before.
+
+    Chosen on the tables of three cards, looked at on those of four others; errors of the base alone there, on 200
+    random rows and on sizes over 8,192 from those below, before and after: bf16 6.9 / 21 and 10 / 24 % became 6.5 / 21
+    and 7.3 / 21 %, 8 and 4 bits 16 / 48 and 26 / 70 % became 8.6 / 27 and 12 / 34 %; with the residual on top
+    benchmarks/costs/test_accuracy.py. Whole waves of the best of several tiles in place of the flops, walks along k
+    of the first wave only, or of tiles of 64, 128 and 256 square, were worse; tables of three models are judged in
+    benchmarks/costs/test_gemm_form.py.
     """
 
     shape = ("m", "n", "k")
     overhead_s = 4e-6
     block_s = 1e-6
     overlap = 2.0
+    ahead_s = 1e-12
     curve = CurveForm(shared=("n", "k"), along="m", exact_only=True)
     splits = (RANDOM, unseen("n", "k"), above("dims", 8192, "n", "k"))
 
     def terms(self, x: Shape, setting: Setting) -> Terms:
-        """2 m n k flops; inputs, weights and outputs once; the walk along k as far as processors are idle."""
+        """2 m n k flops; inputs, weights and outputs once; walks along k in what the last wave of tiles leaves idle;
+        m (k + 1024) values to quantise, the rows of which take time of their own.
+        """
         m, n, k = x["m"], x["n"], x["k"]
-        tiles = ceil_div(m, 128) * ceil_div(n, 128)
-        idle = np.maximum(0, 1 - 4 * tiles / setting.processors)
+        waves = ceil_div(m, _TILE[0]) * ceil_div(n, _TILE[1]) / setting.processors
+        walked = k if setting.quantised else np.minimum(k, _SPLIT)
         return Terms(
             2 * m * n * k,
             setting.activation_bytes * m * k + setting.dtype_bytes * n * k + setting.out_bytes * m * n,
-            np.minimum(1, k / 3072) * idle,
+            walked / _SPLIT * (np.ceil(waves) - waves),
+            m * (k + _ROW) if setting.quantised else np.zeros_like(m),
         )
 
     def features(self, x: Shape, setting: Setting) -> dict[str, Array]:
-        """Sizes, tiles, and the share of the last wave of tiles that stays empty."""
-        tiles = np.ceil(x["m"] / 128) * np.ceil(x["n"] / 128)
+        """Sizes, bytes, tiles, and the share of the last wave of tiles that stays empty; of 8 and 4 bits also what
+        they do with rows: some pad them to 16 or, in a pair of processors, to 256, and change tiles at 16 to 256.
+        """
+        m = x["m"]
+        tiles = ceil_div(m, 128) * ceil_div(x["n"], 128)
         waves = np.ceil(tiles / setting.processors) * setting.processors / tiles
         logs = {name: np.log2(x[name]) for name in self.shape}
-        return logs | {"wave loss": np.log2(waves), "tiles": np.log2(tiles)}
+        logs |= {"wave loss": np.log2(waves), "tiles": np.log2(tiles), "bytes": np.log2(self.terms(x, setting).bytes)}
+        if not setting.quantised:
+            return logs
+        return logs | {
+            "whole 16": (m % 16 == 0) * 1.0,
+            "padding": np.log2(ceil_div(m, 256) * 256 / np.maximum(m, 256)),
+            "row tile": np.searchsorted(_ROW_TILES, m, side="left") * 1.0,
+        }
 
 
 class Quantise(OperatorForm):

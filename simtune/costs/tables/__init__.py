@@ -5,18 +5,20 @@ there; a measurements.jsonl by its first line. What the files of one operator ho
 
 | source | tables | time |
 |---|---|---|
-| AIConfigurator | gemm, moe, all-reduce, nccl; attention, latent, sparse, linear layers, encoders; moe_a2a | ms; us |
+| AIConfigurator | gemm, quantising, moe, all-reduce, nccl; attention, latent and linear layers, encoders; moe_a2a | ms; us |
 | Vidur | mlp.csv, attention.csv, all_reduce.csv, send_recv.csv, cpu_overheads.csv | ms, rounded to 1 us |
 | LLMServingSim | layers.csv; dense.csv, per_sequence.csv, attention.csv, skew.csv | ns; us |
 | simtune | measurements.jsonl | s |
 
-Two collections of one operator on one device differ by up to 7 % throughout, and more where kernels differ. They are
-never mixed: the first source given that has an operator provides it, and the rows of others are counted as not used.
+Two collections of one operator on one device, by other people, other releases or other engines, differ by up to 7 %
+throughout, and more where kernels differ. They are never mixed: the first source given that has an operator provides
+it, and the rows of others are counted as not used. Which engine's kernels are wanted has to be said where there are
+several.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from simtune.costs.operators import operator_key
 from simtune.costs.tables import aiconfigurator, aiconfigurator_attention, aiconfigurator_moe, llmservingsim, own, vidur
 from simtune.costs.tables.common import (
     AICONFIGURATOR,
+    ENGINES,
     LLMSERVINGSIM,
     VIDUR,
     Conflicts,
@@ -46,6 +49,7 @@ from simtune.errors import Problem, SpecError, UsageError
 
 __all__ = [
     "AICONFIGURATOR",
+    "ENGINES",
     "LLMSERVINGSIM",
     "SOURCES",
     "VIDUR",
@@ -83,26 +87,22 @@ class Tables:
     """Files that were passed over, and rows that belong to no operator."""
 
 
-def read_tables(sources: Sequence[Path]) -> Tables:
+def read_tables(sources: Sequence[Path], engine: str | None = None) -> Tables:
     """Read table files and all tables in folders.
 
-    A file given by name must be of a known format; in a folder other files are passed over and noted. Raises
-    UsageError when a source does not exist, nothing was found, or tables of several devices are mixed; SpecError for a
-    malformed table.
+    A file given by name must be of a known format; in a folder other files are passed over and noted. With `engine`,
+    tables of other engines' kernels are passed over and noted; those of no engine, as NCCL's, belong to all. Raises
+    UsageError when a source does not exist, nothing was found, or tables of several devices or engines are mixed;
+    SpecError for a malformed table.
     """
     contents, notes = _read_sources(sources)
-    pieces: dict[str, list[Table]] = {}
-    for piece in (table for content in contents for table in content.tables if table.read):
-        pieces.setdefault(piece.key, []).append(piece)
-    if not pieces:
+    found = [table for content in contents for table in content.tables if table.read]
+    if not found:
         raise UsageError(f"no table of operator times in {', '.join(map(str, sources))}")
-    operators: dict[str, Table] = {}
-    for key in sorted(pieces):
-        table = _one_origin(pieces[key])
-        if len(table):
-            operators[key] = table
-        else:
-            notes.append(f"{key}: no row can be used: {account(table)}")
+    kept, passed_over = _of_engine(found, engine)
+    operators, unusable = _by_operator(kept)
+    operators, apart = aiconfigurator.with_dynamic_scales(operators)
+    notes += passed_over + unusable + apart
     return Tables(
         operators=dict(sorted(_with_nccl(operators).items())),
         host=_one_host([host for content in contents for host in content.hosts]),
@@ -131,6 +131,36 @@ def _read_sources(sources: Sequence[Path]) -> tuple[list[FileContent], list[str]
     return contents, notes
 
 
+def _by_operator(tables: Iterable[Table]) -> tuple[dict[str, Table], list[str]]:
+    """One table for each operator, and notes on those without a row that can be used."""
+    pieces: dict[str, list[Table]] = {}
+    for piece in tables:
+        pieces.setdefault(piece.key, []).append(piece)
+    whole = {key: _one_collection(pieces[key]) for key in sorted(pieces)}
+    notes = [f"{key}: no row can be used: {account(table)}" for key, table in whole.items() if not len(table)]
+    return {key: table for key, table in whole.items() if len(table)}, notes
+
+
+def _of_engine(tables: list[Table], engine: str | None) -> tuple[list[Table], list[str]]:
+    """The tables of one engine's kernels and of no engine's, and notes on the files of others."""
+    wanted = (None, _chosen_engine(tables, engine))
+    notes = {f"{t.files[0]}: passed over, kernels of {t.engine}": None for t in tables if t.engine not in wanted}
+    return [table for table in tables if table.engine in wanted], list(notes)
+
+
+def _chosen_engine(tables: list[Table], engine: str | None) -> str | None:
+    """Raises UsageError for an engine that is not known or not there, and for several without a choice."""
+    if engine is not None and engine not in ENGINES:
+        raise UsageError(f"--engine {engine}: there are tables of {', '.join(ENGINES)}")
+    there = {table.engine: table.files[0] for table in reversed(tables) if table.engine}
+    if engine is None and len(there) > 1:
+        found = ", ".join(f"{name} in {file}" for name, file in sorted(there.items()))
+        raise UsageError(f"tables of several engines' kernels: {found}; choose one with --engine")
+    if engine is not None and there and engine not in there:
+        raise UsageError(f"no table of {engine}'s kernels, only of {', '.join(sorted(there))}")
+    return engine or next(iter(there), None)
+
+
 def _one_host(tables: Sequence[HostTable]) -> HostTable | None:
     """The rows of all tables of host times; None where there is none."""
     if not tables:
@@ -154,11 +184,13 @@ def _read_file(path: Path) -> FileContent | None:
     if path.name.endswith(".jsonl"):
         return own.read(path)
     columns = read_parquet(path) if path.name.endswith(".parquet") else read_csv(path)
-    for formats in SOURCES.values():
-        for tell_tale, reader in formats.items():
-            if all(name in columns.names for name in tell_tale):
-                return reader(columns)
-    return None
+    readers = {
+        tell_tale: reader
+        for formats in SOURCES.values()
+        for tell_tale, reader in formats.items()
+        if all(name in columns.names for name in tell_tale)
+    }
+    return readers[max(readers, key=len)](columns) if readers else None  # of several the one that knows it best
 
 
 def _tell_tales() -> str:
@@ -169,14 +201,15 @@ def _tell_tales() -> str:
     )
 
 
-def _one_origin(pieces: Sequence[Table]) -> Table:
-    """The pieces of the first origin as one table; the rows of others are counted."""
-    first = pieces[0].origin
-    table = merge([p for p in pieces if p.origin == first])
+def _one_collection(pieces: Sequence[Table]) -> Table:
+    """The pieces of the first collection as one table; the rows of others are counted."""
+    first = pieces[0].collection
+    table = merge([p for p in pieces if p.collection == first])
     left_out = dict(table.left_out)
     for piece in pieces:
-        if piece.origin != first:
-            why = f"of {piece.origin.name}, since another source given before it has it"
+        if piece.collection != first:
+            whose = piece.origin.name if piece.origin != first[0] else piece.software
+            why = f"of {whose}, since another source given before it has it"
             left_out[why] = left_out.get(why, 0) + piece.read
     return replace(table, left_out=left_out)
 

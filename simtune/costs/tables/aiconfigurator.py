@@ -1,20 +1,27 @@
-"""Tables of AIConfigurator: gemm, custom all-reduce and NCCL; CSV or Parquet, times in ms. Attention and experts stand
-in `simtune.costs.tables.aiconfigurator_attention` and `aiconfigurator_moe`.
+"""Tables of AIConfigurator: gemm, quantising, custom all-reduce and NCCL; CSV or Parquet, times in ms. Attention and
+experts stand in `simtune.costs.tables.aiconfigurator_attention` and `aiconfigurator_moe`.
 
 Times are means of six replays of a CUDA graph, stored without a spread. `message_size` counts elements, in the NCCL
 table as in the custom ones of vLLM, SGLang and TensorRT-LLM: NCCL's collector divides the bytes by the width of the
 dtype, and rows of half and int8 with equal bytes take equal times; buffers so large that engines leave them to NCCL
 take equal times in all of them if all count elements. TensorRT-LLM's names no backend: all of it ran in graphs. An
 all_gather, reduce_scatter or alltoall of S bytes is one whose larger buffer holds S, as in nccl-tests.
+
+Products of 8 and 4 bits are timed with the quantising of their 16-bit inputs: with next to no outputs they take longer
+than both tables of quantising together (vLLM and TensorRT-LLM on every card). Of those, scale_matrix is quantising with
+scales that are known, compute_scale what finding them adds. It is a difference of two measurements, cut off at zero;
+where most of a table is zero, as SGLang's, it tells nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
 from simtune.arrays import Array, Mask
+from simtune.costs.operators import operator_key
 from simtune.costs.tables.common import AICONFIGURATOR, MS, Columns, FileContent, Formats, Table, finish, take
 from simtune.specs.base import DTYPE_BYTES, Dtype
 from simtune.specs.hardware import OperatorKind
@@ -22,7 +29,19 @@ from simtune.specs.hardware import OperatorKind
 _DTYPES: dict[str, Dtype] = {"bfloat16": "bf16", "float16": "bf16", "half": "bf16", "fp8": "fp8"}
 """The two 16-bit formats run at one speed, see `simtune.costs.predict`."""
 
+_GEMM_DTYPES: dict[str, Dtype] = {
+    **_DTYPES,
+    "fp8_block": "fp8_block",
+    "nvfp4": "nvfp4",
+    "int8_wo": "int8_wo",
+    "int4_wo": "int4",
+}
 _NCCL_DTYPES: dict[str, Dtype] = {**_DTYPES, "int8": "int8"}
+
+_SCALES = "scales"
+"""Variant of quantising that stands for what finding the scales adds to it, between reading and adding."""
+
+_MOSTLY = 0.5  # a table with more zeros than this tells nothing
 
 _NCCL: dict[str, tuple[OperatorKind, str | None]] = {
     "all_reduce": ("all_reduce", "nccl"),
@@ -33,7 +52,44 @@ _NCCL: dict[str, tuple[OperatorKind, str | None]] = {
 
 
 def _gemm(columns: Columns) -> FileContent:
-    return _by_dtype(columns, "gemm", ("gemm_dtype",), {name: columns.numbers(name) for name in "mnk"})
+    shape = {name: columns.numbers(name) for name in "mnk"}
+    return _by_dtype(columns, "gemm", ("gemm_dtype",), shape, dtypes=_GEMM_DTYPES)
+
+
+def _quantise(columns: Columns) -> FileContent:
+    """Quantising with known scales, and what finding them adds, which `with_dynamic_scales` makes the whole of."""
+    shape = {name: columns.numbers(name) for name in "mk"}
+    names = columns.text("op_name")
+    content = FileContent()
+    content.skip(sum(name not in ("scale_matrix", "compute_scale") for name in names), "unknown op_name")
+    known, scales = columns.equal("op_name", "scale_matrix"), columns.equal("op_name", "compute_scale")
+    content.add(_by_dtype(columns, "quantise", ("quant_dtype",), shape, {}, known, "static"))
+    zero = scales & ~(columns.numbers("latency") > 0)
+    if zero.sum() > _MOSTLY * scales.sum():
+        content.skip(int(scales.sum()), f"compute_scale is zero in {zero.sum():,} of {scales.sum():,} rows")
+    else:
+        content.add(_by_dtype(columns, "quantise", ("quant_dtype",), shape, {}, scales, _SCALES))
+    return content
+
+
+def with_dynamic_scales(operators: Mapping[str, Table]) -> tuple[dict[str, Table], list[str]]:
+    """Quantising that finds its scales: the sum of the two tables at the shapes both hold; and notes on the rest."""
+    found, notes = dict(operators), []
+    for key, scales in operators.items():
+        if scales.kind != "quantise" or scales.variant != _SCALES:
+            continue
+        del found[key]
+        static = operators.get(operator_key("quantise", scales.dtype, variant="static"))
+        if static is None:
+            file, rows = scales.files[0], f"{scales.read:,} rows of {scales.dtype}"
+            notes.append(f"{file}: {rows} belong to no operator: no scale_matrix beside them")
+            continue
+        times = dict(zip(zip(*static.shape.values(), strict=True), static.seconds, strict=True))
+        known = np.array([times.get(shape, np.nan) for shape in zip(*scales.shape.values(), strict=True)])
+        files = tuple(dict.fromkeys((*static.files, *scales.files)))
+        both = replace(scales, variant=None, seconds=scales.seconds + known, files=files)
+        found[both.key] = finish(both, {"no row of scale_matrix at this shape": np.isnan(known)})
+    return found, notes
 
 
 def _custom_all_reduce(columns: Columns) -> FileContent:
@@ -50,10 +106,7 @@ def _nccl(columns: Columns) -> FileContent:
     content.skip(sum(name not in _NCCL for name in names), "unknown op_name")
     for name, (kind, variant) in _NCCL.items():
         rows = columns.equal("op_name", name)
-        part = _by_dtype(columns, kind, ("nccl_dtype",), shape, {}, rows, variant, _NCCL_DTYPES)
-        content.tables += part.tables
-        for why, count in part.unused.items():
-            content.skip(count, why)
+        content.add(_by_dtype(columns, kind, ("nccl_dtype",), shape, {}, rows, variant, _NCCL_DTYPES))
     return content
 
 
@@ -76,7 +129,6 @@ def _by_dtype(
     """One table per dtype (and KV dtype) among `rows`; rows of dtypes that no model here has are counted."""
     columns.require("latency")
     seconds = columns.numbers("latency") * MS
-    software = " ".join(x for x in (columns.only("framework"), columns.only("version")) if x)
     content = FileContent()
     members: dict[tuple[str, ...], list[int]] = {}
     for row, names in enumerate(zip(*(columns.text(name) for name in dtype_columns), strict=True)):
@@ -96,15 +148,22 @@ def _by_dtype(
             origin=AICONFIGURATOR,
             files=(columns.file,),
             device=columns.device(),
-            software=software or None,
+            software=_software(columns),
         )
         index = np.array(at)
         content.tables.append(finish(take(whole, index), {why: mask[index] for why, mask in (excluded or {}).items()}))
     return content
 
 
+def _software(columns: Columns) -> str | None:
+    """Who made the kernels, and which release; NCCL's tables name the engine that launched it beside NCCL's release."""
+    made_by = "NCCL" if "nccl_dtype" in columns.names else columns.only("framework")
+    return " ".join(x for x in (made_by, columns.only("version")) if x) or None
+
+
 FORMATS: Formats = {
     ("gemm_dtype",): _gemm,
+    ("quant_dtype",): _quantise,
     ("allreduce_dtype",): _custom_all_reduce,
     ("nccl_dtype",): _nccl,
 }

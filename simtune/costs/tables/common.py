@@ -40,6 +40,9 @@ class Origin:
 
 
 AICONFIGURATOR = Origin("AIConfigurator (NVIDIA, ai-dynamo/aiconfigurator)", "Apache-2.0")
+ENGINES = ("vllm", "trtllm", "sglang")
+"""Engines whose kernels published tables time."""
+
 VIDUR = Origin("Vidur (microsoft/vidur)", "MIT")
 LLMSERVINGSIM = Origin("LLMServingSim (casys-kaist/LLMServingSim)", "MIT")
 
@@ -89,6 +92,17 @@ class Table:
         return operator_key(self.kind, self.dtype, self.kv_dtype, self.variant)
 
     @property
+    def engine(self) -> str | None:
+        """Whose kernels these are, by the first word of the software; None where no engine's, as NCCL's."""
+        name = (self.software or "").partition(" ")[0].lower()
+        return name if name in ENGINES else None
+
+    @property
+    def collection(self) -> tuple[Origin, str | None]:
+        """What was measured together: published times of two releases are two collections."""
+        return self.origin, None if self.origin.kind == "measured" else self.software
+
+    @property
     def read(self) -> int:
         """Rows of the files that belong to the operator."""
         return len(self) + self.merged + sum(self.left_out.values())
@@ -134,6 +148,12 @@ class FileContent:
         """Count rows that belong to no operator."""
         if rows:
             self.unused[why] = self.unused.get(why, 0) + rows
+
+    def add(self, part: FileContent) -> None:
+        """Take in the tables, and the rows of no operator, of a part of the same file."""
+        self.tables += part.tables
+        for why, rows in part.unused.items():
+            self.skip(rows, why)
 
 
 class Columns:
@@ -260,11 +280,11 @@ def finish(table: Table, excluded: Mapping[str, Mask] | None = None) -> Table:
     )
     reasons = {**(excluded or {}), "no positive time": ~times, "no positive shape": ~shapes}
     kept = np.ones(len(table), dtype=np.bool_)
-    left_out: dict[str, int] = {}
+    left_out = dict(table.left_out)
     for why, rows in reasons.items():
         hit = kept & rows
         if hit.any():
-            left_out[why] = int(hit.sum())
+            left_out[why] = left_out.get(why, 0) + int(hit.sum())
             kept &= ~hit
     table = replace(take(table, np.flatnonzero(kept)), left_out=left_out)
     if not table.resolution_s and len(table) >= _ROUNDED_ROWS:

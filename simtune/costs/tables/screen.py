@@ -117,6 +117,7 @@ def _expected(table: Table, sheet: Sheet) -> Array:
         overhead_s,
         operator.block_s,
         1 + operator.overlap,
+        operator.ahead_s,
     )
     return np.log(table.seconds / guess)
 
