@@ -12,8 +12,10 @@ from simtune.cli.output import (
     force_option,
     json_option,
     milliseconds,
+    note_basis,
     note_estimates,
     number,
+    print_basis,
     print_json,
     print_table,
     progress,
@@ -24,6 +26,7 @@ from simtune.cli.output import (
 )
 
 if TYPE_CHECKING:
+    from simtune.sim.summary import CostBasis
     from simtune.specs.study import Study
     from simtune.tuner.search import Question, Trial, Tuned
 
@@ -77,12 +80,15 @@ def optimize(  # noqa: PLR0913 - one for each option
             progress=lambda done, total, best: update(done, total, best.candidate.name if best else ""),
         )
     note_estimates(tuned.deployment)
+    contents = of_study(tuned, jobs=jobs)
+    note_basis(contents.run.summary.cost_basis)
     inputs = (question.study, question.model, question.hardware, question.workload)
-    write_run(out, of_study(tuned, jobs=jobs), inputs, question.trace, question.study.seed)
+    write_run(out, contents, inputs, question.trace, question.study.seed)
     if as_json:
-        _print_json(tuned, out)
+        _print_json(tuned, contents.run.summary.cost_basis, out)
     else:
         _print(tuned, out)
+        print_basis(contents.run.summary.cost_basis)
     if tuned.interrupted:
         click.echo("interrupted: this is the best of what was searched", err=True)
         return 130
@@ -113,7 +119,7 @@ def _print_size(study: Study, as_json: bool) -> None:
         click.echo(f"{study.name}: {count} candidates in {len(space)} shapes (tp x pp x instances)")
 
 
-def _print_json(tuned: Tuned, out: Path) -> None:
+def _print_json(tuned: Tuned, basis: CostBasis | None, out: Path) -> None:
     """The summary as far as it is the simulation's, the plan, and what it was chosen for."""
     from simtune.runs.schema import SUMMARY_SCHEMA
 
@@ -124,6 +130,7 @@ def _print_json(tuned: Tuned, out: Path) -> None:
             "objective": {"name": tuned.question.study.objective, "value": tuned.value},
             "interrupted": tuned.interrupted,
             "out": str(out),
+            "cost_basis": None if basis is None else basis.to_data(),
             **tuned.result.summary().to_data(),
         }
     )

@@ -15,6 +15,7 @@ import click
 if TYPE_CHECKING:
     from simtune.runs.contents import Contents
     from simtune.sim.deployment import Deployment
+    from simtune.sim.summary import CostBasis
     from simtune.specs.base import Spec
     from simtune.specs.hardware import Hardware
     from simtune.specs.traces import Trace
@@ -143,3 +144,21 @@ def note_estimates(deployment: Deployment) -> None:
     estimated = [key for key in deployment.estimated if not key.startswith("sampling")]
     if estimated:
         click.echo(f"note: estimated from the data sheet, not fitted: {', '.join(estimated)}", err=True)
+
+
+def print_basis(basis: CostBasis | None) -> None:
+    """One line on stdout: the shares of the step time by what they rest on; nothing where costs were brought."""
+    from simtune.costs.predict import Basis
+
+    if basis is not None:
+        shares = [(getattr(basis, kind.name.lower()), kind.words) for kind in Basis]
+        click.echo(f"{'step time':30} {', '.join(f'{share:.1%} {words}' for share, words in shares if share >= 5e-4)}")
+
+
+def note_basis(basis: CostBasis | None) -> None:
+    """Say on stderr where more than a tenth of the step time rests on no measurement."""
+    from simtune.sim.basis import note
+
+    text = None if basis is None else note(basis)
+    if text is not None:
+        click.echo(f"note: {text}", err=True)

@@ -12,9 +12,11 @@ from simtune.cli.output import (
     force_option,
     json_option,
     milliseconds,
+    note_basis,
     note_estimates,
     number,
     out_option,
+    print_basis,
     print_json,
     print_table,
     seed_option,
@@ -27,7 +29,7 @@ from simtune.errors import UsageError
 if TYPE_CHECKING:
     from simtune.api import Experiment
     from simtune.sim.result import Result
-    from simtune.sim.summary import Distribution, SimulationSummary, Uncertainty
+    from simtune.sim.summary import CostBasis, Distribution, SimulationSummary, Uncertainty
     from simtune.specs.plan import Plan
 
 
@@ -114,6 +116,7 @@ def simulate(  # noqa: PLR0913 - one for each option
     Exits with 3 when the system is saturated: requests pile up faster than they are served.
     """
     from simtune.api import load_specs, set_up
+    from simtune.sim.basis import cost_basis
 
     by_spec = split_settings(settings, ("model", "hardware", "workload", "plan"))
     targets = _Targets(out, timeline, _window(window, timeline), per_request)
@@ -122,6 +125,8 @@ def simulate(  # noqa: PLR0913 - one for each option
     experiment = set_up(specs, rate_rps=rate, requests=requests, seed=seed or 0)
     result = experiment.run(record=out is not None or timeline is not None)
     note_estimates(experiment.deployment)
+    basis = cost_basis(experiment.deployment, result)
+    note_basis(basis)
     drawn = None
     if worlds is not None:
         from simtune.sim.uncertainty import uncertainty
@@ -129,9 +134,12 @@ def simulate(  # noqa: PLR0913 - one for each option
         drawn = uncertainty(experiment.deployment, result.stream, count=worlds, seed=seed or 0, jobs=jobs)
     targets.write(experiment, result, drawn)
     if as_json:
-        _print_json(experiment.deployment.plan, result.summary(), drawn)
+        _print_json(experiment.deployment.plan, result.summary(), basis, drawn)
     else:
-        _print(experiment.deployment.plan.name, result.summary(), drawn, out)
+        _print(experiment.deployment.plan.name, result.summary(), drawn)
+        print_basis(basis)
+        if out is not None:
+            click.echo(f"report: {out / 'report.html'}")
     return 3 if result.saturated else 0
 
 
@@ -190,11 +198,12 @@ def _window(text: str | None, timeline: Path | None) -> tuple[float, float] | No
     return window
 
 
-def _print_json(plan: Plan, summary: SimulationSummary, drawn: Uncertainty | None) -> None:
+def _print_json(plan: Plan, summary: SimulationSummary, basis: CostBasis | None, drawn: Uncertainty | None) -> None:
     """The summary as far as it is the simulation's, and the plan."""
     from simtune.runs.schema import SUMMARY_SCHEMA
 
     document = {"schema": SUMMARY_SCHEMA, "plan": plan.to_data(), **summary.to_data()}
+    document["cost_basis"] = None if basis is None else basis.to_data()
     if drawn is not None:
         document["uncertainty"] = drawn.to_data()
     print_json(document)
@@ -203,7 +212,7 @@ def _print_json(plan: Plan, summary: SimulationSummary, drawn: Uncertainty | Non
 STATISTICS = ("mean", "p50", "p90", "p99", "max")
 
 
-def _print(name: str, summary: SimulationSummary, drawn: Uncertainty | None, out: Path | None) -> None:
+def _print(name: str, summary: SimulationSummary, drawn: Uncertainty | None) -> None:
     rows = []
     for metric, latencies in summary.metrics.items():
         if drawn is None:
@@ -231,8 +240,6 @@ def _print(name: str, summary: SimulationSummary, drawn: Uncertainty | None, out
         click.echo("NOT SERVED: requests were left when no instance was up any more")
     elif summary.saturated:
         click.echo("SATURATED: requests pile up faster than they are served; latencies grow without bound")
-    if out is not None:
-        click.echo(f"report: {out / 'report.html'}")
 
 
 def _noise(latencies: Distribution, statistic: str) -> str:

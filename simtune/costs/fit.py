@@ -25,6 +25,7 @@ from simtune.specs.hardware import (
     Interval,
     Operator,
     Provenance,
+    Range,
     Residual,
 )
 
@@ -40,6 +41,9 @@ LEAVE_ONE_OUT_POINTS = 100
 """Points from which leaving them out one by one says how far off a fit is: 87-91 % covered where 90 are promised, by
 200 random rows of the H100 tables. With fewer, base and lengths that all points had a say in promise too much (65-90 %
 covered by 30-90 points), and a third of the points is kept back."""
+
+FEW_FAMILIES = 24
+"""Weight matrices of two or three models. So few do not say what others take: a table that is to has hundreds."""
 
 _CENTRES = 0.75  # of the rows; with half of them errors grow by a tenth
 _SMALLEST_SD = 1e-4
@@ -163,10 +167,35 @@ def _fit(
         residual=residual,
         interval=interval,
         box=form.box(table.shape),
+        joint_box={} if residual is None else _joint_box(table, setting),
+        families=_families(table),
         hold_out=(),
         provenance=provenance,
     )
     return operator, arrays
+
+
+def _joint_box(table: Table, setting: Setting) -> dict[str, Range]:
+    """Ranges of the features that are more than one parameter (`OperatorForm.joint`)."""
+    box: dict[str, Range] = {}
+    chosen = OPERATORS[table.kind].joint
+    for name, feature in _features(table, setting).items():
+        alone = table.shape.get(name)
+        own = alone is not None and np.allclose(feature, np.log2(np.maximum(alone, 1)))
+        if name in chosen if chosen is not None else not own:
+            box[name] = (_short(float(feature.min())), _short(float(feature.max())))
+    return box
+
+
+def _families(table: Table) -> tuple[dict[str, float], ...]:
+    """The combinations of the parameters that a curve through a user's points shares, where they are few."""
+    form = OPERATORS[table.kind].curve
+    if form is None or not form.exact_only:
+        return ()
+    values = np.unique(np.column_stack([table.shape[name] for name in form.shared]), axis=0)
+    if len(values) > FEW_FAMILIES:
+        return ()
+    return tuple(dict(zip(form.shared, value, strict=True)) for value in values.tolist())
 
 
 def _kept_back(table: Table, setting: Setting) -> tuple[Table, Table]:

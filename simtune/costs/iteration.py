@@ -178,12 +178,19 @@ def padded_tokens(tokens: Array) -> Array:
 class StepModel:
     """GPU and host time of the steps of one model on the devices of one pool.
 
-    `factors` multiply the times of kinds (`KINDS`), to draw a world in which they are off. Raises Infeasible
+    `factors` multiply the times of kinds (`KINDS`), to draw a world in which they are off. `profile` stands in for
+    that of the hardware, to see what it is asked. Raises Infeasible
     when the model cannot be sharded as the pool asks, or the profile lacks an operator or link.
     """
 
     def __init__(
-        self, model: Model, hardware: Hardware, pool: Pool, *, factors: Mapping[str, float] | None = None
+        self,
+        model: Model,
+        hardware: Hardware,
+        pool: Pool,
+        *,
+        factors: Mapping[str, float] | None = None,
+        profile: Profile | None = None,
     ) -> None:
         check_parallelism(model, pool.parallelism)
         if pool.parallelism.tp > hardware.device.devices_per_node:
@@ -194,7 +201,7 @@ class StepModel:
         self._model, self._hardware, self._pool = model, hardware, pool
         self._factors = factors or {}
         self._tp = pool.parallelism.tp
-        self._profile = Profile(hardware)
+        self._profile = profile or Profile(hardware)
         self._row_bytes = model.hidden_size * DTYPE_BYTES[model.dtype]
         equal: dict[tuple[Attention, FeedForward, int], int] = {}
         for group in model.layers:

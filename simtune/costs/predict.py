@@ -7,6 +7,7 @@ Everything downstream calls `Predictor.seconds(**shape)` and nothing else, whate
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import IntEnum
 from functools import cached_property
 from statistics import NormalDist, median
 from typing import Any
@@ -32,6 +33,40 @@ OUTSIDE = 1.5
 DATA_SHEET_LOG_SD = 0.35
 """Log error where nothing was measured: 75 % of the data sheet's rates plus 5 us are 9-16 % off at the median
 and 30-76 % at p90 over five GPUs (AIConfigurator's tables), and log(1.76) = 0.35 x 1.645."""
+
+
+class Basis(IntEnum):
+    """What a predicted time rests on, the surest first."""
+
+    MEASURED = 0
+    """This very shape was measured on this device."""
+    INTERPOLATED = 1
+    """It lies among measured shapes."""
+    EXTRAPOLATED = 2
+    """It lies outside them."""
+    CARRIED_OVER = 3
+    """Measured on another device, and moved to this one by the data sheets."""
+    DATA_SHEET = 4
+    """Nobody measured it, or it was assumed."""
+
+    @property
+    def words(self) -> str:
+        """As reports name it."""
+        return self.name.lower().replace("_", " ")
+
+
+_NOT_MEASURED_HERE = {
+    "transferred": Basis.CARRIED_OVER,
+    "data-sheet": Basis.DATA_SHEET,
+    "assumed": Basis.DATA_SHEET,
+}
+"""By the provenance of an operator; others depend on the shape."""
+
+JOINT_SLACK = 0.1
+"""Of the range of a joint feature: what lies beyond is outside. Few points seldom meet the ends of a ratio."""
+
+_SAME_POINT = 1e-4
+"""Of standardised features, which are kept in single precision, when a shape is that of a point."""
 
 _SAME_KERNELS = {"fp16": "bf16"}
 """Both are two bytes wide and run at the same rate on every device with tables here."""
@@ -93,21 +128,36 @@ class Predictor:
             base[work] *= np.exp(self._process.mean(self._standardised(x, work)))
         return self._along_curves(x, terms, base) if self._curves else base
 
+    def works(self, **shape: ArrayLike) -> Mask:
+        """Whether a call moves anything; what does not takes the overhead of a call."""
+        moves: Mask = self._form.terms(self._columns(shape), self._setting).bytes > 0
+        return moves
+
     def inside(self, **shape: ArrayLike) -> Mask:
-        """Whether every parameter lies within the range that was measured, and collectives have a measured
-        number of devices; elsewhere the fit extrapolates.
+        """Whether every parameter lies within the range that was measured, and so do the products and ratios of
+        parameters that the residual knows: a chunk after a cached past is outside of whole prompts. Collectives have a
+        measured number of devices, and where few combinations were measured it is one of them. Elsewhere the fit
+        extrapolates.
         """
+        return self._inside(self._columns(shape))
+
+    def basis(self, **shape: ArrayLike) -> NDArray[np.intp]:
+        """A `Basis` for each call."""
         x = self._columns(shape)
-        inside = self._in_box(x)
-        if self._curve_form.of_groups and self._curves:
-            inside &= np.isin(x["devices"], [n for (n,) in self._curves])
-        return inside
+        of_all = _NOT_MEASURED_HERE.get(self.operator.provenance.kind)
+        if of_all is not None:
+            return np.full(_size(x), of_all, dtype=np.intp)
+        basis = np.where(self._inside(x), Basis.INTERPOLATED, Basis.EXTRAPOLATED).astype(np.intp)
+        if self.operator.provenance.kind == "measured":  # of other people's tables no rows are kept
+            basis[self._is_own_point(x)] = Basis.MEASURED
+        return basis
 
     def log_sd(self, **shape: ArrayLike) -> Array:
         """Standard deviation of log(measured / predicted), so scaled that 1.645 of it hold 90 %.
 
         Normalised by conformal scores of points that the fit did not see, and half as wide again outside the
-        measured box. An operator that nobody measured gets `DATA_SHEET_LOG_SD`.
+        measured box. An operator that nobody measured gets `DATA_SHEET_LOG_SD`, and so do collectives over a number of
+        devices that nobody measured, or measured on another device: links and switches differ more than processors.
         """
         x = self._columns(shape)
         interval = self.operator.interval
@@ -115,7 +165,11 @@ class Predictor:
         if interval is not None and self._process is not None:
             everywhere = np.ones(sd.shape, dtype=np.bool_)
             sd[...] = interval.quantile / Z90 * self._process.sd(self._standardised(x, everywhere)).reshape(sd.shape)
-        return np.where(self.inside(**shape), sd, OUTSIDE * sd)
+        sd = np.where(self._inside(x), sd, OUTSIDE * sd)
+        if self._form.link:
+            unknown = ~self._known_group(x) | (self.operator.provenance.kind == "transferred")
+            sd = np.where(unknown, np.maximum(sd, DATA_SHEET_LOG_SD), sd)
+        return sd
 
     def interval(self, *, level: float = LEVEL, **shape: ArrayLike) -> tuple[Array, Array]:
         """(low, high) seconds that hold a measured time with probability `level`.
@@ -158,17 +212,55 @@ class Predictor:
                 seconds[rows] = curve.seconds(one, at[rows])
         return seconds
 
-    def _in_box(self, x: dict[str, Array]) -> Mask:
-        inside = np.ones(next(iter(x.values())).shape, dtype=np.bool_)
-        for name, (low, high) in self.operator.box.items():
+    def _inside(self, x: dict[str, Array]) -> Mask:
+        operator = self.operator
+        inside = np.ones(_size(x), dtype=np.bool_)
+        for name, (low, high) in operator.box.items():
             inside &= (x[name] >= low) & (x[name] <= high)
-        return inside
+        if operator.joint_box:
+            with np.errstate(divide="ignore", invalid="ignore"):  # of calls without work
+                features = self._form.features(x, self._setting)
+            for name, (low, high) in operator.joint_box.items():
+                slack = _SAME_POINT + JOINT_SLACK * (high - low)
+                inside &= (features[name] >= low - slack) & (features[name] <= high + slack)
+        if operator.families:
+            known = np.zeros_like(inside)
+            for family in operator.families:
+                known |= np.all([x[name] == value for name, value in family.items()], axis=0)
+            inside &= known
+        return inside & self._known_group(x)
+
+    def _known_group(self, x: dict[str, Array]) -> Mask:
+        """Whether so many devices were measured, where that matters and is known."""
+        if not (self._curve_form.of_groups and self._curves):
+            return np.ones(_size(x), dtype=np.bool_)
+        return np.isin(x["devices"], [n for (n,) in self._curves])
+
+    def _is_own_point(self, x: dict[str, Array]) -> Mask:
+        """Whether a shape is one of those measured: a knot of an exact curve, or a point of the process."""
+        own = np.zeros(_size(x), dtype=np.bool_)
+        along = self._curve_form.x(x, self._form.terms(x, self._setting))
+        for values, one in self._curves.items():
+            rows = np.isin(along, one.x)
+            for name, value in zip(self._curve_form.shared, values, strict=True):
+                rows &= x[name] == value
+            own |= rows
+        if self._process is not None:
+            at = self._standardised(x, np.ones_like(own)).reshape(own.size, -1)
+            nearest = [np.abs(self._process.points - one).max(axis=1).min() for one in at]
+            own |= (np.array(nearest) < _SAME_POINT).reshape(own.shape)
+        return own
 
     def _columns(self, shape: dict[str, Any]) -> dict[str, Array]:
         names = self._form.shape
         assert set(shape) == set(names), f"{sorted(shape)} given, {names} wanted"
         arrays = np.broadcast_arrays(*(np.asarray(shape[name], dtype=np.float64) for name in names))
         return dict(zip(names, arrays, strict=True))
+
+
+def _size(x: Mapping[str, Array]) -> tuple[int, ...]:
+    """Of the columns of a shape, all alike."""
+    return next(iter(x.values())).shape
 
 
 def typical_log_sd(operator: Operator) -> float:
@@ -224,13 +316,13 @@ class Profile:
         """Typical log error of each kind in a step's breakdown (`simtune.costs.iteration.KINDS`): the median
         over the profile's operators of that kind.
 
-        One error is shared by all calls of a kind, so this is what a world is drawn with. The head is a matrix
-        product; sends between stages, and sampling and all-to-all where the profile has none, rest on
-        data sheets.
+        One error is shared by all calls of a kind, so this is what a world is drawn with where a run says nothing of
+        the kind (`simtune.costs.basis`). The head is a matrix product. What the profile has no operator of rests on
+        the data sheet.
         """
         by_kind: dict[str, list[float]] = {}
         for operator in self.hardware.operators.values():
             by_kind.setdefault(operator.kind, []).append(typical_log_sd(operator))
-        sds = dict.fromkeys(("send", "sampling", "all_to_all"), DATA_SHEET_LOG_SD)
+        sds = dict.fromkeys((*OPERATORS, "send"), DATA_SHEET_LOG_SD)
         sds |= {kind: median(log_sds) for kind, log_sds in by_kind.items()}
-        return sds | ({"head": sds["gemm"]} if "gemm" in sds else {})
+        return sds | {"head": sds["gemm"]}

@@ -71,7 +71,7 @@ def transfer(profile: Hardware, facts: Facts, errors: TransferErrors | None = No
 
     Raises UsageError where no operator is left, or the profile is itself a transfer.
     """
-    if any(o.provenance.kind == "data-sheet" for o in profile.operators.values()):
+    if any(o.provenance.kind in ("transferred", "data-sheet") for o in profile.operators.values()):
         raise UsageError(f"{profile.name}: is itself taken from a data sheet; transfer from a measured profile")
     errors = errors or known_errors()
     operators = {}
@@ -145,7 +145,7 @@ def _moved(
             "interval": _wider(operator, expected.error),
             "hold_out": hold_out,
             "provenance": Provenance(
-                kind="data-sheet",
+                kind="transferred",
                 source=f"fit of {profile.name} ({operator.provenance.source}) on the data sheet of {facts.device.name}",
                 licence=operator.provenance.licence,
                 device=operator.provenance.device,

@@ -83,7 +83,8 @@ def headline(hardware: Hardware) -> str:
     words = {
         "measured": "measured by simtune",
         "published-tables": "fitted to published tables",
-        "data-sheet": "scaled by its data sheet from those of another device",
+        "transferred": "scaled by its data sheet from those of another device",
+        "data-sheet": "taken from its data sheet",
         "assumed": "assumed",
     }
     parts = [f"{count} operators {words[kind]}" for kind, count in sorted(counts.items())]

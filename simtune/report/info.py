@@ -9,7 +9,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from simtune.costs.predict import Z90, Basis
 from simtune.runs.schema import CandidateRow, Run, Summary
+from simtune.sim.basis import note
 from simtune.sim.summary import Metric, SloLimit
 from simtune.specs.base import Spec
 
@@ -213,7 +215,7 @@ def uncertainty_note(s: Summary) -> str | None:
         return None
     return (
         f"In brackets: the middle {percent(u.level)} of {number(u.worlds)} worlds in which each kind of operator is "
-        "off by one common error, as large as on points held back from its fit. "
+        "off by one common error, as large as is to be expected of the shapes that these steps ask for. "
         f"{percent(u.slo_probability)} of these worlds meet every limit, "
         f"{percent(u.saturated_probability)} are saturated."
     )
@@ -480,6 +482,31 @@ def memory(s: Summary) -> MemoryShares | None:
         tuple((name, gib(size), size / m.total_bytes) for name, size in sizes),
         f"{m.num_blocks:,} KV blocks, about {tokens:,} tokens, on one device of {gib(m.total_bytes)}",
     )
+
+
+class BasisInfo(NamedTuple):
+    """What the step time rests on: (words, share) of all of it, and a row of cells for each operator kind."""
+
+    shares: tuple[tuple[str, float], ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str | None
+
+
+def cost_basis(s: Summary) -> BasisInfo | None:
+    """operator, share of the step time, 90 % interval of its time, then its shares; None where costs were brought."""
+    if s.cost_basis is None:
+        return None
+    names = [(kind.words, kind.name.lower()) for kind in Basis]
+    rows = tuple(
+        (
+            o.operator,
+            percent(o.share),
+            f"× or ÷ {math.exp(Z90 * o.log_sd):.2f}",
+            *(percent(getattr(o.basis, name)) if getattr(o.basis, name) else ABSENT for _, name in names),
+        )
+        for o in s.cost_basis.operators
+    )
+    return BasisInfo(tuple((words, getattr(s.cost_basis, name)) for words, name in names), rows, note(s.cost_basis))
 
 
 def quality_rows(s: Summary) -> list[tuple[str, ...]]:

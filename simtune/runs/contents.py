@@ -33,6 +33,7 @@ from simtune.runs.schema import (
 )
 from simtune.runs.tables import columns, to_csv
 from simtune.runs.timeline import sampled, trace_file
+from simtune.sim.basis import cost_basis
 from simtune.sim.deployment import Deployment
 from simtune.sim.result import Result
 from simtune.sim.summary import SimulationSummary, Uncertainty
@@ -135,6 +136,7 @@ def _common(deployment: Deployment, result: Result) -> dict[str, Any]:
             num_blocks=memory.num_blocks,
         ),
         "breakdown": step_times(deployment, result),
+        "cost_basis": cost_basis(deployment, result),
         "timeline": sampled(result),
         "pool_timelines": tuple(
             PoolTimeline(pool=pool.spec.name, **dict(sampled(result, pool.spec.name))) for pool in pools

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, ValidationInfo, field_serializer, field_validator, model_validator
 
-from simtune.sim.summary import LatencyQuantiles, SimulationSummary, Uncertainty, Whole
+from simtune.sim.summary import CostBasis, LatencyQuantiles, SimulationSummary, Uncertainty, Whole
 from simtune.specs.base import Count, ErrorAt, NonNegative, Positive, Record, Seq, Share, Spec
 from simtune.specs.plan import Plan
 from simtune.specs.study import Study
@@ -233,6 +233,7 @@ class Summary(SimulationSummary):
     hardware: HardwareFacts
     memory: MemoryUse | None
     breakdown: Seq[StepTime] | None
+    cost_basis: CostBasis | None = Field(None, description="null where step costs were brought from outside")
     timeline: Timeline | None
     pool_timelines: Seq[PoolTimeline] | None = Field(description="where there are several pools")
     quantiles: LatencyQuantiles | None

@@ -18,6 +18,7 @@ from simtune.sim.agenda import DRAINED, STEP_END, TRANSFER_START, WAKE, Agenda
 from simtune.sim.link import TransferLink
 from simtune.sim.outcome import StepRecord
 from simtune.sim.recorder import Recorder
+from simtune.sim.sampling import StepSampler
 from simtune.sim.timing import JumpTime, StepTimer, timer_for
 
 
@@ -167,6 +168,8 @@ class EngineCore:
     """Requests handed over whose KV cache is still here."""
     busy: int = field(default=0, init=False)
     """Ticks spent in steps so far."""
+    sampler: StepSampler = field(default_factory=StepSampler, init=False)
+    """Keeps some of its steps."""
     inbox: Inbox = field(default_factory=Inbox, init=False)
     runs_ahead: bool = field(default=False, init=False)
     """Whether its steps end by `run_ahead`, not by `end`."""
@@ -311,12 +314,14 @@ class EngineCore:
         agenda, recorder, time, timer = self._agenda, self._recorder, self.time, self._timer
         heap, note, decode = agenda.heap, recorder.rows.append, timer.affine
         complete, schedule, step = self.scheduler.complete, self.scheduler.schedule, self.step
-        if agenda.held is not None:
-            agenda.hold(None)  # from here on the heap alone says what comes first
+        sampler = self.sampler
+        agenda.hold(None)  # from here on the heap alone says what comes first
         while step is not None:
             repetitions = time.repetitions
             recorder.steps += repetitions
             self.busy += now - self.started
+            if self.busy >= sampler.due:
+                sampler.take(self.busy, step, repetitions)
             if time.ends is not None:
                 recorder.note_listed(time.ends[:repetitions], step.num_decodes - step.discarded)
             elif decodes := step.num_decodes - step.discarded:
@@ -412,6 +417,8 @@ class EngineCore:
         assert step is not None
         recorder.steps += time.repetitions
         self.busy += end - self.started
+        if self.busy >= self.sampler.due:
+            self.sampler.take(self.busy, step, time.repetitions)
         decodes = step.num_decodes - step.discarded
         if time.ends is not None:
             recorder.note_listed(time.ends[: time.repetitions], decodes)

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simtune.engine import Tally
+from simtune.sim.sampling import SampledStep
 
 Ticks = NDArray[np.int64]
 
@@ -43,6 +44,8 @@ class EngineCoreUse(NamedTuple):
     """Prompt tokens looked for in its prefix cache."""
     hit_tokens: int = 0
     """How many of them were there."""
+    sampled: tuple[SampledStep, ...] = ()
+    """Some of its steps, evenly spaced in its busy time."""
 
 
 @dataclass(slots=True)

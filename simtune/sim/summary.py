@@ -134,6 +134,31 @@ class LatencyQuantiles(Record):
     e2el_s: Seq[float]
 
 
+class BasisShares(Record):
+    """Shares of time by what it rests on; they add up to 1 but for rounding."""
+
+    measured: Share = Field(description="of shapes that were measured on this device")
+    interpolated: Share = Field(description="of shapes among those measured")
+    extrapolated: Share = Field(description="of shapes outside them")
+    carried_over: Share = Field(description="measured on another device and moved to this one by the data sheets")
+    data_sheet: Share = Field(description="measured by nobody, or assumed")
+
+
+class OperatorBasis(Record):
+    """What the time of one operator kind rests on, and how far off it may be."""
+
+    operator: str
+    share: Share = Field(description="of the time of all kinds")
+    log_sd: NonNegative = Field(description="typical log error of its time; 1.645 of it hold 90 %")
+    basis: BasisShares
+
+
+class CostBasis(BasisShares):
+    """What the simulated steps' time in kernels and collectives rests on: steps of the run, weighted by their time."""
+
+    operators: Seq[OperatorBasis] = Field(description="the longest first")
+
+
 class Uncertainty(Record):
     """What redrawn worlds say: intervals that hold the middle `level` of them, and shares of worlds."""
 

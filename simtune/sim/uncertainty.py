@@ -2,7 +2,9 @@
 
 A time model errs in the same direction for all layers, steps and plans that use it, so its error is drawn once per
 operator kind and simulated world, never per call: independent errors would average out and fake certainty. World
-i of a seed has the same errors for every plan, so that plans can be compared world by world.
+i of a seed has the same errors for every plan, in units of their spread, so that plans can be compared world by world.
+The spread of a kind is that of the shapes which the plan's own steps ask for, weighted by their time
+(`simtune.sim.basis`): wider where they are outside what was measured.
 
 What this covers is the error of operator times as seen on points held back from their fits, and that of acceptance as
 its estimate states it. It does not cover what the
@@ -12,7 +14,7 @@ model leaves out: another engine release, noise of the machine, or a load that i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,11 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simtune.costs.iteration import KINDS
-from simtune.costs.predict import Profile
+from simtune.costs.predict import DATA_SHEET_LOG_SD, Profile
 from simtune.parallel import executor, ordered_map
+from simtune.sim.basis import pool_bases
 from simtune.sim.deployment import Deployment, deploy
 from simtune.sim.drafting import Drafting
 from simtune.sim.requests import RequestStream
+from simtune.sim.result import Result
 from simtune.sim.summary import SimulationSummary, Uncertainty, is_uncertain
 from simtune.specs.base import Record
 from simtune.specs.hardware import Hardware
@@ -36,15 +40,25 @@ LEVEL = 0.9
 _PURPOSE = 6  # key of the random streams of `simtune.sim.requests`, continued
 
 
-def worlds(hardware: Iterable[Hardware], count: int, seed: int) -> list[dict[str, float]]:
-    """`count` worlds: a factor on the time of every operator kind, lognormal with the kind's typical log error.
+def spreads(deployment: Deployment, result: Result) -> dict[str, float]:
+    """The standard deviation of the log error of every kind in the steps of a run.
 
-    Pools on different hardware share the factor, of the size of the larger error.
+    Pools on different hardware share the error, of the size of the larger one. A kind that took no time has the error
+    that is typical of it on this hardware.
     """
     log_sd: dict[str, float] = {}
-    for one in hardware:
-        for kind, sd in Profile(one).kind_log_sd().items():
-            log_sd[kind] = max(sd, log_sd.get(kind, 0.0))
+    for kinds in pool_bases(deployment, result).values():
+        for kind, basis in kinds.items():
+            log_sd[kind] = max(basis.log_sd, log_sd.get(kind, 0.0))
+    typical = [Profile(pool.hardware).kind_log_sd() for pool in deployment.pools]
+    for kind in KINDS:
+        if kind not in log_sd:
+            log_sd[kind] = max(sds.get(kind, DATA_SHEET_LOG_SD) for sds in typical)
+    return log_sd
+
+
+def worlds(log_sd: Mapping[str, float], count: int, seed: int) -> list[dict[str, float]]:
+    """`count` worlds: a factor on the time of every kind, lognormal with these standard deviations."""
     drawn = {kind: _normal(seed, i, count) for i, kind in enumerate(KINDS)}
     return [{kind: math.exp(log_sd[kind] * drawn[kind][i]) for kind in KINDS if kind in log_sd} for i in range(count)]
 
@@ -70,11 +84,10 @@ def uncertainty(
     """
     d = deployment
     hardware = {pool.spec.hardware: pool.hardware for pool in d.pools}
+    log_sd = spreads(d, d.simulate(stream, slo, seed=seed))
     tasks = [
         _World(d.plan, d.model, hardware, _shifted(d.drafting, float(errors)), stream, slo or Slo(), factors, seed)
-        for factors, errors in zip(
-            worlds(hardware.values(), count, seed), _normal(seed, len(KINDS), count), strict=True
-        )
+        for factors, errors in zip(worlds(log_sd, count, seed), _normal(seed, len(KINDS), count), strict=True)
     ]
     with executor(jobs, count) as pool:
         verdicts = list(ordered_map(pool, _World.run, tasks))

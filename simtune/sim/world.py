@@ -133,4 +133,5 @@ class World:
 def _use(core: EngineCore) -> EngineCoreUse:
     kv, tally = core.scheduler.kv, core.scheduler.tally
     looked = (kv.queried_tokens, kv.hit_tokens) if isinstance(kv, PrefixCache) else ()
-    return EngineCoreUse(core.pool, core.instance, core.virtual_engine, kv.total, core.busy, tally, *looked)
+    use = EngineCoreUse(core.pool, core.instance, core.virtual_engine, kv.total, core.busy, tally, *looked)
+    return use._replace(sampled=core.sampler.steps())

@@ -58,7 +58,9 @@ Range = Annotated[Seq[float], Field(min_length=2, max_length=2, strict=False)]
 class Provenance(Part):
     """Where numbers come from."""
 
-    kind: Literal["measured", "published-tables", "data-sheet", "assumed"]
+    kind: Literal["measured", "published-tables", "transferred", "data-sheet", "assumed"] = Field(
+        description="transferred: fitted on another device and moved to this one by the data sheets of the two"
+    )
     source: str = Field(description="who measured, with what; table names and versions")
     licence: str | None = None
     device: str | None = None
@@ -198,6 +200,13 @@ class Operator(Part):
         "longest context of a batch exceeds the mean",
     )
     box: dict[str, Range] = Field(description="smallest and largest measured value of each shape parameter")
+    joint_box: dict[str, Range] = Field(
+        default_factory=dict,
+        description="the same of each feature of a residual, the product or ratio of several parameters",
+    )
+    families: Seq[dict[str, float]] = Field(
+        (), description="where few combinations of these parameters were measured, all of them; others extrapolate"
+    )
     hold_out: Seq[HoldOut]
     provenance: Provenance
 

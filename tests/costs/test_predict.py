@@ -10,10 +10,10 @@ import pytest
 
 from simtune.arrays import Array
 from simtune.cli.output import write_profile
-from simtune.costs.predict import DATA_SHEET_LOG_SD, OUTSIDE, Predictor, Profile, typical_log_sd
+from simtune.costs.predict import DATA_SHEET_LOG_SD, OUTSIDE, Basis, Predictor, Profile, typical_log_sd
 from simtune.errors import SpecError
 from simtune.specs.catalog import load_hardware
-from simtune.specs.hardware import Arrays, Curve, Hardware, HoldOut, Interval, Operator, Residual
+from simtune.specs.hardware import Arrays, Curve, Hardware, HoldOut, Interval, Operator, Provenance, Residual
 from tests.costs.made_up import hardware, operator
 
 POINTS = np.linspace(-1.5, 1.5, 16)
@@ -110,6 +110,19 @@ def test_errors_without_an_interval() -> None:
     assert Predictor(operator("gemm"), 8).log_sd(m=1, n=2, k=3) == DATA_SHEET_LOG_SD
 
 
+def test_collectives_that_nobody_measured_err_like_a_data_sheet() -> None:
+    """Those of groups of another size, and those of another device."""
+    line = Curve(at={"devices": 2.0}, x=(1e3, 1e6), seconds=(1e-5, 1e-4))
+    interval = Interval(method="split", quantile=1.645, log_sd=0.02)
+    known = operator("all_reduce").model_copy(
+        update={"curves": (line,), "interval": interval, "provenance": Provenance(kind="measured", source="me")}
+    )
+    sd = Predictor(known, 8).log_sd(devices=np.array([2, 4]), bytes=1e4)
+    assert sd.tolist() == pytest.approx([0.02, DATA_SHEET_LOG_SD])
+    moved = known.model_copy(update={"provenance": Provenance(kind="transferred", source="a sister")})
+    assert Predictor(moved, 8).log_sd(devices=2, bytes=1e4) == DATA_SHEET_LOG_SD
+
+
 def test_one_error_per_kind() -> None:
     device = hardware()
     operators = {
@@ -119,6 +132,52 @@ def test_one_error_per_kind() -> None:
     found = Profile(device.model_copy(update={"operators": {**device.operators, **operators}})).kind_log_sd()
     assert found["gemm"] == found["head"] == pytest.approx(0.06), "the median of its operators"
     assert found["moe"] == found["send"] == found["sampling"] == DATA_SHEET_LOG_SD
+    assert found["mla_decode"] == found["all_gather"] == DATA_SHEET_LOG_SD, "nobody measured them: never without error"
+
+
+def test_what_a_time_rests_on() -> None:
+    """A knot of a user's own curve or a point of the process was measured; the rest lies among or outside them."""
+    line = Curve(at={"n": 64.0, "k": 32.0}, x=(1.0, 4.0), seconds=(1e-3, 2e-3))
+    mine = Provenance(kind="measured", source="me")
+    own = corrected(curves=(line,), provenance=mine, box={"m": (1.0, 256.0), "n": (32.0, 64.0), "k": (32.0, 32.0)})
+    gemm = Predictor(own, 8, residual()[1])
+    at_point = float(2 ** (5 + 2 * POINTS[3]))
+    m, n = np.array([4.0, 3.0, at_point, 100.0, 300.0]), np.array([64.0, 64.0, 48.0, 48.0, 48.0])
+    expected = [Basis.MEASURED, Basis.INTERPOLATED, Basis.MEASURED, Basis.INTERPOLATED, Basis.EXTRAPOLATED]
+    assert gemm.basis(m=m, n=n, k=32).tolist() == expected
+    for kind, basis in (("transferred", Basis.CARRIED_OVER), ("data-sheet", Basis.DATA_SHEET)):
+        moved = own.model_copy(update={"provenance": Provenance(kind=kind, source="a sheet")})
+        assert set(Predictor(moved, 8, residual()[1]).basis(m=m, n=n, k=32).tolist()) == {basis}
+    theirs = own.model_copy(update={"provenance": Provenance(kind="published-tables", source="them")})
+    assert Basis.MEASURED not in Predictor(theirs, 8, residual()[1]).basis(m=m, n=n, k=32), "their rows are not kept"
+
+
+def test_the_box_is_joint() -> None:
+    """What is within the range of every parameter may be outside of what they were together."""
+    attention = operator("prefill_attention", kv_dtype="bf16").model_copy(
+        update={
+            "provenance": Provenance(kind="published-tables", source="them"),
+            "residual": None,
+            "box": {"tokens": (1.0, 4096.0), "context": (1.0, 4096.0)},
+            "joint_box": {"context": (0.0, 0.0), "window": (0.0, 0.0)},
+        }
+    )
+    prefill = Predictor(attention, 8)
+    shape = {"batch": 1, "tokens": 512, "heads": 8, "kv_heads": 8, "head_dim": 64}
+    assert prefill.inside(**shape, context=512, window=512)
+    assert not prefill.inside(**shape, context=2048, window=2048), "a chunk after a cached past, of whole prompts only"
+    assert not prefill.inside(**shape, context=512, window=128), "no window was measured"
+
+
+def test_the_products_of_one_model_do_not_vouch_for_another() -> None:
+    few = corrected(
+        provenance=Provenance(kind="published-tables", source="them"),
+        box={"m": (4.0, 256.0), "n": (32.0, 128.0), "k": (32.0, 128.0)},
+        families=({"n": 32.0, "k": 128.0}, {"n": 128.0, "k": 32.0}),
+    )
+    gemm = Predictor(few, 8, residual()[1])
+    assert gemm.inside(m=8, n=np.array([32, 128, 64]), k=np.array([128, 32, 64])).tolist() == [True, True, False]
+    assert gemm.log_sd(m=8, n=64, k=64) > gemm.log_sd(m=8, n=32, k=128)
 
 
 @pytest.fixture

@@ -113,7 +113,7 @@ def test_a_shipped_transfer_is_one_of_its_shipped_source(name: str) -> None:
     shipped, fresh = load_hardware(name), transfer(load_hardware(TRANSFERRED[name]), facts(name))
     assert shipped == fresh
     assert shipped.arrays == fresh.arrays
-    assert {o.provenance.kind for o in shipped.operators.values()} == {"data-sheet"}
+    assert {o.provenance.kind for o in shipped.operators.values()} == {"transferred"}
 
 
 def test_a_transfer_is_not_transferred_again() -> None:

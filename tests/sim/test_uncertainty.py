@@ -10,11 +10,12 @@ import pytest
 
 from simtune.costs.iteration import KINDS
 from simtune.costs.predict import Profile
+from simtune.sim.basis import pool_bases
 from simtune.sim.deployment import Deployment, default_plan, deploy
 from simtune.sim.drafting import Drafting
 from simtune.sim.requests import RequestStream, build_stream
 from simtune.sim.summary import Uncertain
-from simtune.sim.uncertainty import intervals, uncertainty, worlds
+from simtune.sim.uncertainty import intervals, spreads, uncertainty, worlds
 from simtune.specs.acceptance import Acceptance, BetaMixture, PerPosition, PerRank
 from simtune.specs.base import Record, Seq
 from simtune.specs.catalog import load_hardware, load_model
@@ -37,17 +38,29 @@ def deployed() -> tuple[Deployment, RequestStream]:
 
 
 def test_a_world_is_one_error_per_operator_kind() -> None:
-    drawn = worlds([HARDWARE], 4000, seed=1)
     log_sd = Profile(HARDWARE).kind_log_sd()
-    assert set(drawn[0]) == set(log_sd) & set(KINDS)
+    drawn = worlds(log_sd, 4000, seed=1)
+    assert set(drawn[0]) == set(KINDS), "a kind that the profile lacks has the error of a data sheet, not none"
     for kind in drawn[0]:
         logs = np.log([world[kind] for world in drawn])
         assert logs.mean() == pytest.approx(0, abs=4 * log_sd[kind] / 4000**0.5)
         assert logs.std() == pytest.approx(log_sd[kind], rel=0.05)
     gemm, decode = (np.log([world[kind] for world in drawn]) for kind in ("gemm", "decode_attention"))
     assert abs(np.corrcoef(gemm, decode)[0, 1]) < 0.05
-    assert worlds([HARDWARE], 10, seed=1) == drawn[:10], "more worlds are more of the same"
-    assert worlds([HARDWARE], 10, seed=2) != drawn[:10]
+    assert worlds(log_sd, 10, seed=1) == drawn[:10], "more worlds are more of the same"
+    assert worlds(log_sd, 10, seed=2) != drawn[:10]
+
+
+def test_spreads_are_those_of_the_shapes_that_were_simulated(deployed: tuple[Deployment, RequestStream]) -> None:
+    """Few tokens a step and many differ in how sure products are; a kind without time has its typical error."""
+    deployment, stream = deployed
+    result = deployment.simulate(stream)
+    found, typical = spreads(deployment, result), Profile(HARDWARE).kind_log_sd()
+    assert set(found) == set(KINDS)
+    assert found["moe"] == typical["moe"], "this model has no experts"
+    (bases,) = pool_bases(deployment, result).values()
+    assert found["gemm"] == bases["gemm"].log_sd != typical["gemm"]
+    assert min(found.values()) > 0
 
 
 def test_factors_slow_a_deployment_down(deployed: tuple[Deployment, RequestStream]) -> None:

@@ -153,6 +153,9 @@ class OperatorForm(ABC):
     """True: where nothing was measured, a call's overhead is the latency of the link."""
     curve: ClassVar[CurveForm | None] = None
     """None: no curve describes it."""
+    joint: ClassVar[tuple[str, ...] | None] = None
+    """Features whose measured ranges bound what was measured, besides those of the parameters; None is all that are
+    more than the logarithm of one parameter."""
     splits: ClassVar[tuple[Split, ...]] = (RANDOM,)
     """How a fit of it is tested; the coverage on the first stands in its interval."""
     not_positive: ClassVar[Mapping[str, tuple[float, ...]]] = {}

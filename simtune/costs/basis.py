@@ -1,0 +1,236 @@
+"""What the time of steps rests on: which part of it was measured, and how far off the rest may be.
+
+A step is asked for once more with predictors that note what they are asked. How much of the step's time each answer
+stands for is found by making it a little longer: whatever a step model adds, subtracts or takes the maximum of, the
+share is what the step gets longer by. What is the difference of two predictions, as a chunk after a cached past is one
+of two whole prompts, was never measured, and counts as extrapolated whatever the two are.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from simtune.arrays import Array, Mask
+from simtune.costs.iteration import StepModel, StepWork
+from simtune.costs.operators import operator_key
+from simtune.costs.predict import OUTSIDE, Basis, Predictor, Profile
+from simtune.specs.hardware import Hardware, OperatorKind
+from simtune.specs.model import Model
+from simtune.specs.plan import Pool
+
+_LONGER = 2.0**-20
+"""By how much an answer is made longer: exact in floating point, and far above its rounding."""
+
+_NOTHING = 1e-5
+"""A smaller share of a part of a step is rounding, or what a ratio is not linear by."""
+
+
+class WeightedStep(NamedTuple):
+    """A step that stands for so many seconds (or any unit) of a run."""
+
+    weight: float
+    work: StepWork
+    width: int = 1
+    """Query tokens of each decode: more than one where drafts are verified."""
+
+
+@dataclass
+class KindBasis:
+    """Of one kind in a step's breakdown: seconds by `Basis`, and the typical log error of its time."""
+
+    seconds: Array = field(default_factory=lambda: np.zeros(len(Basis)))
+    _weighted_sd: float = 0.0
+
+    def add(self, seconds: float, basis: int, log_sd: float) -> None:
+        """Account for so much time."""
+        self.seconds[basis] += seconds
+        self._weighted_sd += seconds * log_sd
+
+    @property
+    def log_sd(self) -> float:
+        """Of the time of all its calls together: their errors have one cause, so they do not average out."""
+        return self._weighted_sd / float(self.seconds.sum())
+
+
+class _Call(NamedTuple):
+    predictor: _Noting
+    shape: Mapping[str, ArrayLike]
+    seconds: Array
+
+
+class _Notes:
+    """What was asked since the last step began; the answer numbered `longer` is given a little longer."""
+
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+        self.longer: int | None = None
+
+    def begin(self, longer: int | None = None) -> None:
+        self.calls, self.longer = [], longer
+
+
+class _Noting(Predictor):
+    """A predictor that notes what it is asked, and by which key it is found in a profile."""
+
+    def __init__(self, predictor: Predictor, hardware: Hardware, notes: _Notes) -> None:
+        super().__init__(predictor.operator, hardware.device.processors, hardware.arrays)
+        self._notes = notes
+
+    def seconds(self, **shape: ArrayLike) -> Array:
+        """See `Predictor.seconds`."""
+        notes, seconds = self._notes, super().seconds(**shape)
+        if notes.longer == len(notes.calls):
+            seconds = seconds * (1 + _LONGER)
+        notes.calls.append(_Call(self, shape, seconds))
+        return seconds
+
+
+class _NotingProfile(Profile):
+    """A profile of noting predictors, one for each operator."""
+
+    def __init__(self, hardware: Hardware, notes: _Notes) -> None:
+        super().__init__(hardware)
+        self._notes = notes
+        self._made: dict[str, _Noting] = {}
+
+    def predictor(
+        self, kind: OperatorKind, dtype: str, *, kv_dtype: str | None = None, variant: str | None = None
+    ) -> Predictor:
+        """See `Profile.predictor`."""
+        key = operator_key(kind, dtype, kv_dtype, variant)
+        if key not in self._made:
+            plain = super().predictor(kind, dtype, kv_dtype=kv_dtype, variant=variant)
+            self._made[key] = _Noting(plain, self.hardware, self._notes)
+        return self._made[key]
+
+
+class _Share(NamedTuple):
+    """Of the calls of an operator in a step: the seconds of the step's part that one call stands for."""
+
+    kind: str
+    call: _Call
+    seconds: Array
+    differs: Mask
+    """Where it is what is left of a longer call after a shorter one was subtracted."""
+
+
+class StepBasis:
+    """Tells what the steps of one model on the devices of one pool rest on. Raises Infeasible as `StepModel` does."""
+
+    def __init__(self, model: Model, hardware: Hardware, pool: Pool) -> None:
+        self._notes = _Notes()
+        self._model = StepModel(model, hardware, pool, profile=_NotingProfile(hardware, self._notes))
+        self._slopes: dict[tuple[int, ...], list[dict[str, float]]] = {}
+
+    def of(self, steps: Iterable[WeightedStep]) -> dict[str, KindBasis]:
+        """By kind (`simtune.costs.iteration.KINDS`); kinds without time are left out."""
+        by_predictor: dict[_Noting, list[tuple[float, _Share]]] = defaultdict(list)
+        for step in steps:
+            shares, total = self._shares(step)
+            for share in shares:
+                by_predictor[share.call.predictor].append((step.weight / total, share))
+        by_kind: dict[str, KindBasis] = defaultdict(KindBasis)
+        for predictor, of_it in by_predictor.items():
+            _account(predictor, of_it, by_kind)
+        return dict(by_kind)
+
+    def _shares(self, step: WeightedStep) -> tuple[list[_Share], float]:
+        """What each call of a step stands for, and the seconds of all of them."""
+        self._notes.begin()
+        whole = self._seconds(step)
+        calls = self._notes.calls
+        signature = (step.width, *(id(call.predictor) for call in calls))
+        if signature not in self._slopes:
+            self._slopes[signature] = self._find_slopes(step, whole, calls)
+        shares: list[_Share] = []
+        by_operator: dict[tuple[str, int], list[tuple[float, _Call]]] = defaultdict(list)
+        for call, slopes in zip(calls, self._slopes[signature], strict=True):
+            work = call.predictor.works(**call.shape)
+            if work.any():  # others only take overheads off
+                working = call._replace(seconds=np.where(work, call.seconds, 0.0))
+                for kind, slope in slopes.items():
+                    by_operator[kind, id(call.predictor)].append((slope, working))
+        for (kind, _), of_it in by_operator.items():
+            shares += _net(kind, of_it)
+        answered = {kind: sum(float(share.seconds.sum()) for share in shares if share.kind == kind) for kind in whole}
+        # What no call answered for, such as an overhead, is shared out among those that did.
+        shares = [
+            share._replace(seconds=share.seconds * (whole[share.kind] / answered[share.kind])) for share in shares
+        ]
+        return shares, sum(seconds for kind, seconds in whole.items() if answered[kind])
+
+    def _find_slopes(
+        self, step: WeightedStep, whole: Mapping[str, float], calls: Sequence[_Call]
+    ) -> list[dict[str, float]]:
+        """For each call, by how many seconds each kind gets longer for a second that the call does."""
+        of_calls = []
+        for i, call in enumerate(calls):
+            self._notes.begin(longer=i)
+            longer = self._seconds(step)
+            second = _LONGER * float(np.sum(call.seconds))
+            slopes = {kind: (longer[kind] - whole[kind]) / second for kind in whole}
+            of_calls.append(
+                {
+                    kind: slope
+                    for kind, slope in slopes.items()
+                    if abs(slope * np.sum(call.seconds)) > _NOTHING * whole[kind]
+                }
+            )
+        return of_calls
+
+    def _seconds(self, step: WeightedStep) -> dict[str, float]:
+        """By kind, drafts verified where there are any; what drafting takes is not in it."""
+        work, model = step.work, self._model
+        if step.width == 1 or not work.num_decodes:
+            return model.breakdown(work)
+        tokens = work.num_tokens + (step.width - 1) * work.num_decodes
+        samples = max(1, work.num_samples + (step.width - 1) * work.num_decodes)
+        mean = np.array([work.context_tokens / work.num_decodes])
+        parts = {kind: float(seconds[0]) for kind, seconds in model.linear(np.array([tokens])).items()}
+        parts |= {kind: float(seconds[0]) for kind, seconds in model.head(np.array([samples])).items()}
+        parts["decode_attention"] = float(model.decode(work.num_decodes, mean, step.width)[0])
+        if work.chunks:
+            parts["prefill_attention"] = model.breakdown(StepWork(chunks=work.chunks))["prefill_attention"]
+        return parts
+
+
+def _net(kind: str, calls: Sequence[tuple[float, _Call]]) -> list[_Share]:
+    """What calls of one operator come to that are added and subtracted: the longer ones stand for what is left.
+
+    Calls for equally many chunks are for the same ones, each of which has something taken from it or not.
+    """
+    alike = len({call.seconds.size for _, call in calls}) == 1
+    one = np.ravel if alike else np.sum
+    added = sum(np.asarray(one(slope * call.seconds)) for slope, call in calls if slope > 0)
+    taken = sum(np.asarray(one(-slope * call.seconds)) for slope, call in calls if slope < 0)
+    added, taken = np.asarray(added), np.asarray(taken)
+    left = 1 - taken / np.where(added > 0, added, 1.0)
+    left[left < _NOTHING] = 0.0
+    return [
+        _Share(kind, call, left * slope * np.ravel(call.seconds), np.broadcast_to(taken > 0, call.seconds.size))
+        for slope, call in calls
+        if slope > 0
+    ]
+
+
+def _account(predictor: _Noting, shares: Sequence[tuple[float, _Share]], by_kind: dict[str, KindBasis]) -> None:
+    """Add the calls of one operator to their kinds; asked for at once, for that is what takes the time."""
+    flat = [{n: np.broadcast_to(x, s.call.seconds.shape).ravel() for n, x in s.call.shape.items()} for _, s in shares]
+    shape = {name: np.concatenate([columns[name] for columns in flat]) for name in flat[0]}
+    basis, log_sd = predictor.basis(**shape), predictor.log_sd(**shape)
+    at = 0
+    for weight, share in shares:
+        for seconds, differs in zip(weight * share.seconds, share.differs, strict=True):
+            rests_on, sd = int(basis[at]), float(log_sd[at])
+            at += 1
+            if seconds <= 0:
+                continue
+            if differs and rests_on < Basis.EXTRAPOLATED:
+                rests_on, sd = Basis.EXTRAPOLATED, OUTSIDE * sd
+            by_kind[share.kind].add(float(seconds), rests_on, sd)

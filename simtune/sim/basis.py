@@ -1,0 +1,117 @@
+"""What the numbers of a run rest on: its own steps, looked at once more (`simtune.costs.basis`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from simtune.costs.basis import KindBasis, StepBasis, WeightedStep
+from simtune.costs.iteration import StepWork
+from simtune.costs.predict import Basis
+from simtune.sim.deployment import Deployment
+from simtune.sim.parts import OwnCosts
+from simtune.sim.result import Result
+from simtune.sim.sampling import SampledStep
+from simtune.sim.summary import BasisShares, CostBasis, OperatorBasis
+
+STEPS = 48
+"""Of each pool, evenly spaced in its busy time."""
+
+WORTH_A_NOTE = 0.1
+"""Of the step time: more than this not vouched for by measurements of such shapes is said."""
+
+
+def pool_bases(deployment: Deployment, result: Result) -> dict[str, dict[str, KindBasis]]:
+    """By pool and kind, weighted by the time that the pool's steps took. Pools whose costs were brought from outside,
+    and those that ran no step, are left out.
+    """
+    bases = {}
+    for pool in deployment.pools:
+        steps = [step for core in result.outcome.cores if core.pool == pool.spec.name for step in core.sampled]
+        if steps and not isinstance(pool.costs, OwnCosts):
+            model = StepBasis(deployment.model, pool.hardware, pool.spec)
+            bases[pool.spec.name] = model.of(_weighted(step) for step in evenly(steps, STEPS))
+    return bases
+
+
+def evenly(steps: Sequence[SampledStep], count: int) -> list[SampledStep]:
+    """At most `count` of the steps, evenly spaced in the time that they stand for."""
+    ends = np.cumsum([step.ticks for step in steps])
+    if len(steps) <= count:
+        return list(steps)
+    each = ends[-1] / count
+    at = np.searchsorted(ends, (np.arange(count) + 0.5) * each)
+    return [_standing_for(steps[i], each) for i in at]
+
+
+def _standing_for(step: SampledStep, ticks: float) -> SampledStep:
+    return SampledStep(
+        max(1, round(ticks)),
+        step.num_decodes,
+        step.context_tokens,
+        step.verify_tokens,
+        step.num_samples,
+        step.chunks,
+    )
+
+
+def _weighted(step: SampledStep) -> WeightedStep:
+    work = StepWork(step.num_decodes, step.context_tokens, step.chunks, step.num_samples)
+    width = round(step.verify_tokens / step.num_decodes) if step.num_decodes else 1
+    return WeightedStep(step.ticks, work, width)
+
+
+def cost_basis(deployment: Deployment, result: Result) -> CostBasis | None:
+    """Shares of the time of the run's kernels and collectives; None where all costs were brought from outside."""
+    return summed(pool_bases(deployment, result).values())
+
+
+def summed(pools: Iterable[Mapping[str, KindBasis]]) -> CostBasis | None:
+    """One account of those of several pools."""
+    kinds: dict[str, list[KindBasis]] = {}
+    for of_pool in pools:
+        for kind, basis in of_pool.items():
+            kinds.setdefault(kind, []).append(basis)
+    seconds = {kind: np.sum([basis.seconds for basis in bases], axis=0) for kind, bases in kinds.items()}
+    total = float(sum(of_kind.sum() for of_kind in seconds.values()))
+    if total <= 0:
+        return None
+    return CostBasis(
+        **_shares(np.sum(list(seconds.values()), axis=0) / total),
+        operators=tuple(
+            OperatorBasis(
+                operator=kind,
+                share=_short(seconds[kind].sum() / total),
+                log_sd=_short(max(basis.log_sd for basis in kinds[kind])),
+                basis=BasisShares(**_shares(seconds[kind] / seconds[kind].sum())),
+            )
+            for kind in sorted(seconds, key=lambda kind: -seconds[kind].sum())
+        ),
+    )
+
+
+def _shares(shares: np.ndarray[tuple[int], np.dtype[np.float64]]) -> dict[str, float]:
+    """By the field names of `BasisShares`."""
+    return {basis.name.lower(): _short(shares[basis]) for basis in Basis}
+
+
+def _short(value: float) -> float:
+    """To a hundredth of a per cent or finer: more would only look exact."""
+    return min(1e9, round(float(value), 6))
+
+
+def note(basis: CostBasis) -> str | None:
+    """What to say where much of the step time was not measured; None where little of it."""
+    unmeasured = (Basis.EXTRAPOLATED, Basis.CARRIED_OVER, Basis.DATA_SHEET)
+    if sum(getattr(basis, b.name.lower()) for b in unmeasured) <= WORTH_A_NOTE:
+        return None
+    parts = []
+    for b in unmeasured:
+        name = b.name.lower()
+        if (share := getattr(basis, name)) < 0.005:
+            continue
+        most = [o.operator for o in basis.operators if o.share * getattr(o.basis, name) >= 0.01]
+        parts.append(f"{share:.0%} {b.words}" + (f" ({', '.join(most)})" if most else ""))
+    whole = sum(getattr(basis, b.name.lower()) for b in unmeasured)
+    return f"{whole:.0%} of the step time rests on no measurement of such shapes: {', '.join(parts)}"

@@ -1,0 +1,72 @@
+"""Some of the steps of a core, evenly spaced in the time that it is busy, so that each stands for as much of it.
+
+What a run's numbers rest on is asked of these steps (`simtune.sim.basis`): all of them would be too many to ask, and
+typical ones would be made up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from simtune.engine import Step
+
+MOST = 64
+"""Steps that are kept; with twice as many, every second one is dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledStep:
+    """What a step worked on; `ticks` of a core's busy time are taken to have gone to steps like it."""
+
+    ticks: int
+    num_decodes: int
+    context_tokens: int
+    """KV tokens that the decodes read."""
+    verify_tokens: int
+    """Tokens that the decodes compute, drafts included."""
+    num_samples: int
+    """Sequences that get a token."""
+    chunks: tuple[tuple[int, int], ...]
+    """(past tokens, new tokens) of prefill chunks."""
+
+
+class StepSampler:
+    """Takes a step whenever the core has been busy for another `interval` ticks, which doubles as the run goes on."""
+
+    def __init__(self) -> None:
+        self.due = 1
+        """Ticks spent in steps at which the next is taken."""
+        self._interval = 1
+        self._steps: list[tuple[int, SampledStep]] = []  # when it was due, and the step, whose ticks are found last
+
+    def take(self, busy: int, step: Step, repetitions: int) -> None:
+        """Take a step that has ended, repeated so often, with the context of the middle repetition."""
+        context = step.context_tokens + step.num_decodes * (repetitions - 1) // 2
+        chunks = tuple((chunk.past, chunk.tokens) for chunk in step.chunks)
+        samples = step.num_decodes + sum(chunk.completes for chunk in step.chunks)
+        taken = SampledStep(0, step.num_decodes, context, step.verify_tokens, samples, chunks)
+        while (busy - self.due) // self._interval >= MOST:  # a long step after short ones
+            self._widen()
+        while self.due <= busy:
+            self._steps.append((self.due, taken))
+            self.due += self._interval
+            if len(self._steps) >= 2 * MOST:
+                self._widen()
+
+    def _widen(self) -> None:
+        """Twice the interval, and only the steps that it would have taken."""
+        self._interval *= 2
+        self._steps = [(due, step) for due, step in self._steps if (due - 1) % self._interval == 0]
+        self.due = 1 + -(-(self.due - 1) // self._interval) * self._interval
+
+    def steps(self) -> tuple[SampledStep, ...]:
+        """The steps taken, those that were taken several times in a row as one."""
+        kept: list[SampledStep] = []
+        last: SampledStep | None = None
+        for _, step in self._steps:
+            if step is last:
+                kept[-1] = replace(kept[-1], ticks=kept[-1].ticks + self._interval)
+            else:
+                kept.append(replace(step, ticks=self._interval))
+            last = step
+        return tuple(kept)

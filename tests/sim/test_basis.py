@@ -1,0 +1,102 @@
+"""What a run's numbers rest on: some of its own steps, each standing for its time."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from simtune.api import load_specs as specs_of
+from simtune.api import set_up
+from simtune.cli.simulate import simulate
+from simtune.engine import Step
+from simtune.sim.basis import cost_basis, evenly, note
+from simtune.sim.sampling import MOST, SampledStep, StepSampler
+from simtune.sim.summary import BasisShares, CostBasis, OperatorBasis
+
+
+def step(decodes: int) -> Step:
+    return Step(num_decodes=decodes, context_tokens=100 * decodes, chunks=[], preempted=[])
+
+
+def sampled(durations: list[int]) -> tuple[SampledStep, ...]:
+    """Of steps of these ticks, which decode as many as their number."""
+    sampler, busy = StepSampler(), 0
+    for number, ticks in enumerate(durations, start=1):
+        busy += ticks
+        if busy >= sampler.due:
+            sampler.take(busy, step(number), 1)
+    return sampler.steps()
+
+
+@pytest.mark.parametrize("durations", [[7] * 5000, [1] * 1000 + [10**6], [10**9], list(range(1, 700))])
+def test_steps_stand_for_their_time(durations: list[int]) -> None:
+    steps, total = sampled(durations), sum(durations)
+    assert 1 <= len(steps) <= 2 * MOST
+    weights = np.array([s.ticks for s in steps])
+    assert weights.sum() == pytest.approx(total, rel=2 / MOST)
+    mean = sum(d * n for n, d in enumerate(durations, start=1)) / total
+    assert weights @ [s.num_decodes for s in steps] / weights.sum() == pytest.approx(mean, rel=3 / MOST)
+
+
+def test_a_repeated_step_is_taken_with_the_context_of_its_middle() -> None:
+    sampler = StepSampler()
+    sampler.take(1, step(4), 11)
+    (taken,) = sampler.steps()
+    assert (taken.num_decodes, taken.context_tokens) == (4, 400 + 4 * 5)
+
+
+def test_evenly_keeps_the_time() -> None:
+    steps = [SampledStep(ticks, ticks, 1, 1, 1, ()) for ticks in (1, 1, 98, 100)]
+    kept = evenly(steps, 2)
+    assert [s.num_decodes for s in kept] == [98, 100]
+    assert [s.ticks for s in kept] == [100, 100]
+    assert evenly(steps, 4) == steps
+
+
+def basis(**shares: float) -> CostBasis:
+    known = dict.fromkeys(("measured", "interpolated", "extrapolated", "carried_over", "data_sheet"), 0.0) | shares
+    return CostBasis(
+        **known, operators=(OperatorBasis(operator="gemm", share=1.0, log_sd=0.1, basis=BasisShares(**known)),)
+    )
+
+
+def test_a_note_is_made_above_a_tenth() -> None:
+    assert note(basis(interpolated=0.9, extrapolated=0.1)) is None
+    said = note(basis(interpolated=0.6, extrapolated=0.1, carried_over=0.3))
+    assert said == (
+        "40% of the step time rests on no measurement of such shapes: 10% extrapolated (gemm), 30% carried over (gemm)"
+    )
+
+
+def test_a_run_says_what_it_rests_on() -> None:
+    experiment = set_up(specs_of("llama-3.1-8b", "h100-sxm", "chat"), requests=100)
+    result = experiment.run()
+    found = cost_basis(experiment.deployment, result)
+    assert found is not None
+    data = found.to_data()
+    shares = [data[name] for name in ("measured", "interpolated", "extrapolated", "carried_over", "data_sheet")]
+    assert sum(shares) == pytest.approx(1, abs=1e-4)
+    assert data["interpolated"] > 0.5
+    assert sum(o["share"] for o in data["operators"]) == pytest.approx(1, abs=1e-4)
+    again = cost_basis(experiment.deployment, experiment.run(record=True))
+    assert again is not None
+    assert again.interpolated == pytest.approx(found.interpolated, abs=0.02), "recorded or not"
+
+
+def test_own_costs_rest_on_nothing_that_is_known_here() -> None:
+    specs = specs_of("llama-3.1-8b", None, {"arrival_s": [0.0, 1.0], "prompt_tokens": [8, 8], "output_tokens": [4, 4]})
+    experiment = set_up(specs, costs=lambda num_decodes, context_tokens, chunks: 1e-3)
+    assert cost_basis(experiment.deployment, experiment.run()) is None
+
+
+def test_the_command_says_so() -> None:
+    asked = ["--model", "llama-3.1-8b", "--hardware", "b200", "--workload", "chat", "--requests", "50"]
+    shown = CliRunner().invoke(simulate, asked)
+    assert "step time" in shown.stdout
+    assert "carried over" in shown.stdout
+    assert "rests on no measurement of such shapes" in shown.stderr
+    as_json = CliRunner().invoke(simulate, [*asked, "--json"])
+    assert json.loads(as_json.stdout)["cost_basis"]["carried_over"] > 0.5
