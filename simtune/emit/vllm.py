@@ -32,6 +32,8 @@ OPTIONS: dict[str, type] = {
     "scheduling-policy": str,
     "enable-chunked-prefill": bool,
     "enable-prefix-caching": bool,
+    "long-prefill-token-threshold": int,
+    "scheduler-reserve-full-isl": bool,
     "async-scheduling": bool,
     "enforce-eager": bool,
     "watermark": float,
@@ -187,6 +189,8 @@ class Vllm(Emitter):
             "watermark": pool.kv_cache.watermark or None,
             "enable-chunked-prefill": pool.batching.chunked_prefill,
             "enable-prefix-caching": pool.kv_cache.prefix_caching,
+            "long-prefill-token-threshold": pool.batching.long_prefill_token_threshold,
+            "scheduler-reserve-full-isl": pool.batching.scheduler_reserve_full_isl,
             "async-scheduling": pool.schedules_async,  # vLLM refuses to be told so where it cannot
             "enforce-eager": not pool.cuda_graphs or None,
             "kv-transfer-config": None if pool.role == "mixed" else _NIXL,

@@ -12,7 +12,8 @@ its repetitions, tokens delivered, and what vLLM calls features, each a small ob
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Literal, Unpack
 
 from simtune.engine.batch import Batch, DecodeBatch, Tally
@@ -76,6 +77,7 @@ class BatchScheduler(Scheduler):
         self._arriving: list[Request] = []  # since the step under way was scheduled, asynchronously
         self._dispatched: list[Request] = []  # those that came before, when the step under way was scheduled already
         self._left_out: list[Request] = []  # members of the batch without a part in the step under way
+        self._overtakes = False  # whether a request may decode before one that was admitted earlier
 
     def _new_batch(self, speculation: DraftingTerms | None) -> Batch:
         if speculation is None:
@@ -190,17 +192,18 @@ class BatchScheduler(Scheduler):
         self.kv.name(prompt, prompt.computed + num_tokens - padding)
         return Chunk(prompt, prompt.computed, num_tokens, padding)
 
-    def _preempt(self, victim: Request, scheduled: bool) -> None:
-        """Take the blocks of a resident, which is `scheduled` if it has tokens in the coming step; it waits again."""
+    def _preempt(self, victim: Request, tokens: int = 0) -> None:
+        """Take the blocks of a resident, which has so many tokens in the coming step; it waits again."""
         self._preempted.append(victim)
         if self._settling.has_ended(victim):
-            self._settling.preempt(victim, scheduled)
+            self._settling.preempt(victim, tokens > 0)
             return
         if victim.decoding:
             self.decoding.leave(victim)
+            named_tokens = self._settling.named_tokens(victim, tokens > 0)
         else:
             self.prefilling.remove(victim)
-        named_tokens = self._settling.named_tokens(victim, scheduled)
+            named_tokens = victim.computed + tokens
         self._swapped_out_blocks += self._preemption.preempt(victim, self.kv, named_tokens)
         victim.preemptions += 1
         self.waiting.appendleft(victim)
@@ -235,9 +238,6 @@ class BatchScheduler(Scheduler):
         finished = batch.advance(repetitions)
         if more_blocks:
             self.kv.take(more_blocks)
-        for request in finished:
-            progress.finished.append(request)
-            settling.finish(request)
         for chunk in step.chunks:
             request = chunk.request
             request.computed += chunk.tokens - chunk.padding
@@ -250,8 +250,9 @@ class BatchScheduler(Scheduler):
             batch.join(request, chunk.padding)
             if request.emitted == request.output_tokens:
                 batch.leave(request)
-                progress.finished.append(request)
-                settling.finish(request)
+                finished = [*finished, request]
+        if finished:
+            progress.finished += self._settle_in_order(finished)
         if self._left_out:
             self._rejoin()
         if self._arriving or self._dispatched:
@@ -260,6 +261,13 @@ class BatchScheduler(Scheduler):
             for request in batch.draft(step.num_decodes + len(step.chunks)):
                 settling.ended.remove(request)  # it is in the next step all the same
         return progress
+
+    def _settle_in_order(self, finished: Sequence[Request]) -> Sequence[Request]:
+        """Requests that have left the batch are complete: in order of admission, the order of blocks to be found."""
+        in_order = sorted(finished, key=attrgetter("seat")) if self._overtakes else finished
+        for request in in_order:
+            self._settling.finish(request)
+        return in_order
 
     # --- requests come and go ---------------------------------------------------------------------------------
 

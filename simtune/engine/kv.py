@@ -46,6 +46,10 @@ class KvBlocks:
         """Blocks of a request that is in no batch (a batch knows those of its members)."""
         return self.blocks_for(max(request.computed, request.reserved_tokens))
 
+    def freed_by(self, request: Request) -> int:
+        """Blocks that come free when a request that is in no batch gives back what it holds."""
+        return self.held_by(request)
+
     def take(self, blocks: int) -> None:
         """Take so many of the free blocks; there must be enough."""
         self.free = free = self.free - blocks

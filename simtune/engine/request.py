@@ -54,6 +54,8 @@ class Request:
     """Whether it is resident and all its known tokens but the newest are in the cache: a step takes it further."""
     admission: int = 0
     """Its number in the order in which requests began to decode, given by the batch."""
+    seat: int = 0
+    """Its number in the order in which requests became residents, given by schedulers that go by it."""
     reserved_tokens: int = 0
     """Tokens it holds KV blocks for, where that is more than `computed`: room for drafts, or for tokens to come."""
     verifications: int = 0

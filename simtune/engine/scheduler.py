@@ -12,11 +12,22 @@ from simtune.engine.request import Request
 from simtune.engine.step import Progress, Step
 from simtune.engine.waiting import WaitingQueue
 
-Feature = Literal["async_scheduling", "prefix_caching", "safety_margin", "speculation", "swap", "watermark"]
+Feature = Literal[
+    "async_scheduling",
+    "long_prefills",
+    "prefix_caching",
+    "reserve_full_isl",
+    "safety_margin",
+    "speculation",
+    "swap",
+    "watermark",
+]
 """What a plan may ask of a policy that offers it."""
 SETTINGS_OF: dict[Feature, frozenset[str]] = {
     "async_scheduling": frozenset({"async_scheduling"}),
+    "long_prefills": frozenset({"long_prefill_token_threshold"}),
     "prefix_caching": frozenset({"prefix_caching", "hash_block_tokens"}),
+    "reserve_full_isl": frozenset({"scheduler_reserve_full_isl"}),
     "safety_margin": frozenset({"safety_margin"}),
     "speculation": frozenset({"speculation"}),
     "swap": frozenset({"preemption"}),

@@ -10,13 +10,19 @@ follow the first one chosen.
 
 *Reset.* Residents that were passed over for want of blocks are starved. After the step is chosen, starved residents
 are reset, the one tried last first, until the free blocks suffice for the rest of them, always leaving one resident.
-They lose all blocks and go to the end of the waiting queue, prompt and delivered tokens together being their new
-prompt; nobody is admitted then until a request finishes. Where nobody at all can be chosen, residents are reset first
-and the choice is made again.
+They lose all blocks and go to the end of the waiting queue one after the other, prompt and delivered tokens together
+being their new prompt; nobody is admitted then until a request finishes. Where nobody at all can be chosen, residents
+are reset first and the choice is made again.
 
-The engine's limit on cache reads (the size of the whole cache) cannot bind without shared blocks and is left out, and
-so are block sharing, offloading to the host and asynchronous batching.
-Checked step by step against logs of the real engine: tests/engine/test_hf_steplogs.py.
+*Sharing* (`allow_block_sharing`, prefix_caching in a plan). A waiting candidate looks for the beginning of its text in
+the cache (`simtune.engine.sharing`). One that finds some of it is a resident from then on, even if there are too few
+blocks for the rest, and may be starved like any other. The tokens that the requests of a step read from the cache must
+not be more than the cache has slots: a candidate that would read too many is passed over. (Without shared blocks they
+cannot be.)
+
+Offloading to the host and asynchronous batching are left out. Checked step by step against logs of the real engine,
+without sharing: tests/engine/test_hf_steplogs.py. Sharing is written from the engine's source (block_manager.py and
+scheduler.py of its continuous batching) and compared with a plain copy of those rules only.
 """
 
 from __future__ import annotations
@@ -28,31 +34,64 @@ from typing import ClassVar, Unpack
 from simtune.engine.policies.listed import ListScheduler, ScheduledTokens
 from simtune.engine.request import Request
 from simtune.engine.scheduler import Settings
-from simtune.engine.step import Progress
+from simtune.engine.sharing import SharedBlocks
+from simtune.engine.step import Progress, Step
 
 
 class TransformersFifo(ListScheduler):
     """See the module's text for the rule."""
 
-    offers = frozenset({"safety_margin"})
+    offers = frozenset({"prefix_caching", "safety_margin"})
     cuts_prompts = "always"
     DEFAULT_MARGIN: ClassVar[float] = 0.15
     PREFILL_FIRST: ClassVar[bool] = False
 
-    def __init__(self, *, safety_margin: float | None = None, **settings: Unpack[Settings]) -> None:
-        """`safety_margin`, a share of the blocks, is the engine's default unless given. Raises ValueError."""
+    def __init__(
+        self,
+        *,
+        safety_margin: float | None = None,
+        prefix_caching: bool = False,
+        hash_block_tokens: int | None = None,
+        **settings: Unpack[Settings],
+    ) -> None:
+        """`safety_margin`, a share of the blocks, is the engine's default unless given; `hash_block_tokens` is the size
+        of the blocks that requests name for prefix caching, block_size unless given. Raises ValueError."""
         super().__init__(**settings)
         if not self.chunked_prefill:
             raise ValueError("transformers always cuts prompts at the token budget; chunked_prefill must be true")
         if self.watermark_blocks:
             raise ValueError("transformers keeps blocks free by safety_margin; watermark_blocks must be 0")
         self.safety_margin = self.DEFAULT_MARGIN if safety_margin is None else safety_margin
+        self._shared: SharedBlocks | None = None
+        if prefix_caching:
+            block_size = self.kv.block_size
+            self._shared = SharedBlocks(self.kv.total, block_size, hash_block_tokens or block_size)
+            self.kv = self._shared
+        self._unserved: set[Request] = set()  # residents that have been in no step since they came in
         self._closed = False  # nobody is admitted until a request finishes
         self._after: list[Request] = []  # reset after the step was chosen; their blocks are free when it is over
 
     def would_notice(self) -> bool:
         """Whether the step has room for one more, and anybody is admitted."""
         return not self._closed and len(self._scheduled) < self.max_num_seqs
+
+    def schedule(self) -> Step | None:
+        """The step that `choose` makes; those that came in before their first step are admitted with it."""
+        step = super().schedule()
+        if step is not None and self._unserved:
+            late = self._unserved.intersection(self._scheduled)
+            admitted = late.union(step.admitted)
+            step.admitted = [request for request in self._scheduled if request in admitted]
+            self._unserved -= late
+        return step
+
+    def steady_steps(self, decoding: list[Request]) -> int:
+        """As long as they may read all their contexts."""
+        steps = super().steady_steps(decoding)
+        if self._shared is None:
+            return steps
+        spare = self._slots - sum(request.computed for request in decoding)
+        return max(1, min(steps, spare // len(decoding) + 1))
 
     def choose(self, preempted: list[Request]) -> ScheduledTokens:
         """Candidates in order, each with its next tokens; where nobody can be chosen, residents are reset first."""
@@ -68,7 +107,15 @@ class TransformersFifo(ListScheduler):
 
     def complete(self, repetitions: int = 1) -> Progress:
         """Deliver the tokens of the step; those reset after it was chosen give their blocks back now."""
+        scheduled = self._scheduled
+        if self._shared is not None and repetitions > 1:
+            for request in scheduled:  # before anybody's blocks come free, as they do in the last repetition
+                self.allocate(request, request.computed + repetitions)
         progress = super().complete(repetitions)
+        if self._shared is not None:
+            for request in scheduled:
+                if request in self.residents:
+                    self._shared.name(request, request.computed)
         for request in self._after:
             self.kv.release(request)
         self._after = []
@@ -78,35 +125,52 @@ class TransformersFifo(ListScheduler):
 
     def _lose_residents(self) -> list[Request]:
         self._after, self._closed = [], False
+        self._unserved.clear()
         return super()._lose_residents()
 
     def _attempt(self) -> tuple[ScheduledTokens, list[tuple[Request, int]]]:
         """The choice, and the starved residents with the tokens for which each found no blocks, as they were tried."""
         scheduled: ScheduledTokens = {}
         starved: list[tuple[Request, int]] = []
-        budget = self.max_num_batched_tokens
+        budget, slots = self.max_num_batched_tokens, self._slots
         roomy = self.kv.free / self.kv.total >= self.safety_margin
-        admitted = False
+        here = set(self.residents)
         for request in self._candidates():
             if scheduled and not roomy and not request.decoding:
                 break
-            resident = request in self.residents
+            if self._shared is not None and request not in self.residents:
+                self._find(request, self._shared)
+            if request.computed > slots:
+                continue
             tokens = 1 if request.decoding else min(request.known_tokens - request.computed, budget)
             if not self.allocate(request, request.computed + tokens):
-                if resident:
+                if request in self.residents:
                     starved.append((request, tokens))
-                elif not self.kv.free:
+                elif not self.kv.free and self._shared is None:
                     break
                 continue
             scheduled[request] = tokens
             self.residents[request] = None
-            admitted |= not resident
             budget -= tokens
-            if budget == 0 or len(scheduled) == self.max_num_seqs:
+            slots -= request.computed
+            if budget == 0 or slots <= 0 or len(scheduled) == self.max_num_seqs:
                 break
-        if admitted:
-            self.waiting = deque(request for request in self.waiting if request not in scheduled)
+        if len(self.residents) > len(here):
+            self._unserved.update(request for request in self.residents if request not in here | scheduled.keys())
+            self.waiting = deque(request for request in self.waiting if request not in self.residents)
         return scheduled, starved
+
+    def _find(self, request: Request, shared: SharedBlocks) -> None:
+        """Let a waiting request hold what is found of its text; if that is anything, it is a resident."""
+        tokens = shared.match(request)
+        if tokens:
+            request.computed = request.reserved_tokens = tokens
+            self.residents[request] = None
+
+    @property
+    def _slots(self) -> int:
+        """Tokens that the whole cache holds."""
+        return self.kv.total * self.kv.block_size
 
     def _candidates(self) -> Iterator[Request]:
         residents = list(self.residents)
@@ -123,9 +187,10 @@ class TransformersFifo(ListScheduler):
         while keep and len(self.residents) > 1 and sum(missing[:keep]) > free:
             keep -= 1
             victim = starved[keep][0]
-            free += kv.held_by(victim)
+            free += kv.freed_by(victim)
             self._leave(victim)
-        reset = [request for request, _ in starved[keep:]]
+            self._unserved.discard(victim)
+        reset = [request for request, _ in reversed(starved[keep:])]
         for request in reset:
             request.computed = 0  # its slots stay taken until they are released
             request.preemptions += 1

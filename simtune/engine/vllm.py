@@ -27,7 +27,7 @@ block fewer of its answer in the prefix cache than it would.
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import ClassVar, Unpack
+from typing import NamedTuple, Unpack
 
 from simtune.engine.batched import BatchScheduler, BatchSettings
 from simtune.engine.request import Request
@@ -35,11 +35,49 @@ from simtune.engine.step import Chunk, Step
 from simtune.engine.waiting import PriorityQueue, urgency
 
 
+class VllmSettings(BatchSettings, total=False):
+    """The settings of vLLM's schedulers."""
+
+    long_prefill_token_threshold: int
+    scheduler_reserve_full_isl: bool
+
+
+class Scheduled(NamedTuple):
+    """What a resident has been given for the coming step, where residents are asked one after the other."""
+
+    tokens: int
+    new_blocks: int
+    chunk: Chunk | None
+    """Of a prompt."""
+
+
 class VllmFcfs(BatchScheduler):
     """First come, first served. See the module's text for the rule."""
 
-    _newest_goes: ClassVar[bool] = True
-    """Whether the victim is always the newest resident."""
+    offers = BatchScheduler.offers | {"long_prefills", "reserve_full_isl"}
+
+    def __init__(
+        self,
+        *,
+        long_prefill_token_threshold: int = 0,
+        scheduler_reserve_full_isl: bool = True,
+        **settings: Unpack[BatchSettings],
+    ) -> None:
+        """With a threshold above 0 no prompt gets more tokens in a step. Raises ValueError, also for one that cuts
+        drafts."""
+        super().__init__(**settings)
+        speculation = settings.get("speculation")
+        if speculation is not None and 0 < long_prefill_token_threshold <= speculation.max_drafts:
+            raise ValueError(
+                f"long_prefill_token_threshold ({long_prefill_token_threshold}) must be more than the "
+                f"{speculation.max_drafts} drafts of a request, which it would cut"
+            )
+        self.long_prefill_token_threshold = long_prefill_token_threshold
+        self.scheduler_reserve_full_isl = scheduler_reserve_full_isl
+        self._longest_chunk = long_prefill_token_threshold or self.max_model_len
+        self._overtakes = long_prefill_token_threshold > 0
+        self._newest_goes = not self._overtakes  # whether the victim is the prompt under way, or who decodes last
+        self._seats = 0
 
     def schedule(self) -> Step | None:
         """The next step: residents first, then those that wait. See `Scheduler.schedule`."""
@@ -65,6 +103,8 @@ class VllmFcfs(BatchScheduler):
 
     def _schedule_running(self) -> tuple[list[Chunk], int]:
         """Give the residents their next tokens: chunks of prompts, and what is left of the token budget."""
+        if self._overtakes and self.prefilling:
+            return self._schedule_many_prompts()
         batch, kv, extra_slots = self.decoding, self.kv, self._needs.extra_slots
         taken = 0
         while True:
@@ -83,27 +123,39 @@ class VllmFcfs(BatchScheduler):
             more = min(kv.free, new_blocks - taken)
             kv.take(more)
             taken += more
-            self._preempt(self.prefilling[0] if self.prefilling else batch.newest(), scheduled=False)
+            self._preempt(self.prefilling[0] if self.prefilling else batch.newest())
         if new_blocks > taken:
             kv.take(new_blocks - taken)
         if not chunk_tokens:
             return [], token_budget
         return [self._allocate(prompt, chunk_tokens, chunk_blocks)], token_budget - chunk_tokens - extra_slots
 
+    def _schedule_many_prompts(self) -> tuple[list[Chunk], int]:
+        """The same where several prompts may be under way: at once, where budget and blocks suffice for all."""
+        batch, extra_slots = self.decoding, self._needs.extra_slots
+        num_tokens, _, new_blocks = batch.totals()
+        parts = [(p, min(p.known_tokens - p.computed, self._longest_chunk)) for p in self.prefilling]
+        blocks = [self._new_blocks(prompt, tokens) for prompt, tokens in parts]
+        num_tokens += sum(tokens for _, tokens in parts) + extra_slots * (batch.count + len(parts))
+        if num_tokens > self.max_num_batched_tokens or new_blocks + sum(blocks) > self.kv.free or batch.rests:
+            return self._schedule_one_by_one()
+        self.kv.take(new_blocks)
+        chunks = [self._allocate(prompt, tokens, more) for (prompt, tokens), more in zip(parts, blocks, strict=True)]
+        return chunks, self.max_num_batched_tokens - num_tokens
+
     def _schedule_one_by_one(self) -> tuple[list[Chunk], int]:
         """The same where budget or blocks do not suffice for all: one after the other, in order of admission."""
         batch, extra_slots, ended = self.decoding, self._needs.extra_slots, self._settling.ended
         token_budget = self.max_num_batched_tokens
-        chunks: list[Chunk] = []
-        scheduled: dict[Request, tuple[int, int]] = {}  # tokens and new blocks
-        in_order = sorted([*batch, *ended], key=attrgetter("admission")) + self.prefilling
+        scheduled: dict[Request, Scheduled] = {}
+        in_order = sorted([*batch, *ended, *self.prefilling], key=attrgetter("seat"))
         running = dict.fromkeys(in_order)
         for request in in_order:
             if token_budget <= extra_slots:
                 break
             if request not in running or request in ended:
                 continue
-            wanted = batch.width_of(request) if request.decoding else request.known_tokens - request.computed
+            wanted = self._wanted_by(request)
             if not wanted and batch.rests:
                 continue
             num_tokens = min(wanted, token_budget - extra_slots)
@@ -113,17 +165,26 @@ class VllmFcfs(BatchScheduler):
             token_budget += self._make_room(request, new_blocks, running, scheduled)
             if request not in running:
                 break
-            if request.decoding:
-                self.kv.take(new_blocks)
-            else:
-                chunks.append(self._allocate(request, num_tokens, new_blocks))
-            scheduled[request] = num_tokens, new_blocks
+            scheduled[request] = self._give(request, num_tokens, new_blocks)
             token_budget -= num_tokens + extra_slots
         self._leave_out(request for request in running if request not in scheduled)
-        return chunks, token_budget
+        return [given.chunk for given in scheduled.values() if given.chunk is not None], token_budget
+
+    def _wanted_by(self, request: Request) -> int:
+        """Tokens that a resident computes in the coming step, if it can."""
+        if request.decoding:
+            return self.decoding.width_of(request)
+        return min(request.known_tokens - request.computed, self._longest_chunk)
+
+    def _give(self, request: Request, num_tokens: int, new_blocks: int) -> Scheduled:
+        """Take blocks for the next tokens of a resident."""
+        if not request.decoding:
+            return Scheduled(num_tokens, new_blocks, self._allocate(request, num_tokens, new_blocks))
+        self.kv.take(new_blocks)
+        return Scheduled(num_tokens, new_blocks, None)
 
     def _make_room(
-        self, request: Request, blocks: int, running: dict[Request, None], scheduled: dict[Request, tuple[int, int]]
+        self, request: Request, blocks: int, running: dict[Request, None], scheduled: dict[Request, Scheduled]
     ) -> int:
         """Preempt residents until a request finds so many blocks, or is preempted itself; returns what the victims give
         back of the token budget."""
@@ -132,10 +193,15 @@ class VllmFcfs(BatchScheduler):
             victim = self._victim(running)
             del running[victim]
             given_back = scheduled.pop(victim, None)
+            tokens = 0
             if given_back is not None:
-                token_budget += given_back[0] + self._needs.extra_slots
-                self.kv.give(given_back[1])
-            self._preempt(victim, scheduled=given_back is not None)
+                tokens = given_back.tokens
+                token_budget += tokens + self._needs.extra_slots
+                if given_back.chunk is None:
+                    self.kv.give(given_back.new_blocks)
+                else:  # those of a prompt are given back with the others it holds, named as they are
+                    victim.reserved_tokens = max(victim.reserved_tokens, self._needs.slots(victim.computed, tokens))
+            self._preempt(victim, tokens)
         return token_budget
 
     def _victim(self, running: dict[Request, None]) -> Request:
@@ -156,10 +222,10 @@ class VllmFcfs(BatchScheduler):
             _, _, hit_blocks, idle = hit
             whole = kv.blocks_for(known)
             room = kv.free + hit_blocks - idle - (self.watermark_blocks if num_running else 0)
-            if whole > room:
+            if whole * self.scheduler_reserve_full_isl > room:
                 break
             past = request.computed + hit_blocks * kv.block_size
-            num_tokens, padding = known - past, 0
+            num_tokens, padding = min(known - past, self._longest_chunk), 0
             if num_tokens == 1 and not num_residents and (past or self.decoding.count):
                 padding = needs.padding_after(past)
                 num_tokens += padding
@@ -172,12 +238,26 @@ class VllmFcfs(BatchScheduler):
             if blocks > room:
                 break
             self.waiting.popleft()
+            self._take_seat(request)
             self.prefilling.append(request)
             kv.hold(request, hit)
             chunks.append(self._allocate(request, num_tokens, blocks - hit_blocks, padding))
             token_budget -= num_tokens + needs.extra_slots
             num_running += 1
         return len(chunks) - num_residents
+
+    def _take_seat(self, request: Request) -> None:
+        """A request becomes the newest resident."""
+        self._seats += 1
+        request.seat = self._seats
+
+    def _enter(self, request: Request) -> None:
+        self._take_seat(request)
+        super()._enter(request)
+
+    def composition(self) -> dict[Request, int]:
+        """Tokens of each request in the step given last, in order of admission."""
+        return dict(sorted(super().composition().items(), key=lambda entry: entry[0].seat))
 
     def would_notice(self) -> bool:
         """Whether a newcomer could take a seat; behind others that wait it cannot."""
@@ -187,11 +267,10 @@ class VllmFcfs(BatchScheduler):
 class VllmPriority(VllmFcfs):
     """The most urgent first: by `Request.priority`, the smallest first, and among equals by arrival."""
 
-    _newest_goes = False
-
-    def __init__(self, **settings: Unpack[BatchSettings]) -> None:
+    def __init__(self, **settings: Unpack[VllmSettings]) -> None:
         super().__init__(**settings)
         self.waiting = PriorityQueue()
+        self._newest_goes = False
 
     def would_notice(self) -> bool:
         """Whether a seat is free: a newcomer may come before others that wait."""

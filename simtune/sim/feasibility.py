@@ -47,22 +47,23 @@ def _refusals(pool: Pool) -> Iterator[str]:
     """Settings that the pool's policy does not have, or not together."""
     batching, kv_cache, name = pool.batching, pool.kv_cache, pool.batching.policy
     policy = POLICY.find(name)
-    asked: dict[Feature, object] = {
-        "prefix_caching": kv_cache.prefix_caching,
-        "swap": kv_cache.preemption == "swap",
-        "speculation": pool.speculation,
+    asked: dict[Feature, tuple[str, bool]] = {
+        "prefix_caching": ("prefix_caching", kv_cache.prefix_caching),
+        "swap": ("swap", kv_cache.preemption == "swap"),
+        "speculation": ("speculation", pool.speculation is not None),
+        "safety_margin": ("safety_margin", batching.safety_margin is not None),
+        "long_prefills": ("long_prefill_token_threshold", batching.long_prefill_token_threshold is not None),
+        "reserve_full_isl": ("scheduler_reserve_full_isl", batching.scheduler_reserve_full_isl is not None),
     }
-    for feature, setting in asked.items():
+    for feature, (key, setting) in asked.items():
         if setting and feature not in policy.offers:
-            yield f"policy {name} has no {feature}; leave it out, or choose {_offering(feature)}"
+            yield f"policy {name} has no {key}; leave it out, or choose {_offering(feature)}"
     if kv_cache.prefix_caching and kv_cache.preemption == "swap":
         yield "prefix_caching and preemption by swap do not go together; choose one"
     if pool.role == "decode" and not policy.takes_over:
         yield f"policy {name} forms its batches of prompts; a decode pool needs another policy"
     if not batching.chunked_prefill and policy.cuts_prompts == "always":
         yield f"policy {name} always cuts prompts at the token budget; leave chunked_prefill out"
-    if batching.safety_margin is not None and "safety_margin" not in policy.offers:
-        yield f"policy {name} has no safety_margin; leave it out, or choose {_offering('safety_margin')}"
     if kv_cache.watermark and "watermark" not in policy.offers:
         instead = "keeps blocks free by safety_margin" if "safety_margin" in policy.offers else "has no watermark"
         yield f"policy {name} {instead}; leave kv_cache.watermark out"

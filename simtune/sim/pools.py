@@ -93,7 +93,9 @@ class DeployedPool:
         margin = batching.safety_margin
         of_features: dict[Feature, dict[str, Any]] = {
             "async_scheduling": {"async_scheduling": ahead},
+            "long_prefills": {"long_prefill_token_threshold": batching.long_prefill_token_threshold or 0},
             "prefix_caching": {"prefix_caching": True, "hash_block_tokens": hash_block_tokens} if caching else {},
+            "reserve_full_isl": {"scheduler_reserve_full_isl": batching.scheduler_reserve_full_isl is not False},
             "safety_margin": {} if margin is None else {"safety_margin": margin},
             "speculation": {"speculation": speculation},
             "swap": {"preemption": kv_cache.preemption},

@@ -63,6 +63,14 @@ class Batching(Part):
         None,
         description="transformers policies: share of free blocks below which nobody is admitted; default theirs",
     )
+    long_prefill_token_threshold: Count | None = Field(
+        None, description="vLLM policies: most tokens of one prompt in a step, so that several may be under way"
+    )
+    scheduler_reserve_full_isl: bool | None = Field(
+        None,
+        description="vLLM policies: false: a request comes in if the tokens of its first step fit the KV cache; "
+        "else (as by default) only if all its known tokens do",
+    )
     prediction_sigma: NonNegative = Field(
         0.5, description="how far off predicted output lengths are, for policies that use them: log standard deviation"
     )

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from simtune.engine import (
     POLICIES,
@@ -26,7 +26,7 @@ from simtune.engine import (
     VllmFcfs,
 )
 from simtune.errors import Problem, SpecError, UsageError, suggest
-from simtune.specs.base import Count
+from simtune.specs.base import Count, NonNegative
 from simtune.validation.steplog import LoggedStep, StepLog, describe
 
 
@@ -267,7 +267,8 @@ DROP_LAST_HIT = ("eagle", "eagle3", "mtp", "dflash", "dspark")
 
 
 class _VllmOptions(_Options):
-    ONLY: ClassVar = {"long_prefill_token_threshold": 0, "watermark": 0.0, "scheduler_reserve_full_isl": True}
+    # V1 refused to run several partial prefills at once, as long as it had an option for that.
+    ONLY: ClassVar = {"max_num_partial_prefills": 1, "max_long_partial_prefills": 1}
     scheduling_policy: Literal["fcfs", "priority"]
     max_num_seqs: Count
     max_num_batched_tokens: Count
@@ -276,6 +277,9 @@ class _VllmOptions(_Options):
     free_blocks_at_start: Count
     enable_chunked_prefill: bool
     enable_prefix_caching: bool
+    long_prefill_token_threshold: Annotated[int, Field(ge=0)] = 0
+    watermark: NonNegative = 0.0
+    scheduler_reserve_full_isl: bool = True
     async_scheduling: bool
     num_lookahead_tokens: int
     spec: _Drafting | None
@@ -307,6 +311,9 @@ class _VllmOptions(_Options):
             )
         return kind(
             **plain,
+            watermark_blocks=int(self.watermark * (self.free_blocks_at_start + 1)),  # of all, the engine's own included
+            long_prefill_token_threshold=self.long_prefill_token_threshold,
+            scheduler_reserve_full_isl=self.scheduler_reserve_full_isl,
             prefix_caching=self.enable_prefix_caching,
             async_scheduling=self.async_scheduling,
             speculation=drafting,
@@ -314,18 +321,15 @@ class _VllmOptions(_Options):
 
 
 class _TransformersOptions(_Options):
-    ONLY: ClassVar = {
-        "allow_block_sharing": False,
-        "prefix_sharing": False,
-        "cpu_offload_space": 0.0,
-        "use_async_batching": False,
-    }
+    ONLY: ClassVar = {"cpu_offload_space": 0.0, "use_async_batching": False}
     scheduler_type: Literal["fifo", "prefill_first"]
     safety_margin: float
     max_batch_tokens: Count
     max_requests_per_batch: Count
     page_size: Count
     free_blocks_at_start: Count
+    prefix_sharing: bool = False
+    """What came of `allow_block_sharing`: models with sliding windows share nothing."""
 
     @property
     def policy(self) -> str:
@@ -341,7 +345,7 @@ class _TransformersOptions(_Options):
             "max_model_len": self.free_blocks_at_start * self.page_size,
         }
         if issubclass(kind, TransformersFifo):
-            return kind(**plain, safety_margin=self.safety_margin)
+            return kind(**plain, safety_margin=self.safety_margin, prefix_caching=self.prefix_sharing)
         return kind(**plain)
 
 

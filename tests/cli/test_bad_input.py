@@ -405,6 +405,14 @@ def test_a_plan_that_names_what_is_not_there(desk: Any, text: str, message: str)
         (("batching.safety_margin=0.1",), "policy vllm-fcfs has no safety_margin; leave it out, or choose transf"),
         (("batching.policy=static", "max_model_len=4096"), "policy static never cuts prompts"),
         (("batching.policy=orca", "max_model_len=4096"), "policy orca never cuts prompts"),
+        (
+            ("batching.policy=orca", "max_model_len=2048", "batching.long_prefill_token_threshold=64"),
+            "policy orca has no long_prefill_token_threshold; leave it out, or choose vllm-fcfs or vllm-priority",
+        ),
+        (
+            ("batching.policy=sarathi", "batching.scheduler_reserve_full_isl=false"),
+            "policy sarathi has no scheduler_reserve_full_isl; leave it out, or choose vllm-fcfs or vllm-priority",
+        ),
         (("batching.policy=transformers-fifo", "kv_cache.watermark=0.1"), "keeps blocks free by safety_margin"),
         (
             ("batching.policy=transformers-prefill-first", "batching.chunked_prefill=false",
@@ -413,7 +421,7 @@ def test_a_plan_that_names_what_is_not_there(desk: Any, text: str, message: str)
         ),
         (
             ("batching.policy=sarathi", "kv_cache.prefix_caching=true"),
-            "policy sarathi has no prefix_caching; leave it out, or choose vllm-fcfs or vllm-priority",
+            "policy sarathi has no prefix_caching; leave it out, or choose vllm-fcfs or vllm-priority or transformers-f",
         ),
         (
             ("batching.policy=skip-join-mlfq", "kv_cache.preemption=swap"),

@@ -99,6 +99,8 @@ def check(pool: Pool, arguments: Any, config: Any) -> None:
     assert scheduler.enable_chunked_prefill == pool.batching.chunked_prefill
     assert f"vllm-{scheduler.policy}" == pool.batching.policy
     assert scheduler.watermark == pool.kv_cache.watermark
+    assert scheduler.long_prefill_token_threshold == pool.batching.long_prefill_token_threshold
+    assert scheduler.scheduler_reserve_full_isl == pool.batching.scheduler_reserve_full_isl
     assert cache.block_size == pool.kv_cache.block_size
     assert cache.num_gpu_blocks_override == pool.kv_cache.num_blocks
     assert cache.gpu_memory_utilization == pool.kv_cache.memory_utilization
@@ -134,8 +136,9 @@ def test_pools_that_hand_over(read: Read) -> None:
         {"parallelism": {"tp": 2, "attention_dp": 2, "expert_parallel": True}},
         {"batching": {"policy": "vllm-priority", "max_num_seqs": 64, "max_num_batched_tokens": 512}},
         {"batching": {"chunked_prefill": False, "max_num_batched_tokens": 16384}, "max_model_len": 16384},
+        {"batching": {"long_prefill_token_threshold": 256, "scheduler_reserve_full_isl": False}},
     ],
-    ids=["cache", "parallel", "experts", "priority", "whole prompts"],
+    ids=["cache", "parallel", "experts", "priority", "whole prompts", "long prompts"],
 )
 def test_every_other_option(pool: dict[str, Any], read: Read) -> None:
     for found in read(plan_of(pool), load_model("mixtral-8x7b")):

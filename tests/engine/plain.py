@@ -73,12 +73,15 @@ class PlainEngine:
         extra_slots: int = 0,
         drops_last_hit: bool = False,
         by_batch: Callable[[int], int] | None = None,
+        threshold: int = 0,
+        reserve_full_isl: bool = True,
     ) -> None:
         self.block_size, self.max_num_seqs, self.budget, self.chunked = block_size, max_num_seqs, budget, chunked
         self.max_model_len, self.watermark = max_model_len, watermark
         self.priority, self.caching, self.asynchronous, self.swap = priority, caching, asynchronous, swap
         self.drafts, self.accepted, self.lookahead, self.extra = drafts, accepted, lookahead, extra_slots
         self.drops_last_hit, self.by_batch = drops_last_hit, by_batch
+        self.threshold, self.reserve_full_isl = threshold, reserve_full_isl
         self.waiting: list[PlainRequest] = []
         self.running: list[PlainRequest] = []
         self.queue = list(range(blocks))  # free blocks, the next one to take first
@@ -162,6 +165,8 @@ class PlainEngine:
                 i += 1
                 continue
             wanted = 1 + request.drafts if request.decoding else request.known - request.computed
+            if 0 < self.threshold < wanted:
+                wanted = self.threshold
             tokens = min(wanted, left - self.extra)
             if request.decoding:
                 tokens = min(tokens, self.max_model_len - 1 - request.computed - request.ahead)
@@ -212,6 +217,8 @@ class PlainEngine:
                 past = len(found) * self.block_size if found else request.computed
                 request.padding = 0
                 tokens = request.known - past
+                if 0 < self.threshold < tokens:
+                    tokens = self.threshold
                 fits = past + self.drafts + 2 <= self.max_model_len and 1 + self.drafts + self.extra <= self.budget
                 if tokens == 1 and fits and self.by_batch is None and not prefills and (past or residents):
                     request.padding = self.drafts
@@ -219,7 +226,9 @@ class PlainEngine:
                 if tokens > left - self.extra and (request.padding or not self.chunked):
                     break
                 tokens = min(tokens, left - self.extra)
-                needed = max(self._more(request, past, tokens), self._blocks(request.known))
+                needed = self._more(request, past, tokens)
+                if self.reserve_full_isl:
+                    needed = max(needed, self._blocks(request.known))
                 free = self.free - sum(self.users[block] == 0 for block in found)
                 if needed - len(found) > free - (self.watermark if self.running else 0):
                     break

@@ -88,6 +88,8 @@ class World:
             lookahead=f.get("lookahead", 0),
             extra_slots=f.get("extra", 0),
             drops_last_hit=f.get("drops", False),
+            threshold=f.get("long_prefill_token_threshold", 0),
+            reserve_full_isl=f.get("scheduler_reserve_full_isl", True),
         )
 
     def request(self, number: int) -> Request:
@@ -110,9 +112,24 @@ FEATURES: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "watermark": lambda rng: {"watermark_blocks": rng.randint(1, 5)},
     "caching, async": lambda rng: {"prefix_caching": True, "async_scheduling": True},
     "priority, caching, async": lambda rng: {"priority": True, "prefix_caching": True, "async_scheduling": True},
+    "threshold": lambda rng: threshold(rng),
+    "threshold, async": lambda rng: {"async_scheduling": True} | threshold(rng),
+    "first chunk": lambda rng: {"scheduler_reserve_full_isl": False, "prefix_caching": rng.random() < 0.5},
+    "first chunk, threshold": lambda rng: {"scheduler_reserve_full_isl": False} | threshold(rng),
+    "first chunk, async": lambda rng: {"scheduler_reserve_full_isl": False, "async_scheduling": True},
+    "threshold, drafts": lambda rng: {"async_scheduling": rng.random() < 0.5} | drafting(rng) | threshold(rng, 5),
     "drafts": lambda rng: drafting(rng),
     "drafts, async": lambda rng: {"async_scheduling": True} | drafting(rng),
 }
+
+
+def threshold(rng: random.Random, least: int = 1) -> dict[str, Any]:
+    return {
+        "long_prefill_token_threshold": rng.choice([least, least + 1, 5, 12]),
+        "priority": rng.random() < 0.5,
+        "prefix_caching": rng.random() < 0.5,
+        "watermark_blocks": rng.choice([0, 0, 2]),
+    }
 
 
 def drafting(rng: random.Random) -> dict[str, Any]:

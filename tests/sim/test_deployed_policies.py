@@ -57,6 +57,9 @@ def test_settings_reach_the_scheduler() -> None:
     cache = KvCache(num_blocks=1001, watermark=0.05)
     (core,) = deployed("vllm-fcfs", kv_cache=cache).pools[0].cores(1, None)
     assert core.scheduler.watermark_blocks == 50
+    options = {"long_prefill_token_threshold": 64, "scheduler_reserve_full_isl": False}
+    (core,) = deployed("vllm-priority", **options).pools[0].cores(1, None)
+    assert {name: getattr(core.scheduler, name) for name in options} == options
 
 
 def test_swapped_blocks_go_over_the_host_link() -> None:

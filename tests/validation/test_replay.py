@@ -13,6 +13,7 @@ from simtune.cli import main
 from simtune.errors import SimtuneError, SpecError, UsageError
 from simtune.validation.replay import Resident, replay
 from simtune.validation.steplog import read
+from tests.engine.plain import PlainEngine, PlainRequest
 
 LOGS = (
     *(f"hf_{name}" for name in ("fifo", "fifo_arrivals", "fifo_kv", "prefill_first", "prefill_first_kv")),
@@ -95,6 +96,61 @@ def test_drafts_and_asynchronous_scheduling_are_replayed_together(path: Path) ->
     found = replay(read(path))
     assert found.parting is None
     assert found.equal == found.steps > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "parts_at"),
+    [({"long_prefill_token_threshold": 3}, 0), ({"scheduler_reserve_full_isl": False}, 1), ({"watermark": 0.6}, 0)],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_options_of_the_header_reach_the_scheduler(options: Line, parts_at: int, tmp_path: Path) -> None:
+    """The log of the plain engine with the option is followed to its end, and parts where it is not told of it."""
+    lines = logged(options)
+    found = replay(read(write(lines, tmp_path / "log.jsonl")))
+    assert found.parting is None
+    lines[0] = lines[0] | {"options": without(lines[0]["options"], *options)}
+    parting = replay(read(write(lines, tmp_path / "log.jsonl"))).parting
+    assert parting is not None
+    assert parting.step == parts_at
+
+
+def logged(options: Line) -> list[Line]:
+    """The two small requests, and a third that hardly fits beside them, on the plain engine with these options."""
+    header, first, second, *_ = small()
+    third = {"req": "c", "order": 2, "at_step": 1, "prompt_len": 12, "output_len": 3}
+    settings = header["options"] = VLLM | {"max_num_seqs": 3, "free_blocks_at_start": 5} | options
+    engine = PlainEngine(
+        settings["free_blocks_at_start"],
+        settings["block_size"],
+        settings["max_num_seqs"],
+        settings["max_num_batched_tokens"],
+        max_model_len=settings["max_model_len"],
+        watermark=int(settings.get("watermark", 0) * (settings["free_blocks_at_start"] + 1)),
+        threshold=settings.get("long_prefill_token_threshold", 0),
+        reserve_full_isl=settings.get("scheduler_reserve_full_isl", True),
+    )
+    lines = [first, second, third]
+    steps: list[Line] = []
+    done = 0
+    while done < len(lines):
+        for number, line in enumerate(lines):
+            if line["at_step"] == len(steps):
+                engine.add(PlainRequest(number, line["prompt_len"], line["output_len"]))
+        given = engine.step()
+        steps.append(
+            {
+                "step": len(steps),
+                "sched": {"abc"[i]: n for i, n in given.scheduled.items()},
+                "admit": {"abc"[i]: n for i, n in given.admitted.items()},
+                "preempt": ["abc"[i] for i in given.preempted],
+                "finish": ["abc"[i] for i in given.finished],
+                "free": given.free,
+                "running": given.running,
+                "waiting": given.waiting,
+            }
+        )
+        done += len(given.finished)
+    return [header | {"n_requests": 3, "n_steps": len(steps)}, *lines, *steps]
 
 
 def one_token_more(step: Line) -> bool:
@@ -243,7 +299,12 @@ def without(line: Line, *keys: str) -> Line:
         (0, {"n_steps": 3}, ":5: n_steps: the file ends after 2 of 3 steps; it is cut off"),
         (0, {"n_requests": 5}, ":5: n_requests: the file ends after 2 of 5 requests; it is cut off"),
         (0, {"options": without(VLLM, "block_size")}, ":1: options.block_size: is required and missing"),
-        (0, {"options": VLLM | {"watermark": 0.1}}, ":1: options.watermark: 0.1 is not modelled, only 0.0"),
+        (
+            0,
+            {"options": VLLM | {"max_long_partial_prefills": 2}},
+            ":1: options.max_long_partial_prefills: 2 is not mod",
+        ),
+        (0, {"options": VLLM | {"watermark": -0.1}}, ":1: options.watermark: must be greater than or equal to 0"),
         (0, {"options": VLLM | {"free_blocks_at_start": 3}}, "one request of max_model_len"),
         (1, {"prompt_len": 20}, ":2: prompt_len: 20 prompt and 2 output tokens exceed max_model_len (16)"),
         (1, {"prompt_len": 0}, ":2: prompt_len: must be greater than or equal to 1, not 0"),

@@ -1,0 +1,109 @@
+"""Block sharing as transformers' continuous batching does it: complete blocks are known by what they contain.
+
+A block is complete when a step has computed the last token in it; a block that turns out to contain what another one
+contains already is given back, and the other is held by both. Complete blocks that nobody holds can be found until the
+engine runs out of blank ones; then the one that came free last is blanked first. A request looks for the beginning of
+its text when it comes in, also after a reset; at least one token is computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from simtune.engine.kv import KvBlocks
+from simtune.engine.request import Request
+
+
+class SharedBlocks(KvBlocks):
+    """KV blocks that several requests may hold. Blocks are counted, and complete ones known by name."""
+
+    __slots__ = ("_blank", "_complete", "_hash_blocks", "_holders", "_idle", "hit_tokens", "queried_tokens")
+
+    def __init__(self, total: int, block_size: int, hash_block_tokens: int) -> None:
+        """Raises ValueError unless hash_block_tokens is a multiple of block_size."""
+        super().__init__(total, block_size)
+        if hash_block_tokens < block_size or hash_block_tokens % block_size:
+            raise ValueError(f"hash_block_tokens ({hash_block_tokens}) must be a multiple of block_size ({block_size})")
+        self._hash_blocks = hash_block_tokens // block_size
+        self.queried_tokens = 0
+        self.hit_tokens = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """All blocks are free, and what they contained is lost."""
+        super().clear()
+        self._blank = self.total  # free blocks with nothing to find in them
+        self._holders: dict[Hashable, int] = {}  # of every complete block, by its name
+        self._idle: dict[Hashable, None] = {}  # those without holders, in the order in which they came free
+        self._complete: dict[Request, list[Hashable]] = {}  # the complete blocks of a request, the first it holds
+
+    def take(self, blocks: int) -> None:
+        """Take so many of the free blocks, blank ones first, then what came free last."""
+        super().take(blocks)
+        self._blank -= blocks
+        while self._blank < 0:
+            name, _ = self._idle.popitem()
+            del self._holders[name]
+            self._blank += 1
+
+    def give(self, blocks: int) -> None:
+        """Give blocks back that contain nothing to be found."""
+        super().give(blocks)
+        self._blank += blocks
+
+    def match(self, request: Request) -> int:
+        """Let a request that comes in hold what is found of its text; how many tokens that is, all but one at most."""
+        found: list[Hashable] = []
+        for block in range((request.known_tokens - 1) // self.block_size):
+            name = self._name(request, block)
+            if name not in self._holders:
+                break
+            self._hold(name)
+            found.append(name)
+        tokens = len(found) * self.block_size
+        if found:
+            self._complete[request] = found
+        if not request.preemptions:
+            self.queried_tokens += request.known_tokens
+            self.hit_tokens += tokens
+        return tokens
+
+    def name(self, request: Request, tokens: int) -> None:
+        """The first `tokens` tokens of a request are computed: the blocks they fill are complete."""
+        complete = self._complete.setdefault(request, [])
+        for block in range(len(complete), tokens // self.block_size):
+            name = self._name(request, block)
+            complete.append(name)
+            if name in self._holders:
+                self._hold(name)
+                self.give(1)
+            else:
+                self._holders[name] = 1
+
+    def release(self, request: Request, named_tokens: int | None = None, *, returns: bool = False) -> None:
+        """Give back all blocks of a request; complete ones that nobody else holds can still be found."""
+        self.name(request, request.computed)
+        complete = self._complete.pop(request)
+        self.give(self.held_by(request) - len(complete))
+        for name in complete:
+            self._holders[name] -= 1
+            if not self._holders[name]:
+                self._idle[name] = None
+                self.free += 1
+        request.reserved_tokens = 0
+
+    def freed_by(self, request: Request) -> int:
+        """Blocks that nobody but this request holds."""
+        complete = self._complete.get(request, ())
+        return self.held_by(request) - sum(self._holders[name] > 1 for name in complete)
+
+    def _hold(self, name: Hashable) -> None:
+        if name in self._idle:
+            del self._idle[name]
+            self.free -= 1
+        self._holders[name] += 1
+
+    def _name(self, request: Request, block: int) -> Hashable:
+        """What a full block of a request contains, the text before it included."""
+        whole, part = divmod(block, self._hash_blocks)
+        return (request.blocks[whole], part) if whole < len(request.blocks) else (request, block)
