@@ -52,7 +52,7 @@ _LOCKS: dict[Path, int] = {}  # descriptors held by this process, by the run dir
 
 
 def _lock(out: Path) -> None:
-    """Keep other processes from claiming `out` until this one ends, however it does. Raises UsageError if one has it."""
+    """Keep others from claiming `out` until this process ends, however it does. Raises UsageError if one has it."""
     if fcntl is None or out.absolute() in _LOCKS:
         return
     name = hashlib.sha256(str(out.absolute().resolve()).encode()).hexdigest()[:16]
