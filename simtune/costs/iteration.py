@@ -378,9 +378,12 @@ class StepModel:
 
     def _attention_parts(self, layer: AttentionLayer, layers: int) -> list[_Part]:
         dtype = self._model.dtype_of("attention")
-        parts = [self._gemm(layers, n, k, dtype) for n, k in layer.products]
+        *into, out = layer.products or [None]
+        parts = [self._gemm(layers, *product, dtype) for product in into if product is not None]
         parts += [self._elementwise(variant, layers, width) for variant, width in layer.small]
-        if dtype in ACTIVATION_BYTES and layer.products:
+        if out is not None:
+            parts.append(self._gemm(layers, *out, dtype, quantises=True))
+        if dtype in ACTIVATION_BYTES and out is not None and not self._quantises(dtype):
             quantise, width = self._profile.predictor("quantise", dtype), layer.output_width
             parts.append(_Part("elementwise", layers, lambda m: quantise.seconds(m=m, k=width)))
         return parts
@@ -441,9 +444,23 @@ class StepModel:
         parts.append(_Part("sampling", 1, lambda n: sampling.seconds(rows=n, vocab=model.vocab_size)))
         return parts
 
-    def _gemm(self, times: int, n: int, k: int, dtype: str | None = None) -> _Part:
-        gemm = self._profile.predictor("gemm", dtype or self._model.weight_dtype)
-        return _Part("gemm", times, lambda m: gemm.seconds(m=m, n=n, k=k))
+    def _gemm(self, times: int, n: int, k: int, dtype: str | None = None, *, quantises: bool = False) -> _Part:
+        """A product; where its inputs are quantised by what comes before it, less what that takes of its own time."""
+        dtype = dtype or self._model.weight_dtype
+        gemm = self._profile.predictor("gemm", dtype)
+        if quantises or not self._quantises(dtype):
+            return _Part("gemm", times, lambda m: gemm.seconds(m=m, n=n, k=k))
+        quantise = self._profile.predictor("quantise", dtype)
+
+        def seconds(m: Array) -> Array:
+            whole = gemm.seconds(m=m, n=n, k=k)
+            return np.maximum(whole - quantise.seconds(m=m, k=k), whole / 2)
+
+        return _Part("gemm", times, seconds)
+
+    def _quantises(self, dtype: str) -> bool:
+        """Whether products of a format were timed with the quantising of their inputs."""
+        return self._profile.predictor("gemm", dtype).operator.base.ahead_s > 0
 
     def _elementwise(self, variant: str, times: int, width: int) -> _Part:
         operator = self._profile.predictor("elementwise", self._model.dtype, variant=variant)

@@ -1,0 +1,94 @@
+"""Measured serving runs of three engines beside their simulation: mean TTFT and TPOT.
+
+    python -m pytest benchmarks/serving -m benchmark_only -s
+
+379 runs that AIConfigurator publishes (its `silicon_sample.csv`, a cut). Nothing is fitted to them; what the table
+does not say is assumed by engine and release: `benchmarks.serving.silicon`. Of each group: the signed median error, then
+median and 90th percentile of its size, in per cent, and the targets.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import simtune
+from benchmarks.results import Recorder
+from benchmarks.serving.silicon import Run, error, model_of, plan_of, preset_of, quantiles, runs, workload_of
+from simtune.errors import SimtuneError
+from simtune.specs.catalog import kernels_of, load_hardware
+
+pytestmark = pytest.mark.benchmark_only
+
+
+class Target(NamedTuple):
+    """Median and 90th percentile of the error, in per cent."""
+
+    tpot: tuple[float, float]
+    ttft: tuple[float, float] | None
+
+
+TARGETS = {
+    "vllm, dense": Target((4, 15), (15, 45)),
+    "trtllm, dense": Target((6, 18), (20, 50)),
+    "sglang, dense": Target((6, 20), (25, 60)),
+    "gpt-oss": Target((8, 25), None),
+    "DeepSeek": Target((8, 25), None),
+}
+
+
+def group_of(run: Run) -> str:
+    """The row of the table of targets that a run belongs to."""
+    if run.dense:
+        return f"{run.row['engine']}, dense"
+    return "gpt-oss" if run.model == "gpt-oss-120b" else "DeepSeek"
+
+
+def predicted(run: Run) -> dict[str, float]:
+    """Mean seconds."""
+    model, hardware = model_of(run), load_hardware(kernels_of(run.hardware, preset_of(run)))
+    result = simtune.simulate(model, hardware, workload_of(run), plan_of(run, model))
+    return {"ttft": float(result.ttft_s.mean()), "tpot": float(result.tpot_s.mean())}
+
+
+@cache
+def errors(data_dir: Path) -> tuple[dict[str, dict[tuple[str, ...], dict[str, list[float]]]], list[str]]:
+    """Errors by group and by model, card, engine, release and format; and what could not be simulated."""
+    found: dict[str, dict[tuple[str, ...], dict[str, list[float]]]] = {name: {} for name in TARGETS}
+    refused = []
+    for run in runs(data_dir):
+        columns = ("model", "gpu", "engine", "engine_version", "gemm")
+        cell = found[group_of(run)].setdefault(tuple(run.row[name] for name in columns), defaultdict(list))
+        try:
+            for metric, off in error(predicted(run), run.measured).items():
+                cell[metric].append(off)
+        except SimtuneError as problem:
+            refused.append(f"{run.row['id']}: {problem}")
+    return found, refused
+
+
+@pytest.mark.parametrize("group", TARGETS)
+def test_measured_runs(group: str, data_dir: Path, record: Recorder) -> None:
+    cells, target = errors(data_dir)[0][group], TARGETS[group]
+    for metric, limits in zip(("tpot", "ttft"), target, strict=True):
+        pooled = [off for cell in cells.values() for off in cell[metric]]
+        signed, median, p90 = quantiles(pooled)
+        asked = "" if limits is None else f" (target {limits[0]:g} / {limits[1]:g})"
+        print(f"\n{group}, {metric}, {len(pooled)} runs: {signed:+.1f}, {median:.1f} / {p90:.1f} %{asked}", end="")
+        record(f"{group}, {metric}, median", median, "% off", "lower")
+        record(f"{group}, {metric}, p90", p90, "% off", "lower")
+    for key, cell in sorted(cells.items()):
+        if cell["tpot"]:
+            shown = (
+                f"{metric} {{:+.1f}}, {{:.1f}} / {{:.1f}}".format(*quantiles(cell[metric])) for metric in target._fields
+            )
+            print(f"\n    {len(cell['tpot']):3} {' '.join(filter(None, key)):75} {'  '.join(shown)}", end="")
+
+
+def test_none_is_refused_that_ran(data_dir: Path) -> None:
+    refused = errors(data_dir)[1]
+    assert not refused, "\n".join(refused[:20])
