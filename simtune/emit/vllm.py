@@ -258,8 +258,10 @@ def _parallelism_refusals(pool: Pool, model: Model) -> Iterator[str]:
 def _kv_cache_dtype(pool: Pool, model: Model) -> str | None:
     """vLLM's word for the dtype of the KV cache, None where it has none."""
     dtype = pool.kv_cache.dtype
-    if dtype is None or dtype == model.dtype:
+    if dtype is None or dtype == (model.kv_dtype or model.dtype):
         return "auto"
+    if dtype == model.dtype == "bf16":  # where the checkpoint asks for another
+        return "bfloat16"
     return dtype if dtype == "fp8" else None
 
 

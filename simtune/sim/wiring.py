@@ -148,7 +148,7 @@ def transfer_terms(sent: Sequence[Model], pool: DeployedPool, link: KvLink) -> T
 
     Raises Infeasible when the hardware has no link of that name.
     """
-    kv_dtype = pool.spec.kv_cache.dtype or sent[0].dtype
+    kv_dtype = pool.spec.kv_cache.dtype or sent[0].kv_dtype or sent[0].dtype
     base = Profile(pool.hardware).predictor("kv_transfer", kv_dtype, variant=link.path).operator.base
     pieces = 1 if link.packed else 2 * sum(model.num_layers for model in sent)
     return Transfer(

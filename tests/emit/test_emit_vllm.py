@@ -86,6 +86,16 @@ def test_what_the_plan_leaves_open_is_settled_as_the_simulation_settles_it() -> 
     assert "num-gpu-blocks-override" not in settings
 
 
+def test_a_cache_that_differs_from_the_checkpoint_s_is_said() -> None:
+    """auto is what the checkpoint asks for, where it does."""
+    asking = MODEL.model_copy(update={"kv_dtype": "fp8"})
+    said = {
+        dtype: settings_of(plan_of(kv_cache={"dtype": dtype}), asking)["kv-cache-dtype"]
+        for dtype in (None, "fp8", "bf16")
+    }
+    assert said == {None: "auto", "fp8": "auto", "bf16": "bfloat16"}
+
+
 def test_experts_on_ranks_and_eager_launches_are_said_only_when_wanted() -> None:
     experts = MODEL.layers[0].model_copy(
         update={"feed_forward": MoeFeedForward(experts=8, experts_per_token=2, intermediate_size=1024)}

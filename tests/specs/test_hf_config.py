@@ -427,12 +427,25 @@ def test_modules_that_are_left_out_stay_in_sixteen_bits(left_out: list[str], dty
             {"quant_method": "fp8", "modules_to_not_convert": ["model.layers.0.self_attn"]},
             "attention is quantised in some layers and not in others",
         ),
+        (
+            {"quant_method": "fp8", "modules_to_not_convert": ["lm_head", "transformer.h.0.attn"]},
+            "it leaves out transformer.h.0.attn, which is the name of no module that is known here",
+        ),
     ],
 )
 def test_quantisation_that_cannot_be_read_is_refused_with_the_reason(block: dict[str, Any], why: str) -> None:
     (line,) = refusal({**TINY, "quantization_config": block})
     assert "quantization_config: " in line
     assert why in line
+
+
+def test_a_linear_layer_has_names_of_its_own() -> None:
+    """Of a hybrid model whose small projections are left out, all products are quantised."""
+    small = [f"model.layers.{i}.linear_attn.{name}" for i in (0, 1, 2) for name in ("conv1d", "in_proj_ba")]
+    block = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": [*small, "mtp.fc"]}
+    assert read({**HYBRID, "quantization_config": block}).dtype_of("attention") == "fp8_block"
+    block["modules_to_not_convert"] = ["re:.*linear_attn.*"]
+    assert "attention is quantised in some layers" in refusal({**HYBRID, "quantization_config": block})[0]
 
 
 def test_experts_of_gpt_oss_alone_are_in_mxfp4() -> None:

@@ -18,12 +18,35 @@ from simtune.specs.hf.reading import ALIASES, Config
 KNOWN = "fp8, fbgemm_fp8, awq and gptq, compressed-tensors, modelopt (FP8, NVFP4), mxfp4, bitsandbytes"
 
 _KINDS = {
-    "attention": ("self_attn.q_proj", "self_attn.o_proj", "self_attn.kv_a_proj_with_mqa", "linear_attn.out_proj"),
-    "dense": ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
-    "shared": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.down_proj"),
-    "experts": ("mlp.experts.0.gate_proj", "mlp.experts.0.up_proj", "mlp.experts.0.down_proj"),
+    "attention": (
+        "self_attn.q_proj",
+        "self_attn.qkv_proj",
+        "self_attn.o_proj",
+        "self_attn.kv_a_proj_with_mqa",
+        "mixer.q_proj",
+    ),
+    "linear": ("linear_attn.in_proj_qkvz", "linear_attn.in_proj_qkv", "linear_attn.out_proj", "mixer.in_proj"),
+    "dense": (
+        *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "mlp.gate_up_proj"),
+        *("feed_forward.up_proj", "mixer.up_proj", "mixer.down_proj"),
+    ),
+    "shared": (
+        *("mlp.shared_experts.up_proj", "mlp.shared_experts.down_proj"),
+        *("mlp.shared_expert.up_proj", "feed_forward.shared_expert.up_proj", "mixer.shared_experts.up_proj"),
+    ),
+    "experts": (
+        *("mlp.experts.0.gate_proj", "mlp.experts.0.up_proj", "mlp.experts.0.down_proj", "mlp.experts.gate_up_proj"),
+        *("block_sparse_moe.experts.0.w1", "feed_forward.experts.gate_up_proj", "mixer.experts.0.up_proj"),
+    ),
 }
-"""Names that products have inside a layer of a checkpoint, without those that some architectures lack."""
+"""Names that products have inside a layer of a checkpoint. No architecture has all: a layer's products of a kind are
+left out where any of the names is."""
+
+_NO_PRODUCTS = re.compile(
+    r"lm_head|embed|norm|gate|router|conv1d|in_proj_(ba|a|b)$|bias|indexer|weights_proj|kv_b_proj|A_log|dt_bias"
+    r"|visual|vision|image|audio|projector|mtp|eh_proj|shared_head"
+)
+"""What a name or pattern may say besides: small modules, that no format is told for, and other parts of the model."""
 
 
 class _Unread(Exception):
@@ -61,43 +84,60 @@ def _read(block: dict[str, Any], dtype: str, attention: Layers, feed_forward: La
 def _by_kind(
     format_: str, dtype: str, left_out: Sequence[str], attention: Layers, feed_forward: Layers
 ) -> dict[str, str]:
-    """Settings by what is left out. Raises _Unread where that differs between layers, or within one."""
-    of = {
-        kind: dtype if _is_out(kind, layers, left_out) else format_
-        for kind, layers in _layers_with(attention, feed_forward).items()
-        if layers
-    }
-    if of.get("dense", of.get("shared")) != of.get("shared", of.get("dense")):
+    """Settings by what is left out. Raises _Unread where that differs between layers, or a name is not known."""
+    names = _names(attention, feed_forward)
+    _refuse_unknown(left_out, names, len(attention))
+    of = {kind: dtype if _is_out(kind, layers, left_out) else format_ for kind, layers in names.items() if layers}
+    return _settings(of, format_)
+
+
+def _settings(of: dict[str, str], format_: str) -> dict[str, str]:
+    """Of a model spec, by the formats of kinds. Raises _Unread where it has one setting for two that differ."""
+    dense = {of[kind] for kind in ("dense", "shared") if kind in of}
+    if len(dense) == 2:
         raise _Unread("shared experts and dense feed-forward blocks are kept in different formats: not modelled")
     beside = of.get("attention", format_)
-    experts = of.get("experts")
-    weight = of.get("dense") or of.get("shared") or experts or beside
-    given = {"weight_dtype": weight, "attention_dtype": beside, "expert_dtype": experts or weight}
-    return {key: value for key, value in given.items() if key == "weight_dtype" or value != weight}
+    weight = dense.pop() if dense else of.get("experts", beside)
+    differing = {"attention_dtype": beside, "expert_dtype": of.get("experts", weight)}
+    return {"weight_dtype": weight, **{key: value for key, value in differing.items() if value != weight}}
 
 
-def _is_out(kind: str, layers: Sequence[int], left_out: Sequence[str]) -> bool:
-    """Whether the products of a kind are left out in all layers that have them. Raises _Unread where layers differ.
-
-    Of the names of a kind no architecture has all: a layer is left out where any of them is.
-    """
-    out = {
-        any(_matches(pattern, f"model.layers.{i}.{module}") for pattern in left_out for module in _KINDS[kind])
-        for i in layers
-    }
+def _is_out(kind: str, layers: Sequence[Sequence[str]], left_out: Sequence[str]) -> bool:
+    """Whether the products of a kind are left out in all layers that have them. Raises _Unread where layers differ."""
+    out = {any(_matches(pattern, name) for pattern in left_out for name in names) for names in layers}
     if len(out) == 2:
         raise _Unread(f"{kind} is quantised in some layers and not in others: not modelled")
     return out == {True}
 
 
-def _layers_with(attention: Layers, feed_forward: Layers) -> dict[str, list[int]]:
-    """Numbers of the layers that have each kind of products."""
-    return {
-        "attention": [i for i, layer in enumerate(attention) if layer["kind"] != "none"],
-        "dense": [i for i, layer in enumerate(feed_forward) if layer["kind"] == "dense"],
-        "shared": [i for i, layer in enumerate(feed_forward) if layer.get("shared_intermediate_size")],
-        "experts": [i for i, layer in enumerate(feed_forward) if layer["kind"] == "moe"],
-    }
+def _names(attention: Layers, feed_forward: Layers) -> dict[str, list[list[str]]]:
+    """Names of the products of each kind, layer by layer."""
+    names: dict[str, list[list[str]]] = {"attention": [], "dense": [], "shared": [], "experts": []}
+    for i, (mixing, behind) in enumerate(zip(attention, feed_forward, strict=True)):
+        of = {
+            "attention": {"linear": "linear", "none": None}.get(mixing["kind"], "attention"),
+            "dense": "dense" if behind["kind"] == "dense" else None,
+            "shared": "shared" if behind.get("shared_intermediate_size") else None,
+            "experts": "experts" if behind["kind"] == "moe" else None,
+        }
+        for kind, words in of.items():
+            if words is not None:
+                names[kind].append([f"{_root(name)}.layers.{i}.{name}" for name in _KINDS[words]])
+    return names
+
+
+def _root(name: str) -> str:
+    return "backbone" if name.startswith("mixer.") else "model"
+
+
+def _refuse_unknown(left_out: Sequence[str], names: dict[str, list[list[str]]], num_layers: int) -> None:
+    """Raises _Unread where nobody knows what is left out: it may be what takes the time."""
+    known = [name for layers in names.values() for layer in layers for name in layer]
+    for pattern in left_out:
+        layer = re.search(r"layers\.(\d+)", pattern)
+        further = layer is not None and int(layer[1]) >= num_layers  # it predicts further tokens
+        if not (further or _NO_PRODUCTS.search(pattern) or any(_matches(pattern, name) for name in known)):
+            raise _Unread(f"it leaves out {pattern}, which is the name of no module that is known here")
 
 
 def _left_out(block: dict[str, Any]) -> list[str]:
