@@ -16,9 +16,11 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from pyarrow import compute, parquet
 
 from benchmarks.results import Recorder
 from simtune.costs.fit import Rows, fit_predictor, split_rows
+from simtune.costs.operators.moe import DEALT
 from simtune.costs.operators.splits import EVERY_SECOND, RANDOM, Split, above, unseen
 from simtune.costs.predict import Z90
 from simtune.costs.tables import Table, read_tables, take
@@ -151,6 +153,34 @@ def test_experts_inside_and_outside(card: str, engine: str, data_dir: Path, reco
                 shown.append(f"{name} {errors}")
                 errors.keep(f"{card} {engine} {key}, {name}", record)
         print(f"\n{card} {engine} {key}: {'; '.join(shown)}", end="")
+
+
+@pytest.mark.parametrize("engine", ["vllm", "trtllm", "sglang"])
+@pytest.mark.parametrize("card", ["h200_sxm", "h100_sxm", "b200_sxm", "l40s"])
+def test_skewed_routing_on_one_rank(card: str, engine: str, data_dir: Path, tmp_path: Path) -> None:
+    """Rows of `power_law_x` by fits of 200 balanced rows: as dealt out, and as the Zipf law that stands for it."""
+    found = sorted((data_dir / "profiles/aiconfigurator_0.12" / card).glob(f"{engine}_*_moe_perf.parquet"))
+    if not found:
+        pytest.skip("no such table")
+    rows = parquet.read_table(found[0])
+    skewed = tmp_path / "skewed_moe_perf.parquet"
+    parquet.write_table(rows.filter(compute.not_equal(rows["distribution"], "balanced")), skewed)
+    balanced, tested = tables(data_dir, card, engine, "moe"), read_tables([skewed]).operators
+    sheet = CARDS[card]
+    for key in sorted({"moe.bf16", "moe.fp8_block"} & balanced.keys() & tested.keys()):
+        table, other = balanced[key], tested[key]
+        train, test = split_rows(table, RANDOM, 200, 0)
+        fitted = fit_predictor(take(table, train), sheet.processors, sheet.flops_per_s(table.dtype), sheet.memory)
+        alone = take(table, test[table.shape["ep"][test] == 1])
+        shown = []
+        for name, shape, seconds in (
+            ("balanced rows", alone.shape, alone.seconds),
+            ("skewed rows as dealt out", {**other.shape, "skew": np.full(len(other), DEALT)}, other.seconds),
+            ("as Zipf", other.shape, other.seconds),
+        ):
+            off = 100 * np.abs(fitted.seconds(**shape) / seconds - 1)
+            shown.append(f"{name} {np.median(off):.1f} / {np.quantile(off, 0.9):.1f}")
+        print(f"\n{card} {engine} {key}, one rank: {'; '.join(shown)}", end="")
 
 
 @pytest.mark.parametrize("card", ["h200_sxm", "h100_sxm", "b200_sxm", "gb200"])

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from simtune.costs.operators import OPERATORS
 from simtune.costs.operators.moe import DEALT
 from simtune.costs.tables import Tables, read_tables
+from simtune.costs.tables.aiconfigurator_moe import POWER_LAW
 from simtune.errors import SpecError, UsageError
 
 EXPERTS = (
@@ -44,6 +46,18 @@ def test_experts_are_sharded_by_width_and_dealt_out(tmp_path: Path) -> None:
     assert table.seconds.tolist() == [2e-3]
     assert table.left_out == {"skewed routing": 1}
     assert table.read == 2
+
+
+def test_skewed_rows_on_one_rank_stand_for_balanced_ones_where_there_are_none(tmp_path: Path) -> None:
+    """By format: the first has only skewed rows, the second has both."""
+    alone = experts(routing="power_law_1.2").replace(",4,2,power", ",8,1,power")
+    rows = [alone, experts(routing="power_law_1.2"), experts("fp8"), experts("fp8", routing="power_law_1.2")]
+    found = read(tmp_path, EXPERTS, *rows).operators
+    table = found["moe.bf16"]
+    assert (table.shape["skew"].tolist(), table.shape["ep"].tolist()) == ([POWER_LAW], [1])
+    assert table.left_out == {"skewed routing over several ranks": 1}
+    assert OPERATORS["moe"].box(table.shape)["skew"] == (0.0, POWER_LAW), "routing by chance is inside"
+    assert found["moe.fp8"].shape["skew"].tolist() == [DEALT]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from simtune.costs.estimate import estimate
 from simtune.costs.operators import OPERATORS, Setting, Terms
 from simtune.costs.operators.attention import unsplit
-from simtune.costs.operators.moe import DEALT, active_experts, awakened, rank_load, visit_probabilities
+from simtune.costs.operators.moe import DEALT, active_experts, awakened, padded_rows, rank_load, visit_probabilities
 from simtune.costs.predict import Predictor
 from simtune.errors import Infeasible
 from simtune.specs.hardware import OperatorKind
@@ -214,6 +214,14 @@ def test_experts_of_a_layer_by_hand() -> None:
     own = 16 * (2 * 64 + 6 * 32)  # in and out; both halves written, read, multiplied, and read again
     assert found.bytes == 1 * 4 * matrices + 2 * (own + 32 * 64 + 2 * 16 * 64), "a slot for each of all 32 rows"
     assert found.blocks == 4 * (2 * 32 + 64) / 128 / PROCESSORS
+
+
+def test_blocks_of_64_rows() -> None:
+    """Dealt out in steps; by chance as a Poisson number of rows an expert needs them on average."""
+    rows = np.array([1.0, 10.0, 48.0, 64.0, 65.0, 80.0, 130.0, 1000.0])
+    assert padded_rows(rows, np.array(DEALT)).tolist() == [64, 64, 64, 64, 128, 128, 192, 1024]
+    drawn = np.maximum(np.random.default_rng(0).poisson(rows, (20_000, len(rows))), 1)
+    assert padded_rows(rows, np.array(0.0)) == pytest.approx((64 * np.ceil(drawn / 64)).mean(axis=0), rel=0.05)
 
 
 def test_a_rank_wakes_its_share_of_the_experts_but_one() -> None:

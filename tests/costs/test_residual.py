@@ -206,6 +206,8 @@ def test_what_fused_experts_depend_on_besides_their_size() -> None:
     assert found("awake", tokens=8) == 6, "64 of 128 experts"
     assert found("awake", tokens=8, ep=4) == 4, "a quarter of them on each of four ranks"
     assert found("awake", tokens=8, skew=0) < 6, "chance sends some tokens to one expert"
+    assert [found("padding", "int4", tokens=t) for t in (512, 1024, 1536)] == [1, 0, pytest.approx(np.log2(128 / 96))]
+    assert found("padding") == 0, "8- and 16-bit kernels are tuned to the rows there are"
     assert [found("odd width", intermediate=i) for i in (1024, 464, 232)] == [0, 0, 1]
     assert [found("few rows", "int4", tokens=t) for t in (96, 97)] == [1, 0]
     assert found("few rows", "int4", ep=2) == 0, "each rank holds the rows of all, and half of the experts"

@@ -8,12 +8,15 @@ from typing import ClassVar
 import numpy as np
 
 from simtune.arrays import Array
-from simtune.costs.operators.base import OperatorForm, Setting, Shape, Terms
+from simtune.costs.operators.base import OperatorForm, Setting, Shape, Terms, ceil_div
 from simtune.costs.operators.splits import RANDOM, unseen
 from simtune.specs.hardware import Range
 
 DEALT = -1.0
 """The `skew` of tokens that are dealt out to the experts in turn: none is visited twice before all others once."""
+
+_BLOCK = 64
+"""Rows of one expert that vLLM's fused kernels multiply at a time unless they were tuned to other numbers."""
 
 
 def active_experts(tokens: Array, experts: Array, experts_per_token: Array, skew: Array) -> Array:
@@ -30,6 +33,20 @@ def active_experts(tokens: Array, experts: Array, experts_per_token: Array, skew
         powers, where = np.unique(tokens[rows], return_inverse=True)
         active[rows] = np.array([np.sum(1 - missed**t) for t in powers])[where]
     return active
+
+
+def padded_rows(rows: Array, skew: Array) -> Array:
+    """What a kernel that multiplies 64 rows of an expert at a time makes of so many, on average.
+
+    Dealt out, all experts have equally many. By chance they differ by the root of it, and steps are smeared.
+    """
+    from scipy.special import ndtr
+
+    edge = np.maximum(np.rint(rows / _BLOCK), 1)
+    blocks = np.where(
+        skew == DEALT, ceil_div(rows, _BLOCK), edge + ndtr((rows - _BLOCK * edge) / np.sqrt(np.maximum(rows, 1)))
+    )
+    return _BLOCK * blocks
 
 
 def awakened(tokens: Array, experts: Array, experts_per_token: Array, ep: Array, skew: Array) -> Array:
@@ -129,18 +146,23 @@ class Moe(OperatorForm):
         )
 
     def features(self, x: Shape, setting: Setting) -> dict[str, Array]:
-        """Sizes, ranks, experts that are awake on one, and what kernels choose by."""
-        m, e, k, ep = (x[name] for name in ("tokens", "experts", "experts_per_token", "ep"))
+        """Sizes, ranks, experts that are awake on one, and what kernels choose by; of kernels for 4-bit weights, what
+        padding adds to the rows of an expert.
+        """
+        m, e, k, ep, skew = (x[name] for name in ("tokens", "experts", "experts_per_token", "ep", "skew"))
         logs = {name: np.log2(x[name]) for name in ("tokens", "hidden", "intermediate", "experts_per_token", "ep")}
+        per_expert = m * k / active_experts(m, e, k, skew)
+        four_bit = setting.dtype_bytes < 1
         return logs | {
-            "awake": np.log2(awakened(m, e, k, ep, x["skew"])),
+            "awake": np.log2(awakened(m, e, k, ep, skew)),
+            "padding": np.log2(padded_rows(per_expert, skew) / per_expert) if four_bit else np.zeros_like(per_expert),
             "odd width": np.where(x["intermediate"] % _ALIGNED_WIDTH, 1.0, 0.0),
-            "few rows": np.where((setting.dtype_bytes < 1) & (m * k * ep / e <= _FEW_ROWS), 1.0, 0.0),
-            "skew": x["skew"],
+            "few rows": np.where(four_bit & (m * k * ep / e <= _FEW_ROWS), 1.0, 0.0),
+            "skew": skew,
         }
 
     def box(self, x: Shape) -> dict[str, Range]:
-        """Tokens routed by chance belong to those dealt out: the terms tell them apart."""
+        """Tokens routed by chance belong to those dealt out or skewed: the terms tell them apart."""
         box = super().box(x)
-        box["skew"] = (box["skew"][0], max(box["skew"][1], 0.0))
+        box["skew"] = (min(box["skew"][0], 0.0), max(box["skew"][1], 0.0))
         return box
