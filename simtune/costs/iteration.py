@@ -29,7 +29,7 @@ kernels do not split them is counted only where tables show it and the longest c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -38,7 +38,7 @@ import numpy as np
 
 from simtune.arrays import Array
 from simtune.costs.experts import Experts
-from simtune.costs.layers import AttentionLayer, attention_layer
+from simtune.costs.layers import PRODUCTS, AttentionLayer, attention_layer
 from simtune.costs.predict import Predictor, Profile
 from simtune.errors import Infeasible
 from simtune.specs.base import ACTIVATION_BYTES, DTYPE_BYTES
@@ -362,8 +362,8 @@ class StepModel:
     def _linear_parts(self) -> list[_Part]:
         model, tp = self._model, self._tp
         parts: list[_Part] = []
-        for attention, feed_forward, count, blocks in self._layers:
-            parts += self._attention_parts(attention, count)
+        for (attention, feed_forward, count, blocks), (_, costs) in zip(self._layers, self._attention, strict=True):
+            parts += self._attention_parts(attention, count, costs.includes)
             parts += self._feed_forward_parts(feed_forward, count)
             norms = model.norms_per_block * blocks * count
             parts.append(self._elementwise("norm", norms, 4 * model.hidden_size))  # with the residual added
@@ -376,14 +376,17 @@ class StepModel:
         parts += self._send_parts()
         return parts
 
-    def _attention_parts(self, layer: AttentionLayer, layers: int) -> list[_Part]:
+    def _attention_parts(self, layer: AttentionLayer, layers: int, included: Set[str]) -> list[_Part]:
+        """What runs beside the attention of a layer, less what its times include."""
         dtype = self._model.dtype_of("attention")
-        *into, out = layer.products or [None]
-        parts = [self._gemm(layers, *product, dtype) for product in into if product is not None]
-        parts += [self._elementwise(variant, layers, width) for variant, width in layer.small]
-        if out is not None:
-            parts.append(self._gemm(layers, *out, dtype, quantises=True))
-        if dtype in ACTIVATION_BYTES and out is not None and not self._quantises(dtype):
+        small = [(variant, width) for variant, width in layer.small if variant not in included]
+        parts = [self._elementwise(variant, layers, width) for variant, width in small]
+        if PRODUCTS in included or not layer.products:
+            return parts
+        *into, out = layer.products
+        parts = [*(self._gemm(layers, n, k, dtype) for n, k in into), *parts]
+        parts.append(self._gemm(layers, *out, dtype, quantises=True))
+        if dtype in ACTIVATION_BYTES and not self._quantises(dtype):
             quantise, width = self._profile.predictor("quantise", dtype), layer.output_width
             parts.append(_Part("elementwise", layers, lambda m: quantise.seconds(m=m, k=width)))
         return parts

@@ -16,9 +16,10 @@ import numpy as np
 
 from simtune.arrays import Array
 from simtune.costs.operators.attention import unsplit
-from simtune.costs.predict import Profile
+from simtune.costs.predict import Predictor, Profile
 from simtune.errors import Infeasible
 from simtune.specs.base import DTYPE_BYTES
+from simtune.specs.hardware import OperatorKind
 from simtune.specs.model import (
     Attention,
     FullAttention,
@@ -29,9 +30,12 @@ from simtune.specs.model import (
     SlidingAttention,
 )
 
+PRODUCTS = "products"
+"""Name of a layer's matrix products among what its attention includes."""
+
 
 class AttentionCosts(NamedTuple):
-    """Seconds of the attention of one layer, its matrix products and small operations not included."""
+    """Seconds of the attention of one layer, without its products and small operations unless it includes them."""
 
     decode: Callable[[int, Array, int], Array]
     """Of a number of sequences, their mean context and the query tokens of each: 1, or a draft's width."""
@@ -46,6 +50,9 @@ class AttentionCosts(NamedTuple):
     was not measured, and they are taken to cost what they cost alone."""
     imbalance_s: Callable[[int, bool], float] = lambda num_decodes, with_chunks: 0.0
     """For each token by which the longest context exceeds the mean; in a kernel with a prefill chunk or alone."""
+    includes: frozenset[str] = frozenset()
+    """What these times have in them: `PRODUCTS`, and variants of small operations. A whole block that was measured has
+    all its parts; in a step with chunks and decodes its weights are then read for each."""
 
 
 class AttentionLayer(ABC):
@@ -96,7 +103,7 @@ class _Softmax(AttentionLayer):
         self._heads, self._head_dim = attention.heads // tp, attention.head_dim
         # KV heads are repeated where there are fewer of them than ranks.
         self._kv_heads = max(1, attention.kv_heads // tp)
-        self._gate = attention.output_gate
+        self._gate, self._norm = attention.output_gate, attention.qk_norm
         self._window = attention.window if isinstance(attention, SlidingAttention) else None
 
     @property
@@ -106,8 +113,13 @@ class _Softmax(AttentionLayer):
 
     @property
     def small(self) -> list[tuple[str, int]]:
-        rope = ("rope", 2 * (self._heads + self._kv_heads) * self._head_dim)
-        return [rope, ("activation", 3 * self.output_width)] if self._gate else [rope]
+        rotated = 2 * (self._heads + self._kv_heads) * self._head_dim
+        small = [("rope", rotated)]
+        if self._norm:
+            small.append(("norm", rotated))
+        if self._gate:
+            small.append(("activation", 3 * self.output_width))
+        return small
 
     @property
     def output_width(self) -> int:
@@ -161,6 +173,10 @@ class _Softmax(AttentionLayer):
         return AttentionCosts(decode_s, prefill_s, prefill.overhead_s, np.zeros_like, mixed_s, imbalance_s)
 
 
+_BLOCK = frozenset({PRODUCTS, "norm", "rope"})
+"""What whole blocks of latent attention have in them."""
+
+
 class _Mla(AttentionLayer):
     """Prefill spells keys and values out for every head; decode works on the latents (absorbed).
 
@@ -209,13 +225,63 @@ class _Mla(AttentionLayer):
         return self._attention.index_bytes
 
     def costs(self, profile: Profile, dtype: str, kv_dtype: str) -> AttentionCosts:
+        """Of whole blocks where the profile has measured them, or attention is sparse; else of their kernels."""
+        kinds = _SPARSE if self._attention.index_topk is not None else _DENSE
+        measured = all(profile.measured(kind, self._weight_dtype, kv_dtype) for kind in kinds)
+        if self._attention.q_lora_rank is not None and (measured or kinds is _SPARSE):
+            context, decode = (profile.predictor(kind, self._weight_dtype, kv_dtype=kv_dtype) for kind in kinds)
+            # Sparse attention works on the latents, and spells none of the past out.
+            past = np.zeros_like if kinds is _SPARSE else self._spelling_out(profile)
+            return self._costs_of_blocks(context, decode, past)
+        return self._costs_of_kernels(profile, dtype, kv_dtype)
+
+    def _spelling_out(self, profile: Profile) -> Callable[[Array], Array]:
+        """Seconds of spelling out the keys and values of so many cached tokens."""
+        gemm = profile.predictor("gemm", self._weight_dtype)
+        n, k = self._spell_out
+        return lambda tokens: np.where(tokens > 0, gemm.seconds(m=np.maximum(tokens, 1), n=n, k=k), 0.0)
+
+    def _costs_of_blocks(
+        self, context_block: Predictor, decode_block: Predictor, past: Callable[[Array], Array]
+    ) -> AttentionCosts:
+        a = self._attention
+        shape: dict[str, Any] = {
+            "heads": self._heads,
+            "hidden": self._hidden,
+            "q_rank": a.q_lora_rank,
+            "latent": a.kv_lora_rank,
+            "rope": a.qk_rope_head_dim,
+            "nope": a.qk_nope_head_dim,
+            "v_dim": a.v_head_dim,
+        }
+        if a.index_topk is not None:
+            shape |= {"index_heads": a.index_heads, "index_dim": a.index_head_dim, "topk": a.index_topk}
+
+        def decode_s(batch: int, context: Array, width: int) -> Array:
+            alone = decode_block.seconds(batch=batch, context=context, **shape)
+            if width == 1:
+                return alone
+            # Only how time grows with the width is asked of blocks of several tokens.
+            past = {"batch": batch, "context": np.maximum(context, width), **shape}
+            wider = context_block.seconds(tokens=width, **past) / context_block.seconds(tokens=1, **past)
+            return alone * np.maximum(wider, 1.0)
+
+        # Reading the weights is what a chunk costs however short it is.
+        shortest_s = float(context_block.seconds(batch=1, tokens=1, context=1, **shape))
+
+        def prefill_s(tokens: Array) -> Array:
+            whole = np.maximum(tokens, 1)
+            seconds = context_block.seconds(batch=1, tokens=whole, context=whole, **shape)
+            return np.where(tokens > 0, np.maximum(seconds - shortest_s, 0.0), 0.0)
+
+        return AttentionCosts(decode_s, prefill_s, shortest_s, past, includes=_BLOCK)
+
+    def _costs_of_kernels(self, profile: Profile, dtype: str, kv_dtype: str) -> AttentionCosts:
         a, heads = self._attention, self._heads
         if a.index_topk is not None:
             raise Infeasible("sparse attention (index_topk): its parameters and its cache are known, its times not yet")
         decode = profile.predictor("mla_decode", dtype, kv_dtype=kv_dtype)
         prefill = profile.predictor("mla_prefill", dtype, kv_dtype=kv_dtype)
-        gemm = profile.predictor("gemm", self._weight_dtype)
-        n, k = self._spell_out
 
         def decode_s(batch: int, context: Array, width: int) -> Array:
             # All heads of all query tokens read the same cache: a draft is so many more heads.
@@ -227,10 +293,11 @@ class _Mla(AttentionLayer):
             seconds = prefill.seconds(batch=1, tokens=tokens, heads=heads, qk_dim=qk_dim, v_dim=a.v_head_dim)
             return seconds - prefill.overhead_s
 
-        def past_s(tokens: Array) -> Array:
-            return np.where(tokens > 0, gemm.seconds(m=np.maximum(tokens, 1), n=n, k=k), 0.0)
+        return AttentionCosts(decode_s, prefill_s, prefill.overhead_s, self._spelling_out(profile))
 
-        return AttentionCosts(decode_s, prefill_s, prefill.overhead_s, past_s)
+
+_DENSE: tuple[OperatorKind, OperatorKind] = ("mla_context_block", "mla_decode_block")
+_SPARSE: tuple[OperatorKind, OperatorKind] = ("dsa_context_block", "dsa_decode_block")
 
 
 class _Linear(AttentionLayer):
@@ -259,22 +326,41 @@ class _Linear(AttentionLayer):
         return states + DTYPE_BYTES[dtype] * a.conv_channels * (a.conv_width - 1)
 
     def costs(self, profile: Profile, dtype: str, kv_dtype: str) -> AttentionCosts:
+        """Of a gated delta net, and of the convolution before it, where the profile has measured them."""
         a = self._rank
-        decode = profile.predictor("linear_decode", dtype, kv_dtype=a.state_dtype)
-        prefill = profile.predictor("linear_prefill", dtype, kv_dtype=a.state_dtype)
-        shape = {"heads": a.heads, "key_dim": a.key_dim, "value_dim": a.value_dim}
+        shape: dict[str, Any] = {"heads": a.heads, "key_dim": a.key_dim, "value_dim": a.value_dim}
+        kinds: tuple[OperatorKind, OperatorKind] = ("linear_prefill", "linear_decode")
+        if a.gates == 2 and all(profile.measured(kind, dtype, a.state_dtype) for kind in _DELTA):
+            kinds, shape = _DELTA, shape | {"key_heads": a.key_heads}
+        prefill, decode = (profile.predictor(kind, dtype, kv_dtype=a.state_dtype) for kind in kinds)
+        convolved = all(profile.measured(kind, dtype, dtype) for kind in _CONVOLUTION)
+        before, before_one = (profile.predictor(k, dtype) for k in _CONVOLUTION) if convolved else (None, None)
+        conv = {"channels": a.conv_channels, "width": a.conv_width}
+
+        def several(batch: int, tokens: Array | int) -> Array:
+            seconds = prefill.seconds(batch=batch, tokens=np.maximum(tokens, 1), **shape)
+            return seconds if before is None else seconds + before.seconds(batch=batch, tokens=tokens, **conv)
+
         # Every chunk fetches and stores the state.
-        overhead_s = float(prefill.seconds(batch=1, tokens=0, **shape))
+        shortest_s = float(several(1, 1))
 
         def decode_s(batch: int, context: Array, width: int) -> Array:
-            if width == 1:
-                return np.broadcast_to(decode.seconds(batch=batch, **shape), context.shape)
-            return np.broadcast_to(prefill.seconds(batch=batch, tokens=width, **shape), context.shape)
+            if width > 1:
+                return np.broadcast_to(several(batch, width), context.shape)
+            seconds = decode.seconds(batch=batch, **shape)
+            seconds = seconds if before_one is None else seconds + before_one.seconds(batch=batch, **conv)
+            return np.broadcast_to(seconds, context.shape)
 
         def prefill_s(tokens: Array) -> Array:
-            return prefill.seconds(batch=1, tokens=tokens, **shape) - overhead_s
+            seconds = several(1, np.maximum(tokens, 1)) - shortest_s
+            return np.where(tokens > 0, np.maximum(seconds, 0.0), 0.0)
 
-        return AttentionCosts(decode_s, prefill_s, overhead_s, np.zeros_like)
+        includes = frozenset({"conv"}) if convolved else frozenset[str]()
+        return AttentionCosts(decode_s, prefill_s, shortest_s, np.zeros_like, includes=includes)
+
+
+_DELTA: tuple[OperatorKind, OperatorKind] = ("delta_prefill", "delta_decode")
+_CONVOLUTION: tuple[OperatorKind, OperatorKind] = ("conv_prefill", "conv_decode")
 
 
 class _None(AttentionLayer):

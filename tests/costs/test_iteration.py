@@ -515,12 +515,6 @@ def test_plain_experts_take_two_thirds_of_the_weights_of_gated_ones() -> None:
     assert times[0] == times[1] < times[2]
 
 
-def test_sparse_attention_is_refused_until_its_times_are_known() -> None:
-    indexed = MLA.model_copy(update={"index_topk": 32, "index_heads": 2, "index_head_dim": 16})
-    with pytest.raises(Infeasible, match=r"sparse attention \(index_topk\)"):
-        StepModel(with_attention(indexed), hardware(), pool())
-
-
 def test_the_cache_is_in_the_format_that_the_checkpoint_asks_for() -> None:
     """Unless a plan says otherwise."""
     asked = model().model_copy(update={"kv_dtype": "fp8"})
