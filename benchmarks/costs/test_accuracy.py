@@ -28,7 +28,7 @@ from benchmarks.machine import SCALED, repeated
 from benchmarks.results import Recorder
 from simtune.costs.fit import Rows, fit_predictor, split_rows
 from simtune.costs.operators import Setting
-from simtune.costs.operators.splits import EVERY_SECOND, RANDOM, Split, above, unseen
+from simtune.costs.operators.splits import EVERY_SECOND, RANDOM, Split, above
 from simtune.costs.predict import Z90, Predictor
 from simtune.costs.profile import Facts, build
 from simtune.costs.tables import Table, read_tables, take
@@ -55,9 +55,6 @@ class Case(NamedTuple):
 
 
 CASES = (
-    Case("GEMM, random", "gemm.bf16", RANDOM, 200, 5, 14),
-    Case("GEMM, unseen (n, k)", "gemm.bf16", unseen("n", "k"), 200, 6, 16),
-    Case("GEMM, dims > 8192", "gemm.bf16", above("dims", 8192, "n", "k"), 200, 7, 18),
     *(
         Case(name + (", whole table" if whole else ""), operator, split, 200, median, p90, whole)
         for name, operator, split, median, p90 in (

@@ -1,4 +1,4 @@
-"""The block term of `simtune.costs.operators.Gemm` against waves of tiles, on tables that had no say in choosing it.
+"""The block term of `simtune.costs.operators.Gemm` against two others, on tables that had no say in choosing it.
 
     python -m pytest benchmarks/costs/test_gemm_form.py -m benchmark_only -s
 
@@ -34,6 +34,15 @@ class Waves(Gemm):
         return super().terms(x, setting)._replace(blocks=np.ceil(tiles / setting.processors) - 1)
 
 
+class FewTiles(Gemm):
+    """A walk along k, up to 3,072, where tiles are fewer than a quarter of the processors."""
+
+    def terms(self, x: Shape, setting: Setting) -> Terms:
+        tiles = np.ceil(x["m"] / 128) * np.ceil(x["n"] / 128)
+        idle = np.maximum(0, 1 - 4 * tiles / setting.processors)
+        return super().terms(x, setting)._replace(blocks=np.minimum(1, x["k"] / 3072) * idle)
+
+
 @pytest.mark.parametrize(
     ("name", "profile"),
     [("vidur/h100", "h100-sxm"), ("vidur/a100", "a100-sxm-80g"), ("llmservingsim/h100", "h100-sxm")],
@@ -44,7 +53,7 @@ def test_on_tables_not_looked_at(
     folder, device = data_dir / "profiles" / name, load_hardware(profile).device
     table = gemm_table(vidur(folder) if name.startswith("vidur") else llmservingsim(folder), name)
     setting = Setting.of(device.processors, "bf16", None)
-    for form in (Waves(), OPERATORS["gemm"]):
+    for form in (Waves(), FewTiles(), OPERATORS["gemm"]):
         monkeypatch.setitem(OPERATORS, "gemm", form)
         errors = []
         for seed in range(4):
