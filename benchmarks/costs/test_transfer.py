@@ -4,44 +4,37 @@
     python benchmarks/costs/test_transfer.py ../shared/data > hwprofiles/transfer.yaml
 
 The first prints the errors and holds `hwprofiles/transfer.yaml` against them; the second writes that file. Each shipped
-fit is moved to the data sheet of another device and predicts up to 3,000 random rows of that device's tables. The pairs
-within one architecture and to devices without tables here are those of an earlier study, whose predictor is the
-same; it checked matrix products only.
+fit is moved to the data sheet of each other device that has tables of its own, and predicts up to 3,000 random rows of
+them: the pairs follow from the profiles that are shipped. Pairs to devices without a fit of their own yet are those of
+an earlier study, whose predictor is the same; it checked matrix products only.
 """
 
 from __future__ import annotations
 
 import sys
+from itertools import permutations
 from pathlib import Path
+from statistics import mean
 
-import numpy as np
 import pytest
 
+from benchmarks.costs.cards import CARDS, FOUND_BY, ROOT, log_errors, pair_of
 from benchmarks.results import Recorder
-from simtune.costs.predict import Predictor
 from simtune.costs.profile import Facts, data_sheet
-from simtune.costs.tables import read_tables, take
+from simtune.costs.tables import Table, read_tables
 from simtune.costs.tables.screen import screen
-from simtune.costs.transfer import Pair, TransferError, TransferErrors, known_errors, transfer
+from simtune.costs.transfer import Pair, TransferError, TransferErrors, known_errors
+from simtune.errors import UsageError
 from simtune.specs.catalog import load_hardware
 
 pytestmark = pytest.mark.benchmark_only
-
-ROOT = Path(__file__).resolve().parents[2]
-ROWS = 3000
-FOUND_BY = "benchmarks/costs/test_transfer.py"
 
 SOURCES = {
     "h100-sxm": ("aiconfigurator/h100_sxm", "vidur/h100"),
     "a100-sxm-80g": ("aiconfigurator/a100_sxm", "vidur/a100"),
     "rtx-4090": ("llmservingsim/rtx4090",),
 }
-CHECKED = (
-    ("h100-sxm", "a100-sxm-80g"),
-    ("a100-sxm-80g", "h100-sxm"),
-    ("h100-sxm", "rtx-4090"),
-    ("a100-sxm-80g", "rtx-4090"),
-)
+"""Of devices whose tables are not those of `benchmarks.costs.cards`."""
 
 STUDY = (
     "an earlier study on AIConfigurator's tables of both devices: GEMM bf16, residual of the source on the roofline of "
@@ -55,68 +48,64 @@ STUDIED = (
 )
 """Architectures, memory rate of the target, median and 90th percentile of transfers between public tables."""
 
-NOTHING_KNOWN = TransferErrors(
-    name="none",
-    pairs=(
-        Pair(
-            source="a",
-            target="b",
-            source_architecture="a",
-            target_architecture="b",
-            target_memory_bytes_per_s=1,
-            found_by="nobody",
-            errors={"gemm.bf16": TransferError(median=0, p90=0)},
-        ),
-    ),
-)
-"""The predictions looked at here do not depend on what is known of their errors."""
-
 
 def facts_of(name: str) -> Facts:
     return Facts.from_file(ROOT / "hwprofiles" / name / "facts.yaml")
 
 
-def check(source: str, target: str, data_dir: Path) -> Pair:
-    """The errors of the shipped fit of the source, moved to the target, on the target's tables."""
-    facts, shipped = facts_of(target), load_hardware(source)
-    moved = transfer(shipped, facts, NOTHING_KNOWN)
-    tables = read_tables([data_dir / "profiles" / folder for folder in SOURCES[target]]).operators
-    errors = {}
-    for key in sorted(set(tables) & set(moved.operators)):
-        table = screen(tables[key], data_sheet(tables[key], facts))
-        rows = take(table, np.random.default_rng(0).permutation(len(table))[:ROWS])
-        predicted = Predictor(moved.operators[key], facts.device.processors, moved.arrays).seconds(**rows.shape)
-        off = np.abs(predicted / rows.seconds - 1)
-        quantiles = {"median": np.median(off), "p90": np.quantile(off, 0.9), "max": off.max()}
-        errors[key] = TransferError(points=len(rows), **{k: round(float(v), 3) for k, v in quantiles.items()})
-    architectures = shipped.device.architecture, facts.device.architecture
-    assert architectures[0] is not None
-    assert architectures[1] is not None
-    return Pair(
-        source=source,
-        target=target,
-        source_architecture=architectures[0],
-        target_architecture=architectures[1],
-        target_memory_bytes_per_s=facts.device.memory_bytes_per_s,
-        found_by=FOUND_BY,
-        errors=errors,
+def measured() -> list[str]:
+    """Shipped profiles of processors whose tables are at hand and that are fitted on tables of their own."""
+    found = []
+    for name in dict.fromkeys((*SOURCES, *CARDS)):
+        if (ROOT / "hwprofiles" / name / "profile.yaml").exists():
+            operators = load_hardware(name).operators.values()
+            if any(o.provenance.kind in ("measured", "published-tables") for o in operators):
+                found.append(name)
+    return found
+
+
+def tables_of(name: str, data_dir: Path) -> dict[str, Table]:
+    """The tables of a device without outliers, and without those that cannot be of it."""
+    facts, tables = facts_of(name), {}
+    found = (
+        read_tables([data_dir / "profiles" / folder for folder in SOURCES[name]]).operators
+        if name in SOURCES
+        else CARDS[name].tables(data_dir)
     )
+    for key, table in found.items():
+        try:
+            tables[key] = screen(table, data_sheet(table, facts))
+        except UsageError as error:
+            sys.stderr.write(f"{name} {key}: left out: {error}\n")
+    return tables
+
+
+def check(source: str, target: str, tables: dict[str, Table]) -> Pair:
+    """The errors of the shipped fit of the source, moved to the target, on the target's tables."""
+    shipped, facts = load_hardware(source), facts_of(target)
+    errors = log_errors(shipped, tables, facts)
+    return pair_of(shipped, facts, {key: off for key, (off, _) in errors.items()})
 
 
 def all_pairs(data_dir: Path) -> TransferErrors:
+    names = measured()
+    tables = {name: tables_of(name, data_dir) for name in names}
+    checked = [check(source, target, tables[target]) for source, target in permutations(names, 2)]
     studied = [
         Pair(
             source=source,
             target=target,
             source_architecture=source_architecture,
             target_architecture=target_architecture,
+            source_memory_bytes_per_s=facts_of(source).device.memory_bytes_per_s,
             target_memory_bytes_per_s=rate,
             found_by=STUDY,
             errors={"gemm.bf16": TransferError(median=median, p90=p90)},
         )
         for source, target, source_architecture, target_architecture, rate, median, p90 in STUDIED
+        if not {source, target} <= set(names)
     ]
-    return TransferErrors(name="transfer-errors", pairs=(*(check(*pair, data_dir) for pair in CHECKED), *studied))
+    return TransferErrors(name="transfer-errors", pairs=(*(p for p in checked if p.errors), *studied))
 
 
 def test_the_shipped_errors_are_those_of_the_tables(data_dir: Path, record: Recorder) -> None:
@@ -126,7 +115,7 @@ def test_the_shipped_errors_are_those_of_the_tables(data_dir: Path, record: Reco
         print(f"\n{pair.source} to {pair.target} ({pair.found_by})")
         if pair.found_by == FOUND_BY:
             medians = [error.median for error in pair.errors.values()]
-            record(f"{pair.source} to {pair.target}, mean of medians", 100 * float(np.mean(medians)), "% off", "lower")
+            record(f"{pair.source} to {pair.target}, mean of medians", 100 * mean(medians), "% off", "lower")
         for key, error in pair.errors.items():
             worst = "" if error.max is None else f" {100 * error.max:7.1f}"
             print(f"  {key:32} {100 * error.median:6.1f} {100 * error.p90:6.1f}{worst}  % median, p90, max")

@@ -11,11 +11,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from simtune.arrays import Array
+from simtune.arrays import Array, Mask
 from simtune.costs import curve
 from simtune.costs.operators import OPERATORS, UNKNOWN, Chip, OperatorForm, Setting, Terms
 from simtune.costs.operators.splits import RANDOM, Split
-from simtune.costs.predict import LEVEL, Z90, Predictor, base_seconds
+from simtune.costs.predict import GROWTH, LEVEL, Z90, Predictor, base_seconds, octaves
 from simtune.costs.residual import MAX_POINTS, Process, cover, fit_process
 from simtune.costs.tables import HostTable, ImbalanceTable, Table, take
 from simtune.specs.hardware import (
@@ -37,10 +37,23 @@ BASE_POINTS = 2000
 CALIBRATION_POINTS = 1000
 """Rows that calibrate the interval where a table has more than a residual keeps."""
 
-LEAVE_ONE_OUT_POINTS = 100
-"""Points from which leaving them out one by one says how far off a fit is: 87-91 % covered where 90 are promised, by
-200 random rows of the H100 tables. With fewer, base and lengths that all points had a say in promise too much (65-90 %
-covered by 30-90 points), and a third of the points is kept back."""
+WARM_POINTS = 100
+"""Points from which the fits that calibrate an interval start from the lengths of the fit of all points, and leave out
+a fifth of them at a time: of 200 random rows of the tables of seven GPUs that covers 86-94 % where 90 are promised, and
+leaving points out one by one of a process whose lengths all of them had a say in 81-92. Lengths of fewer points know
+too much of each of them: then the fits start afresh, and leave out a third."""
+
+_FOLDS, _FEW_FOLDS = 5, 3
+
+OUTSIDE_ROWS = 200
+"""Rows, at random, on which it is looked at how far off a fit is beyond its largest values."""
+
+_LEFT_OUT = 0.3  # share of these rows, about, that are beyond
+_OUTSIDE_DISTINCT = 4  # values of a parameter below which there is no range to leave out
+_OUTSIDE_KEPT = 60  # rows that must be left
+_LEAST_OUTSIDE = 0.4
+"""Of the quantile inside: what a range left out says is not taken for less. A lucky range says nothing of the next;
+chosen on the tables of seven GPUs, with and without."""
 
 FEW_FAMILIES = 24
 """Weight matrices of two or three models. So few do not say what others take: a table that is to has hundreds."""
@@ -153,10 +166,10 @@ def _fit(
         else:
             kept = _condensed(process, rows, base, setting)
             residual, arrays = kept.spec(table.key)
-            scored = kept if len(rest) else process, base, rest
-            if len(rows) < LEAVE_ONE_OUT_POINTS:
-                scored = _without_a_third(rows, setting, (flops_per_s, bytes_per_s)) or scored
-            interval = _residual_interval(*scored, setting)
+            sheet = flops_per_s, bytes_per_s
+            interval = _residual_interval(rows, rest, process, (kept, base), setting, sheet)
+            outside = _outside(table, process, setting, sheet, interval.quantile)
+            interval = interval.model_copy(update={"outside": outside})
     operator = Operator(
         kind=table.kind,
         dtype=table.dtype,
@@ -188,12 +201,13 @@ def _joint_box(table: Table, setting: Setting) -> dict[str, Range]:
 
 
 def _families(table: Table) -> tuple[dict[str, float], ...]:
-    """The combinations of the parameters that a curve through a user's points shares, where they are few."""
+    """The combinations of the parameters that a curve through a user's points shares, where they are few and each was
+    measured at several points."""
     form = OPERATORS[table.kind].curve
     if form is None or not form.exact_only:
         return ()
     values = np.unique(np.column_stack([table.shape[name] for name in form.shared]), axis=0)
-    if len(values) > FEW_FAMILIES:
+    if len(values) > FEW_FAMILIES or len(table) < curve.FEWEST * len(values):
         return ()
     return tuple(dict(zip(form.shared, value, strict=True)) for value in values.tolist())
 
@@ -208,13 +222,13 @@ def _kept_back(table: Table, setting: Setting) -> tuple[Table, Table]:
     return take(table, np.setdiff1d(np.arange(len(table)), rest)), take(table, rest)
 
 
-def _fit_process(table: Table, base: BaseFit, setting: Setting) -> Process | None:
-    """The process of all rows, or of `MAX_POINTS` that cover them."""
+def _fit_process(table: Table, base: BaseFit, setting: Setting, like: Process | None = None) -> Process | None:
+    """The process of all rows, or of `MAX_POINTS` that cover them; `like` one of nearly the same rows."""
     by_name, z = _features(table, setting), np.log(table.seconds / _base_of(table, base, setting))
     if len(table) > MAX_POINTS:
         chosen = cover(by_name, MAX_POINTS)
         by_name, z = {name: x[chosen] for name, x in by_name.items()}, z[chosen]
-    return fit_process(by_name, z)
+    return fit_process(by_name, z, like)
 
 
 def _condensed(process: Process, table: Table, base: BaseFit, setting: Setting) -> Process:
@@ -269,32 +283,86 @@ def _fit_curve(line: _CurveRows, table: Table) -> Curve:
     return curve.fit_curve(*line, table.resolution_s)
 
 
-def _without_a_third(
-    table: Table, setting: Setting, sheet: tuple[float, float]
-) -> tuple[Process, BaseFit, Table] | None:
-    """The fit of two thirds of the rows, at random, and the other third; None if no feature varies in the two."""
-    third, two_thirds = np.split(np.random.default_rng(0).permutation(len(table)), [len(table) // 3])
-    rows = take(table, two_thirds)
+class _Scores(NamedTuple):
+    """Log errors on rows that a fit did not see, and the sd that its process predicts there."""
+
+    off: Array
+    sd: Array
+
+
+def _scores(process: Process, base: BaseFit, rows: Table, setting: Setting) -> _Scores:
+    x = process.standardised(_features(rows, setting))
+    return _Scores(np.log(rows.seconds / _base_of(rows, base, setting)) - process.mean(x), process.sd(x))
+
+
+def _scores_without(
+    table: Table, held: Mask, process: Process | None, setting: Setting, sheet: tuple[float, float]
+) -> _Scores | None:
+    """Of the rows held back, by a fit of all others whose lengths start from those of a process, if one is given; None
+    if no feature varies in the others."""
+    rows = take(table, np.flatnonzero(~held))
     base = fit_base(rows, setting.processors, *sheet, setting.chip)
-    process = _fit_process(rows, base, setting)
-    return None if process is None else (_condensed(process, rows, base, setting), base, take(table, third))
+    fitted = _fit_process(rows, base, setting, process)
+    if fitted is None:
+        return None
+    return _scores(_condensed(fitted, rows, base, setting), base, take(table, np.flatnonzero(held)), setting)
 
 
-def _residual_interval(process: Process, base: BaseFit, rest: Table, setting: Setting) -> Interval:
+def _residual_interval(
+    rows: Table,
+    rest: Table,
+    process: Process,
+    kept: tuple[Process, BaseFit],
+    setting: Setting,
+    sheet: tuple[float, float],
+) -> Interval:
     """From log errors in units of the sd predicted there: of rows that the process did not see, or, without any, of
-    its own points as predicted from all the others; that process is exact, and what is kept of it hardly less sure.
+    its own as predicted from the others.
 
-    Rows it did not see are better where there are some: the points of a large table cover it and do not stand for it
-    (of H100 matrix products in fp8 leaving them out one by one covers 78 %, other rows 90).
+    Rows it did not see are better where there are some: the points of a large table cover it and do not stand for it.
     """
-    method: Literal["leave-one-out", "split"] = "split" if len(rest) else "leave-one-out"
+    method: Literal["cross-validation", "split"] = "split"
     if len(rest):
-        x = process.standardised(_features(rest, setting))
-        off, sd = np.log(rest.seconds / _base_of(rest, base, setting)) - process.mean(x), process.sd(x)
+        scores = [_scores(*kept, rest, setting)]
     else:
-        off, sd = process.left_out()
+        method = "cross-validation"
+        few = len(rows) < WARM_POINTS
+        folds = _FEW_FOLDS if few else _FOLDS
+        fold = np.random.default_rng(0).permutation(len(rows)) % folds
+        near = None if few else process
+        without = (_scores_without(rows, fold == i, near, setting, sheet) for i in range(folds))
+        scores = [one for one in without if one is not None] or [_scores(*kept, rows, setting)]
+    off, sd = (np.concatenate(column) for column in zip(*scores, strict=True))
     quantile = conformal_quantile(np.abs(off) / sd)
     return Interval(method=method, quantile=_short(quantile), log_sd=_short(float(np.median(sd)) * quantile / Z90))
+
+
+def _outside(
+    table: Table, process: Process, setting: Setting, sheet: tuple[float, float], inside: float
+) -> dict[str, float]:
+    """By shape parameter, the quantile of log errors beyond its largest values, in units of the sd predicted there and
+    of how far beyond they are (`GROWTH`): those values are left out of a fit of the others.
+
+    Parameters with few values, and tables with few rows, say nothing of it.
+    """
+    some = np.random.default_rng(0).permutation(len(table))[:OUTSIDE_ROWS]
+    rows = take(table, np.sort(some))
+    quantiles = {}
+    for name, values in rows.shape.items():
+        distinct = np.unique(values)
+        if len(distinct) < _OUTSIDE_DISTINCT:
+            continue
+        shares = np.array([(values > value).mean() for value in distinct[:-1]])
+        limit = distinct[int(np.abs(shares - _LEFT_OUT).argmin())]
+        held = values > limit
+        if held.sum() < _FEWEST or (~held).sum() < _OUTSIDE_KEPT:
+            continue
+        scores = _scores_without(rows, held, process, setting, sheet)
+        if scores is not None:
+            grown = scores.sd * (1 + octaves(values[held], limit)) ** GROWTH
+            quantile = conformal_quantile(np.abs(scores.off) / grown)
+            quantiles[name] = _short(max(quantile, _LEAST_OUTSIDE * inside))
+    return quantiles
 
 
 def _curve_interval(lines: list[_CurveRows], table: Table) -> Interval:

@@ -29,6 +29,7 @@ MAX_POINTS = 500
 CLIP = 3.0  # a time off the base by more than a factor 20 is an outlier and counts as that much
 _CLAMP = (0.01, 0.99)  # quantiles of the residuals fitted that no correction passes
 _MAX_ITERATIONS = 40
+_FEW_ITERATIONS = 10  # from the hyperparameters of nearly the same points
 _LENGTH, _NOISE = (0.5, 1.5), (np.log(0.03), 1.0)  # priors of the logarithms: mean, standard deviation
 _BOUNDS = {"length": (-3.0, 4.0), "signal": (-5.0, 1.5), "noise": (-6.0, -1.0)}  # of the logarithms
 _JITTER = 1e-4  # of the signal, on the diagonal of what would else be nearly singular
@@ -122,6 +123,10 @@ class Process:
         sd = 1 / np.sqrt(np.diag(inverse))
         return self.weights * sd**2, sd
 
+    def rescaled(self, spread: Array) -> Hyper:
+        """The hyperparameters for features standardised by another spread."""
+        return self.hyper._replace(length=self.hyper.length * self.spread / spread)
+
     def condensed(self, by_name: dict[str, Array], z: Array, count: int) -> Process:
         """What all these residuals say at no more than `count` centres of their shapes; hyperparameters kept.
 
@@ -157,10 +162,11 @@ class Process:
         return self.hyper.kernel(squares)
 
 
-def fit_process(by_name: dict[str, Array], z: Array) -> Process | None:
+def fit_process(by_name: dict[str, Array], z: Array, like: Process | None = None) -> Process | None:
     """The process of log residuals z at shapes given by their features; None if no feature varies.
 
-    Takes time with the cube of the number of points; see `cover` for choosing `MAX_POINTS` of them.
+    Takes time with the cube of the number of points; see `cover` for choosing `MAX_POINTS` of them. Most of it goes
+    into the hyperparameters: from those of `like`, where one of the same features is given, they are soon there.
     """
     from scipy.linalg import cho_solve
 
@@ -171,7 +177,7 @@ def fit_process(by_name: dict[str, Array], z: Array) -> Process | None:
     centre, spread = _short(raw.mean(0)), _short(raw.std(0))
     x = ((raw - centre) / spread).astype(np.float32).astype(np.float64)  # as it will be stored
     z = np.clip(z, -CLIP, CLIP)
-    hyper = _most_likely(x, z)
+    hyper = _most_likely(x, z, None if like is None or like.names != names else like.rescaled(spread))
     clamp = _short(np.quantile(z, _CLAMP))
     process = Process(names, centre, spread, hyper, (float(clamp[0]), float(clamp[1])), x, np.zeros(len(x)))
     return replace(process, weights=cho_solve((process._factor, True), z))
@@ -201,11 +207,13 @@ def maximin(x: Array, count: int) -> NDArray[np.intp]:
     return chosen
 
 
-def _most_likely(x: Array, z: Array) -> Hyper:
+def _most_likely(x: Array, z: Array, near: Hyper | None = None) -> Hyper:
     from scipy.optimize import minimize
 
     size = x.shape[1]
     start = np.array([_LENGTH[0]] * size + [np.log(max(0.05, z.std())), _NOISE[0]])
+    if near is not None:
+        start = np.log([*near.length, near.signal, near.noise])
     bounds = [_BOUNDS["length"]] * size + [_BOUNDS["signal"], _BOUNDS["noise"]]
     squares = pair_squares(x)
     optimum = minimize(
@@ -215,7 +223,7 @@ def _most_likely(x: Array, z: Array) -> Hyper:
         jac=True,
         method="L-BFGS-B",
         bounds=bounds,
-        options={"maxiter": _MAX_ITERATIONS},
+        options={"maxiter": _MAX_ITERATIONS if near is None else _FEW_ITERATIONS},
     )
     length, signal, noise = _split(np.exp(optimum.x))
     return Hyper(_short(length), float(_short(signal)), float(_short(noise)))

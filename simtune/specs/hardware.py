@@ -173,11 +173,19 @@ class Interval(Part):
     The sd is that of the residual process at the shape in question; without a residual it is `log_sd`.
     """
 
-    method: Literal["leave-one-out", "split"] = Field(
-        description="what calibrated it: each point as predicted from all the others, or rows kept back"
+    method: Literal["cross-validation", "leave-one-out", "split"] = Field(
+        description="what calibrated it: parts of the points, or each, as predicted from the others, or rows kept back"
     )
     quantile: Positive = Field(description="90 % quantile of |log(measured / predicted)| / sd")
     log_sd: Positive = Field(description="standard deviation of the log error, typical inside the measured box")
+    outside: dict[str, Positive] = Field(
+        default_factory=dict,
+        description="by shape parameter, the quantile where it is above what was measured, of the log error over "
+        "sd * (1 + octaves beyond)^0.75; from fits that its largest values were left out of",
+    )
+    carried_log_sd: NonNegative = Field(
+        0.0, description="of an operator from another device: log error of moving it, besides that of its fit"
+    )
     coverage: Share | None = Field(None, description="share of held-back rows inside their 90 % interval")
 
 

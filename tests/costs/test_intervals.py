@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -39,9 +41,9 @@ def measured(rows: int, seed: int, kind: OperatorKind = "gemm") -> Table:
 @pytest.mark.parametrize(
     ("rows", "kind", "method"),
     [
-        (20, "gemm", "split"),
-        (60, "gemm", "split"),
-        (200, "gemm", "leave-one-out"),
+        (20, "gemm", "cross-validation"),
+        (60, "gemm", "cross-validation"),
+        (200, "gemm", "cross-validation"),
         (900, "gemm", "split"),
         (80, "all_reduce", "split"),
     ],
@@ -79,3 +81,32 @@ def test_conformal_quantiles_by_hand() -> None:
     assert conformal_quantile(np.arange(1.0, 10.0)) == 9.0
     assert conformal_quantile(np.arange(1.0, 17.0)) == pytest.approx(15.3)
     assert conformal_quantile(np.array([3.0, 1.0])) == 3.0
+
+
+def test_ranges_left_out_say_how_errors_grow_beyond() -> None:
+    """Beyond the largest m the bend goes on, which nobody measured."""
+    table = measured(300, 0)
+    fitted = fit_predictor(table, PROCESSORS, FLOPS, BYTES)
+    interval = fitted.operator.interval
+    assert interval is not None
+    assert set(interval.outside) == {"m", "n", "k"}
+    high = fitted.operator.box["m"][1]
+    sd = fitted.log_sd(m=high * np.array([1, 2, 8, 64]), n=1024, k=1024)
+    assert (np.diff(sd) > 0).all(), "the farther outside, the less is known"
+    far = measured(2000, 1)
+    beyond = {name: 16 * x if name == "m" else x for name, x in far.shape.items()}
+    bend = 0.3 * np.sin(np.log2(beyond["m"]))
+    setting = Setting.of(PROCESSORS, "bf16", None)
+    exact = base_seconds(OPERATORS["gemm"].terms(beyond, setting), **BASE) * np.exp(bend)
+    outside = beyond["m"] > high
+    off = np.abs(np.log(fitted.seconds(**beyond) / exact))
+    assert 0.8 <= float((off <= Z90 * fitted.log_sd(**beyond))[outside].mean()) <= 1
+
+
+def test_few_products_measured_often_are_families() -> None:
+    """Two weight matrices at many sizes of batch; as many products as rows are no family."""
+    table = measured(200, 0)
+    shape = {**table.shape, "n": np.repeat([1024.0, 4096.0], 100), "k": np.repeat([4096.0, 1024.0], 100)}
+    few = fit_predictor(replace(table, shape=shape), PROCESSORS, FLOPS, BYTES)
+    assert few.operator.families == ({"n": 1024.0, "k": 4096.0}, {"n": 4096.0, "k": 1024.0})
+    assert not fit_predictor(measured(20, 0), PROCESSORS, FLOPS, BYTES).operator.families

@@ -9,12 +9,12 @@ import pytest
 from click.testing import CliRunner
 
 from simtune.cli.fit import fit
-from simtune.costs.predict import Profile, typical_log_sd
+from simtune.costs.predict import Predictor, Profile, typical_log_sd
 from simtune.costs.profile import Facts
-from simtune.costs.transfer import known_errors, transfer
+from simtune.costs.transfer import Pair, TransferError, TransferErrors, known_errors, transfer
 from simtune.errors import UsageError
 from simtune.specs.catalog import load_hardware
-from simtune.specs.hardware import Hardware
+from simtune.specs.hardware import Hardware, Provenance
 
 ROOT = Path(__file__).resolve().parents[2]
 TRANSFERRED = {
@@ -93,10 +93,10 @@ def test_intervals_widen_more_across_architectures(source: Hardware) -> None:
     ("target", "key", "seen_on"),
     [
         ("h200-sxm", "gemm.bf16", "of gemm.bf16 from h100-sxm to h200-sxm, is 5 % off at the median and 13 %"),
-        ("h200-sxm", "moe.bf16", "of gemm.bf16 from h100-sxm to h200-sxm"),
-        ("b200", "gemm.fp8", "of gemm.bf16 from h200-sxm to b200"),
-        ("b200", "decode_attention.bf16", "of decode_attention.bf16 from h100-sxm to a100-sxm-80g"),
-        ("l40s", "decode_attention.bf16.kv-fp8", "of decode_attention.bf16 from h100-sxm to rtx-4090"),
+        ("h200-sxm", "moe.bf16", "of gemm.bf16 from h200-sxm to h100-sxm"),
+        ("b200", "gemm.fp8", "of gemm.bf16 from h100-sxm to a100-sxm-80g"),
+        ("b200", "decode_attention.bf16", "of decode_attention.bf16 from a100-sxm-80g to h100-sxm"),
+        ("l40s", "decode_attention.bf16.kv-fp8", "of decode_attention.bf16.kv-fp8 from h100-sxm to rtx-pro-6000"),
         ("mi300x", "gemm.bf16", "to another vendor, whose kernels are others; no such transfer was checked"),
     ],
 )
@@ -116,9 +116,61 @@ def test_a_shipped_transfer_is_one_of_its_shipped_source(name: str) -> None:
     assert {o.provenance.kind for o in shipped.operators.values()} == {"transferred"}
 
 
-def test_a_transfer_is_not_transferred_again() -> None:
+def test_a_transfer_is_transferred_again_with_the_errors_of_both_moves(source: Hardware) -> None:
+    once = transfer(source, facts("h200-sxm"))
+    twice = transfer(once, facts("l4"))
+    for key in set(once.operators) & set(twice.operators):
+        first, both = once.operators[key].interval, twice.operators[key].interval
+        assert first is not None
+        assert both is not None
+        assert both.carried_log_sd > first.carried_log_sd > 0
+        assert twice.operators[key].provenance.kind == "transferred"
+
+
+def test_what_nobody_measured_is_not_transferred(source: Hardware) -> None:
+    sheet = Provenance(kind="data-sheet", source="a sheet")
+    operators = {"gemm.bf16": source.operators["gemm.bf16"].model_copy(update={"provenance": sheet})}
     with pytest.raises(UsageError, match="is itself taken from a data sheet"):
-        transfer(load_hardware("b200"), facts("l4"))
+        transfer(source.model_copy(update={"operators": operators}), facts("l4"))
+
+
+def pair(source: str, target: str, there: tuple[str, float], log_p90: float) -> Pair:
+    """A checked transfer of products from an sm_90 with 3.35 TB/s."""
+    return Pair(
+        source=source,
+        target=target,
+        source_architecture="sm_90",
+        source_memory_bytes_per_s=3.35e12,
+        target_architecture=there[0],
+        target_memory_bytes_per_s=there[1],
+        found_by="this test",
+        errors={"gemm.bf16": TransferError(median=0.1, p90=0.3, log_p90=log_p90)},
+    )
+
+
+def test_the_error_is_that_of_transfers_that_are_like_it(source: Hardware) -> None:
+    """Within an architecture, to another with memory of the same kind, and to one with another kind of memory."""
+    known = TransferErrors(
+        name="known",
+        pairs=(
+            pair("a", "b", ("sm_90", 4.8e12), 0.1645),
+            pair("a", "c", ("sm_100", 8e12), 0.329),
+            pair("a", "d", ("sm_80", 2e12), 0.329),
+            pair("a", "e", ("sm_89", 8e11), 0.8225),
+        ),
+    )
+    expected = {"h200-sxm": 0.1, "b200": 0.2, "l40s": 0.5}
+    for name, log_sd in expected.items():
+        interval = transfer(source, facts(name), known).operators["gemm.bf16"].interval
+        assert interval is not None
+        assert interval.carried_log_sd == pytest.approx(log_sd, rel=1e-3)
+    own = source.operators["gemm.bf16"]
+    moved = transfer(source, facts("b200"), known)
+    shape = {"m": 64, "n": 4096, "k": 4096}
+    before = Predictor(own, 132, source.arrays).log_sd(**shape)
+    after = Predictor(moved.operators["gemm.bf16"], 148, moved.arrays).log_sd(**shape)
+    assert before < after
+    assert typical_log_sd(moved.operators["gemm.bf16"]) == pytest.approx(np.hypot(typical_log_sd(own), 0.2), rel=1e-3)
 
 
 def test_the_command_writes_what_the_function_gives(tmp_path: Path, source: Hardware) -> None:
@@ -134,4 +186,5 @@ def test_known_errors_are_of_devices_that_are_shipped() -> None:
         for name, architecture in ((pair.source, pair.source_architecture), (pair.target, pair.target_architecture)):
             assert load_hardware(name).device.architecture == architecture
         assert pair.target_memory_bytes_per_s == load_hardware(pair.target).device.memory_bytes_per_s
+        assert pair.source_memory_bytes_per_s == load_hardware(pair.source).device.memory_bytes_per_s
         assert all(0 < e.median < e.p90 for e in pair.errors.values())
