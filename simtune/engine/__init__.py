@@ -14,9 +14,12 @@ from simtune.engine.policies import (
     Orca,
     PriorityLayers,
     Sarathi,
+    SglangScheduler,
     ShortestPredictedFirst,
     SkipJoinMlfq,
     StaticBatching,
+    TensorRtLlmScheduler,
+    VllmV0,
 )
 from simtune.engine.prefix import PrefixCache, hit_rate
 from simtune.engine.request import Request
@@ -28,6 +31,9 @@ from simtune.engine.vllm import VllmFcfs, VllmPriority
 POLICIES: dict[str, type[Scheduler]] = {
     "vllm-fcfs": VllmFcfs,
     "vllm-priority": VllmPriority,
+    "vllm-v0": VllmV0,
+    "sglang": SglangScheduler,
+    "tensorrt-llm": TensorRtLlmScheduler,
     "transformers-fifo": TransformersFifo,
     "transformers-prefill-first": TransformersPrefillFirst,
     "static": StaticBatching,
@@ -58,14 +64,17 @@ __all__ = [
     "Request",
     "Sarathi",
     "Scheduler",
+    "SglangScheduler",
     "ShortestPredictedFirst",
     "SkipJoinMlfq",
     "StaticBatching",
     "Step",
     "Tally",
+    "TensorRtLlmScheduler",
     "TransformersFifo",
     "TransformersPrefillFirst",
     "VllmFcfs",
     "VllmPriority",
+    "VllmV0",
     "hit_rate",
 ]

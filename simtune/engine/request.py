@@ -42,7 +42,8 @@ class Request:
     """When its answer should be complete, by whatever clock the world keeps; only the order of deadlines counts."""
     blocks: tuple[Hashable, ...] = ()
     """Names of what its leading hash blocks (of the scheduler's `hash_block_tokens`) contain, the whole text before
-    them included: equal names, equal keys and values. Tokens beyond the named blocks are shared with nobody."""
+    them included: equal names, equal keys and values. They may go on into the answer, where a later prompt repeats it.
+    Tokens beyond the named blocks are shared with nobody."""
     hold: bool = False
     """Whether its KV blocks stay taken when it is finished, until `Scheduler.release`."""
     computed: int = 0

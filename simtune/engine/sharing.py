@@ -104,6 +104,8 @@ class SharedBlocks(KvBlocks):
         self._holders[name] += 1
 
     def _name(self, request: Request, block: int) -> Hashable:
-        """What a full block of a request contains, the text before it included."""
+        """What a full block of a request contains, the text before it included. Answers are their request's own."""
         whole, part = divmod(block, self._hash_blocks)
-        return (request.blocks[whole], part) if whole < len(request.blocks) else (request, block)
+        if whole < len(request.blocks) and (block + 1) * self.block_size <= request.prompt_tokens:
+            return request.blocks[whole], part
+        return request, block

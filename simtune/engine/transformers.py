@@ -134,20 +134,17 @@ class TransformersFifo(ListScheduler):
         starved: list[tuple[Request, int]] = []
         budget, slots = self.max_num_batched_tokens, self._slots
         roomy = self.kv.free / self.kv.total >= self.safety_margin
-        here = set(self.residents)
+        here = self.residents.copy().keys()
         for request in self._candidates():
             if scheduled and not roomy and not request.decoding:
                 break
-            if self._shared is not None and request not in self.residents:
-                self._find(request, self._shared)
+            self._find(request)
             if request.computed > slots:
                 continue
             tokens = 1 if request.decoding else min(request.known_tokens - request.computed, budget)
             if not self.allocate(request, request.computed + tokens):
                 if request in self.residents:
                     starved.append((request, tokens))
-                elif not self.kv.free and self._shared is None:
-                    break
                 continue
             scheduled[request] = tokens
             self.residents[request] = None
@@ -156,13 +153,15 @@ class TransformersFifo(ListScheduler):
             if budget == 0 or slots <= 0 or len(scheduled) == self.max_num_seqs:
                 break
         if len(self.residents) > len(here):
-            self._unserved.update(request for request in self.residents if request not in here | scheduled.keys())
+            self._unserved.update(self.residents.keys() - here - scheduled.keys())
             self.waiting = deque(request for request in self.waiting if request not in self.residents)
         return scheduled, starved
 
-    def _find(self, request: Request, shared: SharedBlocks) -> None:
-        """Let a waiting request hold what is found of its text; if that is anything, it is a resident."""
-        tokens = shared.match(request)
+    def _find(self, request: Request) -> None:
+        """Let a waiting request hold what is found of its text, if blocks are shared; then it is a resident."""
+        if self._shared is None or request in self.residents:
+            return
+        tokens = self._shared.match(request)
         if tokens:
             request.computed = request.reserved_tokens = tokens
             self.residents[request] = None
@@ -176,8 +175,10 @@ class TransformersFifo(ListScheduler):
         residents = list(self.residents)
         for decoding in (not self.PREFILL_FIRST, self.PREFILL_FIRST):
             yield from (request for request in residents if request.decoding is decoding)
-        if not self._closed:
-            yield from self.waiting
+        for request in self.waiting:
+            if self._closed or (self._shared is None and not self.kv.free):
+                break
+            yield request
 
     def _reset(self, starved: list[tuple[Request, int]]) -> list[Request]:
         """Send starved residents back until the others' blocks are free, counting those they still hold as free."""

@@ -88,13 +88,12 @@ class DeployedPool:
         """What the constructor of the pool's policy is given: what every policy has, and what it offers."""
         pool, batching, kv_cache = self.spec, self.spec.batching, self.spec.kv_cache
         num_blocks = self.memory.num_blocks // pool.parallelism.pp
-        caching = kv_cache.prefix_caching and hash_block_tokens is not None
         ahead = pool.schedules_async and (pool.speculation is None or pool.speculation.scheme.counts_ahead)
         margin = batching.safety_margin
         of_features: dict[Feature, dict[str, Any]] = {
             "async_scheduling": {"async_scheduling": ahead},
             "long_prefills": {"long_prefill_token_threshold": batching.long_prefill_token_threshold or 0},
-            "prefix_caching": {"prefix_caching": True, "hash_block_tokens": hash_block_tokens} if caching else {},
+            "prefix_caching": {"prefix_caching": kv_cache.prefix_caching, "hash_block_tokens": hash_block_tokens},
             "reserve_full_isl": {"scheduler_reserve_full_isl": batching.scheduler_reserve_full_isl is not False},
             "safety_margin": {} if margin is None else {"safety_margin": margin},
             "speculation": {"speculation": speculation},

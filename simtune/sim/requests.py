@@ -33,6 +33,7 @@ from simtune.specs.workload import (
     Poisson,
     Quantiles,
     RequestClass,
+    Sessions,
     Slo,
     TraceArrivals,
     TraceLengths,
@@ -138,12 +139,18 @@ def build_stream(workload: Workload, trace: Trace | None, *, requests: int, seed
     outputs = [c.output or workload.output for c in classes]
     arrivals = workload.arrivals
     prompt_tokens = _lengths(prompts, class_index, _uniforms(seed, _PROMPT, requests), trace, "prompt")
-    shared = _shared(workload, _hash_ids(prompts, class_index, trace), trace, prompt_tokens, seed)
+    output_tokens = _lengths(outputs, class_index, _uniforms(seed, _OUTPUT, requests), trace, "output")
+    in_trace = _hash_ids(prompts, class_index, trace)
+    if workload.sessions is None:
+        shared = _shared(workload, in_trace, trace, prompt_tokens, seed)
+    else:
+        added, prompt_tokens = prompt_tokens, _conversations(workload.sessions, prompt_tokens, output_tokens)
+        shared = _shared_by_turns(workload, workload.sessions, in_trace, added, prompt_tokens + output_tokens, seed)
     loop = arrivals if isinstance(arrivals, ClosedLoop) else None
     return RequestStream(
         arrival_s=_arrival_s(arrivals, trace, seed, requests),
         prompt_tokens=prompt_tokens,
-        output_tokens=_lengths(outputs, class_index, _uniforms(seed, _OUTPUT, requests), trace, "output"),
+        output_tokens=output_tokens,
         class_index=class_index,
         priority=np.array([c.priority for c in classes], dtype=np.int64)[class_index],
         class_names=tuple(c.name for c in classes),
@@ -321,6 +328,51 @@ def _shared(
     blocks = np.minimum(most, prompt_tokens // prefix.block_tokens)
     hash_ids = tuple(whole[group][:n] for group, n in zip(session.tolist(), blocks.tolist(), strict=True))
     return _Shared(hash_ids, prefix.block_tokens, session)
+
+
+def _conversations(sessions: Sessions, added: Ints, output_tokens: Ints) -> Ints:
+    """Prompt tokens of every request, where `added` is what its turn adds: all turns before it, and those."""
+    prompts = added.copy()
+    before = sessions.concurrent
+    for start in range(before, len(added), before):
+        if start // before % sessions.turns:
+            turn, last = slice(start, start + before), slice(start - before, min(start, len(added) - before))
+            prompts[turn] += prompts[last] + output_tokens[last]
+    return prompts
+
+
+def _shared_by_turns(
+    workload: Workload,
+    sessions: Sessions,
+    in_trace: RepeatedBlocks | None,
+    added: Ints,
+    known_tokens: Ints,
+    seed: int,
+) -> _Shared:
+    """What each request shares with its conversation, its own answer included, and with the group of that.
+
+    Raises UsageError where a trace says it as well.
+    """
+    if in_trace is not None:
+        raise UsageError(f"{workload.trace}: says what its prompts share, so the workload needs no sessions")
+    number = np.arange(len(added))
+    turns = number // sessions.concurrent
+    first = number - turns % sessions.turns * sessions.concurrent  # the request with which its conversation began
+    size, prefix = sessions.block_tokens, workload.shared_prefix
+    groups, most = (1, 0) if prefix is None else (prefix.groups, prefix.tokens // size)
+    group = (_uniforms(seed, _GROUP, len(added)) * groups).astype(np.int64)[first]
+    of_group = np.minimum(most, added[first] // size)
+    own = max(int(known_tokens.max()) // size, 1)  # names kept for each conversation
+    hash_ids = tuple(
+        (
+            *range(of * most, of * most + min(shared, blocks)),
+            *range(groups * most + begun * own + shared, groups * most + begun * own + blocks),
+        )
+        for of, shared, begun, blocks in zip(
+            group.tolist(), of_group.tolist(), first.tolist(), (known_tokens // size).tolist(), strict=True
+        )
+    )
+    return _Shared(hash_ids, size, first)
 
 
 def _needed(trace: Trace | None) -> Trace:

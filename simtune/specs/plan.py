@@ -17,6 +17,9 @@ KvDtype = Literal["fp32", "bf16", "fp16", "fp8", "int8"]
 POLICY_NAMES = (
     "vllm-fcfs",
     "vllm-priority",
+    "vllm-v0",
+    "sglang",
+    "tensorrt-llm",
     "transformers-fifo",
     "transformers-prefill-first",
     "static",
@@ -75,7 +78,9 @@ class Batching(Part):
         0.5, description="how far off predicted output lengths are, for policies that use them: log standard deviation"
     )
     options: dict[str, Any] | None = Field(
-        None, description="of a policy of your own: what its constructor takes beside the settings of every policy"
+        None,
+        description="of a policy: what its constructor takes beside the settings of every policy "
+        "(tensorrt-llm: capacity_scheduler_policy, ...; sglang: schedule_conservativeness, ...)",
     )
 
 

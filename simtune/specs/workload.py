@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from simtune.specs.base import Count, Name, NonNegative, Part, Positive, Seq, Spec
+from simtune.specs.base import Count, ErrorAt, Name, NonNegative, Part, Positive, Seq, Spec
 
 # --- arrivals ---------------------------------------------------------------------------------------------
 
@@ -171,6 +171,20 @@ class SharedPrefix(Part):
     block_tokens: Count = Field(16, description="sharing is told in blocks of so many tokens: a multiple of KV blocks")
 
 
+class Sessions(Part):
+    """Conversations: each request is a turn of one, and its prompt begins with all prompts and answers before it.
+
+    `concurrent` conversations take turns, in order of arrival, and each is followed by a new one after its last turn.
+    So a conversation's next prompt comes `concurrent` arrivals after the one before, whether that is answered or not.
+    """
+
+    concurrent: Count
+    turns: Count = Field(description="of each conversation")
+    block_tokens: Count = Field(
+        16, description="what turns share is told in blocks of so many tokens, see shared_prefix"
+    )
+
+
 class Workload(Spec):
     """Arrivals x lengths x classes. `requests` is how many are simulated unless the caller says otherwise."""
 
@@ -183,6 +197,10 @@ class Workload(Spec):
     trace: str | None = Field(None, description="trace file, relative to this file; needed by `kind: trace`")
     classes: Annotated[Seq[RequestClass], Field(strict=False)] = ()
     shared_prefix: SharedPrefix | None = Field(None, description="only without a trace that says what prompts share")
+    sessions: Sessions | None = Field(
+        None,
+        description="the same; `prompt` is then what a turn adds to the conversation, and groups are drawn for each",
+    )
 
     @field_validator("classes")
     @classmethod
@@ -191,6 +209,17 @@ class Workload(Spec):
         if len(set(names)) < len(names):
             raise ValueError(f"class names must differ: {', '.join(names)}")
         return classes
+
+    @model_validator(mode="after")
+    def _one_size_of_blocks(self) -> Self:
+        prefix, sessions = self.shared_prefix, self.sessions
+        if prefix is not None and sessions is not None and prefix.block_tokens != sessions.block_tokens:
+            raise ErrorAt(
+                f"must be that of shared_prefix ({prefix.block_tokens}), not {sessions.block_tokens}",
+                "sessions",
+                "block_tokens",
+            )
+        return self
 
     @model_validator(mode="after")
     def _trace_named(self) -> Self:

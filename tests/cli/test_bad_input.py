@@ -421,7 +421,7 @@ def test_a_plan_that_names_what_is_not_there(desk: Any, text: str, message: str)
         ),
         (
             ("batching.policy=sarathi", "kv_cache.prefix_caching=true"),
-            "policy sarathi has no prefix_caching; leave it out, or choose vllm-fcfs or vllm-priority or transformers-f",
+            "policy sarathi has no prefix_caching; leave it out, or choose vllm-fcfs or vllm-priority or transformers",
         ),
         (
             ("batching.policy=skip-join-mlfq", "kv_cache.preemption=swap"),

@@ -1,4 +1,4 @@
-"""transformers' continuous batching, written as plainly as possible: every block by its number, every text by its words.
+"""transformers' continuous batching, as plainly as possible: every block by its number, every text by its words.
 
 The oracle for `simtune.engine.transformers`, with which it shares no code.
 """

@@ -50,7 +50,11 @@ def made(policy: str, **change: Any) -> Scheduler:
     return suite_of(policy)().make(**change)
 
 
-@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "static"])
+PROMPTS_ALONE = {"vllm-v0", "sglang"}
+"""Policies that keep those who decode waiting while there are prompts to run."""
+
+
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy not in {"static", *PROMPTS_ALONE}])
 def test_who_is_computed_elsewhere_decodes_at_once(policy: str) -> None:
     scheduler = made(policy)
     remote, late = Request(1, 7, 5, emitted=1), Request(2, 4, 2, emitted=1)
@@ -61,6 +65,22 @@ def test_who_is_computed_elsewhere_decodes_at_once(policy: str) -> None:
     step = scheduler.schedule()
     assert step is not None
     assert (step.num_decodes, step.context_tokens) == (1, 8)
+
+
+@pytest.mark.parametrize("policy", PROMPTS_ALONE)
+def test_who_is_computed_elsewhere_decodes_after_the_prompts(policy: str) -> None:
+    scheduler = made(policy)
+    remote = Request(1, 7, 5, emitted=1)
+    assert scheduler.expect(remote)
+    scheduler.receive(remote)
+    assert scheduler.add(Request(0, 8, 3))
+    counts = []
+    for _ in range(2):
+        step = scheduler.schedule()
+        assert step is not None
+        counts.append((len(step.chunks), step.num_decodes))
+        scheduler.complete()
+    assert counts == [(1, 0), (0, 2)]
 
 
 def test_static_batches_take_nobody_from_elsewhere() -> None:
@@ -251,3 +271,34 @@ def test_transformers_keeps_a_margin_of_free_blocks() -> None:
     load = ((0, 36, 2), (1, 2, 1))
     tight = {"num_blocks": 10, "max_model_len": 40, "max_num_batched_tokens": 40}
     assert story("transformers-fifo", *load, **tight) == [{0: 36}, {0: 1}, {1: 2}]
+
+
+def test_vllm_of_2023_stops_everybody_for_a_prompt() -> None:
+    """1 comes while 0 decodes, and its prompt has a step of its own; 2 does not fit beside it and has the next."""
+    steps = story("vllm-v0", (0, 4, 4), (2, 6, 2), (2, 20, 1), max_num_batched_tokens=24)
+    assert steps == [{0: 4}, {0: 1}, {1: 6}, {2: 20}, {0: 1, 1: 1}, {0: 1}]
+
+
+def test_tensorrt_llm_keeps_room_for_whole_answers_or_pauses() -> None:
+    """Four blocks. Reserved for 8 tokens of answer, one request is all there is room for; else the last is paused."""
+    load, memory = ((0, 8, 6), (0, 4, 6)), {"num_blocks": 4, "max_model_len": 16, "max_new_tokens": 8}
+    in_turn = story("tensorrt-llm", *load, **memory)
+    assert in_turn == [{0: 8}, *[{0: 1}] * 5, {1: 4}, *[{1: 1}] * 5]
+    memory |= {"num_blocks": 4, "capacity_scheduler_policy": "MAX_UTILIZATION"}
+    together = story("tensorrt-llm", *load, **memory)
+    assert together == [{0: 8}, {0: 1, 1: 4}, *[{0: 1}] * 4, {1: 5}, *[{1: 1}] * 4]
+
+
+def test_tensorrt_llm_may_give_prompts_equal_progress() -> None:
+    steps = story("tensorrt-llm", (0, 12, 1), (0, 12, 1), context_chunking_policy="EQUAL_PROGRESS")
+    assert steps == [{0: 4, 1: 4}, {0: 4, 1: 4}, {0: 4, 1: 4}]
+
+
+def test_sglang_admits_by_what_it_guesses_and_retracts_who_delivered_least() -> None:
+    """Six blocks. A careful engine runs one after the other; a bold one lets the second in, and has to retract it."""
+    load, memory = ((0, 8, 12), (0, 8, 12)), {"num_blocks": 6, "max_new_tokens": 16}
+    careful = story("sglang", *load, **memory, schedule_conservativeness=1.5)
+    assert careful == [{0: 8}, *[{0: 1}] * 11, {1: 8}, *[{1: 1}] * 11]
+    short = ((0, 8, 6), (0, 8, 6))
+    bold = story("sglang", *short, **memory | {"max_new_tokens": 6}, schedule_conservativeness=0.1)
+    assert bold == [{0: 8}, {1: 8}, *[{0: 1, 1: 1}] * 4, {0: 1}, {1: 8}, {1: 5}]

@@ -22,6 +22,7 @@ from simtune.specs.workload import (
     Piecewise,
     Poisson,
     Segment,
+    Sessions,
     SharedPrefix,
     TraceArrivals,
     TraceLengths,
@@ -191,3 +192,78 @@ def test_a_trace_that_says_what_is_shared_needs_no_groups() -> None:
     )  # fmt: skip
     with pytest.raises(UsageError, match="so the workload needs no shared_prefix"):
         build_stream(workload, trace, requests=2, seed=0)
+
+
+# --- conversations ----------------------------------------------------------------------------------------
+
+
+def conversations(requests: int, shared: SharedPrefix | None = None, rate_rps: float = 1.0) -> RequestStream:
+    workload = Workload(
+        name="w",
+        arrivals=Poisson(rate_rps=rate_rps),
+        prompt=FixedLength(tokens=100),
+        output=FixedLength(tokens=60),
+        shared_prefix=shared,
+        sessions=Sessions(concurrent=4, turns=3),
+    )
+    return build_stream(workload, None, requests=requests, seed=1)
+
+
+def test_each_turn_begins_with_all_turns_before_it_and_their_answers() -> None:
+    stream = conversations(22)
+    assert stream.prompt_tokens.tolist() == [100] * 4 + [260] * 4 + [420] * 4 + [100] * 4 + [260] * 4 + [420] * 2
+    assert stream.session is not None
+    assert stream.session.tolist() == [*range(4)] * 3 + [*range(12, 16)] * 2 + [12, 13]
+    assert stream.hash_ids is not None
+    for before, after in ((0, 4), (4, 8), (13, 17)):
+        mine, then = stream.hash_ids[before], stream.hash_ids[after]
+        assert len(mine) == (stream.prompt_tokens[before] + 60) // 16
+        assert then[: len(mine)] == mine
+    assert not set(stream.hash_ids[0]) & {*stream.hash_ids[1], *stream.hash_ids[12]}
+
+
+def test_conversations_of_a_group_share_its_prefix() -> None:
+    stream = conversations(24, SharedPrefix(groups=1, tokens=64))
+    assert stream.hash_ids is not None
+    assert all(ids[:4] == (0, 1, 2, 3) for ids in stream.hash_ids)
+    assert stream.hash_ids[0][4] != stream.hash_ids[1][4]
+    with pytest.raises(ValidationError, match="must be that of shared_prefix"):
+        Workload(
+            name="w",
+            arrivals=DAY,
+            prompt=FixedLength(tokens=1),
+            output=FixedLength(tokens=1),
+            shared_prefix=SharedPrefix(groups=1, tokens=64, block_tokens=32),
+            sessions=Sessions(concurrent=1, turns=1),
+        )
+
+
+def test_an_engine_computes_only_what_a_turn_adds() -> None:
+    """Slow enough that every turn is answered before the next: all whole blocks known before are found, but where the
+    whole prompt is known a last one is computed again."""
+    result = run(conversations(24, rate_rps=0.2))
+    found = {100: 0, 260: (100 + 59) // 16 * 16, 420: (260 + 59) // 16 * 16}
+    hits = sum(core.hit_tokens for core in result.outcome.cores)
+    assert hits == sum(found[prompt] for prompt in conversations(24).prompt_tokens.tolist())
+
+
+def run(stream: RequestStream, num_blocks: int | None = None, *, caching: bool = True) -> Result:
+    pool = Pool(
+        hardware="h100-sxm",
+        instances=1,
+        batching=Batching(max_num_seqs=64, max_num_batched_tokens=2048),
+        kv_cache=KvCache(prefix_caching=caching, num_blocks=num_blocks),
+        max_model_len=8192,
+    )
+    plan = Plan(name="p", model="llama-3.1-8b", pools=(pool,))
+    return deploy(plan, load_model("llama-3.1-8b"), load_hardware("h100-sxm")).simulate(stream)
+
+
+def test_a_preempted_request_finds_its_own_blocks_though_nothing_has_a_name() -> None:
+    workload = Workload(
+        name="w", arrivals=Poisson(rate_rps=20), prompt=FixedLength(tokens=400), output=FixedLength(tokens=400)
+    )
+    stream = build_stream(workload, None, requests=200, seed=1)
+    tight = {caching: run(stream, 1200, caching=caching) for caching in (False, True)}
+    assert all(result.outcome.preemptions.sum() > 30 for result in tight.values())
+    assert tight[True].outcome.finish.max() < tight[False].outcome.finish.max()

@@ -4,7 +4,10 @@ from simtune.engine.policies.iteration import Orca, Sarathi
 from simtune.engine.policies.layers import PriorityLayers
 from simtune.engine.policies.mlfq import SkipJoinMlfq
 from simtune.engine.policies.order import DualQueue, EarliestDeadlineFirst, ShortestPredictedFirst
+from simtune.engine.policies.sglang import SglangScheduler
 from simtune.engine.policies.static import StaticBatching
+from simtune.engine.policies.tensorrt_llm import TensorRtLlmScheduler
+from simtune.engine.policies.vllm_v0 import VllmV0
 
 __all__ = [
     "DualQueue",
@@ -12,7 +15,10 @@ __all__ = [
     "Orca",
     "PriorityLayers",
     "Sarathi",
+    "SglangScheduler",
     "ShortestPredictedFirst",
     "SkipJoinMlfq",
     "StaticBatching",
+    "TensorRtLlmScheduler",
+    "VllmV0",
 ]

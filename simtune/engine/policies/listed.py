@@ -118,10 +118,13 @@ class ListScheduler(Scheduler):
 
     def _steps_that_fit(self, decoding: list[Request], limit: int) -> int:
         """The largest number of steps, at most `limit`, for which the free blocks suffice; the first has its own."""
-        free = self.kv.free
-        if self.missing_blocks(decoding, limit) <= free:
+        return self._steps_within(self.kv.free, decoding, limit)
+
+    def _steps_within(self, blocks: int, decoding: list[Request], limit: int) -> int:
+        """The largest number of steps, at least 1 and at most `limit`, that need no more than so many blocks."""
+        if self.missing_blocks(decoding, limit) <= blocks:
             return limit
-        return bisect_right(range(1, limit), free, key=lambda steps: self.missing_blocks(decoding, steps))
+        return max(1, bisect_right(range(1, limit), blocks, key=lambda steps: self.missing_blocks(decoding, steps)))
 
     def complete(self, repetitions: int = 1) -> Progress:
         """Deliver tokens: the first one where a prompt is complete, one a repetition to whoever decodes."""

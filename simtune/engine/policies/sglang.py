@@ -1,0 +1,163 @@
+"""SGLang's scheduler: prompts first, and a guess of how much of the answers is still to come."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+from simtune.engine.policies.listed import ListScheduler, ScheduledTokens
+from simtune.engine.request import Request
+from simtune.engine.scheduler import Settings
+from simtune.engine.step import Progress
+
+
+class SglangScheduler(ListScheduler):
+    """Prompts run in steps of their own, before those that decode; requests come in on an estimate of their answers.
+
+    *Admission.* Each decoding request is taken to need `new_token_ratio` of the tokens it may still deliver, at most
+    CLIP_MAX_NEW_TOKENS; a newcomer, in the order of arrival, must find its prompt and all of its own. Prompts follow
+    one another until `max_num_batched_tokens` (SGLang's chunked_prefill_size) are reached, and the last one is cut at
+    whole pages; nobody follows it before it is complete. Once seats or memory were short nobody is looked at until the
+    batch is smaller.
+
+    *Ratio.* It begins at INIT_NEW_TOKEN_RATIO x `schedule_conservativeness` (at most 1) and falls with every step that
+    decodes, within DECAY_STEPS steps to MIN_NEW_TOKEN_RATIO_FACTOR of that. Where a decode finds no page, requests are
+    retracted, those with the fewest delivered tokens first (of equals the longest prompt), until RETRACT_DECODE_STEPS
+    steps of the others fit; they go to the end of the queue, to be computed again. The ratio is then what the others
+    have delivered, those steps included, of what they may. An engine with nothing to do begins anew.
+
+    `max_new_tokens` is what users ask for, which the engine is told with each request; up to max_model_len unless
+    given. Facts: schedule_policy.py, schedule_batch.py and scheduler.py of SGLang 0.5. Left out: the radix cache and
+    the orders of the queue that go by it, mixed chunks, and that under overlap an end is known one step late.
+    """
+
+    offers = frozenset()
+    INIT_NEW_TOKEN_RATIO = 0.7
+    MIN_NEW_TOKEN_RATIO_FACTOR = 0.14
+    DECAY_STEPS = 600
+    RETRACT_DECODE_STEPS = 20
+    CLIP_MAX_NEW_TOKENS = 4096
+
+    def __init__(
+        self, *, schedule_conservativeness: float = 1.0, max_new_tokens: int | None = None, **settings: Unpack[Settings]
+    ) -> None:
+        """Raises ValueError for a conservativeness that is not above 0."""
+        super().__init__(**settings)
+        if schedule_conservativeness <= 0:
+            raise ValueError(f"schedule_conservativeness ({schedule_conservativeness}) must be above 0")
+        self._initial = min(self.INIT_NEW_TOKEN_RATIO * schedule_conservativeness, 1.0)
+        self._least = self._initial * self.MIN_NEW_TOKEN_RATIO_FACTOR
+        self._max_new_tokens = self.max_model_len if max_new_tokens is None else max_new_tokens
+        self._page = min(self.kv.block_size, self.max_num_batched_tokens)  # a budget below a page counts as one
+        self._begin_anew()
+
+    @property
+    def new_token_ratio(self) -> float:
+        """How much of what it may still deliver a request is taken to need. It falls by steps, not by sums, so that
+        many steps at once come to the same."""
+        if self._decoded < 1:
+            return self._ratio
+        fallen = (self._initial - self._least) / self.DECAY_STEPS * self._decoded
+        return max(self._ratio - fallen, self._least)
+
+    def would_notice(self) -> bool:
+        """Whether waiting requests are looked at."""
+        return not self._full
+
+    def choose(self, preempted: list[Request]) -> ScheduledTokens:
+        """Prompts, if there are any to run; else everybody decodes."""
+        return self._prefill() or self._decode(preempted)
+
+    def complete(self, repetitions: int = 1) -> Progress:
+        """Deliver tokens; the ratio falls with each step that decoded, and a batch that has shrunk is not full."""
+        step = self._under_way
+        assert step is not None
+        progress = super().complete(repetitions)
+        if not step.chunks:
+            self._decoded += repetitions
+        if progress.finished:
+            self._full = False
+        if not self.has_work:
+            self._begin_anew()
+        return progress
+
+    def release(self, request: Request) -> None:
+        """Give back blocks that were held: somebody may find room now."""
+        super().release(request)
+        self._full = False
+
+    def _begin_anew(self) -> None:
+        self._ratio, self._decoded = self._initial, 0
+        self._full = False  # seats or memory were short, and the batch has not shrunk since
+
+    def _to_come(self, request: Request) -> int:
+        """Tokens that a request may still deliver."""
+        most = min(self._max_new_tokens, self.max_model_len - request.prompt_tokens)
+        return max(most - request.emitted, 0)
+
+    def _prefill(self) -> ScheduledTokens:
+        budget = self.max_num_batched_tokens
+        scheduled: ScheduledTokens = {}
+        under_way = [request for request in self.residents if not request.decoding]
+        for request in under_way:
+            scheduled[request] = min(request.known_tokens - request.computed, budget)
+            budget -= scheduled[request]
+        if self._full:
+            return scheduled
+        ratio, clip = self.new_token_ratio, self.CLIP_MAX_NEW_TOKENS
+        spare: float = self.kv.free * self.kv.block_size
+        spare -= sum(min(self._to_come(r), clip) * ratio for r in self.residents if r.decoding)
+        spare -= sum(min(self._to_come(r), clip) for r in under_way)
+        while self.waiting and budget:
+            request = self.waiting[0]
+            tokens = request.known_tokens
+            needed = tokens + min(self._to_come(request), clip)
+            if self.num_running >= self.max_num_seqs or not self._has_room(request, needed, spare):
+                self._full = True
+                break
+            if tokens > budget:
+                tokens = budget // self._page * self._page if self.chunked_prefill else 0
+                budget = tokens  # nobody comes after it
+            if not tokens:
+                break
+            self.waiting.popleft()
+            self.allocate(request, request.known_tokens)
+            self.residents[request] = None
+            scheduled[request] = tokens
+            budget -= tokens
+            spare -= request.reserved_tokens + needed - request.known_tokens
+        return scheduled
+
+    def _has_room(self, request: Request, needed: int, spare: float) -> bool:
+        """Whether a newcomer fits by the estimate; the only one needs no estimate."""
+        return self.kv.blocks_for(request.known_tokens) <= self.kv.free and (needed < spare or not self.num_running)
+
+    def _decode(self, preempted: list[Request]) -> ScheduledTokens:
+        decoding = list(self.residents)
+        if self.missing_blocks(decoding, 1) > self.kv.free:
+            decoding = self._retract(decoding, preempted)
+        if self.missing_blocks(decoding, 1) > self.kv.free:
+            return {}
+        for request in decoding:
+            self.allocate(request, request.computed + 1)
+        return dict.fromkeys(decoding, 1)
+
+    def _retract(self, decoding: list[Request], preempted: list[Request]) -> list[Request]:
+        """Put requests out until the others have room for some steps; those who remain."""
+        order = sorted(decoding, key=lambda request: (request.emitted, -request.prompt_tokens), reverse=True)
+        while len(order) > 1 and (
+            not preempted or self.kv.free * self.kv.block_size < len(order) * self.RETRACT_DECODE_STEPS
+        ):
+            victim = order.pop()
+            self.preempt(victim)
+            self.waiting.remove(victim)
+            self.waiting.append(victim)
+            preempted.append(victim)
+        delivered = sum(request.emitted + self.RETRACT_DECODE_STEPS for request in order)
+        most = sum(min(self._max_new_tokens, self.max_model_len - request.prompt_tokens) for request in order)
+        self._ratio, self._decoded = min(delivered / most, 1.0) if most else 1.0, -1  # this step does not count
+        self._full = False
+        return [request for request in decoding if request in self.residents]
+
+    def _lose_residents(self) -> list[Request]:
+        self._begin_anew()
+        return super()._lose_residents()

@@ -1,0 +1,120 @@
+"""TensorRT-LLM's two schedulers: who has room in memory, then who has tokens in the step."""
+
+from __future__ import annotations
+
+from typing import Literal, Unpack
+
+from simtune.engine.policies.listed import ScheduledTokens, StallFree
+from simtune.engine.request import Request
+from simtune.engine.scheduler import Settings
+
+CapacityPolicy = Literal["GUARANTEED_NO_EVICT", "MAX_UTILIZATION"]
+ChunkingPolicy = Literal["FIRST_COME_FIRST_SERVED", "EQUAL_PROGRESS"]
+
+
+class TensorRtLlmScheduler(StallFree):
+    """Everyone who decodes goes on; prompts share the rest of the token budget in chunks of whole KV blocks.
+
+    *Capacity.* GUARANTEED_NO_EVICT lets a request in only if the blocks for its longest possible answer are free beside
+    those of everybody else: `max_new_tokens` tokens, which the engine is told with each request (up to max_model_len
+    unless given). MAX_UTILIZATION asks for the blocks of what is known, and pauses the request that was started last
+    when a decode finds no block; it is computed again. Requests are asked in order, and the first one without room
+    ends it. A step that pauses somebody starts nobody.
+
+    *Tokens.* Without chunked prefill whole prompts follow one another until one does not fit the budget.
+    FIRST_COME_FIRST_SERVED gives each prompt what it needs, or what is left, rounded down to blocks unless it is the
+    rest of the prompt; EQUAL_PROGRESS gives all prompts one block after another in turn. One that gets no tokens has
+    not been started, and holds nothing.
+
+    Facts: capacityScheduler.cpp and microBatchScheduler.cpp of TensorRT-LLM 1.x. Left out: blocks for a second step
+    that MAX_UTILIZATION asks for under the overlap scheduler, re-use of blocks, and encoders.
+    """
+
+    offers = frozenset()
+
+    def __init__(
+        self,
+        *,
+        capacity_scheduler_policy: CapacityPolicy = "GUARANTEED_NO_EVICT",
+        context_chunking_policy: ChunkingPolicy = "FIRST_COME_FIRST_SERVED",
+        max_new_tokens: int | None = None,
+        **settings: Unpack[Settings],
+    ) -> None:
+        """Raises ValueError for policies that it does not have."""
+        super().__init__(**settings)
+        if capacity_scheduler_policy not in ("GUARANTEED_NO_EVICT", "MAX_UTILIZATION"):
+            raise ValueError(f"capacity_scheduler_policy must not be {capacity_scheduler_policy}")
+        if context_chunking_policy not in ("FIRST_COME_FIRST_SERVED", "EQUAL_PROGRESS"):
+            raise ValueError(f"context_chunking_policy must not be {context_chunking_policy}")
+        self._evicts = capacity_scheduler_policy == "MAX_UTILIZATION"
+        self._in_turn = context_chunking_policy == "EQUAL_PROGRESS"
+        self._unit = min(self.kv.block_size, self.max_num_batched_tokens)  # a budget below a block counts as one
+        self._max_new_tokens = self.max_model_len if max_new_tokens is None else max_new_tokens
+
+    def reservation(self, request: Request) -> int:
+        """All that it may ever need, or what is known of it."""
+        if self._evicts:
+            return request.known_tokens
+        asked = max(request.prompt_tokens + self._max_new_tokens, request.known_tokens)
+        return min(asked, self.max_model_len)
+
+    def serve_prompts(self, scheduled: ScheduledTokens, budget: int, admitting: bool) -> None:
+        """Tokens for prompts under way and those that have room, as far as the budget goes."""
+        prompts = [request for request in self.residents if not request.decoding]
+        newcomers = self._with_room() if admitting else []
+        share = self._whole if not self.chunked_prefill else self._equally if self._in_turn else self._one_by_one
+        given = share([*prompts, *newcomers], budget)
+        for request, tokens in given.items():
+            scheduled[request] = tokens
+            if request not in self.residents:
+                self.allocate(request, self.reservation(request))
+                self.residents[request] = None
+        if any(request in given for request in newcomers):
+            rest = [request for request in self.waiting if request not in given]
+            self.waiting.clear()
+            self.waiting.extend(rest)
+
+    def _with_room(self) -> list[Request]:
+        """Waiting requests that find a seat and blocks beside those before them."""
+        seats, room = self.max_num_seqs - self.num_running, self.room
+        found: list[Request] = []
+        for request in self.waiting:
+            room -= self.kv.blocks_for(self.reservation(request))
+            if len(found) == seats or room < 0:
+                break
+            found.append(request)
+        return found
+
+    @staticmethod
+    def _whole(prompts: list[Request], budget: int) -> ScheduledTokens:
+        given: ScheduledTokens = {}
+        for request in prompts:
+            tokens = request.known_tokens - request.computed
+            if tokens > budget:
+                break
+            given[request] = tokens
+            budget -= tokens
+        return given
+
+    def _one_by_one(self, prompts: list[Request], budget: int) -> ScheduledTokens:
+        unit, given = self._unit, ScheduledTokens()
+        for request in prompts:
+            wanted = request.known_tokens - request.computed
+            tokens = wanted if wanted <= budget else budget // unit * unit
+            if tokens:
+                given[request] = tokens
+                budget -= tokens
+        return given
+
+    def _equally(self, prompts: list[Request], budget: int) -> ScheduledTokens:
+        unit, given = self._unit, dict.fromkeys(prompts, 0)
+        more = True
+        while more and budget:
+            more = False
+            for request in prompts:
+                tokens = min(unit, request.known_tokens - request.computed - given[request])
+                if 0 < tokens <= budget:
+                    given[request] += tokens
+                    budget -= tokens
+                    more = True
+        return {request: tokens for request, tokens in given.items() if tokens}

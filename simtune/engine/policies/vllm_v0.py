@@ -1,0 +1,124 @@
+"""vLLM as it was in 2023 (V0, releases 0.1 to 0.2): prompts alone in a step, then everybody decodes."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import Literal, Unpack
+
+from simtune.engine.policies.listed import ListScheduler, ScheduledTokens
+from simtune.engine.request import Request
+from simtune.engine.scheduler import Settings
+from simtune.engine.step import Step
+
+arrival = attrgetter("id")
+
+
+class VllmV0(ListScheduler):
+    """Whole prompts first, in a step of their own; where none can come in, all residents decode.
+
+    Waiting requests come in, in order, while there are seats, their prompts together fit the token budget, and their
+    blocks leave the watermark free. To decode, a resident asks for one free block whether it needs one or not; where
+    there is none, the resident that arrived last is preempted, at last the one that asks (not one that is alone and has
+    room: the engine would be stuck). With recompute it waits
+    before all others. With swap it keeps its keys and values in host memory; as long as anybody is there no prompt
+    comes in, and in a step that preempts nobody those who arrived first come back while seats and watermark allow.
+
+    Facts: vllm/core/scheduler.py and block_manager.py of release 0.2. Its limit on the padding of prompts
+    (`max_paddings`) is left out, and prompts count as long as they are.
+    """
+
+    offers = frozenset({"swap", "watermark"})
+    cuts_prompts = "never"
+
+    def __init__(self, *, preemption: Literal["recompute", "swap"] = "recompute", **settings: Unpack[Settings]) -> None:
+        """Raises ValueError for settings with which an admitted request could wait for ever."""
+        settings["chunked_prefill"] = False
+        super().__init__(**settings)
+        self._swaps = preemption == "swap"
+        self._moved_out = self._moved_in = 0  # KV blocks, in the coming step
+
+    def would_notice(self) -> bool:
+        """Whether a seat is free, and nobody is in host memory."""
+        return self.num_running < self.max_num_seqs and not self._swapped()
+
+    def choose(self, preempted: list[Request]) -> ScheduledTokens:
+        """Prompts, if any can come in; else everybody who is here decodes."""
+        self._moved_out = self._moved_in = 0
+        scheduled = {} if self._swapped() else self._admit()
+        if scheduled:
+            return scheduled
+        decoding = self._decode(preempted)
+        if not preempted:
+            decoding |= self._swap_in()
+        return decoding
+
+    def _swapped(self) -> bool:
+        return bool(self.waiting) and self.waiting[0].computed > 0
+
+    def _admit(self) -> ScheduledTokens:
+        scheduled: ScheduledTokens = {}
+        budget, waiting = self.max_num_batched_tokens, self.waiting
+        while waiting and self.num_running < self.max_num_seqs:
+            request = waiting[0]
+            tokens = request.known_tokens
+            if tokens > budget or self.kv.blocks_for(tokens) > self.room:
+                break
+            waiting.popleft()
+            self.allocate(request, tokens)
+            self.residents[request] = None
+            scheduled[request] = tokens
+            budget -= tokens
+        return scheduled
+
+    def _decode(self, preempted: list[Request]) -> ScheduledTokens:
+        """One token for each resident, those that arrived first before the others, while there is a block for each."""
+        decoding: ScheduledTokens = {}
+        queue = sorted(self.residents, key=arrival)
+        while queue:
+            request = queue.pop(0)
+            while not self.kv.free and queue:
+                self._put_out(queue.pop(), preempted)
+            if not self.kv.free and (decoding or self.missing_blocks([request], 1)):
+                self._put_out(request, preempted)
+                break
+            self.allocate(request, request.computed + 1)
+            decoding[request] = 1
+        return decoding
+
+    def _put_out(self, victim: Request, preempted: list[Request]) -> None:
+        computed = victim.computed
+        self._moved_out += self.kv.held_by(victim) if self._swaps else 0
+        self.preempt(victim)
+        preempted.append(victim)
+        if self._swaps:  # `preempt` has put it before all others; in host memory those come first who arrived first
+            victim.computed = computed
+            self.waiting.popleft()
+            place = sum(1 for other in self.waiting if other.computed and other.id < victim.id)
+            self.waiting.insert(place, victim)
+
+    def _swap_in(self) -> ScheduledTokens:
+        back: ScheduledTokens = {}
+        while self._swapped() and self.num_running < self.max_num_seqs:
+            request = self.waiting[0]
+            held = self.kv.blocks_for(request.computed)
+            needed = held + 1 if self.residents else self.kv.blocks_for(request.computed + 1)
+            if needed > self.room:
+                break
+            self.waiting.popleft()
+            self.allocate(request, request.computed + 1)
+            self.residents[request] = None
+            request.decoding = True
+            back[request] = 1
+            self._moved_in += held
+        return back
+
+    def _step(self, preempted: list[Request]) -> Step:
+        step = super()._step(preempted)
+        step.swapped_out_blocks, step.swapped_in_blocks = self._moved_out, self._moved_in
+        if self._moved_in:
+            step.repeat = 1
+        return step
+
+    def _steps_that_fit(self, decoding: list[Request], limit: int) -> int:
+        """As many as leave one block free: with fewer the last one who asks may not get the one it does not need."""
+        return self._steps_within(self.kv.free - 1, decoding, limit)
