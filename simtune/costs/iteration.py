@@ -108,8 +108,6 @@ class _Layers(NamedTuple):
     attention: AttentionLayer
     feed_forward: FeedForward
     number: int
-    blocks: int
-    """Attention and feed-forward blocks of each."""
 
 
 class _Part(NamedTuple):
@@ -203,13 +201,13 @@ class StepModel:
         self._tp = pool.parallelism.tp
         self._profile = profile or Profile(hardware)
         self._row_bytes = model.hidden_size * DTYPE_BYTES[model.dtype]
-        equal: dict[tuple[Attention, FeedForward, int], int] = {}
+        equal: dict[tuple[Attention, FeedForward], int] = {}
         for group in model.layers:
-            kind = (group.attention, group.feed_forward, group.blocks)
+            kind = (group.attention, group.feed_forward)
             equal[kind] = equal.get(kind, 0) + group.count
         self._layers = [
-            _Layers(attention_layer(model, attention, self._tp), feed_forward, count, blocks)
-            for (attention, feed_forward, blocks), count in equal.items()
+            _Layers(attention_layer(model, attention, self._tp), feed_forward, count)
+            for (attention, feed_forward), count in equal.items()
         ]
         kv_dtype = pool.kv_cache.dtype or model.kv_dtype or model.dtype
         self._attention = [
@@ -362,13 +360,14 @@ class StepModel:
     def _linear_parts(self) -> list[_Part]:
         model, tp = self._model, self._tp
         parts: list[_Part] = []
-        for (attention, feed_forward, count, blocks), (_, costs) in zip(self._layers, self._attention, strict=True):
+        for (attention, feed_forward, count), (_, costs) in zip(self._layers, self._attention, strict=True):
             parts += self._attention_parts(attention, count, costs.includes)
             parts += self._feed_forward_parts(feed_forward, count)
-            norms = model.norms_per_block * blocks * count
+            sublayers = count * (bool(attention.products) + (feed_forward.kind != "none"))
+            norms = model.norms_per_sublayer * sublayers
             parts.append(self._elementwise("norm", norms, 4 * model.hidden_size))  # with the residual added
             if tp > 1:
-                parts.append(self._all_reduce(blocks * count))
+                parts.append(self._all_reduce(sublayers))
         parts.append(self._elementwise("add", 1, 2 * model.hidden_size))  # embedding: one row read, one written
         parts.append(self._elementwise("norm", 1, 4 * model.hidden_size))
         if tp > 1:

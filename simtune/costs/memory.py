@@ -131,7 +131,7 @@ def weights_bytes(model: Model, parallelism: Parallelism, stage: int) -> float:
     for group in stage_layers(model, pp)[stage]:
         total += sum(projections.of_product(n, k) for n, k in attention_layer(model, group.attention, tp).products)
         feed_forward = group.feed_forward
-        norms = model.norms_per_block * group.blocks * model.norm_parameters
+        norms = model.norms_per_sublayer * group.sublayers * model.norm_parameters
         total += plain * (norms + group.attention.vectors(hidden) + feed_forward.vectors(hidden) / tp)
         if isinstance(feed_forward, MoeFeedForward):
             ranks = tp * parallelism.attention_dp

@@ -289,15 +289,15 @@ class LayerGroup(Part):
     feed_forward: FeedForward
 
     def to_data(self) -> dict[str, Any]:
-        """Plain data; what its blocks have by default is left out, their kinds are not."""
-        blocks = {"attention": self.attention, "feed_forward": self.feed_forward}
-        data = {key: {"kind": block.kind, **block.model_dump(exclude_defaults=True)} for key, block in blocks.items()}
+        """Plain data; what its sublayers have by default is left out, their kinds are not."""
+        parts = {"attention": self.attention, "feed_forward": self.feed_forward}
+        data = {key: {"kind": part.kind, **part.model_dump(exclude_defaults=True)} for key, part in parts.items()}
         return {"count": self.count, **data}
 
     @property
-    def blocks(self) -> int:
+    def sublayers(self) -> int:
         """Of each layer: 2 where it has attention and a feed-forward block, 1 where it is one of them alone."""
-        return sum(block.kind != "none" for block in (self.attention, self.feed_forward))
+        return sum(part.kind != "none" for part in (self.attention, self.feed_forward))
 
     def matrices(self, hidden: int) -> int:
         """Parameters of the matrices of all its layers."""
@@ -308,12 +308,12 @@ class LayerGroup(Part):
         return self.count * (self.attention.matrices(hidden) + self.feed_forward.active_matrices(hidden))
 
     def vectors(self, hidden: int) -> int:
-        """Parameters beside the matrices of all its layers; the norms before its blocks are the model's."""
+        """Parameters beside the matrices of all its layers; the norms before its sublayers are the model's."""
         return self.count * (self.attention.vectors(hidden) + self.feed_forward.vectors(hidden))
 
     @model_validator(mode="after")
     def _something(self) -> Self:
-        if not self.blocks:
+        if not self.sublayers:
             raise ValueError("attention and feed_forward are both none; give the layer one of them, or leave it out")
         return self
 
@@ -334,8 +334,8 @@ class Model(Spec):
     learned_positions: Annotated[int, Field(ge=0)] = Field(
         0, description="rows of a table of position embeddings; 0 where positions are computed"
     )
-    norms_per_block: Annotated[int, Field(ge=1, le=2)] = Field(
-        1, description="2 where attention and feed-forward blocks are normed behind as well as before, as in Gemma"
+    norms_per_sublayer: Annotated[int, Field(ge=1, le=2)] = Field(
+        1, description="2 where sublayers are normed behind as well as before, as in Gemma"
     )
     norm_bias: bool = Field(False, description="norms have a bias: layer norms, not RMS norms")
     mtp_layers: Annotated[int, Field(ge=0)] = Field(
@@ -379,7 +379,7 @@ class Model(Spec):
         """Parameters of the language model, embeddings and head included, `mtp_layers` not."""
         hidden = self.hidden_size
         tables = self.vocab_size * (1 if self.tie_embeddings else 2) + self.learned_positions
-        norms = 1 + self.norms_per_block * sum(group.count * group.blocks for group in self.layers)
+        norms = 1 + self.norms_per_sublayer * sum(group.count * group.sublayers for group in self.layers)
         layers = sum(group.matrices(hidden) + group.vectors(hidden) for group in self.layers)
         return tables * hidden + norms * self.norm_parameters + layers
 

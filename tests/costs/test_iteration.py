@@ -473,7 +473,7 @@ def test_compiled_costs_follow_every_kind(attention: object, asynchronous: bool,
             assert costs.decode(3, 300 + 3 * k)[0] == first + k * slope
 
 
-def test_layers_of_one_block_cost_what_their_block_does() -> None:
+def test_layers_of_one_sublayer_cost_what_it_does() -> None:
     """An attention layer and a feed-forward layer take the time of one layer of both, and the memory too."""
     both = model(layers=1)
     (group,) = both.layers
@@ -496,9 +496,9 @@ def test_layers_of_one_block_cost_what_their_block_does() -> None:
     assert steps[0] == pytest.approx(steps[1])
 
 
-def test_a_model_may_norm_behind_its_blocks_too() -> None:
+def test_a_model_may_norm_behind_its_sublayers_too() -> None:
     plain = StepModel(model(layers=3), hardware(), pool()).breakdown(StepWork(4, 40, (), 4))
-    twice = model(layers=3).model_copy(update={"norms_per_block": 2})
+    twice = model(layers=3).model_copy(update={"norms_per_sublayer": 2})
     more = StepModel(twice, hardware(), pool()).breakdown(StepWork(4, 40, (), 4))
     assert more["elementwise"] - plain["elementwise"] == pytest.approx(6 * elementwise(4, 4 * 64))
 

@@ -164,6 +164,22 @@ def test_earlier_releases_on_smaller_devices() -> None:
     assert other_bytes(published("Qwen3-8B"), plan, version=(0, 10)) / GIB == pytest.approx(1.42, abs=0.3)
 
 
+@pytest.mark.parametrize(
+    ("name", "tp", "gib"),
+    [
+        ("Llama-3.1-8B", 1, 14.99),
+        ("Llama-3.1-8B", 2, 7.51),
+        ("Llama-3.1-8B", 4, 3.77),
+        ("Qwen2.5-7B-Instruct", 1, 14.25),
+        ("Qwen2.5-7B-Instruct", 2, 7.12),
+        ("Qwen2.5-7B-Instruct", 4, 3.55),
+    ],
+)
+def test_weights_that_vllm_logged_on_ranks(name: str, tp: int, gib: float) -> None:
+    """Same report."""
+    assert weights_bytes(published(name), Parallelism(tp=tp), 0) / GIB == pytest.approx(gib, rel=0.01)
+
+
 @pytest.mark.parametrize(("pp", "gib"), [(2, 1.10), (4, 1.05)])
 def test_a_stage_that_does_not_sample_needs_less(pp: int, gib: float) -> None:
     """Activations of the first rank of Llama-3.1-8B, same report."""
@@ -192,7 +208,7 @@ def test_the_workspace_of_experts_is_that_of_a_rank() -> None:
     assert sliced - whole == pytest.approx(512 * 2 * (two_visits - one_visit))
 
 
-def test_layers_that_are_one_block_weigh_what_the_block_does() -> None:
+def test_layers_of_one_sublayer_weigh_what_it_does() -> None:
     """An attention layer and a feed-forward layer are one layer of both."""
     both = model(layers=1)
     (group,) = both.layers

@@ -418,6 +418,10 @@ def test_modules_that_are_left_out_stay_in_sixteen_bits(left_out: list[str], dty
         ({"quant_method": "hqq"}, "the method hqq is not modelled; modelled: fp8,"),
         ({"quant_method": "awq", "bits": 3}, "the method awq with 3 bits is not modelled"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*q_proj": {}}}, "gptq with rules by module (dynamic)"),
+        (
+            {"quant_method": "gptq", "bits": 4, "modules_in_block_to_quantize": [["q_proj"]]},
+            "(modules_in_block_to_quantize)",
+        ),
         ({"quant_method": "fp8", "weight_block_size": [64, 64]}, "for each block of [64, 64] weights"),
         ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "quant_algo MIXED_PRECISION is not modelled"),
         ({"quant_method": "bitsandbytes"}, "neither load_in_4bit nor load_in_8bit"),
@@ -429,7 +433,7 @@ def test_modules_that_are_left_out_stay_in_sixteen_bits(left_out: list[str], dty
         ),
         (
             {"quant_method": "fp8", "modules_to_not_convert": ["lm_head", "transformer.h.0.attn"]},
-            "it leaves out transformer.h.0.attn, which is the name of no module that is known here",
+            "it names transformer.h.0.attn, which is no module that is known here",
         ),
     ],
 )
@@ -437,6 +441,16 @@ def test_quantisation_that_cannot_be_read_is_refused_with_the_reason(block: dict
     (line,) = refusal({**TINY, "quantization_config": block})
     assert "quantization_config: " in line
     assert why in line
+
+
+def test_a_group_may_be_about_experts_alone() -> None:
+    """As its targets say; layers and modules that they do not name stay in sixteen bits."""
+    group = {"targets": ["re:.*mlp.experts.*"], "weights": {"num_bits": 4, "type": "int", "group_size": 32}}
+    block = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+    model = read({**LATENT, "quantization_config": block})
+    assert [model.dtype_of(module) for module in ("attention", "dense", "experts")] == ["bf16", "bf16", "int4"]
+    group["targets"] = ["re:.*layers\\.1\\.mlp\\.experts.*"]
+    assert "experts is quantised in some layers" in refusal({**LATENT, "quantization_config": block})[0]
 
 
 def test_a_linear_layer_has_names_of_its_own() -> None:
@@ -535,7 +549,7 @@ def test_chunks_and_experts_of_llama_4_alternate_with_full_and_dense_layers() ->
     assert [g.feed_forward.kind for g in by_list.layers] == ["moe", "dense", "dense"]
 
 
-def test_nemotron_h_has_layers_of_one_block() -> None:
+def test_nemotron_h_has_layers_of_one_sublayer() -> None:
     sizes = {"mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 16, "head_dim": 16}
     config = {**TINY, **sizes, "architectures": ["NemotronHForCausalLM"]}
     model = read({**config, "hybrid_override_pattern": "MM*-"})

@@ -114,6 +114,16 @@ def test_parameters_of_glm_4_5() -> None:
     assert kv_bytes_per_token(model, Parallelism(), 0, "bf16") == 92 * 2 * 8 * 128 * 2
 
 
+def test_parameters_of_deepseek_v3_2() -> None:
+    """685B: its page counts all tensors, with the further layer and that layer's own tables of embeddings and head."""
+    indexer = {"index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048}
+    config = {**PUBLISHED["DeepSeek-V3"].config, **indexer, "architectures": ["DeepseekV32ForCausalLM"]}
+    model = from_config(yamlfile.parse(json.dumps(config), "config.json"), "deepseek-v3.2")
+    further = one_layer(model.layers[-1]).matrices(7168) + 2 * 7168**2 + 2 * 129280 * 7168
+    assert model.parameters + further == pytest.approx(685e9, rel=0.005)
+    assert kv_bytes_per_token(model, Parallelism(), 0, "bf16") == 61 * (576 * 2 + 132)
+
+
 def one_layer(group: LayerGroup) -> LayerGroup:
     return group.model_copy(update={"count": 1})
 

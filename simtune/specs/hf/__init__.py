@@ -90,7 +90,7 @@ def _read(document: Document, name: str, raising: bool = False) -> tuple[dict[st
         "max_position": positions,
         "tie_embeddings": config.flag("tie_word_embeddings"),
         "learned_positions": 0 if architecture.positions is None else positions + architecture.positions,
-        "norms_per_block": architecture.norms_per_block,
+        "norms_per_sublayer": architecture.norms_per_sublayer,
         "norm_bias": architecture.norm_bias,
         "mtp_layers": config.count(architecture.mtp, default=0, minimum=0),
         "dtype": dtype,

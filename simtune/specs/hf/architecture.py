@@ -42,7 +42,7 @@ class Architecture:
     indexed: bool = False
     gated: bool = True
     four_times_wide: bool = False
-    norms_per_block: int = 1
+    norms_per_sublayer: int = 1
     norm_bias: bool = False
     positions: int | None = None
     mtp: str = "num_nextn_predict_layers"

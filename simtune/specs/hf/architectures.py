@@ -58,7 +58,7 @@ _GEMMA = _like(
 _GEMMA2 = replace(
     _GEMMA,
     window="patterned",
-    norms_per_block=2,
+    norms_per_sublayer=2,
     defaults={
         **_GEMMA.defaults,
         "num_key_value_heads": 4,
@@ -124,8 +124,8 @@ _MINIMAX_M2 = _like(
 _NEMOTRON_H = _like(
     expert_size="moe_intermediate_size",
     shared_size="moe_shared_expert_intermediate_size",
-    attention=attention.one_block,
-    feed_forward=feed_forward.one_block,
+    attention=attention.one_sublayer,
+    feed_forward=feed_forward.one_sublayer,
     qkv_bias="attention_bias",
     output_bias="attention_bias",
     feed_forward_bias="mlp_bias",
@@ -175,6 +175,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Mistral3ForConditionalGeneration": _MISTRAL,
     "MixtralForCausalLM": replace(_MISTRAL, expert_size="intermediate_size"),
     "Phi3ForCausalLM": _like(window="every"),
+    "PhiMoEForCausalLM": replace(
+        _LLAMA, window="every", expert_size="intermediate_size", norm_bias=True, feed_forward_bias=False
+    ),
     "Qwen2ForCausalLM": _QWEN2,
     "Qwen2MoeForCausalLM": replace(_QWEN2, expert_size="moe_intermediate_size"),
     "Qwen3ForCausalLM": _QWEN3,

@@ -126,7 +126,7 @@ PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 _RENAMED = {"linear_attention": "mamba", "full_attention": "attention"}
 
 
-def one_block_kinds(config: Config) -> list[str]:
+def one_sublayer_kinds(config: Config) -> list[str]:
     """What each layer of Nemotron-H is: mamba, attention, mlp or moe."""
     pattern, kinds = config.get("hybrid_override_pattern"), config.get("layers_block_type")
     if isinstance(kinds, list):
@@ -141,9 +141,9 @@ def one_block_kinds(config: Config) -> list[str]:
     return kinds
 
 
-def one_block(config: Config, architecture: Architecture) -> Layers:
+def one_sublayer(config: Config, architecture: Architecture) -> Layers:
     """Nemotron-H: layers that are Mamba2, attention, or a feed-forward block alone."""
-    kinds = one_block_kinds(config)
+    kinds = one_sublayer_kinds(config)
     full = {"kind": "full", **_shape(config, architecture)} if "attention" in kinds else NONE
     mamba = {
         "kind": "linear",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from simtune.specs.hf.architecture import Architecture, Layers
-from simtune.specs.hf.attention import NONE, one_block_kinds
+from simtune.specs.hf.attention import NONE, one_sublayer_kinds
 from simtune.specs.hf.reading import ALIASES, Config
 
 
@@ -67,9 +67,9 @@ def alternating(config: Config, architecture: Architecture) -> Layers:
     return [experts if i in of_experts else dense for i in range(num_layers)]
 
 
-def one_block(config: Config, architecture: Architecture) -> Layers:
+def one_sublayer(config: Config, architecture: Architecture) -> Layers:
     """Nemotron-H: dense or experts in the layers that are nothing else."""
-    kinds = one_block_kinds(config)
+    kinds = one_sublayer_kinds(config)
     dense = _dense(config, architecture) if "mlp" in kinds else NONE
     experts = _experts(config, architecture) if "moe" in kinds else NONE
     return [{"mlp": dense, "moe": experts}.get(kind, NONE) for kind in kinds]

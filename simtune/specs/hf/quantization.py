@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 from simtune.specs.hf.architecture import Layers
 from simtune.specs.hf.reading import ALIASES, Config
@@ -53,6 +53,31 @@ class _Unread(Exception):
     """Why a block cannot be read."""
 
 
+class _Chosen(NamedTuple):
+    """Which modules a block is about."""
+
+    left_out: Sequence[str]
+    targets: Sequence[str]
+    """What alone is quantised; empty where all products are."""
+
+    @classmethod
+    def of(cls, block: dict[str, Any]) -> _Chosen:
+        keys = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "llm_int8_skip_modules")
+        left_out = [str(pattern) for key in keys for pattern in block.get(key) or ()]
+        groups = block.get("config_groups")
+        groups = groups.values() if isinstance(groups, dict) else ()
+        targets = [str(target) for group in groups for target in group.get("targets") or ()]
+        return cls(left_out, [] if "Linear" in targets else targets)
+
+    def leaves_out(self, names: Sequence[str]) -> bool:
+        """Whether products that go by any of these names are not quantised."""
+
+        def named_in(patterns: Sequence[str]) -> bool:
+            return any(_matches(pattern, name) for pattern in patterns for name in names)
+
+        return named_in(self.left_out) or (bool(self.targets) and not named_in(self.targets))
+
+
 def dtypes(config: Config, dtype: str, attention: Layers, feed_forward: Layers) -> dict[str, str]:
     """Dtype settings of a model spec: of all weights, and of modules that differ; of the KV cache where it is told."""
     name = config.key(*ALIASES["quantization"])
@@ -75,19 +100,17 @@ def _read(block: dict[str, Any], dtype: str, attention: Layers, feed_forward: La
     format_ = _METHODS[method](block)
     if method == "mxfp4":  # only ever experts
         return {"weight_dtype": dtype, "expert_dtype": format_}
-    given = _by_kind(format_, dtype, _left_out(block), attention, feed_forward)
+    given = _by_kind(format_, dtype, _Chosen.of(block), attention, feed_forward)
     if _fp8_cache(block):
         given["kv_dtype"] = "fp8"
     return given
 
 
-def _by_kind(
-    format_: str, dtype: str, left_out: Sequence[str], attention: Layers, feed_forward: Layers
-) -> dict[str, str]:
+def _by_kind(format_: str, dtype: str, chosen: _Chosen, attention: Layers, feed_forward: Layers) -> dict[str, str]:
     """Settings by what is left out. Raises _Unread where that differs between layers, or a name is not known."""
     names = _names(attention, feed_forward)
-    _refuse_unknown(left_out, names, len(attention))
-    of = {kind: dtype if _is_out(kind, layers, left_out) else format_ for kind, layers in names.items() if layers}
+    _refuse_unknown([*chosen.left_out, *chosen.targets], names, len(attention))
+    of = {kind: dtype if _is_out(kind, layers, chosen) else format_ for kind, layers in names.items() if layers}
     return _settings(of, format_)
 
 
@@ -102,9 +125,9 @@ def _settings(of: dict[str, str], format_: str) -> dict[str, str]:
     return {"weight_dtype": weight, **{key: value for key, value in differing.items() if value != weight}}
 
 
-def _is_out(kind: str, layers: Sequence[Sequence[str]], left_out: Sequence[str]) -> bool:
+def _is_out(kind: str, layers: Sequence[Sequence[str]], chosen: _Chosen) -> bool:
     """Whether the products of a kind are left out in all layers that have them. Raises _Unread where layers differ."""
-    out = {any(_matches(pattern, name) for pattern in left_out for name in names) for names in layers}
+    out = {chosen.leaves_out(names) for names in layers}
     if len(out) == 2:
         raise _Unread(f"{kind} is quantised in some layers and not in others: not modelled")
     return out == {True}
@@ -130,20 +153,14 @@ def _root(name: str) -> str:
     return "backbone" if name.startswith("mixer.") else "model"
 
 
-def _refuse_unknown(left_out: Sequence[str], names: dict[str, list[list[str]]], num_layers: int) -> None:
-    """Raises _Unread where nobody knows what is left out: it may be what takes the time."""
+def _refuse_unknown(patterns: Sequence[str], names: dict[str, list[list[str]]], num_layers: int) -> None:
+    """Raises _Unread where nobody knows what is meant: it may be what takes the time."""
     known = [name for layers in names.values() for layer in layers for name in layer]
-    for pattern in left_out:
+    for pattern in patterns:
         layer = re.search(r"layers\.(\d+)", pattern)
         further = layer is not None and int(layer[1]) >= num_layers  # it predicts further tokens
         if not (further or _NO_PRODUCTS.search(pattern) or any(_matches(pattern, name) for name in known)):
-            raise _Unread(f"it leaves out {pattern}, which is the name of no module that is known here")
-
-
-def _left_out(block: dict[str, Any]) -> list[str]:
-    keys = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "llm_int8_skip_modules")
-    listed = [pattern for key in keys for pattern in block.get(key) or ()]
-    return [str(pattern) for pattern in listed]
+            raise _Unread(f"it names {pattern}, which is no module that is known here")
 
 
 def _matches(pattern: str, name: str) -> bool:
@@ -177,8 +194,9 @@ def _fp8(block: dict[str, Any]) -> str:
 def _of_bits(method: str, formats: dict[int, str]) -> Callable[[dict[str, Any]], str]:
     def read(block: dict[str, Any]) -> str:
         bits = block.get("bits", block.get("w_bit"))
-        if block.get("dynamic"):
-            raise _Unread(f"{method} with rules by module (dynamic) is not modelled")
+        by_module = next((key for key in ("dynamic", "modules_in_block_to_quantize") if block.get(key)), None)
+        if by_module is not None:
+            raise _Unread(f"{method} with rules by module ({by_module}) is not modelled")
         if bits not in formats:
             described = method if bits is None else f"{method} with {bits} bits"
             raise _Unread(f"the method {described} is not modelled; modelled: {KNOWN}")
