@@ -44,6 +44,8 @@ operator."""
     help="Whose kernels to fit, where the tables are of several engines; NCCL's belong to all.",
 )
 @click.option("--allow-device", is_flag=True, help="Use tables measured on another device than the facts name.")
+@click.option("--allow-launches", is_flag=True, help="Use tables that time launches by a host rather than kernels.")
+@click.option("--repair", is_flag=True, help="Take message sizes as bytes where as elements they cannot be.")
 @json_option
 @click.option("--force", is_flag=True, help="Replace a profile that is already there.")
 @quiet_option
@@ -54,6 +56,8 @@ def fit(  # noqa: PLR0913 - one for each option
     source_profile: str | None,
     engine: str | None,
     allow_device: bool,
+    allow_launches: bool,
+    repair: bool,
     as_json: bool,
     force: bool,
     quiet: bool,
@@ -64,7 +68,7 @@ def fit(  # noqa: PLR0913 - one for each option
     AIConfigurator, Vidur, LLMServingSim or simtune itself. Of two sources that have an operator the first one given
     provides it. Each fit is tested on rows it did not see; the errors printed are those.
     """
-    from simtune.costs.profile import Facts, build
+    from simtune.costs.profile import Facts, build, of_kernels
     from simtune.costs.tables import read_tables
     from simtune.costs.transfer import transfer
     from simtune.specs import catalog
@@ -79,10 +83,12 @@ def fit(  # noqa: PLR0913 - one for each option
         hardware = transfer(catalog.load_hardware(source_profile), known)
     else:
         tables = read_tables(sources, engine)
+        if not allow_launches:
+            tables = of_kernels(tables, known)
         for note in tables.notes:
             click.echo(note, err=True)
         with progress("fitting", quiet) as update:
-            hardware = build(tables, known, allow_device=allow_device, progress=update)
+            hardware = build(tables, known, allow_device=allow_device, repair=repair, progress=update)
     write_profile(out, hardware, COMMENT)
     if as_json:
         print_json({"written": str(target), "profile": hardware.to_data()})

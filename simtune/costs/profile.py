@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from numpy.typing import NDArray
@@ -11,7 +12,7 @@ from pydantic import Field
 from simtune.costs.fit import BASE_POINTS, fit_host, fit_imbalance, fit_operator
 from simtune.costs.operators import OPERATORS, Chip, operator_key
 from simtune.costs.tables import Table, Tables, account, designation
-from simtune.costs.tables.screen import Sheet, screen
+from simtune.costs.tables.screen import Sheet, launches, screen
 from simtune.errors import UsageError
 from simtune.specs.base import COMPUTES_IN, Name, Spec
 from simtune.specs.hardware import Arrays, Device, Hardware, Host, Link, Operator, Provenance
@@ -32,13 +33,18 @@ class Facts(Spec):
 
 
 def build(
-    tables: Tables, facts: Facts, *, allow_device: bool = False, progress: FitProgress = lambda done, total, words: None
+    tables: Tables,
+    facts: Facts,
+    *,
+    allow_device: bool = False,
+    repair: bool = False,
+    progress: FitProgress = lambda done, total, words: None,
 ) -> Hardware:
     """Screen and fit every operator found; what was done to the rows goes into its provenance.
 
-    `progress(done, total, words)` is called before each operator. Raises UsageError when the facts lack a rate or link
-    that a table needs, when a table cannot be of such a device or in its unit, or was measured on another device than
-    the facts name (unless `allow_device`).
+    `repair` is what `screen` takes it for. `progress(done, total, words)` is called before each operator. Raises
+    UsageError when the facts lack a rate or link that a table needs, when a table cannot be of such a device or in its
+    unit, or was measured on another device than the facts name (unless `allow_device`).
     """
     if not allow_device:
         _same_device(tables, facts)
@@ -47,7 +53,7 @@ def build(
     for done, (key, table) in enumerate(tables.operators.items()):
         progress(done, len(tables.operators), key)
         sheet = data_sheet(table, facts)
-        clean = screen(table, sheet)
+        clean = screen(table, sheet, repair=repair)
         operators[key], of_operator = fit_operator(
             clean, sheet.processors, sheet.flops_per_s, sheet.bytes_per_s, _provenance(clean), sheet.chip
         )
@@ -66,6 +72,16 @@ def build(
         host=_host(tables, facts),
         operators=operators,
     ).with_arrays(Arrays(arrays))
+
+
+def of_kernels(tables: Tables, facts: Facts) -> Tables:
+    """The tables without those that time launches, which are noted. Raises UsageError where none is left."""
+    why = {key: launches(table, data_sheet(table, facts)) for key, table in tables.operators.items()}
+    kept = {key: table for key, table in tables.operators.items() if why[key] is None}
+    refused = [f"{key}: refused: {words}" for key, words in why.items() if words is not None]
+    if not kept:
+        raise UsageError("; ".join(refused))
+    return replace(tables, operators=kept, notes=[*tables.notes, *refused])
 
 
 def data_sheet(table: Table, facts: Facts) -> Sheet:

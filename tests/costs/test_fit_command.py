@@ -132,6 +132,26 @@ def test_tables_of_another_device_need_a_word(tables: Path) -> None:
     assert run(tables, "--allow-device").exit_code == 0
 
 
+def test_tables_of_launches_are_refused_and_named(tables: Path) -> None:
+    lines = (tables / "gemm.csv").read_text().splitlines()
+    launched = [
+        ",".join((*line.split(",")[:3], "fp8", *line.split(",")[4:7], str(max(0.06, float(line.split(",")[7])))))
+        for line in lines[1:]
+    ]
+    (tables / "fp8.csv").write_text("\n".join([lines[0], *launched]) + "\n")
+    (tables.parent / "facts.yaml").write_text(FACTS.replace("{bf16: 1e14}", "{bf16: 1e14, fp8: 2e14}"))
+    result = run(tables)
+    assert result.exit_code == 0, result.output
+    assert "gemm.fp8: refused: no row is shorter than 60 us" in result.stderr
+    assert set(Hardware.from_file(tables.parent / "out" / "profile.yaml").operators) == {"gemm.bf16"}
+    assert run(tables, "--force", "--allow-launches").exit_code == 0
+    assert set(Hardware.from_file(tables.parent / "out" / "profile.yaml").operators) == {"gemm.bf16", "gemm.fp8"}
+    (tables / "gemm.csv").unlink()
+    alone = run(tables, "--force")
+    assert isinstance(alone.exception, UsageError)
+    assert "fp8.csv must time launches" in str(alone.exception)
+
+
 def test_tables_or_a_profile_but_not_both(tables: Path) -> None:
     assert run(tables, "--transfer-from", "h100-sxm").exit_code == 2
     facts = tables.parent / "facts.yaml"

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simtune.costs.tables import AICONFIGURATOR, Table, account
-from simtune.costs.tables.screen import Sheet, screen
+from simtune.costs.tables import AICONFIGURATOR, Origin, Table, account
+from simtune.costs.tables.screen import Sheet, launches, screen
 from simtune.errors import UsageError
 
 SHEET = Sheet(processors=100, flops_per_s=1e14, bytes_per_s=1e12)
@@ -78,6 +78,27 @@ def test_one_impossible_row_is_left_out() -> None:
     assert account(clean).endswith("1 left out: more than 3 times faster than the data sheet allows")
 
 
+def test_what_fits_into_a_cache_may_pass_the_memory() -> None:
+    rows, width = (x.ravel() for x in np.meshgrid(2.0 ** np.arange(4, 15), 2.0 ** np.arange(5, 14)))
+    moved = 3 * rows * width
+    seconds = 2e-6 + np.where(moved < 5e7, moved / 5e12, moved / 8e11)
+    table = Table("quantise", "fp8", {"m": rows, "k": width}, seconds, AICONFIGURATOR, ("scale_matrix.csv",))
+    assert screen(table, SHEET) is table
+
+
+def test_times_of_launches_are_no_times_of_kernels() -> None:
+    table = gemms()
+    assert launches(table, SHEET) is None
+    launched = replace(table, seconds=table.seconds + 50e-6)
+    told = launches(launched, SHEET)
+    assert told is not None
+    assert told.startswith("no row is shorter than 54 us, where the data sheet allows ")
+    assert told.endswith("gemm.csv must time launches")
+    assert launches(scaled(launched, slice(None), 0.5), SHEET) is None, "25 us are a slow kernel"
+    own = Origin("mine", None, "measured")
+    assert launches(replace(launched, origin=own), SHEET) is None
+
+
 def test_message_sizes_in_elements_are_believed() -> None:
     table = all_reduces(2)
     assert screen(table, LINK) is table
@@ -86,7 +107,9 @@ def test_message_sizes_in_elements_are_believed() -> None:
 def test_message_sizes_in_bytes_are_repaired_and_told() -> None:
     """Read as elements, the sizes would need twice what the link was measured at, and more than it has."""
     table = all_reduces(1)
-    repaired = screen(table, LINK)
+    with pytest.raises(UsageError, match=r"are bytes, not elements; give --repair"):
+        screen(table, LINK)
+    repaired = screen(table, LINK, repair=True)
     assert repaired.shape["bytes"].tolist() == (table.shape["bytes"] / 2).tolist()
     told = account(repaired).rsplit("; ", 1)[1]
     assert told.startswith("message sizes taken as bytes: as elements ")

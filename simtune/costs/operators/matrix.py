@@ -31,10 +31,9 @@ class Gemm(OperatorForm):
 
     Chosen on the tables of three cards, looked at on those of four others; errors of the base alone there, on 200
     random rows and on sizes over 8,192 from those below, before and after: bf16 6.9 / 21 and 10 / 24 % became 6.5 / 21
-    and 7.3 / 21 %, 8 and 4 bits 16 / 48 and 26 / 70 % became 8.6 / 27 and 12 / 34 %; with the residual on top
-    benchmarks/costs/test_accuracy.py. Whole waves of the best of several tiles in place of the flops, walks along k
-    of the first wave only, or of tiles of 64, 128 and 256 square, were worse; tables of three models are judged in
-    benchmarks/costs/test_gemm_form.py.
+    and 7.3 / 21 %, 8 and 4 bits 16 / 48 and 26 / 70 % became 8.6 / 27 and 12 / 34 %; the residual on top is judged in
+    benchmarks/costs/test_gemm_accuracy.py, tables of whole models in benchmarks/costs/test_gemm_form.py. Whole waves of
+    the best of several tiles in place of the flops were worse, and so were tiles of 64, 128 and 256 square.
     """
 
     shape = ("m", "n", "k")

@@ -24,9 +24,12 @@ MANY = 0.05
 """A larger share of strange rows is no accident but a table that was misread."""
 
 _SHEET_SHARE = 0.7  # what kernels reach of the data sheet; only differences between rows matter here
-_IMPOSSIBLE = 3.0  # caches let calls that fit into them pass the memory's rate
+_IMPOSSIBLE = 3.0  # kernels read some bytes from a cache that the operators count
+_CACHED, _IMPOSSIBLE_CACHED = 256e6, 8.0  # what fits into a cache passes the memory's rate, on GDDR cards by far
 _IMPOSSIBLE_LINK = 1.5  # sums inside a switch let an all-reduce pass its link's rate
+_LAUNCHED_SHARE = 0.1
 _UNITS = 100.0  # rows this far from the bulk of a table are in another unit
+_LAUNCHES = 8.0  # usual overheads; tables of kernels start with 0.5 to 5 of them, those of launches with 14 to 73
 _SLOW = 0.002  # best share of the data sheet below which a table with no time under a millisecond is in another unit
 
 
@@ -40,15 +43,34 @@ class Sheet:
     chip: Chip = UNKNOWN
 
 
-def screen(table: Table, sheet: Sheet) -> Table:
+def launches(table: Table, sheet: Sheet) -> str | None:
+    """Why the times are those of a host that launches, not of kernels; None where they are not.
+
+    Where the shortest hundredth of the rows takes many times the overhead of such a kernel, and hardly anything of that
+    by the data sheet, nothing on the device can have taken it.
+    """
+    operator = OPERATORS[table.kind]
+    if table.origin.kind == "measured" or operator.link or len(table) <= NEIGHBOURS:
+        return None
+    shortest_s = float(np.quantile(table.seconds, 0.01))
+    idle = float(np.median(_share(table, sheet)[table.seconds <= shortest_s]))
+    if shortest_s < _LAUNCHES * operator.overhead_s or idle > _LAUNCHED_SHARE:
+        return None
+    return (
+        f"no row is shorter than {1e6 * table.seconds.min():.0f} us, where the data sheet allows {idle:.1%} of that "
+        f"and a kernel starts in about {1e6 * operator.overhead_s:.0f}: {', '.join(table.files)} must time launches"
+    )
+
+
+def screen(table: Table, sheet: Sheet, *, repair: bool = False) -> Table:
     """The table without outliers and impossible rows, which are counted.
 
-    Message sizes that are too large for the link and possible as bytes per element are divided by it. Raises
-    UsageError for a table whose times cannot be in the unit its format says.
+    With `repair`, message sizes that are too large for the link and possible as bytes per element are divided by it.
+    Raises UsageError for a table whose times cannot be in the unit its format says.
     """
     if table.origin.kind == "measured":
         return table  # its unit is known, what was noisy is left out, and what is warm in a step was measured warm
-    table = _possible(table, sheet)
+    table = _possible(table, sheet, repair)
     table = _one_unit(table, sheet)
     off = _off_neighbours(table, _expected(table, sheet))
     if off.mean() > MANY:
@@ -59,11 +81,12 @@ def screen(table: Table, sheet: Sheet) -> Table:
     return _without(table, off, f"more than {OFF:g} times off the rows around them")
 
 
-def _possible(table: Table, sheet: Sheet) -> Table:
+def _possible(table: Table, sheet: Sheet, repair: bool) -> Table:
     link = OPERATORS[table.kind].link
     limit = _IMPOSSIBLE_LINK if link else _IMPOSSIBLE
     share = _share(table, sheet)
-    impossible = share > limit
+    cached = (_terms(table, sheet).bytes < _CACHED) & (not link)
+    impossible = share > np.where(cached, _IMPOSSIBLE_CACHED, limit)
     if not impossible.any():
         if share.max(initial=0.0) < _SLOW and table.seconds.min() > 1e-3:
             raise UsageError(
@@ -77,6 +100,12 @@ def _possible(table: Table, sheet: Sheet) -> Table:
     if link and width > 1:
         smaller = replace(table, shape={**table.shape, "bytes": table.shape["bytes"] / width})
         if not (_share(smaller, sheet) > limit).any():
+            if not repair:
+                raise UsageError(
+                    f"{table.key}: {impossible.sum():,} of {len(table):,} rows pass the rate of the link unless the "
+                    f"message sizes in {', '.join(table.files)} are bytes, not elements; give --repair to take them "
+                    "as such"
+                )
             why = f"message sizes taken as bytes: as elements {impossible.sum():,} rows would pass the rate of the link"
 
             return replace(smaller, remarks=(*table.remarks, why))
