@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from simtune.costs.step_table import StepTable
 from simtune.errors import Infeasible, UsageError
 from simtune.sim import parts
 from simtune.sim.deployment import NO_HARDWARE, Deployment, default_plan, deploy, unbound_plan
@@ -56,7 +57,7 @@ def simulate(  # noqa: PLR0913 - one for each option
     plan: str | Plan | None = None,
     *,
     engine: str | None = None,
-    costs: parts.Costs | None = None,
+    costs: parts.Costs | str | Path | None = None,
     rate_rps: float | None = None,
     requests: int | None = None,
     seed: int = 0,
@@ -69,8 +70,9 @@ def simulate(  # noqa: PLR0913 - one for each option
     plan's.
 
     `costs` are used in place of those that follow from the hardware: an object with the methods of
-    `simtune.costs.protocol.StepCosts`, or a function `seconds(num_decodes, context_tokens, chunks)`. The hardware then
-    only says how much memory there is; without hardware and plan, memory does not bind.
+    `simtune.costs.protocol.StepCosts`, a function `seconds(num_decodes, context_tokens, chunks)`, or a file with a
+    table of whole steps (`simtune.costs.step_table`). The hardware then only says how much memory there is; without
+    hardware and plan, memory does not bind.
 
     `rate_rps` (as the exact mean rate of the requests) and `requests` replace the workload's own. Raises SpecError,
     UsageError or Infeasible, each with the remedy.
@@ -128,7 +130,7 @@ def load_specs(
     if engine is not None and isinstance(hardware, str):
         hardware = kernels_of(hardware, engine)
     if isinstance(plan, str):
-        plan = load_plan(plan, given.get("plan", ()), parts.problems)
+        plan = _tables_beside(load_plan(plan, given.get("plan", ()), parts.problems), Path(plan).parent)
     if model is None and plan is not None:
         model = plan.model
     if model is None:
@@ -143,6 +145,12 @@ def load_specs(
         given.get("plan", ()),
         None if engine is None else load_engine(engine),
     )
+
+
+def _tables_beside(plan: Plan, folder: Path) -> Plan:
+    """The plan with its tables of steps where they are: their names are relative to its folder."""
+    pools = [p if p.costs is None else p.model_copy(update={"costs": str(folder / p.costs)}) for p in plan.pools]
+    return plan.model_copy(update={"pools": tuple(pools)})
 
 
 def _load_profiles(hardware: str | Hardware | None, plan: Plan | None, settings: Sequence[str]) -> list[Hardware]:
@@ -170,7 +178,7 @@ def _load_requests(load: Load, settings: Sequence[str] = ()) -> tuple[Workload, 
 def set_up(
     specs: Specs,
     *,
-    costs: parts.Costs | None = None,
+    costs: parts.Costs | str | Path | None = None,
     rate_rps: float | None = None,
     requests: int | None = None,
     seed: int = 0,
@@ -180,6 +188,8 @@ def set_up(
     stream = build_stream(workload, trace, requests=requests or workload.requests, seed=seed)
     if rate_rps is not None:
         stream = stream.at_rate(rate_rps)
+    if isinstance(costs, (str, Path)):
+        costs = StepTable.read(Path(costs))
     own = None if costs is None else parts.OwnCosts(costs)
     plan, hardware = _planned(specs, stream, own is not None)
     pools = [pool.model_copy(update={"hardware": its.name}) for pool, its in zip(plan.pools, hardware, strict=True)]

@@ -5,8 +5,8 @@ fit saw, and on cards that it never saw.
 
 The tables are those of vLLM's kernels on seven cards in `profiles/aiconfigurator_0.12`: 200 rows, three seeds. Wanted
 of each split of each table are 86-94 % on random rows and 80-97 % beyond; of each card left out, whichever of the
-others its operators are carried over from, 80-97 %. How errors grow outside (`simtune.costs.predict.GROWTH`), the least they
-are taken for there, and what is made of the errors of several transfers were chosen on these tables.
+others its operators are carried over from, 80-97 %. How errors grow outside (`simtune.costs.predict.GROWTH`), the least
+they are taken for there, and what is made of the errors of several transfers were chosen on these tables.
 """
 
 from __future__ import annotations

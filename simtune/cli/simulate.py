@@ -47,6 +47,14 @@ if TYPE_CHECKING:
     "--engine", default=None, help="Preset whose settings hold where there is no plan: `simtune list engines`."
 )
 @click.option(
+    "--costs",
+    "costs_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=None,
+    metavar="FILE",
+    help="A table of measured whole steps (.csv, .parquet) in place of the hardware's operators.",
+)
+@click.option(
     "--rate",
     type=click.FloatRange(min=0, min_open=True),
     default=None,
@@ -98,6 +106,7 @@ def simulate(  # noqa: PLR0913 - one for each option
     workload: str,
     plan_file: str | None,
     engine: str | None,
+    costs_file: Path | None,
     rate: float | None,
     requests: int | None,
     worlds: int | None,
@@ -122,7 +131,7 @@ def simulate(  # noqa: PLR0913 - one for each option
     targets = _Targets(out, timeline, _window(window, timeline), per_request)
     targets.check(force)
     specs = load_specs(model, hardware, workload, plan_file, by_spec, engine)
-    experiment = set_up(specs, rate_rps=rate, requests=requests, seed=seed or 0)
+    experiment = set_up(specs, costs=costs_file, rate_rps=rate, requests=requests, seed=seed or 0)
     result = experiment.run(record=out is not None or timeline is not None)
     note_estimates(experiment.deployment)
     basis = cost_basis(experiment.deployment, result)

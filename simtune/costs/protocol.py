@@ -1,7 +1,8 @@
 """What the simulator asks of a cost model. Anything with the two methods of `StepCosts` can drive it.
 
 Three more protocols are asked for where they apply, once, when an engine core is made: `ImbalanceCosts` by the methods
-they have, `RoundCosts` where the scheduler drafts, `GroupCosts` where cores step together.
+they have, `RoundCosts` where the scheduler drafts, `GroupCosts` where cores step together. A fourth, `TellingCosts`, is
+asked after a run.
 """
 
 from __future__ import annotations
@@ -72,6 +73,20 @@ class GroupCosts(StepCosts, Protocol):
     def together(self, ticks: int, num_tokens: int, num_seqs: int, everybodys: int, with_chunks: bool) -> int:
         """What a step of `ticks`, with so many tokens and sequences of its own, takes if all groups together have
         `everybodys` tokens. A step that waits for the host stays as long as it is."""
+        ...
+
+
+@runtime_checkable
+class TellingCosts(StepCosts, Protocol):
+    """Costs that know what the time of a step rests on."""
+
+    def basis(self, num_decodes: int, context_tokens: int, chunks: Sequence[tuple[int, int]]) -> int:
+        """A `simtune.costs.predict.Basis`."""
+        ...
+
+    @property
+    def log_sd(self) -> float:
+        """Standard deviation of the log error of steps that were not measured."""
         ...
 
 

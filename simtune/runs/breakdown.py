@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from simtune.costs.iteration import StepModel, StepWork
 from simtune.runs.schema import StepPart, StepTime
 from simtune.sim.deployment import Deployment
+from simtune.sim.parts import OwnCosts
 from simtune.sim.pools import DeployedPool
 from simtune.sim.result import Result
 from simtune.specs.plan import Pool
@@ -22,6 +23,8 @@ def step_times(deployment: Deployment, result: Result) -> tuple[StepTime, ...]:
     longest = int(stream.prompt_tokens.max())
     steps = []
     for pool in deployment.pools:
+        if isinstance(pool.costs, OwnCosts):
+            continue  # whose steps have no parts that are known
         model = StepModel(deployment.model, pool.hardware, pool.spec)
         provenance = _provenance(pool, model)
         for label, batch in _typical(pool.spec, _decode_batch(result, pool.spec.name), context, longest):

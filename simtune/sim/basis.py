@@ -9,6 +9,7 @@ import numpy as np
 from simtune.costs.basis import KindBasis, StepBasis, WeightedStep
 from simtune.costs.iteration import StepWork
 from simtune.costs.predict import Basis
+from simtune.costs.protocol import TellingCosts
 from simtune.sim.deployment import Deployment
 from simtune.sim.parts import OwnCosts
 from simtune.sim.result import Result
@@ -23,16 +24,30 @@ WORTH_A_NOTE = 0.1
 
 
 def pool_bases(deployment: Deployment, result: Result) -> dict[str, dict[str, KindBasis]]:
-    """By pool and kind, weighted by the time that the pool's steps took. Pools whose costs were brought from outside,
-    and those that ran no step, are left out.
+    """By pool and kind, weighted by the time that the pool's steps took.
+
+    Costs that were brought from outside have one kind, `step`, where they tell what they rest on; pools whose costs do
+    not, and those that ran no step, are left out.
     """
-    bases = {}
+    bases: dict[str, dict[str, KindBasis]] = {}
     for pool in deployment.pools:
         steps = [step for core in result.outcome.cores if core.pool == pool.spec.name for step in core.sampled]
-        if steps and not isinstance(pool.costs, OwnCosts):
+        if steps and isinstance(pool.costs, OwnCosts):
+            if isinstance(pool.costs.own, TellingCosts):
+                bases[pool.spec.name] = {"step": _stated(pool.costs.own, steps)}
+        elif steps:
             model = StepBasis(deployment.model, pool.hardware, pool.spec)
             bases[pool.spec.name] = model.of(_weighted(step) for step in evenly(steps, STEPS))
     return bases
+
+
+def _stated(costs: TellingCosts, steps: Sequence[SampledStep]) -> KindBasis:
+    """What costs say of these steps."""
+    account = KindBasis()
+    for step in steps:
+        basis = costs.basis(step.num_decodes, step.context_tokens, step.chunks)
+        account.add(step.ticks, basis, 0.0 if basis == Basis.MEASURED else costs.log_sd)
+    return account
 
 
 def evenly(steps: Sequence[SampledStep], count: int) -> list[SampledStep]:

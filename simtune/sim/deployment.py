@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from simtune.costs.compiled import compile_costs
@@ -11,6 +12,7 @@ from simtune.costs.drafting import CompiledRounds
 from simtune.costs.iteration import StepModel
 from simtune.costs.memory import GIB, Memory
 from simtune.costs.protocol import StepCosts
+from simtune.costs.step_table import StepTable
 from simtune.errors import Infeasible, PartError, UsageError
 from simtune.sim import parts
 from simtune.sim.drafting import Drafting
@@ -184,6 +186,8 @@ def _deployed(
     max_model_len = pool.max_model_len or model.max_position
     drafts = drafting if drafting is None or isinstance(drafting, Drafting) else drafting.get(pool.name)
     memory = check(pool, model, its, drafts)
+    if costs is None and pool.costs is not None:
+        costs = parts.OwnCosts(StepTable.read(Path(pool.costs)))
     if isinstance(costs, parts.OwnCosts):
         costs.check_for(pool)
         compiled: StepCosts = costs

@@ -209,6 +209,11 @@ class OwnCosts:
         self._costs: Any = StepFunction(cast(StepSeconds, costs)) if is_function else costs
         self._check_methods("decode", "mixed")
 
+    @property
+    def own(self) -> Any:
+        """The cost model itself."""
+        return self._costs
+
     def check_for(self, pool: Pool) -> None:
         """Raises PartError where the pool speculates and the costs do not know how long that takes."""
         if pool.speculation is not None:

@@ -23,10 +23,12 @@ from numpy.typing import NDArray
 
 from simtune.costs.iteration import KINDS
 from simtune.costs.predict import DATA_SHEET_LOG_SD, Profile
+from simtune.errors import UsageError
 from simtune.parallel import executor, ordered_map
 from simtune.sim.basis import pool_bases
 from simtune.sim.deployment import Deployment, deploy
 from simtune.sim.drafting import Drafting
+from simtune.sim.parts import OwnCosts
 from simtune.sim.requests import RequestStream
 from simtune.sim.result import Result
 from simtune.sim.summary import SimulationSummary, Uncertainty, is_uncertain
@@ -81,8 +83,14 @@ def uncertainty(
     """Simulate the same requests in `count` redrawn worlds; `jobs` processes, the answer does not depend on it.
 
     Where drafts are verified, how often they are kept is off too: by one multiple of its standard errors per world.
+    Raises UsageError where the costs of a pool were brought from outside: what their operators take is not known.
     """
     d = deployment
+    if own := [pool.spec.name for pool in d.pools if isinstance(pool.costs, OwnCosts)]:
+        raise UsageError(
+            f"pool {own[0]}: its step costs were brought from outside, and worlds are drawn of operators; leave "
+            "--uncertainty out, or simulate by the hardware's operators"
+        )
     hardware = {pool.spec.hardware: pool.hardware for pool in d.pools}
     log_sd = spreads(d, d.simulate(stream, slo, seed=seed))
     tasks = [

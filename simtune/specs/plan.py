@@ -128,6 +128,9 @@ class Pool(Part):
     cuda_graphs: bool = Field(True, description="false: every kernel is launched on its own, as enforce-eager does")
     max_model_len: Count | None = Field(None, description="longest prompt + output; the model's limit unless given")
     speculation: Speculation | None = Field(None, description="how it drafts; every token by itself unless given")
+    costs: str | None = Field(
+        None, description="a table of measured whole steps, CSV or Parquet, in place of the hardware's operators"
+    )
 
     @model_validator(mode="after")
     def _holds_one_request(self) -> Self:

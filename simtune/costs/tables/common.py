@@ -169,6 +169,10 @@ class Columns:
     def __len__(self) -> int:
         return len(self._lines)
 
+    def line(self, at: int) -> int:
+        """The line of a row of the file, by its number from 0."""
+        return self._lines[at]
+
     def require(self, *names: str) -> None:
         """Raises SpecError naming every column that is missing."""
         missing = [name for name in names if name not in self.names]
