@@ -76,7 +76,7 @@ def engine_files(plan: Plan, model: Model, devices_per_node: int, draft_models: 
     files: Files = {}
     for other in engines().values():
         settings, _ = drafting_settings(other, *drafting[0])
-        if settings is not None and not other.policies:
+        if settings is not None and other is not emitter:
             files |= other.drafting_file(settings, f"The drafts of the plan, which {emitter.title} cannot be told.")
     return files
 

@@ -1,13 +1,16 @@
-"""Drafts as SGLang reads them: its long options without their dashes."""
+"""Plans and drafts as SGLang reads them: its long options without their dashes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from simtune.emit.emitter import Emitter, Settings, loaded
+from simtune.emit.emitter import Settings, loaded
+from simtune.emit.launch import Server
+from simtune.emit.serving import ServingEmitter, own_options
 from simtune.specs.drafters import BlockDrafter, Drafter, DraftModel, Eagle, Ngram
 from simtune.specs.model import Model
+from simtune.specs.plan import Pool
 from simtune.specs.schemes import Chain, DynamicTree, Scheme
 from simtune.specs.speculation import Speculation
 
@@ -55,8 +58,8 @@ def _ngram(drafter: Ngram, checkpoint: str | None) -> Settings:
     }
 
 
-class Sglang(Emitter):
-    """Options of `python -m sglang.launch_server`."""
+class Sglang(ServingEmitter):
+    """Options of `python -m sglang.launch_server`, which reads them from a file by `--config`."""
 
     name = "sglang"
     title = "SGLang"
@@ -78,7 +81,60 @@ class Sglang(Emitter):
         BlockDrafter: _part_of_the_target,
         Ngram: _ngram,
     }
+    policies: ClassVar[Mapping[str, str]] = {"sglang": "fcfs"}
+    server = Server(
+        name="sglang",
+        title="SGLang",
+        command="""CUDA_VISIBLE_DEVICES="$2" python -m sglang.launch_server --model-path "$MODEL" \\
+        --config "$here/$1" --port "$((PORT + $3))\"""",
+    )
+    serving_options: ClassVar[Mapping[str, type]] = {
+        "tp-size": int,
+        "pp-size": int,
+        "dp-size": int,
+        "enable-dp-attention": bool,
+        "ep-size": int,
+        "max-running-requests": int,
+        "chunked-prefill-size": int,
+        "max-prefill-tokens": int,
+        "context-length": int,
+        "mem-fraction-static": float,
+        "max-total-tokens": int,
+        "page-size": int,
+        "kv-cache-dtype": str,
+        "schedule-policy": str,
+        "schedule-conservativeness": float,
+        "disable-radix-cache": bool,
+        "disable-overlap-schedule": bool,
+        "disable-cuda-graph": bool,
+    }
+    kv_dtypes: ClassVar[Mapping[str, str]] = {"fp8": "fp8_e4m3", "bf16": "bf16"}
     takes = "it drafts one chain or one EAGLE-2 tree for all loads: Schedule.dynamic_tree()"
+
+    def serving(self, pool: Pool, model: Model) -> Settings:
+        """See `ServingEmitter.serving`. Its tp counts the ranks of all groups with attention of their own."""
+        p, batching, cache = pool.parallelism, pool.batching, pool.kv_cache
+        blocks = cache.num_blocks
+        return {
+            "tp-size": p.tp * p.attention_dp,
+            "pp-size": p.pp,
+            "dp-size": p.attention_dp if p.attention_dp > 1 else None,
+            "enable-dp-attention": p.attention_dp > 1 or None,
+            "ep-size": p.tp * p.attention_dp if p.expert_parallel else None,
+            "max-running-requests": batching.max_num_seqs,
+            "chunked-prefill-size": batching.max_num_batched_tokens if batching.chunked_prefill else -1,
+            "max-prefill-tokens": None if batching.chunked_prefill else batching.max_num_batched_tokens,
+            "context-length": pool.max_model_len,
+            "mem-fraction-static": cache.memory_utilization,
+            "max-total-tokens": None if blocks is None else blocks * cache.block_size,
+            "page-size": cache.block_size,
+            "kv-cache-dtype": self.kv_dtype(pool, model),
+            "schedule-policy": self.policies[batching.policy],
+            "schedule-conservativeness": own_options(pool).get("schedule_conservativeness"),
+            "disable-radix-cache": not cache.prefix_caching or None,
+            "disable-overlap-schedule": not pool.async_scheduling or None,
+            "disable-cuda-graph": not pool.cuda_graphs or None,
+        }
 
     def speculation(self, speculation: Speculation, draft: Model | None = None) -> Settings:
         """See `Emitter.speculation`; a lookup is told nothing of steps."""

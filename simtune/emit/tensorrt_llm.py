@@ -1,12 +1,16 @@
-"""Drafts as TensorRT-LLM reads them: the `speculative_config` of its YAML."""
+"""Plans and drafts as TensorRT-LLM reads them: the YAML of `trtllm-serve`, and its `speculative_config`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
-from simtune.emit.emitter import Emitter, Files, Settings, loaded
+from simtune.emit.emitter import Files, Settings, loaded
+from simtune.emit.launch import Server
+from simtune.emit.serving import ServingEmitter, own_options
 from simtune.specs.drafters import Drafter, DraftModel, Eagle, Ngram
+from simtune.specs.model import Model
+from simtune.specs.plan import Pool
 from simtune.specs.schemes import Chain, DynamicTree, Scheme
 
 
@@ -36,8 +40,8 @@ def _ngram(drafter: Ngram, checkpoint: str | None) -> Settings:
     return {"decoding_type": "NGram", "max_matching_ngram_size": drafter.lookup_max}
 
 
-class TensorrtLlm(Emitter):
-    """The speculative_config of `trtllm-serve`."""
+class TensorrtLlm(ServingEmitter):
+    """The file that `trtllm-serve` reads by `--extra_llm_api_options`."""
 
     name = "tensorrt-llm"
     title = "TensorRT-LLM"
@@ -57,8 +61,74 @@ class TensorrtLlm(Emitter):
         Eagle: _eagle,
         Ngram: _ngram,
     }
+    policies: ClassVar[Mapping[str, str]] = {"tensorrt-llm": "GUARANTEED_NO_EVICT"}
+    server = Server(
+        name="tensorrt-llm",
+        title="TensorRT-LLM",
+        command="""CUDA_VISIBLE_DEVICES="$2" trtllm-serve "$MODEL" \\
+        --extra_llm_api_options "$here/$1" --port "$((PORT + $3))\"""",
+    )
+    serving_options: ClassVar[Mapping[str, type]] = {
+        "tensor_parallel_size": int,
+        "pipeline_parallel_size": int,
+        "enable_attention_dp": bool,
+        "moe_expert_parallel_size": int,
+        "max_batch_size": int,
+        "max_num_tokens": int,
+        "max_seq_len": int,
+        "enable_chunked_prefill": bool,
+        "disable_overlap_scheduler": bool,
+        "kv_cache_config": dict,
+        "scheduler_config": dict,
+        "cuda_graph_config": dict,
+        "speculative_config": dict,
+    }
+    kv_dtypes: ClassVar[Mapping[str, str]] = {"fp8": "fp8", "bf16": "bfloat16"}
     takes = "it drafts one chain or one EAGLE-2 tree: Schedule.dynamic_tree()"
     no_drafter = "{title} ({version}): no {drafter} drafter is written here"
+
+    def serving(self, pool: Pool, model: Model) -> Settings:
+        """See `ServingEmitter.serving`. Attention of its own is one rank's, so groups are ranks."""
+        p, batching, cache = pool.parallelism, pool.batching, pool.kv_cache
+        ranks = p.tp * p.attention_dp
+        blocks = {} if cache.num_blocks is None else {"max_tokens": cache.num_blocks * cache.block_size}
+        chosen = own_options(pool)
+        chunking = chosen.get("context_chunking_policy")
+        graphs = {"enable_padding": True, "max_batch_size": min(batching.max_num_seqs, 512)}
+        return {
+            "tensor_parallel_size": ranks,
+            "pipeline_parallel_size": p.pp,
+            "enable_attention_dp": p.attention_dp > 1,
+            "moe_expert_parallel_size": ranks if p.expert_parallel else None,
+            "max_batch_size": batching.max_num_seqs,
+            "max_num_tokens": batching.max_num_batched_tokens,
+            "max_seq_len": pool.max_model_len,
+            "enable_chunked_prefill": batching.chunked_prefill,
+            "disable_overlap_scheduler": not pool.async_scheduling,
+            "kv_cache_config": {
+                "free_gpu_memory_fraction": cache.memory_utilization,
+                "tokens_per_block": cache.block_size,
+                "enable_block_reuse": cache.prefix_caching,
+                "dtype": self.kv_dtype(pool, model),
+                **blocks,
+            },
+            "scheduler_config": {
+                "capacity_scheduler_policy": chosen.get("capacity_scheduler_policy", "GUARANTEED_NO_EVICT"),
+                **({} if chunking is None else {"context_chunking_policy": chunking}),
+            },
+            "cuda_graph_config": graphs if pool.cuda_graphs else None,
+        }
+
+    def drafting(self, pool: Pool, draft_models: Mapping[str, Model]) -> Settings:
+        """Under a key of their own."""
+        settings = super().drafting(pool, draft_models)
+        return {"speculative_config": settings} if settings else {}
+
+    def refusals(self, pool: Pool, model: Model) -> Iterator[str]:
+        """Its groups with attention of their own have one rank each."""
+        yield from super().refusals(pool, model)
+        if pool.parallelism.attention_dp > 1 and pool.parallelism.tp > 1:
+            yield f"parallelism.attention_dp: with it {self.title} gives every rank attention of its own; set tp to 1"
 
     def refuses_together(self, drafter: Drafter, scheme: Scheme) -> str:
         """Trees are drafted by its Eagle3, with no more tokens than it has room for."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from simtune.emit.emitter import Emitter, Files, Settings, loaded
-from simtune.emit.vllm_launch import launch_script, settings_file
+from simtune.emit.launch import Server, launch_script
 from simtune.errors import UsageError, suggest
 from simtune.specs import yamlfile
 from simtune.specs.drafters import BlockDrafter, Drafter, DraftModel, Eagle, Medusa, Ngram, Suffix
@@ -50,6 +50,18 @@ _METHODS = ("draft_model", "eagle", "eagle3", "mtp", "medusa", "ngram", "suffix"
 _NIXL = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
 """How prefill and decode instances send KV caches to one another: NIXL, in both roles."""
 
+
+SERVER = Server(
+    name="vllm",
+    title="vLLM",
+    command="""CUDA_VISIBLE_DEVICES="$2" VLLM_NIXL_SIDE_CHANNEL_PORT="$((NIXL_PORT + $3))" \\
+        vllm serve "$MODEL" --config "$here/$1" --port "$((PORT + $3))\"""",
+    ports='NIXL_PORT="${NIXL_PORT:-5600}"\n',
+    apart=(
+        "It must send a prompt to a prefill instance first, and then, with the kv_transfer_params of its answer, to a",
+        "decode instance, as the proxy of vLLM's NIXL example does.",
+    ),
+)
 
 # --- drafts -----------------------------------------------------------------------------------------------
 
@@ -139,8 +151,8 @@ class Vllm(Emitter):
         ]
         if problems:
             raise UsageError("\n".join(problems))
-        files = {f"engine/{settings_file(p)}": self._settings_text(plan, p, model, drafts) for p in plan.pools}
-        files["engine/launch.sh"] = launch_script(plan, model, devices_per_node, _WRITTEN)
+        files = {f"engine/{SERVER.settings_file(p)}": self._settings_text(plan, p, model, drafts) for p in plan.pools}
+        files["engine/launch.sh"] = launch_script(plan, model, devices_per_node, _WRITTEN, SERVER)
         return files
 
     def _speculative_config(self, pool: Pool, drafts: Mapping[str, Model]) -> str | None:
@@ -164,9 +176,8 @@ class Vllm(Emitter):
         yield from _parallelism_refusals(pool, model)
 
     def _settings_text(self, plan: Plan, pool: Pool, model: Model, drafts: Mapping[str, Model]) -> str:
-        comment = (
-            f"Plan {plan.name}, pool {pool.name}. {_WRITTEN}\nUse: vllm serve MODEL --config {settings_file(pool)}"
-        )
+        use = f"Use: vllm serve MODEL --config {SERVER.settings_file(pool)}"
+        comment = f"Plan {plan.name}, pool {pool.name}. {_WRITTEN}\n{use}"
         if pool.async_scheduling and not pool.schedules_async:
             assert pool.speculation is not None
             comment += f"\nvLLM cannot schedule asynchronously with {pool.speculation.drafter.kind} drafts."

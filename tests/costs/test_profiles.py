@@ -4,79 +4,78 @@ gives.
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks.costs.shipped import fitted
 from simtune.costs.curve import MAX_KNOTS
 from simtune.costs.iteration import StepModel, StepWork
-from simtune.costs.operators import OPERATORS
+from simtune.costs.operators import OPERATORS, Chip
 from simtune.costs.predict import Predictor
-from simtune.costs.profile import Facts, build
-from simtune.costs.tables import read_tables
-from simtune.specs.catalog import load_hardware, load_model
-from simtune.specs.hardware import Hardware
+from simtune.costs.profile import Facts
+from simtune.specs import yamlfile
+from simtune.specs.catalog import kernels_of, load_hardware, load_model, names
 from simtune.specs.plan import Batching, Parallelism, Pool
 
 ROOT = Path(__file__).resolve().parents[2]
 
-SOURCES = {
-    "h100-sxm": ("aiconfigurator/h100_sxm", "vidur/h100", "vidur/a100/cpu_overheads.csv.gz"),
-    "a100-sxm-80g": ("aiconfigurator/a100_sxm", "vidur/a100"),
-    "rtx-4090": ("llmservingsim/rtx4090",),
-    "rtx-pro-6000": tuple(
-        f"../validation/llmservingsim_rtxpro6000_llama31_8b/tp1_{table}.csv.gz"
-        for table in ("attention", "dense", "per_sequence", "skew")
-    ),
-}
-LAYERS = {
-    *("gemm.bf16", "prefill_attention.bf16", "decode_attention.bf16", "mixed_attention.bf16"),
-    *(f"elementwise.{variant}.bf16" for variant in ("norm", "activation", "rope")),
-}
-SERVERS = LAYERS - {"mixed_attention.bf16"} | {
-    *("elementwise.add.bf16", "send_recv.bf16", "all_reduce.bf16", "all_reduce.nccl.bf16", "all_reduce.int8"),
-    *(f"{kind}.{dtype}" for kind in ("all_gather", "reduce_scatter", "all_to_all") for dtype in ("bf16", "int8")),
-}
-OPERATORS_OF = {
-    "h100-sxm": SERVERS
-    | {"gemm.fp8", "moe.bf16", "moe.fp8", "moe.int4"}
-    | {"prefill_attention.bf16.kv-fp8", "decode_attention.bf16.kv-fp8"},
-    "a100-sxm-80g": SERVERS,
-    "rtx-4090": LAYERS,
-    "rtx-pro-6000": LAYERS,
-}
+RECIPES: dict[str, dict[str, Any]] = yamlfile.parse((ROOT / "hwprofiles/recipes.yaml").read_text(), "recipes.yaml").data
+FITTED = [name for name, recipe in RECIPES.items() if "sources" in recipe]
+CARDS = [name for name in FITTED if "facts" not in RECIPES[name]]
 MEASURED = ("cpu-x86-1thread",)  # by simtune itself: tests/profiling
 LICENCES = ("Apache-2.0", "MIT")
 
 
-@cache
-def refitted(name: str, data_dir: Path) -> Hardware:
-    facts = Facts.from_file(ROOT / "hwprofiles" / name / "facts.yaml")
-    return build(read_tables([data_dir / "profiles" / source for source in SOURCES[name]]), facts)
+def test_every_profile_has_a_recipe() -> None:
+    assert {*names("hardware")} - {*MEASURED} == {*RECIPES}
 
 
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("name", FITTED)
 def test_a_shipped_profile_says_what_it_is(name: str) -> None:
     profile = load_hardware(name)
-    assert set(profile.operators) == OPERATORS_OF[name]
+    assert (profile.name, profile.engine) == (name, RECIPES[name]["engine"])
+    assert {"gemm.bf16", "elementwise.norm.bf16"} <= set(profile.operators)
+    assert any(key.startswith("prefill_attention.bf16") for key in profile.operators)
+    own = 0
     for key, operator in profile.operators.items():
         assert set(operator.box) == set(OPERATORS[operator.kind].shape), key
-        assert operator.hold_out, key
         assert operator.interval is not None, key
+        assert operator.provenance.licence in LICENCES
+        if operator.provenance.kind == "transferred":
+            assert "transfer" in RECIPES[name] or "fill" in RECIPES[name], key
+            continue
+        own += 1
+        assert operator.hold_out, key
         assert all(0 < errors.median < errors.p90 < errors.max for errors in operator.hold_out), key
         assert operator.provenance.kind == "published-tables"
-        assert operator.provenance.licence in LICENCES
         assert " rows read, " in (operator.provenance.note or ""), key
+    assert own > len(profile.operators) / 2, "most of it was measured on the card itself"
     assert profile.host.provenance.note
     assert profile.device.price_source is not None
     assert profile.device.price_source.startswith("an example")
 
 
-@pytest.mark.parametrize("name", [pytest.param("h100-sxm", marks=pytest.mark.slow), *list(SOURCES)[1:]])
+@pytest.mark.parametrize("name", [name for name in RECIPES if name not in FITTED])
+def test_what_is_carried_over_says_so(name: str) -> None:
+    profile = load_hardware(name)
+    assert {operator.provenance.kind for operator in profile.operators.values()} == {"transferred"}
+    assert all(RECIPES[name]["transfer"] in operator.provenance.source for operator in profile.operators.values())
+
+
+@pytest.mark.parametrize("name", [name for name in ("rtx-4090", "l40s") if name in FITTED])
+def test_every_engine_has_kernels_of_its_own(name: str) -> None:
+    assert kernels_of("h100-sxm", "trtllm-1.2") == "h100-sxm-trtllm"
+    assert kernels_of(name, "sglang-0.5") == name, "nobody measured them"
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "rtx-4090" else pytest.param(name, marks=pytest.mark.slow) for name in FITTED]
+)
 def test_a_shipped_profile_is_a_fit_of_the_published_tables(name: str, data_dir: Path) -> None:
-    shipped, fresh = load_hardware(name), refitted(name, data_dir)
+    shipped, fresh = load_hardware(name), fitted(name, RECIPES[name], data_dir)
     assert set(shipped.operators) == set(fresh.operators)
     for key, operator in fresh.operators.items():
         assert shipped.operators[key].base.model_dump() == pytest.approx(operator.base.model_dump(), rel=0.01), key
@@ -89,13 +88,15 @@ def test_a_shipped_profile_is_a_fit_of_the_published_tables(name: str, data_dir:
         middle = {n: np.sqrt(np.prod(box)) for n, box in operator.box.items()} | dict.fromkeys(
             {"skew"} & set(operator.box), 0.0
         )
-        here, there = (Predictor(p.operators[key], p.device.processors, p.arrays) for p in (shipped, fresh))
+        here, there = (
+            Predictor(p.operators[key], p.device.processors, p.arrays, Chip.of(p.device)) for p in (shipped, fresh)
+        )
         assert here.seconds(**middle) == pytest.approx(there.seconds(**middle), rel=0.01), key
     assert shipped.host.step_s == pytest.approx(fresh.host.step_s, rel=0.01)
     assert shipped.host.per_sequence_s == pytest.approx(fresh.host.per_sequence_s, rel=0.01)
 
 
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("name", FITTED)
 def test_a_shipped_profile_holds_no_rows_of_the_tables(name: str) -> None:
     """Curves have few knots, and a residual has fewer points than there were rows: only fitted numbers are shipped."""
     profile = load_hardware(name)
@@ -128,7 +129,7 @@ def test_a_data_sheet_hangs_together(path: Path) -> None:
     assert "example" in device.price_source
 
 
-@pytest.mark.parametrize("name", ["h100-sxm", "a100-sxm-80g"])
+@pytest.mark.parametrize("name", ["h100-sxm", "h200-sxm", "b200", "gb200", "a100-sxm-80g"])
 def test_fitted_rates_stay_below_the_data_sheet(name: str) -> None:
     """GEMM and decode attention run long enough for their rates to mean something."""
     profile = load_hardware(name)

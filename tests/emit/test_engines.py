@@ -140,5 +140,5 @@ def test_installed_packages_register_engines(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_is_told_of_drafts_alone_writes_no_plan() -> None:
-    with pytest.raises(UsageError, match="SGLang is told of drafts alone"):
+    with pytest.raises(UsageError, match="SGLang has no vllm-fcfs; it has sglang"):
         ENGINES["sglang"].files(plan_of(), MODEL)

@@ -1,0 +1,93 @@
+"""Whole plans for engines that serve one pool of equal instances each: settings files and a script."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+from simtune.emit.emitter import Emitter, Files, Settings
+from simtune.emit.launch import Server, launch_script
+from simtune.errors import UsageError
+from simtune.specs import yamlfile
+from simtune.specs.model import Model
+from simtune.specs.plan import Plan, Pool
+
+
+class ServingEmitter(Emitter):
+    """An engine that is started with one file of settings per pool."""
+
+    server: ClassVar[Server]
+    serving_options: ClassVar[Mapping[str, type]]
+    """The names that settings are written under, and the types of their values."""
+    kv_dtypes: ClassVar[Mapping[str, str]]
+    """The engine's words for dtypes of the KV cache that are not the model's own."""
+
+    def schedules(self, pool: Pool) -> bool:
+        """Its own policy, preempting by recompute."""
+        return pool.batching.policy in self.policies and pool.kv_cache.preemption != "swap"
+
+    def files(
+        self, plan: Plan, model: Model, devices_per_node: int = 8, draft_models: Mapping[str, Model] | None = None
+    ) -> Files:
+        """`engine/<engine>-<pool>.yaml` for each pool, and `engine/launch.sh`. See `Emitter.files`."""
+        drafts = draft_models or {}
+        problems = [
+            f"{plan.name}: pool {pool.name}: {why}" for pool in plan.pools for why in self.refusals(pool, model)
+        ]
+        if problems:
+            raise UsageError("\n".join(problems))
+        written = f"Written by simtune with the option names of {self.title} {self.version}."
+        files = {}
+        for pool in plan.pools:
+            settings = {**self.serving(pool, model), **self.drafting(pool, drafts)}
+            given = {name: value for name, value in settings.items() if value is not None}
+            assert not (wrong := self.misnamed(given)), wrong
+            comment = f"Plan {plan.name}, pool {pool.name}. {written}"
+            files[f"engine/{self.server.settings_file(pool)}"] = yamlfile.dump(given, comment)
+        files["engine/launch.sh"] = launch_script(plan, model, devices_per_node, written, self.server)
+        return files
+
+    @abstractmethod
+    def serving(self, pool: Pool, model: Model) -> Settings:
+        """All but drafts, in the engine's words; None is left out."""
+
+    def drafting(self, pool: Pool, draft_models: Mapping[str, Model]) -> Settings:
+        """Of its drafts, if it drafts. Raises UsageError where the engine cannot be told."""
+        if pool.speculation is None:
+            return {}
+        return self.speculation(pool.speculation, draft_models.get(pool.speculation.drafter.own_model or ""))
+
+    def refusals(self, pool: Pool, model: Model) -> Iterator[str]:
+        """What the engine would not start with, or is not told here."""
+        if pool.batching.policy not in self.policies:
+            yield f"batching.policy: {self.title} has no {pool.batching.policy}; it has {', '.join(self.policies)}"
+        if pool.role != "mixed":
+            yield f"role: {pool.role} pools are written for vLLM only; {self.title} is told of mixed ones"
+        if pool.kv_cache.preemption == "swap":
+            yield f"kv_cache.preemption: {self.title} recomputes what it preempts; it is not told to swap"
+        if self.kv_dtype(pool, model) is None:
+            yield f"kv_cache.dtype: {self.title} is not told of a {pool.kv_cache.dtype} cache for {model.name}"
+        if pool.speculation is not None:
+            try:
+                self.speculation(pool.speculation)
+            except UsageError as error:
+                if pool.speculation.drafter.own_model is None:
+                    yield f"speculation: {error}"
+
+    def kv_dtype(self, pool: Pool, model: Model) -> str | None:
+        """The engine's word for the dtype of the KV cache, None where it has none."""
+        dtype = pool.kv_cache.dtype
+        if dtype is None or dtype == (model.kv_dtype or model.dtype):
+            return "auto"
+        return self.kv_dtypes.get(dtype)
+
+    def misnamed(self, settings: Mapping[str, Any]) -> list[str]:
+        """What is wrong with names and types: nothing, for all that is written here."""
+        known = {**self.serving_options, **self.options}
+        return [name for name, value in settings.items() if not isinstance(value, known.get(name, ()))]
+
+
+def own_options(pool: Pool) -> Settings:
+    """What the plan tells the policy beside the settings of all."""
+    return dict(pool.batching.options or {})

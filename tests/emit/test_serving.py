@@ -1,0 +1,147 @@
+"""Whole plans in the words of SGLang and TensorRT-LLM: what is written is what the plan says, or it is refused."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from simtune.emit import ENGINES, engine_files, engine_for
+from simtune.errors import UsageError
+from simtune.specs.catalog import load_hardware, load_model, load_plan
+from simtune.specs.engine import merged
+from simtune.specs.plan import Plan
+
+MODEL = load_model("llama-3.1-8b")
+PLAN: dict[str, Any] = {
+    "schema": "simtune/plan@1",
+    "name": "p",
+    "model": "llama-3.1-8b",
+    "pools": [{"hardware": "h100-sxm", "instances": 2, "max_model_len": 8192, "parallelism": {"tp": 2}}],
+}
+
+
+def plan_of(folder: Path, engine: str, **pool: Any) -> Plan:
+    (folder / "plan.yaml").write_text(
+        yaml.safe_dump({**PLAN, "pools": [merged(pool, {**PLAN["pools"][0], "engine": engine})]})
+    )
+    return load_plan(str(folder / "plan.yaml"))
+
+
+def written(plan: Plan, engine: str) -> dict[str, Any]:
+    files = engine_files(plan, MODEL, 8, {})
+    assert set(files) == {f"engine/{engine}-mixed.yaml", "engine/launch.sh"}
+    checked = subprocess.run(["sh", "-n"], input=files["engine/launch.sh"], text=True, capture_output=True)
+    assert checked.returncode == 0, checked.stderr
+    settings: dict[str, Any] = yaml.safe_load(files[f"engine/{engine}-mixed.yaml"])
+    return settings
+
+
+def test_sglang(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, "sglang-0.5", kv_cache={"num_blocks": 100_001})
+    assert written(plan, "sglang") == {
+        "tp-size": 2,
+        "pp-size": 1,
+        "max-running-requests": 2048,
+        "chunked-prefill-size": 8192,
+        "context-length": 8192,
+        "mem-fraction-static": 0.87,
+        "max-total-tokens": 100_001,
+        "page-size": 1,
+        "kv-cache-dtype": "auto",
+        "schedule-policy": "fcfs",
+        "disable-radix-cache": True,
+    }
+
+
+def test_sglang_is_told_what_the_plan_changes(tmp_path: Path) -> None:
+    changed = {
+        "batching": {"chunked_prefill": False, "options": {"schedule_conservativeness": 0.5}},
+        "kv_cache": {"dtype": "fp8"},
+        "async_scheduling": False,
+        "cuda_graphs": False,
+    }
+    settings = written(plan_of(tmp_path, "sglang-0.5", **changed), "sglang")
+    assert (settings["chunked-prefill-size"], settings["max-prefill-tokens"]) == (-1, 8192)
+    assert settings["schedule-conservativeness"] == 0.5
+    assert settings["kv-cache-dtype"] == "fp8_e4m3"
+    assert settings["disable-overlap-schedule"]
+    assert settings["disable-cuda-graph"]
+
+
+def test_tensorrt_llm(tmp_path: Path) -> None:
+    assert written(plan_of(tmp_path, "trtllm-1.2"), "tensorrt-llm") == {
+        "tensor_parallel_size": 2,
+        "pipeline_parallel_size": 1,
+        "enable_attention_dp": False,
+        "max_batch_size": 2048,
+        "max_num_tokens": 8192,
+        "max_seq_len": 8192,
+        "enable_chunked_prefill": False,
+        "disable_overlap_scheduler": False,
+        "kv_cache_config": {
+            "free_gpu_memory_fraction": 0.9,
+            "tokens_per_block": 32,
+            "enable_block_reuse": False,
+            "dtype": "auto",
+        },
+        "scheduler_config": {"capacity_scheduler_policy": "GUARANTEED_NO_EVICT"},
+        "cuda_graph_config": {"enable_padding": True, "max_batch_size": 512},
+    }
+
+
+def test_tensorrt_llm_drafts_under_a_key_of_their_own(tmp_path: Path) -> None:
+    speculation = {
+        "drafter": {"kind": "eagle", "method": "eagle3", "checkpoint": "org/head", "draft_vocab_size": 32000},
+        "scheme": {"kind": "chain", "tokens": 3},
+        "acceptance": "eagle3-llama-3.1-8b",
+    }
+    plan = plan_of(tmp_path, "trtllm-1.2").model_copy()
+    pool = plan.pools[0].model_validate({**plan.pools[0].model_dump(exclude_none=True), "speculation": speculation})
+    plan = plan.model_copy(update={"pools": (pool,)})
+    settings = yaml.safe_load(ENGINES["tensorrt-llm"].files(plan, MODEL)["engine/tensorrt-llm-mixed.yaml"])
+    assert settings["speculative_config"] == {
+        "decoding_type": "Eagle3",
+        "max_draft_len": 3,
+        "speculative_model": "org/head",
+    }
+
+
+@pytest.mark.parametrize("engine", ["sglang-0.5", "trtllm-1.2", "vllm-0.24"])
+def test_a_plan_is_written_for_the_engine_it_names(engine: str, tmp_path: Path) -> None:
+    policy = plan_of(tmp_path, engine).pools[0].batching.policy
+    emitter = engine_for(policy)
+    assert emitter is not None
+    assert emitter.name == {"sglang-0.5": "sglang", "trtllm-1.2": "tensorrt-llm", "vllm-0.24": "vllm"}[engine]
+
+
+@pytest.mark.parametrize("engine", ["sglang", "tensorrt-llm"])
+def test_what_an_engine_does_not_have_is_refused(engine: str, tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, "vllm-0.24", kv_cache={"dtype": "int8", "preemption": "swap"})
+    with pytest.raises(UsageError) as refused:
+        ENGINES[engine].files(plan, MODEL)
+    assert [line.split(": ")[2] for line in str(refused.value).splitlines()] == [
+        "batching.policy",
+        "kv_cache.preemption",
+        "kv_cache.dtype",
+    ]
+
+
+def test_groups_of_several_ranks_are_refused_by_tensorrt_llm(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, "trtllm-1.2", parallelism={"attention_dp": 2, "expert_parallel": True})
+    with pytest.raises(UsageError, match="set tp to 1"):
+        ENGINES["tensorrt-llm"].files(plan, load_model("mixtral-8x7b"))
+
+
+def test_the_device_decides_what_is_set_aside() -> None:
+    from simtune.specs.catalog import load_engine
+
+    preset = load_engine("sglang-0.5")
+    budgets = {
+        name: preset.settings(load_hardware(name).device, MODEL)["batching"]["max_num_batched_tokens"]
+        for name in ("rtx-4090", "l40s", "h100-sxm", "h200-sxm", "b200")
+    }
+    assert budgets == {"rtx-4090": 2048, "l40s": 4096, "h100-sxm": 8192, "h200-sxm": 8192, "b200": 16384}
