@@ -547,6 +547,8 @@ def test_chunks_and_experts_of_llama_4_alternate_with_full_and_dense_layers() ->
     by_list = read({**config, "moe_layers": [0], "no_rope_layers": [1, 1, 1, 0]})
     assert windows(by_list) == [16, 16, 16, None]
     assert [g.feed_forward.kind for g in by_list.layers] == ["moe", "dense", "dense"]
+    (line,) = refusal({**config, "no_rope_layers": [1, 1, 0]})
+    assert line.endswith("no_rope_layers: must be a list of 4 numbers, not of 3")
 
 
 def test_nemotron_h_has_layers_of_one_sublayer() -> None:

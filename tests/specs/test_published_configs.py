@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
 import pytest
 
 from simtune.costs.memory import kv_bytes_per_token, weights_bytes
+from simtune.errors import SpecError
 from simtune.specs import yamlfile
 from simtune.specs.base import DTYPE_BYTES
 from simtune.specs.hf import ARCHITECTURES, from_config
@@ -134,6 +136,22 @@ def test_every_family_has_a_published_config() -> None:
     families = {ARCHITECTURES[name].attention for name in read_here if name in ARCHITECTURES}
     missing = {a.attention.__name__ for a in ARCHITECTURES.values() if a.attention not in families}
     assert missing == {"granite_hybrid"}
+
+
+DAMAGES = (None, 0, -1, 3, "x", [1], {}, True, 1.5, [])
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_damaged_config_is_read_or_told_what_is_wrong(name: str) -> None:
+    """Whatever stands under any of its keys."""
+    config = PUBLISHED[name].config
+    inside = [(key, inner) for key, value in config.items() if isinstance(value, dict) for inner in value]
+    for at, path in enumerate([*((key,) for key in config), *inside]):
+        damaged = json.loads(json.dumps(config))
+        part = damaged if len(path) == 1 else damaged[path[0]]
+        part[path[-1]] = DAMAGES[at % len(DAMAGES)]
+        with contextlib.suppress(SpecError):
+            assert from_config(yamlfile.parse(json.dumps(damaged), "config.json"), name).num_layers > 0
 
 
 SHIPPED = {

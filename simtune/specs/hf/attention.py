@@ -81,6 +81,9 @@ def chunked(config: Config, architecture: Architecture) -> Layers:
         every = config.count("no_rope_layer_interval")
         # Of each layer, whether it has rotary embeddings.
         rotary = config.layer_numbers("no_rope_layers") or [(i + 1) % every for i in range(num_layers)]
+        if len(rotary) != num_layers:
+            config.problem("no_rope_layers", f"must be a list of {num_layers} numbers, not of {len(rotary)}")
+            rotary = [0] * num_layers
         kinds = ["chunked_attention" if has else "full_attention" for has in rotary]
     shape = _shape(config, architecture)
     local = {"kind": "sliding", "window": config.count("attention_chunk_size"), "chunked": True, **shape}

@@ -63,10 +63,10 @@ class _Chosen(NamedTuple):
     @classmethod
     def of(cls, block: dict[str, Any]) -> _Chosen:
         keys = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "llm_int8_skip_modules")
-        left_out = [str(pattern) for key in keys for pattern in block.get(key) or ()]
+        left_out = [pattern for key in keys for pattern in _listed(block, key)]
         groups = block.get("config_groups")
         groups = groups.values() if isinstance(groups, dict) else ()
-        targets = [str(target) for group in groups for target in group.get("targets") or ()]
+        targets = [target for group in groups for target in _listed(group, "targets")]
         return cls(left_out, [] if "Linear" in targets else targets)
 
     def leaves_out(self, names: Sequence[str]) -> bool:
@@ -76,6 +76,13 @@ class _Chosen(NamedTuple):
             return any(_matches(pattern, name) for pattern in patterns for name in names)
 
         return named_in(self.left_out) or (bool(self.targets) and not named_in(self.targets))
+
+
+def _listed(block: dict[str, Any], key: str) -> list[str]:
+    names = block.get(key) or []
+    if not isinstance(names, list):
+        raise _Unread(f"{key} must be a list of module names, not {names!r}")
+    return [str(name) for name in names]
 
 
 def dtypes(config: Config, dtype: str, attention: Layers, feed_forward: Layers) -> dict[str, str]:
@@ -186,7 +193,7 @@ def _fp8(block: dict[str, Any]) -> str:
     size = block.get("weight_block_size")
     if size is None:
         return "fp8"
-    if list(size) != [128, 128]:
+    if size != [128, 128]:
         raise _Unread(f"fp8 with a scale for each block of {size} weights is not modelled, only [128, 128]")
     return "fp8_block"
 
@@ -197,7 +204,7 @@ def _of_bits(method: str, formats: dict[int, str]) -> Callable[[dict[str, Any]],
         by_module = next((key for key in ("dynamic", "modules_in_block_to_quantize") if block.get(key)), None)
         if by_module is not None:
             raise _Unread(f"{method} with rules by module ({by_module}) is not modelled")
-        if bits not in formats:
+        if not isinstance(bits, int) or bits not in formats:
             described = method if bits is None else f"{method} with {bits} bits"
             raise _Unread(f"the method {described} is not modelled; modelled: {KNOWN}")
         return formats[bits]
@@ -226,7 +233,7 @@ def _bitsandbytes(block: dict[str, Any]) -> str:
 
 def _compressed(block: dict[str, Any]) -> str:
     groups = block.get("config_groups")
-    if not isinstance(groups, dict) or not groups:
+    if not isinstance(groups, dict) or not groups or not all(isinstance(group, dict) for group in groups.values()):
         raise _Unread("compressed-tensors without config_groups")
     formats = {_of_group(group) for group in groups.values()}
     if len(formats) > 1:
@@ -235,7 +242,9 @@ def _compressed(block: dict[str, Any]) -> str:
 
 
 def _of_group(group: dict[str, Any]) -> str:
-    weights, activations = group.get("weights") or {}, group.get("input_activations")
+    weights, activations = group.get("weights"), group.get("input_activations")
+    if not isinstance(weights, dict):
+        raise _Unread(f"a group without weights: {group!r}")
     bits, type_, strategy = weights.get("num_bits"), weights.get("type"), weights.get("strategy")
     if (bits, type_) == (8, "float") and activations:
         return (
