@@ -31,9 +31,10 @@ class CostBounds:
 
         They are the lower convex hull of the largest non-decreasing table below the one charged, less its edges
         that are within 0.1 % of parallel to the one before. Edges that would meet the axis below zero give way to
-        the steepest line through the origin.
+        the steepest line through the origin. With data-parallel attention the other groups are taken to be idle.
         """
-        least = np.minimum(self._tables.pure.linear, self._tables.mixed.linear)
+        groups = self._tables.groups
+        least = np.minimum(self._tables.pure.least(groups), self._tables.mixed.least(groups))
         table = np.minimum.accumulate(least[:0:-1])[::-1]
         steepest = float((table / np.arange(1, len(table) + 1)).min())
         hull: list[tuple[int, int]] = []

@@ -60,6 +60,14 @@ class TokenTables(NamedTuple):
     after: list[int]  # by sequences
     experts: list[int]  # by tokens of each group with data-parallel attention; empty where there are no groups
 
+    def least(self, groups: int) -> Ints:
+        """`linear` of a step in which no other of the groups has any tokens."""
+        least = np.array(self.linear)
+        if self.experts:
+            experts = np.array(self.experts)
+            least += experts[-(-np.arange(len(experts)) // groups)] - experts
+        return least
+
 
 class _Models(NamedTuple):
     """A step model, and the same by its base parameters alone; one object where nothing corrects these."""
@@ -177,6 +185,8 @@ class StepTables:
     """Ticks of every prefill chunk."""
     imbalance: tuple[list[int], list[int]]
     """(without, with chunks) by decodes: ticks per token by which the longest context exceeds the mean."""
+    groups: int
+    """Of ranks with data-parallel attention, that share experts."""
 
     @property
     def model(self) -> StepModel:
@@ -238,6 +248,7 @@ def compile_tables(
         cached=[0, *whole_ticks(prefill - past)],
         chunk=to_ticks(scales[True] * overhead_s),
         imbalance=(imbalance[False], imbalance[True]),
+        groups=pool.parallelism.attention_dp,
     )
 
 
@@ -317,7 +328,6 @@ class CompiledCosts:
         self._decode_floor, self._decode_after = tables.pure.floor, tables.pure.after
         self._mixed, self._beside = tables.mixed, tables.beside
         self._prefill, self._cached, self._chunk = tables.prefill, tables.cached, tables.chunk
-        self._groups = pool.parallelism.attention_dp
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._compiled_from
@@ -383,7 +393,7 @@ class CompiledCosts:
         floor, after, experts = tables.floor[num_seqs], tables.after[num_seqs], tables.experts
         if not experts or ticks - after <= floor:
             return ticks
-        mean = min(-(-everybodys // self._groups), len(experts) - 1)
+        mean = min(-(-everybodys // self.tables.groups), len(experts) - 1)
         return max(ticks - after - experts[num_tokens] + experts[mean], floor) + after
 
     def _attention_beside(self, chunk: int, num_decodes: int, context_tokens: int) -> int:

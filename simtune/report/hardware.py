@@ -22,6 +22,8 @@ from simtune.specs.hardware import Hardware, Operator, OperatorKind
 
 POINTS = 49
 
+_EXCHANGE = {"row_bytes": 14336.0, "experts_per_token": 8, "experts": 256, "ep": 8, "nodes": 1}
+
 SLICES: dict[OperatorKind, tuple[str, tuple[dict[str, float], ...]]] = {
     "gemm": ("m", ({"n": 4096, "k": 4096}, {"n": 28672, "k": 8192})),
     "prefill_attention": ("tokens", ({"batch": 1, "heads": 32, "kv_heads": 8, "head_dim": 128},)),
@@ -38,6 +40,8 @@ SLICES: dict[OperatorKind, tuple[str, tuple[dict[str, float], ...]]] = {
     "all_gather": ("bytes", tuple({"devices": n} for n in (2.0, 4.0, 8.0))),
     "reduce_scatter": ("bytes", tuple({"devices": n} for n in (2.0, 4.0, 8.0))),
     "all_to_all": ("bytes", tuple({"devices": n} for n in (2.0, 4.0, 8.0))),
+    "moe_dispatch": ("tokens", (_EXCHANGE,)),
+    "moe_combine": ("tokens", (_EXCHANGE,)),
 }
 """Along which shape parameter a kind is drawn, and at which values of the others, moved into the measured box."""
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 
+from simtune.costs.bounds import CostBounds
 from simtune.costs.compiled import CompiledCosts, LinearCosts, compile_costs
 from simtune.costs.iteration import StepModel
 from simtune.costs.ticks import TICKS_PER_SECOND
@@ -74,6 +75,17 @@ def test_experts_compute_the_tokens_of_all_groups_and_no_padding() -> None:
     assert (large - both) / TICKS_PER_SECOND == pytest.approx(moe_s[0] - moe_s[1], rel=1e-3)
     assert costs.together(large, 40, 40, 80, False) == large, "groups that are alike"
     assert costs.together(large, 40, 40, 40, False) < both, "the other is idle"
+
+
+def test_bounds_hold_for_a_group_whose_others_are_idle() -> None:
+    costs = compiled(dp=4)
+    lines = CostBounds(costs.tables).linear_minorants()
+    for tokens in (1, 7, 40, 64):
+        alone = costs.together(costs.decode(tokens, 100 * tokens)[0], tokens, tokens, tokens, False)
+        attention = costs.tables.alone.ticks(tokens, 100 * tokens) + costs.tables.pure.head[tokens]
+        least = max(c0 + c1 * tokens for c0, c1 in lines) * TICKS_PER_SECOND
+        assert least <= (alone - attention) * (1 + 1e-9)
+        assert least > 0
 
 
 def test_what_waits_for_the_host_waits_for_it() -> None:

@@ -116,8 +116,8 @@ def _exchange(columns: Columns) -> FileContent:
     content = FileContent()
     seconds = columns.numbers("latency") * US
     members: dict[tuple[str, str, str], list[int]] = {}
-    told = zip(columns.text("comm_backend"), columns.text("phase"), columns.text("comm_dtype"), strict=True)
-    for row, name in enumerate(told):
+    named = zip(columns.text("comm_backend"), columns.text("phase"), columns.text("comm_dtype"), strict=True)
+    for row, name in enumerate(named):
         members.setdefault(name, []).append(row)
     for (backend, phase, sent), rows in members.items():
         if backend not in _BACKENDS or phase not in _PHASES or sent != "default":
