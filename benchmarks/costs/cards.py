@@ -14,12 +14,12 @@ import numpy as np
 from simtune.arrays import Array
 from simtune.costs.fit import fit_predictor
 from simtune.costs.predict import Predictor
-from simtune.costs.profile import Facts, data_sheet
+from simtune.costs.profile import data_sheet
 from simtune.costs.tables import Table, read_tables, take
 from simtune.costs.tables.screen import screen
 from simtune.costs.transfer import Pair, TransferError, TransferErrors, transfer
 from simtune.errors import UsageError
-from simtune.specs.hardware import Arrays, Hardware, Host, Operator, Provenance
+from simtune.specs.hardware import Arrays, Facts, Hardware, Host, Operator, Provenance
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = 3000

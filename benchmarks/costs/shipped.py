@@ -15,12 +15,12 @@ from typing import Any
 from simtune.cli.fit import COMMENT
 from simtune.cli.output import write_profile
 from simtune.costs.filling import filled
-from simtune.costs.profile import Facts, build
+from simtune.costs.profile import build
 from simtune.costs.tables import read_tables
 from simtune.costs.transfer import transfer
 from simtune.specs import yamlfile
 from simtune.specs.catalog import load_hardware
-from simtune.specs.hardware import Hardware
+from simtune.specs.hardware import Facts, Hardware
 
 ROOT = Path(__file__).resolve().parents[2]
 PROFILES = ROOT / "hwprofiles"

@@ -30,9 +30,10 @@ from simtune.costs.fit import Rows, fit_predictor, split_rows
 from simtune.costs.operators import Setting
 from simtune.costs.operators.splits import EVERY_SECOND, RANDOM, Split, above
 from simtune.costs.predict import Z90, Predictor
-from simtune.costs.profile import Facts, build
+from simtune.costs.profile import build
 from simtune.costs.tables import Table, read_tables, take
 from simtune.specs.catalog import load_hardware
+from simtune.specs.hardware import Facts
 
 pytestmark = pytest.mark.benchmark_only
 

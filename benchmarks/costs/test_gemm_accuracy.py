@@ -26,9 +26,10 @@ from simtune.costs.fit import fit_predictor, split_rows
 from simtune.costs.operators import OPERATORS, Setting
 from simtune.costs.operators.splits import RANDOM, Split
 from simtune.costs.predict import Z90, Predictor
-from simtune.costs.profile import Facts, data_sheet
+from simtune.costs.profile import data_sheet
 from simtune.costs.tables import Table, read_tables, take
 from simtune.costs.tables.screen import Sheet
+from simtune.specs.hardware import Facts
 
 pytestmark = pytest.mark.benchmark_only
 

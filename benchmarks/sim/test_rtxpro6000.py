@@ -25,10 +25,10 @@ import pytest
 
 from benchmarks.results import Recorder
 from simtune import simulate
-from simtune.costs.profile import Facts, build
+from simtune.costs.profile import build
 from simtune.costs.tables import read_tables
 from simtune.report import figures
-from simtune.specs.hardware import ARRAYS, Hardware
+from simtune.specs.hardware import ARRAYS, Facts, Hardware
 from simtune.specs.plan import Batching, Plan, Pool
 from tests.validation.served import Comparison, Served, compare
 

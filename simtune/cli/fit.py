@@ -68,10 +68,11 @@ def fit(  # noqa: PLR0913 - one for each option
     AIConfigurator, Vidur, LLMServingSim or simtune itself. Of two sources that have an operator the first one given
     provides it. Each fit is tested on rows it did not see; the errors printed are those.
     """
-    from simtune.costs.profile import Facts, build, of_kernels
+    from simtune.costs.profile import build, usable
     from simtune.costs.tables import read_tables
     from simtune.costs.transfer import transfer
     from simtune.specs import catalog
+    from simtune.specs.hardware import Facts
 
     if bool(sources) == bool(source_profile):
         raise click.UsageError("give tables to fit (SOURCE...), or a profile to transfer from (--transfer-from)")
@@ -83,8 +84,7 @@ def fit(  # noqa: PLR0913 - one for each option
         hardware = transfer(catalog.load_hardware(source_profile), known)
     else:
         tables = read_tables(sources, engine)
-        if not allow_launches:
-            tables = of_kernels(tables, known)
+        tables = usable(tables, known, repair=repair, allow_launches=allow_launches)
         for note in tables.notes:
             click.echo(note, err=True)
         with progress("fitting", quiet) as update:

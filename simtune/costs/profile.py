@@ -4,32 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 from numpy.typing import NDArray
-from pydantic import Field
 
 from simtune.costs.fit import BASE_POINTS, fit_host, fit_imbalance, fit_operator
 from simtune.costs.operators import OPERATORS, Chip, operator_key
 from simtune.costs.tables import Table, Tables, account, designation
 from simtune.costs.tables.screen import Sheet, launches, screen
 from simtune.errors import UsageError
-from simtune.specs.base import COMPUTES_IN, Name, Spec
-from simtune.specs.hardware import Arrays, Device, Hardware, Host, Link, Operator, Provenance
+from simtune.specs.base import COMPUTES_IN
+from simtune.specs.hardware import Arrays, Facts, Hardware, Host, Operator, Provenance
 
 DIGITS = 6
 
 FitProgress = Callable[[int, int, str], None]
-
-
-class Facts(Spec):
-    """What tables cannot tell about a device: the part of a hardware profile that is not fitted."""
-
-    KIND: ClassVar[str] = "device"
-    engine: str = Field(description="engine and version whose kernels the tables describe")
-    device: Device
-    links: dict[Name, Link] = Field(default_factory=dict, description="intra_node, inter_node, host")
-    host_note: str | None = Field(None, description="what to know about the host's table, such as another machine")
 
 
 def build(
@@ -74,11 +63,24 @@ def build(
     ).with_arrays(Arrays(arrays))
 
 
-def of_kernels(tables: Tables, facts: Facts) -> Tables:
-    """The tables without those that time launches, which are noted. Raises UsageError where none is left."""
-    why = {key: launches(table, data_sheet(table, facts)) for key, table in tables.operators.items()}
-    kept = {key: table for key, table in tables.operators.items() if why[key] is None}
-    refused = [f"{key}: refused: {words}" for key, words in why.items() if words is not None]
+def usable(tables: Tables, facts: Facts, *, repair: bool = False, allow_launches: bool = False) -> Tables:
+    """The tables without those that cannot be what they claim, which are noted: in another unit, of two kernels, faster
+    than the device, of launches (unless `allow_launches`). One column of a file may be so, and the others be sound.
+    Raises UsageError where none is left.
+    """
+    kept: dict[str, Table] = {}
+    refused = []
+    for key, table in tables.operators.items():
+        sheet = data_sheet(table, facts)
+        why = None if allow_launches else launches(table, sheet)
+        try:
+            screen(table, sheet, repair=repair)
+        except UsageError as error:
+            why = str(error)
+        if why is None:
+            kept[key] = table
+        else:
+            refused.append(f"refused: {why}")
     if not kept:
         raise UsageError("; ".join(refused))
     return replace(tables, operators=kept, notes=[*tables.notes, *refused])

@@ -21,10 +21,9 @@ from pydantic import Field
 
 from simtune.costs.operators import OPERATORS
 from simtune.costs.predict import Z90, typical_log_sd
-from simtune.costs.profile import Facts
 from simtune.errors import UsageError
 from simtune.specs.base import COMPUTES_IN, Count, NonNegative, Part, Positive, Seq, Spec
-from simtune.specs.hardware import Arrays, Curve, Hardware, HoldOut, Host, Interval, Operator, Provenance
+from simtune.specs.hardware import Arrays, Curve, Facts, Hardware, HoldOut, Host, Interval, Operator, Provenance
 
 
 class TransferError(Part):

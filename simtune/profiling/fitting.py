@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from simtune.costs.fit import fit_predictor
 from simtune.costs.operators import OPERATORS, Chip
 from simtune.costs.predict import Predictor
-from simtune.costs.profile import Facts, build, data_sheet
+from simtune.costs.profile import build, data_sheet
 from simtune.costs.tables import Tables, own
 from simtune.costs.tables.common import merge
 from simtune.costs.tables.own import MeasuredPoint
@@ -17,7 +17,7 @@ from simtune.profiling.checks import Check, errors_by_operator, validate
 from simtune.profiling.journal import FILE, Journal, task_of
 from simtune.profiling.plan import Limits, work
 from simtune.specs.base import Dtype
-from simtune.specs.hardware import Device, Hardware, HoldOut, Link
+from simtune.specs.hardware import Device, Facts, Hardware, HoldOut, Link
 
 VALIDATION = "points measured for checking"
 

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from simtune.costs.profile import Facts
 from simtune.costs.tables.own import MeasuredPoint
 from simtune.profiling.checks import Check, check_steps, errors_by_operator, validate
 from simtune.profiling.doubts import doubtful
@@ -25,7 +24,7 @@ from simtune.profiling.journal import FILE, Journal, task_of
 from simtune.profiling.plan import Limits, MeasurementPlan, MeasurementTask, plan
 from simtune.profiling.summary import summarise
 from simtune.profiling.timing import Measured, now
-from simtune.specs.hardware import Hardware
+from simtune.specs.hardware import Facts, Hardware
 from simtune.specs.model import Model
 
 SENTINEL_EVERY = 40

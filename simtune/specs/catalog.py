@@ -19,7 +19,7 @@ from simtune.specs.acceptance import Acceptance
 from simtune.specs.base import Check, Spec, override
 from simtune.specs.columns import replay
 from simtune.specs.engine import EnginePreset, merged
-from simtune.specs.hardware import Hardware
+from simtune.specs.hardware import Facts, Hardware
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
 from simtune.specs.study import Study
@@ -28,7 +28,8 @@ from simtune.specs.workload import Workload
 
 S = TypeVar("S", bound=Spec)
 
-KINDS: dict[str, type[Spec]] = {c.KIND: c for c in (Model, Hardware, Workload, Acceptance, EnginePreset, Plan, Study)}
+_SPECS: tuple[type[Spec], ...] = (Model, Hardware, Facts, Workload, Acceptance, EnginePreset, Plan, Study)
+KINDS: dict[str, type[Spec]] = {spec.KIND: spec for spec in _SPECS}
 FOLDERS = {
     "model": "models",
     "hardware": "hwprofiles",

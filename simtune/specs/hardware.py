@@ -353,6 +353,16 @@ def _frozen(array: NDArray[Any]) -> NDArray[Any]:
     return array
 
 
+class Facts(Spec):
+    """What tables cannot tell about a device: the part of a hardware profile that is not fitted."""
+
+    KIND: ClassVar[str] = "device"
+    engine: str = Field(description="engine and version whose kernels the tables describe")
+    device: Device
+    links: dict[Name, Link] = Field(default_factory=dict, description="intra_node, inter_node, host")
+    host_note: str | None = Field(None, description="what to know about the host's table, such as another machine")
+
+
 class Hardware(Spec):
     """A device type as the cost model sees it."""
 

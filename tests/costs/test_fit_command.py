@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
+from simtune.cli.check import check
 from simtune.cli.fit import fit
 from simtune.costs.predict import Profile
 from simtune.errors import SpecError, UsageError
@@ -142,7 +143,7 @@ def test_tables_of_launches_are_refused_and_named(tables: Path) -> None:
     (tables.parent / "facts.yaml").write_text(FACTS.replace("{bf16: 1e14}", "{bf16: 1e14, fp8: 2e14}"))
     result = run(tables)
     assert result.exit_code == 0, result.output
-    assert "gemm.fp8: refused: no row is shorter than 60 us" in result.stderr
+    assert "refused: gemm.fp8: no row is shorter than 60 us" in result.stderr
     assert set(Hardware.from_file(tables.parent / "out" / "profile.yaml").operators) == {"gemm.bf16"}
     assert run(tables, "--force", "--allow-launches").exit_code == 0
     assert set(Hardware.from_file(tables.parent / "out" / "profile.yaml").operators) == {"gemm.bf16", "gemm.fp8"}
@@ -150,6 +151,31 @@ def test_tables_of_launches_are_refused_and_named(tables: Path) -> None:
     alone = run(tables, "--force")
     assert isinstance(alone.exception, UsageError)
     assert "fp8.csv must time launches" in str(alone.exception)
+
+
+def test_one_impossible_operator_is_left_out_and_named(tables: Path) -> None:
+    lines = (tables / "gemm.csv").read_text().splitlines()
+    faster = [
+        ",".join((*line.split(",")[:3], "fp8", *line.split(",")[4:7], str(float(line.split(",")[7]) / 1e3)))
+        for line in lines[1:]
+    ]
+    (tables / "gemm.csv").write_text("\n".join([*lines, *faster]) + "\n")
+    (tables.parent / "facts.yaml").write_text(FACTS.replace("{bf16: 1e14}", "{bf16: 1e14, fp8: 2e14}"))
+    result = run(tables)
+    assert result.exit_code == 0, result.output
+    assert "refused: gemm.fp8: " in result.stderr
+    assert "times faster than the data sheet allows; times in gemm.csv must be in another unit" in result.stderr
+    assert set(Hardware.from_file(tables.parent / "out" / "profile.yaml").operators) == {"gemm.bf16"}
+
+
+def test_facts_are_checked_like_any_spec(tables: Path) -> None:
+    facts = tables.parent / "facts.yaml"
+    good = CliRunner().invoke(check, [str(facts)], standalone_mode=False)
+    assert (good.return_value, good.stdout) == (0, f"{facts}: ok\n")
+    facts.write_text(FACTS.replace("processors: 10", "procesors: 10"))
+    bad = CliRunner().invoke(check, [str(facts)], standalone_mode=False)
+    assert bad.return_value == 2
+    assert "did you mean processors?" in bad.stderr
 
 
 def test_tables_or_a_profile_but_not_both(tables: Path) -> None:

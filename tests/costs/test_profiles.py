@@ -15,9 +15,9 @@ from simtune.costs.curve import MAX_KNOTS
 from simtune.costs.iteration import StepModel, StepWork
 from simtune.costs.operators import OPERATORS, Chip
 from simtune.costs.predict import Predictor
-from simtune.costs.profile import Facts
 from simtune.specs import yamlfile
 from simtune.specs.catalog import kernels_of, load_hardware, load_model, names
+from simtune.specs.hardware import Facts
 from simtune.specs.plan import Batching, Parallelism, Pool
 
 ROOT = Path(__file__).resolve().parents[2]

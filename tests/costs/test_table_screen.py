@@ -92,7 +92,7 @@ def test_times_of_launches_are_no_times_of_kernels() -> None:
     launched = replace(table, seconds=table.seconds + 50e-6)
     told = launches(launched, SHEET)
     assert told is not None
-    assert told.startswith("no row is shorter than 54 us, where the data sheet allows ")
+    assert told.startswith("gemm.bf16: no row is shorter than 54 us, where the data sheet allows ")
     assert told.endswith("gemm.csv must time launches")
     assert launches(scaled(launched, slice(None), 0.5), SHEET) is None, "25 us are a slow kernel"
     own = Origin("mine", None, "measured")

@@ -265,11 +265,24 @@ def test_vidur_widths_follow_from_the_model(tmp_path: Path) -> None:
     }
     norm = found.operators["elementwise.norm.bf16"]
     assert norm.seconds == pytest.approx([15e-6]), "the two norms measure one shape: their median"
-    assert (norm.merged, norm.resolution_s) == (1, 1e-6)
+    assert (norm.merged, norm.resolution_s) == (1, 0), "too few rows to tell how far they were rounded"
     assert norm.conflicts.shapes == 1
     assert norm.conflicts.worst == pytest.approx(2)
     assert found.operators["elementwise.add.bf16"].seconds == pytest.approx([50e-6])
     assert found.notes == ["mlp.csv: 1 rows belong to no operator: no operator for the embedding"]
+
+
+def test_vidur_loses_a_column_that_holds_no_times_and_keeps_the_rest(tmp_path: Path) -> None:
+    times = [f"{t / 100:.3f}" for t in range(1, 11)]
+    times[MLP_TIMES.index("add")] = "fast"
+    without = MLP.replace("time_stats.attn_rope.median,", "")
+    del times[MLP_TIMES.index("attn_rope")]
+    found = read_tables([write(tmp_path, "mlp.csv", without, f"8,2,128,512,True,64,2,{','.join(times)}")])
+    assert set(found.operators) == {"elementwise.norm.bf16", "elementwise.activation.bf16", "gemm.bf16"}
+    assert [note.removeprefix("mlp.csv: 1 rows belong to no operator: ") for note in found.notes][:2] == [
+        "time_stats.attn_rope.median: column is missing",
+        "time_stats.add.median: 'fast' is not a number (field 11)",
+    ]
 
 
 def test_vidur_projections_are_products(tmp_path: Path) -> None:
@@ -554,11 +567,25 @@ def test_rows_without_a_time_are_counted(tmp_path: Path) -> None:
     assert table.read == 7
 
 
-def test_whole_microseconds_were_rounded(tmp_path: Path) -> None:
-    rows = [f"V,1,X,bfloat16,{m},64,32,{m / 1000}" for m in range(1, 31)]
-    assert read_tables([write(tmp_path, "a.csv", GEMM, *rows)]).operators["gemm.bf16"].resolution_s == 1e-6
-    rows[7] = "V,1,X,bfloat16,8,64,32,0.0081"
-    assert read_tables([write(tmp_path, "b.csv", GEMM, *rows)]).operators["gemm.bf16"].resolution_s == 0
+@pytest.mark.parametrize(
+    ("step_us", "halves", "resolution_s"),
+    [(1.0, 0, 1e-6), (1.0, 6, 1e-6), (10.0, 0, 1e-5), (0.1, 0, 1e-7), (1.0, 10, 0.0), (0.037, 0, 0.0)],
+)
+def test_how_far_times_were_rounded_is_measured(
+    step_us: float, halves: int, resolution_s: float, tmp_path: Path
+) -> None:
+    """A median of an even number of rounded times lies between two steps now and then."""
+    times = [(m + 3 + (0.537 if m < halves else 0)) * step_us / 1000 for m in range(30)]
+    rows = [f"V,1,X,bfloat16,{m + 1},64,32,{time!r}" for m, time in enumerate(times)]
+    found = read_tables([write(tmp_path, "a.csv", GEMM, *rows)])
+    assert found.operators["gemm.bf16"].resolution_s == resolution_s
+
+
+def test_rounding_of_published_tables(data_dir: Path) -> None:
+    vidur = read_tables([data_dir / "profiles/vidur/a100"]).operators
+    assert vidur["gemm.bf16"].resolution_s == vidur["decode_attention.bf16"].resolution_s == 1e-6
+    eager = read_tables([data_dir / "profiles/llmservingsim/h100/Llama-3.1-70B_tp4_attention.csv.gz"]).operators
+    assert eager["decode_attention.bf16"].resolution_s == 0, "the same layout, not rounded"
 
 
 def test_dtypes_without_a_model_are_noted(tmp_path: Path) -> None:
@@ -596,6 +623,8 @@ def test_tables_of_two_devices_are_not_mixed(tmp_path: Path) -> None:
         ("NVIDIA GeForce RTX 4090", "4090"),
         ("AMD Instinct MI300X", "MI300X"),
         ("Intel Xeon", "INTEL XEON"),
+        ("h100-80gb", "H100"),
+        ("h100-80gb-pcap", "H100 PCAP"),
     ],
 )
 def test_a_device_is_known_by_its_chip(name: str, chip: str) -> None:

@@ -10,11 +10,10 @@ from click.testing import CliRunner
 
 from simtune.cli.fit import fit
 from simtune.costs.predict import Predictor, Profile, typical_log_sd
-from simtune.costs.profile import Facts
 from simtune.costs.transfer import Pair, TransferError, TransferErrors, known_errors, transfer
 from simtune.errors import UsageError
 from simtune.specs.catalog import load_hardware
-from simtune.specs.hardware import Hardware, Provenance
+from simtune.specs.hardware import Facts, Hardware, Provenance
 
 ROOT = Path(__file__).resolve().parents[2]
 TRANSFERRED = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from simtune.costs.iteration import StepModel, StepWork
-from simtune.costs.profile import Facts
 from simtune.profiling.fitting import VALIDATION
 from simtune.specs.catalog import load_hardware, load_model
+from simtune.specs.hardware import Facts
 from simtune.specs.plan import Batching, Pool
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -96,10 +96,10 @@ def read_tables(sources: Sequence[Path], engine: str | None = None) -> Tables:
     SpecError for a malformed table.
     """
     contents, notes = _read_sources(sources)
-    found = [table for content in contents for table in content.tables if table.read]
-    if not found:
+    read = [table for content in contents for table in content.tables if table.read]
+    if not read:
         raise UsageError(f"no table of operator times in {', '.join(map(str, sources))}")
-    kept, passed_over = _of_engine(found, engine)
+    kept, passed_over = _of_engine(read, engine)
     operators, unusable = _by_operator(kept)
     operators, apart = aiconfigurator.with_dynamic_scales(operators)
     notes += passed_over + unusable + apart
@@ -154,8 +154,8 @@ def _chosen_engine(tables: list[Table], engine: str | None) -> str | None:
         raise UsageError(f"--engine {engine}: there are tables of {', '.join(ENGINES)}")
     there = {table.engine: table.files[0] for table in reversed(tables) if table.engine}
     if engine is None and len(there) > 1:
-        found = ", ".join(f"{name} in {file}" for name, file in sorted(there.items()))
-        raise UsageError(f"tables of several engines' kernels: {found}; choose one with --engine")
+        named = ", ".join(f"{name} in {file}" for name, file in sorted(there.items()))
+        raise UsageError(f"tables of several engines' kernels: {named}; choose one with --engine")
     if engine is not None and there and engine not in there:
         raise UsageError(f"no table of {engine}'s kernels, only of {', '.join(sorted(there))}")
     return engine or next(iter(there), None)

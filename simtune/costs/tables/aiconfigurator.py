@@ -74,11 +74,11 @@ def _quantise(columns: Columns) -> FileContent:
 
 def with_dynamic_scales(operators: Mapping[str, Table]) -> tuple[dict[str, Table], list[str]]:
     """Quantising that finds its scales: the sum of the two tables at the shapes both hold; and notes on the rest."""
-    found, notes = dict(operators), []
+    whole, notes = dict(operators), []
     for key, scales in operators.items():
         if scales.kind != "quantise" or scales.variant != _SCALES:
             continue
-        del found[key]
+        del whole[key]
         static = operators.get(operator_key("quantise", scales.dtype, variant="static"))
         if static is None:
             file, rows = scales.files[0], f"{scales.read:,} rows of {scales.dtype}"
@@ -88,8 +88,8 @@ def with_dynamic_scales(operators: Mapping[str, Table]) -> tuple[dict[str, Table
         known = np.array([times.get(shape, np.nan) for shape in zip(*scales.shape.values(), strict=True)])
         files = tuple(dict.fromkeys((*static.files, *scales.files)))
         both = replace(scales, variant=None, seconds=scales.seconds + known, files=files)
-        found[both.key] = finish(both, {"no row of scale_matrix at this shape": np.isnan(known)})
-    return found, notes
+        whole[both.key] = finish(both, {"no row of scale_matrix at this shape": np.isnan(known)})
+    return whole, notes
 
 
 def _custom_all_reduce(columns: Columns) -> FileContent:

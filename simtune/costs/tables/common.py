@@ -27,6 +27,8 @@ from simtune.specs.hardware import OperatorKind
 MS, US, NS = 1e-3, 1e-6, 1e-9
 
 _ROUNDED_ROWS = 20  # fewer rows may be whole microseconds by chance
+_ROUNDED_TO = (1e-3, 1e-4, 1e-5, 1e-6, 1e-7)  # s, from the coarsest
+_ROUNDED_SHARE = 0.75  # a median of an even number of rounded times may lie between two steps
 _CONFLICT = 1.1  # times of one shape that differ by more than this contradict each other
 
 
@@ -264,18 +266,19 @@ def designation(device: str) -> str:
     """What tells a device from others in its various names: H100 of `NVIDIA H100 80GB HBM3`.
 
     The first word with a digit that is no size of memory, no socket and no memory type; the whole name where there is
-    none. Variants of one chip (PCIe, SXM, NVL) are not told apart.
+    none. Variants of one chip (PCIe, SXM, NVL) are not told apart; one that is held to less power is, as H100 PCAP.
     """
     words = re.split(r"[^A-Z0-9.]+", device.upper())
     memory_or_socket = re.compile(r"\d+GI?B|HBM\d\w*|SXM\d?|GDDR\d\w*")
     telling = (word for word in words if re.search(r"\d", word) and not memory_or_socket.fullmatch(word))
-    return next(telling, " ".join(words))
+    capped = any(word in ("PCAP", "POWERCAP", "CAPPED") for word in words)
+    return next(telling, " ".join(words)) + (" PCAP" if capped else "")
 
 
 def finish(table: Table, excluded: Mapping[str, Mask] | None = None) -> Table:
     """The table without the rows excluded for a reason, and without those whose time or shape is no positive number.
 
-    A row is counted under the first reason that holds. Where all times are whole microseconds, they were rounded.
+    A row is counted under the first reason that holds. Where most times are multiples of a step, they were rounded.
     """
     times = np.isfinite(table.seconds) & (table.seconds > 0)
     may_be = OPERATORS[table.kind].not_positive
@@ -291,11 +294,18 @@ def finish(table: Table, excluded: Mapping[str, Mask] | None = None) -> Table:
             left_out[why] = left_out.get(why, 0) + int(hit.sum())
             kept &= ~hit
     table = replace(take(table, np.flatnonzero(kept)), left_out=left_out)
-    if not table.resolution_s and len(table) >= _ROUNDED_ROWS:
-        steps = table.seconds / US
-        if np.abs(steps - np.round(steps)).max() < 1e-6:
-            table = replace(table, resolution_s=US)
-    return table
+    return replace(table, resolution_s=table.resolution_s or _resolution_s(table.seconds))
+
+
+def _resolution_s(seconds: Array) -> float:
+    """The coarsest step to which most of the times were rounded; 0 where none shows."""
+    if len(seconds) < _ROUNDED_ROWS:
+        return 0.0
+    for step in _ROUNDED_TO:
+        steps = seconds / step
+        if np.mean(np.abs(steps - np.round(steps)) < 1e-6) >= _ROUNDED_SHARE:
+            return step
+    return 0.0
 
 
 def take(table: Table, rows: NDArray[np.intp]) -> Table:

@@ -57,8 +57,8 @@ def launches(table: Table, sheet: Sheet) -> str | None:
     if shortest_s < _LAUNCHES * operator.overhead_s or idle > _LAUNCHED_SHARE:
         return None
     return (
-        f"no row is shorter than {1e6 * table.seconds.min():.0f} us, where the data sheet allows {idle:.1%} of that "
-        f"and a kernel starts in about {1e6 * operator.overhead_s:.0f}: {', '.join(table.files)} must time launches"
+        f"{table.key}: no row is shorter than {1e6 * table.seconds.min():.0f} us, where the data sheet allows {idle:.1%} "
+        f"of that and a kernel starts in about {1e6 * operator.overhead_s:.0f}: {', '.join(table.files)} must time launches"
     )
 
 

@@ -1,5 +1,6 @@
 """Tables of Vidur: mlp.csv, attention.csv (the layout without models), all_reduce.csv, send_recv.csv and
-cpu_overheads.csv; times in ms, medians of 20 (collectives: 3) repeats, mostly rounded to 1 us.
+cpu_overheads.csv; times in ms, medians of 20 (collectives: 3) repeats. Most tables are rounded to 1 us, some of the
+attention not: how far is measured table by table.
 
 Its kernels are those of 2024 in fp16; matrix products of the projections under tensor parallelism become GEMM rows.
 What crosses nodes is left out: it tells the network of one cluster, 7.8 GB/s in one and 36 GB/s in the other.
@@ -13,7 +14,6 @@ from simtune.arrays import Array
 from simtune.costs.tables.common import (
     LLMSERVINGSIM,
     MS,
-    US,
     VIDUR,
     Columns,
     FileContent,
@@ -23,6 +23,7 @@ from simtune.costs.tables.common import (
     Table,
     finish,
 )
+from simtune.errors import SpecError
 from simtune.specs.hardware import OperatorKind
 
 _HOST_PARTS = (
@@ -55,10 +56,9 @@ def _mlp(columns: Columns) -> FileContent:
     }
     content = FileContent()
     for name, (variant, width) in widths.items():
-        shape = {"rows": tokens, "width": width}
-        content.tables.append(_table(columns, "elementwise", name, shape, variant))
+        content.add(_table(columns, "elementwise", name, {"rows": tokens, "width": width}, variant))
     for name, (n, k) in products.items():
-        content.tables.append(_table(columns, "gemm", name, {"m": tokens, "n": n, "k": k}))
+        content.add(_table(columns, "gemm", name, {"m": tokens, "n": n, "k": k}))
     if "time_stats.emb.median" in columns.names:
         content.skip(len(columns), "no operator for the embedding")
     return content
@@ -109,7 +109,6 @@ def _collective(kind: OperatorKind) -> Reader:
             VIDUR,
             (columns.file,),
             variant="nccl" if kind == "all_reduce" else None,
-            resolution_s=US,
         )
         return FileContent(
             [finish(table, {"between nodes: it is the cluster's network that they time": per_node < devices})]
@@ -130,10 +129,17 @@ def _host(columns: Columns) -> FileContent:
 
 def _table(
     columns: Columns, kind: OperatorKind, name: str, shape: dict[str, Array], variant: str | None = None
-) -> Table:
-    seconds = columns.numbers(f"time_stats.{name}.median") * MS
-    table = Table(kind, "bf16", shape, seconds, VIDUR, (columns.file,), variant=variant, resolution_s=US)
-    return finish(table)
+) -> FileContent:
+    """The rows of one column of times; without it, or where it holds no times, they are counted under its name."""
+    content = FileContent()
+    try:
+        seconds = columns.numbers(f"time_stats.{name}.median") * MS
+    except SpecError as error:
+        content.skip(len(columns), f"time_stats.{name}.median: {error.problems[0].message}")
+        return content
+    table = Table(kind, "bf16", shape, seconds, VIDUR, (columns.file,), variant=variant)
+    content.tables.append(finish(table))
+    return content
 
 
 FORMATS: Formats = {
