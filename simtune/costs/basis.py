@@ -3,7 +3,8 @@
 A step is asked for once more with predictors that note what they are asked. How much of the step's time each answer
 stands for is found by making it a little longer: whatever a step model adds, subtracts or takes the maximum of, the
 share is what the step gets longer by. What is the difference of two predictions, as a chunk after a cached past is one
-of two whole prompts, was never measured, and counts as extrapolated whatever the two are.
+of two whole prompts, was never measured, and counts as extrapolated whatever the two are. So does what is multiplied by
+a ratio of predictions of an operator that nobody measured, as the verification of drafts is.
 """
 
 from __future__ import annotations
@@ -82,6 +83,11 @@ class _Noting(Predictor):
         super().__init__(predictor.operator, hardware.device.processors, hardware.arrays)
         self._notes = notes
 
+    @property
+    def estimates(self) -> bool:
+        """Whether nobody measured the operator on this device."""
+        return self.operator.provenance.kind not in ("measured", "published-tables")
+
     def seconds(self, **shape: ArrayLike) -> Array:
         """See `Predictor.seconds`."""
         notes, seconds = self._notes, super().seconds(**shape)
@@ -117,7 +123,7 @@ class _Share(NamedTuple):
     call: _Call
     seconds: Array
     differs: Mask
-    """Where it is what is left of a longer call after a shorter one was subtracted."""
+    """Where it is what is left of a longer call after a shorter one was subtracted, or is scaled by a ratio."""
 
 
 class StepBasis:
@@ -156,8 +162,13 @@ class StepBasis:
                 working = call._replace(seconds=np.where(work, call.seconds, 0.0))
                 for kind, slope in slopes.items():
                     by_operator[kind, id(call.predictor)].append((slope, working))
+        ratios = set()
         for (kind, _), of_it in by_operator.items():
-            shares += _net(kind, of_it)
+            net = _net(kind, of_it)
+            shares += net
+            if not net and of_it[0][1].predictor.estimates:
+                ratios.add(kind)
+        shares = [s._replace(differs=np.ones_like(s.differs)) if s.kind in ratios else s for s in shares]
         answered = {kind: sum(float(share.seconds.sum()) for share in shares if share.kind == kind) for kind in whole}
         # What no call answered for, such as an overhead, is shared out among those that did.
         shares = [
@@ -212,6 +223,8 @@ def _net(kind: str, calls: Sequence[tuple[float, _Call]]) -> list[_Share]:
     added, taken = np.asarray(added), np.asarray(taken)
     left = 1 - taken / np.where(added > 0, added, 1.0)
     left[left < _NOTHING] = 0.0
+    if not left.any():
+        return []
     return [
         _Share(kind, call, left * slope * np.ravel(call.seconds), np.broadcast_to(taken > 0, call.seconds.size))
         for slope, call in calls

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import Step
 
 MOST = 64
@@ -33,10 +34,11 @@ class SampledStep:
 class StepSampler:
     """Takes a step whenever the core has been busy for another `interval` ticks, which doubles as the run goes on."""
 
-    def __init__(self) -> None:
+    def __init__(self, interval: int = TICKS_PER_SECOND // 1000) -> None:
+        """`interval` is that of the first steps, in ticks."""
         self.due = 1
         """Ticks spent in steps at which the next is taken."""
-        self._interval = 1
+        self._interval = interval
         self._steps: list[tuple[int, SampledStep]] = []  # when it was due, and the step, whose ticks are found last
 
     def take(self, busy: int, step: Step, repetitions: int) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simtune.report import figures, info
+from simtune.report.page import render
 from simtune.runs.reading import read_run
 from simtune.runs.schema import CandidateRow, Run
 from simtune.sim.summary import SloLimit
@@ -281,6 +282,30 @@ def test_one_token_answers_have_no_tpot_and_so_no_curve(make_run: RunMaker) -> N
 
 
 # --- time and memory --------------------------------------------------------------------------------------
+
+
+def test_what_the_step_time_rests_on_is_a_bar_a_table_and_a_note(make_run: RunMaker) -> None:
+    none = dict.fromkeys(("measured", "interpolated", "extrapolated", "carried_over", "data_sheet"), 0.0)
+    whole = none | {"interpolated": 0.75, "extrapolated": 0.25}
+    gemm = {"operator": "gemm", "share": 0.75, "log_sd": 0.1, "basis": none | {"interpolated": 1.0}}
+    head = {"operator": "head", "share": 0.25, "log_sd": 0.2, "basis": none | {"extrapolated": 1.0}}
+    run = read_run(make_run(cost_basis=whole | {"operators": [gemm, head]}))
+    basis = info.cost_basis(run.summary)
+    assert basis is not None
+    assert [words for words, _ in basis.shares] == [
+        "measured",
+        "interpolated",
+        "extrapolated",
+        "carried over",
+        "data sheet",
+    ]
+    assert basis.rows == (
+        ("gemm", "75.0 %", "× or ÷ 1.18", "–", "100.0 %", "–", "–", "–"),
+        ("head", "25.0 %", "× or ÷ 1.39", "–", "–", "100.0 %", "–", "–"),
+    )
+    page = render(run)
+    assert "25% of the step time rests on no measurement of such shapes: 25% extrapolated (head)" in page
+    assert "What the step time rests on" not in render(read_run(make_run(cost_basis=None)))
 
 
 def test_a_breakdown_keeps_every_millisecond_and_splits_by_provenance(make_run: RunMaker) -> None:

@@ -23,7 +23,7 @@ def step(decodes: int) -> Step:
 
 def sampled(durations: list[int]) -> tuple[SampledStep, ...]:
     """Of steps of these ticks, which decode as many as their number."""
-    sampler, busy = StepSampler(), 0
+    sampler, busy = StepSampler(interval=1), 0
     for number, ticks in enumerate(durations, start=1):
         busy += ticks
         if busy >= sampler.due:
