@@ -110,6 +110,8 @@ class Stepping:
 
     shared = False
     """Whether a core's steps depend on those of others."""
+    stepwise = False
+    """Whether cores that share their GPUs are to take one step after the other."""
 
     def join(self, core: EngineCore) -> int:
         """Add a core to the instance; its number there."""
@@ -126,6 +128,10 @@ class Stepping:
 
     def wakes(self, now: int, core: EngineCore) -> None:
         """An idle core is about to schedule."""
+
+    def cut(self, now: int, core: EngineCore) -> None:
+        """Let the jump of a core end with the step in which `now` falls."""
+        core.shorten(now)
 
     def reset(self) -> None:
         """The instance has failed."""
@@ -193,6 +199,8 @@ class EngineCore:
         asking the agenda, unless the core shares its GPUs; not for cores that take requests over.
         """
         self._agenda, self._recorder = agenda, recorder
+        if self.stepping.shared:
+            self.stepping.stepwise = single_steps or recorder.jumps is not None
         self._single_steps, self.runs_ahead = single_steps, runs_ahead and not self.stepping.shared
 
     @property
@@ -287,7 +295,11 @@ class EngineCore:
         self._agenda.hold((end, STEP_END, self.number, self.version))
 
     def cut(self, now: int) -> None:
-        """Shorten a jump so that it ends with the step in which `now` falls."""
+        """Something has changed: the jump ends with the step in which `now` falls."""
+        self.stepping.cut(now, self)
+
+    def shorten(self, now: int) -> None:
+        """Let a jump that no other core has a part in end with the step in which `now` falls."""
         repetitions, elapsed = self.time.reaching(now - self.started)
         if repetitions < self.time.repetitions:
             self.time.repetitions = repetitions

@@ -1,9 +1,15 @@
 """How the cores of one instance share its GPUs: the stages of a pipeline, or steps taken together.
 
-Only a core that is alone jumps: as soon as another one is about to schedule, its jump is cut.
+Only a core that is alone jumps: as soon as another one is about to schedule, its jump is cut. The virtual engines of a
+pipeline fly beside one another instead.
 """
 
 from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush, heapreplace
+from typing import NamedTuple
 
 from simtune.costs.protocol import GroupCosts
 from simtune.sim.core import EngineCore, Stepping
@@ -24,56 +30,171 @@ class SharedStepping(Stepping):
         return len(self.cores) - 1
 
 
+class Flight(NamedTuple):
+    """Repetitions of a core's step that go through the stages between those of other cores."""
+
+    core: EngineCore
+    first: int
+    slope: int
+    alone: Sequence[int] | None
+    """The ends of the repetitions if the core were alone, where they follow no rule."""
+    ends: list[int]
+    """Of those that were launched, the last perhaps under way: ticks after the first began."""
+
+    @property
+    def next_ticks(self) -> int:
+        """What the next repetition takes, without waiting."""
+        done, alone = len(self.ends), self.alone
+        if alone is None:
+            return self.first + done * self.slope
+        return alone[done] - (alone[done - 1] if done else 0)
+
+
+class Launch(NamedTuple):
+    """A step that was sent through the stages."""
+
+    start: int
+    number: int
+    """Of its core."""
+    free: list[int]
+    """When each stage was free before."""
+    flight: Flight
+
+
 class Pipeline(SharedStepping):
     """Virtual engines that share the stages of an instance: a stage works for one of them at a time.
 
     A step of D ticks takes D / stages in each (the first ones a tick longer where that leaves a rest); it enters a
     stage when it has left the one before and the stage is free.
+
+    A core that is alone jumps. Cores that decode beside one another fly: the steps of all of them are launched in
+    order of time, without their schedulers, up to the end of the first that has no repetition left; only that is an
+    event. What changes a core before cuts its flight, and launches from then on are taken back and made anew.
     """
 
     def __init__(self, stages: int) -> None:
         super().__init__()
         self._free = [0] * stages  # the tick from which on each stage is free
+        self._next: list[tuple[int, int, Flight]] = []  # a heap of (end of the step under way, number of the core)
+        self._launches: list[Launch] = []  # those that could still be taken back
+        self._posted: EngineCore | None = None  # whose end is announced
 
     def may_jump(self, core: EngineCore) -> bool:
-        """Whether no other core needs the stages."""
+        """Whether no other core needs the stages, or cores may fly."""
+        return not self.stepwise or self._alone(core)
+
+    def _alone(self, core: EngineCore) -> bool:
         return all(other is core or (other.step is None and not other.woken) for other in self.cores)
 
     def start(self, now: int, core: EngineCore) -> None:
-        """Send the core's next step through the stages, or let it jump."""
-        if not core.plan(now):
-            return
+        """Send the core's next step through the stages, or let it jump or fly."""
+        self._forget_ended(now)
+        self._take_back(now, core.number)
         time = core.time
-        end = self._pass_through(now, time.first)
-        if time.repetitions > 1:
-            self._jumping, end = core, now + time.total
-        else:
-            time.first = end - now  # what it waited for the others included
+        time.ends = None  # those of an earlier flight
+        if core.plan(now):
+            if time.repetitions > 1 and self._alone(core):
+                self._pass_through(now, time.first)
+                self._jumping = core
+                core.launch(now + time.total)
+                return
             if self._jumping is core:
                 self._jumping = None
-        core.launch(end)
+            flight = Flight(core, time.first, time.slope, time.ends, [])
+            heappush(self._next, (self._launch(now, flight), core.number, flight))
+            if time.repetitions == 1:
+                time.take(flight.ends[0])  # what it waited for the others included
+            else:
+                time.ends = flight.ends
+        self._fly()
 
     def wakes(self, now: int, core: EngineCore) -> None:
-        """Another core needs the pipeline too: from its next step on each one goes step by step."""
+        """Another core needs the pipeline too: from its next step on the one that jumps is not alone."""
         jumping = self._jumping
         if jumping is None or jumping is core or jumping.step is None:
             return
-        jumping.cut(now)
+        jumping.shorten(now)
         self._jumping = None
         before = jumping.time.elapsed(jumping.time.repetitions - 1)
-        self.reset()
+        self._free = [0] * len(self._free)
         self._pass_through(jumping.started + before, jumping.time.total - before)
+
+    def cut(self, now: int, core: EngineCore) -> None:
+        """Let a jump or a flight end with the step in which `now` falls; the others go on from there."""
+        time = core.time
+        if core is self._jumping or time.ends is None:
+            core.shorten(now)
+            return
+        repetitions = bisect_left(time.ends, now - core.started) + 1
+        if repetitions < time.repetitions:
+            time.repetitions = repetitions
+            self._forget_ended(now)
+            self._take_back(core.started + time.ends[repetitions - 1], core.number)
+            self._fly()
 
     def reset(self) -> None:
         """Nothing is in the stages any more."""
         self._free = [0] * len(self._free)
+        self._next.clear()
+        self._launches.clear()
+        self._jumping = self._posted = None
+
+    def _forget_ended(self, now: int) -> None:
+        """The flight that was announced may be over, and earlier launches cannot be taken back any more."""
+        while self._next and self._next[0][2].core.step is None:
+            heappop(self._next)
+            self._posted = None
+        if self._launches and self._launches[-1].start < now:
+            self._launches.clear()
+
+    def _fly(self) -> None:
+        """Launch repetitions in order of time up to the first core that has none left, and announce its end."""
+        upcoming, launch = self._next, self._launch
+        while upcoming:
+            end, number, flight = upcoming[0]
+            core = flight.core
+            if len(flight.ends) >= core.time.repetitions:
+                break
+            heapreplace(upcoming, (launch(end, flight), number, flight))
+        else:
+            return
+        posted = self._posted
+        if posted is not None:
+            posted.version += 1
+        self._posted = core
+        core.launch(end)
+
+    def _launch(self, now: int, flight: Flight) -> int:
+        """Send a flight's next repetition through the stages; the tick at which it leaves the last one."""
+        self._launches.append(Launch(now, flight.core.number, self._free, flight))
+        end = self._pass_through(now, flight.next_ticks)
+        flight.ends.append(end - flight.core.started)
+        return end
+
+    def _take_back(self, tick: int, number: int) -> None:
+        """Undo launches from a tick on, at that tick those of cores from a number on; never the first of a flight."""
+        launches = self._launches
+        if not launches or launches[-1][:2] < (tick, number):
+            return
+        while launches and launches[-1][:2] >= (tick, number) and len(launches[-1].flight.ends) > 1:
+            _, _, self._free, flight = launches.pop()
+            flight.ends.pop()
+        self._next = [(f.core.started + f.ends[-1], n, f) for _, n, f in self._next]
+        heapify(self._next)
 
     def _pass_through(self, now: int, ticks: int) -> int:
         """Send a step of `ticks` through; the tick at which it leaves the last stage."""
         share, rest = divmod(ticks, len(self._free))
-        for stage, free in enumerate(self._free):
-            now = max(now, free) + share + (stage < rest)
-            self._free[stage] = now
+        left = []
+        for free in self._free:
+            if free > now:
+                now = free
+            now += share
+            if rest:
+                now += 1
+                rest -= 1
+            left.append(now)
+        self._free = left
         return now
 
 
@@ -111,7 +232,7 @@ class DpGroup(SharedStepping):
     def wakes(self, now: int, core: EngineCore) -> None:
         """The core that jumps is to wait for this one from its next step on."""
         if self._jumping is not None and self._jumping.step is not None:
-            self._jumping.cut(now)
+            self._jumping.shorten(now)
 
     def _share_experts(self, core: EngineCore, everybodys: int) -> None:
         """Correct the planned step of a core for the tokens that all of them have in theirs."""
