@@ -71,7 +71,7 @@ class Case(NamedTuple):
 
 CASES = (
     Case("context_attention", "prefill_attention", (RANDOM, LONGER, OTHER_HEADS), 7, 23, "4 / 12, 5 / 14"),
-    Case("generation_attention", "decode_attention", (RANDOM, LARGER, OTHER_HEADS), 6, 20, "4 / 13, 9 / 25"),
+    Case("generation_attention", "decode_attention", (RANDOM, LARGER, OTHER_HEADS), 6.5, 22, "4 / 13, 9 / 25"),
     Case("mla_context_module", "mla_context_block", (RANDOM, LONGER, OTHER_HEADS), 5, 16, "5 / 16"),
     Case("mla_generation_module", "mla_decode_block", (RANDOM, LARGER, OTHER_HEADS), 5, 16, "5 / 16"),
     Case("dsa_context_module", "dsa_context_block", (RANDOM, LONGER, OTHER_HEADS), 6, 20, "5 / 16"),

@@ -78,6 +78,7 @@ def _head_features(x: Shape) -> dict[str, Array]:
 
 
 _WIDEST = 256  # head_dim of FlashAttention
+_WIDEST_GROUP = 32  # heads of a KV head that TensorRT-LLM's XQA takes
 
 
 class _GroupedHeads(OperatorForm):
@@ -255,9 +256,11 @@ class DecodeAttention(_GroupedHeads):
         return Terms(flops, read + 2 * setting.dtype_bytes * b * h * d, waves)
 
     def features(self, x: Shape, setting: Setting) -> dict[str, Array]:
-        """A window, the width of heads and, on a GPU, the keys of all sequences and KV heads, whether they are read
-        together, and whether they are found in the cache."""
+        """A window, the width of heads, groups too wide for a kernel or of one and, on a GPU, the keys of all sequences
+        and KV heads, whether they are read together, and whether they are found in the cache."""
         logs = super().features(x, setting) | _head_features(x)
+        logs["wide group"] = np.where(x["heads"] > _WIDEST_GROUP * x["kv_heads"], 1.0, 0.0)
+        logs["no group"] = np.where(x["heads"] == x["kv_heads"], 1.0, 0.0)
         if setting.processors > 1:  # a GPU splits them as they fill it
             keys = x["batch"] * x["kv_heads"] * np.minimum(x["window"], x["context"])
             logs["keys"] = np.log2(keys)
