@@ -30,6 +30,9 @@ LOW_LATENCY_TOKENS = 256
 """Tokens of a rank up to which DeepEP's low-latency kernels exchange them, as in the published tables and by default in
 vLLM (`VLLM_MOE_DP_CHUNK_SIZE`); more go by the high-throughput ones."""
 
+_EXCHANGED = "bf16"
+"""The dtype that exchanges were measured in and are known by; how wide a row is, is a parameter of theirs."""
+
 Seconds = Callable[[Array], Array]
 """Of calls in a step with so many real tokens in each group of ranks."""
 
@@ -108,7 +111,7 @@ class Experts:
             row_bytes = self._hidden * width
             backends = {name: f for name in ("low_latency", "high_throughput") if (f := self._measured(kind, name))}
             if nodes > 1:
-                between = self._profile.predictor(kind, self._dtype, variant="inter_node")
+                between = self._profile.predictor(kind, _EXCHANGED, variant="inter_node")
                 yield kind, partial(self._exchange_s, between, between, row_bytes, nodes)
             elif backends:
                 few = backends.get("low_latency") or backends["high_throughput"]
@@ -122,9 +125,9 @@ class Experts:
 
     def _measured(self, kind: OperatorKind, backend: str) -> Predictor | None:
         """The operator of these kernels; None where the profile has no fit of it."""
-        if operator_key(kind, self._dtype, variant=backend) not in self._profile.hardware.operators:
+        if operator_key(kind, _EXCHANGED, variant=backend) not in self._profile.hardware.operators:
             return None
-        return self._profile.predictor(kind, self._dtype, variant=backend)
+        return self._profile.predictor(kind, _EXCHANGED, variant=backend)
 
     def _exchange_s(self, few: Predictor, many: Predictor, row_bytes: float, nodes: int, tokens: Array) -> Array:
         """By one operator up to `LOW_LATENCY_TOKENS` tokens of a rank, by another above."""

@@ -391,6 +391,16 @@ def test_few_tokens_are_exchanged_with_low_latency_and_many_with_high_throughput
     assert "all_to_all" not in step.routed(np.array([1]))
 
 
+def test_other_sixteen_bits_are_exchanged_alike() -> None:
+    half = model(feed_forward=moe()).model_copy(update={"dtype": "fp16"})
+    plan = pool(attention_dp=2, expert_parallel=True)
+    found, known = (
+        StepModel(m, exchanging(low_latency=1e9), plan).routed(np.array([9.0]))
+        for m in (half, model(feed_forward=moe()))
+    )
+    assert found["moe_combine"] == known["moe_combine"]
+
+
 def test_eight_bit_experts_are_sent_eight_bits() -> None:
     fp8 = model(feed_forward=moe()).model_copy(update={"expert_dtype": "fp8_block"})
     step = StepModel(fp8, exchanging(low_latency=1e9), pool(attention_dp=2, expert_parallel=True))
