@@ -154,21 +154,7 @@ class StepBasis:
         signature = (step.width, *(id(call.predictor) for call in calls))
         if signature not in self._slopes:
             self._slopes[signature] = self._find_slopes(step, whole, calls)
-        shares: list[_Share] = []
-        by_operator: dict[tuple[str, int], list[tuple[float, _Call]]] = defaultdict(list)
-        for call, slopes in zip(calls, self._slopes[signature], strict=True):
-            work = call.predictor.works(**call.shape)
-            if work.any():  # others only take overheads off
-                working = call._replace(seconds=np.where(work, call.seconds, 0.0))
-                for kind, slope in slopes.items():
-                    by_operator[kind, id(call.predictor)].append((slope, working))
-        ratios = set()
-        for (kind, _), of_it in by_operator.items():
-            net = _net(kind, of_it)
-            shares += net
-            if not net and of_it[0][1].predictor.estimates:
-                ratios.add(kind)
-        shares = [s._replace(differs=np.ones_like(s.differs)) if s.kind in ratios else s for s in shares]
+        shares = _of_operators(calls, self._slopes[signature])
         answered = {kind: sum(float(share.seconds.sum()) for share in shares if share.kind == kind) for kind in whole}
         # What no call answered for, such as an overhead, is shared out among those that did.
         shares = [
@@ -209,6 +195,24 @@ class StepBasis:
         if work.chunks:
             parts["prefill_attention"] = model.breakdown(StepWork(chunks=work.chunks))["prefill_attention"]
         return parts
+
+
+def _of_operators(calls: Sequence[_Call], slopes: Sequence[Mapping[str, float]]) -> list[_Share]:
+    """What the calls of a step stand for, those of each operator together."""
+    by_operator: dict[tuple[str, int], list[tuple[float, _Call]]] = defaultdict(list)
+    for call, by_kind in zip(calls, slopes, strict=True):
+        work = call.predictor.works(**call.shape)
+        if work.any():  # others only take overheads off
+            working = call._replace(seconds=np.where(work, call.seconds, 0.0))
+            for kind, slope in by_kind.items():
+                by_operator[kind, id(call.predictor)].append((slope, working))
+    net = {(kind, number): _net(kind, of_it) for (kind, number), of_it in by_operator.items()}
+    ratios = {key[0] for key, shares in net.items() if not shares and by_operator[key][0][1].predictor.estimates}
+    return [
+        share._replace(differs=np.ones_like(share.differs)) if share.kind in ratios else share
+        for shares in net.values()
+        for share in shares
+    ]
 
 
 def _net(kind: str, calls: Sequence[tuple[float, _Call]]) -> list[_Share]:
