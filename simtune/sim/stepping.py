@@ -7,9 +7,7 @@ pipeline fly beside one another instead.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
 from heapq import heapify, heappop, heappush, heapreplace
-from typing import NamedTuple
 
 from simtune.costs.protocol import GroupCosts
 from simtune.sim.core import EngineCore, Stepping
@@ -30,35 +28,31 @@ class SharedStepping(Stepping):
         return len(self.cores) - 1
 
 
-class Flight(NamedTuple):
+class Flight:
     """Repetitions of a core's step that go through the stages between those of other cores."""
 
-    core: EngineCore
-    first: int
-    slope: int
-    alone: Sequence[int] | None
-    """The ends of the repetitions if the core were alone, where they follow no rule."""
-    ends: list[int]
-    """Of those that were launched, the last perhaps under way: ticks after the first began."""
+    __slots__ = ("alone", "core", "ends", "started", "time")
 
-    @property
-    def next_ticks(self) -> int:
-        """What the next repetition takes, without waiting."""
-        done, alone = len(self.ends), self.alone
+    def __init__(self, core: EngineCore) -> None:
+        self.core = core
+        self.started = core.started
+        time = core.time
+        self.time = time
+        self.alone = time.ends
+        """The ends of the repetitions if the core were alone, where they follow no rule."""
+        self.ends: list[int] = []
+        """Of those that were launched, the last perhaps under way: ticks after the first began."""
+
+    def ticks_of(self, repetition: int) -> int:
+        """What a repetition takes, numbered from 0, without waiting."""
+        alone = self.alone
         if alone is None:
-            return self.first + done * self.slope
-        return alone[done] - (alone[done - 1] if done else 0)
+            return self.time.first + repetition * self.time.slope
+        return alone[repetition] - (alone[repetition - 1] if repetition else 0)
 
 
-class Launch(NamedTuple):
-    """A step that was sent through the stages."""
-
-    start: int
-    number: int
-    """Of its core."""
-    free: list[int]
-    """When each stage was free before."""
-    flight: Flight
+Launch = tuple[int, int, list[int], Flight]
+"""A step sent through the stages: when, the number of its core, when each stage was free before, and the flight."""
 
 
 class Pipeline(SharedStepping):
@@ -100,8 +94,11 @@ class Pipeline(SharedStepping):
                 return
             if self._jumping is core:
                 self._jumping = None
-            flight = Flight(core, time.first, time.slope, time.ends, [])
-            heappush(self._next, (self._launch(now, flight), core.number, flight))
+            flight = Flight(core)
+            self._launches.append((now, core.number, self._free, flight))
+            end = self._pass_through(now, flight.ticks_of(0))
+            flight.ends.append(end - now)
+            heappush(self._next, (end, core.number, flight))
             if time.repetitions == 1:
                 time.take(flight.ends[0])  # what it waited for the others included
             else:
@@ -144,42 +141,54 @@ class Pipeline(SharedStepping):
         while self._next and self._next[0][2].core.step is None:
             heappop(self._next)
             self._posted = None
-        if self._launches and self._launches[-1].start < now:
+        if self._launches and self._launches[-1][0] < now:
             self._launches.clear()
 
     def _fly(self) -> None:
-        """Launch repetitions in order of time up to the first core that has none left, and announce its end."""
-        upcoming, launch = self._next, self._launch
-        while upcoming:
-            end, number, flight = upcoming[0]
-            core = flight.core
-            if len(flight.ends) >= core.time.repetitions:
-                break
-            heapreplace(upcoming, (launch(end, flight), number, flight))
-        else:
-            return
-        posted = self._posted
-        if posted is not None:
-            posted.version += 1
-        self._posted = core
-        core.launch(end)
+        """Launch repetitions in order of time up to the first core that has none left, and announce its end.
 
-    def _launch(self, now: int, flight: Flight) -> int:
-        """Send a flight's next repetition through the stages; the tick at which it leaves the last one."""
-        self._launches.append(Launch(now, flight.core.number, self._free, flight))
-        end = self._pass_through(now, flight.next_ticks)
-        flight.ends.append(end - flight.core.started)
-        return end
+        `_pass_through` is inlined for speed.
+        """
+        upcoming, launches = self._next, self._launches
+        if not upcoming:
+            return
+        free, stages = self._free, len(self._free)
+        while True:
+            now, number, flight = upcoming[0]
+            ends, time = flight.ends, flight.time
+            done = len(ends)
+            if done >= time.repetitions:
+                break
+            launches.append((now, number, free, flight))
+            ticks = time.first + done * time.slope if flight.alone is None else flight.ticks_of(done)
+            share, rest = divmod(ticks, stages)
+            end, left = now, []
+            for until in free:
+                if until > end:
+                    end = until
+                end += share
+                if rest:
+                    end += 1
+                    rest -= 1
+                left.append(end)
+            free = left
+            ends.append(end - flight.started)
+            heapreplace(upcoming, (end, number, flight))
+        self._free = free
+        if self._posted is not None:
+            self._posted.version += 1
+        self._posted = flight.core
+        flight.core.launch(now)
 
     def _take_back(self, tick: int, number: int) -> None:
         """Undo launches from a tick on, at that tick those of cores from a number on; never the first of a flight."""
         launches = self._launches
         if not launches or launches[-1][:2] < (tick, number):
             return
-        while launches and launches[-1][:2] >= (tick, number) and len(launches[-1].flight.ends) > 1:
+        while launches and launches[-1][:2] >= (tick, number) and len(launches[-1][3].ends) > 1:
             _, _, self._free, flight = launches.pop()
             flight.ends.pop()
-        self._next = [(f.core.started + f.ends[-1], n, f) for _, n, f in self._next]
+        self._next = [(f.started + f.ends[-1], n, f) for _, n, f in self._next]
         heapify(self._next)
 
     def _pass_through(self, now: int, ticks: int) -> int:

@@ -324,12 +324,12 @@ def of_policy(
 
 def check(cluster: Cluster) -> None:
     """Jumps and single steps agree, everybody is answered, nothing is left anywhere, and times are in order."""
-    jumped = cluster.run(record=True)
-    stepped = cluster.run(single_steps=True)
+    stepped, flown, jumped = cluster.run(single_steps=True), cluster.run(), cluster.run(record=True)
     for name in COLUMNS:
-        same = getattr(jumped, name).tolist() == getattr(stepped, name).tolist()
-        assert same, f"{name} differs between jumps and single steps"
-    assert jumped.steps == stepped.steps, "jumps and single steps take so many steps"
+        steps = getattr(stepped, name).tolist()
+        assert getattr(jumped, name).tolist() == steps, f"{name} differs between jumps and single steps"
+        assert getattr(flown, name).tolist() == steps, f"{name} differs between jumps without records and single steps"
+    assert flown.steps == jumped.steps == stepped.steps, "jumps and single steps take so many steps"
     assert jumped.transferred_bytes == stepped.transferred_bytes
     assert (jumped.finish >= 0).all(), "somebody is never answered, and everybody fits"
     for core in cluster.cores:

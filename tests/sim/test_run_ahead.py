@@ -22,8 +22,15 @@ few = hypothesis_settings(many, max_examples=25)
 
 
 def contents(outcome: Outcome) -> dict[str, Any]:
-    """All of it but the records, and but how often an event was void because a jump had been cut."""
-    values = {f.name: getattr(outcome, f.name) for f in fields(outcome) if f.name not in ("records", "events")}
+    """All of it but the records, but how often an event was void because a jump had been cut, and but the order of
+    times between tokens and how many are in a row."""
+    left_out = ("records", "events", "intervals")
+    values = {f.name: getattr(outcome, f.name) for f in fields(outcome) if f.name not in left_out}
+    values["intervals"] = sorted(
+        (first + k * slope, decodes)
+        for first, slope, steps, decodes in outcome.intervals.tolist()
+        for k in range(steps)
+    )
     return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}
 
 
