@@ -127,7 +127,7 @@ class PrefillAttention(_GroupedHeads):
         kv_bytes = setting.kv_bytes * hk * read
         kernels, tiles = kernels_of(setting), _tiles(x, setting)
         if kernels is not None:
-            flops = flops * (tiles.rows * tiles.number / (s * h / tiles.heads))
+            flops = flops * (tiles.rows * tiles.number / np.maximum(s * h / tiles.heads, 1))
             if not kernels.splits:
                 most_keys = np.minimum(c, x["window"] + tiles.rows)
                 flops = flops + 4 * (d + softmax) * tiles.rows * most_keys * setting.processors
@@ -213,7 +213,7 @@ def _pieces(x: Shape, pairs: Array, processors: int) -> Array:
     long as there are as many tiles of keys, at most 128."""
     d = x["head_dim"]
     keys = np.where(d <= 64, _KEYS_OF_SPLIT[64], np.where(d <= 128, _KEYS_OF_SPLIT[128], 64))
-    most = np.minimum(np.minimum(ceil_div(x["context"], keys), 2 * processors / pairs), 128)
+    most = np.minimum(np.minimum(ceil_div(x["context"], keys), 2 * processors / np.maximum(pairs, 1)), 128)
     return np.where(unsplit(pairs, processors), 1.0, np.maximum(np.floor(most), 1.0))
 
 
@@ -250,9 +250,9 @@ class DecodeAttention(_GroupedHeads):
             flops = np.where(together, flops, walk)
             waves = waves + np.where(together, _pieces(x, readers, processors) - 1, 0) / _COMBINE
         once = 2 * setting.kv_bytes * b * hk * _waited_for(w, setting) * d
-        again = readers / (b * hk) - 1
+        rereads = np.where(together, 1.0, h / hk) - 1
         head = 2 * setting.kv_bytes * b * w * d
-        read = once * (slowness(hk * head, setting) + again * slowness(head, setting))
+        read = once * (slowness(hk * head, setting) + rereads * slowness(head, setting))
         return Terms(flops, read + 2 * setting.dtype_bytes * b * h * d, waves)
 
     def features(self, x: Shape, setting: Setting) -> dict[str, Array]:

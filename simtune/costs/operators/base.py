@@ -92,7 +92,7 @@ def slowness(held: Array, setting: Setting) -> Array:
     cache is not known."""
     if setting.chip.cache_bytes is None:
         return np.ones_like(held)
-    missed = 1 / (1 + (_CACHE_SHARE * setting.chip.cache_bytes / held) ** _SHARP)
+    missed = 1 / (1 + (_CACHE_SHARE * setting.chip.cache_bytes / np.maximum(held, 1)) ** _SHARP)
     slowly: Array = missed + _FROM_CACHE * (1 - missed)
     return slowly
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from simtune.arrays import Array, Mask
 from simtune.costs.tables.common import AICONFIGURATOR, MS, Columns, FileContent, Formats, Table, finish, take
@@ -60,34 +61,40 @@ def _content(columns: Columns, parts: list[_Part]) -> FileContent:
     """One table per part and dtype; rows of no part, or of a dtype that is not known, are counted."""
     columns.require("latency")
     content = FileContent()
-    seconds = columns.numbers("latency") * MS
-    software = " ".join(x for x in (columns.only("framework"), columns.only("version")) if x) or None
     of_none = ~np.logical_or.reduce([part.rows for part in parts])
     content.skip(int(of_none.sum()), "unknown op_name, phase, kernel or model")
     for part in parts:
-        texts = [columns.text(name) for name in part.dtype_columns]
-        members: dict[tuple[str, ...], list[int]] = {}
-        for row in np.flatnonzero(part.rows):
-            members.setdefault(tuple(text[row] for text in texts), []).append(int(row))
-        for names, at in members.items():
-            if any(name not in DTYPES for name in names):
-                content.skip(len(at), ", ".join(f"{c} {n}" for c, n in zip(part.dtype_columns, names, strict=True)))
-                continue
-            whole = Table(
-                kind=part.kind,
-                dtype=DTYPES[names[0]] if names else "bf16",
-                kv_dtype=DTYPES[names[1]] if len(names) > 1 else part.kv_dtype,
-                shape=dict(part.shape),
-                seconds=seconds,
-                origin=AICONFIGURATOR,
-                files=(columns.file,),
-                device=columns.device(),
-                software=software,
-            )
-            index = np.array(at)
-            excluded = {why: mask[index] for why, mask in part.excluded.items()}
-            content.tables.append(finish(take(whole, index), excluded))
+        for dtypes, rows in _by_dtypes(columns, part).items():
+            if all(dtype in DTYPES for dtype in dtypes):
+                content.tables.append(_table(columns, part, dtypes, rows))
+            else:
+                named = zip(part.dtype_columns, dtypes, strict=True)
+                content.skip(len(rows), ", ".join(f"{column} {dtype}" for column, dtype in named))
     return content
+
+
+def _by_dtypes(columns: Columns, part: _Part) -> dict[tuple[str, ...], NDArray[np.intp]]:
+    """The rows of a part by what its dtype columns say."""
+    texts = [columns.text(name) for name in part.dtype_columns]
+    members: dict[tuple[str, ...], list[int]] = {}
+    for row in np.flatnonzero(part.rows):
+        members.setdefault(tuple(text[row] for text in texts), []).append(int(row))
+    return {dtypes: np.array(rows, dtype=np.intp) for dtypes, rows in members.items()}
+
+
+def _table(columns: Columns, part: _Part, dtypes: tuple[str, ...], rows: NDArray[np.intp]) -> Table:
+    whole = Table(
+        kind=part.kind,
+        dtype=DTYPES[dtypes[0]] if dtypes else "bf16",
+        kv_dtype=DTYPES[dtypes[1]] if len(dtypes) > 1 else part.kv_dtype,
+        shape=dict(part.shape),
+        seconds=columns.numbers("latency") * MS,
+        origin=AICONFIGURATOR,
+        files=(columns.file,),
+        device=columns.device(),
+        software=" ".join(x for x in (columns.only("framework"), columns.only("version")) if x) or None,
+    )
+    return finish(take(whole, rows), {why: mask[rows] for why, mask in part.excluded.items()})
 
 
 def _attention(columns: Columns) -> FileContent:
@@ -178,10 +185,10 @@ def _blocks(columns: Columns) -> FileContent:
     kind_of = [kinds.get(name.removesuffix("_skip_indexer")) for name in operations]
     parts = []
     for kind in kinds.values():
-        own = _MODELS["DeepSeek-V3"] if kind.startswith("mla") else _MODELS["DeepSeek-V3.2"]
-        known = np.array([found == kind and name in _MODELS for found, name in zip(kind_of, names, strict=True)])
+        sizes = _MODELS["DeepSeek-V3"] if kind.startswith("mla") else _MODELS["DeepSeek-V3.2"]
+        known = np.array([own == kind and name in _MODELS for own, name in zip(kind_of, names, strict=True)])
         given = ("batch", "tokens", "context") if "context" in kind else ("batch", "context")
-        of_kind = {name: shape[name] for name in (*given, "heads", *own)}
+        of_kind = {name: shape[name] for name in (*given, "heads", *sizes)}
         parts.append(_Part(kind, known.astype(np.bool_), of_kind, ("gemm_type", "kv_cache_dtype")))
     return _content(columns, parts)
 
