@@ -45,7 +45,14 @@ operator."""
 )
 @click.option("--allow-device", is_flag=True, help="Use tables measured on another device than the facts name.")
 @click.option("--allow-launches", is_flag=True, help="Use tables that time launches by a host rather than kernels.")
-@click.option("--repair", is_flag=True, help="Take message sizes as bytes where as elements they cannot be.")
+@click.option(
+    "--sister", metavar="PROFILE", help="Refuse tables that are unlike those of this profile of a sister card."
+)
+@click.option(
+    "--repair",
+    is_flag=True,
+    help="Take message sizes as bytes where they cannot be elements; leave out rows of a window that was ignored.",
+)
 @json_option
 @click.option("--force", is_flag=True, help="Replace a profile that is already there.")
 @quiet_option
@@ -57,6 +64,7 @@ def fit(  # noqa: PLR0913 - one for each option
     engine: str | None,
     allow_device: bool,
     allow_launches: bool,
+    sister: str | None,
     repair: bool,
     as_json: bool,
     force: bool,
@@ -84,7 +92,8 @@ def fit(  # noqa: PLR0913 - one for each option
         hardware = transfer(catalog.load_hardware(source_profile), known)
     else:
         tables = read_tables(sources, engine)
-        tables = usable(tables, known, repair=repair, allow_launches=allow_launches)
+        beside = None if sister is None else catalog.load_hardware(sister)
+        tables = usable(tables, known, repair=repair, allow_launches=allow_launches, sister=beside)
         for note in tables.notes:
             click.echo(note, err=True)
         with progress("fitting", quiet) as update:

@@ -6,17 +6,22 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from simtune.costs.fit import BASE_POINTS, fit_host, fit_imbalance, fit_operator
 from simtune.costs.operators import OPERATORS, Chip, operator_key
+from simtune.costs.predict import Profile
 from simtune.costs.tables import Table, Tables, account, designation
-from simtune.costs.tables.screen import Sheet, launches, screen
+from simtune.costs.tables.screen import MANY, Sheet, launches, screen
 from simtune.errors import UsageError
 from simtune.specs.base import COMPUTES_IN
 from simtune.specs.hardware import Arrays, Facts, Hardware, Host, Operator, Provenance
 
 DIGITS = 6
+
+UNLIKE = 3.0
+"""Times of one kernel on two cards differ by no more than this beyond the ratio of their data sheets."""
 
 FitProgress = Callable[[int, int, str], None]
 
@@ -63,16 +68,25 @@ def build(
     ).with_arrays(Arrays(arrays))
 
 
-def usable(tables: Tables, facts: Facts, *, repair: bool = False, allow_launches: bool = False) -> Tables:
+def usable(
+    tables: Tables,
+    facts: Facts,
+    *,
+    repair: bool = False,
+    allow_launches: bool = False,
+    sister: Hardware | None = None,
+) -> Tables:
     """The tables without those that cannot be what they claim, which are noted: in another unit, of two kernels, faster
-    than the device, of launches (unless `allow_launches`). One column of a file may be so, and the others be sound.
-    Raises UsageError where none is left.
+    than the device, of launches (unless `allow_launches`), unlike those of the profile of a `sister` card. One column
+    of a file may be so, and the others be sound. Raises UsageError where none is left.
     """
     kept: dict[str, Table] = {}
     refused = []
     for key, table in tables.operators.items():
         sheet = data_sheet(table, facts)
         why = None if allow_launches else launches(table, sheet)
+        if why is None and sister is not None:
+            why = _unlike(table, sheet, sister)
         try:
             screen(table, sheet, repair=repair)
         except UsageError as error:
@@ -86,7 +100,27 @@ def usable(tables: Tables, facts: Facts, *, repair: bool = False, allow_launches
     return replace(tables, operators=kept, notes=[*tables.notes, *refused])
 
 
-def data_sheet(table: Table, facts: Facts) -> Sheet:
+def _unlike(table: Table, sheet: Sheet, sister: Hardware) -> str | None:
+    """Why times are not those of the kernels that a sister card was fitted on; None where they may be, or where that
+    card lacks the operator. Between the two cards lie the ratios of their data sheets, and a factor of three.
+    """
+    if table.key not in sister.operators or OPERATORS[table.kind].link:
+        return None
+    other = data_sheet(table, sister)
+    predictor = Profile(sister).predictor(table.kind, table.dtype, kv_dtype=table.kv_dtype, variant=table.variant)
+    ratio = table.seconds / predictor.seconds(**table.shape)
+    ratios = (1.0, other.flops_per_s / sheet.flops_per_s, other.bytes_per_s / sheet.bytes_per_s)
+    off = predictor.inside(**table.shape) & ((ratio > UNLIKE * max(ratios)) | (ratio < min(ratios) / UNLIKE))
+    if off.mean() <= MANY:
+        return None
+    return (
+        f"{table.key}: {off.sum():,} of {len(table):,} rows take {np.median(ratio[off]):.2g} times as long (median) as "
+        f"{sister.name}'s, where the data sheets differ by {min(ratios):.2g} to {max(ratios):.2g}; "
+        f"{', '.join(table.files)} must time something else"
+    )
+
+
+def data_sheet(table: Table, facts: Facts | Hardware) -> Sheet:
     """The rates of the data sheet that an operator is judged by. Raises UsageError where the facts lack them."""
     device, operator = facts.device, OPERATORS[table.kind]
     bytes_per_s = device.memory_bytes_per_s

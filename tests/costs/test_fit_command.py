@@ -168,6 +168,20 @@ def test_one_impossible_operator_is_left_out_and_named(tables: Path) -> None:
     assert set(Hardware.from_file(tables.parent / "out" / "profile.yaml").operators) == {"gemm.bf16"}
 
 
+def test_tables_unlike_a_sister_card_are_refused(tables: Path) -> None:
+    assert run(tables).exit_code == 0
+    sister = str(tables.parent / "out")
+    lines = (tables / "gemm.csv").read_text().splitlines()
+    slower = [",".join((*line.split(",")[:7], str(8 * float(line.split(",")[7])))) for line in lines[1:]]
+    facts = ("--facts", str(tables.parent / "facts.yaml"), "--out", str(tables.parent / "second"))
+    alike = CliRunner().invoke(fit, [str(tables), *facts, "--sister", sister])
+    assert alike.exit_code == 0, alike.output
+    (tables / "gemm.csv").write_text("\n".join([lines[0], *slower]) + "\n")
+    unlike = CliRunner().invoke(fit, [str(tables), *facts, "--force", "--sister", sister])
+    assert isinstance(unlike.exception, UsageError)
+    assert "80 of 80 rows take 8 times as long (median) as made-up's" in str(unlike.exception)
+
+
 def test_facts_are_checked_like_any_spec(tables: Path) -> None:
     facts = tables.parent / "facts.yaml"
     good = CliRunner().invoke(check, [str(facts)], standalone_mode=False)

@@ -86,6 +86,28 @@ def test_what_fits_into_a_cache_may_pass_the_memory() -> None:
     assert screen(table, SHEET) is table
 
 
+@pytest.mark.parametrize("heeded", [True, False])
+def test_a_window_that_was_ignored_is_seen(heeded: bool) -> None:
+    shapes = [(b, s, w) for b in (1, 2, 4, 8) for s in (2048, 4096, 8192, 16384, 32768) for w in (128, s)]
+    batch, tokens, window = (np.array(x, dtype=np.float64) for x in zip(*shapes, strict=True))
+    pairs = np.where((window < tokens) & heeded, window * tokens, tokens**2 / 2)
+    shape = {"batch": batch, "tokens": tokens, "context": tokens, "window": window}
+    shape |= {name: np.full(len(shapes), value) for name, value in (("heads", 8.0), ("kv_heads", 8.0))}
+    shape["head_dim"] = np.full(len(shapes), 128.0)
+    seconds = 6e-5 + 4 * batch * 8 * 128 * pairs / 5e13
+    table = Table("prefill_attention", "bf16", shape, seconds, AICONFIGURATOR, ("attention.csv",), kv_dtype="bf16")
+    if heeded:
+        assert len(screen(table, SHEET)) == len(shapes)
+        return
+    with pytest.raises(
+        UsageError, match=r"20 rows of a window .* take as long as without it; it must have been ignored"
+    ):
+        screen(table, SHEET)
+    repaired = screen(table, SHEET, repair=True)
+    assert (repaired.shape["window"] == repaired.shape["context"]).all()
+    assert "20 left out: with a window, which was ignored" in account(repaired)
+
+
 def test_times_of_launches_are_no_times_of_kernels() -> None:
     table = gemms()
     assert launches(table, SHEET) is None

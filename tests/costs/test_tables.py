@@ -433,14 +433,59 @@ def test_present_layout_of_llmservingsim_takes_the_model_from_its_meta_file(tmp_
     ]
 
 
+def test_llmservingsim_times_experts_of_every_tensor_parallelism(tmp_path: Path) -> None:
+    write(tmp_path, "bf16/meta.yaml", "model: mistralai/Mixtral-8x7B-v0.1", "variant: bf16", "gpu: X1")
+    write(tmp_path, "bf16/tp1/moe.csv", "tokens,activated_experts,time_us", "1,2,50", "3,6,60", "3,5,55", "64,2,70")
+    write(tmp_path, "bf16/tp2/moe.csv", "ep,tokens,activated_experts,time_us", "1,1,2,40", "2,8,4,45")
+    write(tmp_path, "bf16/tp2/dense.csv", "layer,tokens,time_us", "qkv_proj,8,20", "gate_up_proj,8,99")
+    write(tmp_path, "bf16/tp2/mtp.csv", "layer,sequences,time_us", "lm_head,8,20")
+    found = read_tables([tmp_path])
+    moe = found.operators["moe.bf16"]
+    names = ("tokens", "intermediate", "experts_per_token", "experts", "skew")
+    rows = sorted(
+        zip(*(moe.shape[name].tolist() for name in names), (1e6 * moe.seconds).round(3).tolist(), strict=True)
+    )
+    assert rows == [
+        (1, 7168, 2, 8, DEALT, 40),
+        (1, 14336, 2, 8, DEALT, 50),
+        (3, 14336, 2, 8, DEALT, 60),
+        (3, 14336, 2, 8, 0.0, 55),
+        (8, 7168, 1, 4, DEALT, 45),
+    ]
+    assert moe.left_out == {"as many experts as neither dealing out nor chance wakes": 1}
+    assert shape_of(found.operators["gemm.bf16"]) == {"m": [8], "n": [(4096 + 2 * 1024) / 2], "k": [4096]}
+    assert set(found.notes) == {
+        "dense.csv: 1 rows belong to no operator: no operator for the layer gate_up_proj",
+        "mtp.csv: 1 rows belong to no operator: a drafter's layers, whose sizes the model's own do not tell",
+    }
+
+
+def test_llmservingsim_of_later_releases_tells_how_far_chunks_look_back(tmp_path: Path) -> None:
+    write(tmp_path, "bf16/meta.yaml", "model: meta-llama/Llama-3.1-8B", "variant: bf16")
+    header = "layer,prefill_chunk,prefill_key,n_decode,kv_decode,decode_q_len,time_us"
+    rows = (
+        "attention,128,320,0,0,1,12",
+        "attention,0,0,3,1023,1,9",
+        "attention,0,0,3,1023,4,11",
+        "indexer,0,0,3,8,1,9",
+    )
+    found = read_tables([write(tmp_path, "bf16/tp1/attention.csv", header, *rows)])
+    prefill = found.operators["prefill_attention.bf16"]
+    assert (prefill.shape["tokens"].tolist(), prefill.shape["context"].tolist()) == ([128], [256 + 128])
+    assert found.operators["decode_attention.bf16"].seconds.tolist() == pytest.approx([9e-6])
+    assert found.notes == [
+        "attention.csv: 2 rows belong to no operator: an indexer, or several query tokens a sequence"
+    ]
+
+
 def test_layers_of_nobody_are_refused(tmp_path: Path) -> None:
     rows = ("layer,tokens,time_us", "o_proj,8,250")
     with pytest.raises(SpecError, match=r"whose layers are these\? .*llama-3\.1-8b"):
         read_tables([write(tmp_path, "tp1/dense.csv", *rows)])
     with pytest.raises(SpecError, match=r"on how many ranks\?"):
         read_tables([write(tmp_path, "Llama-3.1-8B_dense.csv", *rows)])
-    with pytest.raises(SpecError, match="only dense models with one kind of layer"):
-        read_tables([write(tmp_path, "Mixtral-8x7B_tp1_dense.csv", *rows)])
+    with pytest.raises(SpecError, match="only models with one kind of layer, of full attention"):
+        read_tables([write(tmp_path, "DeepSeek-V3_tp1_dense.csv", *rows)])
     write(tmp_path, "q/meta.yaml", "model: meta-llama/Llama-3.1-8B", "variant: fp8")
     with pytest.raises(SpecError, match=r"meta\.yaml: variant: only bf16 and fp16"):
         read_tables([write(tmp_path, "q/tp1_dense.csv", *rows)])

@@ -7,7 +7,7 @@ there; a measurements.jsonl by its first line. What the files of one operator ho
 |---|---|---|
 | AIConfigurator | gemm, quantising, moe, all-reduce, nccl; attention, latent, linear layers, encoders; a2a | ms; us |
 | Vidur | mlp.csv, attention.csv, all_reduce.csv, send_recv.csv, cpu_overheads.csv | ms, rounded to 1 us |
-| LLMServingSim | layers.csv; dense.csv, per_sequence.csv, attention.csv, skew.csv | ns; us |
+| LLMServingSim | layers.csv; dense.csv, per_sequence.csv, attention.csv, moe.csv, skew.csv | ns; us |
 | simtune | measurements.jsonl | s |
 
 Two collections of one operator on one device, by other people, other releases or other engines, differ by up to 7 %

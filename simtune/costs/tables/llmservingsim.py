@@ -1,8 +1,12 @@
-"""Tables of LLMServingSim: layers.csv of its first layout (ns), and dense.csv, per_sequence.csv, attention.csv and
-skew.csv of its present one (us).
+"""Tables of LLMServingSim: layers.csv of its first layout (ns), and dense.csv, per_sequence.csv, attention.csv, moe.csv
+and skew.csv of its present one (us), one folder for each tensor parallelism.
 
 They time the layers of one model, whose sizes they do not hold: the model is found by its name in a meta.yaml beside
 the table or in the path, among the models simtune knows, and the tensor parallelism in a column or as tpN in the path.
+moe.csv times the whole block of experts with its router, on as many experts as it says some token visits: dealt out to
+all, as chance has it, or neither, which no model here describes. Where it was measured for expert parallelism, the
+experts and the visits of a token are those of one rank.
+
 Layers of the first layout are torch modules launched eagerly, so small ones take longer than an engine's kernels.
 """
 
@@ -16,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from simtune.arrays import Array, Mask
+from simtune.costs.operators.moe import DEALT, active_experts
 from simtune.costs.tables.common import (
     LLMSERVINGSIM,
     NS,
@@ -31,9 +36,10 @@ from simtune.costs.tables.common import (
 from simtune.errors import Problem, SpecError
 from simtune.specs import catalog, yamlfile
 from simtune.specs.hardware import OperatorKind
-from simtune.specs.model import DenseFeedForward, FullAttention, Model
+from simtune.specs.model import DenseFeedForward, FullAttention, Model, MoeFeedForward
 
 _PARENTS = 4  # model/dtype/tp1/dense.csv
+_AS_CHANCE = 0.1  # of the experts that chance wakes
 _LEAST_SHARE = 0.2  # a difference of two times that is smaller is mostly their noise
 
 
@@ -55,7 +61,7 @@ class _Source:
         group = self.model.layers[0]
         attention, feed_forward = group.attention, group.feed_forward
         assert isinstance(attention, FullAttention)
-        assert isinstance(feed_forward, DenseFeedForward)
+        dense = isinstance(feed_forward, DenseFeedForward)
         hidden, inter, d = self.model.hidden_size, feed_forward.intermediate_size / tp, attention.head_dim
         q, kv = attention.heads / tp * d, max(1, attention.kv_heads / tp) * d
         products = {
@@ -64,16 +70,15 @@ class _Source:
             "v_proj": (kv, hidden),
             "qkv_proj": (q + 2 * kv, hidden),
             "o_proj": (hidden, q),
-            "gate_proj": (inter, hidden),
-            "up_proj": (inter, hidden),
-            "gate_up_proj": (2 * inter, hidden),
-            "down_proj": (hidden, inter),
             "lm_head": (self.model.vocab_size / tp, hidden),
         }
+        if dense:
+            products |= dict.fromkeys(("gate_proj", "up_proj"), (inter, hidden))
+            products |= {"gate_up_proj": (2 * inter, hidden), "down_proj": (hidden, inter)}
         if name in products:
             return "gemm", None, *products[name]
         widths = {
-            "act_fn": ("activation", (3 if fused else 2) * inter),
+            **({"act_fn": ("activation", (3 if fused else 2) * inter)} if dense else {}),
             **dict.fromkeys(("rope", "rotary_emb"), ("rope", 2 * (q + kv))),
             **dict.fromkeys(("input_layernorm", "post_layernorm"), ("norm", 2 * hidden)),
             # The engine's own add the residual first; `layernorm` is the mean of the two of a model's only layer, the
@@ -112,6 +117,10 @@ def _dense(columns: Columns) -> FileContent:
 
 def _per_sequence(columns: Columns) -> FileContent:
     source = _source(columns)
+    if columns.file.startswith("mtp"):
+        content = FileContent()
+        content.skip(len(columns), "a drafter's layers, whose sizes the model's own do not tell")
+        return content
     tp = np.full(len(columns), _tensor_parallel(columns.path))
     sequences, seconds = columns.numbers("sequences"), columns.numbers("time_us") * US
     content = FileContent()
@@ -124,22 +133,63 @@ def _per_sequence(columns: Columns) -> FileContent:
 
 
 def _attention(columns: Columns) -> FileContent:
-    """Present layout: one kernel over at most one prefill chunk and some decodes; the new token is not in kv_decode."""
+    """Present layout: one kernel over at most one prefill chunk and some decodes; the new token is not in kv_decode.
+
+    Later tables also hold sparse attention's indexer and verification, and in place of the past of a chunk how far back
+    its queries look on average, half the chunk included.
+    """
     source, tp = _source(columns), _tensor_parallel(columns.path)
     chunk, decodes = columns.numbers("prefill_chunk"), columns.numbers("n_decode")
     seconds, one = columns.numbers("time_us") * US, np.ones(len(columns))
+    whole = "kv_prefill" in columns.names
+    past = columns.numbers("kv_prefill") if whole else columns.numbers("prefill_key") - chunk / 2
+    context, plain = columns.numbers("kv_decode"), np.ones(len(columns), dtype=np.bool_)
+    if "layer" in columns.names:
+        plain &= columns.equal("layer", "attention")
+    if "decode_q_len" in columns.names:
+        plain &= columns.numbers("decode_q_len") == 1
     content = FileContent()
-    content.skip(int(((chunk == 0) & (decodes == 0)).sum()), "an empty batch")
-    past, context = columns.numbers("kv_prefill"), columns.numbers("kv_decode")
-    alone, mixed = (chunk > 0) & (decodes == 0), (chunk > 0) & (decodes > 0)
+    content.skip(int((~plain).sum()), "an indexer, or several query tokens a sequence")
+    content.skip(int((plain & (chunk == 0) & (decodes == 0)).sum()), "an empty batch")
+    alone, mixed = plain & (chunk > 0) & (decodes == 0), plain & (chunk > 0) & (decodes > 0)
     content.tables += [
         _attention_rows(source, alone, tp, one, chunk, past, seconds),
-        _attention_rows(source, (chunk == 0) & (decodes > 0), tp, decodes, None, context, seconds),
+        _attention_rows(source, plain & (chunk == 0) & (decodes > 0), tp, decodes, None, context, seconds),
     ]
     if mixed.any():
         prefills = {(c, p): s for c, p, s in zip(*(x[alone].tolist() for x in (chunk, past, seconds)), strict=True)}
         prefill = np.array([prefills.get(c, np.nan) for c in zip(chunk.tolist(), past.tolist(), strict=True)])
         content.tables.append(_mixed_rows(source, mixed, tp, decodes, chunk, context, seconds, prefill))
+    return content
+
+
+def _moe(columns: Columns) -> FileContent:
+    """The block of experts of one rank, by tokens and by how many experts some token visits."""
+    source, tp = _source(columns), _tensor_parallel(columns.path)
+    feed_forward = source.model.layers[0].feed_forward
+    content = FileContent()
+    if not isinstance(feed_forward, MoeFeedForward):
+        content.skip(len(columns), f"model {source.model.name} has no experts")
+        return content
+    tokens, active = columns.numbers("tokens"), columns.numbers("activated_experts")
+    ranks = columns.numbers("ep") if "ep" in columns.names else np.ones(len(columns))
+    experts = feed_forward.experts / ranks
+    visits = np.maximum(1, np.floor(feed_forward.experts_per_token / ranks))
+    dealt = active == np.minimum(tokens * visits, experts)
+    by_chance = np.abs(active / active_experts(tokens, experts, visits, np.zeros(len(columns))) - 1) < _AS_CHANCE
+    shape = {
+        "tokens": tokens,
+        "hidden": np.full(len(columns), float(source.model.hidden_size)),
+        "intermediate": np.full(len(columns), feed_forward.intermediate_size / tp),
+        "experts_per_token": visits,
+        "experts": experts,
+        "ep": np.ones(len(columns)),
+        "skew": np.where(dealt, DEALT, 0.0),
+    }
+    everything = np.ones(len(columns), dtype=np.bool_)
+    excluded = {"as many experts as neither dealing out nor chance wakes": ~(dealt | by_chance)}
+    seconds = columns.numbers("time_us") * US
+    content.tables.append(_finish(source, "moe", None, shape, seconds, everything, excluded))
     return content
 
 
@@ -283,15 +333,11 @@ def _model(path: Path, reference: str) -> Model:
     words = [reference.rsplit("/", 1)[-1], *(part for part in path.parts[: -_PARENTS - 2 : -1])]
     for word in words:
         for name in known:
-            if word.lower() == name or re.match(re.escape(name) + r"[_.]", word.lower()):
+            if word.lower() == name or re.match(re.escape(name) + r"[-_.]", word.lower()):
                 model = catalog.load_model(name)
                 layers = model.layers
-                if (
-                    len(layers) > 1
-                    or type(layers[0].attention) is not FullAttention
-                    or not isinstance(layers[0].feed_forward, DenseFeedForward)
-                ):
-                    message = f"model {name}: only dense models with one kind of layer can be read from such tables"
+                if len(layers) > 1 or type(layers[0].attention) is not FullAttention:
+                    message = f"model {name}: only models with one kind of layer, of full attention, can be read so"
                     raise SpecError(Problem(str(path), message))
                 return model
     message = (
@@ -314,5 +360,6 @@ FORMATS: Formats = {
     ("layer", "tokens", "time_us"): _dense,
     ("layer", "sequences", "time_us"): _per_sequence,
     ("prefill_chunk", "n_decode", "time_us"): _attention,
+    ("tokens", "activated_experts", "time_us"): _moe,
     ("t_skew_us",): _skew,
 }
