@@ -273,11 +273,15 @@ def load_question(
     target = beside(folder, study.model) if model is None else model
     target = load_model(target) if isinstance(target, str) else target
     engine = None if study.engine is None else beside(folder, study.engine)
-    named = beside(folder, study.hardware.profile) if hardware is None else hardware
-    profile = load_hardware(kernels_of(named, engine)) if isinstance(named, str) else named
+    if hardware is None:
+        kernels = kernels_of(beside(folder, study.hardware.profile), engine)
+        profile = load_hardware(kernels)
+        own = kernels == beside(folder, study.hardware.profile)
+    else:
+        profile, own = load_hardware(kernels_of(hardware, engine)) if isinstance(hardware, str) else hardware, False
     if model is not None:
         study = study.model_copy(update={"model": target.name})
-    if hardware is not None or (isinstance(named, str) and kernels_of(named, engine) != named):
+    if not own:
         study = study.model_copy(update={"hardware": study.hardware.model_copy(update={"profile": profile.name})})
     drafts = tuple(load_draft(choice, target, folder) for choice in study.speculation)
     return Question(study, target, profile, requests, trace, drafts, None if engine is None else load_engine(engine))

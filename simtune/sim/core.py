@@ -94,6 +94,15 @@ class Inbox:
             scheduler.receive(request)
         self.arrived.clear()
 
+    def make_room(self, now: int, scheduler: Scheduler, agenda: Agenda, recorder: Recorder) -> None:
+        """Reserve seats and blocks for requests handed over, oldest first, and let their KV caches come."""
+        while self.waiting and scheduler.expect(self.waiting[0].request):
+            transfer = self.waiting.popleft()
+            transfer.sending = True
+            recorder.waiting -= 1
+            begin = now + transfer.connector.setup + transfer.blocks * transfer.connector.descriptors
+            agenda.post((begin, TRANSFER_START, transfer.request.id, transfer.serial))
+
     def release_dropped(self, scheduler: Scheduler) -> None:
         """Give up the reservations of requests whose KV cache will never come."""
         for request in self.dropped:
@@ -244,16 +253,6 @@ class EngineCore:
         self._recorder.waiting += waiting - self.waiting
         self.waiting = waiting
 
-    def make_room(self, now: int) -> None:
-        """Reserve seats and blocks for requests handed over, oldest first, and let their KV caches come."""
-        waiting, expect = self.inbox.waiting, self.scheduler.expect
-        while waiting and expect(waiting[0].request):
-            transfer = waiting.popleft()
-            transfer.sending = True
-            self._recorder.waiting -= 1
-            begin = now + transfer.connector.setup + transfer.blocks * transfer.connector.descriptors
-            self._agenda.post((begin, TRANSFER_START, transfer.request.id, transfer.serial))
-
     # --- steps --------------------------------------------------------------------------------------------------
 
     def wake(self, now: int) -> None:
@@ -280,7 +279,7 @@ class EngineCore:
         """Schedule the next step and find its time; False when nothing can run. `launch` must follow."""
         if self.inbox:
             self.inbox.settle(self.scheduler)
-            self.make_room(now)
+            self.inbox.make_room(now, self.scheduler, self._agenda, self._recorder)
         self.step = step = self.scheduler.schedule()
         if step is None:
             self._idle(now)
@@ -386,7 +385,9 @@ class EngineCore:
     def _idle(self, now: int) -> None:
         """Nothing can run."""
         if self.inbox.waiting:
-            self.make_room(now)  # with asynchronous scheduling the last ones have left only now
+            self.inbox.make_room(
+                now, self.scheduler, self._agenda, self._recorder
+            )  # with asynchronous scheduling the last ones have left only now
         if self.draining:
             self._agenda.post((now, DRAINED, self.number, 0))
 

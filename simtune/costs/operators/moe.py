@@ -127,7 +127,7 @@ class Moe(OperatorForm):
     overhead_s = 20e-6
     block_s = 1e-6
     overlap = 0.5
-    joint = ("local experts", "tokens per expert")
+    joint = ("awake",)
     splits = (RANDOM, unseen("hidden", "intermediate", "experts_per_token", "experts"))
     not_positive: ClassVar = {"skew": (0.0, DEALT)}
 

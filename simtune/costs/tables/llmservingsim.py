@@ -61,6 +61,7 @@ class _Source:
         group = self.model.layers[0]
         attention, feed_forward = group.attention, group.feed_forward
         assert isinstance(attention, FullAttention)
+        assert isinstance(feed_forward, DenseFeedForward | MoeFeedForward)
         dense = isinstance(feed_forward, DenseFeedForward)
         hidden, inter, d = self.model.hidden_size, feed_forward.intermediate_size / tp, attention.head_dim
         q, kv = attention.heads / tp * d, max(1, attention.kv_heads / tp) * d

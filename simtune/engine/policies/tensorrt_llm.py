@@ -77,13 +77,13 @@ class TensorRtLlmScheduler(StallFree):
     def _with_room(self) -> list[Request]:
         """Waiting requests that find a seat and blocks beside those before them."""
         seats, room = self.max_num_seqs - self.num_running, self.room
-        found: list[Request] = []
+        admitted: list[Request] = []
         for request in self.waiting:
             room -= self.kv.blocks_for(self.reservation(request))
-            if len(found) == seats or room < 0:
+            if len(admitted) == seats or room < 0:
                 break
-            found.append(request)
-        return found
+            admitted.append(request)
+        return admitted
 
     @staticmethod
     def _whole(prompts: list[Request], budget: int) -> ScheduledTokens:
