@@ -31,6 +31,8 @@ SLICES: dict[OperatorKind, tuple[str, tuple[dict[str, float], ...]]] = {
         "context",
         tuple({"batch": b, "heads": 32, "kv_heads": 8, "head_dim": 128} for b in (1.0, 64.0)),
     ),
+    "mla_context_block": ("tokens", ({"batch": 1, "heads": 16},)),
+    "dsa_context_block": ("tokens", ({"batch": 1, "heads": 16},)),
     "moe": (
         "tokens",
         ({"hidden": 4096, "intermediate": 14336, "experts_per_token": 2, "experts": 8, "ep": 1, "skew": 0},),
@@ -45,7 +47,12 @@ SLICES: dict[OperatorKind, tuple[str, tuple[dict[str, float], ...]]] = {
 }
 """Along which shape parameter a kind is drawn, and at which values of the others, moved into the measured box."""
 
-_FOLLOWS = {"prefill_attention": {"context": "tokens", "window": "tokens"}, "decode_attention": {"window": "context"}}
+_FOLLOWS = {
+    "prefill_attention": {"context": "tokens", "window": "tokens"},
+    "decode_attention": {"window": "context"},
+    "mla_context_block": {"context": "tokens"},
+    "dsa_context_block": {"context": "tokens"},
+}
 """Whole prompts, and no sliding window."""
 
 

@@ -156,10 +156,11 @@ class MlaContextBlock(_LatentBlock):
         b, s, c = x["batch"], x["tokens"], x["context"]
         h, latent, rope, nope, v = (x[name] for name in ("heads", "latent", "rope", "nope", "v_dim"))
         softmax, masked = beyond_products(setting)
-        pairs = seen_pairs(c, c) - seen_pairs(c - s, c)
+        past = np.maximum(c - s, 0)
+        pairs = seen_pairs(c, c) - seen_pairs(past, c)
         products = self._work(x, b * s, setting)
         spelled = 2 * b * h * (nope + rope + v + 2 * softmax) * (pairs + masked * s)
-        spelled = spelled + 2 * b * (c - s) * latent * h * (nope + v)
+        spelled = spelled + 2 * b * past * latent * h * (nope + v)
         absorbed = 2 * b * _padded_heads(x) * (2 * latent + rope) * (pairs + masked * s)
         attention = np.where(_absorbs(x, setting), absorbed, spelled)
         return Terms(
