@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from simtune.cli.fit import COMMENT
 from simtune.cli.output import write_profile
 from simtune.costs.filling import filled
-from simtune.costs.profile import build
+from simtune.costs.profile import build, usable
 from simtune.costs.tables import read_tables
 from simtune.costs.transfer import transfer
 from simtune.specs import yamlfile
@@ -40,8 +41,12 @@ def fitted(name: str, recipe: dict[str, Any], data_dir: Path) -> Hardware:
     if "sources" not in recipe:
         assert moved is not None, f"{name}: neither sources nor transfer"
         return moved
-    tables = read_tables([data_dir / "profiles" / source for source in recipe["sources"]], recipe.get("kernels"))
-    hardware = build(tables, facts)
+    sources = [data_dir / "profiles" / source for source in recipe["sources"]]
+    hardware = build(usable(read_tables(sources, recipe.get("kernels")), facts), facts)
+    for kernels, keys in recipe.get("borrow", {}).items():
+        tables = usable(read_tables(sources, kernels), facts)
+        wanted = {key: tables.operators[key] for key in keys if key not in hardware.operators}
+        hardware = filled(hardware, build(replace(tables, operators=wanted, host=None, imbalance=None), facts))
     for other in (*map(load_hardware, recipe.get("fill", ())), *([] if moved is None else [moved])):
         hardware = filled(hardware, other)
     return hardware.model_copy(update={"name": name, "engine": recipe["engine"]}).with_arrays(hardware.arrays)

@@ -5,8 +5,9 @@
 200 rows train, random ones or those a split leaves; up to 3,000 others test; three seeds. Errors are
 |predicted / measured - 1| in per cent, median / p90; beside them those of the base without its residual, and how many
 tested rows lie in their 90 % interval. The forms of attention were chosen on H100, B200, L40S and A100 with vLLM's
-kernels, and confirmed on the other cards; no choice was made on TensorRT-LLM's and SGLang's tables. What is known of a
-card but its rates, which stand beside the tables: its processors, architecture and last cache, from data sheets.
+kernels, and looked at on the other cards as well; two features of decode (wide group, no group) also on tables of
+TensorRT-LLM and SGLang. What is known of a card but its rates, which stand beside the tables: its processors,
+architecture and last cache, from data sheets.
 """
 
 from __future__ import annotations

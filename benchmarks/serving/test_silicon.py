@@ -3,8 +3,8 @@
     python -m pytest benchmarks/serving -m benchmark_only -s
 
 379 runs that AIConfigurator publishes (its `silicon_sample.csv`, a cut). Nothing is fitted to them; what the table
-does not say is assumed by engine and release: `benchmarks.serving.silicon`. Of each group: the signed median error, then
-median and 90th percentile of its size, in per cent, and the targets.
+does not say is assumed by engine and release: `benchmarks.serving.silicon`. Of each group: the signed median error,
+then median and 90th percentile of its size, in per cent, and the targets.
 """
 
 from __future__ import annotations

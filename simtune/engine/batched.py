@@ -76,6 +76,7 @@ class BatchScheduler(Scheduler):
         self._swapped_out_blocks = 0  # theirs
         self._arriving: list[Request] = []  # since the step under way was scheduled, asynchronously
         self._dispatched: list[Request] = []  # those that came before, when the step under way was scheduled already
+        self._num_late = 0  # of both
         self._left_out: list[Request] = []  # members of the batch without a part in the step under way
         self._overtakes = False  # whether a request may decode before one that was admitted earlier
 
@@ -95,12 +96,12 @@ class BatchScheduler(Scheduler):
     @property
     def num_waiting(self) -> int:
         """Requests that wait as the engine sees it, those included that were preempted after they had ended."""
-        return len(self.waiting) + len(self._arriving) + len(self._dispatched) + self._settling.num_preempted
+        return len(self.waiting) + self._num_late + self._settling.num_preempted
 
     @property
     def has_work(self) -> bool:
         """Whether anybody waits or holds a seat."""
-        return bool(self.waiting or self._arriving or self._dispatched) or self.num_running > 0
+        return bool(self.waiting or self._num_late) or self.num_running > 0
 
     @property
     def num_running(self) -> int:
@@ -114,6 +115,11 @@ class BatchScheduler(Scheduler):
         batch = self.decoding
         here = batch.count - len(batch.discarded) + len(self.prefilling) + len(self._reserved)
         return here + len(self._left_out)
+
+    @property
+    def _comes_back(self) -> bool:
+        """Whether an engine with nothing to run would know more if it looked once more at once."""
+        return bool(self._settling.ended or self._left_out or self._num_late)
 
     @property
     def unsettled(self) -> bool:
@@ -255,7 +261,7 @@ class BatchScheduler(Scheduler):
             progress.finished += self._settle_in_order(finished)
         if self._left_out:
             self._rejoin()
-        if self._arriving or self._dispatched:
+        if self._num_late:
             self._see_dispatched()
         if self.drafting:
             for request in batch.draft(step.num_decodes + len(step.chunks)):
@@ -278,17 +284,19 @@ class BatchScheduler(Scheduler):
         if self.outgrows(request):
             return False
         (self._dispatched if self._under_way is None else self._arriving).append(request)
+        self._num_late += 1
         return True
 
     def _see_dispatched(self) -> None:
         """A step is over: the next to be scheduled sees those that came before it was dispatched."""
         for request in self._dispatched:
             self.waiting.append(request)
+        self._num_late -= len(self._dispatched)
         self._dispatched, self._arriving = self._arriving, []
 
     def _see_all(self) -> None:
         """Whoever has come waits like any other."""
-        while self._arriving or self._dispatched:
+        while self._num_late:
             self._see_dispatched()
 
     def withdraw(self) -> list[Request]:

@@ -53,16 +53,16 @@ class SharedBlocks(KvBlocks):
 
     def match(self, request: Request) -> int:
         """Let a request that comes in hold what is found of its text; how many tokens that is, all but one at most."""
-        found: list[Hashable] = []
+        hits: list[Hashable] = []
         for block in range((request.known_tokens - 1) // self.block_size):
             name = self._name(request, block)
             if name not in self._holders:
                 break
             self._hold(name)
-            found.append(name)
-        tokens = len(found) * self.block_size
-        if found:
-            self._complete[request] = found
+            hits.append(name)
+        tokens = len(hits) * self.block_size
+        if hits:
+            self._complete[request] = hits
         if not request.preemptions:
             self.queried_tokens += request.known_tokens
             self.hit_tokens += tokens

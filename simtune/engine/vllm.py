@@ -83,7 +83,7 @@ class VllmFcfs(BatchScheduler):
         """The next step: residents first, then those that wait. See `Scheduler.schedule`."""
         if self._received:
             self._begin()
-        if self.decoding.count and not (self.waiting or self.prefilling or self._preempted or self._dispatched):
+        if self.decoding.count and not (self.waiting or self.prefilling or self._preempted or self._num_late):
             step = self._decode_step()
             if step is not None:
                 return step
@@ -94,7 +94,7 @@ class VllmFcfs(BatchScheduler):
             newcomers = 0 if preempting or not self.waiting else self._schedule_waiting(chunks, token_budget)
             if self.decoding.count or chunks:
                 return self._step(chunks, newcomers, repeats=not preempting)
-            if not (preempting or self._settling.ended or self._left_out or self._dispatched):
+            if not (preempting or self._comes_back):
                 return None
             # Nothing runs: the engine comes straight back, and knows by then who has ended.
             self._rejoin()

@@ -189,7 +189,6 @@ class EngineCore:
     runs_ahead: bool = field(default=False, init=False)
     """Whether its steps end by `run_ahead`, not by `end`."""
     _single_steps: bool = field(default=False, init=False)
-    _schedules_ahead: bool = field(default=False, init=False)
     _ended: int = field(default=-1, init=False)  # the tick at which the latest step did
     _timer: StepTimer = field(init=False)
     _agenda: Agenda = field(init=False)
@@ -198,7 +197,6 @@ class EngineCore:
     def __post_init__(self) -> None:
         self._timer = timer_for(self.costs, self.scheduler.drafting)
         self.scheduler.tells_longest = self._timer.asks_longest
-        self._schedules_ahead = self.scheduler.async_scheduling
         self.virtual_engine = self.stepping.join(self)
 
     def wire(self, agenda: Agenda, recorder: Recorder, *, single_steps: bool, runs_ahead: bool) -> None:
@@ -221,13 +219,12 @@ class EngineCore:
 
     def add(self, now: int, request: Request) -> bool:
         """Queue a new request; False when the scheduler refuses it."""
-        scheduler, time, notices, late = self.scheduler, self.time, False, self._schedules_ahead
+        scheduler, time, notices, late = self.scheduler, self.time, False, self.scheduler.async_scheduling
         if self.step is None:
             late = late and self._ended == now  # the step that follows at this instant is dispatched already
-        else:
-            if time.repetitions > 1:
-                notices = scheduler.would_notice()
-                late = late and (notices or time.reaching(now - self.started)[0] == time.repetitions)
+        elif time.repetitions > 1:
+            notices = scheduler.would_notice()
+            late = late and (notices or time.reaching(now - self.started)[0] == time.repetitions)
         if not (scheduler.add_late(request) if late else scheduler.add(request)):
             return False
         self._recorder.waiting += 1
@@ -385,9 +382,8 @@ class EngineCore:
     def _idle(self, now: int) -> None:
         """Nothing can run."""
         if self.inbox.waiting:
-            self.inbox.make_room(
-                now, self.scheduler, self._agenda, self._recorder
-            )  # with asynchronous scheduling the last ones have left only now
+            # With asynchronous scheduling the last ones have left only now.
+            self.inbox.make_room(now, self.scheduler, self._agenda, self._recorder)
         if self.draining:
             self._agenda.post((now, DRAINED, self.number, 0))
 

@@ -332,10 +332,7 @@ def check(cluster: Cluster) -> None:
     assert flown.steps == jumped.steps == stepped.steps, "jumps and single steps take so many steps"
     assert jumped.transferred_bytes == stepped.transferred_bytes
     assert (jumped.finish >= 0).all(), "somebody is never answered, and everybody fits"
-    for core in cluster.cores:
-        assert core.scheduler.kv.free == core.scheduler.kv.total, "blocks are still taken when everybody has gone"
-        assert not core.has_work, "work is left"
-        assert not core.holding, "a KV cache is still held"
+    _check_nothing_is_left(cluster)
     assert (jumped.arrival <= jumped.scheduled).all(), "scheduled before it arrives"
     assert (jumped.scheduled < jumped.first_token).all(), "a first token before a step is over"
     assert (jumped.first_token <= jumped.finish).all(), "finished before its first token"
@@ -346,6 +343,13 @@ def check(cluster: Cluster) -> None:
         ends[record.core] = record.end
     event(f"resent: {min(3, int(jumped.resent.sum()))}+")
     event(f"preempted: {min(3, int(jumped.preemptions.sum()))}+")
+
+
+def _check_nothing_is_left(cluster: Cluster) -> None:
+    for core in cluster.cores:
+        assert core.scheduler.kv.free == core.scheduler.kv.total, "blocks are still taken when everybody has gone"
+        assert not core.has_work, "work is left"
+        assert not core.holding, "a KV cache is still held"
 
 
 def _check_transfers(cluster: Cluster, outcome: Outcome) -> None:
