@@ -13,6 +13,7 @@ import numpy as np
 
 from simtune.arrays import Array
 from simtune.costs.fit import fit_predictor
+from simtune.costs.operators import Chip
 from simtune.costs.predict import Predictor
 from simtune.costs.profile import data_sheet
 from simtune.costs.tables import Table, read_tables, take
@@ -61,7 +62,7 @@ CARDS = {
         Card("h100_sxm", "h100-sxm", "h100-sxm"),
         Card("h200_sxm", "h200-sxm", "h200-sxm"),
         Card("b200_sxm", "b200", "b200"),
-        Card("gb200", "b200", "gb200"),  # the same processor
+        Card("gb200", "gb200", "gb200"),
         Card("l40s", "l40s", "l40s"),
         Card("rtx_pro_6000_server", "rtx-pro-6000", "rtx-pro-6000"),
     )
@@ -93,7 +94,7 @@ def fitted(name: str, data_dir: Path) -> Hardware:
     arrays: dict[str, Array] = {}
     for key, table in clean_tables(name, data_dir).items():
         sheet = data_sheet(table, card.facts)
-        predictor = fit_predictor(table, sheet.processors, sheet.flops_per_s, sheet.bytes_per_s)
+        predictor = fit_predictor(table, sheet.processors, sheet.flops_per_s, sheet.bytes_per_s, sheet.chip)
         published = Provenance(kind="published-tables", source="its tables", points=len(table))
         operators[key] = predictor.operator.model_copy(update={"provenance": published})
         arrays |= {array: cast(Array, predictor.arrays[array]) for array in predictor.arrays}
@@ -125,7 +126,7 @@ def log_errors(
     errors = {}
     for key in sorted(set(tables) & set(moved.operators)):
         rows = take(tables[key], np.random.default_rng(0).permutation(len(tables[key]))[:ROWS])
-        predictor = Predictor(moved.operators[key], facts.device.processors, moved.arrays)
+        predictor = Predictor(moved.operators[key], facts.device.processors, moved.arrays, Chip.of(facts.device))
         errors[key] = np.log(predictor.seconds(**rows.shape) / rows.seconds), predictor.log_sd(**rows.shape)
     return errors
 

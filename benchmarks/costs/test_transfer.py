@@ -31,8 +31,6 @@ from simtune.specs.hardware import Facts
 pytestmark = pytest.mark.benchmark_only
 
 SOURCES = {
-    "h100-sxm": ("aiconfigurator/h100_sxm", "vidur/h100"),
-    "a100-sxm-80g": ("aiconfigurator/a100_sxm", "vidur/a100"),
     "rtx-4090": ("llmservingsim/rtx4090",),
 }
 """Of devices whose tables are not those of `benchmarks.costs.cards`."""

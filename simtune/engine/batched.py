@@ -24,6 +24,7 @@ from simtune.engine.request import Request
 from simtune.engine.scheduler import Scheduler, Settings
 from simtune.engine.settling import OneStepLate, Settling, Synchronous
 from simtune.engine.step import Chunk, Progress, Step
+from simtune.engine.waiting import LateArrivals
 
 
 class BatchSettings(Settings, total=False):
@@ -74,9 +75,7 @@ class BatchScheduler(Scheduler):
         self._preemption: Preemption = Swap() if preemption == "swap" else Recompute()
         self._preempted: list[Request] = []  # since the latest step
         self._swapped_out_blocks = 0  # theirs
-        self._arriving: list[Request] = []  # since the step under way was scheduled, asynchronously
-        self._dispatched: list[Request] = []  # those that came before, when the step under way was scheduled already
-        self._num_late = 0  # of both
+        self._late = LateArrivals()
         self._left_out: list[Request] = []  # members of the batch without a part in the step under way
         self._overtakes = False  # whether a request may decode before one that was admitted earlier
 
@@ -96,12 +95,12 @@ class BatchScheduler(Scheduler):
     @property
     def num_waiting(self) -> int:
         """Requests that wait as the engine sees it, those included that were preempted after they had ended."""
-        return len(self.waiting) + self._num_late + self._settling.num_preempted
+        return len(self.waiting) + self._late.number + self._settling.num_preempted
 
     @property
     def has_work(self) -> bool:
         """Whether anybody waits or holds a seat."""
-        return bool(self.waiting or self._num_late) or self.num_running > 0
+        return bool(self.waiting or self._late.number) or self.num_running > 0
 
     @property
     def num_running(self) -> int:
@@ -119,7 +118,7 @@ class BatchScheduler(Scheduler):
     @property
     def _comes_back(self) -> bool:
         """Whether an engine with nothing to run would know more if it looked once more at once."""
-        return bool(self._settling.ended or self._left_out or self._num_late)
+        return bool(self._settling.ended or self._left_out or self._late.number)
 
     @property
     def unsettled(self) -> bool:
@@ -183,7 +182,7 @@ class BatchScheduler(Scheduler):
     def _repeat(self, step: Step, blocks: int) -> None:
         """Let a step without chunks be repeated; the first repetition's `blocks` are taken already."""
         batch = self.decoding
-        if step.discarded or self._dispatched or (self._settling.ended and self.waiting):
+        if step.discarded or self._late.number or (self._settling.ended and self.waiting):
             return  # with it blocks and seats come free, or newcomers are seen
         step.repeat = batch.steps_that_fit(self.kv.free + blocks, batch.steps_to_completion())
         if step.repeat > 1:
@@ -261,8 +260,8 @@ class BatchScheduler(Scheduler):
             progress.finished += self._settle_in_order(finished)
         if self._left_out:
             self._rejoin()
-        if self._num_late:
-            self._see_dispatched()
+        if self._late.number:
+            self._late.move(self.waiting, repetitions)
         if self.drafting:
             for request in batch.draft(step.num_decodes + len(step.chunks)):
                 settling.ended.remove(request)  # it is in the next step all the same
@@ -277,36 +276,23 @@ class BatchScheduler(Scheduler):
 
     # --- requests come and go ---------------------------------------------------------------------------------
 
-    def add_late(self, request: Request) -> bool:
+    def add_late(self, request: Request, repetition: int) -> bool:
         """See `Scheduler.add_late`."""
         if not self.async_scheduling:
             return self.add(request)
         if self.outgrows(request):
             return False
-        (self._dispatched if self._under_way is None else self._arriving).append(request)
-        self._num_late += 1
+        self._late.add(request, repetition)
         return True
-
-    def _see_dispatched(self) -> None:
-        """A step is over: the next to be scheduled sees those that came before it was dispatched."""
-        for request in self._dispatched:
-            self.waiting.append(request)
-        self._num_late -= len(self._dispatched)
-        self._dispatched, self._arriving = self._arriving, []
-
-    def _see_all(self) -> None:
-        """Whoever has come waits like any other."""
-        while self._num_late:
-            self._see_dispatched()
 
     def withdraw(self) -> list[Request]:
         """Take back all waiting requests, in order of the queue. The residents go on."""
-        self._see_all()
+        self._late.move_all(self.waiting)
         return super().withdraw()
 
     def abandon(self) -> list[Request]:
         """See `Scheduler.abandon`."""
-        self._see_all()
+        self._late.move_all(self.waiting)
         return super().abandon()
 
     def release(self, request: Request) -> None:

@@ -146,9 +146,9 @@ class Scheduler(ABC):
         self.waiting.append(request)
         return True
 
-    def add_late(self, request: Request) -> bool:
-        """Queue a request that comes during the last repetition of the step under way, or at the instant when it ends;
-        False when it is refused.
+    def add_late(self, request: Request, repetition: int) -> bool:
+        """Queue a request that comes during this repetition (from 1) of the step under way, or at the instant when a
+        step ends; False when it is refused.
 
         An engine that schedules asynchronously has dispatched the next step when the one under way began: the request
         is seen by the one that follows it.

@@ -83,7 +83,7 @@ class VllmFcfs(BatchScheduler):
         """The next step: residents first, then those that wait. See `Scheduler.schedule`."""
         if self._received:
             self._begin()
-        if self.decoding.count and not (self.waiting or self.prefilling or self._preempted or self._num_late):
+        if self.decoding.count and not (self.waiting or self.prefilling or self._preempted or self._late.number):
             step = self._decode_step()
             if step is not None:
                 return step
@@ -98,7 +98,7 @@ class VllmFcfs(BatchScheduler):
                 return None
             # Nothing runs: the engine comes straight back, and knows by then who has ended.
             self._rejoin()
-            self._see_all()
+            self._late.move_all(self.waiting)
             self._settling.settle()
 
     def _schedule_running(self) -> tuple[list[Chunk], int]:

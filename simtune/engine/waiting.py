@@ -63,3 +63,36 @@ class PriorityQueue:
     def clear(self) -> None:
         """Take out all."""
         self._heap.clear()
+
+
+class LateArrivals:
+    """Newcomers that an engine which schedules asynchronously does not see yet: the step after the one under way was
+    dispatched before they came."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        """How many there are."""
+        self._arriving: list[tuple[int, Request]] = []  # and the repetition of the step under way in which they came
+        self._dispatched: list[Request] = []  # those that came before it, when it was scheduled already
+
+    def add(self, request: Request, repetition: int) -> None:
+        """One came during this repetition, from 1, of the step under way, or with 0 while none was."""
+        if repetition:
+            self._arriving.append((repetition, request))
+        else:
+            self._dispatched.append(request)
+        self.number += 1
+
+    def move(self, waiting: WaitingQueue, repetitions: int) -> None:
+        """The step is over, run so often: whoever came before the next was dispatched waits like any other."""
+        seen = self._dispatched + [request for at, request in self._arriving if at < repetitions]
+        self._dispatched = [request for at, request in self._arriving if at >= repetitions]
+        self._arriving.clear()
+        self.number = len(self._dispatched)
+        for request in seen:
+            waiting.append(request)
+
+    def move_all(self, waiting: WaitingQueue) -> None:
+        """All of them wait like any other."""
+        while self.number:
+            self.move(waiting, 0)

@@ -219,13 +219,12 @@ class EngineCore:
 
     def add(self, now: int, request: Request) -> bool:
         """Queue a new request; False when the scheduler refuses it."""
-        scheduler, time, notices, late = self.scheduler, self.time, False, self.scheduler.async_scheduling
-        if self.step is None:
-            late = late and self._ended == now  # the step that follows at this instant is dispatched already
-        elif time.repetitions > 1:
-            notices = scheduler.would_notice()
-            late = late and (notices or time.reaching(now - self.started)[0] == time.repetitions)
-        if not (scheduler.add_late(request) if late else scheduler.add(request)):
+        scheduler, busy = self.scheduler, self.step is not None
+        notices = busy and self.time.repetitions > 1 and scheduler.would_notice()
+        # At the instant when a step ends, the step that follows is dispatched already.
+        late = scheduler.async_scheduling and (busy or self._ended == now)
+        repetition = self.time.reaching(now - self.started)[0] if late and busy else 0
+        if not (scheduler.add_late(request, repetition) if late else scheduler.add(request)):
             return False
         self._recorder.waiting += 1
         self.waiting += 1
@@ -286,9 +285,9 @@ class EngineCore:
         self.version += 1
         return True
 
-    def launch(self, end: int) -> None:
-        """Run the planned step, which ends at a tick."""
-        self._agenda.hold((end, STEP_END, self.number, self.version))
+    def launch(self, end: int, *, held: bool = True) -> None:
+        """Run the planned step, which ends at a tick; most likely that is the next event, and is `held`."""
+        (self._agenda.hold if held else self._agenda.post)((end, STEP_END, self.number, self.version))
 
     def cut(self, now: int) -> None:
         """Something has changed: the jump ends with the step in which `now` falls."""
@@ -329,7 +328,7 @@ class EngineCore:
             recorder.steps += repetitions
             self.busy += now - self.started
             if self.busy >= sampler.due:
-                sampler.take(self.busy, step, repetitions)
+                sampler.take(self.busy, step, time, now - self.started)
             if time.ends is not None:
                 recorder.note_listed(time.ends[:repetitions], step.num_decodes - step.discarded)
             elif decodes := step.num_decodes - step.discarded:
@@ -427,7 +426,7 @@ class EngineCore:
         recorder.steps += time.repetitions
         self.busy += end - self.started
         if self.busy >= self.sampler.due:
-            self.sampler.take(self.busy, step, time.repetitions)
+            self.sampler.take(self.busy, step, time, end - self.started)
         decodes = step.num_decodes - step.discarded
         if time.ends is not None:
             recorder.note_listed(time.ends[: time.repetitions], decodes)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import Step
+from simtune.sim.timing import JumpTime
 
 MOST = 64
 """Steps that are kept; with twice as many, every second one is dropped."""
@@ -41,15 +42,16 @@ class StepSampler:
         self._interval = interval
         self._steps: list[tuple[int, SampledStep]] = []  # when it was due, and the step, whose ticks are found last
 
-    def take(self, busy: int, step: Step, repetitions: int) -> None:
-        """Take a step that has ended, repeated so often, with the context of the middle repetition."""
-        context = step.context_tokens + step.num_decodes * (repetitions - 1) // 2
+    def take(self, busy: int, step: Step, time: JumpTime, ticks: int) -> None:
+        """Take of a step that has ended, and took so many ticks with all its repetitions, those that are due."""
         chunks = tuple((chunk.past, chunk.tokens) for chunk in step.chunks)
         samples = step.num_decodes + sum(chunk.completes for chunk in step.chunks)
-        taken = SampledStep(0, step.num_decodes, context, step.verify_tokens, samples, chunks)
-        while (busy - self.due) // self._interval >= MOST:  # a long step after short ones
-            self._widen()
+        begun, taken = busy - ticks, None
         while self.due <= busy:
+            before = time.reaching(self.due - begun)[0] - 1 if time.repetitions > 1 else 0
+            context = step.contexts[before] if step.contexts else step.context_tokens + step.num_decodes * before
+            if taken is None or taken.context_tokens != context:
+                taken = SampledStep(0, step.num_decodes, context, step.verify_tokens, samples, chunks)
             self._steps.append((self.due, taken))
             self.due += self._interval
             if len(self._steps) >= 2 * MOST:

@@ -178,7 +178,7 @@ class Pipeline(SharedStepping):
         if self._posted is not None:
             self._posted.version += 1
         self._posted = flight.core
-        flight.core.launch(now)
+        flight.core.launch(now, held=False)  # perhaps while another core runs ahead, which looks at no held event
 
     def _take_back(self, tick: int, number: int) -> None:
         """Undo launches from a tick on, at that tick those of cores from a number on; never the first of a flight."""

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from simtune.costs.operators import OPERATORS
+from simtune.costs.operators.moe import DEALT
 from simtune.costs.tables import Table, account, designation, read_tables
 from simtune.errors import SpecError, UsageError
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from simtune.engine import Step
 from simtune.sim.basis import cost_basis, evenly, note
 from simtune.sim.sampling import MOST, SampledStep, StepSampler
 from simtune.sim.summary import BasisShares, CostBasis, OperatorBasis
+from simtune.sim.timing import JumpTime
 
 
 def step(decodes: int) -> Step:
@@ -27,7 +29,7 @@ def sampled(durations: list[int]) -> tuple[SampledStep, ...]:
     for number, ticks in enumerate(durations, start=1):
         busy += ticks
         if busy >= sampler.due:
-            sampler.take(busy, step(number), 1)
+            sampler.take(busy, step(number), JumpTime(ticks, repetitions=1), ticks)
     return sampler.steps()
 
 
@@ -41,11 +43,18 @@ def test_steps_stand_for_their_time(durations: list[int]) -> None:
     assert weights @ [s.num_decodes for s in steps] / weights.sum() == pytest.approx(mean, rel=3 / MOST)
 
 
-def test_a_repeated_step_is_taken_with_the_context_of_its_middle() -> None:
-    sampler = StepSampler()
-    sampler.take(1, step(4), 11)
-    (taken,) = sampler.steps()
-    assert (taken.num_decodes, taken.context_tokens) == (4, 400 + 4 * 5)
+def test_a_repeated_step_is_taken_with_the_contexts_of_the_repetitions_that_are_due() -> None:
+    """As if each repetition had been a step of its own."""
+    jumped, stepped = StepSampler(interval=25), StepSampler(interval=25)
+    time = JumpTime(10, 1, 11)
+    jumped.take(time.total, step(4), time, time.total)
+    for number in range(11):
+        own = replace(step(4), context_tokens=400 + 4 * number)
+        ticks = time.elapsed(number + 1) - time.elapsed(number)
+        if time.elapsed(number + 1) >= stepped.due:
+            stepped.take(time.elapsed(number + 1), own, JumpTime(ticks, repetitions=1), ticks)
+    assert jumped.steps() == stepped.steps()
+    assert len({taken.context_tokens for taken in jumped.steps()}) > 3
 
 
 def test_evenly_keeps_the_time() -> None:
