@@ -67,7 +67,7 @@ def test_who_is_computed_elsewhere_decodes_at_once(policy: str) -> None:
     assert (step.num_decodes, step.context_tokens) == (1, 8)
 
 
-@pytest.mark.parametrize("policy", PROMPTS_ALONE)
+@pytest.mark.parametrize("policy", sorted(PROMPTS_ALONE))
 def test_who_is_computed_elsewhere_decodes_after_the_prompts(policy: str) -> None:
     scheduler = made(policy)
     remote = Request(1, 7, 5, emitted=1)
