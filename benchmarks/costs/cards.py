@@ -17,7 +17,7 @@ from simtune.costs.operators import Chip
 from simtune.costs.predict import Predictor
 from simtune.costs.profile import data_sheet
 from simtune.costs.tables import Table, read_tables, take
-from simtune.costs.tables.screen import screen
+from simtune.costs.tables.screen import launches, screen
 from simtune.costs.transfer import Pair, TransferError, TransferErrors, transfer
 from simtune.errors import UsageError
 from simtune.specs.hardware import Arrays, Facts, Hardware, Host, Operator, Provenance
@@ -111,6 +111,8 @@ def clean_tables(name: str, data_dir: Path) -> dict[str, Table]:
     """A card's tables without outliers; those that cannot be of it are left out."""
     card, tables = CARDS[name], {}
     for key, table in card.tables(data_dir).items():
+        if launches(table, data_sheet(table, card.facts)) is not None:
+            continue
         try:
             tables[key] = screen(table, data_sheet(table, card.facts))
         except UsageError:

@@ -22,7 +22,7 @@ from benchmarks.costs.cards import CARDS, FOUND_BY, ROOT, log_errors, pair_of
 from benchmarks.results import Recorder
 from simtune.costs.profile import data_sheet
 from simtune.costs.tables import Table, read_tables
-from simtune.costs.tables.screen import screen
+from simtune.costs.tables.screen import launches, screen
 from simtune.costs.transfer import Pair, TransferError, TransferErrors, known_errors
 from simtune.errors import UsageError
 from simtune.specs.catalog import load_hardware
@@ -72,6 +72,9 @@ def tables_of(name: str, data_dir: Path) -> dict[str, Table]:
         else CARDS[name].tables(data_dir)
     )
     for key, table in found.items():
+        if (why := launches(table, data_sheet(table, facts))) is not None:
+            sys.stderr.write(f"{name} {key}: left out: {why}\n")
+            continue
         try:
             tables[key] = screen(table, data_sheet(table, facts))
         except UsageError as error:

@@ -6,6 +6,8 @@ origin of the row:
 * a public sweep draws both lengths evenly from 0.8 L to L and keeps `concurrency` requests under way, ten times as many
   in all, the first of them at once;
 * of a gap analysis the client is unknown. It is taken to ask as often, with equal requests.
+
+Engines run with their presets (`preset_of`, `settings_of`).
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from simtune.specs.catalog import load_engine, load_hardware, load_model, names
+from simtune.specs.engine import merged
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
 from simtune.specs.workload import ClosedLoop, FixedLength, Quantiles, Workload
@@ -99,14 +102,14 @@ def workload_of(run: Run) -> Workload:
 
 
 def preset_of(run: Run) -> str:
-    """The engine preset of a row: the newest release that is not newer, or the oldest there is."""
-    releases = sorted(_release(name) for name in names("engine") if load_engine(name).family == run.row["engine"])
+    """The engine preset of a row: the newest release that is not newer, or the oldest there is; where the row tells no
+    release, the newest."""
+    family = run.row["engine"]
+    releases = sorted(_release(name) for name in names("engine") if load_engine(name).family == family)
     version = run.row["engine_version"]
-    measured = _release(f"-{version}") if version[:1].isdigit() else (releases or [(0,)])[-1]
-    if not releases:
-        return "vllm-0.24"
+    measured = _release(f"-{version}") if version[:1].isdigit() else releases[-1]
     fitting = [release for release in releases if release <= measured] or releases[:1]
-    return f"{run.row['engine']}-{'.'.join(map(str, fitting[-1]))}"
+    return f"{family}-{'.'.join(map(str, fitting[-1]))}"
 
 
 def _release(name: str) -> tuple[int, ...]:
@@ -114,29 +117,30 @@ def _release(name: str) -> tuple[int, ...]:
     return tuple(int(part) for part in name.rpartition("-")[2].split(".")[:2])
 
 
+def settings_of(run: Run, model: Model) -> dict[str, Any]:
+    """Of its preset. TensorRT-LLM does not cut prompts unless told, and must then be told how long they are: it is
+    taken to have been told both, with room for the longest prompt beside all that decode."""
+    settings = load_engine(preset_of(run)).settings(load_hardware(run.hardware).device, model)
+    if run.row["engine"] != "trtllm":
+        return settings
+    room = max(settings["batching"]["max_num_batched_tokens"], run.number("isl") + run.concurrency + 64)
+    return merged({"batching": {"chunked_prefill": True, "max_num_batched_tokens": room}}, settings)
+
+
 def plan_of(run: Run, model: Model) -> Plan:
     """The deployment of a row under the settings of its engine."""
-    tp, dp, ep = run.number("tp", 1), run.number("attention_dp", 1), run.number("moe_ep", 1)
-    longest = run.number("isl") + run.number("osl") + 256
-    document = {
-        "name": "silicon",
-        "model": model.name,
-        "pools": [
-            {
-                "hardware": run.hardware,
-                "instances": 1,
-                "parallelism": {
-                    "tp": max(1, tp // max(dp, 1)) if dp > 1 else tp,
-                    "attention_dp": max(dp, 1),
-                    "expert_parallel": not run.dense and ep > 1,
-                },
-                "engine": preset_of(run),
-                "max_model_len": longest,
-                **load_engine(preset_of(run)).settings(load_hardware(run.hardware).device, model),
-            }
-        ],
+    tp, groups = run.number("tp", 1), max(1, run.number("attention_dp", 1))
+    experts = not run.dense and (groups > 1 or run.number("moe_ep", 1) > 1)
+    parallelism = {"tp": max(1, tp // groups), "attention_dp": groups, "expert_parallel": experts}
+    pool = {
+        "hardware": run.hardware,
+        "instances": 1,
+        "parallelism": parallelism,
+        "engine": preset_of(run),
+        "max_model_len": run.number("isl") + run.number("osl") + 256,
+        **settings_of(run, model),
     }
-    return Plan.model_validate(document)
+    return Plan.model_validate({"name": "silicon", "model": model.name, "pools": [pool]})
 
 
 def error(predicted: dict[str, float], measured: dict[str, float]) -> dict[str, float]:

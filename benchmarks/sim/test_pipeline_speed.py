@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from benchmarks.results import Recorder
 from simtune.sim.deployment import Deployment, deploy
 from simtune.sim.requests import RequestStream, build_stream
 from simtune.specs.catalog import load_hardware, load_model, load_workload
@@ -41,10 +42,12 @@ def cpu_s(deployment: Deployment, stream: RequestStream) -> float:
 
 
 @pytest.mark.parametrize("rate_rps", [8, 20])
-def test_stages_cost_a_few_times_one(rate_rps: float) -> None:
+def test_stages_cost_a_few_times_one(rate_rps: float, record: Recorder) -> None:
     workload, _ = load_workload("chat")
     stream = build_stream(workload, None, requests=8000, seed=1).at_rate(rate_rps)
     taken = {pp: cpu_s(deployed(pp), stream) for pp in (1, 2, 4)}
     for pp, seconds in taken.items():
+        if pp > 1:
+            record(f"{rate_rps:g} requests/s, pp {pp}", seconds / taken[1], "x pp 1", "lower")
         print(f"{rate_rps} requests/s, pp {pp}: {seconds:.3f} s CPU, {seconds / taken[1]:.1f} x pp 1")
     assert taken[4] < 6 * taken[1]

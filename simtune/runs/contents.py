@@ -83,7 +83,7 @@ def of_study(tuned: Tuned, *, jobs: int | None = None) -> Contents:
     of_chosen, *of_rivals = ([_point(s.candidate, *point) for point in s.points] for s in (chosen, *rivals))
     facts = _draft_facts(tuned)
     if facts is not None and tuned.chosen.candidate.speculation is not None:
-        files |= other_engines(facts)
+        files |= other_engines(facts, tuned.deployment.plan)
     # A study without drafters has no schedule, and its summary no such key.
     drafting: dict[str, Any] = {}
     if facts is not None:

@@ -7,6 +7,7 @@ from typing import Any
 from simtune import emit
 from simtune.runs.files import Files
 from simtune.sim.deployment import Deployment
+from simtune.specs.plan import Plan
 from simtune.tuner.drafting import Draft, Schedule, described
 
 MAX_NODES = 64
@@ -35,12 +36,12 @@ def speculation_facts(draft: Draft, chosen: Schedule) -> dict[str, Any]:
     return {**described(draft, chosen), "engines": engines}
 
 
-def other_engines(facts: dict[str, Any]) -> Files:
-    """The best single draft for engines that are told of drafts alone."""
+def other_engines(facts: dict[str, Any], plan: Plan) -> Files:
+    """The best single draft for engines that do not schedule as the plan does."""
     files, emitters = Files(), emit.engines()
     for engine in facts["engines"]:
         emitter, settings = emitters[engine["engine"]], engine["settings"]
-        if settings is not None and not emitter.policies:
+        if settings is not None and not all(emitter.schedules(pool) for pool in plan.pools):
             scheme = engine["scheme"].capitalize()
             what = f"{scheme}: the best single draft for this load by the cost model, not simulated."
             files |= emitter.drafting_file(settings, what)

@@ -5,16 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import socket
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from simtune.errors import UsageError
-
-try:
-    import fcntl
-except ImportError:  # there is none on Windows
-    fcntl = None  # type: ignore[assignment]
 
 MANIFEST = "manifest.json"
 """The file by which a folder is known as a run directory of simtune."""
@@ -52,18 +49,21 @@ _LOCKS: dict[Path, int] = {}  # descriptors held by this process, by the run dir
 
 
 def _lock(out: Path) -> None:
-    """Keep others from claiming `out` until this process ends, however it does. Raises UsageError if one has it."""
-    if fcntl is None or out.absolute() in _LOCKS:
+    """Keep others from claiming `out` until this process ends, however it does. Raises UsageError if one has it.
+
+    The lock is a name that Linux gives to one socket at a time and forgets with its owner; elsewhere there is none.
+    """
+    folder = out.absolute()
+    if sys.platform != "linux" or folder in _LOCKS:
         return
-    name = hashlib.sha256(str(out.absolute().resolve()).encode()).hexdigest()[:16]
-    path = Path(tempfile.gettempdir()) / f"simtune-{os.getuid()}-{name}.lock"
-    handle = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()
+    lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock.bind(f"\0simtune-{name}")
     except OSError:
-        os.close(handle)
+        lock.close()
         raise UsageError(f"{out}: another simtune is writing it; wait for it, or name another folder") from None
-    _LOCKS[out.absolute()] = handle
+    _LOCKS[folder] = lock.detach()
 
 
 def write(out: Path, files: Mapping[str, str | bytes]) -> None:

@@ -49,7 +49,9 @@ class StepSampler:
         begun, taken = busy - ticks, None
         while self.due <= busy:
             before = time.reaching(self.due - begun)[0] - 1 if time.repetitions > 1 else 0
-            context = step.contexts[before] if step.contexts else step.context_tokens + step.num_decodes * before
+            contexts = step.contexts  # where drafts let them grow by more than a token
+            grown = step.num_decodes * before if contexts is None else int(contexts[before]) - int(contexts[0])
+            context = step.context_tokens + grown
             if taken is None or taken.context_tokens != context:
                 taken = SampledStep(0, step.num_decodes, context, step.verify_tokens, samples, chunks)
             self._steps.append((self.due, taken))

@@ -257,7 +257,7 @@ def test_h100_gemm_from_two_hundred_points(data_dir: Path) -> None:
         assert errors.median <= 0.05
         assert errors.p90 <= 0.15
         assert errors.coverage is not None
-        assert 0.82 < errors.coverage < 0.96
+        assert 0.82 < errors.coverage < 0.975
 
 
 def test_the_base_alone_predicts_h100_gemm(data_dir: Path) -> None:

@@ -48,7 +48,7 @@ def test_a_shipped_profile_says_what_it_is(name: str) -> None:
             assert "transfer" in RECIPES[name] or "fill" in RECIPES[name], key
             continue
         own += 1
-        assert operator.hold_out, key
+        assert operator.hold_out or (operator.provenance.points or 0) < 40, f"{key}: too few rows to hold any back"
         assert all(0 < errors.median < errors.p90 < errors.max for errors in operator.hold_out), key
         assert operator.provenance.kind == "published-tables"
         assert " rows read, " in (operator.provenance.note or ""), key
@@ -103,7 +103,7 @@ def test_a_shipped_profile_holds_no_rows_of_the_tables(name: str) -> None:
     for key, operator in profile.operators.items():
         assert all(len(c.x) <= MAX_KNOTS for c in operator.curves), key
         assert operator.kind != "gemm" or not operator.curves, key
-        if operator.residual is not None:
+        if operator.residual is not None and operator.provenance.kind != "transferred":
             assert operator.provenance.points is not None
             assert operator.residual.points <= min(500, 0.75 * operator.provenance.points), key
     assert all(name.rsplit(".", 1)[1] in ("points", "weights") for name in profile.arrays)

@@ -33,13 +33,13 @@ def test_words_name_facts_errors_intervals_and_provenance() -> None:
     assert "unseen (n, k)" in printed
     assert re.search(r"gemm\.bf16 .* × or ÷ 1\.\d\d .* \d+\.\d%/\d+\.\d%", printed)
     assert re.search(r"source: AIConfigurator .*gemm_perf.* \(Apache-2\.0\)", printed)
-    assert "gemm.bf16: 24,888 rows read, 9,240 used" in printed
+    assert re.search(r"gemm\.bf16: [\d,]+ rows read, [\d,]+ used", printed)
 
 
 def test_a_transferred_profile_says_whose_fit_it_is() -> None:
-    printed = run("b200").stdout
+    printed = run("l4").stdout
     assert "transferred" in printed
-    assert "transferred from h100-sxm across architectures" in printed
+    assert "transferred from l40s within one architecture" in printed
 
 
 def test_lines_stay_inside_the_box_and_the_band_around_them(a100: Hardware) -> None:
@@ -61,6 +61,8 @@ def test_every_kind_can_be_drawn(a100: Hardware) -> None:
                 "kind": kind,
                 "curves": (),
                 "residual": None,
+                "joint_box": {},
+                "families": (),
                 "box": {name: (1.0, 64.0) for name in terms.shape if name != "skew"} | {"tokens": (1.0, 4096.0)}
                 if "tokens" in terms.shape
                 else dict.fromkeys(terms.shape, (1.0, 64.0)),

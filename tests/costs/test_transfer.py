@@ -17,12 +17,14 @@ from simtune.specs.hardware import Facts, Hardware, Provenance
 
 ROOT = Path(__file__).resolve().parents[2]
 TRANSFERRED = {
-    "h200-sxm": "h100-sxm",
-    "b200": "h100-sxm",
-    "l40s": "h100-sxm",
-    "l4": "h100-sxm",
-    "mi300x": "h100-sxm",
+    "b300": "b200",
+    "gb300": "gb200",
+    "l4": "l40s",
     "a10": "a100-sxm-80g",
+    "a6000": "a100-sxm-80g",
+    "a40": "a100-sxm-80g",
+    "mi300x": "h100-sxm",
+    "mi325x": "h200-sxm",
 }
 
 
@@ -91,11 +93,10 @@ def test_intervals_widen_more_across_architectures(source: Hardware) -> None:
 @pytest.mark.parametrize(
     ("target", "key", "seen_on"),
     [
-        ("h200-sxm", "gemm.bf16", "of gemm.bf16 from h100-sxm to h200-sxm, is 5 % off at the median and 13 %"),
-        ("h200-sxm", "moe.bf16", "of gemm.bf16 from h200-sxm to h100-sxm"),
-        ("b200", "gemm.fp8", "of gemm.bf16 from h100-sxm to a100-sxm-80g"),
-        ("b200", "decode_attention.bf16", "of decode_attention.bf16 from a100-sxm-80g to h100-sxm"),
-        ("l40s", "decode_attention.bf16.kv-fp8", "of decode_attention.bf16.kv-fp8 from h100-sxm to rtx-pro-6000"),
+        ("h200-sxm", "gemm.bf16", "of gemm.bf16 from h100-sxm to h200-sxm, is 4 % off at the median and 12 %"),
+        ("h200-sxm", "moe.bf16", "of moe.bf16 from h100-sxm to h200-sxm"),
+        ("b200", "gemm.fp8", "of gemm.fp8 from h100-sxm to b200"),
+        ("l40s", "decode_attention.bf16.kv-fp8", "of decode_attention.bf16.kv-fp8 from h100-sxm to l40s"),
         ("mi300x", "gemm.bf16", "to another vendor, whose kernels are others; no such transfer was checked"),
     ],
 )
@@ -110,7 +111,7 @@ def test_the_note_names_the_nearest_transfer_that_was_checked(
 @pytest.mark.parametrize("name", TRANSFERRED)
 def test_a_shipped_transfer_is_one_of_its_shipped_source(name: str) -> None:
     shipped, fresh = load_hardware(name), transfer(load_hardware(TRANSFERRED[name]), facts(name))
-    assert shipped == fresh
+    assert shipped.model_copy(update={"arrays_sha256": None}).model_dump() == fresh.model_dump()
     assert shipped.arrays == fresh.arrays
     assert {o.provenance.kind for o in shipped.operators.values()} == {"transferred"}
 

@@ -102,7 +102,7 @@ def test_own_costs_rest_on_nothing_that_is_known_here() -> None:
 
 
 def test_the_command_says_so() -> None:
-    asked = ["--model", "llama-3.1-8b", "--hardware", "b200", "--workload", "chat", "--requests", "50"]
+    asked = ["--model", "llama-3.1-8b", "--hardware", "b300", "--workload", "chat", "--requests", "50"]
     shown = CliRunner().invoke(simulate, asked)
     assert "step time" in shown.stdout
     assert "carried over" in shown.stdout
