@@ -277,7 +277,7 @@ def test_a_required_option_is_asked_for(desk: Any, call: Call) -> None:
 
 @pytest.mark.parametrize(
     "asked",
-    [("schema", "stdy"), ("list", "models"), ("show", "chta"), ("check",), ("report", "nosuch"), ("show", "x.yaml")],
+    [("schema", "stdy"), ("list", "modles"), ("show", "chta"), ("check",), ("report", "nosuch"), ("show", "x.yaml")],
 )
 def test_other_verbs_refuse_too(desk: Any, call: Call, asked: tuple[str, ...]) -> None:
     message = desk.refused(call, *asked)

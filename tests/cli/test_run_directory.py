@@ -307,5 +307,6 @@ def test_ctrl_c_reaches_the_process(start: Call, desk: Any) -> None:
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert out == ""
-    assert err.strip() == "interrupted; nothing was written"
+    # Python may warn of the file that the signal kept it from closing.
+    assert err.splitlines()[-1] == "interrupted; nothing was written"
     assert not (desk.folder / "run").exists()

@@ -178,7 +178,8 @@ def test_the_command_writes_what_the_function_gives(tmp_path: Path, source: Hard
     arguments = ["--transfer-from", "h100-sxm", "--facts", str(card), "--out", str(tmp_path)]
     result = CliRunner().invoke(fit, arguments)
     assert result.exit_code == 0, result.output
-    assert load_hardware(str(tmp_path)) == transfer(source, facts("l4"))
+    written = load_hardware(str(tmp_path)).model_copy(update={"arrays_sha256": None})
+    assert written.model_dump() == transfer(source, facts("l4")).model_dump()
 
 
 def test_known_errors_are_of_devices_that_are_shipped() -> None:

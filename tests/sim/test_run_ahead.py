@@ -34,10 +34,14 @@ def contents(outcome: Outcome) -> dict[str, Any]:
     return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}
 
 
-def check(world: Setting | Cluster) -> None:
-    """Where jumps are recorded no core runs ahead."""
+def check(world: Setting | Cluster, *, samples: bool = True) -> None:
+    """Where jumps are recorded no core runs ahead. With drafts the steps that are sampled may be others."""
     ahead, plain = world.run(), world.run(record=True)
-    assert contents(ahead) == contents(plain)
+    of_ahead, of_plain = contents(ahead), contents(plain)
+    if not samples:
+        for outcome in (of_ahead, of_plain):
+            outcome["cores"] = [use._replace(sampled=()) for use in outcome["cores"]]
+    assert of_ahead == of_plain
     assert plain.records
     assert not ahead.records
 
@@ -76,4 +80,5 @@ def test_drafts(cluster: Cluster, ahead: bool) -> None:
     front = replace(cluster.front, budget=max(8, cluster.front.budget))
     back = cluster.back and replace(cluster.back, budget=max(8, cluster.back.budget))
     options = {"speculation": DraftingTerms(3, accepted, lookahead=3)}
-    check(replace(cluster, front=front, back=back, async_scheduling=ahead, options=options, cores=[]))
+    changed = replace(cluster, front=front, back=back, async_scheduling=ahead, options=options, cores=[])
+    check(changed, samples=False)

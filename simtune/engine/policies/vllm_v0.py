@@ -115,8 +115,8 @@ class VllmV0(ListScheduler):
     def _step(self, preempted: list[Request]) -> Step:
         step = super()._step(preempted)
         step.swapped_out_blocks, step.swapped_in_blocks = self._moved_out, self._moved_in
-        if self._moved_in:
-            step.repeat = 1
+        if self._swaps:
+            step.repeat = 1  # who is preempted, and who comes back, is asked anew for every step
         return step
 
     def _steps_that_fit(self, decoding: list[Request], limit: int) -> int:
