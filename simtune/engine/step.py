@@ -68,6 +68,11 @@ class Step:
     comes out before the last."""
 
     @property
+    def only_decodes(self) -> bool:
+        """Whether it has no prompts, and no blocks to move."""
+        return not (self.chunks or self.preempted or self.swapped_in_blocks)
+
+    @property
     def verify_tokens(self) -> int:
         """Tokens the decodes compute: one each, and the drafts."""
         return self.num_decodes + self.draft_tokens

@@ -346,7 +346,7 @@ class EngineCore:
                 return
             self.started = now
             self.version = version = self.version + 1
-            if step.chunks or step.preempted:
+            if not step.only_decodes:
                 self._find_time(now, step)
                 now += time.total
             elif decode is None:
