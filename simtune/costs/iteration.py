@@ -265,8 +265,9 @@ class StepModel:
         With `chunk` it is what decodes of one token add to a step whose longest prefill chunk has so many; the same as
         alone unless the profile knows better.
 
-        The mean is enough for sequences of unequal length: kernels split the KV evenly over processors, and
-        under the base form the batch at its mean never takes less than its longest sequence alone.
+        The mean is enough for sequences of unequal length: kernels split the KV evenly over processors, and under the
+        base form the batch at its mean never takes less than its longest sequence alone, but for the keys that each of
+        the others reads while it starts (START_KEYS).
         """
         context = np.asarray(mean_context, dtype=np.float64)
         total = np.zeros_like(context)

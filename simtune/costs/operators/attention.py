@@ -177,15 +177,15 @@ def seen_pairs(tokens: Array, window: Array) -> Array:
     return pairs
 
 
-_START = 64
+START_KEYS = 64
 """Keys, about, that a block of decode attention reads while it starts, and so for nothing: kernels read them in tiles
 of 64 to 128. Of none, 32 and 64 this says best, on tables of four GPUs, what takes larger batches than were trained on;
 longer contexts than were trained on, on the two of them with GDDR memory, none says best."""
 
 
 def _waited_for(keys: Array, setting: Setting) -> Array:
-    """Of so many keys per sequence, those whose reading takes time: all but `_START` of many, on a GPU."""
-    return keys * keys / (keys + _START) if setting.processors > 1 else keys
+    """Of so many keys per sequence, those whose reading takes time: all but `START_KEYS` of many, on a GPU."""
+    return keys * keys / (keys + START_KEYS) if setting.processors > 1 else keys
 
 
 def shares_keys(x: Shape, setting: Setting) -> Mask:
