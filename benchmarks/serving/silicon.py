@@ -80,7 +80,11 @@ def runs(data_dir: Path) -> Iterator[Run]:
 def model_of(run: Run) -> Model:
     """The checkpoint that was served: the model in the formats of the row."""
     model = load_model(run.model)
-    if run.model == "gpt-oss-120b" or not run.row["gemm"]:
+    if run.model == "gpt-oss-120b":
+        # Its 4-bit experts take 8-bit activations on Blackwell: TensorRT-LLM chooses that itself there (TRTLLM-Gen
+        # kernels), and public sweeps tell vLLM to (VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8). Elsewhere 16 bits.
+        return model.model_copy(update={"expert_dtype": "mxfp4_mxfp8"}) if run.hardware == "b200" else model
+    if not run.row["gemm"]:
         return model
     return model.model_copy(update={"weight_dtype": run.row["gemm"], "expert_dtype": run.row["moe"]})
 
