@@ -22,6 +22,7 @@ from simtune.costs.transfer import transfer
 from simtune.specs import yamlfile
 from simtune.specs.catalog import load_hardware
 from simtune.specs.hardware import Facts, Hardware
+from simtune.specs.reading import read_text
 
 ROOT = Path(__file__).resolve().parents[2]
 PROFILES = ROOT / "hwprofiles"
@@ -30,7 +31,7 @@ PROFILES = ROOT / "hwprofiles"
 def recipes() -> dict[str, dict[str, Any]]:
     """The recipe of each profile, by name."""
     path = PROFILES / "recipes.yaml"
-    found: dict[str, dict[str, Any]] = yamlfile.parse(yamlfile.read_text(path), str(path)).data
+    found: dict[str, dict[str, Any]] = yamlfile.parse(read_text(path), str(path)).data
     return found
 
 

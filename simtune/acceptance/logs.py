@@ -13,17 +13,15 @@ What a file is, is found in it:
 
 from __future__ import annotations
 
-import csv
-import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from simtune.acceptance import estimate
 from simtune.errors import Problem, SpecError, UsageError
-from simtune.specs import yamlfile
 from simtune.specs.acceptance import Rates
+from simtune.specs.reading import JsonError, csv_table, json_lines, parse_json, read_text
 
 _COUNTER = re.compile(r"^vllm:(spec_decode_\w+?)(?:_total)?(?:\{(.*)\})?\s+([0-9.eE+-]+)", re.MULTILINE)
 _POSITION = re.compile(r'position="(\d+)"')
@@ -45,7 +43,7 @@ def read_acceptance(paths: Sequence[Path], draft_tokens: int | None = None, mode
     `draft_tokens` of each round are needed where a file does not tell; `model` chooses among several in a table.
     Raises SpecError or UsageError where a file is none of these, or cannot be true.
     """
-    texts = [yamlfile.read_text(path) for path in paths]
+    texts = [read_text(path) for path in paths]
     if len(paths) == 2 and all(_COUNTER.search(text) for text in texts):
         return _counters(paths, texts)
     if len(paths) != 1:
@@ -115,9 +113,9 @@ def _log(path: Path, text: str) -> Reading:
 
 def _json(path: Path, text: str, draft_tokens: int | None) -> Reading:
     try:
-        documents = [json.loads(text)]
-    except json.JSONDecodeError:
-        documents = list(_json_lines(path, text))
+        documents = [parse_json(text)]
+    except JsonError:
+        documents = [document for _, document in json_lines(text, str(path))]
     requests = [h for h in (_per_request(d) for d in documents) if h is not None]
     if requests:
         rates = _estimated(path, "acceptance_histogram", lambda: estimate.from_requests(requests))
@@ -163,15 +161,6 @@ def _mean_length(path: Path, data: dict[str, Any], draft_tokens: int | None) -> 
     return Reading(rates, f"mean accepted length of SGLang, {path.name}; the same acceptance at every position")
 
 
-def _json_lines(path: Path, text: str) -> Iterator[Any]:
-    for number, line in enumerate(text.splitlines(), start=1):
-        if line.strip():
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError as error:
-                raise SpecError(Problem(str(path), f"not valid JSON: {error.msg}", "", number, error.colno)) from None
-
-
 def _per_request(document: Any) -> list[float] | None:
     """The histogram of one response of vLLM, None if it has none."""
     metrics = document.get("metrics") if isinstance(document, dict) else None
@@ -181,8 +170,10 @@ def _per_request(document: Any) -> list[float] | None:
 
 
 def _table(path: Path, text: str, model: str | None) -> Reading:
-    rows = list(csv.DictReader(text.splitlines()))
-    columns = set(rows[0]) if rows else set()
+    header, cells, _ = csv_table(text, str(path))
+    rows, columns = [dict(zip(header, row, strict=True)) for row in cells], set(header)
+    if not rows:
+        raise _unknown(path)
     if {"head_index", "top_k", "accuracy"} <= columns:
         return _top_k(path, rows, model)
     if {"depth", "rank", "taken", "reached"} <= columns:

@@ -11,6 +11,7 @@ import importlib
 import io
 import os
 import sys
+import traceback
 from typing import Any
 
 import click
@@ -33,6 +34,12 @@ VERBS = {
     "check": "Check spec and trace files.",
     "schema": "Print the JSON schema of a kind of spec.",
 }
+
+
+INTERNAL = (
+    "internal error: a mistake in simtune, not in what you asked for; please report the lines above with your command "
+    "and files, as CONTRIBUTING.md says"
+)
 
 
 class _Verbs(click.Group):
@@ -101,4 +108,8 @@ def main(args: list[str] | None = None) -> Any:
         sys.exit(1)
     except MemoryError:
         click.echo("out of memory; ask for fewer requests or fewer --jobs", err=True)
+        sys.exit(1)
+    except Exception:
+        traceback.print_exc()
+        click.echo(INTERNAL, err=True)
         sys.exit(1)

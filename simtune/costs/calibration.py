@@ -16,11 +16,9 @@ Any of them may be gzipped.
 
 from __future__ import annotations
 
-import gzip
-import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -34,6 +32,7 @@ from simtune.errors import Problem, SpecError
 from simtune.specs.hardware import Calibration, Correction, Hardware
 from simtune.specs.model import Model
 from simtune.specs.plan import Pool
+from simtune.specs.reading import json_lines, read_packed_text
 
 Kind = Literal["decode", "prefill"]
 
@@ -91,7 +90,7 @@ def read_log(path: Path, model: Model, hardware: Hardware, tp: int) -> Log:
             return _splitwise(columns, subject)
         columns.require(*_CSV)
         return _csv(columns, subject)
-    lines = _json_lines(path)
+    lines = json_lines(read_packed_text(path), str(path))
     number, header = next(lines, (1, {}))
     if header.get("format") == "steplog/1":
         return _steplog(path, header, lines, subject)
@@ -100,24 +99,6 @@ def read_log(path: Path, model: Model, hardware: Hardware, tp: int) -> Log:
         raise SpecError(Problem(str(path), message, "schema", number))
     _check(path, subject, {name: str(header[name]) for name in _IDENTITY if name in header})
     return Log([_own(path, line, data) for line, data in lines])
-
-
-def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number, object) of every line that is not empty."""
-    try:
-        with gzip.open(path, "rt") if path.suffix == ".gz" else open(path, encoding="utf-8") as stream:
-            lines = stream.read().split("\n")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise SpecError(Problem(str(path), f"cannot be read: {error}")) from None
-    for number, text in enumerate(lines, start=1):
-        if text.strip():
-            try:
-                data = json.loads(text)
-            except json.JSONDecodeError as error:
-                raise SpecError(Problem(str(path), f"is not JSON: {error.msg}", "", number, error.colno)) from None
-            if not isinstance(data, dict):
-                raise SpecError(Problem(str(path), "an object was expected", "", number))
-            yield number, data
 
 
 def _check(path: Path, subject: _Subject, identity: Mapping[str, str]) -> None:

@@ -33,11 +33,14 @@ from simtune.costs.iteration import StepModel, padded_tokens
 from simtune.costs.knots import KNOTS_PER_OCTAVE, bends, knots, rising, sizes, whole_ticks
 from simtune.costs.protocol import UNBOUNDED
 from simtune.costs.ticks import TICKS_PER_SECOND, to_ticks
+from simtune.specs import room
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
 from simtune.specs.plan import Pool
 
 CORRECTION_KNOTS_PER_OCTAVE = 4
+_ENTRY_BYTES = 200.0
+"""Of a table's entry while it is made."""
 
 
 # --- tables -----------------------------------------------------------------------------------------------
@@ -217,6 +220,8 @@ def compile_tables(
     """
     models, seqs = _Models.of(model, hardware, pool, factors), pool.batching.max_num_seqs
     step_model = models.model
+    entries = max_model_len + 3 * max(pool.batching.max_num_batched_tokens, width * seqs)
+    room.need(entries * _ENTRY_BYTES, f"step costs up to max_model_len {max_model_len:,}", "lower max_model_len")
     contexts = knots(KNOTS_PER_OCTAVE, max_model_len, step_model.windows)
     differs = step_model.correction(True) != step_model.correction(False)
     pure = _token_tables(models, pool, width * seqs, with_chunks=False)

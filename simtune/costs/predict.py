@@ -21,7 +21,7 @@ from simtune.costs.estimate import estimate
 from simtune.costs.operators import OPERATORS, UNKNOWN, Chip, CurveForm, Setting, Terms, operator_key
 from simtune.costs.residual import Process
 from simtune.errors import Infeasible, Problem, SpecError
-from simtune.specs.hardware import ARRAYS, Arrays, Hardware, Operator, OperatorKind
+from simtune.specs.hardware import ARRAYS, Arrays, Hardware, Operator, OperatorKind, Residual
 
 LEVEL = 0.9
 Z90 = NormalDist().inv_cdf((1 + LEVEL) / 2)
@@ -201,13 +201,7 @@ class Predictor:
 
     @cached_property
     def _process(self) -> Process | None:
-        spec = self.operator.residual
-        if spec is None:
-            return None
-        try:
-            return Process.load(spec, self.arrays[f"{spec.array}.points"], self.arrays[f"{spec.array}.weights"])
-        except ValueError as error:
-            raise SpecError(Problem(ARRAYS, str(error))) from None
+        return None if self.operator.residual is None else _process_of(self.operator.residual, self.arrays)
 
     def _standardised(self, x: dict[str, Array], calls: Mask) -> Array:
         """(calls, features) of the residual process."""
@@ -351,3 +345,19 @@ class Profile:
         sds = dict.fromkeys((*OPERATORS, "send"), DATA_SHEET_LOG_SD)
         sds |= {kind: median(log_sds) for kind, log_sds in by_kind.items()}
         return sds | {"head": sds["gemm"]}
+
+
+def load_residuals(hardware: Hardware) -> int:
+    """How many operators of a profile have a residual. Raises SpecError where its arrays are not theirs."""
+    residuals = [operator.residual for operator in hardware.operators.values() if operator.residual is not None]
+    for residual in residuals:
+        _process_of(residual, hardware.arrays)
+    return len(residuals)
+
+
+def _process_of(spec: Residual, arrays: Mapping[str, NDArray[Any]]) -> Process:
+    """Raises SpecError where the arrays are not those of the spec."""
+    try:
+        return Process.load(spec, arrays[f"{spec.array}.points"], arrays[f"{spec.array}.weights"])
+    except ValueError as error:
+        raise SpecError(Problem(str(arrays) if isinstance(arrays, Arrays) else ARRAYS, str(error))) from None

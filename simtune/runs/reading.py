@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -14,6 +13,7 @@ from simtune.runs.schema import SUMMARY_SCHEMA, CandidateRow, Run, Summary
 from simtune.runs.tables import read_csv
 from simtune.specs import yamlfile
 from simtune.specs.base import problems_of
+from simtune.specs.reading import json_document, read_text
 
 
 def read_run(run: Path) -> Run:
@@ -29,15 +29,8 @@ def read_run(run: Path) -> Run:
 
 def read_summary(path: Path) -> Summary:
     """Raises UsageError when the file cannot be read, SpecError when it is damaged or of another version."""
-    text = yamlfile.read_text(path)
-
-    def no_constant(name: str) -> NoReturn:
-        raise SpecError(Problem(str(path), f"{name} is not JSON: write null where there is no number"))
-
-    try:
-        data = json.loads(text, parse_constant=no_constant)
-    except json.JSONDecodeError as error:
-        raise SpecError(Problem(str(path), f"not valid JSON: {error.msg}", "", error.lineno, error.colno)) from None
+    text = read_text(path)
+    data = json_document(text, str(path))
     if not isinstance(data, dict):
         raise SpecError(Problem(str(path), "a summary was expected, which is a mapping", "", 1, 1))
     if data.get("schema") != SUMMARY_SCHEMA:

@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from simtune.errors import Problem, SpecError
-from simtune.specs import yamlfile
 from simtune.specs.base import Record
+from simtune.specs.reading import csv_rows, read_text
 
 R = TypeVar("R", bound=Record)
 
@@ -38,30 +38,25 @@ def read_csv(path: Path, row: type[R]) -> tuple[R, ...]:
 
     Raises SpecError with line, column and rule of every cell that is wrong.
     """
-    lines = csv.reader(io.StringIO(yamlfile.read_text(path), newline=""), strict=True)
+    lists, lines = csv_rows(read_text(path), str(path))
+    header = lists[0] if lists else []
     known = columns(row)
+    missing = [name for name in known if name not in header]
+    if missing:
+        raise SpecError(Problem(str(path), f"lacks the columns {', '.join(missing)}", "", 1))
     rows: list[R] = []
     problems: list[Problem] = []
-    try:
-        header = next(lines, [])
-        missing = [name for name in known if name not in header]
-        if missing:
-            raise SpecError(Problem(str(path), f"lacks the columns {', '.join(missing)}", "", 1))
-        for cells in lines:
-            if len(cells) != len(header):
-                message = f"{len(cells)} cells under a header of {len(header)}"
-                problems.append(Problem(str(path), message, "", lines.line_num))
-                continue
-            named = dict(zip(header, cells, strict=True))
-            try:
-                rows.append(_parsed(row, named))
-            except ValidationError as error:
-                for item in error.errors():
-                    key = str(item["loc"][0])
-                    message = f"must be {_rule(row, key, item)}, not {named[key]!r}"
-                    problems.append(Problem(str(path), message, key, lines.line_num))
-    except csv.Error as error:
-        raise SpecError(Problem(str(path), f"not valid CSV: {error}", "", lines.line_num)) from None
+    for cells, line in zip(lists[1:], lines[1:], strict=True):
+        if len(cells) != len(header):
+            problems.append(Problem(str(path), f"{len(cells)} cells under a header of {len(header)}", "", line))
+            continue
+        named = dict(zip(header, cells, strict=True))
+        try:
+            rows.append(_parsed(row, named))
+        except ValidationError as error:
+            for item in error.errors():
+                key = str(item["loc"][0])
+                problems.append(Problem(str(path), f"must be {_rule(row, key, item)}, not {named[key]!r}", key, line))
     if problems:
         raise SpecError(problems)
     return tuple(rows)

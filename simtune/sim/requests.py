@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 
 from simtune.arrays import Array, Ints
 from simtune.errors import UsageError
+from simtune.specs import room
+from simtune.specs.base import LONGEST_S
 from simtune.specs.traces import MOONCAKE_BLOCK_TOKENS, Trace
 from simtune.specs.workload import (
     Arrivals,
@@ -42,6 +44,11 @@ from simtune.specs.workload import (
 
 # Keys of the random streams: changing one changes every result.
 _ARRIVALS, _PROMPT, _OUTPUT, _CLASS, _GROUP, _PREDICTION = range(6)
+
+_REQUEST_BYTES = 450.0
+"""Of a request in a simulation and in its result."""
+_NAME_BYTES = 40.0
+"""Of a block of a prompt that has a name."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,7 +97,7 @@ class RequestStream:
             raise UsageError("a closed loop has no request rate to change; change arrivals.users instead")
         if self.offered_rate_rps is None:
             raise UsageError("requests that all come at once have no rate to change; ask for more requests")
-        return replace(self, arrival_s=self.arrival_s * (self.offered_rate_rps / rate_rps))
+        return replace(self, arrival_s=_soon_enough(self.arrival_s * (self.offered_rate_rps / rate_rps)))
 
     def share_of(self, count: int, instances: int) -> RequestStream:
         """What the first `count` of so many instances see of this stream under round robin."""
@@ -132,6 +139,7 @@ def build_stream(workload: Workload, trace: Trace | None, *, requests: int, seed
         raise UsageError(f"at least one request is needed, not {requests}")
     if seed < 0:
         raise UsageError(f"the seed must not be negative: {seed}")
+    room.need(requests * _REQUEST_BYTES, f"{requests:,} requests", "ask for fewer")
 
     classes = workload.classes or (RequestClass(name="default"),)
     class_index = _classes(classes, seed, requests)
@@ -148,7 +156,7 @@ def build_stream(workload: Workload, trace: Trace | None, *, requests: int, seed
         shared = _shared_by_turns(workload, workload.sessions, in_trace, added, prompt_tokens + output_tokens, seed)
     loop = arrivals if isinstance(arrivals, ClosedLoop) else None
     return RequestStream(
-        arrival_s=_arrival_s(arrivals, trace, seed, requests),
+        arrival_s=_soon_enough(_arrival_s(arrivals, trace, seed, requests)),
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
         class_index=class_index,
@@ -199,6 +207,16 @@ def _arrival_s(arrivals: Arrivals, trace: Trace | None, seed: int, requests: int
         case FixedInterval():
             unit = np.arange(requests, dtype=np.float64)
     return unit / arrivals.rate_rps
+
+
+def _soon_enough(arrival_s: Array | None) -> Array | None:
+    """Raises UsageError where requests come later than can be simulated."""
+    if arrival_s is not None and not arrival_s[-1] <= LONGEST_S:
+        raise UsageError(
+            f"the last of {len(arrival_s):,} requests comes after {arrival_s[-1] / 86400:,.3g} days, and at most "
+            f"{LONGEST_S / 86400:.0f} can be simulated; ask for fewer requests, or a higher rate"
+        )
+    return arrival_s
 
 
 def _piecewise(arrivals: Piecewise, unit: Array) -> Array:
@@ -324,9 +342,11 @@ def _shared(
         raise UsageError(f"{workload.trace}: says what its prompts share, so the workload needs no shared_prefix")
     session = (_uniforms(seed, _GROUP, len(prompt_tokens)) * prefix.groups).astype(np.int64)
     most = prefix.tokens // prefix.block_tokens
-    whole = [tuple(range(group * most, (group + 1) * most)) for group in range(prefix.groups)]
     blocks = np.minimum(most, prompt_tokens // prefix.block_tokens)
-    hash_ids = tuple(whole[group][:n] for group, n in zip(session.tolist(), blocks.tolist(), strict=True))
+    _room_for_names(workload, blocks)
+    hash_ids = tuple(
+        tuple(range(group * most, group * most + n)) for group, n in zip(session.tolist(), blocks.tolist(), strict=True)
+    )
     return _Shared(hash_ids, prefix.block_tokens, session)
 
 
@@ -363,6 +383,7 @@ def _shared_by_turns(
     group = (_uniforms(seed, _GROUP, len(added)) * groups).astype(np.int64)[first]
     of_group = np.minimum(most, added[first] // size)
     own = max(int(known_tokens.max()) // size, 1)  # names kept for each conversation
+    _room_for_names(workload, known_tokens // size)
     hash_ids = tuple(
         (
             *range(of * most, of * most + min(shared, blocks)),
@@ -373,6 +394,13 @@ def _shared_by_turns(
         )
     )
     return _Shared(hash_ids, size, first)
+
+
+def _room_for_names(workload: Workload, blocks: Ints) -> None:
+    """Raises UsageError where names for all blocks of all prompts do not fit into memory."""
+    count = float(blocks.sum(dtype=np.float64))
+    what = f"workload {workload.name}: names of {count:,.0f} blocks that prompts share"
+    room.need(count * _NAME_BYTES, what, "ask for fewer requests or shorter prompts, or raise block_tokens")
 
 
 def _needed(trace: Trace | None) -> Trace:

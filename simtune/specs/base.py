@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationError
 from pydantic_core import CoreSchema
 
 from simtune.errors import Problem, SpecError, UsageError, suggest
 from simtune.specs import yamlfile
 from simtune.specs.kinds import OneOf
+from simtune.specs.reading import read_text
 
 T = TypeVar("T")
 
@@ -20,9 +21,44 @@ Seq = Annotated[tuple[T, ...], Field(strict=False)]
 """A YAML list read into a tuple; its items stay strictly typed."""
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1)]
+
+
+def _of_this_world(value: float) -> float:
+    """Raises ValueError for a number so small that its inverse is none."""
+    if value < _SMALLEST:
+        raise ValueError(f"must be at least {_SMALLEST:g} (found {value!r})")
+    return value
+
+
+_SMALLEST, _LARGEST = 1e-18, 1e24
+"""What is measured here lies between a thousandth of a femtosecond and the operations of a year of all machines."""
+
+Positive = Annotated[float, Field(gt=0, le=_LARGEST), AfterValidator(_of_this_world)]
+NonNegative = Annotated[float, Field(ge=0, le=_LARGEST)]
+Count = Annotated[int, Field(ge=1, le=10**15)]
+"""Of anything that can be counted; where a bound of its own makes sense, one of those below."""
+Gpus = Annotated[int, Field(ge=1, le=100_000)]
+"""Devices, instances, ranks."""
+Tokens = Annotated[int, Field(ge=1, le=10**9)]
+"""Of one request, or of what is shared."""
+Context = Annotated[int, Field(ge=1, le=2**27)]
+"""The longest prompt and output that a model or an engine takes: step costs are tabulated up to it."""
+TokenBudget = Annotated[int, Field(ge=1, le=2**24)]
+"""Tokens of one step."""
+Seats = Annotated[int, Field(ge=1, le=2**20)]
+"""Sequences of one step, requests under way, experts."""
+Width = Annotated[int, Field(ge=1, le=10**8)]
+"""Heads, layers, and the sizes of matrices and vocabularies."""
+Drafts = Annotated[int, Field(ge=1, le=1024)]
+"""Tokens that are drafted at once, and levels and branches of their trees."""
+BlockSize = Annotated[int, Field(ge=1, le=2**20)]
+"""Tokens of a KV block."""
+Rate = Annotated[float, Field(gt=0, le=1e9), AfterValidator(_of_this_world)]
+"""Requests per second."""
+LONGEST_S = 2.0**22
+"""Simulated seconds, 48 days: ticks of 2**-40 s fit 64 bits for twice as long."""
+Seconds = Annotated[float, Field(ge=0, le=LONGEST_S)]
+"""A moment or a duration of a simulation."""
 Share = Annotated[float, Field(ge=0, le=1)]
 Dtype = Literal["fp32", "bf16", "fp16", "fp8", "fp8_block", "nvfp4", "mxfp4", "mxfp4_mxfp8", "int8", "int8_wo", "int4"]
 """What values are kept in, and which kernels multiply them: `fp8` has a scale per tensor or channel, `fp8_block` one
@@ -50,7 +86,7 @@ ACTIVATION_BYTES: dict[str, float] = {"fp8": 1, "fp8_block": 1, "int8": 1, "nvfp
 class Part(BaseModel):
     """Any block inside a spec: immutable, no unknown keys, no silent conversions."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, populate_by_name=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, populate_by_name=True)
 
 
 Check = Callable[[Any], Iterable[tuple[Sequence[str | int], str]]]
@@ -115,7 +151,7 @@ class Spec(Part):
     @classmethod
     def from_file(cls, path: Path) -> Self:
         """Read and validate. Raises UsageError where the file cannot be read, SpecError for what is wrong in it."""
-        return cls.from_text(yamlfile.read_text(path), str(path))
+        return cls.from_text(read_text(path), str(path))
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from simtune.specs.engine import EnginePreset, merged
 from simtune.specs.hardware import Facts, Hardware
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
+from simtune.specs.reading import read_text
 from simtune.specs.study import Study
 from simtune.specs.traces import Trace, read_trace
 from simtune.specs.workload import Workload
@@ -39,6 +40,8 @@ FOLDERS = {
 }
 _SPEC_SUFFIXES = (".yaml", ".yml", ".json")
 _TRACE_SUFFIXES = (".csv", ".jsonl", ".csv.gz", ".jsonl.gz")
+_HEAD = 1 << 16
+"""Characters in which a spec says what it is."""
 
 
 def names(kind: str) -> list[str]:
@@ -51,7 +54,7 @@ def load_model(reference: str, settings: Sequence[str] = ()) -> Model:
     path = _locate("model", reference)
     if path.is_dir():
         path = path / "config.json"
-    document = yamlfile.parse(yamlfile.read_text(path), str(path))
+    document = yamlfile.parse(read_text(path), str(path))
     if path.suffix == ".json" and isinstance(document.data, dict) and "schema" not in document.data:
         name = path.resolve().parent.name if path.name == "config.json" else path.stem
         return hf.from_config(document, name, settings)
@@ -91,7 +94,7 @@ def load_engine(reference: str, settings: Sequence[str] = ()) -> EnginePreset:
 def load_plan(reference: str, settings: Sequence[str] = (), check: Check | None = None) -> Plan:
     """A plan from its file, filled in where a pool names an engine. Raises SpecError, also for what `check` finds."""
     path = Path(reference)
-    document = override(yamlfile.parse(yamlfile.read_text(path), str(path)), settings)
+    document = override(yamlfile.parse(read_text(path), str(path)), settings)
     return Plan.from_document(with_engines(document), check)
 
 
@@ -141,13 +144,20 @@ def load_study(reference: str, settings: Sequence[str] = (), check: Check | None
 def load(reference: str, check: Check | None = None) -> Spec:
     """Any spec, by path or by built-in name; what a file is, is found in its `schema`. `check` looks at what plans and
     studies name."""
+    return load_with_trace(reference, check)[0]
+
+
+def load_with_trace(reference: str, check: Check | None = None) -> tuple[Spec, Trace | None]:
+    """The same, and of a workload the trace that it replays, if any."""
     kind = _kind(reference)
+    return load_workload(reference) if kind == "workload" else (_load_other(kind, reference, check), None)
+
+
+def _load_other(kind: str, reference: str, check: Check | None) -> Spec:
     if kind == "model":
         return load_model(reference)
     if kind == "hardware":
         return load_hardware(reference)
-    if kind == "workload":
-        return load_workload(reference)[0]
     if kind == "acceptance":
         return load_acceptance(reference)
     if kind == "engine":
@@ -182,7 +192,7 @@ def _kind_of_file(path: Path) -> str:
         return "workload"
     if path.is_dir():
         return "hardware" if (path / "profile.yaml").exists() else "model"
-    data = yamlfile.parse(yamlfile.read_text(path), str(path)).data
+    data = yamlfile.parse(read_text(path), str(path)).data
     schema = data.get("schema") if isinstance(data, dict) else None
     if schema is None and path.suffix == ".json":
         return "model"
@@ -195,7 +205,7 @@ def _kind_of_file(path: Path) -> str:
 
 
 def _read(kind: type[S], path: Path, settings: Sequence[str], check: Check | None = None) -> S:
-    return kind.from_document(override(yamlfile.parse(yamlfile.read_text(path), str(path)), settings), check)
+    return kind.from_document(override(yamlfile.parse(read_text(path), str(path)), settings), check)
 
 
 def _is_path(reference: str) -> bool:
@@ -237,7 +247,7 @@ def _schema_of(path: Path) -> str | None:
     """The schema line without parsing the whole file: user folders may hold anything."""
     try:
         with path.open(encoding="utf-8") as file:
-            for line in file:
+            for line in file.read(_HEAD).splitlines():
                 if line.startswith("schema:"):
                     return line.split(":", 1)[1].split("#")[0].strip(" \t\n'\"")
     except (OSError, UnicodeDecodeError):

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from simtune.errors import Infeasible
 from simtune.plugins import Family
-from simtune.specs.base import Count, NonNegative, Part
+from simtune.specs.base import Drafts, Gpus, NonNegative, Part, Width
 from simtune.specs.kinds import OneOf, by_kind
 from simtune.specs.model import DenseFeedForward, LayerGroup, Model, MoeFeedForward
 
@@ -108,7 +108,7 @@ class DraftModel(Drafter):
 
     kind: Literal["draft_model"] = "draft_model"
     model: str = Field(description="a model spec, by name or file")
-    tp: Count | None = Field(None, description="the target's unless given; engines allow that or 1")
+    tp: Gpus | None = Field(None, description="the target's unless given; engines allow that or 1")
 
     on_gpu: ClassVar[bool] = True
     writes_kv: ClassVar[bool] = True
@@ -171,8 +171,8 @@ class Eagle(Drafter):
     kind: Literal["eagle"] = "eagle"
     method: Literal["eagle", "eagle3", "mtp"] = "eagle3"
     checkpoint: str | None = Field(None, description="what an engine loads; part of the target for mtp")
-    draft_vocab_size: Count | None = Field(None, description="of a reduced head of its own; the target's unless given")
-    intermediate_size: Count | None = Field(
+    draft_vocab_size: Width | None = Field(None, description="of a reduced head of its own; the target's unless given")
+    intermediate_size: Width | None = Field(
         None,
         description="of its dense feed-forward; unless given the target's, or that of all experts a token visits; not "
         "for mtp",
@@ -217,7 +217,7 @@ class Medusa(Drafter):
     """Heads that each guess one further position, all at once."""
 
     kind: Literal["medusa"] = "medusa"
-    heads: Count
+    heads: Drafts
     checkpoint: str | None = None
 
     on_gpu: ClassVar[bool] = True
@@ -234,8 +234,8 @@ class Ngram(Drafter):
     """Copies what followed the last tokens earlier in the text: no weights, no GPU."""
 
     kind: Literal["ngram"] = "ngram"
-    lookup_min: Count = 1
-    lookup_max: Count
+    lookup_min: Drafts = 1
+    lookup_max: Drafts
     host_s: NonNegative = Field(0.0, description="host seconds per sequence and round; not known unless measured")
 
     awaited: ClassVar[bool] = True
@@ -261,7 +261,7 @@ class BlockDrafter(Drafter):
 
     kind: Literal["block"] = "block"
     method: Literal["dflash", "dspark"] = "dflash"
-    layers: Count
+    layers: Drafts
     checkpoint: str | None = None
 
     on_gpu: ClassVar[bool] = True

@@ -12,7 +12,8 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from simtune.errors import Problem, SpecError
 from simtune.specs import yamlfile
-from simtune.specs.base import Check, Count, Dtype, Name, NonNegative, Part, Positive, Seq, Share, Spec
+from simtune.specs.base import Check, Count, Dtype, Gpus, Name, NonNegative, Part, Positive, Seq, Share, Spec
+from simtune.specs.reading import read_arrays, read_bytes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -77,10 +78,10 @@ class Device(Part):
     memory_bytes: Positive = Field(description="memory an engine can see")
     memory_bytes_per_s: Positive
     architecture: str | None = Field(None, description="whose kernels it runs, as compilers name it: sm_90, gfx942")
-    processors: Count = Field(description="streaming multiprocessors, or 1 for a CPU")
+    processors: Gpus = Field(description="streaming multiprocessors, or 1 for a CPU")
     cache_bytes: Positive | None = Field(None, description="last cache that all processors share")
     flops_per_s: dict[Dtype, Positive] = Field(description="dense peak by dtype")
-    devices_per_node: Count = 8
+    devices_per_node: Gpus = 8
     price_per_hour_usd: Positive | None = None
     price_source: str | None = None
     source: str
@@ -104,7 +105,7 @@ class BaseFit(Part):
     bytes_per_s: Positive
     overhead_s: Positive
     block_s: Positive
-    overlap_p: Annotated[float, Field(ge=1, allow_inf_nan=False)]
+    overlap_p: Annotated[float, Field(ge=1, le=1000)]
     ahead_s: NonNegative = Field(
         0.0, description="seconds per value that a kernel ahead of it goes through, as one that quantises its inputs"
     )
@@ -248,8 +249,8 @@ class Calibration(Part):
     """
 
     model: str
-    tp: Count
-    pp: Count
+    tp: Gpus
+    pp: Gpus
     source: str = Field(description="the log")
     decode: Correction | None = Field(None, description="of steps with decodes only")
     prefill: Correction | None = Field(None, description="of steps with prompt tokens, decodes beside them or not")
@@ -282,22 +283,16 @@ class Arrays(Mapping[str, "NDArray[Any]"]):
 
     def _read(self) -> dict[str, NDArray[Any]]:
         if self._content is None:
-            import zipfile
-
-            import numpy as np
-
             assert self._path is not None
-            try:
-                data = self._path.read_bytes()
-                if self._digest is not None and hashlib.sha256(data).hexdigest() != self._digest:
-                    message = "is not the file its profile.yaml was written with; copy both, or fit again"
-                    raise SpecError(Problem(str(self._path), message))
-                with np.load(io.BytesIO(data), allow_pickle=False) as file:
-                    self._content = {name: _frozen(self._finite(name, file[name])) for name in file.files}
-            except FileNotFoundError:
+            if not self._path.exists():
                 self._content = {}
-            except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-                raise SpecError(Problem(str(self._path), f"cannot be read as an array file: {error}")) from None
+                return self._content
+            data = read_bytes(self._path)
+            if self._digest is not None and hashlib.sha256(data).hexdigest() != self._digest:
+                message = "is not the file its profile.yaml was written with; copy both, or fit again"
+                raise SpecError(Problem(str(self._path), message))
+            content = read_arrays(self._path, data)
+            self._content = {name: _frozen(self._finite(name, array)) for name, array in content.items()}
         return self._content
 
     def _finite(self, name: str, array: NDArray[Any]) -> NDArray[Any]:
@@ -324,6 +319,9 @@ class Arrays(Mapping[str, "NDArray[Any]"]):
 
     def __len__(self) -> int:
         return len(self._read())
+
+    def __str__(self) -> str:
+        return str(self._path or ARRAYS)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Arrays):

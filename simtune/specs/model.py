@@ -10,16 +10,16 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from simtune.specs.base import Count, Dtype, FloatDtype, NonNegative, Part, Seq, Spec
+from simtune.specs.base import Context, Dtype, FloatDtype, NonNegative, Part, Seats, Seq, Spec, Width
 
 
 class FullAttention(Part):
     """Softmax attention over all earlier tokens: MHA when kv_heads == heads, GQA or MQA when fewer."""
 
     kind: Literal["full"] = "full"
-    heads: Count
-    kv_heads: Count
-    head_dim: Count
+    heads: Width
+    kv_heads: Width
+    head_dim: Width
     output_gate: bool = Field(False, description="a gate as wide as the queries, projected along with them")
     qkv_bias: bool = Field(False, description="queries, keys and values have a bias")
     output_bias: bool = Field(False, description="the projection out of attention has a bias")
@@ -58,7 +58,7 @@ class SlidingAttention(FullAttention):
     """
 
     kind: Literal["sliding"] = "sliding"  # type: ignore[assignment]
-    window: Count
+    window: Context
     chunked: bool = Field(False, description="chunks begin at multiples of `window`, as in Llama 4")
 
 
@@ -71,15 +71,15 @@ class MlaAttention(Part):
     """
 
     kind: Literal["mla"] = "mla"
-    heads: Count
-    q_lora_rank: Count | None = None
-    kv_lora_rank: Count
-    qk_nope_head_dim: Count
-    qk_rope_head_dim: Count
-    v_head_dim: Count
-    index_topk: Count | None = Field(None, description="tokens that each token attends to at most; all unless given")
-    index_heads: Count | None = None
-    index_head_dim: Count | None = None
+    heads: Width
+    q_lora_rank: Width | None = None
+    kv_lora_rank: Width
+    qk_nope_head_dim: Width
+    qk_rope_head_dim: Width
+    v_head_dim: Width
+    index_topk: Context | None = Field(None, description="tokens that each token attends to at most; all unless given")
+    index_heads: Width | None = None
+    index_head_dim: Width | None = None
 
     @property
     def cached_values(self) -> int:
@@ -132,11 +132,11 @@ class LinearAttention(Part):
     """
 
     kind: Literal["linear"] = "linear"
-    heads: Count
-    key_heads: Count
-    key_dim: Count
-    value_dim: Count
-    conv_width: Count = 4
+    heads: Width
+    key_heads: Width
+    key_dim: Width
+    value_dim: Width
+    conv_width: Width = 4
     gates: Annotated[int, Field(ge=1, le=2)] = Field(2, description="per head: 2 in a gated delta net, 1 in Mamba2")
     state_dtype: FloatDtype = "fp32"
 
@@ -205,7 +205,7 @@ class DenseFeedForward(Part):
     """Two (plain) or three (gated) matrices of hidden_size x intermediate_size."""
 
     kind: Literal["dense"] = "dense"
-    intermediate_size: Count
+    intermediate_size: Width
     gated: bool = True
     bias: bool = False
 
@@ -229,13 +229,15 @@ class MoeFeedForward(Part):
     """
 
     kind: Literal["moe"] = "moe"
-    experts: Count
-    experts_per_token: Count
-    intermediate_size: Count
-    shared_intermediate_size: Annotated[int, Field(ge=0)] = 0
+    experts: Seats
+    experts_per_token: Seats
+    intermediate_size: Width
+    shared_intermediate_size: Annotated[int, Field(ge=0, le=10**8)] = 0
     gated: bool = True
     bias: bool = Field(False, description="experts and router have biases")
-    routing_skew: NonNegative = Field(0.0, description="Zipf exponent of how often experts are chosen; 0: all alike")
+    routing_skew: Annotated[NonNegative, Field(le=10)] = Field(
+        0.0, description="Zipf exponent of how often experts are chosen; 0: all alike"
+    )
 
     @model_validator(mode="after")
     def _enough(self) -> Self:
@@ -284,7 +286,7 @@ FeedForward = Annotated[DenseFeedForward | MoeFeedForward | NoFeedForward, Field
 class LayerGroup(Part):
     """`count` equal layers."""
 
-    count: Count
+    count: Annotated[int, Field(ge=1, le=10_000)]
     attention: Attention
     feed_forward: FeedForward
 
@@ -327,18 +329,18 @@ class Model(Spec):
     KIND: ClassVar[str] = "model"
     hf: str | None = Field(None, description="what an engine is told to load, e.g. meta-llama/Llama-3.1-8B")
     source: str | None = Field(None, description="where these sizes come from")
-    hidden_size: Count
-    vocab_size: Count
-    max_position: Count = Field(description="longest context in tokens")
+    hidden_size: Width
+    vocab_size: Width
+    max_position: Context = Field(description="longest context in tokens")
     tie_embeddings: bool = False
-    learned_positions: Annotated[int, Field(ge=0)] = Field(
+    learned_positions: Annotated[int, Field(ge=0, le=2**28)] = Field(
         0, description="rows of a table of position embeddings; 0 where positions are computed"
     )
     norms_per_sublayer: Annotated[int, Field(ge=1, le=2)] = Field(
         1, description="2 where sublayers are normed behind as well as before, as in Gemma"
     )
     norm_bias: bool = Field(False, description="norms have a bias: layer norms, not RMS norms")
-    mtp_layers: Annotated[int, Field(ge=0)] = Field(
+    mtp_layers: Annotated[int, Field(ge=0, le=1000)] = Field(
         0, description="layers of the checkpoint that predict further tokens; not counted, and loaded to draft only"
     )
     dtype: FloatDtype = Field("bf16", description="dtype of activations, and of the KV cache unless a plan differs")

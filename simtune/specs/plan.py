@@ -9,7 +9,22 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from simtune import plugins
 from simtune.errors import suggest
-from simtune.specs.base import Count, ErrorAt, Name, NonNegative, Part, Positive, Seq, Spec
+from simtune.specs.base import (
+    BlockSize,
+    Context,
+    Count,
+    ErrorAt,
+    Gpus,
+    Name,
+    NonNegative,
+    Part,
+    Positive,
+    Seats,
+    Seconds,
+    Seq,
+    Spec,
+    TokenBudget,
+)
 from simtune.specs.parts import PartName
 from simtune.specs.speculation import Speculation
 
@@ -37,15 +52,17 @@ POLICY_GROUP = "simtune.policies"
 ROUTER_GROUP = "simtune.routers"
 Policy = Annotated[str, PartName(POLICY_GROUP, POLICY_NAMES)]
 Role = Literal["mixed", "prefill", "decode"]
+MOST_GPUS = 1_000_000
+"""Of a deployment."""
 
 
 class Parallelism(Part):
     """GPUs of one instance: tp * pp * attention_dp."""
 
-    tp: Count = 1
-    pp: Count = 1
+    tp: Gpus = 1
+    pp: Gpus = 1
     expert_parallel: bool = Field(False, description="whole experts on each rank, instead of slices of all of them")
-    attention_dp: Count = Field(
+    attention_dp: Gpus = Field(
         1, description="groups of tp ranks with requests of their own, that share the experts: data-parallel attention"
     )
 
@@ -59,14 +76,14 @@ class Batching(Part):
     """Continuous batching as vLLM names it."""
 
     policy: Policy = "vllm-fcfs"
-    max_num_seqs: Count
-    max_num_batched_tokens: Count
+    max_num_seqs: Seats
+    max_num_batched_tokens: TokenBudget
     chunked_prefill: bool = True
     safety_margin: Annotated[float, Field(ge=0, le=1)] | None = Field(
         None,
         description="transformers policies: share of free blocks below which nobody is admitted; default theirs",
     )
-    long_prefill_token_threshold: Count | None = Field(
+    long_prefill_token_threshold: TokenBudget | None = Field(
         None, description="vLLM policies: most tokens of one prompt in a step, so that several may be under way"
     )
     scheduler_reserve_full_isl: bool | None = Field(
@@ -74,7 +91,7 @@ class Batching(Part):
         description="vLLM policies: false: a request comes in if the tokens of its first step fit the KV cache; "
         "else (as by default) only if all its known tokens do",
     )
-    prediction_sigma: NonNegative = Field(
+    prediction_sigma: Annotated[NonNegative, Field(le=20)] = Field(
         0.5, description="how far off predicted output lengths are, for policies that use them: log standard deviation"
     )
     options: dict[str, Any] | None = Field(
@@ -90,14 +107,14 @@ class KvCache(Part):
     """
 
     dtype: KvDtype | None = Field(None, description="the model's own dtype unless given")
-    block_size: Count = 16
+    block_size: BlockSize = 16
     memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.92
     other_memory_gib: NonNegative | None = Field(
         None,
         description="what all but weights and KV cache takes on each device, from the engine's log (vLLM: activation "
         "peak, memory outside torch, CUDA graphs if it counts them); estimated unless given",
     )
-    num_blocks: Count | None = None
+    num_blocks: Annotated[Count, Field(le=2**40)] | None = None
     prefix_caching: bool = Field(False, description="re-use the blocks of prompts that begin alike")
     preemption: Literal["recompute", "swap"] = "recompute"
     watermark: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="share of blocks kept free at admission")
@@ -106,8 +123,8 @@ class KvCache(Part):
 class HostTimes(Part):
     """What the engine's host side needs for a step: fixed, and for each sequence in it."""
 
-    step_s: NonNegative
-    per_sequence_s: NonNegative
+    step_s: Seconds
+    per_sequence_s: Seconds
 
 
 class Pool(Part):
@@ -119,14 +136,14 @@ class Pool(Part):
     engine: str | None = Field(
         None, description="an engine preset, by name or file: what is left out here stands as that release sets it"
     )
-    instances: Count
+    instances: Gpus
     parallelism: Parallelism = Parallelism()
     batching: Batching
     kv_cache: KvCache = KvCache()
     host: HostTimes | None = Field(None, description="as the hardware profile says unless given")
     async_scheduling: bool = True
     cuda_graphs: bool = Field(True, description="false: every kernel is launched on its own, as enforce-eager does")
-    max_model_len: Count | None = Field(None, description="longest prompt + output; the model's limit unless given")
+    max_model_len: Context | None = Field(None, description="longest prompt + output; the model's limit unless given")
     speculation: Speculation | None = Field(None, description="how it drafts; every token by itself unless given")
     costs: str | None = Field(
         None, description="a table of measured whole steps, CSV or Parquet, in place of the hardware's operators"
@@ -186,7 +203,7 @@ class RoundRobinRouting(Part):
 
 
 class _StaleRouting(Part):
-    stale_s: NonNegative = Field(0.0, description="how old the router's knowledge of the instances is")
+    stale_s: Seconds = Field(0.0, description="how old the router's knowledge of the instances is")
 
 
 class LeastOutstandingRouting(_StaleRouting):
@@ -221,7 +238,9 @@ class PrefixAwareRouting(_StaleRouting):
 
     kind: Literal["prefix_aware"] = "prefix_aware"
     load_weight: NonNegative = Field(1.0, description="how much a token under way counts against one to compute")
-    memory_tokens: Count = Field(1_000_000, description="prompt tokens per instance the router remembers")
+    memory_tokens: Annotated[Count, Field(le=10**12)] = Field(
+        1_000_000, description="prompt tokens per instance the router remembers"
+    )
 
 
 class OwnRouting(Part):
@@ -253,16 +272,16 @@ Routing = Annotated[
 
 
 class _Event(Part):
-    at_s: NonNegative = Field(description="seconds after the first arrival could come")
+    at_s: Seconds = Field(description="seconds after the first arrival could come")
     pool: str
-    instance: Annotated[int, Field(ge=0)] = Field(description="which instance of the pool, from 0")
+    instance: Annotated[int, Field(ge=0, lt=100_000)] = Field(description="which instance of the pool, from 0")
 
 
 class Start(_Event):
     """The instance is not there before at_s, and takes delay_s to come up."""
 
     kind: Literal["start"] = "start"
-    delay_s: NonNegative = 0.0
+    delay_s: Seconds = 0.0
 
     @property
     def over_s(self) -> float:
@@ -274,7 +293,7 @@ class Failure(_Event):
     """The instance is lost with everything in it; its requests are sent again. It is back after recover_s, or never."""
 
     kind: Literal["failure"] = "failure"
-    recover_s: Positive | None = None
+    recover_s: Annotated[Seconds, Field(gt=0)] | None = None
 
     @property
     def over_s(self) -> float:
@@ -287,7 +306,7 @@ class Switch(_Event):
 
     kind: Literal["switch"] = "switch"
     to: str
-    delay_s: NonNegative = 0.0
+    delay_s: Seconds = 0.0
 
     @property
     def over_s(self) -> float:
@@ -338,6 +357,13 @@ class Plan(Spec):
         names = [pool.name for pool in self.pools]
         if len(set(names)) < len(names):
             raise ValueError(f"pools must have different names: {', '.join(names)}")
+        return self
+
+    @model_validator(mode="after")
+    def _of_some_size(self) -> Self:
+        if self.num_devices > MOST_GPUS:
+            largest = max(range(len(self.pools)), key=lambda i: self.pools[i].instances * self.pools[i].devices)
+            raise ErrorAt(f"{self.num_devices:,} GPUs in all, at most {MOST_GPUS:,}", "pools", largest, "instances")
         return self
 
     @model_validator(mode="after")

@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from simtune.plugins import Family
 from simtune.specs.acceptance import Rates
-from simtune.specs.base import Count, Part, Seq
+from simtune.specs.base import Drafts, Part, Seats, Seq
 from simtune.specs.drafters import Drafter, DraftModel, Eagle
 from simtune.specs.kinds import OneOf, by_kind
 from simtune.specs.trees import Node, Ranks, at_least, depth_of, dynamic, width_of
@@ -152,7 +152,7 @@ class Chain(Scheme):
     """Always the same number of draft tokens, one after the other."""
 
     kind: Literal["chain"] = "chain"
-    tokens: Count
+    tokens: Drafts
 
     words: ClassVar[str] = "chain of {tokens}"
     counts_ahead: ClassVar[bool] = True
@@ -170,16 +170,16 @@ class Chain(Scheme):
 class BatchRange(Part):
     """Running batches from `first` to `last` sequences, both included."""
 
-    first: Count
-    last: Count
-    tokens: Annotated[int, Field(ge=0)]
+    first: Seats
+    last: Seats
+    tokens: Annotated[int, Field(ge=0, le=1024)]
 
 
 class ByBatch(Scheme):
     """A chain whose length depends on the running batch: vLLM's num_speculative_tokens_per_batch_size."""
 
     kind: Literal["by_batch"] = "by_batch"
-    max_tokens: Count = Field(description="the longest draft buffers are made for; longer ones are cut to it")
+    max_tokens: Drafts = Field(description="the longest draft buffers are made for; longer ones are cut to it")
     ranges: Annotated[Seq[BatchRange], Field(min_length=1)]
 
     counts_ahead: ClassVar[bool] = True
@@ -222,7 +222,7 @@ class Threshold(Scheme):
     """Drafts on until some rejection is as likely as `stop_at`, by the drafter's own confidence (SpecDec++)."""
 
     kind: Literal["threshold"] = "threshold"
-    max_tokens: Count
+    max_tokens: Drafts
     stop_at: Annotated[float, Field(gt=0, le=1)]
 
     words: ClassVar[str] = "chain of {max_tokens} at most, stopped at {stop_at:g}"
@@ -263,7 +263,7 @@ class StaticTree(TreeScheme):
     """A fixed tree. A node is the ranks along its path, from 1: [2, 1] is the best child of the second best root."""
 
     kind: Literal["static_tree"] = "static_tree"
-    nodes: Annotated[Seq[Annotated[Seq[Count], Field(min_length=1)]], Field(min_length=1)]
+    nodes: Annotated[Seq[Annotated[Seq[Drafts], Field(min_length=1)]], Field(min_length=1)]
 
     @field_validator("nodes")
     @classmethod
@@ -300,9 +300,9 @@ class DynamicTree(TreeScheme):
     """
 
     kind: Literal["dynamic_tree"] = "dynamic_tree"
-    steps: Count
-    topk: Count
-    tokens: Count
+    steps: Drafts
+    topk: Drafts
+    tokens: Drafts
 
     words: ClassVar[str] = "EAGLE-2 tree of {tokens}: {steps} steps, topk {topk}"
 
@@ -339,8 +339,8 @@ class TokenBudget(Scheme):
     """`tokens` draft tokens for the whole batch, to where they are likeliest to be kept (TETRIS)."""
 
     kind: Literal["budget"] = "budget"
-    tokens: Count
-    max_tokens: Count = Field(description="of one request")
+    tokens: Drafts
+    max_tokens: Drafts = Field(description="of one request")
 
     words: ClassVar[str] = "{tokens} tokens for the batch, {max_tokens} for each at most"
 
@@ -373,7 +373,7 @@ class Pearl(BesideScheme):
     """
 
     kind: Literal["pearl"] = "pearl"
-    tokens: Annotated[int, Field(ge=2, description="in turn, beside each step of the target")]
+    tokens: Annotated[int, Field(ge=2, le=1024, description="in turn, beside each step of the target")]
 
     words: ClassVar[str] = "chain of {tokens} beside every step (PEARL)"
 
@@ -394,8 +394,8 @@ class Dsi(BesideScheme):
     """
 
     kind: Literal["dsi"] = "dsi"
-    tokens: Count = Field(description="the look-ahead: drafts made in turn in every tick, and verified together")
-    replicas: Count = Field(
+    tokens: Drafts = Field(description="the look-ahead: drafts made in turn in every tick, and verified together")
+    replicas: Drafts = Field(
         description="of the target, each on GPUs of its own with the whole KV cache; a verification no longer than "
         "replicas x tokens drafts keeps up with the drafter"
     )
@@ -421,8 +421,8 @@ class Frontier(Scheme):
     """
 
     kind: Literal["frontier"] = "frontier"
-    tokens: Count
-    chunks: Annotated[int, Field(ge=2)]
+    tokens: Drafts
+    chunks: Annotated[int, Field(ge=2, le=1024)]
     draft_share: Annotated[float, Field(gt=0, le=1, description="of the processors, while the target verifies")]
     verify_share: Annotated[float, Field(gt=0, le=1, description="of the processors, while the drafter drafts")]
 

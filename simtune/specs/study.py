@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from simtune.specs.base import Count, Name, NonNegative, Part, Seq, Spec
+from simtune.specs.base import Count, Gpus, Name, NonNegative, Part, Seats, Seq, Spec
 from simtune.specs.drafters import AnyDrafter
 from simtune.specs.plan import Policy, RoundRobinRouting, Routing
 from simtune.specs.schemes import AnyScheme
@@ -15,14 +15,14 @@ from simtune.specs.workload import Slo
 
 Objective = Literal["goodput_per_gpu", "goodput", "gpus", "e2el"]
 
-Choices = Annotated[Seq[Count], Field(min_length=1, strict=False)]
+Choices = Annotated[Seq[Seats], Field(min_length=1, strict=False)]
 
 
 class HardwareCount(Part):
     """A hardware profile and how many devices of it may be used."""
 
     profile: str
-    devices: Count
+    devices: Gpus
 
 
 class Search(Part):

@@ -12,28 +12,26 @@ MAX_SHOWN of them in full.
 
 from __future__ import annotations
 
-import csv
 import difflib
-import gzip
 import hashlib
-import io
-import json
 import re
 import reprlib
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from simtune.arrays import Array, Ints
-from simtune.errors import Problem, SpecError, UsageError
+from simtune.errors import Problem, SpecError
+from simtune.specs.reading import JsonError, csv_rows, decoded, numbered_lines, parse_json, read_bytes, unpacked
 from simtune.specs.workload import MAX_TOKENS
 
 MAX_SHOWN = 20
 MOONCAKE_BLOCK_TOKENS = 512
+MAX_HASH_ID = 2**62
 
 COLUMNS = {
     "arrival": ("arrival_s", "arrival_time_s", "arrived_at", "arrival_ms", "arrival_time_ms", "arrival_ns",
@@ -62,6 +60,8 @@ class Trace:
     output_tokens: Ints
     hash_ids: tuple[tuple[int, ...], ...] | None = None
     block_tokens: int = MOONCAKE_BLOCK_TOKENS
+    ignored: tuple[str, ...] = ()
+    """Columns that were not read."""
 
     def __len__(self) -> int:
         return len(self.prompt_tokens)
@@ -76,9 +76,9 @@ class Trace:
 
 def read_trace(path: Path) -> Trace:
     """Read a trace file. Raises SpecError with the problems found, UsageError when it cannot be read."""
-    raw = _read_bytes(path)
+    raw = read_bytes(path)
     problems = _Problems(str(path))
-    text = _text(path, raw, problems)
+    text = decoded(path, unpacked(path, raw))
     start = text.lstrip()[:1]
     if start == "":
         problems.stop("the file is empty; a trace has one request per line", None)
@@ -95,7 +95,7 @@ def read_trace(path: Path) -> Trace:
         if column is not None:
             column.flags.writeable = False
     digest = hashlib.sha256(raw).hexdigest()
-    return Trace(str(path), digest, arrival_s, prompt_tokens, output_tokens, hash_ids)
+    return Trace(str(path), digest, arrival_s, prompt_tokens, output_tokens, hash_ids, ignored=table.ignored)
 
 
 # --- reading ----------------------------------------------------------------------------------------------
@@ -137,37 +137,11 @@ class _Table:
     values: Mapping[str, Sequence[Any]]
     lines: Sequence[int]
     is_json: bool
-
-
-def _read_bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        raise UsageError(f"{path}: no such file") from None
-    except IsADirectoryError:
-        raise UsageError(f"{path}: is a folder, a file was expected") from None
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
-
-
-def _text(path: Path, raw: bytes, problems: _Problems) -> str:
-    if raw[:2] == b"\x1f\x8b":
-        try:
-            raw = gzip.decompress(raw)
-        except EOFError:
-            problems.stop("the gzip data end too early: the file is cut off; fetch it again", None)
-        except (gzip.BadGzipFile, zlib.error) as error:
-            problems.stop(f"the gzip data are damaged ({error}); fetch the file again", None)
-    elif path.suffix == ".gz" and raw:
-        problems.stop("is named .gz but is not gzip-compressed; compress it or drop the .gz", None)
-    try:
-        return raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: not a UTF-8 text file ({error.reason} at byte {error.start})") from None
+    ignored: tuple[str, ...]
 
 
 def _csv_table(text: str, problems: _Problems) -> _Table:
-    rows, lines = _csv_rows(text, problems)
+    rows, lines = csv_rows(text, problems.file)
     header = [cell.strip() for cell in rows[0]]
     names = _named_columns(header, problems, lines[0])
     if len(rows) == 1:
@@ -179,22 +153,7 @@ def _csv_table(text: str, problems: _Problems) -> _Table:
             problems.raise_if_any()
     columns = list(zip(*rows[1:], strict=True))
     values = {field: columns[header.index(name)] for field, name in names.items()}
-    return _Table(names, values, lines[1:], is_json=False)
-
-
-def _csv_rows(text: str, problems: _Problems) -> tuple[list[list[str]], list[int]]:
-    """Rows that are not empty, the header first, and the line that each ends in."""
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
-    rows: list[list[str]] = []
-    lines: list[int] = []
-    try:
-        for row in reader:
-            if row:
-                rows.append(row)
-                lines.append(reader.line_num)
-    except csv.Error as error:
-        problems.stop(f"not valid CSV: {error}", reader.line_num)
-    return rows, lines
+    return _Table(names, values, lines[1:], is_json=False, ignored=_ignored(header, names))
 
 
 def _rows_as_long_as_the_header(rows: Sequence[Sequence[str]], lines: Sequence[int], problems: _Problems) -> list[int]:
@@ -226,21 +185,21 @@ def _json_table(text: str, problems: _Problems) -> _Table:
     if not rows:
         problems.raise_if_any()
     values = {field: [row[name] for row in rows] for field, name in names.items()}
-    return _Table(names, values, lines, is_json=True)
+    return _Table(names, values, lines, is_json=True, ignored=_ignored(chain.from_iterable(rows), names))
 
 
 def _json_rows(text: str, problems: _Problems) -> tuple[list[dict[str, Any]], list[int]]:
     """The objects of all lines that are not empty, and their lines; what is no object is reported."""
     rows: list[dict[str, Any]] = []
     lines: list[int] = []
-    texts = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line and not line.isspace()]
+    texts = list(numbered_lines(text))
     last = texts[-1][0]
     for number, line in texts:
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:  # RecursionError: thousands of nested lists
+            row = parse_json(line)
+        except JsonError as error:
             cut = "; the file seems to be cut off" if number == last else ""
-            problems.add(f"not valid JSON: {getattr(error, 'msg', error)}{cut}", number)
+            problems.add(f"not valid JSON: {error}{cut}", number)
             continue
         if isinstance(row, dict):
             rows.append(row)
@@ -267,6 +226,11 @@ def _named_columns(header: Sequence[str], problems: _Problems, line: int) -> dic
     if len(problems) > before:
         problems.raise_if_any()
     return names
+
+
+def _ignored(columns: Iterable[str], names: Mapping[str, str]) -> tuple[str, ...]:
+    """Columns that are none of those found."""
+    return tuple(name for name in dict.fromkeys(columns) if name not in names.values())
 
 
 def _report_missing(field: str, header: Sequence[str], problems: _Problems, line: int) -> None:
@@ -395,8 +359,10 @@ def _hash_ids(table: _Table, prompt: Array, problems: _Problems) -> tuple[tuple[
     rows: list[tuple[int, ...]] = []
     blocks = np.ceil(prompt / MOONCAKE_BLOCK_TOKENS).tolist()
     for ids, most, line in zip(table.values["hash_ids"], blocks, table.lines, strict=True):
-        if not isinstance(ids, list) or not _all_integers(ids):
-            problems.add("must be a list of whole numbers", line, "hash_ids")
+        if not isinstance(ids, list) or not _all_integers(ids) or not min(ids, default=0) >= 0:
+            problems.add("must be a list of whole numbers of at least 0", line, "hash_ids")
+        elif max(ids, default=0) > MAX_HASH_ID:
+            problems.add(f"must be at most {MAX_HASH_ID}, not {max(ids)}", line, "hash_ids")
         elif len(ids) > most:
             message = f"has {len(ids)} ids, the prompt {most:.0f} blocks of {MOONCAKE_BLOCK_TOKENS} tokens"
             problems.add(message, line, "hash_ids")

@@ -6,7 +6,22 @@ from typing import Annotated, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from simtune.specs.base import Count, ErrorAt, Name, NonNegative, Part, Positive, Seq, Spec
+from simtune.specs.base import (
+    LONGEST_S,
+    BlockSize,
+    Count,
+    ErrorAt,
+    Name,
+    NonNegative,
+    Part,
+    Positive,
+    Rate,
+    Seats,
+    Seconds,
+    Seq,
+    Spec,
+    Tokens,
+)
 
 # --- arrivals ---------------------------------------------------------------------------------------------
 
@@ -15,29 +30,29 @@ class Poisson(Part):
     """Memoryless arrivals at a mean rate."""
 
     kind: Literal["poisson"] = "poisson"
-    rate_rps: Positive
+    rate_rps: Rate
 
 
 class Gamma(Part):
     """Gamma-distributed gaps: `cv` is the coefficient of variation, 1 is Poisson, above 1 is bursty."""
 
     kind: Literal["gamma"] = "gamma"
-    rate_rps: Positive
-    cv: Positive
+    rate_rps: Rate
+    cv: Annotated[Positive, Field(ge=1e-3, le=1e3)]
 
 
 class FixedInterval(Part):
     """One request every 1 / rate_rps seconds."""
 
     kind: Literal["fixed"] = "fixed"
-    rate_rps: Positive
+    rate_rps: Rate
 
 
 class Segment(Part):
     """Poisson arrivals at one rate for a while; a rate of zero is a pause."""
 
-    for_s: Positive
-    rate_rps: NonNegative
+    for_s: Annotated[Positive, Field(le=LONGEST_S)]
+    rate_rps: Annotated[NonNegative, Field(le=1e9)]
 
 
 class Piecewise(Part):
@@ -58,15 +73,15 @@ class ClosedLoop(Part):
     """`users` clients; each waits for its answer, thinks for think_s, and asks again."""
 
     kind: Literal["closed_loop"] = "closed_loop"
-    users: Count
-    think_s: NonNegative = 0.0
+    users: Seats
+    think_s: Seconds = 0.0
 
 
 class TraceArrivals(Part):
     """Arrival times of the trace named in `trace`, replayed; rate_rps compresses or stretches them evenly."""
 
     kind: Literal["trace"] = "trace"
-    rate_rps: Positive | None = None
+    rate_rps: Rate | None = None
 
 
 Arrivals = Annotated[
@@ -76,7 +91,7 @@ Arrivals = Annotated[
 # --- lengths ----------------------------------------------------------------------------------------------
 
 MAX_TOKENS = 10**9
-Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+"""Of one request, as `Tokens` says."""
 Level = Annotated[float, Field(ge=0, le=1)]
 Quantile = Annotated[float, Field(ge=1, le=MAX_TOKENS)]
 
@@ -92,8 +107,8 @@ class Lognormal(Part):
     """Lognormal lengths with the given mean and shape sigma, rounded up and clipped to [1, max_tokens]."""
 
     kind: Literal["lognormal"] = "lognormal"
-    mean_tokens: Positive
-    sigma: Positive
+    mean_tokens: Annotated[Positive, Field(le=MAX_TOKENS)]
+    sigma: Annotated[Positive, Field(le=20)]
     max_tokens: Tokens
 
 
@@ -166,9 +181,11 @@ class SharedPrefix(Part):
     of its prompt (as far as it is that long) are the group's own. A group is also a session, for routing.
     """
 
-    groups: Count
+    groups: Tokens
     tokens: Tokens
-    block_tokens: Count = Field(16, description="sharing is told in blocks of so many tokens: a multiple of KV blocks")
+    block_tokens: BlockSize = Field(
+        16, description="sharing is told in blocks of so many tokens: a multiple of KV blocks"
+    )
 
 
 class Sessions(Part):
@@ -178,9 +195,9 @@ class Sessions(Part):
     So a conversation's next prompt comes `concurrent` arrivals after the one before, whether that is answered or not.
     """
 
-    concurrent: Count
-    turns: Count = Field(description="of each conversation")
-    block_tokens: Count = Field(
+    concurrent: Tokens
+    turns: Tokens = Field(description="of each conversation")
+    block_tokens: BlockSize = Field(
         16, description="what turns share is told in blocks of so many tokens, see shared_prefix"
     )
 

@@ -10,20 +10,20 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import yaml
 
-from simtune.errors import Problem, SpecError, UsageError
+from simtune.errors import Problem, SpecError
+from simtune.specs.reading import DEEPEST, LARGEST_INT, shortened
 
 _INT = re.compile(r"[-+]?[0-9]+$|0x[0-9a-fA-F]+$|0o[0-7]+$")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$")
 
 _BREAKS = re.compile(r"[\x85\u2028\u2029]")
 
-_DEEPEST = 200
-"""No file of ours nests deeper than ten levels."""
+_MOST_REPEATED = 100_000
+"""Values that aliases may stand for, all together: a few lines can stand for more than any memory holds."""
 
 # The parser of libyaml is ten times faster; PyYAML is also built without it.
 _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -39,9 +39,9 @@ class _Loader(_Base):  # type: ignore[misc]
     def descend_resolver(self, parent: yaml.Node | None, index: Any) -> None:
         """Called before each node is composed: libyaml's composer recurses in C and would overflow the stack."""
         self._depth += 1
-        if self._depth > _DEEPEST:
+        if self._depth > DEEPEST:
             mark = parent.start_mark if parent else None
-            raise yaml.MarkedYAMLError(problem=f"nested deeper than {_DEEPEST} levels", problem_mark=mark)
+            raise yaml.MarkedYAMLError(problem=f"nested deeper than {DEEPEST} levels", problem_mark=mark)
 
     def ascend_resolver(self) -> None:
         """Called after each node."""
@@ -57,13 +57,23 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"(~|null|Nul
 
 
 def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
-    return int(node.value, 0) if node.value[:2] in ("0x", "0o") else int(node.value)
+    number = int(node.value, 0) if node.value[:2] in ("0x", "0o") else int(node.value)
+    if abs(number) > LARGEST_INT:
+        message = f"{shortened(node.value)} is larger than any number of 64 bits"
+        raise yaml.constructor.ConstructorError(problem=message, problem_mark=node.start_mark)
+    return number
 
 
 def _construct_float(loader: _Loader, node: yaml.ScalarNode) -> float:
     return float(node.value.lower().replace(".inf", "inf").replace(".nan", "nan"))
 
 
+# Text, numbers, switches, lists and mappings are all there is: no dates, sets or bytes by a tag.
+_Loader.yaml_constructors = {
+    tag: constructor
+    for tag, constructor in _Base.yaml_constructors.items()
+    if tag is None or tag.rpartition(":")[2] in ("null", "bool", "str", "seq", "map")
+}
 _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 _Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
 
@@ -119,13 +129,46 @@ def _duplicates(node: yaml.Node, file: str, prefix: str = "") -> list[Problem]:
     return problems
 
 
+class _Expanded:
+    """How many values, and how deep, a document is once its aliases are written out. Raises SpecError for too much."""
+
+    def __init__(self, file: str, most: int) -> None:
+        self._file, self._most = file, most
+        self._known: dict[int, tuple[int, int] | None] = {}
+
+    def measure(self, node: yaml.Node) -> tuple[int, int]:
+        """Values and levels of a node."""
+        if isinstance(node, yaml.ScalarNode):
+            return 1, 0
+        if id(node) not in self._known:
+            self._known[id(node)] = None
+            pairs = isinstance(node, yaml.MappingNode)
+            inner = [self.measure(x) for x in ([x for pair in node.value for x in pair] if pairs else node.value)]
+            self._known[id(node)] = 1 + sum(n for n, _ in inner), 1 + max((depth for _, depth in inner), default=0)
+        known = self._known[id(node)]
+        if known is None:
+            raise self._refusal(node, "an alias stands for what it is in itself")
+        if known[0] > self._most:
+            raise self._refusal(
+                node, f"its aliases stand for more than {_MOST_REPEATED:,} values; write out the needed"
+            )
+        if known[1] > DEEPEST:
+            raise self._refusal(node, f"nested deeper than {DEEPEST} levels")
+        return known
+
+    def _refusal(self, node: yaml.Node, message: str) -> SpecError:
+        return SpecError(Problem(self._file, message, "", node.start_mark.line + 1, node.start_mark.column + 1))
+
+
 def parse(text: str, file: str) -> Document:
-    """Parse YAML or JSON text. Raises SpecError for a syntax error or a repeated key."""
+    """Parse YAML or JSON text. Raises SpecError for a syntax error, a repeated key, and aliases without end."""
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
             return Document(file, None, None)
+        if "*" in text:
+            _Expanded(file, _MOST_REPEATED + len(text)).measure(node)
         problems = _duplicates(node, file)
         if problems:
             raise SpecError(problems)
@@ -143,20 +186,6 @@ def parse(text: str, file: str) -> Document:
 def scalar(text: str) -> Any:
     """The value of a YAML scalar or flow collection, as in `--set key=value`."""
     return parse(text, "--set").data
-
-
-def read_text(path: Path) -> str:
-    """The text of a file. Raises UsageError naming the file and the reason when it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UsageError(f"{path}: no such file") from None
-    except IsADirectoryError:
-        raise UsageError(f"{path}: is a folder, a file was expected") from None
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: not a UTF-8 text file ({error.reason} at byte {error.start})") from None
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
 
 
 def dump(data: Any, comment: str = "") -> str:

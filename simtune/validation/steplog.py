@@ -5,9 +5,6 @@ JSON lines, plain or gzip-compressed: a header, then one line per request in ord
 
 from __future__ import annotations
 
-import gzip
-import json
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +12,9 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from simtune.errors import Problem, SpecError, UsageError
+from simtune.errors import Problem, SpecError
 from simtune.specs.base import Count
+from simtune.specs.reading import JsonError, parse_json, read_packed_text, shortened
 
 FORMAT = "steplog/1"
 MAX_SHOWN = 10
@@ -28,7 +26,7 @@ Whole = Annotated[int, Field(ge=0)]
 
 
 class _LogLine(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class StepLogHeader(_LogLine):
@@ -97,13 +95,13 @@ def describe(error: ValidationError) -> Iterator[tuple[str, str]]:
     """Key and message of everything that is wrong."""
     words = {"missing": "is required and missing", "extra_forbidden": "unknown key"}
     for item in error.errors(include_url=False):
-        rule = f"{item['msg'].replace('Input should', 'must')}, not {item['input']!r}"
+        rule = f"{item['msg'].replace('Input should', 'must')}, not {shortened(repr(item['input']))}"
         yield ".".join(str(part) for part in item["loc"]), words.get(item["type"], rule)
 
 
 def read(path: Path) -> StepLog:
     """Raises UsageError where there is no such file, SpecError with line numbers for anything wrong in it."""
-    lines = _text(path).splitlines()
+    lines = read_packed_text(path).splitlines()
     if not lines:
         raise SpecError(Problem(str(path), "is empty; a step log begins with a header line"))
     reader = _Reader(str(path))
@@ -140,8 +138,8 @@ class _Reader:
 
     def parse(self, number: int, text: str) -> dict[str, Any] | None:
         try:
-            data = json.loads(text)
-        except ValueError as error:
+            data = parse_json(text)
+        except JsonError as error:
             self.problem(number, f"not JSON ({error}); the file may be cut off")
             return None
         if not isinstance(data, dict):
@@ -205,21 +203,3 @@ class _Reader:
             for name in getattr(step, key):
                 if self.arrives.get(name, step.step + 1) > step.step:
                     self.problem(number, f"request {name!r} has not arrived by step {step.step}", key)
-
-
-def _text(path: Path) -> str:
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
-    if raw.startswith(b"\x1f\x8b"):
-        try:
-            raw = gzip.decompress(raw)
-        except EOFError:
-            raise SpecError(Problem(str(path), "the gzip data end too early: the file is cut off")) from None
-        except (gzip.BadGzipFile, zlib.error) as error:
-            raise SpecError(Problem(str(path), f"the gzip data are damaged ({error})")) from None
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise SpecError(Problem(str(path), f"not a UTF-8 text file ({error.reason} at byte {error.start})")) from None

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from simtune.cli import main
+from simtune.cli import INTERNAL, main
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -53,11 +53,12 @@ class Said:
 
 
 def call(*args: object) -> Said:
-    """`simtune args` in this process; an error that nobody foresaw comes through as itself."""
+    """`simtune args` in this process; an error that nobody foresaw is a failure."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as exit_:
         main([str(arg) for arg in args])
     assert isinstance(exit_.value.code, int)
+    assert INTERNAL not in err.getvalue(), err.getvalue()
     return Said(exit_.value.code, out.getvalue(), err.getvalue())
 
 

@@ -19,6 +19,7 @@ from simtune.emit import ENGINES
 from simtune.engine import POLICIES
 from simtune.sim.router import ROUTERS
 from simtune.specs.catalog import KINDS, load_hardware, names
+from simtune.specs.hardware import Arrays
 
 Call = Callable[..., Any]
 
@@ -71,8 +72,9 @@ def test_a_reader_who_leaves_early_gets_no_complaint(start: Call) -> None:
 
 
 def test_more_requests_than_memory_are_refused_in_words(call: Call, desk: Any) -> None:
-    message = desk.refused(desk.simulate, "--requests", 10**15, code=1)
-    assert message == "out of memory; ask for fewer requests or fewer --jobs"
+    message = desk.refused(desk.simulate, "--requests", 10**12)
+    assert message.startswith("1,000,000,000,000 requests need about 409.3 TiB of memory, and ")
+    assert message.endswith(" are free; ask for fewer")
 
 
 # --- list, show, check, schema ----------------------------------------------------------------------------
@@ -156,12 +158,18 @@ def test_check_passes_what_is_right_and_finds_what_is_not(call: Call, desk: Any,
     desk.write("trace.csv", "arrival_s,prompt_tokens,output_tokens\n0,5,3\n1,7,4\n")
     good = call("check", "study.yaml", "trace.csv", tiny_run / "plan.yaml")
     assert (good.code, good.err) == (0, "")
-    assert good.out == f"study.yaml: ok\ntrace.csv: ok\n{tiny_run / 'plan.yaml'}: ok\n"
+    said = good.out.splitlines()
+    assert said[0] == "study.yaml: ok: study tiny: goodput_per_gpu of llama-3.1-8b under chat"
+    assert said[1].startswith(
+        "trace.csv: ok: workload trace: 2 requests, 1 requests/s, prompt tokens p50 7 p99 7, output"
+    )
+    assert said[2].startswith(f"{tiny_run / 'plan.yaml'}: ok: plan tp")
+    assert said[2].endswith("2 mixed x h100-sxm tp 1 pp 1, vllm-fcfs")
 
     desk.write("bad.yaml", "schema: simtune/plan@1\nname: x\nmodle: y\n")
     both = call("check", "study.yaml", "bad.yaml", "nosuch.csv")
     assert both.code == 2
-    assert both.out == "study.yaml: ok\n"
+    assert both.out == said[0] + "\n"
     lines = both.err.splitlines()
     assert "bad.yaml:3:1: modle: unknown key, did you mean model?" in lines
     assert any(line.startswith("bad.yaml") and "pools: is required and missing" in line for line in lines)
@@ -169,8 +177,30 @@ def test_check_passes_what_is_right_and_finds_what_is_not(call: Call, desk: Any,
 
     found = call("check", "--json", "study.yaml", "bad.yaml", "nosuch.csv")
     assert (found.code, found.err) == (2, "")
-    assert found.json == {"ok": False, "problems": {"bad.yaml": lines[:-1], "nosuch.csv": lines[-1:]}}
-    assert call("check", "--json", "study.yaml").json == {"ok": True, "problems": {}}
+    understood = {"study.yaml": said[0].removeprefix("study.yaml: ok: ")}
+    problems = {"bad.yaml": lines[:-1], "nosuch.csv": lines[-1:]}
+    assert found.json == {"ok": False, "problems": problems, "understood": understood}
+    assert call("check", "--json", "study.yaml").json == {"ok": True, "problems": {}, "understood": understood}
+
+
+def test_check_says_what_it_read_of_a_trace_and_what_not(call: Call, desk: Any) -> None:
+    rows = "".join(f"{10 * i},{i % 7},x\n" for i in range(1, 201))
+    desk.write("t.csv", "prompt_tokens,output_tokens,note\n" + rows.replace(",0,", ",7,"))
+    assert call("check", "t.csv").out == (
+        "t.csv: ok: workload t: 200 requests, no arrival times, prompt tokens p50 1,010 p99 1,990, "
+        "output tokens p50 4 p99 7, columns ignored: note\n"
+    )
+
+
+def test_check_opens_the_arrays_of_a_profile(call: Call, desk: Any) -> None:
+    profile = load_hardware("h100-sxm")
+    name = next(key for key in profile.arrays if key.endswith(".weights"))
+    arrays = {key: array[:-1] if key == name else array for key, array in profile.arrays.items()}
+    desk.write("h/profile.yaml", profile.model_copy(update={"arrays_sha256": None}).to_yaml())
+    (desk.folder / "h" / "arrays.npz").write_bytes(Arrays(arrays).to_bytes())
+    message = desk.refused(call, "check", "h/profile.yaml")
+    assert message.startswith("h/arrays.npz: ")
+    assert "are not those of a residual with" in message
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -306,7 +336,7 @@ def test_a_fitted_profile_is_a_profile_like_the_built_in_ones(call: Call, desk: 
     shown = call("show", "./made-up", "--json").json
     assert len(shown.pop("arrays_sha256")) == 64, "the two files belong together"
     assert shown == said.json["profile"]
-    assert call("check", "made-up/profile.yaml").out == "made-up/profile.yaml: ok\n"
+    assert call("check", "made-up/profile.yaml").out.startswith("made-up/profile.yaml: ok: hardware made-up: ")
     message = desk.refused(call, "fit", "tables", "--facts", "facts.yaml", "--out", "made-up")
     assert message == "made-up/profile.yaml: there is a profile already; give --force to replace it"
     message = desk.refused(call, "fit", "nosuch.csv", "--facts", "facts.yaml", "--out", "other")

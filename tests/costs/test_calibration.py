@@ -171,7 +171,12 @@ class TestLogs:
 
     @pytest.mark.parametrize(
         ("text", "words"),
-        [("{", "not JSON"), ("[]", "an object"), ('{"schema": "x"}', "simtune/steps@1, or"), ("", "simtune/steps@1")],
+        [
+            ("{", "not valid JSON"),
+            ("[]", "an object"),
+            ('{"schema": "x"}', "simtune/steps@1, or"),
+            ("", "simtune/steps@1"),
+        ],
     )
     def test_a_file_of_another_kind_is_named(self, tmp_path: Path, text: str, words: str) -> None:
         path = tmp_path / "steps.jsonl"

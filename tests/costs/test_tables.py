@@ -529,7 +529,7 @@ def test_own_measurements_are_measured(tmp_path: Path) -> None:
     [
         (({"schema": "simtune/plan@1"},), r"jsonl:1: schema: must be simtune/measurements@1, found 'simtune/plan@1'"),
         (({"schema": "simtune/measurements@1"}, POINT), r"jsonl:1: device: is missing"),
-        ((HEADER, "{]", POINT), r"jsonl:2:2: is not JSON"),
+        ((HEADER, "{]", POINT), r"jsonl:2:2: not valid JSON"),
         ((HEADER, POINT | {"kind": "gem"}), r"jsonl:2: kind: "),
         ((HEADER, POINT | {"shape": {"m": 8}}), r"jsonl:2: shape: of gemm must name m, n, k; it names m"),
         ((HEADER, POINT | {"seconds": "fast"}), r"jsonl:2: seconds: must be a valid number"),
@@ -704,7 +704,7 @@ def test_unreadable_sources_say_so(tmp_path: Path) -> None:
         read_tables([tmp_path])
     broken = tmp_path / "broken.csv.gz"
     broken.write_bytes(b"this is not gzip")
-    with pytest.raises(SpecError, match="cannot be read as a CSV table"):
+    with pytest.raises(SpecError, match="is not gzip-compressed"):
         read_tables([broken])
 
 

@@ -49,7 +49,7 @@ def test_a_last_line_cut_short_is_repaired_and_said(path: Path, cut: int) -> Non
 def test_damage_elsewhere_is_not_repaired(path: Path) -> None:
     lines = path.read_text().split("\n")
     path.write_text("\n".join([lines[0], lines[1][:20], *lines[2:]]))
-    with pytest.raises(SpecError, match=r"jsonl:2:\d+: is not JSON"):
+    with pytest.raises(SpecError, match=r"jsonl:2:\d+: not valid JSON"):
         Journal.resume(path)
 
 

@@ -93,6 +93,7 @@ def test_a_shipped_file_is_what_simtune_would_write(path: Path) -> None:
 NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,12}", fullmatch=True)
 COUNTS = st.integers(1, 10**6)
 RATES = st.floats(1e-6, 1e6)
+GPUS = st.integers(1, 100)
 TEXTS = st.none() | st.text(max_size=20)
 
 
@@ -105,13 +106,13 @@ def quantiles(draw: st.DrawFn) -> Quantiles:
 
 LENGTHS = st.one_of(
     st.builds(FixedLength, tokens=COUNTS),
-    st.builds(Lognormal, mean_tokens=RATES, sigma=RATES, max_tokens=COUNTS),
+    st.builds(Lognormal, mean_tokens=RATES, sigma=st.floats(1e-6, 20), max_tokens=COUNTS),
     quantiles(),
     st.just(TraceLengths()),
 )
 ARRIVALS = st.one_of(
     st.builds(Poisson, rate_rps=RATES),
-    st.builds(Gamma, rate_rps=RATES, cv=RATES),
+    st.builds(Gamma, rate_rps=RATES, cv=st.floats(1e-3, 1e3)),
     st.builds(FixedInterval, rate_rps=RATES),
     st.builds(ClosedLoop, users=COUNTS, think_s=st.floats(0, 1e3)),
     st.builds(TraceArrivals, rate_rps=st.none() | RATES),
@@ -145,8 +146,8 @@ PLAN = st.builds(
         Pool,
         name=NAMES,
         hardware=st.text(max_size=20),
-        instances=COUNTS,
-        parallelism=st.builds(Parallelism, tp=COUNTS, pp=COUNTS),
+        instances=GPUS,
+        parallelism=st.builds(Parallelism, tp=GPUS, pp=GPUS),
         batching=st.builds(Batching, max_num_seqs=COUNTS, max_num_batched_tokens=COUNTS, chunked_prefill=st.booleans()),
         kv_cache=st.builds(
             KvCache,

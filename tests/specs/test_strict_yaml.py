@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from simtune.errors import SpecError, UsageError
 from simtune.specs import yamlfile
+from simtune.specs.reading import read_text
 
 
 def read(text: str) -> object:
@@ -72,12 +73,12 @@ def test_control_characters_and_tags_are_errors_not_objects() -> None:
 def test_files_that_cannot_be_read_say_why(tmp_path: Path) -> None:
     latin = tmp_path / "latin.yaml"
     latin.write_bytes("name: caf\u00e9\n".encode("latin-1"))
-    with pytest.raises(UsageError, match=r"latin\.yaml: not a UTF-8 text file \(.* at byte 9\)"):
-        yamlfile.read_text(latin)
+    with pytest.raises(SpecError, match=r"latin\.yaml:1: not a UTF-8 text file \(.* at byte 9\); save it as UTF-8"):
+        read_text(latin)
     with pytest.raises(UsageError, match=r"none\.yaml: no such file"):
-        yamlfile.read_text(tmp_path / "none.yaml")
+        read_text(tmp_path / "none.yaml")
     with pytest.raises(UsageError, match="is a folder"):
-        yamlfile.read_text(tmp_path)
+        read_text(tmp_path)
 
 
 def test_a_position_is_that_of_the_deepest_known_part() -> None:
@@ -88,7 +89,7 @@ def test_a_position_is_that_of_the_deepest_known_part() -> None:
 
 
 PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    st.none() | st.booleans() | st.integers(-(2**63) + 1, 2**63 - 1) | st.floats(allow_nan=False) | st.text(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
     max_leaves=12,
 )

@@ -231,9 +231,11 @@ def test_json_lines_are_judged_line_by_line(tmp_path: Path) -> None:
         good
         + "[1, 2]\n"
         + '{"timestamp": true, "input_length": "5", "output_length": 0, "hash_ids": [0]}\n'
-        + '{"timestamp": NaN, "input_length": 513, "output_length": 1, "hash_ids": [0, 1.5]}\n'
+        + '{"timestamp": null, "input_length": 513, "output_length": 1, "hash_ids": [0, 1.5]}\n'
         + '{"timestamp": 2, "input_length": 512, "output_length": 1, "hash_ids": [0, 1]}\n'
+        + '{"timestamp": 1, "input_length": 10000000000, "output_length": 1, "hash_ids": [-1]}\n'
         + '{"timestamp": 1, "input_length": 1' + "0" * 400 + ', "output_length": 1, "hash_ids": []}\n'
+        + '{"timestamp": NaN, "input_length": 1, "output_length": 1, "hash_ids": []}\n'
         + '{"timestamp": 3, "input_le'
     )  # fmt: skip
     assert problems(tmp_path, text) == [
@@ -242,12 +244,16 @@ def test_json_lines_are_judged_line_by_line(tmp_path: Path) -> None:
         "3: input_length: must be a finite number, not '5'",
         "3: output_length: must be at least 1 token, not 0; drop requests that generated nothing, "
         "or give the first token its 1",
-        "4: timestamp: must be a finite number, not nan",
-        "4: hash_ids: must be a list of whole numbers",
+        "4: timestamp: must be a finite number, not None",
+        "4: hash_ids: must be a list of whole numbers of at least 0",
         "5: hash_ids: has 2 ids, the prompt 1 blocks of 512 tokens",
         "6: timestamp: 1 is earlier than 2 of line 5; sort the rows by time",
-        "6: input_length: must be a finite number, not 100000000000000000...0000000000000000000",
-        "7: not valid JSON: Unterminated string starting at; the file seems to be cut off",
+        "6: input_length: must be at most 1000000000 tokens, not 10000000000",
+        "6: hash_ids: must be a list of whole numbers of at least 0",
+        "7: not valid JSON: 1000000000000000000000000000000000000000... (401 characters) is larger than any number "
+        "of 64 bits",
+        "8: not valid JSON: NaN is not JSON: write null where there is no number",
+        "9: not valid JSON: Unterminated string starting at; the file seems to be cut off",
     ]
 
 
@@ -288,7 +294,7 @@ def test_a_file_that_cannot_be_read_is_a_usage_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is a folder, a file was expected"):
         read_trace(tmp_path)
     (tmp_path / "latin.csv").write_bytes(b"arrival_s,prompt_tokens,caf\xe9\n")
-    with pytest.raises(UsageError, match="not a UTF-8 text file"):
+    with pytest.raises(SpecError, match=r"latin\.csv:1: not a UTF-8 text file"):
         read_trace(tmp_path / "latin.csv")
 
 

@@ -6,12 +6,11 @@ silence: every row a table does not use is counted under a reason.
 
 from __future__ import annotations
 
-import csv
-import gzip
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,8 +20,10 @@ from numpy.typing import NDArray
 from simtune.arrays import Array, Mask
 from simtune.costs.operators import OPERATORS, operator_key
 from simtune.errors import Problem, SpecError, UsageError
+from simtune.specs import room
 from simtune.specs.base import Dtype
 from simtune.specs.hardware import OperatorKind
+from simtune.specs.reading import CELL_BYTES, csv_table, read_bytes, read_packed_text, refuse_columns_twice
 
 MS, US, NS = 1e-3, 1e-6, 1e-9
 
@@ -232,18 +233,8 @@ Formats = Mapping[tuple[str, ...], Reader]
 
 def read_csv(path: Path) -> Columns:
     """A CSV file, plain or gzipped. Raises SpecError when it cannot be read or its rows are of unequal length."""
-    try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", newline="") as stream:
-            rows = list(csv.reader(stream))
-    except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
-        raise SpecError(Problem(str(path), f"cannot be read as a CSV table: {error}")) from None
-    lines = [line for line, row in enumerate(rows[1:], start=2) if row]
-    body = [row for row in rows[1:] if row]
-    for line, row in zip(lines, body, strict=True):
-        if len(row) != len(rows[0]):
-            message = f"has {len(row)} values, the header names {len(rows[0])}"
-            raise SpecError(Problem(str(path), message, "", line))
-    return Columns(path, rows[0] if rows else (), list(zip(*body, strict=True)), lines)
+    header, rows, lines = csv_table(read_packed_text(path), str(path))
+    return Columns(path, header, list(zip(*rows, strict=True)), lines)
 
 
 def read_parquet(path: Path) -> Columns:
@@ -254,10 +245,15 @@ def read_parquet(path: Path) -> Columns:
         raise UsageError(
             f"{path}: reading Parquet needs pyarrow: pip install 'simtune[parquet]', or convert the file to CSV"
         ) from None
+    raw = read_bytes(path)
     try:
-        table = parquet.read_table(path)
+        with parquet.ParquetFile(BytesIO(raw)) as file:
+            cells = file.metadata.num_rows * file.metadata.num_columns
+            room.need(cells * CELL_BYTES, f"{path}: its {cells:,} cells", "cut the file")
+            table = file.read()
     except (OSError, ArrowException) as error:
         raise SpecError(Problem(str(path), f"cannot be read as a Parquet table: {error}")) from None
+    refuse_columns_twice(table.column_names, str(path))
     columns = [column.to_pylist() for column in table.columns]
     return Columns(path, table.column_names, columns, range(1, table.num_rows + 1))
 

@@ -37,6 +37,7 @@ from simtune.errors import Problem, SpecError
 from simtune.specs import catalog, yamlfile
 from simtune.specs.hardware import OperatorKind
 from simtune.specs.model import DenseFeedForward, FullAttention, Model, MoeFeedForward
+from simtune.specs.reading import read_text
 
 _PARENTS = 4  # model/dtype/tp1/dense.csv
 _AS_CHANCE = 0.1  # of the experts that chance wakes
@@ -313,7 +314,7 @@ def _source(columns: Columns) -> _Source:
     """Raises SpecError where no known model is named beside the table or in its path, or one of another kind."""
     path = columns.path
     meta = next((p for p in (path.with_name("meta.yaml"), path.parent.parent / "meta.yaml") if p.is_file()), None)
-    facts = yamlfile.parse(yamlfile.read_text(meta), str(meta)).data if meta else {}
+    facts = yamlfile.parse(read_text(meta), str(meta)).data if meta else {}
     facts = facts if isinstance(facts, dict) else {}
     dtype = facts.get("variant", "bf16")
     if dtype not in ("bf16", "fp16"):

@@ -14,7 +14,6 @@ left out and counted.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from simtune.costs.tables.common import FileContent, HostTable, Origin, Table, f
 from simtune.errors import Problem, SpecError
 from simtune.specs.base import Dtype, Part
 from simtune.specs.hardware import OperatorKind
+from simtune.specs.reading import JsonError, json_document, parse_json, read_text
 
 P = TypeVar("P", bound=Part)
 
@@ -116,21 +116,18 @@ def read(path: Path) -> FileContent:
 
 def read_points(path: Path) -> tuple[MeasurementHeader, list[MeasuredPoint], bool]:
     """Header, points, and whether the last line was cut short and left out. Raises SpecError as `read` does."""
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(Problem(str(path), f"cannot be read: {error}")) from None
+    lines = read_text(path).split("\n")
     header = _header(path, lines[0])
     points: list[MeasuredPoint] = []
     for line, text in enumerate(lines[1:], start=2):
         if not text.strip():
             continue
         try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
+            data = parse_json(text)
+        except JsonError as error:
             if line == len(lines):
                 return header, points, True
-            raise SpecError(Problem(str(path), f"is not JSON: {error.msg}", "", line, error.colno)) from None
+            raise SpecError(Problem(str(path), f"not valid JSON: {error}", "", line, error.column)) from None
         point = _parse(MeasuredPoint, data, path, line)
         wanted = SHAPES[point.kind]
         if set(point.shape) != set(wanted):
@@ -218,10 +215,7 @@ def _lower_medians(points: Sequence[MeasuredPoint]) -> list[MeasuredPoint]:
 
 
 def _header(path: Path, text: str) -> MeasurementHeader:
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise SpecError(Problem(str(path), f"is not JSON: {error.msg}", "", 1, error.colno)) from None
+    data = json_document(text, str(path))
     schema = data.pop("schema", None) if isinstance(data, dict) else None
     if schema != SCHEMA:
         raise SpecError(Problem(str(path), f"must be {SCHEMA}, found {schema!r}", "schema", 1))
