@@ -27,6 +27,7 @@ _HOMES = {
     "simtune.costs.function": ("StepFunction",),
     "simtune.costs.compiled": ("LinearCosts",),
     "simtune.costs.ticks": ("TICKS_PER_SECOND", "to_ticks"),
+    "simtune.tuner.allocation": ("AllocationAnswer", "Fleet", "InstanceRate", "Nodes", "allocate"),
     "simtune.errors": ("Infeasible", "PartError", "SimtuneError", "SpecError", "UsageError"),
 }
 """The public names, by the module that has them."""
@@ -34,14 +35,18 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "TICKS_PER_SECOND",
+    "AllocationAnswer",
     "Batching",
+    "Fleet",
     "Hardware",
     "Infeasible",
+    "InstanceRate",
     "KvCache",
     "LinearCosts",
     "ListScheduler",
     "LoadAware",
     "Model",
+    "Nodes",
     "Parallelism",
     "PartError",
     "Plan",
@@ -59,6 +64,7 @@ __all__ = [
     "Trace",
     "UsageError",
     "Workload",
+    "allocate",
     "load",
     "optimize",
     "read_trace",
@@ -83,6 +89,7 @@ if TYPE_CHECKING:
     from simtune.specs.study import Study
     from simtune.specs.traces import Trace, read_trace
     from simtune.specs.workload import Workload
+    from simtune.tuner.allocation import AllocationAnswer, Fleet, InstanceRate, Nodes, allocate
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,5 @@
-"""The best trees of a batch as an integer programme, for what greedy choices do not solve exactly.
+"""The best trees of a batch that shares one budget of draft tokens, as an integer programme, for what greedy choices do
+not solve exactly.
 
 Those are widths per depth where weights depend on more than depth and rank, draft tokens that cost more in one
 request than in another, and minima beside either. For the rest the greedy orders of
@@ -7,11 +8,16 @@ request than in another, and minima beside either. For the rest the greedy order
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
+from typing import TYPE_CHECKING, Any
 
 from simtune.errors import Infeasible
 from simtune.specs.trees import Node, Ranks, weight
+from simtune.tuner.programmes import Unsolvable, solve
+
+if TYPE_CHECKING:
+    import pulp
 
 Weights = Mapping[Node, float]
 """The candidate nodes of one request, with their weights."""
@@ -39,10 +45,27 @@ def select(
     Siblings are tried in rank order, and under sampling the chance of a later one counts on that; greedy decoding
     may skip some (`in_rank_order=False`). `costs` is what a node of each request takes of the budget, 1 unless
     given; `widths` the most nodes of one request at each depth; `minima` the least sum of weights of each request.
-    Proved optimal by CBC, which comes with pulp. Raises Infeasible where no choice keeps to the limits.
+    Proved optimal, however long that takes. Raises Infeasible where no choice keeps to the limits.
     """
     import pulp
-    from pulp.apis.coin_api import pulp_cbc_path
+
+    problem, take = _trees(requests, in_rank_order)
+    each = costs or [1.0] * len(requests)
+    problem += pulp.lpSum(each[i] * x for (i, _), x in take.items()) <= budget
+    for i, least in enumerate(minima or ()):
+        problem += pulp.lpSum(w * take[i, node] for node, w in requests[i].items()) >= least
+    for i, (depth, width) in product(range(len(requests)), enumerate(widths or (), start=1)):
+        problem += pulp.lpSum(take[i, node] for node in requests[i] if len(node) == depth) <= width
+    try:
+        solve(problem)
+    except Unsolvable:
+        raise Infeasible(f"no trees of {budget:g} draft tokens keep to the minima and widths asked for") from None
+    return [[node for node in weights if take[i, node].value() > 0.5] for i, weights in enumerate(requests)]
+
+
+def _trees(requests: Sequence[Weights], in_rank_order: bool) -> tuple[pulp.LpProblem, dict[tuple[int, Node], Any]]:
+    """The heaviest trees without a limit, and by request and node whether it is taken."""
+    import pulp
 
     problem = pulp.LpProblem("trees", pulp.LpMaximize)
     take = {
@@ -51,19 +74,15 @@ def select(
         for node in weights
     }
     problem += pulp.lpSum(requests[i][node] * x for (i, node), x in take.items())
+    for above, below in _precedences(take, in_rank_order):
+        problem += below <= above
+    return problem, take
+
+
+def _precedences(take: Mapping[tuple[int, Node], Any], in_rank_order: bool) -> Iterator[tuple[Any, Any]]:
+    """(what is taken first, what may be taken then): parents, and the siblings before."""
     for (i, node), x in take.items():
         if len(node) > 1:
-            problem += x <= take[i, node[:-1]]
+            yield take[i, node[:-1]], x
         if in_rank_order and node[-1] > 1:
-            problem += x <= take[i, (*node[:-1], node[-1] - 1)]
-    problem += pulp.lpSum((costs[i] if costs else 1) * x for (i, _), x in take.items()) <= budget
-    for i, weights in enumerate(requests):
-        for depth, width in enumerate(widths or (), start=1):
-            problem += pulp.lpSum(take[i, node] for node in weights if len(node) == depth) <= width
-        if minima:
-            problem += pulp.lpSum(w * take[i, node] for node, w in weights.items()) >= minima[i]
-    problem.solve(pulp.COIN_CMD(path=pulp_cbc_path, msg=False, gapRel=0))
-    # `status` alone says Optimal at a time limit too.
-    if problem.sol_status != pulp.LpSolutionOptimal:
-        raise Infeasible(f"no trees of {budget:g} draft tokens keep to the minima and widths asked for")
-    return [[node for node in weights if take[i, node].value() > 0.5] for i, weights in enumerate(requests)]
+            yield take[i, (*node[:-1], node[-1] - 1)], x
