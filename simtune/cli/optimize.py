@@ -13,6 +13,7 @@ from simtune.cli.output import (
     json_option,
     milliseconds,
     note_basis,
+    note_cut,
     note_estimates,
     number,
     print_basis,
@@ -73,6 +74,7 @@ def optimize(  # noqa: PLR0913 - one for each option
     if out is None:
         raise click.UsageError("name the run directory to write: --out runs/NAME")
     claim(out, force)
+    note_cut(question.workload, question.trace, question.requests)
     with progress("shapes", quiet) as update:
         tuned = search(
             question,

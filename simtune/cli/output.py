@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from simtune.specs.base import Spec
     from simtune.specs.hardware import Hardware
     from simtune.specs.traces import Trace
+    from simtune.specs.workload import Workload
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -134,6 +135,15 @@ def milliseconds(seconds: float | None) -> str:
 def number(value: float | None, digits: int = 3) -> str:
     """So many significant digits below a thousand, whole above; a dash where there is none."""
     return "-" if value is None else f"{value:,.{digits}g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def note_cut(workload: Workload, trace: Trace | None, requests: int) -> None:
+    """Say on stderr what is kept of a trace that is replayed in part."""
+    from simtune.specs.trace_cut import first_only
+
+    note = first_only(trace, requests) if trace is not None and workload.arrivals.kind == "trace" else None
+    if note is not None:
+        click.echo(f"note: {note}", err=True)
 
 
 def note_estimates(deployment: Deployment) -> None:

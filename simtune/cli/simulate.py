@@ -13,6 +13,7 @@ from simtune.cli.output import (
     json_option,
     milliseconds,
     note_basis,
+    note_cut,
     note_estimates,
     number,
     out_option,
@@ -133,6 +134,7 @@ def simulate(  # noqa: PLR0913 - one for each option
     specs = load_specs(model, hardware, workload, plan_file, by_spec, engine)
     experiment = set_up(specs, costs=costs_file, rate_rps=rate, requests=requests, seed=seed or 0)
     result = experiment.run(record=out is not None or timeline is not None)
+    note_cut(experiment.workload, experiment.trace, len(experiment.stream))
     note_estimates(experiment.deployment)
     basis = cost_basis(experiment.deployment, result)
     note_basis(basis)

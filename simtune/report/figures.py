@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
+from itertools import pairwise
 from typing import Any
 
 from simtune.report.info import (
@@ -22,6 +23,7 @@ from simtune.report.info import (
     percent,
 )
 from simtune.runs.schema import Timeline
+from simtune.sim.load import LengthFacts, LoadFacts
 from simtune.sim.summary import InstanceUse
 
 Figure = dict[str, Any]
@@ -403,5 +405,59 @@ def instances_figure(instances: Sequence[InstanceUse]) -> Figure:
             axis("instance", type="category", showgrid=False),
             axis("busy", range=[0, 103], ticksuffix=" %", dtick=25),
             showlegend=len(pools) > 1,
+        ),
+    }
+
+
+def rates_figure(load: LoadFacts) -> Figure:
+    """Arrivals per second over the time of the load, with their mean."""
+    width = load.bin_s or 1.0
+    per, unit = (
+        (3600.0, "h") if (load.span_s or 0) > 7200 else (60.0, "min") if (load.span_s or 0) > 300 else (1.0, "s")
+    )
+    begin = [i * width / per for i in range(len(load.rates_rps) + 1)]
+    rates = [*load.rates_rps, load.rates_rps[-1]]
+    return {
+        "data": [
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "name": "arrivals",
+                "x": begin,
+                "y": rates,
+                "line": {"color": COLOURS[0], "width": 2, "shape": "hv"},
+                "fill": "tozeroy",
+                "fillcolor": "rgba(61,126,219,0.18)",
+                "hovertemplate": "%{y:.3~g} requests/s<extra></extra>",
+            }
+        ],
+        "layout": layout(
+            axis(f"time, {unit}"), axis("requests/s", rangemode="tozero"), showlegend=False, hovermode="closest"
+        ),
+    }
+
+
+def lengths_figure(lengths: LengthFacts, what: str, series: int = 0) -> Figure:
+    """A histogram of lengths over a logarithmic axis."""
+    edges = lengths.edges
+    return {
+        "data": [
+            {
+                "type": "bar",
+                "name": what,
+                "x": [(a * b) ** 0.5 for a, b in pairwise(edges)],
+                "width": [b - a for a, b in pairwise(edges)],
+                "y": list(lengths.counts),
+                "marker": {"color": _colour(series), "line": {"width": 0}},
+                "hovertext": [f"{a:,.0f} to {b - 1:,.0f}" for a, b in pairwise(edges)],
+                "hovertemplate": "%{hovertext} tokens: %{y:,} requests<extra></extra>",
+            }
+        ],
+        "layout": layout(
+            axis(what, type="log", tickvals=LOG_TICKS),
+            axis("requests", rangemode="tozero"),
+            showlegend=False,
+            bargap=0,
+            hovermode="closest",
         ),
     }

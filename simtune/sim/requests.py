@@ -255,6 +255,11 @@ def _lengths(by_class: Sequence[Lengths], class_index: Ints, uniforms: Array, tr
     return tokens
 
 
+def lengths_at(lengths: Lengths, levels: Array) -> Ints:
+    """The quantiles of a distribution of lengths that needs no trace, at levels in [0, 1)."""
+    return _sample(lengths, levels, None, "prompt")
+
+
 def _sample(lengths: Lengths, uniforms: Array, trace: Trace | None, side: str) -> Ints:
     match lengths:
         case FixedLength(tokens=tokens):
@@ -337,7 +342,8 @@ def _shared(
     """
     prefix = workload.shared_prefix
     if prefix is None:
-        return _Shared(in_trace, trace.block_tokens if trace else MOONCAKE_BLOCK_TOKENS)
+        block_tokens = trace.block_tokens if trace else MOONCAKE_BLOCK_TOKENS
+        return _Shared(in_trace, block_tokens, _trace_session(workload, trace, len(prompt_tokens)))
     if in_trace is not None:
         raise UsageError(f"{workload.trace}: says what its prompts share, so the workload needs no shared_prefix")
     session = (_uniforms(seed, _GROUP, len(prompt_tokens)) * prefix.groups).astype(np.int64)
@@ -348,6 +354,16 @@ def _shared(
         tuple(range(group * most, group * most + n)) for group, n in zip(session.tolist(), blocks.tolist(), strict=True)
     )
     return _Shared(hash_ids, prefix.block_tokens, session)
+
+
+def _trace_session(workload: Workload, trace: Trace | None, requests: int) -> Ints | None:
+    """The conversations of a trace that is replayed as it is; a repeat has conversations of its own."""
+    as_it_is = not workload.classes and workload.prompt.kind == workload.output.kind == "trace"
+    if trace is None or trace.session is None or not as_it_is:
+        return None
+    round_, row = np.divmod(np.arange(requests), len(trace))
+    session: Ints = trace.session[row] + round_ * (int(trace.session.max()) + 1)
+    return session
 
 
 def _conversations(sessions: Sessions, added: Ints, output_tokens: Ints) -> Ints:

@@ -24,6 +24,7 @@ from simtune.specs.model import Model
 from simtune.specs.plan import Plan
 from simtune.specs.reading import read_text
 from simtune.specs.study import Study
+from simtune.specs.trace_formats import title_of
 from simtune.specs.traces import Trace, read_trace
 from simtune.specs.workload import Workload
 
@@ -54,6 +55,9 @@ def load_model(reference: str, settings: Sequence[str] = ()) -> Model:
     path = _locate("model", reference)
     if path.is_dir():
         path = path / "config.json"
+    title = log_title(path)
+    if title is not None:
+        raise UsageError(f"{path}: looks like {title}, which is a load and no model; give it as --workload")
     document = yamlfile.parse(read_text(path), str(path))
     if path.suffix == ".json" and isinstance(document.data, dict) and "schema" not in document.data:
         name = path.resolve().parent.name if path.name == "config.json" else path.stem
@@ -70,7 +74,7 @@ def load_hardware(reference: str, settings: Sequence[str] = ()) -> Hardware:
 def load_workload(reference: str, settings: Sequence[str] = ()) -> tuple[Workload, Trace | None]:
     """A workload by name, from a spec, or a published trace file as it is; with the trace it replays, if any."""
     path = _locate("workload", reference)
-    if path.name.endswith(_TRACE_SUFFIXES):
+    if path.name.endswith(_TRACE_SUFFIXES) or log_title(path) is not None:
         trace = read_trace(path)
         workload = replay(trace, path.name.split(".")[0])
         if settings:
@@ -188,7 +192,7 @@ def _kind_of_name(name: str) -> str:
 
 def _kind_of_file(path: Path) -> str:
     """By its suffix or its `schema`; a model of Hugging Face is a config.json, or the folder that holds it."""
-    if path.name.endswith(_TRACE_SUFFIXES):
+    if path.name.endswith(_TRACE_SUFFIXES) or log_title(path) is not None:
         return "workload"
     if path.is_dir():
         return "hardware" if (path / "profile.yaml").exists() else "model"
@@ -202,6 +206,13 @@ def _kind_of_file(path: Path) -> str:
     known = [spec.schema_id() for spec in KINDS.values()]
     hint = suggest(str(schema), known)
     raise UsageError(f"{path}: `schema` is {schema!r}{hint or '; it must be one of ' + ', '.join(known)}")
+
+
+def log_title(path: Path) -> str | None:
+    """What a .json file is called that a load generator or a gateway wrote; None for any other file."""
+    if path.suffix != ".json" or not path.is_file():
+        return None
+    return title_of(read_text(path))
 
 
 def _read(kind: type[S], path: Path, settings: Sequence[str], check: Check | None = None) -> S:

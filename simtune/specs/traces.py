@@ -1,10 +1,11 @@
 """Request traces: who came when, with how many tokens.
 
-Three shapes of file are told apart by their content, plain or gzip-compressed:
+Shapes of file are told apart by their content, plain or gzip-compressed:
 
 * CSV with a wall clock: `TIMESTAMP,ContextTokens,GeneratedTokens` (Azure LLM inference traces);
 * JSON lines: `timestamp` in milliseconds, `input_length`, `output_length`, `hash_ids` (Mooncake);
-* CSV with a header that names its columns as in `COLUMNS`; without an arrival column it is lengths only.
+* CSV with a header that names its columns as in `COLUMNS`; without an arrival column it is lengths only;
+* what load generators and gateways write, and conversations: `simtune.specs.trace_formats`.
 
 Further columns are ignored. A trace with anything wrong in it is refused with all its problems, the first
 MAX_SHOWN of them in full.
@@ -17,21 +18,25 @@ import hashlib
 import re
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, replace
+from itertools import chain, compress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from simtune.arrays import Array, Ints
 from simtune.errors import Problem, SpecError
 from simtune.specs.reading import JsonError, csv_rows, decoded, numbered_lines, parse_json, read_bytes, unpacked
+from simtune.specs.trace_formats import AS_IT_IS, SHARED_BLOCK_TOKENS, Reading, Requests, TraceFormat, recognised
 from simtune.specs.workload import MAX_TOKENS
 
 MAX_SHOWN = 20
 MOONCAKE_BLOCK_TOKENS = 512
 MAX_HASH_ID = 2**62
+EARLIEST_S = 1e8
+"""Numbers beyond are seconds since 1970, below since some start."""
 
 COLUMNS = {
     "arrival": ("arrival_s", "arrival_time_s", "arrived_at", "arrival_ms", "arrival_time_ms", "arrival_ns",
@@ -43,7 +48,7 @@ COLUMNS = {
 }  # fmt: skip
 """What columns may be called, whatever their case; the first name of each is simtune's own."""
 
-_WALL_CLOCK = re.compile(r"(19|20)\d\d-\d\d-\d\d[ T]\d\d:\d\d:\d\d(\.\d{1,9})?(Z|\+00:00)?")
+_WALL_CLOCK = re.compile(r"(19|20)\d\d-\d\d-\d\d[ T]\d\d:\d\d:\d\d(\.\d{1,9})?(Z|[+-]\d\d:\d\d)?")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,6 +67,12 @@ class Trace:
     block_tokens: int = MOONCAKE_BLOCK_TOKENS
     ignored: tuple[str, ...] = ()
     """Columns that were not read."""
+    session: Ints | None = None
+    """Which conversation each request is a turn of, numbered by first turn, where the file says."""
+    began_s: float | None = None
+    """Time of day of the first request, seconds since 1970 UTC, where the file says."""
+    notes: tuple[str, ...] = ()
+    """What was left out or estimated on the way, and what kind of file it was."""
 
     def __len__(self) -> int:
         return len(self.prompt_tokens)
@@ -74,7 +85,7 @@ class Trace:
         return (len(self) - 1) / float(self.arrival_s[-1])
 
 
-def read_trace(path: Path) -> Trace:
+def read_trace(path: Path, reading: Reading = AS_IT_IS) -> Trace:
     """Read a trace file. Raises SpecError with the problems found, UsageError when it cannot be read."""
     raw = read_bytes(path)
     problems = _Problems(str(path))
@@ -82,20 +93,48 @@ def read_trace(path: Path) -> Trace:
     start = text.lstrip()[:1]
     if start == "":
         problems.stop("the file is empty; a trace has one request per line", None)
-    if start == "[":
+    known = recognised(text)
+    if known is None and start == "[":
         problems.stop("a JSON list was found; write one JSON object per line (JSON lines)", 1)
-    table = _json_table(text, problems) if start == "{" else _csv_table(text, problems)
-    arrival_s = _arrival_s(table, problems)
+    if known is not None:
+        table = _formatted_table(*known, reading, problems)
+    else:
+        table = _json_table(text, problems) if start == "{" else _csv_table(text, problems)
+    if reading.zero_output != "refuse":
+        table = _without_zeros(table, reading)
+    return _trace(path, raw, table, problems)
+
+
+def _trace(path: Path, raw: bytes, table: _Table, problems: _Problems) -> Trace:
+    arrival_s, began_s = _arrival_s(table, problems)
     prompt = _lengths(table, "prompt", problems)
     output = _lengths(table, "output", problems)
-    hash_ids = _hash_ids(table, prompt, problems)
+    hash_ids = table.values.get("hash_ids") if table.per_s else _hash_ids(table, prompt, problems)
     problems.raise_if_any()
     prompt_tokens, output_tokens = prompt.astype(np.int64), output.astype(np.int64)
-    for column in (arrival_s, prompt_tokens, output_tokens):
+    session = _numbered(table.values["session"]) if "session" in table.values else None
+    for column in (arrival_s, prompt_tokens, output_tokens, session):
         if column is not None:
             column.flags.writeable = False
-    digest = hashlib.sha256(raw).hexdigest()
-    return Trace(str(path), digest, arrival_s, prompt_tokens, output_tokens, hash_ids, ignored=table.ignored)
+    return Trace(
+        file=str(path),
+        sha256=hashlib.sha256(raw).hexdigest(),
+        arrival_s=arrival_s,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        hash_ids=None if hash_ids is None else tuple(hash_ids),
+        block_tokens=table.block_tokens,
+        session=session,
+        began_s=began_s,
+        notes=tuple(table.notes),
+        ignored=table.ignored,
+    )
+
+
+def _numbered(values: Sequence[Any]) -> Ints:
+    """Whole numbers in place of names, in order of appearance."""
+    numbers: dict[Any, int] = {}
+    return np.array([numbers.setdefault(value, len(numbers)) for value in values], dtype=np.int64)
 
 
 # --- reading ----------------------------------------------------------------------------------------------
@@ -137,7 +176,51 @@ class _Table:
     values: Mapping[str, Sequence[Any]]
     lines: Sequence[int]
     is_json: bool
-    ignored: tuple[str, ...]
+    per_s: float | None = None
+    """Arrivals in a second, of a format that says; else the column's name does."""
+    notes: Sequence[str] = ()
+    block_tokens: int = MOONCAKE_BLOCK_TOKENS
+    ignored: tuple[str, ...] = ()
+
+
+def _formatted_table(
+    form: TraceFormat, objects: list[Any], lines: list[int], reading: Reading, problems: _Problems
+) -> _Table:
+    """The requests of a known format in order of arrival: load generators write them as they end."""
+    found: Requests = form.read(objects, lines, reading, problems)
+    values, at = found.values, found.lines
+    if not at:
+        problems.stop("no request is left", lines[0])
+    times = values.get("arrival")
+    if times is not None and all(isinstance(t, (int, float)) for t in times):
+        order = sorted(range(len(times)), key=times.__getitem__)
+        values = {field: [column[i] for i in order] for field, column in values.items()}
+        at = [at[i] for i in order]
+    notes = [f"read as {form.title}", *found.notes]
+    return _Table(found.names, values, at, True, found.per_s, notes, SHARED_BLOCK_TOKENS)
+
+
+def _without_zeros(table: _Table, reading: Reading) -> _Table:
+    """The table without requests of no output token, or with one token for each."""
+    column = table.values["output"]
+    zero = [_is_zero(value) for value in column]
+    count = sum(zero)
+    if not count:
+        return table
+    if reading.zero_output == "one":
+        ones: Sequence[Any] = [
+            ("1" if isinstance(x, str) else 1) if z else x for x, z in zip(column, zero, strict=True)
+        ]
+        notes = [*table.notes, f"{count:,} requests of no output token are given one"]
+        return replace(table, values={**table.values, "output": ones}, notes=notes)
+    kept = [not z for z in zero]
+    values = {field: list(compress(values, kept)) for field, values in table.values.items()}
+    notes = [*table.notes, f"{count:,} requests of no output token left out"]
+    return replace(table, values=values, lines=list(compress(table.lines, kept)), notes=notes)
+
+
+def _is_zero(value: Any) -> bool:
+    return (isinstance(value, str) and _is_number(value) and float(value) == 0) or value == 0
 
 
 def _csv_table(text: str, problems: _Problems) -> _Table:
@@ -171,8 +254,7 @@ def _json_table(text: str, problems: _Problems) -> _Table:
     if not rows:
         problems.raise_if_any()
     names = _named_columns(list(rows[0]), problems, lines[0])
-    if any("hash_ids" in row for row in rows):
-        names["hash_ids"] = "hash_ids"
+    names |= {name: name for name in ("hash_ids", "session") if any(name in row for row in rows)}
     whole = []
     for i, row in enumerate(rows):
         missing = [name for name in names.values() if name not in row]
@@ -185,7 +267,17 @@ def _json_table(text: str, problems: _Problems) -> _Table:
     if not rows:
         problems.raise_if_any()
     values = {field: [row[name] for row in rows] for field, name in names.items()}
-    return _Table(names, values, lines, is_json=True, ignored=_ignored(chain.from_iterable(rows), names))
+    ignored = _ignored(chain.from_iterable(rows), names)
+    block_tokens = _block_tokens(rows[0], lines[0], problems)
+    return _Table(names, values, lines, is_json=True, block_tokens=block_tokens, ignored=ignored)
+
+
+def _block_tokens(row: Mapping[str, Any], line: int, problems: _Problems) -> int:
+    """What the first line says that a block is, of a trace that simtune wrote."""
+    tokens = row.get("block_tokens", MOONCAKE_BLOCK_TOKENS)
+    if type(tokens) is not int or tokens < 1:
+        problems.stop(f"must be a whole number of tokens, not {tokens!r}", line, "block_tokens")
+    return int(tokens)
 
 
 def _json_rows(text: str, problems: _Problems) -> tuple[list[dict[str, Any]], list[int]]:
@@ -288,7 +380,7 @@ def _lengths(table: _Table, field: str, problems: _Problems) -> Array:
     numbers = _numbers(table, field, problems)
     remedy = {
         "prompt": "drop requests without a prompt",
-        "output": "drop requests that generated nothing, or give the first token its 1",
+        "output": "drop requests that generated nothing, or give the first token its 1 (--zero-output drop or one)",
     }[field]
     wrong = (numbers < 1) | (numbers > MAX_TOKENS) | (numbers != np.floor(numbers)) & ~np.isnan(numbers)
     for i in np.flatnonzero(wrong).tolist():
@@ -303,12 +395,19 @@ def _lengths(table: _Table, field: str, problems: _Problems) -> Array:
     return numbers
 
 
-def _arrival_s(table: _Table, problems: _Problems) -> Array | None:
+def _arrival_s(table: _Table, problems: _Problems) -> tuple[Array | None, float | None]:
+    """Seconds since the first request, and that one's seconds since 1970 where the file tells the time of day."""
     if "arrival" not in table.names:
-        return None
-    name = table.names["arrival"].lower()
-    if name == "timestamp" and not table.is_json:
-        times, per_s = _wall_clock_ns(table, problems), 1e9
+        return None, None
+    name, began_s = table.names["arrival"].lower(), None
+    if table.per_s is not None:
+        times, per_s = _numbers(table, "arrival", problems), table.per_s
+        began_s = float(times[0]) / per_s if times[0] / per_s > EARLIEST_S else None
+        if began_s is not None and all(type(value) is int for value in table.values["arrival"]):
+            first = table.values["arrival"][0]
+            times = np.array([value - first for value in table.values["arrival"]], dtype=np.float64)  # exact
+    elif name == "timestamp" and not table.is_json:
+        (times, began_s), per_s = _wall_clock_ns(table, problems), 1e9
     else:
         times = _numbers(table, "arrival", problems)
         per_s = 1e3 if name.endswith("_ms") or name == "timestamp" else 1e9 if name.endswith("_ns") else 1.0
@@ -319,23 +418,24 @@ def _arrival_s(table: _Table, problems: _Problems) -> Array | None:
         earlier = f"{values[here]} is earlier than {values[before]} of line {table.lines[before]}"
         problems.add(f"{earlier}; sort the rows by time", table.lines[here], table.names["arrival"])
     since_first: Array = (times - times[0]) / per_s
-    return since_first
+    return since_first, began_s
 
 
-def _wall_clock_ns(table: _Table, problems: _Problems) -> Array:
-    """Nanoseconds since the first good time (exact in a float for 100 days); NaN where reported."""
+def _wall_clock_ns(table: _Table, problems: _Problems) -> tuple[Array, float | None]:
+    """Nanoseconds since the first good time (exact in a float for 100 days), NaN where reported; and that time."""
     texts = [str(text).strip() for text in table.values["arrival"]]
     times = np.full(len(texts), np.datetime64("NaT", "ns"))
     try:
         if not all(map(_WALL_CLOCK.fullmatch, texts)):
             raise ValueError
-        times = np.array([_without_zone(text) for text in texts], dtype="datetime64[ns]")
+        times = np.array([text[: _zone(text)] for text in texts], dtype="datetime64[ns]")
+        times -= _ahead(texts)
     except ValueError:
         for i, text in enumerate(texts):
             try:
                 if not _WALL_CLOCK.fullmatch(text):
                     raise ValueError
-                times[i] = np.datetime64(_without_zone(text), "ns")
+                times[i] = np.datetime64(text[: _zone(text)], "ns") - _ahead([text])[0]
             except ValueError:
                 message = (
                     f"must be a time such as 2023-11-16 18:15:46.6805900 (UTC), not {text!r}; "
@@ -344,27 +444,35 @@ def _wall_clock_ns(table: _Table, problems: _Problems) -> Array:
                 problems.add(message, table.lines[i], table.names["arrival"])
     known = times[~np.isnat(times)]
     if not len(known):
-        return np.full(len(texts), np.nan)
+        return np.full(len(texts), np.nan), None
     since: Array = (times - known[0]) / np.timedelta64(1, "ns")
-    return since
+    return since, float(known[0].astype(np.int64)) / 1e9
 
 
-def _without_zone(text: str) -> str:
-    return text.removesuffix("Z").removesuffix("+00:00")
+def _zone(text: str) -> int | None:
+    """Where the offset from UTC begins in a time; None where there is none."""
+    return next((i for i in range(19, len(text)) if text[i] in "Z+-"), None)
+
+
+def _ahead(texts: Sequence[str]) -> NDArray[np.timedelta64]:
+    """How far the clocks of these times are ahead of UTC."""
+    zones = [text[_zone(text) or len(text) :].removeprefix("Z") for text in texts]
+    minutes = [0 if not z else (-1 if z[0] == "-" else 1) * (60 * int(z[1:3]) + int(z[4:6])) for z in zones]
+    return np.array(minutes, dtype="timedelta64[m]").astype("timedelta64[ns]")
 
 
 def _hash_ids(table: _Table, prompt: Array, problems: _Problems) -> tuple[tuple[int, ...], ...] | None:
     if "hash_ids" not in table.values:
         return None
     rows: list[tuple[int, ...]] = []
-    blocks = np.ceil(prompt / MOONCAKE_BLOCK_TOKENS).tolist()
+    blocks = np.ceil(prompt / table.block_tokens).tolist()
     for ids, most, line in zip(table.values["hash_ids"], blocks, table.lines, strict=True):
         if not isinstance(ids, list) or not _all_integers(ids) or not min(ids, default=0) >= 0:
             problems.add("must be a list of whole numbers of at least 0", line, "hash_ids")
         elif max(ids, default=0) > MAX_HASH_ID:
             problems.add(f"must be at most {MAX_HASH_ID}, not {max(ids)}", line, "hash_ids")
         elif len(ids) > most:
-            message = f"has {len(ids)} ids, the prompt {most:.0f} blocks of {MOONCAKE_BLOCK_TOKENS} tokens"
+            message = f"has {len(ids)} ids, the prompt {most:.0f} blocks of {table.block_tokens} tokens"
             problems.add(message, line, "hash_ids")
         else:
             rows.append(tuple(ids))

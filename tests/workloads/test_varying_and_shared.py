@@ -13,6 +13,7 @@ from simtune.sim.deployment import deploy
 from simtune.sim.requests import RepeatedBlocks, RequestStream, build_stream
 from simtune.sim.result import Result
 from simtune.specs.catalog import load_hardware, load_model
+from simtune.specs.columns import replay
 from simtune.specs.plan import Batching, KvCache, Plan, Pool
 from simtune.specs.traces import Trace
 from simtune.specs.workload import (
@@ -267,3 +268,11 @@ def test_a_preempted_request_finds_its_own_blocks_though_nothing_has_a_name() ->
     tight = {caching: run(stream, 1200, caching=caching) for caching in (False, True)}
     assert all(result.outcome.preemptions.sum() > 30 for result in tight.values())
     assert tight[True].outcome.finish.max() < tight[False].outcome.finish.max()
+
+
+def test_conversations_of_a_trace_go_on_only_within_a_round() -> None:
+    prompt = np.array([10, 20, 30])
+    trace = Trace("t", "", np.array([0.0, 1.0, 2.0]), prompt, prompt, session=np.array([0, 1, 0]))
+    stream = build_stream(replay(trace, "t"), trace, requests=5, seed=0)
+    assert stream.session is not None
+    assert stream.session.tolist() == [0, 1, 0, 2, 3]

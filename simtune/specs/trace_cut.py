@@ -1,0 +1,228 @@
+"""Parts of a trace, in words that say what was kept: hours of the day, the busiest window, so many requests."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from itertools import compress
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simtune.arrays import Array, Mask
+from simtune.errors import UsageError
+from simtune.specs.traces import Trace
+
+DAY_S = 86_400.0
+_UNITS_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": DAY_S}
+
+
+def duration_s(text: str) -> float:
+    """`90s`, `30m`, `1.5h`, `2d` or plain seconds. Raises UsageError."""
+    found = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([a-z]*)", text.strip())
+    if found is None or (found[2] or "s") not in _UNITS_S or not float(found[1]) > 0:
+        raise UsageError(f"{text}: write a time as 90s, 30m, 1.5h or 2d")
+    return float(found[1]) * _UNITS_S[found[2] or "s"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What is to be taken of a trace, as a user writes it; what is None leaves it as it is."""
+
+    begin: str | None = None
+    end: str | None = None
+    utc_offset: str = "+00:00"
+    peak: str | None = None
+    scale: str | None = None
+
+    def of(self, trace: Trace) -> Trace:
+        """The part of the trace, with a note on each cut. Raises UsageError where it cannot be cut so."""
+        if self.begin is not None or self.end is not None:
+            trace = between(trace, self.begin, self.end, offset_s(self.utc_offset))
+        if self.peak is not None:
+            trace = busiest(trace, duration_s(self.peak))
+        return trace if self.scale is None else scaled(trace, _factor(self.scale))
+
+
+def _factor(text: str) -> float:
+    """`2x` or `0.5`. Raises UsageError."""
+    try:
+        factor = float(text.removesuffix("x"))
+    except ValueError:
+        factor = -1.0
+    if not 0 < factor < float("inf"):
+        raise UsageError(f"{text}: write a factor of the rate as 2x or 0.5x")
+    return factor
+
+
+def in_words(seconds: float) -> str:
+    """`45 s`, `30 min`, `2.5 h`, `7 days`."""
+    for least, unit_s, unit in ((2 * DAY_S, DAY_S, "days"), (7200.0, 3600.0, "h"), (120.0, 60.0, "min")):
+        if seconds >= least:
+            return f"{seconds / unit_s:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def offset_s(text: str) -> float:
+    """`+02:00` as seconds ahead of UTC. Raises UsageError."""
+    found = re.fullmatch(r"([+-])(\d\d):?(\d\d)", text)
+    if found is None:
+        raise UsageError(f"{text}: write an offset from UTC as +02:00")
+    return (1 if found[1] == "+" else -1) * (3600.0 * int(found[2]) + 60.0 * int(found[3]))
+
+
+def of_rows(trace: Trace, kept: Mask, arrival_s: Array | None, note: str) -> Trace:
+    """The requests for which `kept` is true, with new times since the first, and a note. Raises UsageError if none."""
+    if not kept.any():
+        raise UsageError(f"{trace.file}: nothing is left: {note}")
+    times = None if arrival_s is None else arrival_s[kept]
+    began_s = trace.began_s
+    if began_s is not None and trace.arrival_s is not None:
+        began_s += float(trace.arrival_s[kept][0])
+    return replace(
+        trace,
+        arrival_s=None if times is None else times - times[0],
+        prompt_tokens=trace.prompt_tokens[kept],
+        output_tokens=trace.output_tokens[kept],
+        hash_ids=None if trace.hash_ids is None else tuple(compress(trace.hash_ids, kept.tolist())),
+        session=None if trace.session is None else np.unique(trace.session[kept], return_inverse=True)[1],
+        began_s=began_s,
+        notes=(*trace.notes, f"{note}: {int(kept.sum()):,} of {len(trace):,} requests"),
+    )
+
+
+def _timed(trace: Trace, what: str) -> Array:
+    if trace.arrival_s is None:
+        raise UsageError(f"{trace.file}: has no arrival times, so {what} cannot be cut out of it")
+    return trace.arrival_s
+
+
+def busiest(trace: Trace, window_s: float) -> Trace:
+    """The window of this length in which most requests arrive; the first of equals."""
+    arrival_s = _timed(trace, "the busiest window")
+    counts = np.searchsorted(arrival_s, arrival_s + window_s, side="right") - np.arange(len(arrival_s))
+    begin_s = float(arrival_s[int(np.argmax(counts))])
+    kept = (arrival_s >= begin_s) & (arrival_s <= begin_s + window_s)
+    note = f"the busiest {in_words(window_s)}, {_when(trace, begin_s)}, at {_rate(kept.sum(), window_s)}"
+    mean = "" if trace.rate_rps is None else f" ({trace.rate_rps:.3g} requests/s over all)"
+    return of_rows(trace, kept, arrival_s, note + mean)
+
+
+def between(trace: Trace, begin: str | None, end: str | None, utc_offset_s: float = 0.0) -> Trace:
+    """From `09:00` to `18:00` of every day, joined without the hours between; or from `30m` to `2h` after the first
+    request. Raises UsageError where the trace does not know the time of day.
+    """
+    arrival_s = _timed(trace, "a part of the day")
+    clocks = [text is not None and ":" in text for text in (begin, end)]
+    if any(clocks):
+        return _daily(trace, arrival_s, begin or "00:00", end or "24:00", utc_offset_s)
+    begin_s = 0.0 if begin is None else duration_s(begin)
+    end_s = float(arrival_s[-1]) if end is None else duration_s(end)
+    if not begin_s < end_s:
+        raise UsageError(f"{begin} to {end}: the end must come after the beginning")
+    kept = (arrival_s >= begin_s) & (arrival_s <= end_s)
+    note = f"from {in_words(begin_s) if begin_s else 'the start'} to {in_words(end_s)} after the first request"
+    return of_rows(trace, kept, arrival_s, note)
+
+
+def _daily(trace: Trace, arrival_s: Array, begin: str, end: str, utc_offset_s: float) -> Trace:
+    if trace.began_s is None:
+        raise UsageError(
+            f"{trace.file}: does not tell the time of day; write --from and --to as times after the first request (30m)"
+        )
+    first, last = _of_day_s(begin), _of_day_s(end)
+    if not first < last:
+        raise UsageError(f"{begin} to {end}: the end must come after the beginning, on one day")
+    clock = arrival_s + (trace.began_s + utc_offset_s)
+    day, at = np.divmod(clock, DAY_S)
+    kept: Mask = (at >= first) & (at < last)
+    joined = (day - day[0]) * (last - first) + (at - first)
+    note = f"{begin} to {end} of {len(np.unique(day[kept]))} days"
+    return of_rows(trace, kept, joined, note)
+
+
+def _of_day_s(clock: str) -> float:
+    found = re.fullmatch(r"([01]?\d|2[0-4]):([0-5]\d)", clock)
+    if found is None:
+        raise UsageError(f"{clock}: write a time of day as 09:00")
+    return 3600.0 * int(found[1]) + 60.0 * int(found[2])
+
+
+def merged(traces: Sequence[Trace]) -> Trace:
+    """Several traces as one, by the time of day where all tell it, else each from its own start.
+
+    Sessions and prefixes stay those of their own file. Raises UsageError where some have times or prefixes and others
+    have not.
+    """
+    if len(traces) == 1:
+        return traces[0]
+    files = " ".join(trace.file for trace in traces)
+    starts = [trace.began_s for trace in traces]
+    clock = [0.0 if None in starts else start or 0.0 for start in starts]
+    times = [None if t.arrival_s is None else t.arrival_s + at for t, at in zip(traces, clock, strict=True)]
+    rows = [trace.hash_ids for trace in traces]
+    if (None in rows and any(rows)) or len({t.block_tokens for t in traces if t.hash_ids}) > 1:
+        raise UsageError(f"{files}: only some say what prompts share, or in other blocks; look at them apart")
+    if any(t is None for t in times) and not all(t is None for t in times):
+        raise UsageError(f"{files}: only some have arrival times; look at them apart")
+    arrival_s = None if times[0] is None else np.concatenate([t for t in times if t is not None])
+    order = np.arange(sum(map(len, traces))) if arrival_s is None else np.argsort(arrival_s, kind="stable")
+    hash_ids = None if rows[0] is None else _apart([row or () for row in rows])
+    known = all(trace.session is not None for trace in traces)
+    sessions = _apart([[(int(x),) for x in t.session] for t in traces if t.session is not None]) if known else None
+    return Trace(
+        file=files,
+        sha256=hashlib.sha256("".join(trace.sha256 for trace in traces).encode()).hexdigest(),
+        arrival_s=None if arrival_s is None else arrival_s[order] - arrival_s[order[0]],
+        prompt_tokens=np.concatenate([trace.prompt_tokens for trace in traces])[order],
+        output_tokens=np.concatenate([trace.output_tokens for trace in traces])[order],
+        hash_ids=None if hash_ids is None else tuple(hash_ids[i] for i in order.tolist()),
+        block_tokens=traces[0].block_tokens,
+        session=None if sessions is None else np.array([sessions[i][0] for i in order.tolist()]),
+        began_s=None if None in starts else min(clock),
+        notes=tuple(f"{trace.file}: {note}" for trace in traces for note in trace.notes),
+    )
+
+
+def _apart(files: Sequence[Sequence[tuple[int, ...]]]) -> list[tuple[int, ...]]:
+    """Rows of names of several files, none of which stands in two."""
+    rows: list[tuple[int, ...]] = []
+    above = 0
+    for file in files:
+        rows += [tuple(x + above for x in row) for row in file]
+        above = 1 + max((max(row, default=0) for row in rows), default=0)
+    return rows
+
+
+def scaled(trace: Trace, factor: float) -> Trace:
+    """The same pattern with `factor` times the rate."""
+    arrival_s = _timed(trace, "another rate")
+    everything: NDArray[np.bool_] = np.ones(len(trace), dtype=np.bool_)
+    return of_rows(trace, everything, arrival_s / factor, f"rate x {factor:g}")
+
+
+def first_only(trace: Trace, requests: int) -> str | None:
+    """What is kept of a trace where only its first requests are run; None where all are."""
+    if requests >= len(trace):
+        return None
+    kept = f"only the first {requests:,} of {len(trace):,} requests of {trace.file}"
+    if trace.arrival_s is None or trace.rate_rps is None or requests < 2:
+        return kept
+    span_s, whole_s = float(trace.arrival_s[requests - 1]), float(trace.arrival_s[-1])
+    rate = (requests - 1) / span_s if span_s > 0 else float("inf")
+    rates = f"{rate:.3g} requests/s where all have {trace.rate_rps:.3g}"
+    remedy = "simtune workload --peak takes the busiest window"
+    return f"{kept}: {in_words(span_s)} of {in_words(whole_s)}, {rates}; {remedy}"
+
+
+def _rate(count: int, window_s: float) -> str:
+    return f"{count / window_s:.3g} requests/s"
+
+
+def _when(trace: Trace, begin_s: float) -> str:
+    if trace.began_s is None:
+        return f"{in_words(begin_s)} after the first request"
+    return f"from {datetime.fromtimestamp(trace.began_s + begin_s, UTC):%Y-%m-%d %H:%M:%S} UTC"

@@ -1,0 +1,223 @@
+"""What load generators write: `vllm bench serve`, aiperf, guidellm, genai-perf.
+
+Field names as these tools write them: vLLM 0.6 to 0.24 (`vllm/benchmarks/serve.py`), aiperf's export guide, guidellm's
+`GenerativeRequestStats`, Triton's `perf_analyzer` profile export.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from simtune.specs.trace_formats.common import (
+    Problems,
+    Reading,
+    Requests,
+    estimated,
+    first_of,
+    left_out,
+    look_up,
+    parsed_json,
+    sessions_of,
+    tokens_of,
+)
+
+
+def _mapping(first: Any) -> Mapping[str, Any]:
+    return first if isinstance(first, Mapping) else {}
+
+
+def _chosen(runs: Sequence[Any], what: str, reading: Reading, problems: Problems) -> Any:
+    """The run that was asked for, where a file holds several. Stops where none was."""
+    if len(runs) > 1 and reading.part is None:
+        problems.stop(f"holds {len(runs)} {what}; choose one, --part 1 to --part {len(runs)}", None)
+    part = reading.part or 1
+    if not 1 <= part <= len(runs):
+        problems.stop(f"has no part {part}: it holds {len(runs)} {what}", None)
+    return runs[part - 1]
+
+
+class VllmBench:
+    """The result file of `vllm bench serve --save-result --save-detailed`, and of SGLang's `bench_serving`."""
+
+    title = "vllm bench serve"
+
+    def recognises(self, first: Any) -> bool:
+        """By its totals; the lists of requests may be missing."""
+        return "request_throughput" in _mapping(first) and "total_input_tokens" in _mapping(first)
+
+    def read(self, objects: Sequence[Any], lines: Sequence[int], reading: Reading, problems: Problems) -> Requests:
+        """Answered requests, by the time each was sent; lengths alone where the file has no start_times."""
+        run = _chosen(objects, "results", reading, problems)
+        columns = {"prompt": "input_lens", "output": "output_lens", "arrival": "start_times"}
+        for key in ("input_lens", "output_lens"):
+            if not isinstance(run.get(key), list):
+                message = "the requests are missing, only totals are here; run vllm bench serve with --save-detailed"
+                problems.stop(message, lines[0], key)
+        present = {field: key for field, key in columns.items() if isinstance(run.get(key), list)}
+        count = len(run["input_lens"])
+        for key in present.values():
+            if len(run[key]) != count:
+                problems.stop(f"has {len(run[key])} entries, input_lens has {count}", lines[0], key)
+        errors = run.get("errors")
+        failed = [bool(error) for error in errors] if isinstance(errors, list) and len(errors) == count else None
+        good = [i for i in range(count) if not (failed and failed[i])]
+        notes = left_out(count - len(good), "failed requests")
+        if "arrival" not in present:
+            notes.append("it has no start_times, so it is lengths only")
+        values = {field: [run[key][i] for i in good] for field, key in present.items()}
+        return Requests(present, values, [lines[0]] * len(good), notes=notes)
+
+
+class AiPerf:
+    """`profile_export.jsonl` of aiperf: a line for each request."""
+
+    title = "aiperf"
+    _prompt = ("metrics.input_sequence_length.value",)
+    _output = ("metrics.output_sequence_length.value", "metrics.output_token_count.value")
+
+    def recognises(self, first: Any) -> bool:
+        """By the time in its metadata."""
+        return look_up(first, "metadata.request_start_ns") is not None and "metrics" in first
+
+    def read(self, objects: Sequence[Any], lines: Sequence[int], reading: Reading, problems: Problems) -> Requests:
+        """What was answered in the profiling phase; turns of one conversation are a session."""
+        measured = [_phase(row) for row in objects]
+        good = [i for i, row in enumerate(objects) if measured[i] and not look_up(row, "error")]
+        rows, at = [objects[i] for i in good], [lines[i] for i in good]
+        notes = left_out(measured.count(False), "requests of the warm-up")
+        notes += left_out(sum(measured) - len(good), "failed requests")
+        output = next((key for key in self._output if any(look_up(row, key) is not None for row in rows)), "")
+        names = {"arrival": "metadata.request_start_ns", "prompt": self._prompt[0], "output": output or self._output[0]}
+        values = _columns(rows, at, names, problems)
+        values |= sessions_of(rows, ("metadata.x_correlation_id", "metadata.conversation_id"))
+        return Requests(names, values, at, per_s=1e9, notes=notes)
+
+
+def _phase(row: Any) -> bool:
+    return look_up(row, "metadata.benchmark_phase") in (None, "profiling")
+
+
+def _columns(
+    rows: Sequence[Any], lines: Sequence[int], names: Mapping[str, str], problems: Problems
+) -> dict[str, list[Any]]:
+    """The values at these keys; what is not there is reported."""
+    values = {field: [look_up(row, key) for row in rows] for field, key in names.items()}
+    for field, key in names.items():
+        for i, value in enumerate(values[field]):
+            if value is None:
+                problems.stop("is missing here", lines[i], key)
+    return values
+
+
+class GuideLlm:
+    """`benchmarks.json` of guidellm."""
+
+    title = "guidellm"
+    _fields = {  # noqa: RUF012 - never changed
+        "arrival": ("request_start_time", "start_time", "info.timings.request_start"),
+        "prompt": ("prompt_tokens", "input_metrics.text_tokens", "request_args.prompt_tokens"),
+        "output": ("output_tokens", "output_metrics.text_tokens"),
+    }
+
+    def recognises(self, first: Any) -> bool:
+        """By benchmarks that hold requests by how they ended."""
+        runs = _mapping(first).get("benchmarks")
+        return isinstance(runs, list) and bool(runs) and "requests" in _mapping(runs[0])
+
+    def read(self, objects: Sequence[Any], lines: Sequence[int], reading: Reading, problems: Problems) -> Requests:
+        """The requests of one benchmark that were successful."""
+        run = _chosen(objects[0]["benchmarks"], "benchmarks", reading, problems)
+        by_end = run["requests"]
+        rows = by_end.get("successful") if isinstance(by_end, Mapping) else None
+        if not isinstance(rows, list) or not rows:
+            problems.stop("no successful request is in this benchmark", lines[0], "requests.successful")
+        assert isinstance(rows, list)
+        names = {field: first_of(rows[0], keys) or keys[0] for field, keys in self._fields.items()}
+        at = [lines[0]] * len(rows)
+        notes = [
+            note
+            for end in ("incomplete", "errored")
+            for note in left_out(len(by_end.get(end) or ()), f"{end} requests")
+        ]
+        return Requests(names, _columns(rows, at, names, problems), at, notes=notes)
+
+
+class GenAiPerf:
+    """`profile_export.json` of genai-perf (Perf Analyzer): texts and times, without token counts."""
+
+    title = "genai-perf"
+
+    def recognises(self, first: Any) -> bool:
+        """By experiments that hold requests."""
+        runs = _mapping(first).get("experiments")
+        return isinstance(runs, list) and bool(runs) and "requests" in _mapping(runs[0])
+
+    def read(self, objects: Sequence[Any], lines: Sequence[int], reading: Reading, problems: Problems) -> Requests:
+        """Lengths as the server counted them where it said so, else of the texts."""
+        run = _chosen(objects[0]["experiments"], "experiments", reading, problems)
+        rows, at = run["requests"], [lines[0]] * len(run["requests"])
+        names = {"arrival": "timestamp", "prompt": "request_inputs.payload", "output": "response_outputs"}
+        values: dict[str, list[Any]] = {"arrival": [look_up(row, "timestamp") for row in rows]}
+        lengths = [_counted(row) or _guessed(row, reading) for row in rows]
+        values["prompt"], values["output"] = [a for a, _ in lengths], [b for _, b in lengths]
+        notes = [] if all(_counted(row) for row in rows) else [estimated(reading)]
+        return Requests(names, values, at, per_s=1e9, notes=notes)
+
+
+def _messages(row: Any) -> Iterator[Any]:
+    """What came back, each message of a stream for itself."""
+    for output in row.get("response_outputs") or ():
+        for line in str(look_up(output, "response") or "").splitlines():
+            message = parsed_json(line.removeprefix("data:").strip())
+            if message is not None:
+                yield message
+
+
+def _counted(row: Any) -> tuple[int, int] | None:
+    """Prompt and output tokens as the server said."""
+    for message in _messages(row):
+        said = look_up(message, "usage.prompt_tokens"), look_up(message, "usage.completion_tokens")
+        if isinstance(said[0], int) and isinstance(said[1], int):
+            return said[0], said[1]
+    return None
+
+
+def _guessed(row: Any, reading: Reading) -> tuple[int, int]:
+    """Of the texts of the request and of its answer."""
+    inputs = row.get("request_inputs")
+    asked = parsed_json(look_up(inputs, "payload")) or inputs
+    answer = "".join(_texts([list(_mapping(message).get("choices") or ()) for message in _messages(row)]))
+    return tokens_of("".join(_texts(asked)), reading), tokens_of(answer, reading)
+
+
+_TEXTS = ("content", "prompt", "text", "text_input")
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Texts under the keys that hold some, however deep."""
+    if isinstance(value, list):
+        for below in value:
+            yield from _texts(below)
+    elif isinstance(value, Mapping):
+        for key, below in value.items():
+            if key in _TEXTS and isinstance(below, str):
+                yield below
+            elif isinstance(below, (list, Mapping)):
+                yield from _texts(below)
+
+
+class PerfSummary:
+    """The summary of aiperf or genai-perf, which holds no requests."""
+
+    title = "the summary of aiperf or genai-perf"
+
+    def recognises(self, first: Any) -> bool:
+        """By statistics in place of numbers."""
+        return "avg" in _mapping(_mapping(first).get("request_throughput"))
+
+    def read(self, objects: Sequence[Any], lines: Sequence[int], reading: Reading, problems: Problems) -> Requests:
+        """Stops: the requests are in another file of the same folder."""
+        message = f"is {self.title} and holds no requests; give profile_export.jsonl (aiperf) or profile_export.json"
+        problems.stop(message, lines[0])
+        raise AssertionError("stop returned")

@@ -1,0 +1,153 @@
+"""What was logged in front of an engine, and collections of conversations."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from simtune.specs.trace_formats.common import (
+    Problems,
+    Reading,
+    Requests,
+    estimated,
+    first_of,
+    left_out,
+    look_up,
+    sessions_of,
+    tokens_of,
+)
+
+SHARED_BLOCK_TOKENS = 16
+"""Conversations say what their turns share in blocks of so many tokens."""
+
+
+_USAGE = ("usage", "response.usage", "response.body.usage")
+
+
+class OpenAiLog:
+    """JSON lines of an OpenAI-style gateway: a time, and `usage` with prompt and completion tokens."""
+
+    title = "an OpenAI-style request log"
+    _prompt = (*(f"{u}.{key}" for u in _USAGE for key in ("prompt_tokens", "input_tokens")), "prompt_tokens")
+    _output = (
+        *(f"{u}.{key}" for u in _USAGE for key in ("completion_tokens", "output_tokens")),
+        "completion_tokens",
+        "output_tokens",
+    )
+    _time = (
+        "timestamp", "@timestamp", "time", "ts", "start_time", "startTime", "request_time", "received_at", "created_at",
+        "created", "response.created", "response.created_at", "response.body.created",
+    )  # fmt: skip
+    _session = ("session_id", "conversation_id", "thread_id", "chat_id", "metadata.session_id")
+
+    def recognises(self, first: Any) -> bool:
+        """By tokens that were used and a time of day; times since a start are columns of a trace of simtune's own."""
+        usage = any(isinstance(look_up(first, key), Mapping) for key in _USAGE)
+        flat = first_of(first, self._prompt) is not None and first_of(first, self._output) is not None
+        key = first_of(first, self._time)
+        clock = key is not None and _epoch_s(look_up(first, key)) is not None
+        return usage or (flat and clock)
+
+    def read(self, objects: Sequence[Any], lines: Sequence[int], reading: Reading, problems: Problems) -> Requests:
+        """Requests that were answered, by their time; lines without usage had no answer."""
+        good = [i for i, row in enumerate(objects) if first_of(row, self._output) is not None and not _failed(row)]
+        if not good:
+            problems.stop("no line has prompt and completion tokens", lines[0], "usage")
+        rows, at = [objects[i] for i in good], [lines[i] for i in good]
+        prompt, output = (first_of(rows[0], keys) or keys[0] for keys in (self._prompt, self._output))
+        names = {"prompt": prompt, "output": output}
+        values = {field: [look_up(row, key) for row in rows] for field, key in names.items()}
+        notes = left_out(len(objects) - len(good), "lines without an answer")
+        time = first_of(rows[0], self._time)
+        if time is None:
+            notes.append("it has no times, so it is lengths only")
+        else:
+            names["arrival"], values["arrival"] = time, _clock([look_up(row, time) for row in rows], at, time, problems)
+        return Requests(names, values | sessions_of(rows, self._session), at, notes=notes)
+
+
+def _failed(row: Any) -> bool:
+    status = look_up(row, "status_code") or look_up(row, "response.status_code")
+    return (isinstance(status, int) and status >= 400) or bool(look_up(row, "error"))
+
+
+_OFFSET = re.compile(r"([+-]\d\d)(\d\d)$")
+
+
+def _epoch_s(value: Any) -> float | None:
+    """Seconds since 1970: a time of day in words (UTC unless it says otherwise), or a number, by how large it is."""
+    if isinstance(value, str):
+        try:
+            at = datetime.fromisoformat(_OFFSET.sub(r"\1:\2", value.strip()))
+        except ValueError:
+            return None
+        return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    for least, per_s in ((1e17, 1e9), (1e14, 1e6), (1e11, 1e3), (1e8, 1.0)):
+        if value >= least:
+            return float(value / per_s)
+    return None
+
+
+def _clock(values: Sequence[Any], lines: Sequence[int], key: str, problems: Problems) -> list[float]:
+    """Seconds since 1970 of every row."""
+    times = []
+    for value, line in zip(values, lines, strict=True):
+        at = _epoch_s(value)
+        if at is None:
+            example = "2026-03-01T09:30:00+01:00 or seconds or milliseconds since 1970"
+            problems.stop(f"must be a time such as {example}, not {value!r}", line, key)
+        times.append(at or 0.0)
+    return times
+
+
+class ShareGpt:
+    """Conversations as ShareGPT holds them: a list, or JSON lines, of `conversations` with texts by turn.
+
+    Each answer is a request; its prompt is all that was said before. There are no times. Requests stand in the order
+    of the file, so turns of one conversation follow one another.
+    """
+
+    title = "ShareGPT conversations"
+    _asks = ("human", "user", "system")
+    _answers = ("gpt", "assistant", "chatgpt", "bing", "bard")
+
+    def recognises(self, first: Any) -> bool:
+        """By its conversations."""
+        one = first[0] if isinstance(first, list) and first else first
+        return isinstance(one, Mapping) and isinstance(one.get("conversations"), list)
+
+    def read(self, objects: Sequence[Any], lines: Sequence[int], reading: Reading, problems: Problems) -> Requests:
+        """Turns, their sessions, and the blocks that they share with the turns before."""
+        listed = isinstance(objects[0], list)
+        talks = objects[0] if listed else objects
+        columns: dict[str, list[Any]] = {"prompt": [], "output": [], "session": [], "hash_ids": []}
+        at, block = [], 0
+        for number, talk in enumerate(talks):
+            turns = self._turns(talk, reading)
+            line = lines[0] if listed else lines[number]
+            for said, answer in turns:
+                columns["prompt"].append(said)
+                columns["output"].append(answer)
+                columns["session"].append(number)
+                columns["hash_ids"].append(tuple(range(block, block + said // SHARED_BLOCK_TOKENS)))
+                at.append(line)
+            block += max((said // SHARED_BLOCK_TOKENS for said, _ in turns), default=0)
+        if not at:
+            problems.stop("no conversation has an answer", lines[0], "conversations")
+        return Requests({"prompt": "conversations", "output": "conversations"}, columns, at, notes=[estimated(reading)])
+
+    def _turns(self, talk: Any, reading: Reading) -> list[tuple[int, int]]:
+        """(prompt tokens with all before, output tokens) of every answer that has any text before it."""
+        turns, said = [], 0
+        for message in look_up(talk, "conversations") or ():
+            who = look_up(message, "from") or look_up(message, "role")
+            text = look_up(message, "value") or look_up(message, "content")
+            length = tokens_of(text, reading) if isinstance(text, str) else 0
+            if who in self._answers and said and length:
+                turns.append((said, length))
+            said += length
+        return turns

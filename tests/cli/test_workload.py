@@ -1,0 +1,56 @@
+"""`simtune workload`: what a trace is, cut, and put into a spec that simulates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import yaml
+
+from tests.cli.conftest import Desk, Said
+
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
+    f"2023-11-16 {9 + i // 120:02}:{i // 2 % 60:02}:{30 * (i % 2):02}.5,{100 + i},{1 + i % 40}\n" for i in range(240)
+)
+
+
+def test_a_trace_is_described_and_fitted(desk: Desk, call: Callable[..., Said]) -> None:
+    desk.write("azure.csv", AZURE)
+    said = call("workload", "azure.csv", "--out", "load.yaml", "--html", "load.html")
+    assert said.code == 0, said
+    assert "0.0333 requests/s" in said.out
+    spec = yaml.safe_load((desk.folder / "load.yaml").read_text())
+    assert spec["requests"] == 240
+    page = (desk.folder / "load.html").read_text()
+    assert "<script src" not in page
+    assert 'id="load-rates"' in page
+    assert call("check", "load.yaml").code == 0
+    assert "exists; give --force" in desk.refused(call, "workload", "azure.csv", "--out", "load.yaml")
+
+
+def test_cuts_are_noted_and_written(desk: Desk, call: Callable[..., Said]) -> None:
+    desk.write("azure.csv", AZURE)
+    said = call(
+        "workload", "azure.csv", "--from", "09:30", "--to", "10:30", "--scale", "2x", "--out", "t.csv", "--json"
+    )
+    assert (said.code, said.json["requests"], said.json["span_s"]) == (0, 120, 3570 / 2)
+    assert said.json["notes"] == [
+        "09:30 to 10:30 of 1 days: 120 of 240 requests",
+        "rate x 2: 120 of 120 requests",
+    ]
+    assert len((desk.folder / "t.csv").read_text().splitlines()) == 121
+    assert "end the name in .yaml" in desk.refused(call, "workload", "azure.csv", "--out", "t.txt")
+
+
+def test_a_benchmark_of_today_is_simulated_as_it_is(desk: Desk, call: Callable[..., Said]) -> None:
+    lists = {"input_lens": [200] * 30, "output_lens": [20] * 30, "errors": [""] * 30}
+    totals = {"request_throughput": 2.0, "total_input_tokens": 6000}
+    desk.write("bench.json", json.dumps(totals | lists | {"start_times": [0.5 * i for i in range(30)]}))
+    model = ("--model", "llama-3.1-8b", "--hardware", "h100-sxm")
+    said = call("simulate", *model, "--workload", "bench.json", "--json")
+    assert (said.code, said.json["requests"]) == (0, 30)
+    cut = call("simulate", *model, "--workload", "bench.json", "--requests", 10)
+    assert "note: only the first 10 of 30 requests of bench.json: 4.5 s of 14.5 s" in cut.err
+    assert "looks like vllm bench serve" in desk.refused(
+        call, "simulate", "--model", "./bench.json", "--hardware", "h100-sxm", "--workload", "chat"
+    )
