@@ -1,0 +1,187 @@
+"""A campaign: so many numbers, each a command with one mutated file, and what was wrong with its answers.
+
+    python -m tests.fuzz.campaign --inputs 10000 --first 0
+
+Input n is the same on every machine. It is wrong to end in a traceback, by a signal (no end, too much memory), with exit
+code 1, without naming a file or a key, with something else than JSON on stdout, or to leave files behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from simtune.errors import SimtuneError
+from simtune.specs.reading import JsonError, parse_json
+from tests.fuzz import corpus
+from tests.fuzz.mutations import mutate
+
+ROOT = Path(__file__).resolve().parents[2]
+KEPT = 4000
+"""Characters of a message that are looked at."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command left."""
+
+    number: int
+    case: corpus.Case
+    how: str
+    code: int
+    out: str
+    err: str
+    cpu_s: float
+    memory: int
+    left: tuple[str, ...]
+
+    @property
+    def wrong(self) -> str | None:
+        """In a few words, what is wrong with it; None for nothing."""
+        if self.code < 0:
+            return f"ended by signal {-self.code}"
+        if "Traceback" in self.err:
+            frames = re.findall(r'File "[^"]*/(?:simtune|tuner)/([^"]+)", line (\d+)', self.err)
+            last = next((line for line in reversed(self.err.splitlines()) if re.match(r"\w+(\.\w+)*(Error|\b)", line)
+                         and not line.startswith("internal error")), "")  # fmt: skip
+            return f"traceback at {':'.join(frames[-1]) if frames else '?'} {last[:100]}"
+        if self.code not in (0, 2, 3):
+            return f"exit {self.code}: {self.err[:100].strip()}"
+        if self.left:
+            return f"left {', '.join(self.left)}"
+        if self.code in (2, 3) and not _names(self.err + self.out):
+            return f"names neither file nor key: {self.err[:120].strip()}"
+        if self.code == 0 and "--json" in self.case.command:
+            try:
+                parse_json(self.out)
+            except JsonError as error:
+                return f"stdout is no JSON: {error}"
+        return None
+
+
+_KEYS = re.compile(r"\b[a-z]+(_[a-z0-9]+)+\b|\b[a-z_]+\.[a-z_0-9]+\b|--[a-z]+|workload \S+|model \S+|plan \S+|class \S+")
+
+
+def _names(message: str) -> bool:
+    """Whether a message names a file of the corpus, a key or an option."""
+    files = (*corpus.texts(), *corpus.ALSO)
+    return any(Path(file).name in message for file in files) or _KEYS.search(message) is not None
+
+
+class Desk:
+    """A folder with the corpus in it, and the warm process that runs commands there."""
+
+    def __init__(self, folder: Path, process: subprocess.Popen[str]) -> None:
+        self._folder, self._process = folder, process
+        self._clean = folder.parent / "clean"
+
+    def ask(self, command: tuple[str, ...], warm: bool = False) -> dict[str, Any]:
+        """Run a command to its end."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        job = {"folder": str(self._folder), "command": list(command), "warm": warm}
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return answer
+
+    def prepare(self) -> None:
+        """Write the corpus, and load everything that its commands need."""
+        corpus.write(self._folder)
+        for command in dict.fromkeys(case.command for case in corpus.cases()):
+            if command[0] == "report":
+                continue
+            answer = self.ask(command, warm=True)
+            assert answer["code"] in (0, 3), (command, answer)
+            if command[0] == "optimize" and "--dry-run" not in command:
+                shutil.move(self._folder / "out", self._folder / "run")
+            for made in ("out", "out.yaml"):
+                path = self._folder / made
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        for file in (self._folder / "run").iterdir():
+            if file.name not in ("summary.json", "candidates.csv"):
+                shutil.rmtree(file) if file.is_dir() else file.unlink()
+        (self._folder / "run" / "manifest.json").write_text("{}")
+        assert self.ask(("report", "run"), warm=True)["code"] == 0
+        (self._folder / "run" / "report.html").unlink()
+        shutil.copytree(self._folder, self._clean)
+
+    def answer(self, number: int) -> Answer:
+        """Of input `number`."""
+        random = Random(number)
+        case = random.choice(corpus.cases())
+        shutil.rmtree(self._folder)
+        shutil.copytree(self._clean, self._folder)
+        how = mutate(self._folder / case.file, random)
+        before = {path.name for path in self._folder.iterdir()}
+        ended = self.ask(case.command)
+        said = [(self._folder / name).read_text("utf-8", "replace")[-KEPT * 100 :] for name in ("stdout", "stderr")]
+        made = {"stdout", "stderr"} | ({"out", "out.yaml"} if ended["code"] in (0, 3) else set())
+        left = {path.name for path in self._folder.iterdir()} - before - made
+        return Answer(number, case, how, ended["code"], *said, ended["cpu_s"], ended["memory"], tuple(sorted(left)))
+
+
+@contextmanager
+def desk() -> Iterator[Desk]:
+    """A desk in a folder of its own, put away at the end."""
+    environment = {key: text for key, text in os.environ.items() if not key.startswith("SIMTUNE_")}
+    environment |= {"PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("forks.py"))],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+        )  # fmt: skip
+        try:
+            (Path(folder) / "desk").mkdir()
+            found = Desk(Path(folder) / "desk", process)
+            found.prepare()
+            yield found
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait()
+
+
+def main() -> int:
+    """Run a campaign, and print what was wrong by kind."""
+    options = argparse.ArgumentParser()
+    options.add_argument("--inputs", type=int, default=10_000)
+    options.add_argument("--first", type=int, default=0)
+    given = options.parse_args()
+    codes: Counter[int] = Counter()
+    wrong: dict[str, list[Answer]] = {}
+    most = [0.0, 0]
+    with desk() as at:
+        for number in range(given.first, given.first + given.inputs):
+            answer = at.answer(number)
+            codes[answer.code] += 1
+            most = [max(most[0], answer.cpu_s), max(most[1], answer.memory)]
+            if answer.wrong is not None:
+                wrong.setdefault(answer.wrong, []).append(answer)
+                if len(wrong[answer.wrong]) == 1:
+                    print(f"{number}: {answer.case.name} ({answer.how}): {answer.wrong}", flush=True)
+    print(f"\n{given.inputs:,} inputs; exit codes {dict(sorted(codes.items()))}; at most {most[0]:.1f} s and "
+          f"{most[1] / 2**20:,.0f} MiB; {sum(map(len, wrong.values()))} wrong in {len(wrong)} ways")  # fmt: skip
+    for words, answers in sorted(wrong.items(), key=lambda item: -len(item[1])):
+        print(f"{len(answers):5}  {words}  e.g. {[a.number for a in answers[:4]]}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except SimtuneError as error:
+        sys.exit(str(error))
