@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from simtune.cli.output import force_option, json_option, print_json, print_table
 from simtune.errors import UsageError
+
+if TYPE_CHECKING:
+    from simtune.sim.load import LoadFacts
+    from simtune.sim.load_fit import FittedLoad
 
 
 @click.command()
@@ -65,7 +70,7 @@ def workload(  # noqa: PLR0913 - one for each option
 
     What vllm bench serve, aiperf, guidellm, genai-perf, ShareGPT, gateways, Azure and Mooncake write is read as it is.
     """
-    from simtune.report.load import agreement_rows, load_rows, render
+    from simtune.report.load import render
     from simtune.sim.load import load_facts
     from simtune.sim.load_fit import fit_workload
     from simtune.specs.trace_cut import Cut, merged
@@ -79,32 +84,37 @@ def workload(  # noqa: PLR0913 - one for each option
     trace = cut.of(merged([read_trace(file, reading) for file in files]))
     name = files[0].name.split(".")[0]
     facts = load_facts(trace)
-    wanted = out is not None and out.suffix == ".yaml"
-    fitted = fit_workload(trace, name, rate) if wanted or rate is not None or trace.rate_rps is not None else None
-    for note in trace.notes:
+    spec = out is not None and out.suffix == ".yaml"
+    fitted = fit_workload(trace, name, rate) if spec or rate is not None or trace.rate_rps is not None else None
+    lost = fitted.lost if fitted is not None else ()
+    for note in (*trace.notes, *(f"not in a spec: {what}" for what in lost)):
         click.echo(f"note: {note}", err=True)
     if as_json:
-        document = {"files": [str(file) for file in files], "notes": list(trace.notes), **facts.to_data()}
-        document["spec"] = None if fitted is None else fitted.workload.to_data()
-        document["agreement"] = [] if fitted is None else [a._asdict() for a in fitted.agreements]
-        print_json(document)
+        print_json({"files": [str(file) for file in files], "notes": list(trace.notes), **_document(facts, fitted)})
     else:
-        print_table(name, ("load", ""), load_rows(facts))
-        if fitted is not None:
-            title = f"as a spec: {fitted.workload.arrivals.kind} arrivals"
-            print_table(title, ("number", "recorded", "drawn"), agreement_rows(fitted))
-    if fitted is not None:
-        for what in fitted.lost:
-            click.echo(f"note: not in a spec: {what}", err=True)
+        _print(name, facts, fitted)
     if html is not None:
         _write(html, render(name, facts, trace.notes, fitted))
     if out is not None:
-        _write(
-            out,
-            fitted.workload.to_yaml("Fitted by simtune workload.")
-            if fitted and wanted
-            else trace_text(trace, out.name),
+        text = (
+            fitted.workload.to_yaml("Fitted by simtune workload.") if spec and fitted else trace_text(trace, out.name)
         )
+        _write(out, text)
+
+
+def _document(facts: LoadFacts, fitted: FittedLoad | None) -> dict[str, Any]:
+    spec = None if fitted is None else fitted.workload.to_data()
+    agreement = [] if fitted is None else [a._asdict() for a in fitted.agreements]
+    return {**facts.to_data(), "spec": spec, "agreement": agreement}
+
+
+def _print(name: str, facts: LoadFacts, fitted: FittedLoad | None) -> None:
+    from simtune.report.load import agreement_rows, load_rows
+
+    print_table(name, ("load", ""), load_rows(facts))
+    if fitted is not None:
+        title = f"as a spec: {fitted.workload.arrivals.kind} arrivals"
+        print_table(title, ("number", "recorded", "drawn"), agreement_rows(fitted))
 
 
 def _check(out: Path | None, html: Path | None, force: bool) -> None:

@@ -128,14 +128,14 @@ def shared_share(hash_ids: Sequence[tuple[int, ...]] | None, block_tokens: int, 
     if hash_ids is None:
         return None
     seen: set[int] = set()
-    found = 0
+    shared = 0
     for row in hash_ids:
         for block in row:
             if block not in seen:
                 break
-            found += 1
+            shared += 1
         seen.update(row)
-    return min(1.0, found * block_tokens / float(prompt_tokens.sum()))
+    return min(1.0, shared * block_tokens / float(prompt_tokens.sum()))
 
 
 class Agreement(NamedTuple):

@@ -6,13 +6,12 @@ import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from itertools import compress
 
 import numpy as np
 from numpy.typing import NDArray
 
-from simtune.arrays import Array, Mask
+from simtune.arrays import Array, Ints, Mask
 from simtune.errors import UsageError
 from simtune.specs.traces import Trace
 
@@ -22,10 +21,10 @@ _UNITS_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": DAY_
 
 def duration_s(text: str) -> float:
     """`90s`, `30m`, `1.5h`, `2d` or plain seconds. Raises UsageError."""
-    found = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([a-z]*)", text.strip())
-    if found is None or (found[2] or "s") not in _UNITS_S or not float(found[1]) > 0:
+    matched = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([a-z]*)", text.strip())
+    if matched is None or (matched[2] or "s") not in _UNITS_S or not float(matched[1]) > 0:
         raise UsageError(f"{text}: write a time as 90s, 30m, 1.5h or 2d")
-    return float(found[1]) * _UNITS_S[found[2] or "s"]
+    return float(matched[1]) * _UNITS_S[matched[2] or "s"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +67,10 @@ def in_words(seconds: float) -> str:
 
 def offset_s(text: str) -> float:
     """`+02:00` as seconds ahead of UTC. Raises UsageError."""
-    found = re.fullmatch(r"([+-])(\d\d):?(\d\d)", text)
-    if found is None:
+    matched = re.fullmatch(r"([+-])(\d\d):?(\d\d)", text)
+    if matched is None:
         raise UsageError(f"{text}: write an offset from UTC as +02:00")
-    return (1 if found[1] == "+" else -1) * (3600.0 * int(found[2]) + 60.0 * int(found[3]))
+    return (1 if matched[1] == "+" else -1) * (3600.0 * int(matched[2]) + 60.0 * int(matched[3]))
 
 
 def of_rows(trace: Trace, kept: Mask, arrival_s: Array | None, note: str) -> Trace:
@@ -145,10 +144,10 @@ def _daily(trace: Trace, arrival_s: Array, begin: str, end: str, utc_offset_s: f
 
 
 def _of_day_s(clock: str) -> float:
-    found = re.fullmatch(r"([01]?\d|2[0-4]):([0-5]\d)", clock)
-    if found is None:
+    matched = re.fullmatch(r"([01]?\d|2[0-4]):([0-5]\d)", clock)
+    if matched is None:
         raise UsageError(f"{clock}: write a time of day as 09:00")
-    return 3600.0 * int(found[1]) + 60.0 * int(found[2])
+    return 3600.0 * int(matched[1]) + 60.0 * int(matched[2])
 
 
 def merged(traces: Sequence[Trace]) -> Trace:
@@ -160,19 +159,10 @@ def merged(traces: Sequence[Trace]) -> Trace:
     if len(traces) == 1:
         return traces[0]
     files = " ".join(trace.file for trace in traces)
-    starts = [trace.began_s for trace in traces]
-    clock = [0.0 if None in starts else start or 0.0 for start in starts]
-    times = [None if t.arrival_s is None else t.arrival_s + at for t, at in zip(traces, clock, strict=True)]
-    rows = [trace.hash_ids for trace in traces]
-    if (None in rows and any(rows)) or len({t.block_tokens for t in traces if t.hash_ids}) > 1:
-        raise UsageError(f"{files}: only some say what prompts share, or in other blocks; look at them apart")
-    if any(t is None for t in times) and not all(t is None for t in times):
-        raise UsageError(f"{files}: only some have arrival times; look at them apart")
-    arrival_s = None if times[0] is None else np.concatenate([t for t in times if t is not None])
+    clock = _starts(traces)
+    arrival_s = _times_of_all(traces, clock or [0.0] * len(traces), files)
     order = np.arange(sum(map(len, traces))) if arrival_s is None else np.argsort(arrival_s, kind="stable")
-    hash_ids = None if rows[0] is None else _apart([row or () for row in rows])
-    known = all(trace.session is not None for trace in traces)
-    sessions = _apart([[(int(x),) for x in t.session] for t in traces if t.session is not None]) if known else None
+    hash_ids, session = _prefixes_of_all(traces, files), _sessions_of_all(traces)
     return Trace(
         file=files,
         sha256=hashlib.sha256("".join(trace.sha256 for trace in traces).encode()).hexdigest(),
@@ -181,10 +171,37 @@ def merged(traces: Sequence[Trace]) -> Trace:
         output_tokens=np.concatenate([trace.output_tokens for trace in traces])[order],
         hash_ids=None if hash_ids is None else tuple(hash_ids[i] for i in order.tolist()),
         block_tokens=traces[0].block_tokens,
-        session=None if sessions is None else np.array([sessions[i][0] for i in order.tolist()]),
-        began_s=None if None in starts else min(clock),
+        session=None if session is None else session[order],
+        began_s=min(clock) if clock else None,
         notes=tuple(f"{trace.file}: {note}" for trace in traces for note in trace.notes),
     )
+
+
+def _starts(traces: Sequence[Trace]) -> list[float] | None:
+    """The time of day at which each began; None where one does not tell."""
+    starts = [trace.began_s for trace in traces if trace.began_s is not None]
+    return starts if len(starts) == len(traces) else None
+
+
+def _times_of_all(traces: Sequence[Trace], clock: Sequence[float], files: str) -> Array | None:
+    times = [t.arrival_s + at for t, at in zip(traces, clock, strict=True) if t.arrival_s is not None]
+    if 0 < len(times) < len(traces):
+        raise UsageError(f"{files}: only some have arrival times; look at them apart")
+    return np.concatenate(times) if times else None
+
+
+def _prefixes_of_all(traces: Sequence[Trace], files: str) -> list[tuple[int, ...]] | None:
+    rows = [trace.hash_ids for trace in traces if trace.hash_ids is not None]
+    if not rows:
+        return None
+    if len(rows) < len(traces) or len({trace.block_tokens for trace in traces}) > 1:
+        raise UsageError(f"{files}: only some say what prompts share, or in other blocks; look at them apart")
+    return _apart(rows)
+
+
+def _sessions_of_all(traces: Sequence[Trace]) -> Ints | None:
+    sessions = [[(int(x),) for x in trace.session] for trace in traces if trace.session is not None]
+    return np.array([x for (x,) in _apart(sessions)]) if len(sessions) == len(traces) else None
 
 
 def _apart(files: Sequence[Sequence[tuple[int, ...]]]) -> list[tuple[int, ...]]:
@@ -225,4 +242,4 @@ def _rate(count: int, window_s: float) -> str:
 def _when(trace: Trace, begin_s: float) -> str:
     if trace.began_s is None:
         return f"{in_words(begin_s)} after the first request"
-    return f"from {datetime.fromtimestamp(trace.began_s + begin_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    return f"from {str(np.datetime64(int(trace.began_s + begin_s), 's')).replace('T', ' ')} UTC"

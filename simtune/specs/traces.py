@@ -187,8 +187,8 @@ def _formatted_table(
     form: TraceFormat, objects: list[Any], lines: list[int], reading: Reading, problems: _Problems
 ) -> _Table:
     """The requests of a known format in order of arrival: load generators write them as they end."""
-    found: Requests = form.read(objects, lines, reading, problems)
-    values, at = found.values, found.lines
+    given: Requests = form.read(objects, lines, reading, problems)
+    values, at = given.values, given.lines
     if not at:
         problems.stop("no request is left", lines[0])
     times = values.get("arrival")
@@ -196,8 +196,8 @@ def _formatted_table(
         order = sorted(range(len(times)), key=times.__getitem__)
         values = {field: [column[i] for i in order] for field, column in values.items()}
         at = [at[i] for i in order]
-    notes = [f"read as {form.title}", *found.notes]
-    return _Table(found.names, values, at, True, found.per_s, notes, SHARED_BLOCK_TOKENS)
+    notes = [f"read as {form.title}", *given.notes]
+    return _Table(given.names, values, at, True, given.per_s, notes, SHARED_BLOCK_TOKENS)
 
 
 def _without_zeros(table: _Table, reading: Reading) -> _Table:
@@ -254,7 +254,7 @@ def _json_table(text: str, problems: _Problems) -> _Table:
     if not rows:
         problems.raise_if_any()
     names = _named_columns(list(rows[0]), problems, lines[0])
-    names |= {name: name for name in ("hash_ids", "session") if any(name in row for row in rows)}
+    names |= _optional(rows)
     whole = []
     for i, row in enumerate(rows):
         missing = [name for name in names.values() if name not in row]
@@ -270,6 +270,11 @@ def _json_table(text: str, problems: _Problems) -> _Table:
     ignored = _ignored(chain.from_iterable(rows), names)
     block_tokens = _block_tokens(rows[0], lines[0], problems)
     return _Table(names, values, lines, is_json=True, block_tokens=block_tokens, ignored=ignored)
+
+
+def _optional(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Columns that a trace has or has not, which must then be in all of its lines."""
+    return {name: name for name in ("hash_ids", "session") if any(name in row for row in rows)}
 
 
 def _block_tokens(row: Mapping[str, Any], line: int, problems: _Problems) -> int:

@@ -46,20 +46,20 @@ def recognised(text: str) -> tuple[TraceFormat, list[Any], list[int]] | None:
     whole = head is None or not rest.strip()
     if whole:
         head = _parsed(text)
-    found = None if head is None else next((f for f in FORMATS if f.recognises(head)), None)
-    if found is None:
+    form = None if head is None else next((f for f in FORMATS if f.recognises(head)), None)
+    if form is None:
         return None
     if whole:
-        return found, [head], [begin]
+        return form, [head], [begin]
     lines = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
     objects = [_parsed(line) for _, line in lines]
-    return None if any(x is None for x in objects) else (found, objects, [i for i, _ in lines])
+    return None if any(x is None for x in objects) else (form, objects, [i for i, _ in lines])
 
 
 def title_of(text: str) -> str | None:
     """What a text is called that is of one of the formats."""
-    found = recognised(text)
-    return None if found is None else found[0].title
+    known = recognised(text)
+    return None if known is None else known[0].title
 
 
 def _parsed(text: str) -> Any:

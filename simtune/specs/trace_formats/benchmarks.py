@@ -49,24 +49,30 @@ class VllmBench:
     def read(self, objects: Sequence[Any], lines: Sequence[int], reading: Reading, problems: Problems) -> Requests:
         """Answered requests, by the time each was sent; lengths alone where the file has no start_times."""
         run = _chosen(objects, "results", reading, problems)
-        columns = {"prompt": "input_lens", "output": "output_lens", "arrival": "start_times"}
-        for key in ("input_lens", "output_lens"):
-            if not isinstance(run.get(key), list):
-                message = "the requests are missing, only totals are here; run vllm bench serve with --save-detailed"
-                problems.stop(message, lines[0], key)
-        present = {field: key for field, key in columns.items() if isinstance(run.get(key), list)}
-        count = len(run["input_lens"])
-        for key in present.values():
-            if len(run[key]) != count:
-                problems.stop(f"has {len(run[key])} entries, input_lens has {count}", lines[0], key)
+        present = self._lists(run, lines[0], problems)
         errors = run.get("errors")
-        failed = [bool(error) for error in errors] if isinstance(errors, list) and len(errors) == count else None
-        good = [i for i in range(count) if not (failed and failed[i])]
+        count = len(run["input_lens"])
+        good = list(range(count))
+        if isinstance(errors, list) and len(errors) == count:
+            good = [i for i in good if not errors[i]]
         notes = left_out(count - len(good), "failed requests")
         if "arrival" not in present:
             notes.append("it has no start_times, so it is lengths only")
         values = {field: [run[key][i] for i in good] for field, key in present.items()}
         return Requests(present, values, [lines[0]] * len(good), notes=notes)
+
+    def _lists(self, run: Any, line: int, problems: Problems) -> dict[str, str]:
+        """The keys of the lists that are there, by field. Stops where one is missing or of another length."""
+        for key in ("input_lens", "output_lens"):
+            if not isinstance(run.get(key), list):
+                message = "the requests are missing, only totals are here; run vllm bench serve with --save-detailed"
+                problems.stop(message, line, key)
+        columns = {"prompt": "input_lens", "output": "output_lens", "arrival": "start_times"}
+        present = {field: key for field, key in columns.items() if isinstance(run.get(key), list)}
+        for key in present.values():
+            if len(run[key]) != len(run["input_lens"]):
+                problems.stop(f"has {len(run[key])} entries, input_lens has {len(run['input_lens'])}", line, key)
+        return present
 
 
 class AiPerf:

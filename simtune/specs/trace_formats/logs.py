@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from typing import Any
+
+import numpy as np
 
 from simtune.specs.trace_formats.common import (
     Problems,
@@ -73,23 +74,29 @@ def _failed(row: Any) -> bool:
     return (isinstance(status, int) and status >= 400) or bool(look_up(row, "error"))
 
 
-_OFFSET = re.compile(r"([+-]\d\d)(\d\d)$")
+_TIME = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d(?:[.,]\d{1,9})?) ?(?:Z|UTC|([+-])(\d\d):?(\d\d))?")
 
 
 def _epoch_s(value: Any) -> float | None:
     """Seconds since 1970: a time of day in words (UTC unless it says otherwise), or a number, by how large it is."""
     if isinstance(value, str):
-        try:
-            at = datetime.fromisoformat(_OFFSET.sub(r"\1:\2", value.strip()))
-        except ValueError:
-            return None
-        return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
+        parts = _TIME.fullmatch(value.strip())
+        return None if parts is None else _of_words(*parts.groups())
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     for least, per_s in ((1e17, 1e9), (1e14, 1e6), (1e11, 1e3), (1e8, 1.0)):
         if value >= least:
             return float(value / per_s)
     return None
+
+
+def _of_words(date: str, time: str, sign: str | None, hours: str | None, minutes: str | None) -> float | None:
+    try:
+        at = np.datetime64(f"{date}T{time.replace(',', '.')}", "ns")
+    except ValueError:
+        return None
+    ahead_s = 0 if sign is None else (-1 if sign == "-" else 1) * (3600 * int(hours or 0) + 60 * int(minutes or 0))
+    return float(at.astype(np.int64)) / 1e9 - ahead_s
 
 
 def _clock(values: Sequence[Any], lines: Sequence[int], key: str, problems: Problems) -> list[float]:
