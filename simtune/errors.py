@@ -4,6 +4,7 @@
   - UsageError            a request that cannot be carried out as put (exit code 2)
     - PartError           a policy, router or cost model brought from outside that cannot be used, or failed
   - SpecError             one or more problems in a file the user wrote (exit code 2)
+  - EngineError           a real engine did not start, ended, or cannot be judged (exit code 1)
   - Infeasible            the question is well put and the answer is "no plan can do that" (exit code 3)
 """
 
@@ -57,6 +58,10 @@ class SpecError(SimtuneError):
     def __init__(self, problems: Sequence[Problem] | Problem) -> None:
         self.problems = [problems] if isinstance(problems, Problem) else list(problems)
         super().__init__("\n".join(str(p) for p in self.problems))
+
+
+class EngineError(SimtuneError):
+    """A real engine did not start, ended, or was measured so that nothing can be said of it."""
 
 
 class Infeasible(SimtuneError):

@@ -28,10 +28,10 @@ LAW: dict[str, set[str]] = {
     "profiling": {"arrays", "errors", "specs", "costs"},
     "sim": GROUND | {"engine", "costs"},
     "testing": GROUND | {"engine", "costs", "sim"},
-    "validation": GROUND | {"engine", "costs", "sim"},
     "tuner": GROUND | {"engine", "costs", "sim"},
     "runs": GROUND | {"costs", "emit", "sim", "tuner"},
-    "report": GROUND | {"costs", "sim", "runs"},
+    "validation": GROUND | {"engine", "costs", "emit", "sim", "tuner", "runs"},
+    "report": GROUND | {"costs", "sim", "runs", "validation"},
     "api": GROUND | {"engine", "costs", "sim", "tuner"},
     "cli": GROUND
     | {"acceptance", "engine", "costs", "profiling", "sim", "emit", "report", "tuner", "runs", "api", "validation"},
@@ -39,7 +39,11 @@ LAW: dict[str, set[str]] = {
 """What each floor may import besides itself. The package's own `__version__` is open to all."""
 
 CLOCKS = {"time", "datetime", "sched", "timeit"}
-CLOCK_READERS = {"simtune.runs.manifest", "simtune.profiling.timing"}  # the time of day for manifest.json; measuring
+CLOCK_READERS = {
+    "simtune.runs.manifest",  # the time of day for manifest.json
+    "simtune.profiling.timing",  # measuring
+    "simtune.validation.clock",  # the real clock beside the simulated one
+}
 MEASURERS = {
     f"simtune.profiling.{name}" for name in ("operands", "kernels", "decoder", "rig", "collectives")
 }  # torch at the top

@@ -1,0 +1,58 @@
+"""How late the load client is with 200 streams at once, and whether it loses any.
+
+    python -m pytest benchmarks/validation -m benchmark_only -s
+
+A server on the loopback, in a process of its own, answers 200 requests at once with 100 tokens each, 40 ms apart: 5,000
+messages a second. Printed: how long messages waited for their stamp, by the echo that the client sends itself.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from benchmarks.results import Recorder
+from simtune.sim.requests import build_stream
+from simtune.specs.workload import ClosedLoop, FixedLength, Workload
+from simtune.validation.client import send
+from simtune.validation.exchange import Server
+from simtune.validation.prompts import Prompts
+
+pytestmark = pytest.mark.benchmark_only
+
+STREAMS, TOKENS, TOKEN_S = 200, 100, 0.04
+SERVE = """
+import sys
+from simtune.testing.fake_server import FakeServer
+with FakeServer(first_token_s=0.5, token_s=float(sys.argv[1])) as server:
+    print(server.url, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_two_hundred_streams_at_once(record: Recorder) -> None:
+    workload = Workload(
+        name="streams",
+        arrivals=ClosedLoop(users=STREAMS),
+        prompt=FixedLength(tokens=200),
+        output=FixedLength(tokens=TOKENS),
+    )
+    stream = build_stream(workload, None, requests=STREAMS, seed=0)
+    command = [sys.executable, "-c", SERVE, str(TOKEN_S)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        url = process.stdout.readline().strip()
+        runs = [send(Server(url), "fake", stream, Prompts(stream, 32000)) for _ in range(3)]
+        process.stdin.close()
+    lost = sum(r.error is not None for traffic in runs for r in traffic.requests)
+    p99 = [1e3 * traffic.lateness.loop_p99_s for traffic in runs]
+    tpot = [np.diff(r.times_s)[1:].mean() for traffic in runs for r in traffic.requests if r.times_s]
+    print(f"\n{STREAMS} streams: lost {lost}, lateness p99 {', '.join(f'{x:.2f}' for x in p99)} ms,", end=" ")
+    print(f"TPOT seen {1e3 * np.mean(tpot):.2f} ms, served every {1e3 * TOKEN_S:g} ms")
+    record("client, 200 streams: lost", lost, "requests", "same")
+    record.samples("client, 200 streams: lateness p99", p99, "ms", "lower")
+    assert lost == 0

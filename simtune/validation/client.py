@@ -1,0 +1,266 @@
+"""The load client: streamed completions of an OpenAI-compatible server, at their times, with the time of every token.
+
+It measures how late it is itself (`Lateness`); who judges by its times looks at that first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from simtune.errors import EngineError
+from simtune.sim.requests import RequestStream
+from simtune.validation.clock import Echo, Ticker, now
+from simtune.validation.exchange import Exchange, Piece, Response, Server, ask, fetch, look_up, read_response
+from simtune.validation.measured import Lateness, MeasuredRequest
+from simtune.validation.prometheus import Reading
+from simtune.validation.prompts import Prompts
+from simtune.validation.streaming import Answer, quoted
+
+LEAD_S = 0.2
+"""Between the last preparation and the first request."""
+LOOK_EVERY_S = 0.1
+"""How often it is looked whether an answer has become silent."""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long is waited, in seconds."""
+
+    silence_s: float = 120.0
+    """For the next byte of an answer, the first included."""
+    metrics_every_s: float = 1.0
+    """Between two readings of /metrics."""
+
+
+class Traffic(NamedTuple):
+    """What came of a load."""
+
+    requests: tuple[MeasuredRequest, ...]
+    lateness: Lateness
+    readings: tuple[Reading, ...]
+
+
+def send(
+    server: Server, model: str, stream: RequestStream, prompts: Prompts, patience: Patience | None = None
+) -> Traffic:
+    """Send every request of a stream to a model, by the server's name for it, and wait for all answers.
+
+    Open loop where the stream has arrival times, counted from its first; else a closed loop of its users. A request
+    that fails is kept with its error. Raises EngineError where there is no such host.
+    """
+    bodies = [_body(model, stream, prompts, i) for i in range(len(stream))]
+    drive = _Drive(server, stream, bodies, patience or Patience())
+    with _no_collection():
+        asyncio.run(drive.run())
+    return drive.traffic()
+
+
+def served_model(server: Server) -> str:
+    """The first model that a server says it has. Raises EngineError where it does not say."""
+    text = ask(server, "/v1/models")
+    try:
+        return str(json.loads(text)["data"][0]["id"])
+    except (ValueError, LookupError, TypeError):
+        raise EngineError(f"{server.url}: does not say which models it serves (/v1/models)") from None
+
+
+def _body(model: str, stream: RequestStream, prompts: Prompts, request: int) -> bytes:
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": prompts[request],
+        "max_tokens": int(stream.output_tokens[request]),
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }
+    if stream.priority.any():
+        body["priority"] = int(stream.priority[request])
+    return json.dumps(body, separators=(",", ":")).encode()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Garbage is collected before and after, not while times are taken."""
+    was = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+@dataclass(eq=False)
+class _Sent:
+    """A request that was sent, times on the clock."""
+
+    request: int
+    due_s: float | None
+    sent_s: float
+    exchange: Exchange | None = None
+    error: str | None = None
+
+
+class _Drive:
+    """One load while it is sent."""
+
+    def __init__(self, server: Server, stream: RequestStream, bodies: Sequence[bytes], patience: Patience) -> None:
+        self._server, self._stream, self._patience = server, stream, patience
+        self._requests = [server.request("POST", "/v1/completions", body) for body in bodies]
+        self._sent: list[_Sent] = []
+        self._under_way: set[_Sent] = set()
+        self._scrapes: list[tuple[float, list[Piece]]] = []
+        self._start = 0.0
+
+    async def run(self) -> None:
+        """Send all, wait for all."""
+        self._address = await look_up(self._server)
+        await self._read_metrics()
+        beside = [asyncio.create_task(self._scrape()), asyncio.create_task(self._look())]
+        try:
+            with Echo() as self._echo:
+                await (self._closed_loop() if self._stream.arrival_s is None else self._open_loop())
+        finally:
+            for task in beside:
+                task.cancel()
+            await asyncio.gather(*beside, return_exceptions=True)
+        await self._read_metrics()
+
+    async def _open_loop(self) -> None:
+        assert self._stream.arrival_s is not None
+        due_s: list[float] = (self._stream.arrival_s - self._stream.arrival_s[0]).tolist()
+        loop = asyncio.get_running_loop()
+        all_sent: asyncio.Future[None] = loop.create_future()
+        tasks: list[asyncio.Task[None]] = []
+
+        def begin(request: int) -> None:
+            tasks.append(loop.create_task(self._one(request, self._start + due_s[request])))
+            if request == len(due_s) - 1:
+                all_sent.set_result(None)
+
+        self._start = now() + LEAD_S
+        ticker = Ticker([self._start + due for due in due_s], lambda i: loop.call_soon_threadsafe(begin, i))
+        ticker.start()
+        try:
+            await all_sent
+            await asyncio.gather(*tasks)
+        finally:
+            ticker.stop()
+            for task in tasks:
+                task.cancel()
+
+    async def _closed_loop(self) -> None:
+        coming = iter(range(len(self._requests)))
+        self._start = now()
+
+        async def user() -> None:
+            for request in coming:
+                await self._one(request, None)
+                if self._stream.think_s:
+                    await asyncio.sleep(self._stream.think_s)
+
+        await asyncio.gather(*(user() for _ in range(min(self._stream.users or 1, len(self._requests)))))
+
+    async def _one(self, request: int, due_s: float | None) -> None:
+        sent = _Sent(request, due_s, now())
+        self._sent.append(sent)
+        try:
+            sent.exchange = await self._address.open(self._requests[request])
+        except OSError as error:
+            sent.error = f"cannot be reached: {error.strerror or error}"
+            return
+        self._under_way.add(sent)
+        try:
+            await sent.exchange.closed
+        finally:
+            self._under_way.discard(sent)
+            sent.exchange.abort()
+
+    async def _look(self) -> None:
+        """End what is silent for too long."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            limit = now() - self._patience.silence_s
+            for sent in [s for s in self._under_way if s.exchange is not None and s.exchange.last_s < limit]:
+                assert sent.exchange is not None
+                sent.error = f"silent for {self._patience.silence_s:g} s"
+                sent.exchange.abort()
+
+    async def _scrape(self) -> None:
+        while True:
+            await asyncio.sleep(self._patience.metrics_every_s)
+            await self._read_metrics()
+
+    async def _read_metrics(self) -> None:
+        self._scrapes.append((now(), await fetch(self._address, "/metrics", self._patience.silence_s)))
+
+    # --- when all is over ---------------------------------------------------------------------------------
+
+    def traffic(self) -> Traffic:
+        """What came, read and counted."""
+        rows = sorted((self._row(sent) for sent in self._sent), key=lambda row: row.request)
+        late_s = [sent.sent_s - sent.due_s for sent in self._sent if sent.due_s is not None]
+        readings = []
+        for at_s, pieces in self._scrapes:
+            response = read_response(pieces)
+            if response is not None and response.status == 200 and response.complete:
+                readings.append(Reading(at_s - self._start, response.text.decode("utf-8", "replace")))
+        return Traffic(tuple(rows), _lateness(late_s, self._echo.delays_s), tuple(readings))
+
+    def _row(self, sent: _Sent) -> MeasuredRequest:
+        answer = Answer(int(self._stream.output_tokens[sent.request]))
+        error = sent.error
+        if sent.exchange is not None:
+            found = _read_answer(answer, read_response(sent.exchange.pieces))
+            error = found if error is None else f"{error}, {answer.so_far}"
+        times = tuple(at_s - self._start for at_s in answer.times_s)
+        return MeasuredRequest(
+            request=sent.request,
+            due_s=None if sent.due_s is None else sent.due_s - self._start,
+            sent_s=max(0.0, sent.sent_s - self._start),
+            first_token_s=times[0] if times else None,
+            finish_s=times[-1] if times and error is None else None,
+            prompt_tokens=int(self._stream.prompt_tokens[sent.request]),
+            output_tokens=answer.tokens,
+            times_s=times,
+            error=error,
+        )
+
+
+def _read_answer(answer: Answer, response: Response | None) -> str | None:
+    """Feed an answer with what came; why it is no whole one, or None."""
+    if response is None:
+        return f"the connection was closed, {answer.so_far}"
+    if 300 <= response.status < 400:
+        return f"answered {response.status}, a redirect to {response.headers.get('location')}, which is not followed"
+    if response.status != 200:
+        return f"answered {response.status}: {quoted(response.text)}"
+    if response.content_type != "text/event-stream":
+        return f"does not stream: its answer is {response.content_type or 'of no type'}"
+    for at_s, data in response.body:
+        answer.feed(data, at_s)
+    if answer.problem is None and not response.complete:
+        return f"the connection was closed, {answer.so_far}"
+    return answer.end()
+
+
+def _lateness(late_s: Sequence[float], loop_s: Sequence[float]) -> Lateness:
+    sends = np.maximum(0.0, late_s) if late_s else np.zeros(1)
+    loop = np.maximum(0.0, loop_s) if loop_s else np.zeros(1)
+    return Lateness(
+        send_p50_s=float(np.percentile(sends, 50)),
+        send_p99_s=float(np.percentile(sends, 99)),
+        send_max_s=float(sends.max()),
+        loop_p99_s=float(np.percentile(loop, 99)),
+        loop_max_s=float(loop.max()),
+    )

@@ -1,0 +1,77 @@
+"""A streamed completion as it comes in: server-sent events of an OpenAI-compatible server, counted and stamped."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+MAX_QUOTED = 200
+"""Characters of what a server said that an error repeats."""
+
+
+class Answer:
+    """What of one answer has come. A message that carries tokens is stamped with the time at which it was read."""
+
+    def __init__(self, wanted: int) -> None:
+        """`wanted` tokens were asked for."""
+        self.wanted = wanted
+        self.tokens = 0
+        self.times_s: list[float] = []
+        self.problem: str | None = None
+        """What was wrong with what came."""
+        self._rest = b""
+        self._over = False
+
+    def feed(self, data: bytes, at_s: float) -> None:
+        """Take what was read at a time; messages may come in pieces and several at once."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:") and self.problem is None:
+                self._message(line[5:].strip(), at_s)
+
+    def end(self) -> str | None:
+        """The stream is at its end: why it is no whole answer, or None."""
+        if self.problem is not None:
+            return self.problem
+        if self._rest.strip() and not self._over:
+            return f"the stream ended within a line, {self.so_far}"
+        if self.tokens != self.wanted:
+            return f"{self.tokens} tokens came, not {self.wanted}"
+        return None
+
+    @property
+    def so_far(self) -> str:
+        """In words."""
+        return f"after {self.tokens} of {self.wanted} tokens"
+
+    def _message(self, text: bytes, at_s: float) -> None:
+        if text == b"[DONE]":
+            self._over = True
+            return
+        try:
+            message = json.loads(text)
+            self._count(message, at_s)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+            self.problem = f"sent what is no completion, {self.so_far}: {quoted(text)}"
+
+    def _count(self, message: dict[str, Any], at_s: float) -> None:
+        """Tokens are counted by the server where it does so in every message, else each text counts as one; what it
+        says in the end is the number."""
+        if (error := message.get("error")) is not None:
+            words = error.get("message", error) if isinstance(error, dict) else error
+            self.problem = f"reported {self.so_far}: {quoted(str(words).encode())}"
+            return
+        choices, usage = message["choices"], message.get("usage")
+        if usage is not None:
+            tokens = int(usage["completion_tokens"])
+        else:
+            tokens = self.tokens + int(bool(choices and (choices[0].get("text") or choices[0].get("token_ids"))))
+        if choices and tokens > self.tokens:
+            self.times_s.append(at_s)
+        self.tokens = tokens
+
+
+def quoted(text: bytes) -> str:
+    """The beginning of what a server said, on one line."""
+    words = " ".join(text[: 4 * MAX_QUOTED].decode("utf-8", "replace").split())
+    return words if len(words) <= MAX_QUOTED else words[:MAX_QUOTED] + " ..."

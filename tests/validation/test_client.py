@@ -1,0 +1,215 @@
+"""The load client against a server that misbehaves on purpose: every failure has its name, the rest is kept."""
+
+import re
+import threading
+
+import numpy as np
+import pytest
+
+from simtune.errors import EngineError, UsageError
+from simtune.sim.requests import RequestStream, build_stream
+from simtune.specs.workload import Arrivals, ClosedLoop, FixedInterval, FixedLength, SharedPrefix, Workload
+from simtune.testing.fake_server import FakeServer
+from simtune.validation.client import Patience, Traffic, send, served_model
+from simtune.validation.exchange import Piece, Server, ask, read_response
+from simtune.validation.prometheus import Reading, told
+from simtune.validation.prompts import Prompts
+from simtune.validation.streaming import Answer
+
+FAST = FixedInterval(rate_rps=200.0)
+
+
+def stream(requests: int, arrivals: Arrivals = FAST, tokens: int = 8) -> RequestStream:
+    workload = Workload(
+        name="w",
+        arrivals=arrivals,
+        prompt=FixedLength(tokens=20),
+        output=FixedLength(tokens=tokens),
+        shared_prefix=SharedPrefix(groups=1, tokens=16),
+    )
+    return build_stream(workload, None, requests=requests, seed=0)
+
+
+def sent(server: FakeServer, load: RequestStream, silence_s: float = 30.0) -> Traffic:
+    patience = Patience(silence_s=silence_s, metrics_every_s=0.02)
+    return send(Server(server.url, server.api_key), "fake", load, Prompts(load, 1000), patience)
+
+
+def test_every_request_is_sent_as_drawn_and_every_token_stamped() -> None:
+    load = stream(10)
+    with FakeServer(api_key="secret") as server:
+        traffic = sent(server, load)
+    assert [r.error for r in traffic.requests] == [None] * 10
+    assert [r.request for r in traffic.requests] == list(range(10))
+    prompts = Prompts(load, 1000)
+    by_prompt = sorted(tuple(r["prompt"]) for r in server.requests)
+    assert by_prompt == sorted(tuple(prompts[i]) for i in range(10))
+    assert all(r["max_tokens"] == 8 and r["ignore_eos"] and r["temperature"] == 0 for r in server.requests)
+    for i, r in enumerate(traffic.requests):
+        assert r.due_s == pytest.approx(i / 200)
+        assert r.sent_s >= r.due_s - 1e-4
+        assert r.times_s is not None
+        assert len(r.times_s) <= 8, "what came together counts as one"
+        assert list(r.times_s) == sorted(r.times_s)
+        assert r.first_token_s == r.times_s[0] > r.sent_s
+        assert r.finish_s == r.times_s[-1]
+        assert r.output_tokens == 8
+    assert traffic.lateness.send_max_s >= traffic.lateness.send_p99_s >= traffic.lateness.send_p50_s >= 0
+    queues = told(traffic.readings)["queues"]
+    assert max(queues.running) >= 1
+    assert set(server.addresses) == {"/v1/completions", "/metrics"}
+
+
+def test_tokens_are_counted_where_the_server_counts_only_in_the_end() -> None:
+    with FakeServer(counts=False) as server:
+        traffic = sent(server, stream(2))
+    assert [(r.error, r.output_tokens) for r in traffic.requests] == [(None, 8)] * 2
+
+
+def test_in_a_closed_loop_so_many_are_under_way_and_no_more() -> None:
+    load = stream(9, ClosedLoop(users=3), tokens=4)
+    with FakeServer() as server:
+        traffic = sent(server, load)
+    assert [r.error for r in traffic.requests] == [None] * 9
+    assert all(r.due_s is None for r in traffic.requests)
+    began = np.array([r.sent_s for r in traffic.requests])
+    ended = np.array([r.finish_s for r in traffic.requests], dtype=float)
+    under_way = [(np.logical_and(began <= t, ended > t)).sum() for t in began]
+    assert max(under_way) == 3
+
+
+WRONG = {
+    "500": r"answered 500: .*out of memory.*",
+    "redirect": r"answered 307, a redirect to .*/elsewhere, which is not followed",
+    "stall": r"silent for 0\.5 s, after 4 of 8 tokens",
+    "close": r"the connection was closed, after 4 of 8 tokens",
+    "half_line": r"the stream ended within a line, after 4 of 8 tokens",
+    "short": r"4 tokens came, not 8",
+    "not_json": r"sent what is no completion, after 4 of 8 tokens: tokens, honestly",
+    "error": r"reported after 4 of 8 tokens: the engine core died",
+    "whole": r"does not stream: its answer is application/json",
+}
+
+
+def test_every_failure_is_named_and_the_others_are_kept() -> None:
+    threads = threading.active_count()
+    with FakeServer(misbehaves={2 * i: kind for i, kind in enumerate(WRONG)}) as server:  # type: ignore[misc]
+        traffic = sent(server, stream(2 * len(WRONG), ClosedLoop(users=1)), silence_s=0.5)
+    for i, said in enumerate(WRONG.values()):
+        error = traffic.requests[2 * i].error
+        assert error is not None
+        assert re.fullmatch(said, error), error
+        assert traffic.requests[2 * i + 1].error is None
+    assert "/elsewhere" not in server.addresses
+    assert threading.active_count() == threads, "nothing is left running"
+
+
+def test_a_server_that_dies_leaves_what_it_had_answered() -> None:
+    with FakeServer(misbehaves={5: "die"}) as server:
+        traffic = sent(server, stream(8, ClosedLoop(users=1)))
+    assert [r.error is None for r in traffic.requests] == [True] * 5 + [False] * 3
+    assert traffic.requests[5].error == "the connection was closed, after 4 of 8 tokens"
+    assert re.match(r"cannot be reached: |the connection was closed", traffic.requests[7].error or "")
+
+
+def test_two_hundred_streams_at_once_lose_nothing() -> None:
+    load = stream(200, ClosedLoop(users=200), tokens=20)
+    with FakeServer(first_token_s=0.5, token_s=0.02) as server:
+        traffic = sent(server, load)
+    assert [r.error for r in traffic.requests] == [None] * 200
+    assert max(len(r["prompt"]) for r in server.requests) == 20
+    began, first = max(r.sent_s for r in traffic.requests), min(r.finish_s or 0.0 for r in traffic.requests)
+    assert began < first, "all of them were under way together"
+
+
+def test_a_wrong_key_and_a_wrong_address_are_said() -> None:
+    with FakeServer(api_key="secret") as server:
+        assert served_model(Server(server.url + "/v1/", "secret")) == "fake"
+        assert ask(Server(server.url, "secret"), "/health") == b""
+        with pytest.raises(EngineError, match=r"answered /v1/models with 401"):
+            served_model(Server(server.url))
+        url = server.url
+    with pytest.raises(EngineError, match="cannot be reached"):
+        served_model(Server(url))
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://localhost", "http://", "http://host:port", "http://h/?q=1"])
+def test_what_is_no_address_is_refused(url: str) -> None:
+    with pytest.raises(UsageError, match="is no address of a server"):
+        Server(url)
+
+
+# --- what needs no server ---------------------------------------------------------------------------------
+
+
+def test_messages_may_come_in_pieces_and_together() -> None:
+    whole = b"".join(
+        b'data: {"choices": [{"text": "x"}], "usage": {"completion_tokens": %d}}\n\n' % n for n in (1, 2, 4)
+    )
+    at_once, in_pieces = Answer(4), Answer(4)
+    at_once.feed(whole, 1.0)
+    for i in range(len(whole)):
+        in_pieces.feed(whole[i : i + 1], float(i))
+    assert at_once.times_s == [1.0, 1.0, 1.0]
+    assert len(in_pieces.times_s) == 3
+    assert in_pieces.tokens == at_once.tokens == 4
+    assert at_once.end() is None
+
+
+def test_metrics_are_sums_over_engines_and_differences_over_the_run() -> None:
+    def text(running: int, preempted: int, drafts: int) -> str:
+        return (
+            f'# HELP vllm:num_requests_running\nvllm:num_requests_running{{engine="0"}} {running}\n'
+            f'vllm:num_requests_running{{engine="1"}} 1.0\nvllm:num_requests_waiting{{engine="0"}} 2.0\n'
+            f"vllm:num_preemptions_total {preempted}\nvllm:spec_decode_num_drafts_total {drafts}\n"
+            f"vllm:spec_decode_num_draft_tokens_total {3 * drafts}\n"
+            f"vllm:spec_decode_num_accepted_tokens_total {2 * drafts}\n"
+        )
+
+    facts = told([Reading(-1.0, text(0, 5, 10)), Reading(1.0, text(3, 6, 15)), Reading(2.0, text(4, 7, 20))])
+    assert (facts["queues"].t_s, facts["queues"].running, facts["queues"].waiting) == ((1.0, 2.0), (4.0, 5.0), (2, 2))
+    assert facts["preemptions"] == 2
+    drafts = facts["drafts"]
+    assert (drafts.rounds, drafts.draft_tokens, drafts.accepted_tokens) == (10, 30, 20)
+    assert told([Reading(-1.0, "go_goroutines 7\n")]) == {}
+    assert told([]) == {}
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+def test_a_response_is_the_same_in_whatever_pieces_it_comes(size: int) -> None:
+    raw = HEAD + b"3\r\nabc\r\n5;x=y\r\n12345\r\n0\r\n\r\n"
+    pieces: list[Piece] = [(float(i), raw[i : i + size]) for i in range(0, len(raw), size)]
+    response = read_response(pieces)
+    assert response is not None
+    assert (response.status, response.content_type, response.complete) == (200, "text/event-stream", True)
+    assert [data for _, data in response.body] == [b"abc", b"12345"]
+    times = [at for at, _ in response.body]
+    assert times == sorted(times)
+    ended = len(HEAD) + len(b"3\r\nabc\r\n") - 1  # the last byte of the first chunk
+    assert times[0] == ended // size * size
+
+
+@pytest.mark.parametrize(
+    ("raw", "complete"),
+    [
+        (HEAD + b"3\r\nabc\r\n", False),
+        (HEAD + b"zz\r\n", False),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nabc", False),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nabc", True),
+        (b"HTTP/1.0 200 OK\r\n\r\nabc", True),
+    ],
+)
+def test_a_response_says_whether_it_is_whole(raw: bytes, complete: bool) -> None:
+    response = read_response([(0.0, raw)])
+    assert response is not None
+    assert response.complete == complete
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"HTTP/1.1 200 OK\r\nContent-", b"SSH-2.0-OpenSSH\r\n\r\n", b"HTTP/1.1 hm\r\n\r\n"]
+)
+def test_what_is_no_response_is_none(raw: bytes) -> None:
+    assert read_response([(0.0, raw)]) is None
