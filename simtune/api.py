@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from simtune.costs.step_table import StepTable
+from simtune.costs.step_files import read_costs
 from simtune.errors import Infeasible, UsageError
 from simtune.sim import parts
 from simtune.sim.deployment import NO_HARDWARE, Deployment, default_plan, deploy, unbound_plan
@@ -189,7 +189,7 @@ def set_up(
     if rate_rps is not None:
         stream = stream.at_rate(rate_rps)
     if isinstance(costs, (str, Path)):
-        costs = StepTable.read(Path(costs))
+        costs = read_costs(Path(costs))
     own = None if costs is None else parts.OwnCosts(costs)
     plan, hardware = _planned(specs, stream, own is not None)
     pools = [pool.model_copy(update={"hardware": its.name}) for pool, its in zip(plan.pools, hardware, strict=True)]

@@ -16,9 +16,10 @@ Any of them may be gzipped.
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -90,15 +91,42 @@ def read_log(path: Path, model: Model, hardware: Hardware, tp: int) -> Log:
             return _splitwise(columns, subject)
         columns.require(*_CSV)
         return _csv(columns, subject)
-    lines = json_lines(read_packed_text(path), str(path))
-    number, header = next(lines, (1, {}))
+    number, header, lines = _opened(path)
     if header.get("format") == "steplog/1":
         return _steplog(path, header, lines, subject)
+    _check_schema(path, number, header)
+    _check(path, subject, {name: str(header[name]) for name in _IDENTITY if name in header})
+    return Log([_own(path, line, data) for line, data in lines])
+
+
+def read_steps(path: Path) -> Log:
+    """The steps of a log of simtune's own, JSON lines, whatever they are of. Raises SpecError where it is none."""
+    number, header, lines = _opened(path)
+    _check_schema(path, number, header)
+    return Log([_own(path, line, data) for line, data in lines])
+
+
+def write_steps(steps: Iterable[TimedStep], **identity: str) -> str:
+    """The text of such a log; `identity` says of which model, tp and device it is."""
+    lines: list[dict[str, Any]] = [{"schema": SCHEMA, **identity}]
+    for work, seconds in steps:
+        chunks = {"chunks": [list(chunk) for chunk in work.chunks]} if work.chunks else {}
+        decodes = {"decodes": work.num_decodes, "context_tokens": work.context_tokens} if work.num_decodes else {}
+        lines.append({**decodes, **chunks, "seconds": seconds})
+    return "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
+
+
+def _opened(path: Path) -> tuple[int, dict[str, Any], Iterator[tuple[int, dict[str, Any]]]]:
+    """Number and content of the first line of a log, and the lines behind it."""
+    lines = json_lines(read_packed_text(path), str(path))
+    number, header = next(lines, (1, {}))
+    return number, header, lines
+
+
+def _check_schema(path: Path, number: int, header: Mapping[str, Any]) -> None:
     if header.get("schema") != SCHEMA:
         message = f"must be {SCHEMA}, or `format` be steplog/1, found {header.get('schema')!r}"
         raise SpecError(Problem(str(path), message, "schema", number))
-    _check(path, subject, {name: str(header[name]) for name in _IDENTITY if name in header})
-    return Log([_own(path, line, data) for line, data in lines])
 
 
 def _check(path: Path, subject: _Subject, identity: Mapping[str, str]) -> None:

@@ -12,7 +12,7 @@ from simtune.costs.drafting import CompiledRounds
 from simtune.costs.iteration import StepModel
 from simtune.costs.memory import GIB, Memory
 from simtune.costs.protocol import StepCosts
-from simtune.costs.step_table import StepTable
+from simtune.costs.step_files import read_costs
 from simtune.errors import Infeasible, PartError, UsageError
 from simtune.sim import parts
 from simtune.sim.drafting import Drafting
@@ -187,7 +187,7 @@ def _deployed(
     drafts = drafting if drafting is None or isinstance(drafting, Drafting) else drafting.get(pool.name)
     memory = check(pool, model, its, drafts)
     if costs is None and pool.costs is not None:
-        costs = parts.OwnCosts(StepTable.read(Path(pool.costs)))
+        costs = parts.OwnCosts(read_costs(Path(pool.costs)))
     if isinstance(costs, parts.OwnCosts):
         costs.check_for(pool)
         compiled: StepCosts = costs

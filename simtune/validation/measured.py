@@ -21,8 +21,8 @@ from pydantic import Field, ValidationError, model_validator
 
 from simtune.arrays import Array, Ints, Mask
 from simtune.errors import Problem, SpecError
-from simtune.specs import yamlfile
 from simtune.specs.base import Count, NonNegative, Record, Seq, Share
+from simtune.specs.reading import read_text
 
 MEASURED_SCHEMA: Literal["simtune/measured@1"] = "simtune/measured@1"
 R = TypeVar("R", bound=Record)
@@ -220,7 +220,7 @@ def _column(values: Sequence[float | None]) -> Array:
 def read_measured(path: Path) -> MeasuredRun:
     """Read a run in simtune's own format. Raises UsageError where the file cannot be read, SpecError with line, key and
     rule of what is wrong in it."""
-    lines = [(i, line) for i, line in enumerate(yamlfile.read_text(path).splitlines(), start=1) if line.strip()]
+    lines = [(i, line) for i, line in enumerate(read_text(path).splitlines(), start=1) if line.strip()]
     problems: list[Problem] = []
     if not lines:
         raise SpecError(Problem(str(path), "the file is empty; a measured run has a header and a line per request"))

@@ -72,7 +72,9 @@ class Answer:
         return None
 
 
-_KEYS = re.compile(r"\b[a-z]+(_[a-z0-9]+)+\b|\b[a-z_]+\.[a-z_0-9]+\b|--[a-z]+|workload \S+|model \S+|plan \S+|class \S+")
+_KEYS = re.compile(
+    r"\b[a-z]+(_[a-z0-9]+)+\b|\b[a-z_]+\.[a-z_0-9]+\b|--[a-z]+|workload \S+|model \S+|plan \S+|class \S+"
+)
 
 
 def _names(message: str) -> bool:

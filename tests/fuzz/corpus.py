@@ -152,7 +152,9 @@ device:
   {name: Made-up 1, vendor: nobody, memory_bytes: 8e10, memory_bytes_per_s: 1e12, processors: 10,
    flops_per_s: {bf16: 1e14}, source: made up}
 """
-LOG = "INFO SpecDecoding metrics: Mean acceptance length: 2.1, Accepted throughput: 10.0 tokens/s, Accepted: 55 tokens, "
+LOG = (
+    "INFO SpecDecoding metrics: Mean acceptance length: 2.1, Accepted throughput: 10.0 tokens/s, Accepted: 55 tokens, "
+)
 LOG += "Drafted: 150 tokens, Per-position acceptance rate: 0.700, 0.300, 0.100, Avg Draft acceptance rate: 36.7%\n"
 COUNTERS = """\
 # TYPE vllm:spec_decode_num_drafts counter
@@ -246,24 +248,53 @@ def cases() -> list[Case]:
     found += [Case("card/arrays.npz", ("check", "--json", "card/profile.yaml"))]
     found += [Case("table.csv", (*_SIMULATE, "--workload", "./load.yaml", "--costs", "table.csv"))]
     for plan in ("plan.yaml", "drafts.yaml"):
-        command = ("simulate", "--plan", plan, "--workload", "./load.yaml", "--requests", "20", "--out", "out", "--json")
+        command = (
+            "simulate",
+            "--plan",
+            plan,
+            "--workload",
+            "./load.yaml",
+            "--requests",
+            "20",
+            "--out",
+            "out",
+            "--json",
+        )
         found += [Case(plan, command), Case("model.yaml", command), Case("acceptance.yaml", command)]
     for config in ("llama", "moe"):
-        command = ("simulate", "--model", f"./{config}", "--hardware", "h100-sxm", "--workload", "./load.yaml", "--json")
+        command = (
+            "simulate",
+            "--model",
+            f"./{config}",
+            "--hardware",
+            "h100-sxm",
+            "--workload",
+            "./load.yaml",
+            "--json",
+        )
         found.append(Case(f"{config}/config.json", command))
     optimize = ("optimize", "study.yaml", "--out", "out", "--jobs", "1", "--json")
     found += [Case(f, optimize) for f in ("study.yaml", "study.yaml", "load.yaml", "model.yaml")]
     found += [Case("study.yaml", (*optimize, "--dry-run"))]
+    found += [Case(f, ("acceptance", f, "--out", "out.yaml", "--draft-tokens", "3", "--json")) for f in _LOGS]
     found += [
-        Case(f, ("acceptance", f, "--out", "out.yaml", "--draft-tokens", "3", "--json")) for f in _LOGS
+        Case(
+            "acceptance.yaml",
+            ("speculate", *_HERE, "--acceptance", "./acceptance.yaml", "--drafter", "{kind: ngram, lookup_max: 4}"),
+        )
     ]
-    found += [Case("acceptance.yaml", ("speculate", *_HERE, "--acceptance", "./acceptance.yaml", "--drafter",
-                                       "{kind: ngram, lookup_max: 4}"))]
-    found += [Case(f, ("fit", f, "--facts", "facts.yaml", "--out", "out", "--quiet", "--json"))
-              for f in ("gemm.csv", "measurements.jsonl")]
+    found += [
+        Case(f, ("fit", f, "--facts", "facts.yaml", "--out", "out", "--quiet", "--json"))
+        for f in ("gemm.csv", "measurements.jsonl")
+    ]
     found += [Case("facts.yaml", ("fit", "gemm.csv", "--facts", "facts.yaml", "--out", "out", "--quiet", "--json"))]
-    found += [Case(f, ("calibrate", "./card", "--measured", f, "--model", "./model.yaml", "--tp", "1", "--out", "out",
-                       "--json")) for f in ("steps.jsonl", "steps.csv")]
+    found += [
+        Case(
+            f,
+            ("calibrate", "./card", "--measured", f, "--model", "./model.yaml", "--tp", "1", "--out", "out", "--json"),
+        )
+        for f in ("steps.jsonl", "steps.csv")
+    ]
     found += [Case("log.jsonl", ("replay", "log.jsonl", "--json"))]
     found += [Case(f, ("report", "run")) for f in ("run/summary.json", "run/candidates.csv")]
     return found  # fmt: skip
@@ -278,7 +309,9 @@ def write(folder: Path) -> None:
     shutil.copytree(ROOT / "hwprofiles" / "rtx-4090", folder / "card", dirs_exist_ok=True)
     profile = yaml.safe_load((folder / "card" / "profile.yaml").read_text())
     profile.pop("arrays_sha256", None)  # so that what is in the arrays is looked at
-    profile["links"] = {name: {"bytes_per_s": 1e10, "latency_s": 1e-5, "source": "none"} for name in ("inter_node", "host")}
+    profile["links"] = {
+        name: {"bytes_per_s": 1e10, "latency_s": 1e-5, "source": "none"} for name in ("inter_node", "host")
+    }
     (folder / "card" / "profile.yaml").write_text(yaml.safe_dump(profile))
     with gzip.open(ROOT / "tests" / "engine" / "logs" / "vllm_async_prefix_kv.jsonl.gz", "rt") as log:
         (folder / "log.jsonl").write_text(log.read())

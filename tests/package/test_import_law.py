@@ -30,7 +30,7 @@ LAW: dict[str, set[str]] = {
     "testing": GROUND | {"engine", "costs", "sim"},
     "tuner": GROUND | {"engine", "costs", "sim"},
     "runs": GROUND | {"costs", "emit", "sim", "tuner"},
-    "validation": GROUND | {"engine", "costs", "emit", "sim", "tuner", "runs"},
+    "validation": GROUND | {"engine", "costs", "emit", "profiling", "sim", "tuner", "runs"},
     "report": GROUND | {"costs", "sim", "runs", "validation"},
     "api": GROUND | {"engine", "costs", "sim", "tuner"},
     "cli": GROUND
@@ -43,9 +43,11 @@ CLOCK_READERS = {
     "simtune.runs.manifest",  # the time of day for manifest.json
     "simtune.profiling.timing",  # measuring
     "simtune.validation.clock",  # the real clock beside the simulated one
+    "simtune.validation.engines.clocks",
 }
 MEASURERS = {
-    f"simtune.profiling.{name}" for name in ("operands", "kernels", "decoder", "rig", "collectives")
+    *(f"simtune.profiling.{name}" for name in ("operands", "kernels", "decoder", "rig", "collectives")),
+    "simtune.validation.engines.decoder",
 }  # torch at the top
 NUMPY_GENERATORS = {"default_rng", "Generator", "Philox", "PCG64", "SeedSequence"}
 
@@ -102,7 +104,7 @@ def test_no_imports_run_in_a_circle() -> None:
     TopologicalSorter(graph).prepare()
 
 
-def test_only_the_manifest_and_the_profiler_know_a_clock() -> None:
+def test_only_the_manifest_the_profiler_and_real_engines_know_a_clock() -> None:
     readers = {name for name, module in MODULES.items() if {i.split(".")[0] for i in imports(module)} & CLOCKS}
     assert readers == CLOCK_READERS
 

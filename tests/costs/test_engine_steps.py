@@ -1,0 +1,117 @@
+"""A log of an engine's steps as a cost model: near what it has not seen, and as a file for simulations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from simtune import api
+from simtune.cli.simulate import simulate
+from simtune.costs.calibration import TimedStep, read_steps, write_steps
+from simtune.costs.engine_steps import EngineSteps
+from simtune.costs.iteration import StepWork
+from simtune.costs.predict import Basis
+from simtune.costs.step_files import read_costs
+from simtune.costs.step_table import StepTable
+from simtune.errors import SpecError, UsageError
+from simtune.testing import CostSuite
+
+LOAD = {"arrival_s": np.arange(20) * 0.05, "prompt_tokens": np.full(20, 300), "output_tokens": np.full(20, 20)}
+
+
+def truth(work: StepWork) -> float:
+    """Bound by the weights up to 20 tokens, then by tokens."""
+    pairs = sum(new * (past + new / 2) for past, new in work.chunks)
+    return (
+        5e-4 + max(4e-3, 2e-4 * work.num_tokens) + 1e-4 * work.num_decodes + 2e-7 * work.context_tokens + 3e-9 * pairs
+    )
+
+
+def steps(seed: int, count: int, noise: float = 0.01) -> list[TimedStep]:
+    rng = np.random.default_rng(seed)
+    found = []
+    for _ in range(count):
+        decodes = int(rng.integers(0, 17))
+        chunks = tuple((int(rng.integers(0, 1500)), int(rng.integers(1, 200))) for _ in range(rng.integers(0, 3)))
+        if not chunks:
+            decodes = max(decodes, 1)
+        context = int(decodes * rng.integers(20, 1500))
+        work = StepWork(decodes, context, chunks, decodes + len(chunks))
+        found.append(TimedStep(work, truth(work) * float(np.exp(noise * rng.normal()))))
+    return found
+
+
+FITTED = EngineSteps(steps(0, 200))
+
+
+class TestEngineSteps(CostSuite):
+    costs = FITTED
+
+
+def test_steps_that_were_not_fitted_are_near() -> None:
+    errors = [abs(FITTED.seconds(s.batch) / s.seconds - 1) for s in steps(1, 100, 0.0)]
+    assert np.median(errors) < 0.02
+    assert np.quantile(errors, 0.9) < 0.06
+    assert 0.005 < FITTED.log_sd < 0.05
+
+
+def test_a_term_for_all_queries_against_all_keys_is_found() -> None:
+    """As transformers has it, whose attention goes over everything under one mask."""
+
+    def crossed(work: StepWork) -> float:
+        return 2e-3 + 1e-8 * work.num_tokens * (work.context_tokens + sum(map(sum, work.chunks)))
+
+    fitted = EngineSteps([s._replace(seconds=crossed(s.batch)) for s in steps(2, 200)])
+    errors = [abs(fitted.seconds(s.batch) / crossed(s.batch) - 1) for s in steps(3, 60)]
+    assert np.quantile(errors, 0.9) < 0.05
+
+
+def test_times_rest_on_what_was_measured() -> None:
+    seen = steps(0, 200)[0].batch
+    assert FITTED.basis(seen.num_decodes, seen.context_tokens, seen.chunks) == Basis.MEASURED
+    assert FITTED.basis(3, 1234, ()) == Basis.INTERPOLATED
+    assert FITTED.basis(64, 64 * 5000, ()) == Basis.EXTRAPOLATED
+    assert FITTED.seconds(StepWork(64, 64 * 5000)) > FITTED.seconds(StepWork(16, 16 * 1500))
+
+
+def test_equal_steps_count_by_their_median() -> None:
+    noisy = [s._replace(seconds=s.seconds * f) for s in steps(0, 200) for f in (1.0, 1.01, 9.0)]
+    work = StepWork(4, 4000)
+    assert EngineSteps(noisy).seconds(work) == pytest.approx(FITTED.seconds(work), rel=0.03)
+
+
+def test_a_log_of_one_step_is_refused() -> None:
+    with pytest.raises(SpecError, match="holds 1 steps that differ; at least 12"):
+        EngineSteps(steps(0, 1) * 50)
+
+
+def test_logs_are_written_as_they_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "steps.jsonl"
+    file.write_text(write_steps(steps(0, 30), model="llama-3.1-8b"))
+    assert [s.seconds for s in read_steps(file).steps] == [s.seconds for s in steps(0, 30)]
+    assert [s.batch.chunks for s in read_steps(file).steps] == [s.batch.chunks for s in steps(0, 30)]
+
+
+def test_a_log_drives_the_simulator(tmp_path: Path) -> None:
+    file = tmp_path / "steps.jsonl"
+    file.write_text(write_steps(steps(0, 200)))
+    assert isinstance(read_costs(file), EngineSteps)
+    result = api.simulate("llama-3.1-8b", None, LOAD, costs=file)
+    assert result.completed.all()
+    assert 4e-3 < result.statistic("tpot", "mean") < 6e-2
+    done = CliRunner().invoke(
+        simulate,
+        ["--model", "llama-3.1-8b", "--workload", "chat", "--requests", "20", "--rate", "2", "--costs", str(file)],
+    )
+    assert done.exit_code == 0, done.output
+
+
+def test_anything_else_is_a_table(tmp_path: Path) -> None:
+    table = tmp_path / "steps.csv"
+    table.write_text("decodes,context_tokens,seconds\n1,100,0.01\n2,400,0.02\n")
+    assert isinstance(read_costs(table), StepTable)
+    with pytest.raises(UsageError, match="no such file"):
+        read_costs(tmp_path / "nowhere.jsonl")
