@@ -29,6 +29,7 @@ VERBS = {
     "acceptance": "Estimate how often drafts are kept, from what engines log.",
     "speculate": "Choose how to draft at every batch size and context.",
     "replay": "Compare a scheduler step by step with an engine's log.",
+    "reproduce": "Simulate published systems beside what they claim.",
     "report": "Draw the report of a run directory again.",
     "list": "List what is built in.",
     "show": "Print a spec, with what follows from it.",

@@ -59,6 +59,9 @@ CAPTURE_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 LAUNCH_S = 7.5e-6
 """Of one kernel without a CUDA graph. Assumed: 5-10 us are usual where Python launches them."""
 
+COMMUNICATION = frozenset({"all_reduce", "send", "all_to_all", "moe_dispatch", "moe_combine"})
+"""Kinds that keep links busy and not processors."""
+
 KINDS = (
     "gemm",
     "moe",
@@ -90,6 +93,8 @@ class StepWork:
     num_samples: int = 0
     longest_context: int = 0
     """KV tokens of the decode that reads most; 0 where nobody knows, and all are taken to read the mean."""
+    shared_tokens: int = 0
+    """The first of every decode's context, that are the same for all and read once for all of them."""
 
     @property
     def num_tokens(self) -> int:
@@ -173,6 +178,18 @@ def padded_tokens(tokens: Array) -> Array:
     return np.where(at < len(sizes), sizes[np.minimum(at, len(sizes) - 1)], tokens)
 
 
+def exposed(by_kind: Mapping[str, Array], room: Array | float = 0.0) -> tuple[dict[str, Array], Array]:
+    """Seconds by kind where communication hides behind computation, and what room is left behind it.
+
+    T = max(computation + room, communication) - room: the kinds of communication keep what nothing hides.
+    """
+    total: Array = np.sum([seconds for kind, seconds in by_kind.items() if kind not in COMMUNICATION], axis=0) + room
+    busy: Array = np.sum([seconds for kind, seconds in by_kind.items() if kind in COMMUNICATION], axis=0) + 0.0 * total
+    seen = np.divide(np.maximum(busy - total, 0.0), busy, out=np.zeros_like(total), where=busy > 0)
+    left = np.maximum(total - busy, 0.0)
+    return {kind: seconds * seen if kind in COMMUNICATION else seconds for kind, seconds in by_kind.items()}, left
+
+
 class StepModel:
     """GPU and host time of the steps of one model on the devices of one pool.
 
@@ -223,8 +240,16 @@ class StepModel:
             layers * costs.overhead_s for layers, costs in self._attention
         )
         """What each prefill chunk costs besides its share of `prefill` and its `past`."""
+        talks = any(part.kind in COMMUNICATION for part in (*self._linear, *self._routed))
+        self._overlaps = pool.overlap is not None and talks
+        policy = pool.kv_cache.policy
+        self._read = 1.0 if policy is None else policy.read(kv_dtype)
+        self._computed = 1.0 if policy is None else 1 - policy.prefill_sparsity
         kernels = model.num_layers + sum(part.times for part in (*self._linear, *self._routed, *self._head))
-        self.launch_s = 0.0 if pool.cuda_graphs else LAUNCH_S * kernels
+        launch_s = LAUNCH_S
+        if pool.runtime is not None:
+            kernels, launch_s = pool.runtime.kernels_per_layer * model.num_layers, pool.runtime.launch_s
+        self.launch_s = 0.0 if pool.cuda_graphs else launch_s * kernels
         """What launching the kernels of a step takes where no graph does it; no step is shorter."""
 
     @property
@@ -248,12 +273,29 @@ class StepModel:
 
     def padded(self, num_tokens: Array) -> dict[str, Array]:
         """Of `linear`, the kinds whose calls are as large as the CUDA graph of the step."""
+        tokens = self._graph_tokens(num_tokens)
+        if not self._overlaps:
+            return self._by_kind(self._linear, tokens)
+        return exposed(self._in_halves(self._linear, tokens))[0]
+
+    def _graph_tokens(self, num_tokens: Array) -> Array:
         tokens = np.asarray(num_tokens, dtype=np.float64)
-        return self._by_kind(self._linear, padded_tokens(tokens) if self._pool.cuda_graphs else tokens)
+        return padded_tokens(tokens) if self._pool.cuda_graphs else tokens
 
     def routed(self, num_tokens: Array) -> dict[str, Array]:
         """Of `linear`, the kinds that no padding makes longer: routed experts and what is exchanged with them."""
-        return self._by_kind(self._routed, np.asarray(num_tokens, dtype=np.float64))
+        tokens = np.asarray(num_tokens, dtype=np.float64)
+        if not self._overlaps or not self._routed:
+            return self._by_kind(self._routed, tokens)
+        _, room = exposed(self._in_halves(self._linear, self._graph_tokens(tokens)))
+        return exposed(self._in_halves(self._routed, tokens), room)[0]
+
+    def _in_halves(self, parts: Sequence[_Part], tokens: Array) -> dict[str, Array]:
+        """Seconds by kind of a step whose tokens are worked on in two halves, unless nothing is split (ladder)."""
+        if self._pool.overlap == "ladder":
+            return self._by_kind(parts, tokens)
+        halves = self._by_kind(parts, np.maximum(1.0, tokens / 2))
+        return {kind: 2 * seconds for kind, seconds in halves.items()}
 
     def head(self, num_samples: Array) -> dict[str, Array]:
         """Seconds of the language-model head and of sampling, for at least one row each."""
@@ -270,6 +312,8 @@ class StepModel:
         the others reads while it starts (START_KEYS).
         """
         context = np.asarray(mean_context, dtype=np.float64)
+        if self._read != 1:
+            context = np.maximum(1.0, self._read * context)
         total = np.zeros_like(context)
         for layers, costs in self._attention:
             if chunk and costs.mixed is not None:
@@ -277,6 +321,11 @@ class StepModel:
             else:
                 total += layers * costs.decode(num_decodes, context, width)
         return self._factor("decode_attention") * total
+
+    def _shared_s(self, tokens: int, num_decodes: int) -> float:
+        """Seconds in which one token of each decode attends to so many tokens that all share, as a chunk would."""
+        through = self.prefill(np.array([tokens + num_decodes, tokens], dtype=np.float64))
+        return float(through[0] - through[1]) + self.prefill_overhead_s
 
     def imbalance_s(self, num_decodes: int, with_chunks: bool) -> float:
         """Seconds more for each token by which the longest context of the decodes exceeds the mean, in all layers."""
@@ -293,7 +342,7 @@ class StepModel:
         total = np.zeros_like(tokens)
         for layers, costs in self._attention:
             total += layers * costs.prefill(tokens)
-        return self._factor("prefill_attention") * total
+        return self._factor("prefill_attention") * self._computed * total
 
     def past(self, num_tokens: Array) -> Array:
         """Seconds a chunk spends on so many cached tokens before it attends to them, in all layers.
@@ -320,11 +369,13 @@ class StepModel:
             for kind, seconds in self.head(np.array([batch.num_samples])).items():
                 parts[kind] = float(seconds[0])
         if batch.num_decodes:
-            mean = np.array([batch.context_tokens / batch.num_decodes])
+            mean = np.array([batch.context_tokens / batch.num_decodes - batch.shared_tokens])
             longest = max((new for _, new in batch.chunks), default=0)
             decode_s = float(self.decode(batch.num_decodes, mean, chunk=longest)[0])
             excess = max(0.0, batch.longest_context - float(mean[0]))
             parts["decode_attention"] = decode_s + excess * self.imbalance_s(batch.num_decodes, longest > 0)
+            if batch.shared_tokens:
+                parts["decode_attention"] += self._shared_s(batch.shared_tokens, batch.num_decodes)
         if batch.chunks:
             past, new = np.array(batch.chunks, dtype=np.float64).T
             seconds = self.prefill(past + new) - self.prefill(past) + self.past(past) + self.prefill_overhead_s
@@ -374,6 +425,10 @@ class StepModel:
         if tp > 1:
             parts.append(self._all_reduce(1))  # the embedding is split over the vocabulary
         parts += self._send_parts()
+        runtime = self._pool.runtime
+        if runtime is not None:
+            floor_s = runtime.kernels_per_layer * model.num_layers * runtime.kernel_floor_s
+            parts.append(_Part("elementwise", 1, lambda m: np.full_like(m, floor_s)))
         return parts
 
     def _attention_parts(self, layer: AttentionLayer, layers: int, included: Set[str]) -> list[_Part]:

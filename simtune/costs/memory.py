@@ -159,16 +159,17 @@ def kv_bytes_per_token(model: Model, parallelism: Parallelism, stage: int, kv_dt
 
 
 def _cache(
-    model: Model, parallelism: Parallelism, stage: int, kv_dtype: str, longest: int | None
+    model: Model, parallelism: Parallelism, stage: int, kv_dtype: str, longest: int | None, held: float = 1.0
 ) -> tuple[float, float]:
     """(KV bytes per token, bytes per sequence besides) on each rank of a stage.
 
-    With `longest`, the most tokens a sequence has, sliding windows are counted per sequence.
+    With `longest`, the most tokens a sequence has, sliding windows are counted per sequence. `held` is the share of the
+    keys and values that a policy keeps.
     """
     per_token = per_sequence = 0.0
     for group in stage_layers(model, parallelism.pp)[stage]:
         layer = attention_layer(model, group.attention, parallelism.tp)
-        values = layer.values_per_token * DTYPE_BYTES[kv_dtype] + layer.index_bytes
+        values = layer.values_per_token * DTYPE_BYTES[kv_dtype] * held + layer.index_bytes
         per_sequence += layer.state_bytes(model.dtype)
         if longest is None or layer.window is None:
             per_token += values
@@ -268,7 +269,8 @@ def _rank(
     """One rank of a stage, on which weights and all else have taken their bytes; windows counted the better way."""
     longest = pool.max_model_len or model.max_position
     kv_dtype = pool.kv_cache.dtype or model.kv_dtype or model.dtype
-    counted = {_cache(model, pool.parallelism, stage, kv_dtype, limit) for limit in (None, longest)}
+    held = 1.0 if pool.kv_cache.policy is None else pool.kv_cache.policy.held(kv_dtype)
+    counted = {_cache(model, pool.parallelism, stage, kv_dtype, limit, held) for limit in (None, longest)}
     ranks = [
         _counted(hardware, pool, longest, taken, per_token + extra_per_token, per_sequence)
         for per_token, per_sequence in counted

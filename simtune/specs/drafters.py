@@ -282,7 +282,18 @@ class BlockDrafter(Drafter):
         return drafts - (self.method == "dspark")
 
 
-DRAFTERS: dict[str, type[Drafter]] = by_kind(DraftModel, Eagle, Medusa, Ngram, Suffix, BlockDrafter)
+class ParallelDecoder(Drafter):
+    """The target itself, which fills several positions in one pass: block diffusion, Jacobi iterations, heads inside.
+
+    A pass works on the `tokens` of a chain and the one that is certain, keeps as many from the left as the acceptance
+    says, and guesses the others anew; nothing runs beside it. What a pass guesses the next one reads, so a step is
+    scheduled when the one before has ended, on the GPU: the host hides.
+    """
+
+    kind: Literal["self"] = "self"
+
+
+DRAFTERS: dict[str, type[Drafter]] = by_kind(DraftModel, Eagle, Medusa, Ngram, Suffix, BlockDrafter, ParallelDecoder)
 """The drafters of the package by the `kind` in a spec."""
 
 DRAFTER = Family("drafter", "simtune.drafters", DRAFTERS, Drafter)

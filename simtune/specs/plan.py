@@ -10,6 +10,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from simtune import plugins
 from simtune.errors import suggest
 from simtune.specs.base import (
+    DTYPE_BYTES,
     BlockSize,
     Context,
     Count,
@@ -28,6 +29,7 @@ from simtune.specs.base import (
 from simtune.specs.parts import PartName
 from simtune.specs.speculation import Speculation
 
+PositiveShare = Annotated[float, Field(gt=0, le=1)]
 KvDtype = Literal["fp32", "bf16", "fp16", "fp8", "int8"]
 POLICY_NAMES = (
     "vllm-fcfs",
@@ -101,6 +103,31 @@ class Batching(Part):
     )
 
 
+class KvPolicy(Part):
+    """What is kept of a sequence's keys and values once its prompt is computed, and read. What that does to the answers
+    is not modelled.
+    """
+
+    kept: PositiveShare = Field(1.0, description="share of the tokens whose keys and values stay in the cache")
+    bits: Annotated[float, Field(gt=0, le=32)] | None = Field(
+        None, description="bits of a value in the cache, scales included; those of its dtype unless given"
+    )
+    decode_sparsity: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0, description="share of what is in the cache that a decode does not read"
+    )
+    prefill_sparsity: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0, description="share of the attention of prompts that is left out"
+    )
+
+    def held(self, dtype: str) -> float:
+        """Bytes in the cache over those of all keys and values in this dtype."""
+        return self.kept * (1.0 if self.bits is None else self.bits / (8 * DTYPE_BYTES[dtype]))
+
+    def read(self, dtype: str) -> float:
+        """Bytes that a decode reads over those of all keys and values."""
+        return self.held(dtype) * (1 - self.decode_sparsity)
+
+
 class KvCache(Part):
     """The paged KV cache. What the engine's own log says is better than memory accounting: `other_memory_gib` takes
     the place of its one estimate, and `num_blocks` overrides it altogether, per pipeline rank.
@@ -118,6 +145,7 @@ class KvCache(Part):
     prefix_caching: bool = Field(False, description="re-use the blocks of prompts that begin alike")
     preemption: Literal["recompute", "swap"] = "recompute"
     watermark: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="share of blocks kept free at admission")
+    policy: KvPolicy | None = Field(None, description="what of it is kept and read; all unless given")
 
 
 class HostTimes(Part):
@@ -125,6 +153,17 @@ class HostTimes(Part):
 
     step_s: Seconds
     per_sequence_s: Seconds
+
+
+class Runtime(Part):
+    """What an engine launches that is no vLLM: more and smaller kernels than the operators of the cost model."""
+
+    kernels_per_layer: Count
+    kernel_floor_s: Seconds = Field(description="GPU seconds of each beyond what its operator takes, graphs or not")
+    launch_s: Seconds = Field(description="host seconds that launching each takes without CUDA graphs")
+
+
+Overlap = Literal["two_batches", "split_sequence", "ladder"]
 
 
 class Pool(Part):
@@ -143,6 +182,13 @@ class Pool(Part):
     host: HostTimes | None = Field(None, description="as the hardware profile says unless given")
     async_scheduling: bool = True
     cuda_graphs: bool = Field(True, description="false: every kernel is launched on its own, as enforce-eager does")
+    runtime: Runtime | None = Field(None, description="of an engine that is no vLLM; vLLM's kernels unless given")
+    overlap: Overlap | None = Field(
+        None,
+        description="communication of a step beside its products: two_batches: of one half of the batch beside those "
+        "of the other; split_sequence: the same with halves of a prompt (ISO); ladder: of a layer beside those of the "
+        "next; without communication it changes nothing",
+    )
     max_model_len: Context | None = Field(None, description="longest prompt + output; the model's limit unless given")
     speculation: Speculation | None = Field(None, description="how it drafts; every token by itself unless given")
     costs: str | None = Field(

@@ -1,0 +1,98 @@
+"""simtune reproduce: published systems, claimed beside simulated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from simtune.cli.output import force_option, json_option, number, print_json, print_table, progress, quiet_option
+from simtune.errors import UsageError
+
+if TYPE_CHECKING:
+    from simtune.reproduce import Entry, Finding
+
+
+@click.command()
+@click.argument("systems", nargs=-1, metavar="[FAMILY|SYSTEM|FILE]...")
+@click.option("--hardware", default=None, help="Run all of them on this profile instead; nothing is judged then.")
+@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write one page with a figure.")
+@click.option("--jobs", type=click.IntRange(min=1), default=None, help="Processes, a family each; one per core.")
+@click.option("--list", "only_list", is_flag=True, help="Show what there is and run nothing.")
+@json_option
+@force_option
+@quiet_option
+def reproduce(
+    systems: tuple[str, ...],
+    hardware: str | None,
+    html: Path | None,
+    jobs: int | None,
+    only_list: bool,
+    as_json: bool,
+    force: bool,
+    quiet: bool,
+) -> None:
+    """Simulate published systems beside what they were compared with, and hold the gain against the claim.
+
+    Without arguments all of them: minutes. A family, a system or a file of your own runs alone.
+    """
+    from simtune.reproduce import Findings, headline, select
+    from simtune.reproduce import reproduce as run
+    from simtune.runs.files import write_file
+
+    if html is not None and html.exists() and not force:
+        raise UsageError(f"{html}: is there already; give --force to replace it")
+    entries = select(systems)
+    if only_list:
+        _list(entries)
+        return
+    findings: list[Finding] = []
+    with progress("systems", quiet) as update:
+        for finding in run(entries, hardware=hardware, jobs=jobs):
+            findings.append(finding)
+            update(len(findings), len(entries), f"{finding.title}: {finding.status}")
+    document = Findings(hardware=hardware, findings=tuple(findings))
+    if html is not None:
+        from simtune.report.published import render
+
+        write_file(html, render(document, entries))
+        click.echo(f"wrote {html}", err=True)
+    if as_json:
+        print_json(document.to_data())
+        return
+    _print(findings)
+    click.echo(headline(findings))
+
+
+def _list(entries: list[Entry]) -> None:
+    rows = [
+        (e.family.name, e.system.name, e.system.title, e.system.claim.says if e.system.claim else "-") for e in entries
+    ]
+    print_table("Published systems", ("family", "system", "title", "claim"), rows)
+
+
+def _print(findings: list[Finding]) -> None:
+    rows = [
+        (
+            finding.title,
+            finding.status,
+            number(finding.claimed),
+            "-" if finding.band is None else f"{number(finding.band[0])} to {number(finding.band[1])}",
+            number(finding.simulated),
+            finding.metric or "-",
+        )
+        for finding in findings
+    ]
+    print_table("Published systems: gains over what they were compared with", COLUMNS, rows)
+    for finding in findings:
+        if finding.reason and len(findings) <= MOST_REASONS:
+            click.echo(f"{finding.title}: {finding.reason}")
+        if len(findings) <= MOST_REASONS and (finding.assumed or finding.not_modelled):
+            click.echo(f"  assumed: {', '.join(finding.assumed) or 'nothing'}; "
+                       f"not modelled: {', '.join(finding.not_modelled) or 'nothing'}")  # fmt: skip
+
+
+COLUMNS = ("system", "status", "claimed", "band", "simulated", "of")
+MOST_REASONS = 30
+"""Of more systems than these the reasons stand in --json and --html only."""

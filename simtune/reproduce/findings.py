@@ -1,0 +1,83 @@
+"""What a comparison came to: status, numbers, and the reason where they differ."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+from simtune.specs.base import Record
+
+Status = Literal["reproduced", "assumed", "differs", "needs", "not a schedule", "elsewhere", "infeasible"]
+
+WORDS: dict[Status, str] = {
+    "reproduced": "within the band",
+    "assumed": "within the band, on an input that is not published",
+    "differs": "outside the band",
+    "needs": "needs what simtune cannot say yet",
+    "not a schedule": "no schedule decides it",
+    "elsewhere": "run on other hardware than the claim, and not judged",
+    "infeasible": "does not fit on that hardware",
+}
+"""What each status means."""
+
+
+class Finding(Record):
+    """One system: what it claims, what came out, and what that is called. Gains are above 1 where the variant wins."""
+
+    family: str
+    system: str
+    title: str
+    year: int | None
+    source: str
+    status: Status
+    claim: str | None
+    claimed: float | None
+    """A gain; or, where the claim is a number of its own, 1."""
+    band: tuple[float, ...] | None
+    simulated: float | None
+    base: float | None
+    """What was measured of the base, in the unit of `metric`; the claimed number where the claim is one."""
+    variant: float | None
+    metric: str | None
+    reason: str | None
+    """Where it differs: the parts of the time that do; else what is needed, or why nothing is run."""
+    assumed: tuple[str, ...]
+    not_modelled: tuple[str, ...]
+
+    @property
+    def ran(self) -> bool:
+        """Whether both sides were run."""
+        return self.simulated is not None
+
+
+class Findings(Record):
+    """A file of findings."""
+
+    SCHEMA: ClassVar[str] = "simtune/findings@1"
+    schema_: str = SCHEMA
+    hardware: str | None
+    """What all ran on, where that was asked for."""
+    findings: tuple[Finding, ...]
+
+
+def counts(findings: Sequence[Finding]) -> dict[Status, int]:
+    """How many there are of each status, those of none left out."""
+    counted = Counter(finding.status for finding in findings)
+    return {status: counted[status] for status in WORDS if counted[status]}
+
+
+def headline(findings: Sequence[Finding]) -> str:
+    """One line: how many of the serving systems are reproduced, differ, need something. What is no serving system at
+    all is not counted."""
+    of = [finding for finding in findings if finding.family != NOT_SERVING]
+    n = Counter(finding.status for finding in of)
+    return (
+        f"{n['reproduced'] + n['assumed']} of {len(of)} reproduced ({n['assumed']} of them on inputs that are not "
+        f"published), {n['differs']} differ, {n['needs']} need what cannot be said yet, {n['not a schedule']} claim "
+        "nothing that a schedule decides"
+    )
+
+
+NOT_SERVING = "not-serving"
+"""The family of what was looked at and serves no requests."""

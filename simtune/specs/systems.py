@@ -1,0 +1,375 @@
+"""Published systems: what each claims, and the two setups whose ratio simtune holds against the claim."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
+
+from pydantic import Field, field_validator, model_validator
+
+from simtune.errors import SpecError, suggest
+from simtune.specs.acceptance import Acceptance
+from simtune.specs.base import Count, ErrorAt, Name, NonNegative, Part, Positive, Seq, Share, Spec
+from simtune.specs.model import Model
+from simtune.specs.plan import Plan
+from simtune.specs.workload import Workload
+from simtune.specs.yamlfile import Document
+
+S = TypeVar("S", bound=Spec)
+
+PRIMITIVES: dict[str, str] = {
+    "afd": "attention and feed-forward on different devices",
+    "control": "pools that change their size or role by feedback",
+    "drift": "acceptance that changes with time, and controllers that follow it",
+    "energy": "power by utilisation, joules per token",
+    "fork": "requests that have children, and joins of them, while others run",
+    "hierarchy": "drafts that a drafter of their own verifies, or several drafters that share a tree",
+    "kvmod": "a share of the KV cache kept or read, by layer, head or token",
+    "layers": "a chunk of prefill with a span of layers",
+    "moe": "experts placed, replicated or balanced by load; locality of their traffic",
+    "offload": "weights or KV cache in host memory, the processor as a second device",
+    "overlap": "computation and communication of one step beside each other",
+    "route": "routing by length, speed or backlog, a link for each pair of pools",
+    "runtime": "launches and small kernels of an engine that is no vLLM",
+    "shared": "attention that reads a shared prefix once, and re-use that is no prefix",
+    "sp": "one sequence spread over devices: context-parallel prefill, pipelined chunks",
+    "split": "two instances on shares of one device",
+    "stages": "services before, after or beside a pool",
+    "stream": "prompts that arrive in parts",
+    "tpf": "models that deliver several tokens in one pass, and draft them themselves",
+}
+"""What an entry may say it needs and simtune lacks, in words."""
+
+LatencyMetric = Literal["ttft", "tpot", "e2el", "queue", "prefill", "transfer", "decode"]
+LoadMetric = Literal[LatencyMetric, "output_tokens_per_s", "total_tokens_per_s", "duration", "group", "tokens"]
+LATENCIES: tuple[str, ...] = get_args(LatencyMetric)
+
+# --- what is measured -------------------------------------------------------------------------------------
+
+
+class UnderLoad(Part):
+    """A number of a simulated run."""
+
+    kind: Literal["load"] = "load"
+    metric: LoadMetric = Field(
+        "output_tokens_per_s",
+        description="group: from the arrival of a group's first branch to the end of its last, mean over groups",
+    )
+    statistic: Annotated[str, Field(pattern=r"^(mean|p[0-9]+(\.[0-9]+)?)$")] = Field("mean", description="of latencies")
+    request_class: str | None = None
+    per_gpu: bool = False
+
+
+class HighestRate(Part):
+    """The highest rate at which a share of the requests meets these limits, by bisection."""
+
+    kind: Literal["highest_rate"] = "highest_rate"
+    ttft_s: Positive | None = None
+    tpot_s: Positive | None = None
+    e2el_s: Positive | None = None
+    share: Share = Field(0.9, description="of the requests, each held to all limits; each class to its own slo if any")
+    from_rps: Positive = Field(description="a rate that is surely low enough")
+    to_rps: Positive = Field(description="a rate that is surely too high")
+    tolerance: Positive = 0.05
+    per_gpu: bool = False
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.from_rps >= self.to_rps:
+            raise ErrorAt(f"from_rps ({self.from_rps:g}) must be below to_rps ({self.to_rps:g})", "from_rps")
+        return self
+
+
+class StepSeconds(Part):
+    """Seconds of one step (see `setup.step`) for each token it delivers, by the cost model alone."""
+
+    kind: Literal["step"] = "step"
+    only: Seq[str] = Field(
+        (), description="kinds of `StepModel.breakdown` that count; all, with the host, unless given"
+    )
+
+
+class MemoryHeld(Part):
+    """What fits in memory: tokens of the KV cache, or the longest context of one sequence."""
+
+    kind: Literal["memory"] = "memory"
+    metric: Literal["kv_tokens", "longest_context"] = "kv_tokens"
+
+
+Measure = Annotated[UnderLoad | HighestRate | StepSeconds | MemoryHeld, Field(discriminator="kind")]
+
+# --- what runs --------------------------------------------------------------------------------------------
+
+
+class OneStep(Part):
+    """What the one step of `StepSeconds` works on."""
+
+    decodes: Annotated[int, Field(ge=0)] | Literal["capacity"] = Field(
+        0, description="sequences that decode; capacity: as many as the KV cache holds, up to max_num_seqs"
+    )
+    context: NonNegative = Field(0, description="mean KV tokens of each")
+    chunks: Seq[Annotated[Seq[int], Field(min_length=2, max_length=2)]] = Field((), description="[past, new tokens]")
+    shared_prefix: Annotated[int, Field(ge=0)] = Field(
+        0, description="the first tokens of every context, which all decodes share and attention reads once"
+    )
+    delivers: Positive | None = Field(
+        None, description="tokens of the step; one for each decode and chunk unless given"
+    )
+
+
+class Setup(Part):
+    """One side of a comparison. What is left out stands in `setup` of the entry, then of the file.
+
+    Mappings are merged key by key, but one with another `kind` takes the place of the first; lists take the place of
+    lists, and null removes a key.
+    """
+
+    model: str | None = Field(None, description="by name, or one of `models` of the file")
+    hardware: str | None = None
+    workload: dict[str, Any] = Field({}, description="fields of a workload; a number of tokens is a fixed length")
+    pool: dict[str, Any] = Field({}, description="fields of the one pool of a plan, or of all of `pools`")
+    pools: Seq[dict[str, Any]] = ()
+    plan: dict[str, Any] = Field({}, description="other fields of a plan: router, link, events")
+    step: OneStep | None = None
+    order: Literal["arrival", "output", "predicted", "prefix"] | None = Field(
+        None, description="all requests at once, in this order; predicted by output length and prediction_sigma"
+    )
+    prediction_sigma: NonNegative = 0.35
+    branches: Count | None = Field(None, description="requests of a group, in a row; they arrive together")
+    finish_first: Count | None = Field(
+        None, description="branches of a group go no further than the so-many-th shortest"
+    )
+    best_of: Seq[dict[str, Any]] = Field((), description="fields of the pool that are tried; the best result counts")
+    phases: Seq[Phase] = Field((), description="in place of one setup: several, whose seconds are added up")
+    beside: bool = Field(False, description="phases run beside one another: the longest counts")
+
+
+class Phase(Part):
+    """One of several setups that follow one another, each unloaded by the others."""
+
+    times: NonNegative = Field(1.0, description="how often, or with which share, it counts")
+    setup: Setup
+
+
+Setup.model_rebuild()
+
+
+class Claim(Part):
+    """What a publication says, and within which band a simulation says the same.
+
+    Gains are above 1 where the variant is better: less time, more tokens per second.
+    """
+
+    says: str
+    gain: Positive | None = Field(
+        None, description="of the variant over the base; left out where no figure is published"
+    )
+    value: Positive | None = Field(None, description="in place of a gain: the variant's own number")
+    band: Annotated[Seq[Positive], Field(min_length=2, max_length=2)] | None = Field(
+        None, description="of the gain, or of the variant's number over `value`; needed where a variant is run"
+    )
+
+    @field_validator("band")
+    @classmethod
+    def _ordered(cls, band: tuple[float, ...] | None) -> tuple[float, ...] | None:
+        if band is not None and band[0] > band[1]:
+            raise ValueError(f"from {band[0]:g} to {band[1]:g} is no band; the lower end comes first")
+        return band
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> Self:
+        if self.gain is not None and self.value is not None:
+            raise ErrorAt("give a gain or a value, not both", "value")
+        return self
+
+
+class PublishedSystem(Part):
+    """One system: run, or said why not."""
+
+    name: Name
+    title: str
+    year: int | None = None
+    source: str = Field(description="arXiv number, URL or title of what makes the claim")
+    claim: Claim | None = None
+    measure: Measure = UnderLoad()
+    setup: Setup = Setup()
+    base: Setup = Setup()
+    variant: Setup | None = None
+    assumed: Seq[str] = Field((), description="inputs that decide the result and are not published")
+    not_modelled: Seq[str] = Field((), description="what the variant has besides, and is left out")
+    needs: Seq[str] = Field((), description="primitives that simtune lacks")
+    not_a_schedule: str | None = Field(None, description="why the headline is nothing a schedule decides")
+    because: str | None = Field(None, description="what is known of a difference beside what is measured")
+
+    @field_validator("needs")
+    @classmethod
+    def _known(cls, needs: tuple[str, ...]) -> tuple[str, ...]:
+        for name in needs:
+            if name not in PRIMITIVES:
+                hint = suggest(name, PRIMITIVES) or f"; known: {', '.join(PRIMITIVES)}"
+                raise ValueError(f"unknown primitive {name!r}{hint}")
+        return needs
+
+    @model_validator(mode="after")
+    def _run_or_said_why_not(self) -> Self:
+        reasons = [bool(self.needs), self.not_a_schedule is not None, self.variant is not None]
+        if sum(reasons) != 1:
+            raise ValueError(
+                "give a variant that is run, or what it needs, or why it is not a schedule: one of the three"
+            )
+        if self.variant is not None and (self.claim is None or self.claim.band is None):
+            raise ValueError("a variant is run to be held against a claim: give one, with its band")
+        return self
+
+
+class Systems(Spec):
+    """A family of published systems."""
+
+    KIND: ClassVar[str] = "systems"
+    title: str
+    setup: Setup = Setup()
+    models: dict[str, dict[str, Any]] = Field({}, description="fields of models that entries name")
+    acceptance: dict[str, dict[str, Any]] = Field({}, description="fields of acceptance that entries name")
+    systems: Annotated[Seq[PublishedSystem], Field(min_length=1)]
+
+    @field_validator("systems")
+    @classmethod
+    def _distinct(cls, systems: tuple[PublishedSystem, ...]) -> tuple[PublishedSystem, ...]:
+        names = [s.name for s in systems]
+        for i, name in enumerate(names):
+            if name in names[:i]:
+                raise ValueError(f"two systems are called {name}; give one another name")
+        return systems
+
+    def own_model(self, name: str) -> Model | None:
+        """One that stands in the file."""
+        fields = self.models.get(name)
+        return None if fields is None else _read(Model, name, fields)
+
+    def own_acceptance(self, name: str) -> Acceptance | None:
+        """One that stands in the file."""
+        fields = self.acceptance.get(name)
+        return None if fields is None else _read(Acceptance, name, fields)
+
+    def sides(self, system: PublishedSystem) -> dict[str, dict[str, Any]]:
+        """Base and variant of a system that is run, each whole."""
+        if system.variant is None:
+            return {}
+        common = merged(_given(self.setup), _given(system.setup))
+        own = {"base": system.base, "variant": system.variant}
+        if system.claim is not None and system.claim.value is not None:
+            del own["base"]
+        return {side: merged(common, _given(setup)) for side, setup in own.items()}
+
+
+# --- setups to specs --------------------------------------------------------------------------------------
+
+
+def _given(setup: Setup) -> dict[str, Any]:
+    """What a setup says, as plain data."""
+    return setup.model_dump(exclude_unset=True)
+
+
+def merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` on top of `under`; see `Setup`."""
+    if "kind" in over and over["kind"] != under.get("kind"):
+        return dict(over)
+    whole = dict(under)
+    for key, value in over.items():
+        if value is None:
+            whole.pop(key, None)
+        elif isinstance(value, Mapping) and isinstance(whole.get(key), Mapping):
+            whole[key] = merged(whole[key], value)
+        else:
+            whole[key] = value
+    return whole
+
+
+POOL: dict[str, Any] = {"instances": 1, "batching": {"max_num_seqs": 256, "max_num_batched_tokens": 8192}}
+WORKLOAD: dict[str, Any] = {"arrivals": {"kind": "closed_loop", "users": 1}, "requests": 4}
+
+
+def plan_of(side: Mapping[str, Any], name: str) -> Plan:
+    """The plan of a side. Raises SpecError."""
+    shared = merged(POOL, side.get("pool", {}))
+    pools = []
+    for own in side.get("pools") or [{}]:
+        pool = merged(shared, own)
+        if "hardware" in side:
+            pool.setdefault("hardware", side["hardware"])
+        pools.append(pool)
+    return _read(Plan, name, {"model": side.get("model"), "pools": pools, **side.get("plan", {})})
+
+
+def workload_of(side: Mapping[str, Any], name: str) -> Workload:
+    """The workload of a side; a number of tokens in place of lengths is their fixed length. Raises SpecError."""
+    fields = merged(WORKLOAD, side.get("workload", {}))
+    fields = {key: _length(value) if key in ("prompt", "output") else value for key, value in fields.items()}
+    if "classes" in fields:
+        fields["classes"] = [
+            {key: _length(value) if key in ("prompt", "output") else value for key, value in one.items()}
+            for one in fields["classes"]
+        ]
+    return _read(Workload, name, fields)
+
+
+def _length(value: Any) -> Any:
+    return {"kind": "fixed", "tokens": value} if isinstance(value, int) else value
+
+
+def _read(kind: type[S], name: str, fields: Mapping[str, Any]) -> S:
+    whole = {"schema": kind.schema_id(), "name": name, **fields}
+    return kind.from_document(Document(name, whole, None))
+
+
+def problems(systems: Systems) -> Iterator[tuple[Sequence[str | int], str]]:
+    """What is wrong in the plans, workloads, models and rates that a file's entries come to, each with its key."""
+    for name in systems.models:
+        yield from _problems(("models", name), lambda name=name: systems.own_model(name))
+    for name in systems.acceptance:
+        yield from _problems(("acceptance", name), lambda name=name: systems.own_acceptance(name))
+    for i, system in enumerate(systems.systems):
+        for side, whole in systems.sides(system).items():
+            at = ("systems", i, side)
+            for one in unfolded(whole):
+                yield from _problems((*at, "pool"), lambda one=one: plan_of(one, "plan"))
+                if "step" not in one and system.measure.kind in ("load", "highest_rate"):
+                    yield from _problems((*at, "workload"), lambda one=one: workload_of(one, "workload"))
+
+
+def unfolded(side: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """All setups of a side that are run: its phases, and of each all that are tried."""
+    common = {key: value for key, value in side.items() if key not in ("phases", "beside")}
+    wholes = [merged(common, phase.get("setup", {})) for phase in side.get("phases") or [{}]]
+    return [one for whole in wholes for one in alternatives(whole)]
+
+
+def alternatives(side: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The setups that `best_of` chooses among."""
+    common = {key: value for key, value in side.items() if key != "best_of"}
+    return [merged(common, {"pool": fields}) for fields in side.get("best_of") or [{}]]
+
+
+def _problems(at: tuple[str | int, ...], make: Any) -> Iterator[tuple[Sequence[str | int], str]]:
+    try:
+        make()
+    except SpecError as error:
+        for problem in error.problems:
+            keys: list[str | int] = [int(k) if k.isdigit() else k for k in problem.key.split(".") if k]
+            if keys[:2] == ["pools", 0]:
+                keys = keys[2:]
+            yield (*at, *keys), problem.message
+
+
+__all__ = [
+    "Claim",
+    "PublishedSystem",
+    "Setup",
+    "Systems",
+    "alternatives",
+    "merged",
+    "plan_of",
+    "problems",
+    "unfolded",
+    "workload_of",
+]
