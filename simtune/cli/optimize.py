@@ -29,6 +29,7 @@ from simtune.cli.output import (
 if TYPE_CHECKING:
     from simtune.sim.summary import CostBasis
     from simtune.specs.study import Study
+    from simtune.tuner.confidence import Confidence
     from simtune.tuner.search import Question, Trial, Tuned
 
 
@@ -41,6 +42,19 @@ if TYPE_CHECKING:
     default=None,
     help="Processes; one per core by default. The answer does not depend on it.",
 )
+@click.option(
+    "--worlds",
+    type=click.IntRange(min=2),
+    default=None,
+    help="Say how sure the choice is, and what to measure next, from so many worlds in which operators are off.",
+)
+@click.option(
+    "--robust",
+    type=click.FloatRange(min=0, max=1, min_open=True, max_open=True),
+    default=None,
+    metavar="Q",
+    help="Choose the plan that is best at this quantile of the worlds, e.g. 0.1; as predicted by default.",
+)
 @click.option("--dry-run", is_flag=True, help="Only say how many candidates there are.")
 @seed_option
 @set_option
@@ -51,6 +65,8 @@ def optimize(  # noqa: PLR0913 - one for each option
     study_file: str,
     out: Path | None,
     jobs: int | None,
+    worlds: int | None,
+    robust: float | None,
     dry_run: bool,
     seed: int | None,
     settings: tuple[str, ...],
@@ -81,20 +97,33 @@ def optimize(  # noqa: PLR0913 - one for each option
             jobs=jobs,
             progress=lambda done, total, best: update(done, total, best.candidate.name if best else ""),
         )
+    tuned, sure = _sure(tuned, worlds, robust, jobs)
     note_estimates(tuned.deployment)
-    contents = of_study(tuned, jobs=jobs)
+    contents = of_study(tuned, jobs=jobs, confidence=sure)
     note_basis(contents.run.summary.cost_basis)
     inputs = (question.study, question.model, question.hardware, question.workload)
     write_run(out, contents, inputs, question.trace, question.study.seed)
     if as_json:
-        _print_json(tuned, contents.run.summary.cost_basis, out)
+        _print_json(tuned, sure, contents.run.summary.cost_basis, out)
     else:
-        _print(tuned, out)
+        _print(tuned, sure, out)
         print_basis(contents.run.summary.cost_basis)
     if tuned.interrupted:
         click.echo("interrupted: this is the best of what was searched", err=True)
         return 130
     return 0
+
+
+def _sure(tuned: Tuned, worlds: int | None, level: float | None, jobs: int | None) -> tuple[Tuned, Confidence | None]:
+    """The search with its choice judged in redrawn worlds, and chosen anew where the best at a quantile is wanted."""
+    from simtune.tuner.robust import WORLDS, of_search, robust
+
+    if tuned.interrupted or (worlds is None and level is None):
+        return tuned, None
+    sure = of_search(tuned, worlds=worlds or WORLDS, jobs=jobs)
+    if level is not None and (chosen := robust(tuned, sure, level)) is not tuned:
+        return chosen, of_search(chosen, worlds=worlds or WORLDS, jobs=jobs)
+    return tuned, sure
 
 
 def _check_drafts(question: Question) -> None:
@@ -121,7 +150,7 @@ def _print_size(study: Study, as_json: bool) -> None:
         click.echo(f"{study.name}: {count} candidates in {len(space)} shapes (tp x pp x instances)")
 
 
-def _print_json(tuned: Tuned, basis: CostBasis | None, out: Path) -> None:
+def _print_json(tuned: Tuned, sure: Confidence | None, basis: CostBasis | None, out: Path) -> None:
     """The summary as far as it is the simulation's, the plan, and what it was chosen for."""
     from simtune.runs.schema import SUMMARY_SCHEMA
 
@@ -133,6 +162,7 @@ def _print_json(tuned: Tuned, basis: CostBasis | None, out: Path) -> None:
             "interrupted": tuned.interrupted,
             "out": str(out),
             "cost_basis": None if basis is None else basis.to_data(),
+            **({} if sure is None else {"confidence": sure.to_data()}),
             **tuned.result.summary().to_data(),
         }
     )
@@ -141,7 +171,7 @@ def _print_json(tuned: Tuned, basis: CostBasis | None, out: Path) -> None:
 COLUMNS = ("plan", "GPUs", "requests/s", "per GPU", "TTFT p99 ms", "TPOT p99 ms", "tokens/s/GPU", "why")
 
 
-def _print(tuned: Tuned, out: Path) -> None:
+def _print(tuned: Tuned, sure: Confidence | None, out: Path) -> None:
     study = tuned.question.study
     rows = [_cells(row) for row in [tuned.chosen, *tuned.runners_up(4)]]
     print_table(f"{study.name}: chosen plan first ({study.objective})", COLUMNS, rows)
@@ -151,6 +181,8 @@ def _print(tuned: Tuned, out: Path) -> None:
         f"{counts['infeasible']} missed it, {counts['pruned']} could not win, {counts['does_not_fit']} do not fit; "
         f"{sum(row.simulations for row in tuned.rows)} simulations"
     )
+    for line in () if sure is None else sure.lines():
+        click.echo(line)
     launch = out / "engine" / "launch.sh"
     engine = f"engine: {launch}\n" if launch.exists() else ""
     click.echo(f"plan:   {out / 'plan.yaml'}\n{engine}report: {out / 'report.html'}")

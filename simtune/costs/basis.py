@@ -10,7 +10,7 @@ a ratio of predictions of an operator that nobody measured, as the verification 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -57,6 +57,20 @@ class KindBasis:
     def log_sd(self) -> float:
         """Of the time of all its calls together: their errors have one cause, so they do not average out."""
         return self._weighted_sd / float(self.seconds.sum())
+
+
+class AskedCall(NamedTuple):
+    """A shape that a step asks an operator for."""
+
+    kind: str
+    """In the breakdown of the step."""
+    operator: str
+    """Its key in a hardware profile."""
+    shape: dict[str, float]
+    seconds: float
+    """That it stands for, in the unit of the steps' weights."""
+    basis: Basis
+    log_sd: float
 
 
 class _Call(NamedTuple):
@@ -136,15 +150,20 @@ class StepBasis:
 
     def of(self, steps: Iterable[WeightedStep]) -> dict[str, KindBasis]:
         """By kind (`simtune.costs.iteration.KINDS`); kinds without time are left out."""
+        by_kind: dict[str, KindBasis] = defaultdict(KindBasis)
+        for call in self.calls(steps):
+            by_kind[call.kind].add(call.seconds, call.basis, call.log_sd)
+        return dict(by_kind)
+
+    def calls(self, steps: Iterable[WeightedStep]) -> Iterator[AskedCall]:
+        """Every shape that the steps ask an operator for, with the time that it stands for."""
         by_predictor: dict[_Noting, list[tuple[float, _Share]]] = defaultdict(list)
         for step in steps:
             shares, total = self._shares(step)
             for share in shares:
                 by_predictor[share.call.predictor].append((step.weight / total, share))
-        by_kind: dict[str, KindBasis] = defaultdict(KindBasis)
         for predictor, of_it in by_predictor.items():
-            _account(predictor, of_it, by_kind)
-        return dict(by_kind)
+            yield from _asked(predictor, of_it)
 
     def _shares(self, step: WeightedStep) -> tuple[list[_Share], float]:
         """What each call of a step stands for, and the seconds of all of them."""
@@ -236,18 +255,21 @@ def _net(kind: str, calls: Sequence[tuple[float, _Call]]) -> list[_Share]:
     ]
 
 
-def _account(predictor: _Noting, shares: Sequence[tuple[float, _Share]], by_kind: dict[str, KindBasis]) -> None:
-    """Add the calls of one operator to their kinds; asked for at once, for that is what takes the time."""
+def _asked(predictor: _Noting, shares: Sequence[tuple[float, _Share]]) -> Iterator[AskedCall]:
+    """The calls of one operator; asked for at once, for that is what takes the time."""
     flat = [{n: np.broadcast_to(x, s.call.seconds.shape).ravel() for n, x in s.call.shape.items()} for _, s in shares]
     shape = {name: np.concatenate([columns[name] for columns in flat]) for name in flat[0]}
     basis, log_sd = predictor.basis(**shape), predictor.log_sd(**shape)
-    at = 0
+    operator = predictor.operator
+    key = operator_key(operator.kind, operator.dtype, operator.kv_dtype, operator.variant)
+    at = -1
     for weight, share in shares:
         for seconds, differs in zip(weight * share.seconds, share.differs, strict=True):
-            rests_on, sd = int(basis[at]), float(log_sd[at])
             at += 1
+            rests_on, sd = Basis(int(basis[at])), float(log_sd[at])
             if seconds <= 0:
                 continue
             if differs and rests_on < Basis.EXTRAPOLATED:
                 rests_on, sd = Basis.EXTRAPOLATED, OUTSIDE * sd
-            by_kind[share.kind].add(float(seconds), rests_on, sd)
+            point = {name: float(column[at]) for name, column in shape.items()}
+            yield AskedCall(share.kind, key, point, float(seconds), rests_on, sd)

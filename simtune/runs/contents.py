@@ -37,6 +37,7 @@ from simtune.sim.basis import cost_basis
 from simtune.sim.deployment import Deployment
 from simtune.sim.result import Result
 from simtune.sim.summary import SimulationSummary, Uncertainty
+from simtune.tuner.confidence import Confidence
 from simtune.tuner.drafting import Contexts, schedule
 from simtune.tuner.rate_sweep import sweeps
 from simtune.tuner.search import UNITS, Trial, Tuned
@@ -76,18 +77,21 @@ def of_simulation(
     return Contents(Run(summary, ()), _files(deployment, result))
 
 
-def of_study(tuned: Tuned, *, jobs: int | None = None) -> Contents:
-    """The same for the chosen plan of a study, with all candidates, the runners-up and the goodput curves."""
+def of_study(tuned: Tuned, *, jobs: int | None = None, confidence: Confidence | None = None) -> Contents:
+    """The same for the chosen plan of a study, with all candidates, the runners-up and the goodput curves, and how sure
+    the choice is where that was asked."""
     study, files = tuned.question.study, _files(tuned.deployment, tuned.result)
     chosen, *rivals = sweeps(tuned, jobs=jobs)
     of_chosen, *of_rivals = ([_point(s.candidate, *point) for point in s.points] for s in (chosen, *rivals))
     facts = _draft_facts(tuned)
     if facts is not None and tuned.chosen.candidate.speculation is not None:
         files |= other_engines(facts, tuned.deployment.plan)
-    # A study without drafters has no schedule, and its summary no such key.
-    drafting: dict[str, Any] = {}
+    # What was not asked for has no key in the summary.
+    asked: dict[str, Any] = {}
     if facts is not None:
-        drafting["draft_schedule"] = DraftSchedule.model_validate({**facts, "load": _drafted_load(of_chosen)})
+        asked["draft_schedule"] = DraftSchedule.model_validate({**facts, "load": _drafted_load(of_chosen)})
+    if confidence is not None:
+        asked["confidence"] = confidence
     summary = Summary(
         name=study.name,
         seed=study.seed,
@@ -99,7 +103,7 @@ def of_study(tuned: Tuned, *, jobs: int | None = None) -> Contents:
             RunnerUp(candidate=s.candidate, ttft_quantiles_s=s.judged.ttft_s, tpot_quantiles_s=s.judged.tpot_s)
             for s in rivals
         ),
-        **drafting,
+        **asked,
         **_common(tuned.deployment, tuned.result),
     )
     candidates = tuple(_candidate(rank, row) for rank, row in enumerate(tuned.rows, start=1))

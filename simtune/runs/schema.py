@@ -14,6 +14,7 @@ from simtune.sim.summary import CostBasis, LatencyQuantiles, SimulationSummary, 
 from simtune.specs.base import Count, ErrorAt, NonNegative, Positive, Record, Seq, Share, Spec
 from simtune.specs.plan import Plan
 from simtune.specs.study import Study
+from simtune.tuner.confidence import Confidence
 
 SUMMARY_SCHEMA: Literal["simtune/summary@1"] = "simtune/summary@1"
 MANIFEST_SCHEMA: Literal["simtune/manifest@1"] = "simtune/manifest@1"
@@ -227,6 +228,7 @@ class Summary(SimulationSummary):
     runners_up: Seq[RunnerUp] | None
     interrupted: bool = Field(False, description="the search was stopped and this is its best so far")
     draft_schedule: DraftSchedule | None = Field(None, description="left out where the study names no drafter")
+    confidence: Confidence | None = Field(None, description="left out where the choice was not judged in other worlds")
     uncertainty: Uncertainty | None = Field(None, description="null where no worlds were redrawn")
     plan: Plan
     model: str

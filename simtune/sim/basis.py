@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from simtune.costs.basis import KindBasis, StepBasis, WeightedStep
+from simtune.costs.basis import AskedCall, KindBasis, StepBasis, WeightedStep
 from simtune.costs.iteration import StepWork
 from simtune.costs.predict import Basis
 from simtune.costs.protocol import TellingCosts
@@ -39,6 +39,17 @@ def pool_bases(deployment: Deployment, result: Result) -> dict[str, dict[str, Ki
             model = StepBasis(deployment.model, pool.hardware, pool.spec)
             bases[pool.spec.name] = model.of(_weighted(step) for step in evenly(steps, STEPS))
     return bases
+
+
+def asked_calls(deployment: Deployment, result: Result) -> Iterator[tuple[str, AskedCall]]:
+    """Every shape that the steps of a run ask an operator for, with the name of the hardware; those of pools whose
+    costs were brought from outside are not known."""
+    for pool in deployment.pools:
+        steps = [step for core in result.outcome.cores if core.pool == pool.spec.name for step in core.sampled]
+        if steps and not isinstance(pool.costs, OwnCosts):
+            model = StepBasis(deployment.model, pool.hardware, pool.spec)
+            for call in model.calls(_weighted(step) for step in evenly(steps, STEPS)):
+                yield pool.hardware.name, call
 
 
 def _stated(costs: TellingCosts, steps: Sequence[SampledStep]) -> KindBasis:

@@ -59,9 +59,21 @@ def spreads(deployment: Deployment, result: Result) -> dict[str, float]:
     return log_sd
 
 
+ACCEPTANCE = "acceptance"
+"""The column of `draws` that is not of an operator kind: how often drafts are kept."""
+
+
+def draws(count: int, seed: int) -> dict[str, NDArray[np.float64]]:
+    """How far off each kind of operator, and acceptance, is in each of `count` worlds, in units of its own spread.
+
+    The same for every plan, and more worlds are more of the same.
+    """
+    return {name: _normal(seed, i, count) for i, name in enumerate((*KINDS, ACCEPTANCE))}
+
+
 def worlds(log_sd: Mapping[str, float], count: int, seed: int) -> list[dict[str, float]]:
     """`count` worlds: a factor on the time of every kind, lognormal with these standard deviations."""
-    drawn = {kind: _normal(seed, i, count) for i, kind in enumerate(KINDS)}
+    drawn = draws(count, seed)
     return [{kind: math.exp(log_sd[kind] * drawn[kind][i]) for kind in KINDS if kind in log_sd} for i in range(count)]
 
 
@@ -69,6 +81,37 @@ def _normal(seed: int, purpose: int, count: int) -> NDArray[np.float64]:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, _PURPOSE, purpose)))).standard_normal(
         count
     )
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """What a deployment is made from, without its tables: small enough to be sent to a worker, and made anew there."""
+
+    plan: Plan
+    model: Model
+    hardware: Mapping[str, Hardware]
+    drafting: Mapping[str, Drafting]
+
+    @classmethod
+    def of(cls, deployment: Deployment) -> Blueprint:
+        """Raises UsageError where the costs of a pool were brought from outside: what their operators take is not
+        known."""
+        d = deployment
+        if own := [pool.spec.name for pool in d.pools if isinstance(pool.costs, OwnCosts)]:
+            raise UsageError(
+                f"pool {own[0]}: its step costs were brought from outside, and worlds are drawn of operators; leave "
+                "--uncertainty out, or simulate by the hardware's operators"
+            )
+        return cls(d.plan, d.model, {pool.spec.hardware: pool.hardware for pool in d.pools}, d.drafting)
+
+    def deploy(self, factors: Mapping[str, float] | None = None, acceptance_errors: float = 0.0) -> Deployment:
+        """The deployment of a world, in which the times of kinds are off by `factors`, and the acceptance of drafts by
+        so many of its standard errors."""
+        drafting = {
+            pool: replace(one, acceptance=one.acceptance.shifted(acceptance_errors))
+            for pool, one in self.drafting.items()
+        }
+        return deploy(self.plan, self.model, self.hardware, factors=factors, drafting=drafting)
 
 
 def uncertainty(
@@ -85,17 +128,12 @@ def uncertainty(
     Where drafts are verified, how often they are kept is off too: by one multiple of its standard errors per world.
     Raises UsageError where the costs of a pool were brought from outside: what their operators take is not known.
     """
-    d = deployment
-    if own := [pool.spec.name for pool in d.pools if isinstance(pool.costs, OwnCosts)]:
-        raise UsageError(
-            f"pool {own[0]}: its step costs were brought from outside, and worlds are drawn of operators; leave "
-            "--uncertainty out, or simulate by the hardware's operators"
-        )
-    hardware = {pool.spec.hardware: pool.hardware for pool in d.pools}
-    log_sd = spreads(d, d.simulate(stream, slo, seed=seed))
+    blueprint = Blueprint.of(deployment)
+    log_sd = spreads(deployment, deployment.simulate(stream, slo, seed=seed))
+    errors = draws(count, seed)[ACCEPTANCE]
     tasks = [
-        _World(d.plan, d.model, hardware, _shifted(d.drafting, float(errors)), stream, slo or Slo(), factors, seed)
-        for factors, errors in zip(worlds(log_sd, count, seed), _normal(seed, len(KINDS), count), strict=True)
+        _World(blueprint, float(off), stream, slo or Slo(), factors, seed)
+        for factors, off in zip(worlds(log_sd, count, seed), errors, strict=True)
     ]
     with executor(jobs, count) as pool:
         verdicts = list(ordered_map(pool, _World.run, tasks))
@@ -109,23 +147,17 @@ def uncertainty(
     )
 
 
-def _shifted(drafting: Mapping[str, Drafting], errors: float) -> dict[str, Drafting]:
-    return {pool: replace(one, acceptance=one.acceptance.shifted(errors)) for pool, one in drafting.items()}
-
-
 @dataclass(frozen=True)
 class _World:
-    plan: Plan
-    model: Model
-    hardware: Mapping[str, Hardware]
-    drafting: Mapping[str, Drafting]
+    blueprint: Blueprint
+    acceptance_errors: float
     stream: RequestStream
     slo: Slo
     factors: Mapping[str, float]
     seed: int
 
     def run(self) -> tuple[SimulationSummary, bool]:
-        deployment = deploy(self.plan, self.model, self.hardware, factors=self.factors, drafting=self.drafting)
+        deployment = self.blueprint.deploy(self.factors, self.acceptance_errors)
         result = deployment.simulate(self.stream, self.slo, seed=self.seed)
         return result.summary(), result.meets_slo
 
@@ -138,7 +170,7 @@ def intervals(records: Sequence[Record]) -> dict[str, Any]:
         if name not in first.model_fields_set:
             continue
         if is_uncertain(type(first), name):
-            bounds[field.alias or name] = _interval([getattr(record, name) for record in records])
+            bounds[field.alias or name] = interval([getattr(record, name) for record in records])
         else:
             below = _nested([getattr(record, name) for record in records if name in record.model_fields_set])
             if below is not None:
@@ -158,7 +190,7 @@ def _nested(values: Sequence[Any]) -> Any:
     return None
 
 
-def _interval(values: Sequence[Any]) -> list[float | None]:
+def interval(values: Sequence[Any]) -> list[float | None]:
     """The smallest and largest value after leaving out (1 - LEVEL) / 2 at each end; None counts as the largest."""
     ordered = sorted(math.inf if v is None else float(v) for v in values)
     cut = math.floor(len(ordered) * (1 - LEVEL) / 2 + 1e-9)  # 100 x 0.05 is to be 5, not 4.999...

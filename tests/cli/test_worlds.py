@@ -1,0 +1,42 @@
+"""`optimize --worlds` and `--robust`: how sure the choice is, printed and in the summary."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from simtune.runs.reading import read_run
+
+
+def test_how_sure_a_choice_is(desk: Any) -> None:
+    said = desk.optimize("--worlds", 16)
+    assert said.code == 0, said
+    assert "16 redrawn worlds: no rival beats the chosen plan in" in said.out
+    assert "measure next: " in said.out
+    summary = json.loads((desk.folder / "run" / "summary.json").read_text())
+    sure = summary["confidence"]
+    assert sure["worlds"] == 16
+    assert [v["candidate"] for v in sure["versus"]] == [q["candidate"] for q in sure["quantiles"][1:]]
+    for rival in sure["versus"]:
+        assert f"beats {rival['candidate']} with {rival['probability']:.0%}" in said.out
+    run = read_run(desk.folder / "run")
+    assert run.summary.confidence is not None
+    assert json.loads(json.dumps(run.summary.confidence.to_data())) == sure
+
+
+def test_without_worlds_nothing_is_said_of_them(tiny_run: Any) -> None:
+    assert "confidence" not in json.loads((tiny_run / "summary.json").read_text())
+
+
+def test_the_robust_plan_is_chosen(desk: Any) -> None:
+    said = desk.optimize("--robust", 0.1, "--worlds", 4, "--json")
+    assert said.code == 0, said
+    quantiles = said.json["confidence"]["quantiles"]
+    tenth = [dict(zip(q["levels"], q["values"], strict=True))[0.1] for q in quantiles]
+    assert tenth[0] == max(tenth)
+    assert quantiles[0]["candidate"] == said.json["plan"]["name"]
+
+
+def test_a_quantile_is_within_0_and_1(desk: Any) -> None:
+    assert "--robust" in desk.refused(desk.optimize, "--robust", 1.5)
+    assert "--worlds" in desk.refused(desk.optimize, "--worlds", 1)
