@@ -30,7 +30,7 @@ VERBS = {
     "speculate": "Choose how to draft at every batch size and context.",
     "replay": "Compare a scheduler step by step with an engine's log.",
     "reproduce": "Simulate published systems beside what they claim.",
-    "report": "Draw the report of a run directory again.",
+    "report": "Draw the report of a run again, or of several side by side.",
     "list": "List what is built in.",
     "show": "Print a spec, with what follows from it.",
     "check": "Check spec and trace files.",

@@ -29,6 +29,7 @@ from simtune.errors import UsageError
 
 if TYPE_CHECKING:
     from simtune.api import Experiment
+    from simtune.runs.schema import Price
     from simtune.sim.result import Result
     from simtune.sim.summary import CostBasis, Distribution, SimulationSummary, Uncertainty
     from simtune.specs.plan import Plan
@@ -126,6 +127,7 @@ def simulate(  # noqa: PLR0913 - one for each option
     Exits with 3 when the system is saturated: requests pile up faster than they are served.
     """
     from simtune.api import load_specs, set_up
+    from simtune.runs.price import price
     from simtune.sim.basis import cost_basis
 
     by_spec = split_settings(settings, ("model", "hardware", "workload", "plan"))
@@ -147,7 +149,7 @@ def simulate(  # noqa: PLR0913 - one for each option
     if as_json:
         _print_json(experiment.deployment.plan, result.summary(), basis, drawn)
     else:
-        _print(experiment.deployment.plan.name, result.summary(), drawn)
+        _print(experiment.deployment.plan.name, result.summary(), drawn, price(experiment.deployment, result.summary()))
         print_basis(basis)
         if out is not None:
             click.echo(f"report: {out / 'report.html'}")
@@ -185,7 +187,7 @@ class _Targets:
         if self.out is not None:
             deployment, seed = experiment.deployment, experiment.seed
             inputs = (deployment.model, deployment.hardware, experiment.workload, deployment.plan)
-            contents = of_simulation(deployment, result, deployment.plan.name, seed, drawn)
+            contents = of_simulation(deployment, result, deployment.plan.name, seed, drawn, experiment.workload)
             write_run(self.out, contents, inputs, experiment.trace, seed)
         if self.timeline is not None:
             write_file(self.timeline, trace_file(result, self.window_s))
@@ -223,17 +225,9 @@ def _print_json(plan: Plan, summary: SimulationSummary, basis: CostBasis | None,
 STATISTICS = ("mean", "p50", "p90", "p99", "max")
 
 
-def _print(name: str, summary: SimulationSummary, drawn: Uncertainty | None) -> None:
-    rows = []
-    for metric, latencies in summary.metrics.items():
-        if drawn is None:
-            spread = [_noise(latencies, s) for s in STATISTICS]
-        else:
-            spread = [_between(drawn.of("metrics", metric, s), 1e3) for s in STATISTICS]
-        cells = (milliseconds(getattr(latencies, s)) + more for s, more in zip(STATISTICS, spread, strict=True))
-        rows.append((metric.upper(), *cells))
-    what = "± 95 %: noise of this run" if drawn is None else "in brackets: 90 % of redrawn worlds"
-    print_table(f"{name}: latencies in ms ({what})", ("metric", *STATISTICS), rows)
+def _print(name: str, summary: SimulationSummary, drawn: Uncertainty | None, price: Price | None) -> None:
+    if not summary.saturated:  # of a growing queue latencies tell how long the simulation was
+        _print_latencies(name, summary, drawn)
     for key in (
         "requests",
         "refused",
@@ -247,10 +241,26 @@ def _print(name: str, summary: SimulationSummary, drawn: Uncertainty | None) -> 
         value = getattr(summary, key)
         shown = number(value) if isinstance(value, float) else value
         click.echo(f"{key.replace('_', ' '):30} {shown}{_between(drawn.of(key) if drawn else None)}")
+    if price is not None:
+        million = number(price.per_million_output_tokens_usd)
+        click.echo(f"{'price':30} {number(price.per_hour_usd)} USD an hour, {million} USD per million output tokens")
     if summary.unserved:
         click.echo("NOT SERVED: requests were left when no instance was up any more")
     elif summary.saturated:
         click.echo("SATURATED: requests pile up faster than they are served; latencies grow without bound")
+
+
+def _print_latencies(name: str, summary: SimulationSummary, drawn: Uncertainty | None) -> None:
+    rows = []
+    for metric, latencies in summary.metrics.items():
+        if drawn is None:
+            spread = [_noise(latencies, s) for s in STATISTICS]
+        else:
+            spread = [_between(drawn.of("metrics", metric, s), 1e3) for s in STATISTICS]
+        cells = (milliseconds(getattr(latencies, s)) + more for s, more in zip(STATISTICS, spread, strict=True))
+        rows.append((metric.upper(), *cells))
+    what = "± 95 %: noise of this run" if drawn is None else "in brackets: 90 % of redrawn worlds"
+    print_table(f"{name}: latencies in ms ({what})", ("metric", *STATISTICS), rows)
 
 
 def _noise(latencies: Distribution, statistic: str) -> str:

@@ -133,6 +133,9 @@ def pareto_figure(info: ParetoInfo) -> Figure:
             data.append(_points(on, name, size=11, color=_colour(i), opacity=1.0))
     if info.infeasible:
         data.append(_points(info.infeasible, "infeasible", size=8, color=GREY, symbol="x-thin-open"))
+    if info.unfinished:
+        stopped = _points(info.unfinished, "stopped early", size=6, color=GREY, symbol="line-ew-open")
+        data.append(stopped | {"visible": "legendonly"})
     chosen = [p for p in feasible if p.candidate.status == "chosen"]
     if chosen:
         colour = _colour(families.index((chosen[0].candidate.tp, chosen[0].candidate.pp)))
@@ -460,4 +463,22 @@ def lengths_figure(lengths: LengthFacts, what: str, series: int = 0) -> Figure:
             bargap=0,
             hovermode="closest",
         ),
+    }
+
+
+def over_time(curves: Sequence[tuple[str, Sequence[float], Sequence[float], int]], what: str) -> Figure:
+    """(name, seconds, values, number in the series) of several runs over the same axis."""
+    return {
+        "data": [
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "name": escape(name),
+                "x": list(t_s),
+                "y": list(values),
+                "line": {"color": _colour(series), "width": 1.5, "shape": "hv"},
+            }
+            for name, t_s, values, series in curves
+        ],
+        "layout": layout(axis("simulated time, s"), axis(what, rangemode="tozero"), hovermode="x unified"),
     }

@@ -136,6 +136,8 @@ def key_figures(s: Summary) -> list[tuple[str, str, str]]:
         ("output per user", number(s.output_tokens_per_s_per_user), "tokens/s"),
         *((f"{METRIC_NAMES[x]} p99", ms(s.metrics[x].p99), "ms") for x in latencies if x in s.metrics),
         ("GPUs", number(s.num_gpus), s.hardware.device),
+        *_prices(s),
+        *_certainty(s),
         ("simulated", number(s.requests), "requests"),
         ("preemptions", number(s.preemptions), ""),
         *_drafted(s),
@@ -147,6 +149,22 @@ def key_figures(s: Summary) -> list[tuple[str, str, str]]:
     return [figure for figure in figures if figure[1] != ABSENT]
 
 
+def _prices(s: Summary) -> list[tuple[str, str, str]]:
+    if s.price is None:
+        return []
+    return [
+        ("output tokens", number(s.price.per_million_output_tokens_usd), "USD per million"),
+        ("requests", number(s.price.per_thousand_requests_usd), "USD per thousand"),
+        ("GPUs", number(s.price.per_hour_usd), "USD per hour"),
+    ]
+
+
+def _certainty(s: Summary) -> list[tuple[str, str, str]]:
+    if s.uncertainty is None or not s.slo:
+        return []
+    return [("P(SLO holds)", percent(s.uncertainty.slo_probability), f"of {number(s.uncertainty.worlds)} worlds")]
+
+
 def _drafted(s: Summary) -> list[tuple[str, str, str]]:
     if s.speculation is None:
         return []
@@ -156,9 +174,11 @@ def _drafted(s: Summary) -> list[tuple[str, str, str]]:
 
 def latency_rows(s: Summary) -> list[tuple[str, ...]]:
     """metric, then mean, p50, p90, p95, p99, max in milliseconds with their intervals, and how many were counted:
-    tokens for ITL, else requests.
+    tokens for ITL, else requests. None of a saturated run, whose latencies grow as long as the load lasts.
     """
-    rows = []
+    rows: list[tuple[str, ...]] = []
+    if s.saturated:
+        return rows
     for metric, name in METRIC_NAMES.items():
         m = s.metrics.get(metric)
         if m is not None and (m.count or metric in ("ttft", "tpot", "e2el")):
@@ -259,6 +279,13 @@ _OBJECTIVES: dict[str, tuple[str, str, bool]] = {
 }
 
 
+KNOBS = ("tp", "pp", "instances", "max_num_seqs", "max_num_batched_tokens")
+RESULTS = (
+    "rate_rps", "goodput_rps", "output_tokens_per_s_per_gpu", "output_tokens_per_s_per_user", "ttft_mean_s",
+    "ttft_p99_s", "tpot_mean_s", "tpot_p99_s", "slo_attainment",
+)  # fmt: skip
+
+
 def runners_up(run: Run, at_most: int = 6) -> list[Contender]:
     """The chosen candidate, then the best of the simulated others: feasible before infeasible, by rank."""
     chosen = [c for c in run.candidates if c.status == "chosen"]
@@ -279,8 +306,16 @@ def why_lost(candidate: CandidateRow, chosen: CandidateRow | None, s: Summary) -
         return f"{words} not known"
     worse = (best - value if more_is_better else value - best) / best
     if worse < 5e-4:
-        return f"no better in {words}"
+        return same_result(candidate, chosen) or f"no better in {words}"
     return f"{worse * 100:.1f} % {'less' if more_is_better else 'more'} {words}"
+
+
+def same_result(candidate: CandidateRow, chosen: CandidateRow) -> str | None:
+    """Why a candidate is no worse and no better, where every number is equal: the knobs that differ never bind."""
+    if candidate.ttft_p99_s is None or any(getattr(candidate, x) != getattr(chosen, x) for x in RESULTS):
+        return None
+    differ = [knob for knob in KNOBS if getattr(candidate, knob) != getattr(chosen, knob)]
+    return f"the same in every number: {' and '.join(differ) or 'what differs'} never binds"
 
 
 def status_counts(candidates: Sequence[CandidateRow]) -> str:
@@ -302,11 +337,14 @@ class ParetoPoint(NamedTuple):
 
 
 class ParetoInfo(NamedTuple):
-    """`front` rises in x and falls in y, `dominated` is feasible but beaten, `unknown` not simulated."""
+    """`front` rises in x and falls in y, `dominated` is feasible but beaten, `unfinished` was stopped when a limit was
+    lost, so that its place is that of a part of the load, `unknown` not simulated.
+    """
 
     front: tuple[ParetoPoint, ...]
     dominated: tuple[ParetoPoint, ...]
     infeasible: tuple[ParetoPoint, ...]
+    unfinished: tuple[ParetoPoint, ...]
     unknown: int
 
 
@@ -325,9 +363,11 @@ def pareto(candidates: Sequence[CandidateRow]) -> ParetoInfo:
             front.append(p)
         else:
             dominated.append(p)
-    infeasible = [p for p in points if p.candidate.status == "infeasible"]
-    unknown = len(candidates) - len(feasible) - len(infeasible)
-    return ParetoInfo(tuple(reversed(front)), tuple(dominated), tuple(infeasible), unknown)
+    missed = [p for p in points if p.candidate.status == "infeasible"]
+    stopped = [p for p in missed if p.candidate.finished is False]
+    infeasible = [p for p in missed if p.candidate.finished is not False]
+    unknown = len(candidates) - len(feasible) - len(missed)
+    return ParetoInfo(tuple(reversed(front)), tuple(dominated), tuple(infeasible), tuple(stopped), unknown)
 
 
 # --- curves -----------------------------------------------------------------------------------------------
@@ -398,7 +438,7 @@ class Cdf(NamedTuple):
 def cdfs(run: Run) -> list[Cdf]:
     """TTFT and TPOT of the chosen plan and the runners-up, with the limits on them."""
     s = run.summary
-    if s.quantiles is None:
+    if s.quantiles is None or s.saturated:
         return []
     name, rivals = chosen_name(run), s.runners_up or ()
     quantiles: dict[Metric, list[tuple[str, tuple[float, ...]]]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from simtune import __version__
-from simtune.report import figures, info, speculation
+from simtune.report import figures, info, load, speculation, verdict
 from simtune.report.templates import fill, template
 from simtune.runs.schema import CandidateRow, Run, Summary
 
@@ -20,6 +20,8 @@ def render(run: Run) -> str:
         s=s,
         run=run,
         info=info,
+        load_rows=load.load_rows(s.load) if s.load else (),
+        verdict=verdict,
         version=__version__,
         figures={name: Markup(html) for name, html in _figures(run).items()},
         speculation=Markup(speculation.section(s.draft_schedule)) if s.draft_schedule else None,
@@ -49,7 +51,8 @@ def _figures(run: Run) -> dict[str, str]:
         drawn["timeline"] = (figures.timeline_figure(s.timeline), 440)
     if len(s.instances) > 1:
         drawn["instances"] = (figures.instances_figure(s.instances), 300)
-    return {name: figures.fragment(figure, name, height) for name, (figure, height) in drawn.items()}
+    fragments = {name: figures.fragment(figure, name, height) for name, (figure, height) in drawn.items()}
+    return fragments | (load.load_figures(s.load) if s.load else {})
 
 
 def candidate_cells(c: CandidateRow) -> list[str]:
@@ -66,6 +69,7 @@ def candidate_cells(c: CandidateRow) -> list[str]:
         info.ms(c.ttft_p99_s),
         info.ms(c.tpot_p99_s),
         info.percent(c.slo_attainment),
+        info.number(c.usd_per_million_output_tokens),
     ]
 
 

@@ -11,8 +11,9 @@ from typing import Any, cast
 from simtune.costs.calibration import words
 from simtune.errors import Infeasible
 from simtune.runs.breakdown import step_times
-from simtune.runs.engine_files import MAX_NODES, engine_files, other_engines, speculation_facts
+from simtune.runs.engine_files import MAX_NODES, engine_files, launch_of, other_engines, speculation_facts
 from simtune.runs.files import MANIFEST, Files
+from simtune.runs.price import price, priced
 from simtune.runs.requests import requests_csv
 from simtune.runs.schema import (
     SUMMARY_SCHEMA,
@@ -35,8 +36,10 @@ from simtune.runs.tables import columns, to_csv
 from simtune.runs.timeline import sampled, trace_file
 from simtune.sim.basis import cost_basis
 from simtune.sim.deployment import Deployment
+from simtune.sim.load import load_facts
 from simtune.sim.result import Result
 from simtune.sim.summary import SimulationSummary, Uncertainty
+from simtune.specs.workload import Workload
 from simtune.tuner.confidence import Confidence
 from simtune.tuner.drafting import Contexts, schedule
 from simtune.tuner.rate_sweep import sweeps
@@ -61,9 +64,15 @@ class Contents:
 
 
 def of_simulation(
-    deployment: Deployment, result: Result, name: str, seed: int, uncertainty: Uncertainty | None = None
+    deployment: Deployment,
+    result: Result,
+    name: str,
+    seed: int,
+    uncertainty: Uncertainty | None = None,
+    workload: Workload | None = None,
 ) -> Contents:
     """One simulated plan: plan.yaml, engine/, summary.json, requests.csv and trace.json.gz."""
+    files = _files(deployment, result)
     summary = Summary(
         name=name,
         seed=seed,
@@ -72,9 +81,9 @@ def of_simulation(
         sweep=None,
         runners_up=None,
         uncertainty=uncertainty,
-        **_common(deployment, result),
+        **_common(deployment, result, files, workload),
     )
-    return Contents(Run(summary, ()), _files(deployment, result))
+    return Contents(Run(summary, ()), files)
 
 
 def of_study(tuned: Tuned, *, jobs: int | None = None, confidence: Confidence | None = None) -> Contents:
@@ -104,9 +113,10 @@ def of_study(tuned: Tuned, *, jobs: int | None = None, confidence: Confidence | 
             for s in rivals
         ),
         **asked,
-        **_common(tuned.deployment, tuned.result),
+        **_common(tuned.deployment, tuned.result, files, tuned.question.workload),
     )
-    candidates = tuple(_candidate(rank, row) for rank, row in enumerate(tuned.rows, start=1))
+    gpu_hour_usd = tuned.deployment.hardware.device.price_per_hour_usd
+    candidates = tuple(priced(_candidate(rank, row), gpu_hour_usd) for rank, row in enumerate(tuned.rows, start=1))
     return Contents(Run(summary, candidates), files)
 
 
@@ -122,10 +132,14 @@ def _files(deployment: Deployment, result: Result) -> Files:
     }
 
 
-def _common(deployment: Deployment, result: Result) -> dict[str, Any]:
+def _common(deployment: Deployment, result: Result, files: Files, workload: Workload | None) -> dict[str, Any]:
     """The fields of the summary that every run has, by name."""
     simulated, memory, pools = result.summary(), deployment.memory, deployment.pools
     return {
+        "price": price(deployment, simulated),
+        "load": load_facts(result.stream, result.stream.users),
+        "load_source": None if workload is None else f"{workload.name}: {workload.source or 'no source given'}",
+        "launch": launch_of(files, deployment.model.hf),
         **{name: getattr(simulated, name) for name in simulated.model_fields_set},
         "schema_id": SUMMARY_SCHEMA,
         "plan": deployment.plan,
@@ -207,7 +221,13 @@ def _candidate(rank: int, row: Trial) -> CandidateRow:
         slo_attainment=None if simulated is None else simulated.slo_attainment,
         saturated=None if simulated is None else simulated.saturated,
         simulations=row.simulations,
+        finished=None if simulated is None else _finished(simulated),
     )
+
+
+def _finished(simulated: SimulationSummary) -> bool:
+    """Whether every request came to an end, or the simulation stopped before."""
+    return simulated.completed + simulated.refused + simulated.unserved >= simulated.requests
 
 
 def _point(candidate: str, rate_rps: float, simulated: SimulationSummary) -> SweepPoint:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from typing import Any
+
+import yaml
 
 from simtune import emit
 from simtune.runs.files import Files
@@ -65,3 +69,22 @@ def engine_files(deployment: Deployment) -> Files:
     devices_per_node = deployment.hardware.device.devices_per_node
     files = emit.engine_files(plan, deployment.model, devices_per_node, models)
     return {**files} if files else {NO_ENGINE: f"No engine settings: {emit.why_none(plan)}.\n"}
+
+
+def launch_of(files: Files, checkpoint: str | None) -> str | None:
+    """What to type to start a plan: a command for each vLLM pool, with its settings written out, or the script."""
+    commands = []
+    for name, text in files.items():
+        if name.startswith("engine/vllm-") and isinstance(text, str):
+            flags = " ".join(_flag(key, value) for key, value in yaml.safe_load(text).items())
+            commands.append(f"vllm serve {checkpoint or 'MODEL'} {flags}".rstrip())
+    script = files.get("engine/launch.sh")
+    return "\n".join(commands) if commands else script if isinstance(script, str) else None
+
+
+def _flag(key: str, value: Any) -> str:
+    if value is True:
+        return f"--{key}"
+    if value is False:
+        return f"--no-{key}"
+    return f"--{key} {shlex.quote(json.dumps(value) if isinstance(value, (dict, list)) else str(value))}"

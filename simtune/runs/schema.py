@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, ValidationInfo, field_serializer, field_validator, model_validator
 
+from simtune.sim.load import LoadFacts
 from simtune.sim.summary import CostBasis, LatencyQuantiles, SimulationSummary, Uncertainty, Whole
 from simtune.specs.base import Count, ErrorAt, NonNegative, Positive, Record, Seq, Share, Spec
 from simtune.specs.plan import Plan
@@ -54,6 +55,16 @@ class MemoryUse(Record):
     other_bytes: NonNegative
     kv_bytes_per_token: Positive
     num_blocks: Count
+
+
+class Price(Record):
+    """What the GPUs of a deployment cost, and over what it delivers under its load."""
+
+    per_hour_usd: Positive = Field(description="of all GPUs")
+    per_million_output_tokens_usd: NonNegative | None
+    per_million_tokens_usd: NonNegative | None = Field(description="of prompts and outputs")
+    per_thousand_requests_usd: NonNegative | None
+    source: str
 
 
 class StepPart(Record):
@@ -239,6 +250,10 @@ class Summary(SimulationSummary):
     timeline: Timeline | None
     pool_timelines: Seq[PoolTimeline] | None = Field(description="where there are several pools")
     quantiles: LatencyQuantiles | None
+    price: Price | None = Field(None, description="null where a hardware profile names no price")
+    load: LoadFacts | None = Field(None, description="the requests that were simulated")
+    load_source: str | None = Field(None, description="workload, and where its numbers come from")
+    launch: str | None = Field(None, description="starts the plan; left out where no engine has its policy")
 
     @field_validator("plan", "study", mode="before")
     @classmethod
@@ -296,6 +311,10 @@ class CandidateRow(Record):
     slo_attainment: Annotated[float | None, _column("share of the finished requests within every limit")]
     saturated: Annotated[bool | None, _column("requests pile up faster than they are served")]
     simulations: Annotated[int | None, _column("how many it took")]
+    finished: Annotated[
+        bool | None, _column("whether its last simulation ran to the end, or stopped when a limit was lost")
+    ] = None
+    usd_per_million_output_tokens: Annotated[float | None, _column("price of its GPUs over its output", "USD")] = None
 
 
 class RequestRow(Record):

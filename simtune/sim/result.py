@@ -261,7 +261,7 @@ class Result:
             output_tokens_per_s_per_gpu=None if output_rate is None else output_rate / self.num_gpus,
             output_tokens_per_s_per_user=1 / float(tpot.mean()) if len(tpot) and tpot.mean() > 0 else None,
             num_gpus=self.num_gpus,
-            metrics={metric: distribution(self.values(metric)) for metric in METRICS}
+            metrics={metric: distribution(self.values(metric), settled=not self.saturated) for metric in METRICS}
             | {"itl": between_tokens(self.itl)},
             warm_up_requests=warm_up(self.values("ttft")),
             resent=int(self.outcome.resent.sum()),

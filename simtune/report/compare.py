@@ -1,0 +1,278 @@
+"""Several runs side by side: what differs in their plans, every number beside the first run's, figures overlaid.
+
+A run keeps its colour through the page. The first run is what others are compared with.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from simtune import __version__
+from simtune.report import figures, info, verdict
+from simtune.report.templates import fill, template
+from simtune.runs.schema import Run, Summary
+from simtune.sim.summary import Metric
+
+METRICS: tuple[Metric, ...] = ("ttft", "tpot", "e2el")
+DECISIVE = 5e-4
+"""Smaller relative differences are called none."""
+
+
+class NamedRun(NamedTuple):
+    """A run under the name it has in the page."""
+
+    name: str
+    run: Run
+
+
+class Number(NamedTuple):
+    """A row of the table of numbers: what it is, its unit, and how to take and print it."""
+
+    what: str
+    unit: str
+    value: Callable[[Summary], float | None]
+    interval: Callable[[Summary], tuple[float | None, float | None] | None]
+    shown: Callable[[float | None], str]
+
+
+class Cell(NamedTuple):
+    """A number of one run, its interval, and its difference from the first run's."""
+
+    value: str
+    interval: str
+    difference: str
+
+
+class NumberRow(NamedTuple):
+    """One number over all runs."""
+
+    what: str
+    unit: str
+    cells: tuple[Cell, ...]
+
+
+def _field(name: str, what: str, unit: str, shown: Callable[[float | None], str] = info.number) -> Number:
+    return Number(
+        what,
+        unit,
+        lambda s: getattr(s, name),
+        lambda s: s.uncertainty.of(name) if s.uncertainty else None,
+        shown,
+    )
+
+
+def _within_limits(name: str, what: str, unit: str, shown: Callable[[float | None], str] = info.number) -> Number:
+    """A number that says nothing where no limit was set."""
+    plain = _field(name, what, unit, shown)
+    return plain._replace(
+        value=lambda s: plain.value(s) if s.slo else None, interval=lambda s: plain.interval(s) if s.slo else None
+    )
+
+
+def _latency(metric: Metric, statistic: str) -> Number:
+    def value(s: Summary) -> float | None:
+        latencies = s.metrics.get(metric)
+        return None if s.saturated or latencies is None else getattr(latencies, statistic)
+
+    def interval(s: Summary) -> tuple[float | None, float | None] | None:
+        if s.saturated or metric not in s.metrics:
+            return None
+        if s.uncertainty is not None:
+            return s.uncertainty.of("metrics", metric, statistic)
+        noise = (s.metrics[metric].ci95 or {}).get(statistic)
+        return None if noise is None else (noise[0], noise[1])
+
+    return Number(f"{info.METRIC_NAMES[metric]} {statistic}", "ms", value, interval, info.ms)
+
+
+def _usd(name: str, what: str, unit: str) -> Number:
+    return Number(what, unit, lambda s: getattr(s.price, name) if s.price else None, lambda s: None, info.number)
+
+
+NUMBERS: tuple[Number, ...] = (
+    _field("offered_rate_rps", "offered", "requests/s"),
+    _field("request_throughput_rps", "finished", "requests/s"),
+    _within_limits("goodput_rps", "goodput", "requests/s"),
+    Number(
+        "goodput per GPU",
+        "requests/s",
+        lambda s: None if s.goodput_rps is None or not s.slo else s.goodput_rps / s.num_gpus,
+        lambda s: None,
+        info.number,
+    ),
+    _within_limits("slo_attainment", "SLO attainment", "of requests", info.percent),
+    Number(
+        "P(SLO holds)",
+        "of worlds",
+        lambda s: s.uncertainty.slo_probability if s.uncertainty and s.slo else None,
+        lambda s: None,
+        info.percent,
+    ),
+    *(_latency(metric, statistic) for metric in METRICS for statistic in ("p50", "p99")),
+    _field("output_tokens_per_s_per_gpu", "output per GPU", "tokens/s"),
+    _field("output_tokens_per_s_per_user", "output per user", "tokens/s"),
+    _field("num_gpus", "GPUs", ""),
+    _usd("per_hour_usd", "price", "USD an hour"),
+    _usd("per_million_output_tokens_usd", "output tokens", "USD per million"),
+    _usd("per_thousand_requests_usd", "requests", "USD per thousand"),
+    _field("preemptions", "preemptions", ""),
+)
+
+
+def distinct(names: Sequence[str]) -> list[str]:
+    """The names, each with a number where it stands more than once."""
+    return [
+        name if names.count(name) == 1 else f"{name} ({names[: i + 1].count(name)})" for i, name in enumerate(names)
+    ]
+
+
+def numbers(runs: Sequence[NamedRun]) -> list[NumberRow]:
+    """Every number that some run has."""
+    summaries = [each.run.summary for each in runs]
+    rows = []
+    for number in NUMBERS:
+        values = [number.value(s) for s in summaries]
+        if any(value is not None for value in values):
+            cells = (
+                _cell(number, s, value, values[0], i)
+                for i, (s, value) in enumerate(zip(summaries, values, strict=True))
+            )
+            rows.append(NumberRow(number.what, number.unit, tuple(cells)))
+    return rows
+
+
+def _cell(number: Number, s: Summary, value: float | None, first: float | None, at: int) -> Cell:
+    if value is None:
+        return Cell("saturated" if s.saturated and number.unit == "ms" else info.ABSENT, "", "")
+    bounds = number.interval(s)
+    interval = ""
+    if bounds is not None:
+        low, high = (number.shown(x) if x is not None else "unbounded" for x in bounds)
+        interval = f"{low}–{high}"
+    return Cell(number.shown(value), interval, "" if at == 0 or not first else difference(value / first - 1))
+
+
+def difference(relative: float) -> str:
+    """`+12.3 %`, or `=` where there is none to speak of."""
+    return "=" if abs(relative) < DECISIVE else f"{relative * 100:+.1f} %".replace("-", "−")
+
+
+def plan_differences(runs: Sequence[NamedRun]) -> list[tuple[str, tuple[str, ...]]]:
+    """(key, value in each run) of every setting of plan, model, hardware or load that is not the same in all."""
+    tables = []
+    for each in runs:
+        s = each.run.summary
+        table = {"model": s.model, "hardware": s.hardware.device, "engine": s.hardware.engine}
+        table |= {"load": s.load_source or info.ABSENT, "seed": str(s.seed)}
+        tables.append(table | dict(info.settings(s.plan)))
+    keys = dict.fromkeys(key for table in tables for key in table if key != "name")
+    rows = [(key, tuple(table.get(key, info.ABSENT) for table in tables)) for key in keys]
+    return [row for row in rows if len(set(row[1])) > 1]
+
+
+# --- figures ----------------------------------------------------------------------------------------------
+
+
+def overlays(runs: Sequence[NamedRun]) -> dict[str, figures.Figure]:
+    """Figures by name: what every run has, one colour each."""
+    series = {each.name: i for i, each in enumerate(runs)}
+    drawn: dict[str, figures.Figure] = {}
+    for metric in METRICS:
+        curves = tuple(
+            (each.name, tuple(1e3 * x for x in values))
+            for each in runs
+            if not each.run.summary.saturated and len(values := _quantiles(each.run.summary, metric)) > 1
+        )
+        if curves:
+            wide = any(values[-1] > 20 * values[len(values) // 2] for _, values in curves)
+            positive = all(values[0] > 0 for _, values in curves)
+            title = info.METRIC_NAMES[metric]
+            drawn[metric] = figures.cdf_figure(info.Cdf(title, curves, (), wide and positive), series)
+    sweeps = [curve for each in runs if (curve := _chosen_curve(each))]
+    if sweeps:
+        drawn["goodput"] = figures.sweep_figure(sweeps, series)
+    if any(each.run.summary.timeline for each in runs):
+        drawn["running"] = figures.over_time(
+            [(each.name, t.t_s, t.running, i) for i, each in enumerate(runs) if (t := each.run.summary.timeline)],
+            "requests running",
+        )
+        drawn["kv"] = figures.over_time(
+            [
+                (each.name, t.t_s, [100 * x for x in t.kv_used], i)
+                for i, each in enumerate(runs)
+                if (t := each.run.summary.timeline)
+            ],
+            "KV blocks used, %",
+        )
+    return drawn
+
+
+def _quantiles(s: Summary, metric: str) -> tuple[float, ...]:
+    return () if s.quantiles is None else tuple(getattr(s.quantiles, f"{metric}_s"))
+
+
+def _chosen_curve(each: NamedRun) -> info.GoodputCurve | None:
+    """Goodput against rate of the chosen plan, under the name of its run."""
+    curves = info.sweep_curves(each.run)
+    return curves[0]._replace(candidate=each.name) if curves else None
+
+
+CAPTIONS = {
+    "ttft": "Time to first token: share of requests at or below it.",
+    "tpot": "Time per output token after the first, likewise.",
+    "e2el": "From arrival to the last token, likewise.",
+    "goodput": "Requests per second within every limit of the chosen plans, over the offered rate; knees are circled.",
+    "running": "Requests running over simulated time.",
+    "kv": "Used share of the KV blocks over simulated time.",
+}
+
+
+def render(runs: Sequence[NamedRun]) -> str:
+    """The page; the same bytes for the same runs."""
+    from markupsafe import Markup
+
+    drawn = {name: figures.fragment(figure, name, 360) for name, figure in overlays(runs).items()}
+    return fill(
+        "compare.html.j2",
+        runs=runs,
+        colours=[figures.COLOURS[i % len(figures.COLOURS)] for i in range(len(runs))],
+        info=info,
+        verdict=verdict,
+        numbers=numbers(runs),
+        plan_differences=plan_differences(runs),
+        figures={name: Markup(html) for name, html in drawn.items()},
+        captions=CAPTIONS,
+        version=__version__,
+        numbers_json=Markup(_json(runs)),
+        style=Markup(template("style.j2")),
+        plotly_js=Markup(figures.plotly_js()),
+    )
+
+
+def document(runs: Sequence[NamedRun]) -> dict[str, Any]:
+    """The numbers behind the page: by run, by what they are."""
+    return {
+        each.name: {
+            "plan": each.run.summary.plan.to_data(),
+            "saturated": each.run.summary.saturated,
+            **{
+                f"{number.what}, {number.unit}" if number.unit else number.what: _seconds_or_more(
+                    number, each.run.summary
+                )
+                for number in NUMBERS
+            },
+        }
+        for each in runs
+    }
+
+
+def _seconds_or_more(number: Number, s: Summary) -> float | None:
+    """In the unit of its row."""
+    value = number.value(s)
+    return value * 1e3 if value is not None and number.unit == "ms" else value
+
+
+def _json(runs: Sequence[NamedRun]) -> str:
+    return json.dumps(document(runs), sort_keys=True, allow_nan=False).replace("<", "\\u003c")

@@ -1,0 +1,91 @@
+"""What to make of a run, in sentences: where time goes, which limit binds, what the search left open."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from simtune.report.info import METRIC_NAMES, PARTS, limit, ms, percent
+from simtune.runs.schema import Run, StepTime, Summary
+
+OPERATOR_WORDS = {
+    "gemm": "matrix products with the weights",
+    "head": "the output head",
+    "decode_attention": "reading the KV cache in attention",
+    "prefill_attention": "attention of prompts",
+    "moe": "experts",
+    "all_reduce": "all-reduce between GPUs",
+    "elementwise": "elementwise operators",
+    "host": "the engine's host side",
+}
+
+
+def bottleneck(s: Summary) -> str | None:
+    """One sentence: what most of a request's time is, and of a step's, how full the KV cache is, which limit binds.
+
+    None where nothing finished.
+    """
+    parts = _time_parts(s)
+    if not parts:
+        return None
+    name, share = max(parts, key=lambda part: part[1])
+    clauses = [f"{share:.0%} of a request's time is {name.lower()}"]
+    step = _step_for(s.breakdown or (), name)
+    if step is not None:
+        total = sum(part.seconds for part in step.parts)
+        most = max(step.parts, key=lambda part: part.seconds)
+        words = OPERATOR_WORDS.get(most.operator, most.operator.replace("_", " "))
+        clauses.append(f"{most.seconds / total:.0%} of a {step.step.split(':')[0]} step is {words}")
+    if s.timeline and s.timeline.kv_used:
+        used = s.timeline.kv_used
+        clauses.append(f"the KV cache is {sum(used) / len(used):.0%} full on average, {max(used):.0%} at most")
+    return "; ".join([*clauses, _binding(s)]) + "."
+
+
+def _time_parts(s: Summary) -> list[tuple[str, float]]:
+    """Shares of the mean E2EL by what it was spent on."""
+    whole = s.metrics.get("e2el")
+    if whole is None or not whole.mean:
+        return []
+    parts = [(name, s.metrics.get(metric)) for metric, name in PARTS.items()]
+    return [(name, (m.mean or 0.0) * m.count / whole.count / whole.mean) for name, m in parts if m and m.count]
+
+
+def _step_for(steps: Sequence[StepTime], part: str) -> StepTime | None:
+    """The kind of step that such a part of a request's time is spent in; None where steps are not what it waits for."""
+    if part == "KV transfer":
+        return None
+    kind = "prefill" if part == "Prefill" else "decode"
+    alike = [step for step in steps if kind in step.step.split(":")[0]]
+    chosen = alike or [step for step in steps if kind == "prefill" and "mixed" in step.step] or list(steps)
+    return chosen[0] if chosen and any(part.seconds for part in chosen[0].parts) else None
+
+
+def _binding(s: Summary) -> str:
+    """Which limit is nearest, or what else holds the plan back."""
+    if s.saturated:
+        return "requests come faster than they are served"
+    reached = [(x.value_s / x.limit_s, x) for x in s.slo if x.value_s is not None]
+    if not reached:
+        return "no latency limit binds, for none is set" if not s.slo else "no limit is reached, for nothing finished"
+    share, nearest = max(reached, key=lambda pair: pair[0])
+    if share > 1:
+        return f"{METRIC_NAMES[nearest.metric]} misses its limit ({ms(nearest.value_s)} ms, {limit(nearest)})"
+    if share >= 0.9:
+        return f"the {METRIC_NAMES[nearest.metric]} limit binds ({ms(nearest.value_s)} ms, {limit(nearest)})"
+    return f"no limit binds: the nearest, {limit(nearest)}, is {percent(share)} used"
+
+
+def edges(run: Run) -> list[str]:
+    """Notes on knobs whose chosen value is the largest or smallest that was tried, so that the best may lie beyond."""
+    chosen = next((c for c in run.candidates if c.status == "chosen"), None)
+    if chosen is None:
+        return []
+    notes = []
+    for knob in ("max_num_seqs", "max_num_batched_tokens", "tp", "pp"):
+        tried = sorted({getattr(c, knob) for c in run.candidates if c.status != "does_not_fit"})
+        value = getattr(chosen, knob)
+        if len(tried) < 2 or value == 1 or value not in (tried[0], tried[-1]):
+            continue
+        end = "smallest" if value == tried[0] else "largest"
+        notes.append(f"{knob} {value:,} is the {end} of those tried ({', '.join(f'{x:,}' for x in tried)})")
+    return notes
