@@ -41,8 +41,9 @@ from simtune.specs.traces import Trace, read_trace
 from simtune.specs.workload import Workload
 from simtune.specs.yamlfile import Document
 from simtune.tuner.drafting import Draft
-from simtune.tuner.search import Question, Tuned
+from simtune.tuner.question import Question
 from simtune.tuner.search import optimize as _search
+from simtune.tuner.trial import Tuned
 
 Load = str | Workload | Trace | Mapping[str, Any]
 """Requests: a workload or a trace file by name or path, as an object, or the columns of a trace."""
@@ -273,18 +274,26 @@ def load_question(
     target = beside(folder, study.model) if model is None else model
     target = load_model(target) if isinstance(target, str) else target
     engine = None if study.engine is None else beside(folder, study.engine)
-    if hardware is None:
-        kernels = kernels_of(beside(folder, study.hardware.profile), engine)
-        profile = load_hardware(kernels)
-        own = kernels == beside(folder, study.hardware.profile)
-    else:
-        profile, own = load_hardware(kernels_of(hardware, engine)) if isinstance(hardware, str) else hardware, False
+    study, profiles = _hardware_of(study, hardware, folder, engine)
     if model is not None:
         study = study.model_copy(update={"model": target.name})
-    if not own:
-        study = study.model_copy(update={"hardware": study.hardware.model_copy(update={"profile": profile.name})})
     drafts = tuple(load_draft(choice, target, folder) for choice in study.speculation)
-    return Question(study, target, profile, requests, trace, drafts, None if engine is None else load_engine(engine))
+    return Question(study, target, profiles, requests, trace, drafts, None if engine is None else load_engine(engine))
+
+
+def _hardware_of(
+    study: Study, hardware: str | Hardware | None, folder: Path, engine: str | None
+) -> tuple[Study, tuple[Hardware, ...]]:
+    """The profiles of a study, with the kernels of its engine where there are some; `hardware` takes the place of its
+    only one. Raises UsageError where it has several."""
+    if hardware is None:
+        names = [beside(folder, entry.profile) for entry in study.hardware]
+        return study, tuple(load_hardware(kernels_of(name, engine)) for name in names)
+    if len(study.hardware) > 1:
+        raise UsageError(f"{study.name} names several hardware profiles; change them in the study")
+    profile = load_hardware(kernels_of(hardware, engine)) if isinstance(hardware, str) else hardware
+    entry = study.hardware[0].model_copy(update={"profile": profile.name})
+    return study.model_copy(update={"hardware": (entry,)}), (profile,)
 
 
 def load_draft(choice: DrafterChoice, target: Model, folder: Path | None = None) -> Draft:

@@ -1,5 +1,7 @@
 """Finding the schedule: enumerate what fits, drop what cannot win, simulate the rest, keep the reasons."""
 
-from simtune.tuner.search import Trial, Tuned, optimize
+from simtune.tuner.question import Question
+from simtune.tuner.search import optimize
+from simtune.tuner.trial import Trial, Tuned
 
-__all__ = ["Trial", "Tuned", "optimize"]
+__all__ = ["Question", "Trial", "Tuned", "optimize"]

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from simtune.parallel import executor, ordered_map
 from simtune.sim.summary import LatencyQuantiles, SimulationSummary
-from simtune.tuner.search import Question, Trial, Tuned
+from simtune.tuner.question import Question
+from simtune.tuner.trial import Trial, Tuned
 
 FRACTIONS = (0.2, 0.5, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5)
 """Offered rates, relative to the one the chosen plan sustains."""
@@ -24,13 +25,12 @@ class RateSweep:
 
 
 def rivals(tuned: Tuned, most: int = 2) -> list[Trial]:
-    """The best candidates that meet the SLO with another tp x pp than the chosen plan's and than each other's."""
-    seen = {(tuned.chosen.candidate.shape.tp, tuned.chosen.candidate.shape.pp)}
+    """The best of the simulated candidates whose GPUs are cut in other ways than the chosen plan's and each other's."""
+    seen = {tuned.chosen.candidate.cut}
     rows: list[Trial] = []
-    for row in tuned.rows[1:]:
-        key = (row.candidate.shape.tp, row.candidate.shape.pp)
-        if row.status == "feasible" and key not in seen:
-            seen.add(key)
+    for row in tuned.runners_up(len(tuned.rows)):
+        if row.summary is not None and row.candidate.cut not in seen:
+            seen.add(row.candidate.cut)
             rows.append(row)
     return rows[:most]
 
@@ -56,9 +56,9 @@ class _Task:
     def run(self) -> RateSweep:
         q = self.question
         deployment = q.deploy(self.row.candidate, self.max_model_len)
-        judged = q.watch(deployment, self.row.rate_rps if q.searches_rate else None)
+        judged = q.watch(self.row.candidate, deployment, self.row.rate_rps if q.searches_rate else None)
         return RateSweep(
             self.row.candidate.name,
-            tuple((rate, q.watch(deployment, rate).summary()) for rate in self.rates),
+            tuple((rate, q.watch(self.row.candidate, deployment, rate).summary()) for rate in self.rates),
             judged.latency_quantiles(),
         )

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from simtune.tuner.confidence import Confidence, Contender, confidence
-from simtune.tuner.search import RATE_OBJECTIVES, SAMPLED_CORES, Trial, Tuned
+from simtune.tuner.objectives import MeanLatency, RateObjective
+from simtune.tuner.question import SAMPLED_CORES
+from simtune.tuner.trial import Trial, Tuned
 
 WORLDS = 40
 """Enough for probabilities within some per cent, and for a line through them."""
@@ -28,16 +30,15 @@ def of_search(tuned: Tuned, *, worlds: int, rivals: int = RIVALS, jobs: int | No
 
 
 def _contender(tuned: Tuned, trial: Trial) -> Contender:
-    question, gpus = tuned.question, trial.candidate.shape.num_gpus
-    objective = question.study.objective
-    deployment = question.deploy(trial.candidate, tuned.deployment.max_model_len)
-    contender = Contender(
-        trial.candidate.name, deployment, question.stream_for(deployment, None), None, gpus, cores=SAMPLED_CORES
-    )
-    if objective in RATE_OBJECTIVES:
-        weight = gpus if objective == "goodput_per_gpu" else 1
-        return replace(contender, rate_rps=trial.rate_rps, weight=weight)
-    return replace(contender, worth="weight" if objective == "gpus" else "e2el")
+    question, candidate = tuned.question, trial.candidate
+    deployment, stream = question.deploy(candidate, tuned.deployment.max_model_len), question.stream(candidate)
+    facts, objective = question.facts(candidate, stream), question.objective
+    contender = Contender(candidate.name, deployment, stream, None, cores=SAMPLED_CORES)
+    if isinstance(objective, RateObjective):
+        return replace(contender, rate_rps=trial.rate_rps, weight=1 / objective.worth(facts))
+    if isinstance(objective, MeanLatency):
+        return replace(contender, worth="e2el")
+    return replace(contender, weight=objective.value(facts, trial.judged), worth="weight")
 
 
 def robust(tuned: Tuned, sure: Confidence, level: float) -> Tuned:
@@ -51,12 +52,13 @@ def robust(tuned: Tuned, sure: Confidence, level: float) -> Tuned:
     question, before = tuned.question, tuned.chosen
     trial = next(row for row in tuned.rows if row.candidate.name == name)
     deployment = question.deploy(trial.candidate, tuned.deployment.max_model_len)
-    rate = trial.rate_rps if question.searches_rate else None
-    result = deployment.simulate(question.stream_for(deployment, rate), question.study.slo, record=True)
-    trial.take(result, rate)
+    stream = question.stream(trial.candidate, trial.rate_rps if question.searches_rate else None)
+    result = deployment.simulate(stream, question.study.slo, record=True)
+    trial.take(result.summary(), trial.rate_rps if question.searches_rate else None)
     trial.simulations += 1
     trial.status, before.status = "chosen", "feasible"
     trial.reason = f"worth most at the {level:.0%} quantile of {sure.worlds} redrawn worlds"
     before.reason = f"worth more as predicted, but less at the {level:.0%} quantile of {sure.worlds} redrawn worlds"
     rows = [trial, *(row for row in tuned.rows if row is not trial)]
-    return replace(tuned, rows=rows, deployment=deployment, result=result)
+    value = question.objective.value(question.facts(trial.candidate, stream), trial.judged)
+    return replace(tuned, rows=rows, deployment=deployment, result=result, value=value)

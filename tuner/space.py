@@ -1,63 +1,136 @@
-"""The plans a study asks about."""
+"""The plans a study asks about: every choice of pools, settings and routers within its devices and constraints."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import product
 from typing import Any
 
+from simtune.errors import Infeasible
+from simtune.specs.constraints import Constraint
 from simtune.specs.engine import merged
-from simtune.specs.plan import Parallelism, Plan, Pool, RoundRobinRouting
+from simtune.specs.plan import KvLink, Parallelism, Plan, Pool, Role
 from simtune.specs.speculation import Speculation
-from simtune.specs.study import Study
+from simtune.specs.study import PoolChoices, Study
+
+PER_DEVICE = ("goodput_per_gpu", "goodput_per_dollar")
+"""Objectives of which a ratio of prefill to decode instances says all, however many there are of each."""
+COUNTING = ("gpus", "usd_per_million_tokens")
+"""Objectives for which every number of instances is a plan of its own."""
 
 
 @dataclass(frozen=True, order=True)
-class ParallelShape:
-    """How GPUs are cut into instances. Candidates of one shape share their compiled costs."""
+class PoolShape:
+    """How GPUs are cut into the instances of a pool. Pools of one shape share their compiled costs."""
 
+    gpu: str
+    """A hardware profile of the study."""
     tp: int
-    pp: int
+    pp: int = 1
+    attention_dp: int = 1
+    expert_parallel: bool = False
+    kv_dtype: str = ""
+    """Empty: the engine's or the model's own."""
+    role: Role = "mixed"
+
+    @property
+    def parallelism(self) -> Parallelism:
+        """Of an instance."""
+        return Parallelism(tp=self.tp, pp=self.pp, attention_dp=self.attention_dp, expert_parallel=self.expert_parallel)
+
+    @property
+    def devices(self) -> int:
+        """GPUs of one instance, but for those that a drafter has for itself."""
+        return self.tp * self.pp * self.attention_dp
+
+    @property
+    def name(self) -> str:
+        """E.g. tp2-pp1, with what else is not as usual."""
+        more = [f"dp{self.attention_dp}"] * (self.attention_dp > 1) + ["ep"] * self.expert_parallel
+        return "-".join([f"tp{self.tp}-pp{self.pp}", *more, *([f"kv-{self.kv_dtype}"] if self.kv_dtype else [])])
+
+
+@dataclass(frozen=True)
+class PoolChoice:
+    """A pool with all that is searched of it."""
+
+    shape: PoolShape
     instances: int
-
-    @property
-    def gpus_per_instance(self) -> int:
-        """tp x pp."""
-        return self.tp * self.pp
-
-    @property
-    def num_gpus(self) -> int:
-        """GPUs of all instances."""
-        return self.gpus_per_instance * self.instances
-
-
-@dataclass(frozen=True, order=True)
-class Candidate:
-    """One point of the search space."""
-
-    shape: ParallelShape
     max_num_seqs: int
     max_num_batched_tokens: int
+    prefix_caching: bool | None = None
+    """None: as the engine sets it, else off."""
     drafter: str = ""
     """The label of a drafter of the study; empty for none."""
     speculation: Speculation | None = field(default=None, compare=False)
     """How it drafts, which follows from all else."""
+    fixed: Pool | None = field(default=None, compare=False)
+    """The pool itself, where the study gives it whole."""
+
+    @property
+    def devices(self) -> int:
+        """GPUs of all instances, those of drafters among them."""
+        drafter = 0 if self.speculation is None else self.speculation.own_devices(self.shape.tp)
+        own = self.shape.devices + drafter if self.fixed is None else self.fixed.devices
+        return self.instances * own
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """By which choices are sorted."""
+        caching = -1 if self.prefix_caching is None else int(self.prefix_caching)
+        return (
+            self.shape,
+            self.instances,
+            self.max_num_seqs,
+            self.max_num_batched_tokens,
+            caching,
+            self.drafter,
+        )
 
     @property
     def name(self) -> str:
-        """E.g. tp2-pp1-x4-s256-t8192, and the drafter's label where it drafts."""
-        s = self.shape
-        name = f"tp{s.tp}-pp{s.pp}-x{s.instances}-s{self.max_num_seqs}-t{self.max_num_batched_tokens}"
-        return f"{name}-{self.drafter}" if self.drafter else name
+        """E.g. tp2-pp1-x4-s256-t8192, and what else is searched of it."""
+        name = f"{self.shape.name}-x{self.instances}-s{self.max_num_seqs}-t{self.max_num_batched_tokens}"
+        caching = {None: "", True: "-cached", False: "-uncached"}[self.prefix_caching]
+        return name + caching + (f"-{self.drafter}" if self.drafter else "")
 
-    def plan(self, study: Study, max_model_len: int, engine: Mapping[str, Any] | None = None) -> Plan:
-        """The plan it stands for: one pool of the study's hardware, with the policy and router of all its plans, and
-        with the settings of the study's `engine` where these leave something open."""
+    @cached_property
+    def names(self) -> Mapping[str, Any]:
+        """What constraints call its settings (`simtune.specs.constraints.POOL_NAMES`)."""
+        shape = self.shape
+        return {
+            "role": shape.role,
+            "gpu": shape.gpu,
+            "tp": shape.tp,
+            "pp": shape.pp,
+            "attention_dp": shape.attention_dp,
+            "expert_parallel": shape.expert_parallel,
+            "kv_dtype": shape.kv_dtype,
+            "instances": self.instances,
+            "devices": self.devices,
+            "max_num_seqs": self.max_num_seqs,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "prefix_caching": bool(self.prefix_caching),
+            "drafter": self.drafter,
+        }
+
+    def pool(self, study: Study, max_model_len: int, engine: Mapping[str, Any]) -> Pool:
+        """The pool it stands for, with the settings of `engine` where the study leaves something open."""
+        if self.fixed is not None:
+            return self.fixed.model_copy(update={"max_model_len": self.fixed.max_model_len or max_model_len})
+        kv_cache: dict[str, Any] = {"dtype": self.shape.kv_dtype} if self.shape.kv_dtype else {}
+        if self.prefix_caching is not None:
+            kv_cache["prefix_caching"] = self.prefix_caching
         own = {
-            "hardware": study.hardware.profile,
-            "instances": self.shape.instances,
-            "parallelism": Parallelism(tp=self.shape.tp, pp=self.shape.pp),
+            "name": self.shape.role,
+            "role": self.shape.role,
+            "instances": self.instances,
+            "parallelism": self.shape.parallelism,
             "batching": {
                 "max_num_seqs": self.max_num_seqs,
                 "max_num_batched_tokens": self.max_num_batched_tokens,
@@ -65,36 +138,348 @@ class Candidate:
             },
             "max_model_len": max_model_len,
             "speculation": self.speculation,
+            **({"kv_cache": kv_cache} if kv_cache else {}),
         }
-        settings = {} if engine is None else {"engine": study.engine, **engine}
-        pool = Pool.model_validate(merged(own, settings))
-        return Plan(name=self.name, model=study.model, pools=(pool,), router=study.router or RoundRobinRouting())
+        return Pool.model_validate(merged(own, {"hardware": self.shape.gpu, **engine}))
 
 
-def shapes(study: Study) -> list[ParallelShape]:
-    """Every tp x pp that the devices allow, with the instances asked for: by default as many as fit.
+Shape = tuple[tuple[PoolShape, int], ...]
+"""Shapes of the pools of a plan, each with its instances: a class of plans that differ in settings alone."""
 
-    When the fewest GPUs are wanted, every number of instances is a shape of its own.
-    """
-    devices, search = study.hardware.devices, study.search
-    space = set()
-    for tp, pp in product(search.tp, search.pp):
-        most = devices // (tp * pp)
-        if search.instances is not None:
-            counts = [n for n in search.instances if n <= most]
-        elif study.objective == "gpus":
-            counts = list(range(1, most + 1))
+
+@dataclass(frozen=True)
+class Candidate:
+    """One point of the search space: a mixed pool, or a prefill and a decode pool."""
+
+    pools: tuple[PoolChoice, ...]
+    router: int = 0
+    """Which of the study's routers."""
+
+    @classmethod
+    def mixed(
+        cls,
+        gpu: str,
+        tp: int,
+        pp: int = 1,
+        instances: int = 1,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        drafter: str = "",
+        speculation: Speculation | None = None,
+    ) -> Candidate:
+        """One mixed pool."""
+        shape = PoolShape(gpu, tp, pp)
+        choice = PoolChoice(
+            shape, instances, max_num_seqs, max_num_batched_tokens, drafter=drafter, speculation=speculation
+        )
+        return cls((choice,))
+
+    @cached_property
+    def shape(self) -> Shape:
+        """How its GPUs are cut: plans of one shape differ in settings alone."""
+        return tuple((pool.shape, pool.instances) for pool in self.pools)
+
+    @cached_property
+    def num_gpus(self) -> int:
+        """Of all pools."""
+        return sum(pool.devices for pool in self.pools)
+
+    @property
+    def gpus_per_instance(self) -> int:
+        """The most of any of its pools."""
+        return max(pool.shape.devices for pool in self.pools)
+
+    @property
+    def drafter(self) -> str:
+        """The label of the drafter of the pool that drafts; empty where none does."""
+        return next((pool.drafter for pool in self.pools if pool.drafter), "")
+
+    @property
+    def speculation(self) -> Speculation | None:
+        """How that pool drafts."""
+        return next((pool.speculation for pool in self.pools if pool.speculation is not None), None)
+
+    @property
+    def decoding(self) -> PoolChoice:
+        """The pool that decodes: its only one, or the decode pool."""
+        return self.pools[-1]
+
+    @property
+    def prefilling(self) -> PoolChoice | None:
+        """The prefill pool, where prompts have one."""
+        return self.pools[0] if len(self.pools) > 1 else None
+
+    @property
+    def cut(self) -> tuple[PoolShape, ...]:
+        """How the GPUs of each pool are cut into instances, however many there are."""
+        return tuple(pool.shape for pool in self.pools)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """By which candidates are sorted."""
+        return (len(self.pools), tuple(pool.key for pool in self.pools), self.router)
+
+    @property
+    def name(self) -> str:
+        """E.g. tp2-pp1-x4-s256-t8192; of prefill and decode pools p.tp1-..._d.tp2-...; with the GPU where a study has
+        several, and the router's number where it has several."""
+        parts = [self._pool_name(pool) for pool in self.pools]
+        return "_".join(parts) + (f"-router{self.router + 1}" if self.router else "")
+
+    def _pool_name(self, pool: PoolChoice) -> str:
+        role = "" if pool.shape.role == "mixed" else f"{pool.shape.role[0]}."
+        return f"{role}{self.gpu_label(pool)}{pool.name}"
+
+    gpu_labels: bool = False
+    """Whether names say on which GPU a pool runs."""
+
+    def gpu_label(self, pool: PoolChoice) -> str:
+        """The GPU in a name, where there are several."""
+        return re.sub(r"[^A-Za-z0-9.]+", "-", pool.shape.gpu).strip("-") + "-" if self.gpu_labels else ""
+
+    def with_pools(self, pools: Iterable[PoolChoice]) -> Candidate:
+        """The same plan with its pools settled."""
+        return replace(self, pools=tuple(pools))
+
+    def plan(
+        self, study: Study, max_model_len: int, engine: Callable[[str], Mapping[str, Any]] = lambda gpu: {}
+    ) -> Plan:
+        """The plan it stands for. `engine` are the settings of the study's engine on a hardware profile."""
+        pools = tuple(pool.pool(study, max_model_len, engine(pool.shape.gpu)) for pool in self.pools)
+        apart = len(pools) > 1
+        return Plan(
+            name=self.name,
+            model=study.model,
+            pools=pools,
+            router=study.routers[self.router],
+            decode_router=study.decode_router if apart else None,
+            link=(study.link or KvLink()) if apart else None,
+        )
+
+
+# --- the space --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Space:
+    """All candidates of a study that fulfil its constraints, and how many were left out by each of these."""
+
+    candidates: tuple[Candidate, ...]
+    left_out: Mapping[str, int]
+    """By constraint, in its own words."""
+
+    @property
+    def shapes(self) -> dict[Shape, list[Candidate]]:
+        """The candidates by the shape of their pools."""
+        shapes: dict[Shape, list[Candidate]] = {}
+        for candidate in self.candidates:
+            shapes.setdefault(candidate.shape, []).append(candidate)
+        return shapes
+
+
+def space_of(study: Study) -> Space:
+    """What a study spans. Raises Infeasible where that is nothing, naming the constraints that rule each other out."""
+    every = list(candidates(study))
+    if not every:
+        cuts = "tp x pp x attention_dp"
+        counts = ", ".join(f"{entry.devices} {entry.profile}" for entry in study.hardware)
+        raise Infeasible(
+            f"{study.name}: no {cuts} of the search space fits {counts} devices; allow more devices, or smaller "
+            "search.tp and search.pp"
+        )
+    verdicts = _Verdicts(study)
+    kept, left_out = [], Counter[str]()
+    for candidate in every:
+        broken = next((text for text in study.constraints if not verdicts.holds(text, candidate)), None)
+        if broken is None:
+            kept.append(candidate)
+        else:
+            left_out[broken] += 1
+    if not kept:
+        raise Infeasible(_contradiction(study, every, verdicts))
+    return Space(tuple(kept), left_out)
+
+
+class _Verdicts:
+    """Which constraints hold of which candidates."""
+
+    def __init__(self, study: Study) -> None:
+        self._study = study
+        self._constraints = {text: Constraint(text) for text in study.constraints}
+
+    def holds(self, text: str, candidate: Candidate) -> bool:
+        constraint = self._constraints[text]
+        plan = {"num_gpus": candidate.num_gpus, "router": self._study.routers[candidate.router].kind}
+        if constraint.roles:
+            return constraint.holds_for_plan({pool.shape.role: pool.names for pool in candidate.pools}, plan)
+        return all(constraint.holds(pool.names, plan) for pool in candidate.pools)
+
+
+def _contradiction(study: Study, every: Sequence[Candidate], verdicts: _Verdicts) -> str:
+    """Which constraints leave nothing between them: of a set that does, each that is not needed for it is let go."""
+    fulfilled = {
+        text: {i for i, candidate in enumerate(every) if verdicts.holds(text, candidate)} for text in study.constraints
+    }
+    needed = list(study.constraints)
+    for text in study.constraints:
+        rest = [other for other in needed if other != text]
+        if rest and not set.intersection(*(fulfilled[other] for other in rest)):
+            needed = rest
+    lines = " and ".join(f"`{text}`" for text in needed)
+    why = "contradict each other" if len(needed) > 1 else "holds for none"
+    return f"{study.name}: of {len(every):,} plans, {lines} {why}; loosen one, or allow other choices in search"
+
+
+def candidates(study: Study) -> Iterator[Candidate]:
+    """Every candidate of a study whatever its constraints, in ascending order, none twice."""
+    pools: set[tuple[PoolChoice, ...]] = set()
+    if "mixed" in study.search.layouts and not study.fixed:
+        pools |= {(pool,) for pool in _mixed(study)}
+    if "prefill-decode" in study.search.layouts:
+        pools |= set(_disaggregated(study))
+    several, routers = len(study.hardware) > 1, range(len(study.routers))
+    every = [Candidate(those, router, several) for those in pools for router in routers]
+    yield from sorted(every, key=lambda candidate: candidate.key)
+
+
+def _mixed(study: Study) -> Iterator[PoolChoice]:
+    for shape in _pool_shapes(study, "mixed"):
+        most = _most(study, shape)
+        asked = _choices(study, "mixed").instances
+        if asked is not None:
+            counts: Iterable[int] = [n for n in asked if n <= most]
+        elif study.objective in COUNTING:
+            counts = range(1, most + 1)
         else:
             counts = [most] if most else []
-        space |= {ParallelShape(tp, pp, n) for n in counts}
-    return sorted(space)
+        for instances in counts:
+            yield from _settings(study, shape, instances)
 
 
-def members(study: Study, shape: ParallelShape) -> list[Candidate]:
-    """Every candidate of a shape, in ascending order."""
-    search = study.search
-    drafters = ("", *(choice.label for choice in study.speculation))
-    return sorted(
-        Candidate(shape, seqs, tokens, drafter)
-        for seqs, tokens, drafter in set(product(search.max_num_seqs, search.max_num_batched_tokens, drafters))
+def _most(study: Study, shape: PoolShape) -> int:
+    """Instances of a shape that all its devices make."""
+    devices = study.devices(shape.gpu)
+    return min(devices, study.limits.gpus or devices) // shape.devices
+
+
+def _disaggregated(study: Study) -> Iterator[tuple[PoolChoice, ...]]:
+    fixed = {pool.role: pool for pool in study.fixed}
+    sides: list[list[PoolShape | Pool]] = [
+        [fixed[role]] if role in fixed else [*_pool_shapes(study, role)] for role in ("prefill", "decode")
+    ]
+    for prefill, decode in product(*sides):
+        pair = [_fixed_choice(side) if isinstance(side, Pool) else side for side in (prefill, decode)]
+        for counts in _counts(study, *pair):
+            choices = [
+                [side] if isinstance(side, PoolChoice) else [*_settings(study, side, n)]
+                for side, n in zip(pair, counts, strict=True)
+            ]
+            yield from product(*choices)
+
+
+def _fixed_choice(pool: Pool) -> PoolChoice:
+    cut, batching = pool.parallelism, pool.batching
+    shape = PoolShape(
+        pool.hardware, cut.tp, cut.pp, cut.attention_dp, cut.expert_parallel, pool.kv_cache.dtype or "", pool.role
     )
+    return PoolChoice(
+        shape,
+        pool.instances,
+        batching.max_num_seqs,
+        batching.max_num_batched_tokens,
+        pool.kv_cache.prefix_caching,
+        fixed=pool,
+    )
+
+
+def _counts(study: Study, prefill: PoolShape | PoolChoice, decode: PoolShape | PoolChoice) -> list[tuple[int, int]]:
+    """Instances of a prefill and a decode pool: every pair where instances are counted, or given; where only what a
+    device does matters each ratio once, as large as it fits; else the pairs to which the devices allow no further
+    instance."""
+    fitting = _fitting(study, prefill, decode)
+    if study.objective in COUNTING:
+        return sorted(fitting)
+    if study.objective in PER_DEVICE:
+        asked = any(_given(study, side) for side in (prefill, decode))
+        return sorted(pair for pair in fitting if asked or _next_of_ratio(*pair) not in fitting)
+    return sorted((p, d) for p, d in fitting if (p + 1, d) not in fitting and (p, d + 1) not in fitting)
+
+
+def _fitting(study: Study, prefill: PoolShape | PoolChoice, decode: PoolShape | PoolChoice) -> set[tuple[int, int]]:
+    """Instances of the two for which there are devices."""
+    sides = (prefill, decode)
+    fixed = [side for side in sides if isinstance(side, PoolChoice)]
+    of_prefill, of_decode = (side.shape if isinstance(side, PoolChoice) else side for side in sides)
+    pairs = product(*(_of_side(study, side) for side in sides))
+    return {(p, d) for p, d in pairs if _fits(study, ((of_prefill, p), (of_decode, d)), fixed)}
+
+
+def _given(study: Study, side: PoolShape | PoolChoice) -> bool:
+    """Whether a study says how many instances there are."""
+    return isinstance(side, PoolChoice) or _choices(study, side.role).instances is not None
+
+
+def _next_of_ratio(p: int, d: int) -> tuple[int, int]:
+    """The next larger pair of numbers in the same ratio."""
+    divisor = math.gcd(p, d)
+    return p + p // divisor, d + d // divisor
+
+
+def _of_side(study: Study, side: PoolShape | PoolChoice) -> Sequence[int]:
+    if isinstance(side, PoolChoice):
+        return [side.instances]
+    asked, most = _choices(study, side.role).instances, _most(study, side)
+    return range(1, most + 1) if asked is None else [n for n in asked if n <= most]
+
+
+def _fits(study: Study, cut: Sequence[tuple[PoolShape, int]], fixed: Sequence[PoolChoice]) -> bool:
+    """Whether the devices of a study, and what it allows of them, are enough for these instances."""
+    used = Counter[str]()
+    for shape, instances in cut:
+        own = next((choice.devices for choice in fixed if choice.shape == shape), instances * shape.devices)
+        used[shape.gpu] += own
+    if study.limits.gpus is not None and sum(used.values()) > study.limits.gpus:
+        return False
+    return all(count <= study.devices(gpu) for gpu, count in used.items())
+
+
+def _choices(study: Study, role: Role) -> PoolChoices:
+    """What is searched for the pools of a role."""
+    search = study.search
+    common = {name: getattr(search, name) for name in PoolChoices.model_fields if hasattr(search, name)}
+    own = {"prefill": search.prefill, "decode": search.decode}.get(role)
+    given = {} if own is None else {name: value for name, value in own if value is not None}
+    return PoolChoices.model_construct(**{"gpus": None, "drafters": None, **common, **given})
+
+
+def _pool_shapes(study: Study, role: Role) -> Iterator[PoolShape]:
+    choices = _choices(study, role)
+    gpus = choices.gpus or [entry.profile for entry in study.hardware]
+    cuts = (choices.tp or (), choices.pp or (), choices.attention_dp or (), choices.expert_parallel or ())
+    for gpu, tp, pp, dp, ep, kv_dtype in product(gpus, *cuts, choices.kv_dtype or ("",)):
+        yield PoolShape(gpu, tp, pp, dp, ep, kv_dtype, role)
+
+
+def _settings(study: Study, shape: PoolShape, instances: int) -> Iterator[PoolChoice]:
+    """The settings searched of a pool, each once."""
+    choices = _choices(study, shape.role)
+    labels = ["", *(choice.label for choice in study.speculation)]
+    drafters = list(choices.drafters or (labels if shape.role != "prefill" else [""]))
+    sizes = _sizes(study, shape.role, drafters == [""])
+    for (seqs, tokens), caching, drafter in product(sizes, choices.prefix_caching or (None,), drafters):
+        yield PoolChoice(shape, instances, seqs, tokens, caching, drafter)
+
+
+def _sizes(study: Study, role: Role, plain: bool) -> set[tuple[int, int]]:
+    """Seats and token budgets. Prefill instances have as many seats as go with their budget, and decode instances the
+    smallest budget that holds a token for each seat where nothing is drafted, unless the study says otherwise: neither
+    is reached there."""
+    choices = _choices(study, role)
+    seats, budgets = choices.max_num_seqs or (), choices.max_num_batched_tokens or ()
+    own = {"prefill": study.search.prefill, "decode": study.search.decode}.get(role) or PoolChoices()
+    if role == "prefill" and own.max_num_seqs is None:
+        return {(max((s for s in seats if s <= t), default=min(seats)), t) for t in budgets}
+    if role == "decode" and own.max_num_batched_tokens is None and plain:
+        return {(s, min((t for t in budgets if t >= s), default=max(budgets))) for s in seats}
+    return set(product(seats, budgets))

@@ -28,9 +28,10 @@ from simtune.cli.output import (
 
 if TYPE_CHECKING:
     from simtune.sim.summary import CostBasis
-    from simtune.specs.study import Study
     from simtune.tuner.confidence import Confidence
-    from simtune.tuner.search import Question, Trial, Tuned
+    from simtune.tuner.question import Question
+    from simtune.tuner.search import Course
+    from simtune.tuner.trial import Trial, Tuned
 
 
 @click.command()
@@ -85,23 +86,23 @@ def optimize(  # noqa: PLR0913 - one for each option
     question = load_question(study_file, settings)
     _check_drafts(question)
     if dry_run:
-        _print_size(question.study, as_json)
+        _print_size(question, as_json)
         return 0
     if out is None:
         raise click.UsageError("name the run directory to write: --out runs/NAME")
     claim(out, force)
     note_cut(question.workload, question.trace, question.requests)
-    with progress("shapes", quiet) as update:
+    with progress("plans", quiet) as update:
         tuned = search(
             question,
             jobs=jobs,
-            progress=lambda done, total, best: update(done, total, best.candidate.name if best else ""),
+            progress=lambda now: update(now.done, now.total, _course(now)),
         )
     tuned, sure = _sure(tuned, worlds, robust, jobs)
     note_estimates(tuned.deployment)
     contents = of_study(tuned, jobs=jobs, confidence=sure)
     note_basis(contents.run.summary.cost_basis)
-    inputs = (question.study, question.model, question.hardware, question.workload)
+    inputs = (question.study, question.model, *question.hardware, question.workload)
     write_run(out, contents, inputs, question.trace, question.study.seed)
     if as_json:
         _print_json(tuned, sure, contents.run.summary.cost_basis, out)
@@ -139,15 +140,28 @@ def _check_drafts(question: Question) -> None:
         emitter.speculation(draft.speculation(draft.choice.scheme or Chain(tokens=1)), draft.drafting.model)
 
 
-def _print_size(study: Study, as_json: bool) -> None:
-    from simtune.tuner.space import members, shapes
+def _course(now: Course) -> str:
+    """Where a search stands, in a line: the best plan, and how much better another could be."""
+    if now.best is None or now.value is None or now.bound is None:
+        return f"no plan yet, {now.simulations} simulations"
+    gap = abs(now.bound - now.value) / now.value
+    return (
+        f"{now.best.candidate.name}: {now.value:.4g}, bound {now.bound:.4g} (gap {gap:.1%}), "
+        f"{now.simulations} simulations"
+    )
 
-    space = shapes(study)
-    count = sum(len(members(study, shape)) for shape in space)
+
+def _print_size(question: Question, as_json: bool) -> None:
+    from simtune.tuner.census import census
+
+    counted = census(question)
     if as_json:
-        print_json({"study": study.name, "candidates": count, "shapes": len(space)})
-    else:
-        click.echo(f"{study.name}: {count} candidates in {len(space)} shapes (tp x pp x instances)")
+        print_json({"study": question.study.name, **counted.to_data()})
+        return
+    plans = f"{counted.plans:,} candidates in {counted.shapes:,} shapes"
+    click.echo(f"{question.study.name}: {plans} (how GPUs are cut into pools of instances)")
+    for reason, count in counted.left_out.items():
+        click.echo(f"  {count:,} left out: {reason}")
 
 
 def _print_json(tuned: Tuned, sure: Confidence | None, basis: CostBasis | None, out: Path) -> None:
@@ -158,7 +172,12 @@ def _print_json(tuned: Tuned, sure: Confidence | None, basis: CostBasis | None, 
         {
             "schema": SUMMARY_SCHEMA,
             "plan": tuned.deployment.plan.to_data(),
-            "objective": {"name": tuned.question.study.objective, "value": tuned.value},
+            "objective": {
+                "name": tuned.question.study.objective,
+                "value": tuned.value,
+                "bound": tuned.bound,
+                "gap": tuned.gap,
+            },
             "interrupted": tuned.interrupted,
             "out": str(out),
             "cost_basis": None if basis is None else basis.to_data(),
@@ -181,6 +200,7 @@ def _print(tuned: Tuned, sure: Confidence | None, out: Path) -> None:
         f"{counts['infeasible']} missed it, {counts['pruned']} could not win, {counts['does_not_fit']} do not fit; "
         f"{sum(row.simulations for row in tuned.rows)} simulations"
     )
+    click.echo(f"no plan in this space is more than {tuned.gap:.1%} better under this cost model")
     for line in () if sure is None else sure.lines():
         click.echo(line)
     launch = out / "engine" / "launch.sh"
@@ -190,7 +210,7 @@ def _print(tuned: Tuned, sure: Confidence | None, out: Path) -> None:
 
 def _cells(row: Trial) -> tuple[str, ...]:
     """In the order of COLUMNS."""
-    num_gpus = row.candidate.shape.num_gpus
+    num_gpus = row.candidate.num_gpus
     return (
         row.candidate.name,
         str(num_gpus),

@@ -109,7 +109,14 @@ def split_settings(settings: Sequence[str], allowed: Sequence[str]) -> dict[str,
 def progress(total_of: str, quiet: bool) -> Iterator[Callable[[int, int, str], None]]:
     """Yields update(done, total, words). Shows nothing unless stderr is a terminal."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     console = Console(stderr=True)
     if quiet or not console.is_terminal:
@@ -120,6 +127,7 @@ def progress(total_of: str, quiet: bool) -> Iterator[Callable[[int, int, str], N
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
+        TimeRemainingColumn(),
         TextColumn("{task.description}"),
     )
     with Progress(*columns, console=console, transient=True) as bar:

@@ -4,24 +4,93 @@ Each is at most what a step or round is charged, so that for every one
 
     time >= max over (c0, c1) of c0 + c1 m  +  context_cost_s C  +  head_cost_s n  +  its share of prefill
 
-with m tokens, C context tokens and n sampled rows; the host, or the offset that stands for it, is left out, which only
-lowers the bound.
+with m tokens, C context tokens and n sampled rows. What the host adds after the GPU comes on top, and no step is
+shorter than launching it takes. `CostBounds` reads these off tables; `LeastCosts` has them for tables and a formula.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from simtune.arrays import Array
-from simtune.costs.compiled import StepTables
-from simtune.costs.ticks import TICKS_PER_SECOND
+from simtune.arrays import Array, Ints
+from simtune.costs.compiled import CompiledCosts, LinearCosts, StepTables
+from simtune.costs.drafting import CompiledRounds
+from simtune.costs.protocol import StepCosts
+from simtune.costs.ticks import TICKS_PER_SECOND, to_ticks
+
+
+@dataclass(frozen=True)
+class LeastCosts:
+    """What every step, prompt and sample takes at least, in seconds."""
+
+    lines: Sequence[tuple[float, float]]
+    """(c0, c1) >= 0: no step of m tokens takes less than c0 + c1 m beside its attention and sampling."""
+    context_s: float
+    """Decode attention of each context token."""
+    attention_s: float
+    """Decode attention of any step that decodes."""
+    head_s: float
+    """Head and sampling of each sampled row."""
+    least_head_s: float
+    """Head and sampling of any step that samples."""
+    after_s: float
+    """The host, in every step, after the GPU is done."""
+    shortest_s: float
+    """Any step, before the host comes to it: launching, or a host that hides behind the GPU."""
+    prefill_s: Callable[[Ints, Ints], Array]
+    """Attention of whole prompts (tokens, of which cached), however they are cut into chunks."""
+
+    @classmethod
+    def of_tables(cls, tables: StepTables) -> LeastCosts:
+        """As `CostBounds` reads them off tables."""
+        bounds = CostBounds(tables)
+        kinds = (tables.pure, tables.mixed)
+        return cls(
+            lines=bounds.linear_minorants(),
+            context_s=bounds.context_cost_s(),
+            attention_s=bounds.least_attention_s(),
+            head_s=bounds.head_cost_s(),
+            least_head_s=min(min(kind.head[1:]) for kind in kinds) / TICKS_PER_SECOND,
+            after_s=min(min(kind.after[1:]) for kind in kinds) / TICKS_PER_SECOND,
+            shortest_s=min(min(kind.floor[1:]) for kind in kinds) / TICKS_PER_SECOND,
+            prefill_s=bounds.prefill_cost_s,
+        )
+
+    @classmethod
+    def of_formula(cls, costs: LinearCosts) -> LeastCosts:
+        """A formula is its own lower bound."""
+        step, token, context, pair = (
+            to_ticks(seconds) / TICKS_PER_SECOND
+            for seconds in (costs.step_s, costs.per_token_s, costs.per_context_s, costs.per_pair_s)
+        )
+
+        def prefill_s(prompt: Ints, cached: Ints) -> Array:
+            pairs: Array = prompt * (prompt + 1.0) - cached * (cached + 1.0)
+            return pair * pairs / 2
+
+        return cls([(step, token)], context, context, 0.0, 0.0, 0.0, step, prefill_s)
+
+
+@lru_cache(maxsize=16)
+def _least_of(tables: StepTables) -> LeastCosts:
+    return LeastCosts.of_tables(tables)
+
+
+def least_costs(costs: StepCosts) -> LeastCosts | None:
+    """The least that steps of a cost model take; None for one that nothing is known of but its answers."""
+    if isinstance(costs, CompiledCosts | CompiledRounds):
+        return _least_of(costs.tables)
+    return LeastCosts.of_formula(costs) if type(costs) is LinearCosts else None
 
 
 class CostBounds:
-    """Lower bounds on the parts of a step's time; see the module."""
+    """Lower bounds on the parts of a step's time, off its tables; see the module."""
 
     def __init__(self, tables: StepTables) -> None:
         self._tables = tables
@@ -65,15 +134,30 @@ class CostBounds:
                 lowest = min(lowest, float((values / starts).min()), float(at_ends.min()))
         return lowest / TICKS_PER_SECOND
 
-    def prefill_cost_s(self, prompt_tokens: NDArray[np.integer]) -> Array:
-        """Attention seconds of whole prompts, however they are cut into chunks.
+    def least_attention_s(self) -> float:
+        """Decode attention does not fall with the context, so the shortest contexts tell."""
+        tables = self._tables
+        return (
+            min(
+                (attention.rows[n] or attention.make(n)).ticks[0]
+                for attention in {tables.alone, *tables.beside}
+                for n in range(1, tables.max_num_seqs + 1)
+            )
+            / TICKS_PER_SECOND
+        )
+
+    def prefill_cost_s(self, prompt_tokens: NDArray[np.integer], cached_tokens: NDArray[np.integer] | int = 0) -> Array:
+        """Attention seconds of whole prompts, however they are cut into chunks; the first tokens may be cached.
 
         The differences of the chunks add up to the whole; the overhead of at least one chunk comes on top.
         Prompts longer than max_model_len count as if they were that long.
         """
-        lengths = np.minimum(prompt_tokens, len(self._tables.prefill) - 1)
-        whole: Array = (np.array(self._tables.prefill)[lengths] + self._tables.chunk) / TICKS_PER_SECOND
-        return whole
+        tables = self._tables
+        most = len(tables.prefill) - 1
+        whole = np.array(tables.prefill)[np.minimum(prompt_tokens, most)]
+        cached = np.array(tables.cached)[np.minimum(cached_tokens, most)]
+        seconds: Array = (np.maximum(whole - cached, 0) + tables.chunk) / TICKS_PER_SECOND
+        return seconds
 
     def head_cost_s(self) -> float:
         """The largest c with head and sampling >= c n for all numbers n of sampled rows."""

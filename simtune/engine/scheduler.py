@@ -83,6 +83,14 @@ class Scheduler(ABC):
     reads: ClassVar[frozenset[Hint]] = frozenset()
     takes_over: ClassVar[bool] = True
     """Whether it serves a decode pool: whether `expect` ever takes a request whose prompt is computed elsewhere."""
+    first_come: ClassVar[bool] = False
+    """Whether first tokens come in the order in which requests were added, those of one step at once, and nobody new is
+    admitted while somebody preempted waits; unless a `long_prefill_token_threshold` lets short prompts overtake. Not
+    inherited: a policy derived from another one may have another order."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.first_come = vars(cls).get("first_come", False)
 
     tells_longest = True
     """Whether steps say how long their longest context is; may be switched off by who does not ask."""

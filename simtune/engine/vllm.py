@@ -55,6 +55,7 @@ class VllmFcfs(BatchScheduler):
     """First come, first served. See the module's text for the rule."""
 
     offers = BatchScheduler.offers | {"long_prefills", "reserve_full_isl"}
+    first_come = True
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from simtune.errors import Problem, SpecError, UsageError, suggest
 from simtune.specs import yamlfile
+from simtune.specs.reading import read_text
 from simtune.specs.systems import PublishedSystem, Systems, problems
 
 STORED = "results.json"
@@ -29,7 +30,7 @@ def folder() -> Path:
 
 def read(path: Path) -> Systems:
     """A family from its file. Raises SpecError for all that is wrong in it, its plans and workloads included."""
-    return Systems.from_document(yamlfile.parse(yamlfile.read_text(path), str(path)), problems)
+    return Systems.from_document(yamlfile.parse(read_text(path), str(path)), problems)
 
 
 def collection() -> list[Systems]:

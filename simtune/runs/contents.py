@@ -43,7 +43,7 @@ from simtune.specs.workload import Workload
 from simtune.tuner.confidence import Confidence
 from simtune.tuner.drafting import Contexts, schedule
 from simtune.tuner.rate_sweep import sweeps
-from simtune.tuner.search import UNITS, Trial, Tuned
+from simtune.tuner.trial import Trial, Tuned
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,13 @@ def of_study(tuned: Tuned, *, jobs: int | None = None, confidence: Confidence | 
         seed=study.seed,
         study=study,
         interrupted=tuned.interrupted,
-        objective=ObjectiveValue(name=study.objective, unit=UNITS[study.objective], value=tuned.value),
+        objective=ObjectiveValue(
+            name=study.objective,
+            unit=tuned.question.objective.unit,
+            value=tuned.value,
+            bound=tuned.bound,
+            gap=tuned.gap,
+        ),
         sweep=tuple(chain(of_chosen, *of_rivals)) or None,
         runners_up=tuple(
             RunnerUp(candidate=s.candidate, ttft_quantiles_s=s.judged.ttft_s, tpot_quantiles_s=s.judged.tpot_s)
@@ -193,25 +199,31 @@ def _hardware(deployment: Deployment) -> HardwareFacts:
 
 
 def _candidate(rank: int, row: Trial) -> CandidateRow:
-    shape, drafts, simulated = row.candidate.shape, row.candidate.speculation, row.summary
+    candidate, drafts, simulated = row.candidate, row.candidate.speculation, row.summary
+    pool, prefill, num_gpus = candidate.decoding, candidate.prefilling, candidate.num_gpus
     goodput = None if simulated is None else simulated.goodput_rps
     return CandidateRow(
         rank=rank,
-        candidate=row.candidate.name,
-        tp=shape.tp,
-        pp=shape.pp,
-        instances=shape.instances,
-        num_gpus=shape.num_gpus,
-        max_num_seqs=row.candidate.max_num_seqs,
-        max_num_batched_tokens=row.candidate.max_num_batched_tokens,
-        speculation=None if drafts is None else f"{row.candidate.drafter}: {drafts.scheme.in_words()}",
+        candidate=candidate.name,
+        gpu=pool.shape.gpu,
+        tp=pool.shape.tp,
+        pp=pool.shape.pp,
+        attention_dp=pool.shape.attention_dp,
+        expert_parallel=pool.shape.expert_parallel,
+        instances=pool.instances,
+        prefill=None if prefill is None else f"{prefill.shape.gpu} {prefill.name}",
+        num_gpus=num_gpus,
+        max_num_seqs=pool.max_num_seqs,
+        max_num_batched_tokens=pool.max_num_batched_tokens,
+        speculation=None if drafts is None else f"{candidate.drafter}: {drafts.scheme.in_words()}",
         status=cast(Status, row.status),
         reason=row.reason,
         kv_blocks=row.kv_blocks,
         rate_bound_rps=row.rate_bound_rps,
+        bounded_by=row.bounded_by or None,
         rate_rps=row.rate_rps,
         goodput_rps=goodput,
-        goodput_rps_per_gpu=None if goodput is None else goodput / shape.num_gpus,
+        goodput_rps_per_gpu=None if goodput is None else goodput / num_gpus,
         output_tokens_per_s_per_gpu=None if simulated is None else simulated.output_tokens_per_s_per_gpu,
         output_tokens_per_s_per_user=None if simulated is None else simulated.output_tokens_per_s_per_user,
         ttft_mean_s=row.statistic("ttft", "mean"),
@@ -260,10 +272,11 @@ def _draft_facts(tuned: Tuned) -> dict[str, Any] | None:
     if not question.drafts:
         return None
     draft = next((d for d in question.drafts if d.choice.label == candidate.drafter), question.drafts[0])
-    contexts = Contexts.of(question.stream(candidate.shape))
-    (pool,) = tuned.deployment.plan.pools
+    contexts = Contexts.of(question.stream(candidate))
+    pool = tuned.deployment.plan.pools[-1]  # the one that decodes
+    hardware = question.profiles[candidate.decoding.shape.gpu]
     try:
-        best = schedule(draft, question.model, question.hardware, pool, contexts, MAX_NODES)
+        best = schedule(draft, question.model, hardware, pool, contexts, MAX_NODES)
     except Infeasible:
         return None
     return speculation_facts(draft, best)

@@ -113,6 +113,8 @@ class ObjectiveValue(Record):
     name: str
     unit: str
     value: float
+    bound: float | None = Field(None, description="no plan of the space reaches more, under the cost model")
+    gap: NonNegative | None = Field(None, description="by how much a plan could be better at most, as a share of value")
 
 
 class SweepPoint(Record):
@@ -286,12 +288,16 @@ class CandidateRow(Record):
 
     rank: Annotated[int | None, _column("place in the list, the chosen plan first")]
     candidate: Annotated[str, Field(min_length=1, description="name of the plan")]
-    tp: Annotated[Count, _column("tensor-parallel ranks of a pipeline stage", "GPUs")]
-    pp: Annotated[Count, _column("pipeline stages")]
-    instances: Annotated[Count, _column("engine instances")]
+    gpu: Annotated[str | None, _column("hardware profile of the pool that decodes")] = None
+    tp: Annotated[Count, _column("tensor-parallel ranks of a pipeline stage of that pool", "GPUs")]
+    pp: Annotated[Count, _column("its pipeline stages")]
+    attention_dp: Annotated[Count | None, _column("its groups of ranks with requests of their own")] = None
+    expert_parallel: Annotated[bool | None, _column("whether its ranks have whole experts")] = None
+    instances: Annotated[Count, _column("its engine instances")]
+    prefill: Annotated[str | None, _column("the prefill pool; empty where one pool does all")] = None
     num_gpus: Annotated[Count, _column("of all instances together", "GPUs")]
-    max_num_seqs: Annotated[Count, _column("largest batch", "requests")]
-    max_num_batched_tokens: Annotated[Count, _column("token budget of a step", "tokens")]
+    max_num_seqs: Annotated[Count, _column("largest batch of the pool that decodes", "requests")]
+    max_num_batched_tokens: Annotated[Count, _column("its token budget of a step", "tokens")]
     speculation: Annotated[str | None, _column("drafter and scheme; empty where it does not draft")]
     status: Annotated[
         Status, _column("whether it met the SLO, could not win (pruned), or needs more memory (does_not_fit)")
@@ -299,6 +305,7 @@ class CandidateRow(Record):
     reason: Annotated[str, _column("why it was chosen, or why not")]
     kv_blocks: Annotated[int | None, _column("KV cache of an instance", "blocks")]
     rate_bound_rps: Annotated[float | None, _column("no higher rate is possible", "requests/s")]
+    bounded_by: Annotated[str | None, _column("what says so")] = None
     rate_rps: Annotated[float | None, _column("offered in its last simulation", "requests/s")]
     goodput_rps: Annotated[float | None, _column("answered within every limit", "requests/s")]
     goodput_rps_per_gpu: Annotated[float | None, _column("goodput over num_gpus", "requests/s/GPU")]

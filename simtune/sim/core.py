@@ -183,6 +183,7 @@ class EngineCore:
     """Requests handed over whose KV cache is still here."""
     busy: int = field(default=0, init=False)
     """Ticks spent in steps so far."""
+    most_tokens: int = field(default=0, init=False)  # of a step with chunks, so far
     sampler: StepSampler = field(default_factory=StepSampler, init=False)
     """Keeps some of its steps."""
     inbox: Inbox = field(default_factory=Inbox, init=False)
@@ -379,9 +380,8 @@ class EngineCore:
         self.stepping.reset()
 
     def _idle(self, now: int) -> None:
-        """Nothing can run."""
+        """Nothing can run; with asynchronous scheduling the last ones have left only now."""
         if self.inbox.waiting:
-            # With asynchronous scheduling the last ones have left only now.
             self.inbox.make_room(now, self.scheduler, self._agenda, self._recorder)
         if self.draining:
             self._agenda.post((now, DRAINED, self.number, 0))
@@ -401,6 +401,7 @@ class EngineCore:
                 completing += past + tokens - chunk.padding == request.prompt_tokens + request.emitted  # it `completes`
                 if scheduled[request.id] < 0:
                     scheduled[request.id] = now
+            self.most_tokens = max(self.most_tokens, step.num_decodes + sum([tokens for _, tokens in chunks]))
             time.first = self._timer.mixed(step, chunks, completing)
             time.slope, time.repetitions, time.ends = 0, 1, None
         else:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from simtune.costs.compiled import compile_costs
+from simtune.costs.compiled import CompiledCosts, compile_costs
 from simtune.costs.drafting import CompiledRounds
 from simtune.costs.iteration import StepModel
 from simtune.costs.memory import GIB, Memory
@@ -101,7 +101,7 @@ class Deployment:
         length predictors that draw.
         """
         slo, scale, offered_rate_rps = slo or Slo(), 1.0, stream.offered_rate_rps
-        instances = self._enough_instances(stream, cores)
+        instances = self.enough_instances(stream, cores)
         if instances is not None:
             all_instances = self.pools[0].spec.instances
             scale = all_instances / instances
@@ -127,8 +127,8 @@ class Deployment:
         self._check_answered(result)
         return result
 
-    def _enough_instances(self, stream: RequestStream, cores: int | None) -> int | None:
-        """How many instances have so many cores, where these can stand for all and are fewer."""
+    def enough_instances(self, stream: RequestStream, cores: int | None) -> int | None:
+        """How many instances have so many cores, where these can stand for all and are fewer; see `simulate`."""
         if cores is None or stream.arrival_s is None or not self.cores_apart:
             return None
         instances = -(-cores // self.pools[0].cores_each)
@@ -150,7 +150,7 @@ def deploy(
     plan: Plan,
     model: Model,
     hardware: Hardware | Mapping[str, Hardware],
-    costs: StepCosts | None = None,
+    costs: StepCosts | Mapping[str, StepCosts] | None = None,
     *,
     factors: Mapping[str, float] | None = None,
     drafting: Drafting | Mapping[str, Drafting] | None = None,
@@ -159,8 +159,8 @@ def deploy(
 
     `hardware` is that of all pools, or of each pool by the name the plan gives. `factors` multiply the times of
     operator kinds (`simtune.costs.iteration.KINDS`), to draw a world in which they are off. `drafting` is what the
-    speculation of all pools, or of each by the pool's name, names; costs of pools that speculate are compiled here,
-    unless those given are a user's own.
+    speculation of all pools, or of each by the pool's name, names. `costs` are those of all pools, of which only a
+    user's own serve pools that speculate, or those of each pool by its name; what is missing is compiled.
 
     Raises Infeasible, saying what is missing, when the model does not fit or the plan contradicts itself, and PartError
     where a part that the plan names cannot be used.
@@ -169,8 +169,33 @@ def deploy(
     if wrong:
         raise PartError("\n".join(wrong))
     with parts.blamed(parts.brought(plan, [])):
-        pools = [_deployed(pool, plan, model, hardware, costs, factors, drafting) for pool in plan.pools]
+        pools = [
+            _deployed(pool, plan, model, hardware, _costs_of(pool, costs), factors, drafting) for pool in plan.pools
+        ]
     return Deployment(plan, model, tuple(pools))
+
+
+def _costs_of(pool: Pool, costs: StepCosts | Mapping[str, StepCosts] | None) -> StepCosts | None:
+    """What serves a pool of the costs that are given."""
+    if isinstance(costs, Mapping):
+        return costs.get(pool.name)
+    return None if pool.speculation is not None and not isinstance(costs, parts.OwnCosts) else costs
+
+
+def compiled_costs(
+    pool: Pool,
+    model: Model,
+    hardware: Hardware,
+    max_model_len: int,
+    drafts: Drafting | None = None,
+    factors: Mapping[str, float] | None = None,
+) -> CompiledCosts | CompiledRounds:
+    """Step costs of a pool, of rounds where it drafts. They serve all pools that differ in instances alone, or that
+    have fewer seats or smaller budgets."""
+    if pool.speculation is None or drafts is None:
+        return compile_costs(model, hardware, pool, max_model_len, factors=factors)
+    drafter, shape = pool.speculation.drafter, pool.speculation.scheme.shape
+    return CompiledRounds(model, hardware, pool, max_model_len, drafter, shape, drafts.model, factors)
 
 
 def _deployed(
@@ -190,14 +215,9 @@ def _deployed(
         costs = parts.OwnCosts(read_costs(Path(pool.costs)))
     if isinstance(costs, parts.OwnCosts):
         costs.check_for(pool)
-        compiled: StepCosts = costs
-    elif pool.speculation is not None and drafts is not None:
-        drafter, shape = pool.speculation.drafter, pool.speculation.scheme.shape
-        compiled = CompiledRounds(model, its, pool, max_model_len, drafter, shape, drafts.model, factors)
-    elif costs is not None:
-        compiled, drafts = costs, None
-    else:
-        compiled, drafts = compile_costs(model, its, pool, max_model_len, factors=factors), None
+    compiled = compiled_costs(pool, model, its, max_model_len, drafts, factors) if costs is None else costs
+    if pool.speculation is None:
+        drafts = None
     deployed = DeployedPool(pool, its, memory, compiled, max_model_len, kv_block_bytes(model, pool), drafts)
     if pool.role == "prefill":
         assert plan.link is not None

@@ -46,6 +46,8 @@ class EngineCoreUse(NamedTuple):
     """How many of them were there."""
     sampled: tuple[SampledStep, ...] = ()
     """Some of its steps, evenly spaced in its busy time."""
+    most_tokens: int = 0
+    """Of a step with prefill chunks."""
 
 
 @dataclass(slots=True)

@@ -134,4 +134,4 @@ def _use(core: EngineCore) -> EngineCoreUse:
     kv, tally = core.scheduler.kv, core.scheduler.tally
     looked = (kv.queried_tokens, kv.hit_tokens) if isinstance(kv, PrefixCache) else ()
     use = EngineCoreUse(core.pool, core.instance, core.virtual_engine, kv.total, core.busy, tally, *looked)
-    return use._replace(sampled=core.sampler.steps())
+    return use._replace(sampled=core.sampler.steps(), most_tokens=core.most_tokens)

@@ -134,7 +134,7 @@ def _with_engine(pool: Any, model: Any) -> Any:
 
 def kernels_of(hardware: str, engine: str | None) -> str:
     """The profile with the kernels of an engine: NAME-FAMILY where there is one beside NAME, NAME itself elsewhere."""
-    if engine is None or _is_path(hardware):
+    if engine is None or is_path(hardware):
         return hardware
     own = f"{hardware}-{load_engine(engine).family}"
     return own if own in names("hardware") else hardware
@@ -173,7 +173,7 @@ def _load_other(kind: str, reference: str, check: Check | None) -> Spec:
 
 def _kind(reference: str) -> str:
     """The kind of spec that a reference leads to. Raises UsageError where it is none."""
-    return _kind_of_file(Path(reference)) if _is_path(reference) else _kind_of_name(reference)
+    return _kind_of_file(Path(reference)) if is_path(reference) else _kind_of_name(reference)
 
 
 def _kind_of_name(name: str) -> str:
@@ -219,17 +219,18 @@ def _read(kind: type[S], path: Path, settings: Sequence[str], check: Check | Non
     return kind.from_document(override(yamlfile.parse(read_text(path), str(path)), settings), check)
 
 
-def _is_path(reference: str) -> bool:
+def is_path(reference: str) -> bool:
+    """Whether a reference is the path of a file, not a built-in name."""
     return "/" in reference or os.sep in reference or reference.endswith((*_SPEC_SUFFIXES, *_TRACE_SUFFIXES))
 
 
 def beside(folder: Path, reference: str) -> str:
     """A reference found in a file of `folder`: names stay, relative paths are taken from there."""
-    return str(folder / reference) if _is_path(reference) else reference
+    return str(folder / reference) if is_path(reference) else reference
 
 
 def _locate(kind: str, reference: str) -> Path:
-    if _is_path(reference):
+    if is_path(reference):
         return Path(reference)
     for name, path in _named_files(kind):
         if name == reference:

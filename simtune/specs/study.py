@@ -4,18 +4,39 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    GetJsonSchemaHandler,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import CoreSchema
 
-from simtune.specs.base import Count, Gpus, Name, NonNegative, Part, Seats, Seq, Spec
+from simtune.specs.base import Count, ErrorAt, Gpus, Name, NonNegative, Part, Positive, Seats, Seq, Spec
+from simtune.specs.constraints import Constraint
 from simtune.specs.drafters import AnyDrafter
-from simtune.specs.plan import Policy, RoundRobinRouting, Routing
+from simtune.specs.plan import KvDtype, KvLink, Policy, Pool, RoundRobinRouting, Routing
 from simtune.specs.schemes import AnyScheme
 from simtune.specs.speculation import check_scheme
 from simtune.specs.workload import Slo
 
-Objective = Literal["goodput_per_gpu", "goodput", "gpus", "e2el"]
+Objective = Literal[
+    "goodput_per_gpu",
+    "goodput",
+    "goodput_per_dollar",
+    "gpus",
+    "usd_per_million_tokens",
+    "e2el",
+    "pareto",
+]
 
 Choices = Annotated[Seq[Seats], Field(min_length=1, strict=False)]
+Switch = Annotated[Seq[bool], Field(min_length=1, strict=False)]
+KvDtypes = Annotated[Seq[KvDtype], Field(min_length=1, strict=False)]
+Labels = Annotated[Seq[str], Field(min_length=1, strict=False)]
 
 
 class HardwareCount(Part):
@@ -25,18 +46,89 @@ class HardwareCount(Part):
     devices: Gpus
 
 
+class _OneOrMore:
+    """Says in the schema that one entry may stand without a list."""
+
+    def __get_pydantic_json_schema__(self, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        several = handler(core_schema)
+        return {"anyOf": [several["items"], several]}
+
+
+def _listed(value: Any) -> Any:
+    return value if isinstance(value, (list, tuple)) else (value,)
+
+
+HardwareCounts = Annotated[
+    Seq[HardwareCount], Field(min_length=1, strict=False), BeforeValidator(_listed), _OneOrMore()
+]
+"""One or several kinds of devices; one may be written without a list."""
+
+
+def _understood(text: str) -> str:
+    Constraint(text)
+    return text
+
+
+class PoolChoices(Part):
+    """What is searched for the pools of one role; what is left out is searched as for all."""
+
+    gpus: Labels | None = Field(None, description="hardware profiles of the study; all of them unless given")
+    tp: Choices | None = None
+    pp: Choices | None = None
+    attention_dp: Choices | None = None
+    expert_parallel: Switch | None = None
+    kv_dtype: KvDtypes | None = None
+    instances: Choices | None = None
+    max_num_seqs: Choices | None = None
+    max_num_batched_tokens: Choices | None = None
+    prefix_caching: Switch | None = None
+    drafters: Labels | None = Field(None, description="labels of `speculation`; '' is none; all and none unless given")
+
+
 class Search(Part):
     """The space, and how finely it is searched."""
 
+    layouts: Annotated[Seq[Literal["mixed", "prefill-decode"]], Field(min_length=1, strict=False)] = Field(
+        ("mixed",), description="prefill-decode: a pool of prefill and one of decode instances, in all ratios that fit"
+    )
     tp: Choices = (1, 2, 4, 8)
     pp: Choices = (1, 2, 4)
+    attention_dp: Choices = (1,)
+    expert_parallel: Switch = (False,)
+    kv_dtype: KvDtypes | None = Field(None, description="the engine's or the model's own unless given")
     max_num_seqs: Choices = (64, 128, 256, 512)
     max_num_batched_tokens: Choices = (1024, 2048, 4096, 8192)
+    prefix_caching: Switch | None = Field(None, description="as the engine sets it, else off, unless given")
     instances: Choices | None = Field(None, description="as many as the devices allow unless given")
+    routers: Annotated[Seq[Routing], Field(min_length=1, strict=False)] | None = Field(
+        None, description="in place of the study's one router"
+    )
+    prefill: PoolChoices | None = Field(
+        None, description="of prefill pools, where they differ; as many seats as go with the budget unless given"
+    )
+    decode: PoolChoices | None = Field(
+        None,
+        description="of decode pools, where they differ; the smallest budget with a token for each seat unless given",
+    )
     requests: Count | None = Field(None, description="simulated per evaluation; the workload's own number unless given")
     rate_tolerance: Annotated[float, Field(gt=0, lt=1)] = Field(
         0.02, description="relative width at which the search for the highest rate stops"
     )
+
+
+class StudyLimits(Part):
+    """Bounds on what else a plan comes to, whatever the objective."""
+
+    gpus: Count | None = Field(None, description="at most")
+    usd_per_hour: Positive | None = Field(None, description="at most; prices are those of the hardware profiles")
+    usd_per_million_tokens: Positive | None = Field(None, description="at most, of output tokens")
+    goodput: Positive | None = Field(None, description="at least, requests/s")
+    goodput_per_gpu: Positive | None = Field(None, description="at least, requests/s")
+    goodput_per_dollar: Positive | None = Field(None, description="at least, requests per dollar")
+
+    def given(self) -> dict[str, float]:
+        """Those that are set, by name."""
+        return {name: value for name, value in self if value is not None}
 
 
 class StudyBatching(Part):
@@ -72,32 +164,56 @@ class DrafterChoice(Part):
 class Study(Spec):
     """The question put to `simtune optimize`.
 
-    objective goodput_per_gpu and goodput look for the highest request rate that meets the SLO;
-    gpus (fewest devices) and e2el (lowest mean end-to-end latency) are judged at the workload's own rate.
+    objective goodput_per_gpu, goodput and goodput_per_dollar look for the highest request rate that meets the SLO;
+    gpus (fewest devices), usd_per_million_tokens (cheapest output tokens) and e2el (lowest mean end-to-end latency) are
+    judged at the workload's own rate; pareto asks for all plans that are best in tokens/s/user or in tokens/s/GPU.
     Every candidate is tried without drafts, and with each drafter of `speculation`.
     """
 
     KIND: ClassVar[str] = "study"
     model: str
-    hardware: HardwareCount
+    hardware: HardwareCounts
     workload: str
     slo: Slo
     objective: Objective = "goodput_per_gpu"
+    limits: StudyLimits = StudyLimits()
     engine: str | None = Field(
         None,
         description="an engine preset, by name or file: what the search leaves open stands as that release sets it",
     )
     batching: StudyBatching | None = Field(None, description="the policy of all plans; vllm-fcfs unless given")
     router: Routing | None = Field(None, description="of all plans; round_robin unless given")
+    decode_router: Routing | None = Field(None, description="chooses the decode instance; least_tokens unless given")
+    link: KvLink | None = Field(None, description="between prefill and decode instances; inter_node unless given")
     speculation: Annotated[Seq[DrafterChoice], Field(strict=False)] = ()
+    constraints: Annotated[Seq[Annotated[str, AfterValidator(_understood)]], Field(strict=False)] = Field(
+        (), description="expressions that every plan must fulfil, such as tp <= 4 or gpu != 'l40s'"
+    )
+    fixed: Annotated[Seq[Pool], Field(strict=False)] = Field(
+        (), description="a prefill or a decode pool that all plans have as it is; the other one is searched"
+    )
     search: Search = Search()
     seed: Annotated[int, Field(ge=0)] = 0
+
+    @field_serializer("hardware")
+    def _one_without_a_list(self, hardware: tuple[HardwareCount, ...]) -> Any:
+        entries = [entry.model_dump() for entry in hardware]
+        return entries[0] if len(entries) == 1 else entries
+
+    @property
+    def routers(self) -> tuple[Routing, ...]:
+        """Those among which plans choose."""
+        return self.search.routers or (self.router or RoundRobinRouting(),)
+
+    def devices(self, gpu: str) -> int:
+        """Of a hardware profile that it names."""
+        return next(entry.devices for entry in self.hardware if entry.profile == gpu)
 
     @field_validator("router")
     @classmethod
     def _one_pool(cls, router: Routing | None) -> Routing | None:
         if isinstance(router, RoundRobinRouting) and router.weights:
-            raise ValueError("the plans of a study have one pool; leave weights out")
+            raise ValueError("the plans of a study have one pool that requests come to; leave weights out")
         return router
 
     @field_validator("speculation")
@@ -108,3 +224,46 @@ class Study(Spec):
             if labels.count(label) > 1:
                 raise ValueError(f"{labels.count(label)} drafters are called {label}; give each a name of its own")
         return speculation
+
+    @field_validator("hardware")
+    @classmethod
+    def _distinct_profiles(cls, hardware: tuple[HardwareCount, ...]) -> tuple[HardwareCount, ...]:
+        profiles = [entry.profile for entry in hardware]
+        if len(set(profiles)) < len(profiles):
+            raise ValueError(f"profiles must differ: {', '.join(profiles)}; add up the devices of each")
+        return hardware
+
+    @model_validator(mode="after")
+    def _names_of_the_study(self) -> Self:
+        profiles = [entry.profile for entry in self.hardware]
+        labels = ["", *(choice.label for choice in self.speculation)]
+        for role in ("prefill", "decode"):
+            choices: PoolChoices = getattr(self.search, role) or PoolChoices()
+            for key, known, given in (("gpus", profiles, choices.gpus), ("drafters", labels, choices.drafters)):
+                for i, name in enumerate(given or ()):
+                    if name not in known:
+                        named = ", ".join(repr(one) for one in known)
+                        raise ErrorAt(f"{name!r} is none of the study's: {named}", "search", role, key, i)
+        return self
+
+    @model_validator(mode="after")
+    def _fixed_pools(self) -> Self:
+        for i, pool in enumerate(self.fixed):
+            if pool.role == "mixed" or any(pool.role == other.role for other in self.fixed[:i]):
+                raise ErrorAt(
+                    "fixed pools are one prefill or one decode pool; the other one is searched", "fixed", i, "role"
+                )
+            if pool.hardware not in [entry.profile for entry in self.hardware]:
+                raise ErrorAt(
+                    f"{pool.hardware} is no hardware of the study; list it there, with all its devices",
+                    "fixed", i, "hardware",
+                )  # fmt: skip
+        if len(self.fixed) == 2:
+            raise ErrorAt("with both pools fixed nothing is left to search; use simulate", "fixed")
+        if self.fixed and "prefill-decode" not in self.search.layouts:
+            raise ErrorAt(
+                f"a fixed {self.fixed[0].role} pool is of plans with pools of both; write layouts: [prefill-decode]",
+                "search",
+                "layouts",
+            )
+        return self

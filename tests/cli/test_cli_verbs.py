@@ -313,8 +313,13 @@ def test_optimize_takes_settings_and_seed(desk: Any) -> None:
 
 def test_a_dry_run_counts_and_writes_nothing(desk: Any) -> None:
     said = desk.optimize("--dry-run")
-    assert said.out == "tiny: 4 candidates in 2 shapes (tp x pp x instances)\n"
-    assert desk.optimize("--dry-run", "--json").json == {"study": "tiny", "candidates": 4, "shapes": 2}
+    assert said.out == "tiny: 4 candidates in 2 shapes (how GPUs are cut into pools of instances)\n"
+    assert desk.optimize("--dry-run", "--json").json == {
+        "study": "tiny",
+        "candidates": 4,
+        "shapes": 2,
+        "left_out": {},
+    }
     assert not (desk.folder / "run").exists()
 
 

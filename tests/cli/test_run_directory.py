@@ -280,8 +280,9 @@ def test_an_interrupt_keeps_the_best_so_far_and_says_so(desk: Any, monkeypatch: 
     whole = search.optimize
 
     def interrupted(*args: Any, progress: Any, **named: Any) -> Any:
-        def stop(done: int, total: int, best: Any) -> None:
-            raise KeyboardInterrupt
+        def stop(now: Any) -> None:
+            if now.best is not None:
+                raise KeyboardInterrupt
 
         return whole(*args, progress=stop, **named)
 

@@ -22,7 +22,7 @@ from simtune.specs.catalog import load_model
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan, Pool
 from simtune.specs.study import Study
-from simtune.tuner.space import members, shapes
+from simtune.tuner.space import space_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -115,10 +115,9 @@ def check(pool: Pool, arguments: Any, config: Any) -> None:
 def test_every_plan_that_an_example_may_choose(name: str, read: Read) -> None:
     study = Study.from_file(EXAMPLES / name / "study.yaml")
     model = load_model(study.model)
-    for shape in shapes(study):
-        for candidate in members(study, shape):
-            for found in read(candidate.plan(study, max_model_len=8192), model):
-                check(*found)
+    for candidate in space_of(study).candidates:
+        for found in read(candidate.plan(study, max_model_len=8192), model):
+            check(*found)
 
 
 def test_pools_that_hand_over(read: Read) -> None:

@@ -20,7 +20,7 @@ import simtune
 from simtune.cli import VERBS, cli
 from simtune.specs.catalog import load_study
 from simtune.specs.plan import Plan
-from simtune.tuner.space import members, shapes
+from simtune.tuner.space import space_of
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted(path.parent.name for path in (ROOT / "examples").glob("*/study.yaml"))
@@ -56,9 +56,7 @@ def look_at(example: str, run: Path) -> tuple[Plan, list[dict[str, str]], Any]:
     assert not summary["saturated"]
 
     searched = study.model_validate({k: v for k, v in summary["study"].items() if k != "schema"}, strict=False)
-    assert sorted(row["candidate"] for row in rows) == sorted(
-        candidate.name for shape in shapes(searched) for candidate in members(searched, shape)
-    )
+    assert sorted(row["candidate"] for row in rows) == sorted(c.name for c in space_of(searched).candidates)
     assert all(row["reason"] for row in rows)
     assert [row["candidate"] for row in rows if row["status"] == "chosen"] == [plan.name]
     assert {row["status"] for row in rows} <= {"chosen", "feasible", "infeasible", "pruned", "does_not_fit"}
@@ -67,7 +65,8 @@ def look_at(example: str, run: Path) -> tuple[Plan, list[dict[str, str]], Any]:
             assert float(row["rate_rps"]) <= float(row["rate_bound_rps"]), row["candidate"]
 
     chosen, num_gpus = rows[0], plan.num_devices
-    assert num_gpus <= study.hardware.devices
+    (hardware,) = study.hardware
+    assert num_gpus <= hardware.devices
     assert summary["objective"]["value"] == pytest.approx(float(chosen["rate_rps"]) / num_gpus)
     assert summary["offered_rate_rps"] == pytest.approx(float(chosen["rate_rps"]))
     # Nobody did better than the chosen one by more than the search's own tolerance.

@@ -11,7 +11,7 @@ from simtune.errors import SimtuneError, SpecError, UsageError
 from simtune.specs import catalog
 from simtune.specs.engine import DEFAULT_ENGINE, EnginePreset, merged
 from simtune.specs.plan import Plan, Pool
-from simtune.tuner.space import Candidate, ParallelShape
+from simtune.tuner.space import Candidate
 
 PRESETS = catalog.names("engine")
 
@@ -126,7 +126,8 @@ def test_a_study_searches_plans_of_an_engine(tmp_path: Path) -> None:
         "workload: chat\nengine: vllm-0.12\nslo: {tpot_s: {p99: 0.1}}\n"
     )
     question = load_question(str(tmp_path / "study.yaml"))
-    (pool,) = question.plan(Candidate(ParallelShape(1, 1, 1), 64, 4096), 8192).pools
+    candidate = Candidate.mixed("h100-sxm", 1, max_num_seqs=64, max_num_batched_tokens=4096)
+    (pool,) = question.plan(candidate, 8192).pools
     assert (pool.engine, pool.async_scheduling, pool.kv_cache.memory_utilization) == ("vllm-0.12", False, 0.9)
     assert (pool.batching.max_num_seqs, pool.batching.max_num_batched_tokens) == (64, 4096)
 

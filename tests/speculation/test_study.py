@@ -43,8 +43,9 @@ from simtune.tuner.drafting import (
 )
 from simtune.tuner.drafting.choose import NONE, DraftSetting
 from simtune.tuner.drafting.study import batches_up_to
-from simtune.tuner.search import Question, optimize
-from simtune.tuner.space import Candidate, ParallelShape, members
+from simtune.tuner.question import Question
+from simtune.tuner.search import optimize
+from simtune.tuner.space import Candidate, space_of
 
 VLLM = ENGINES["vllm"]
 MODEL, HARDWARE = load_model("llama-3.1-8b"), load_hardware("h100-sxm")
@@ -81,13 +82,18 @@ def question(*drafts: Draft, workload: Workload | None = None, **search: Any) ->
     study = Study(
         name="study",
         model=MODEL.name,
-        hardware=HardwareCount(profile="h100-sxm", devices=1),
+        hardware=(HardwareCount(profile="h100-sxm", devices=1),),
         workload=workload.name,
         slo=Slo(ttft_s={"p99": 1.0}, tpot_s={"p99": 0.012}),
         speculation=tuple(d.choice for d in drafts),
         search=Search(**space),
     )
-    return Question(study, MODEL, HARDWARE, workload, None, drafts)
+    return Question(study, MODEL, (HARDWARE,), workload, None, drafts)
+
+
+def drafting(speculation: Speculation) -> Candidate:
+    settings = {"max_num_seqs": 64, "max_num_batched_tokens": 2048}
+    return Candidate.mixed("h100-sxm", 1, drafter="eagle3", speculation=speculation, **settings)
 
 
 # --- the schedule -----------------------------------------------------------------------------------------
@@ -201,8 +207,9 @@ def test_a_drafter_that_never_pays_is_said_to() -> None:
 
 def test_a_study_without_drafters_searches_what_it_always_did() -> None:
     study = question().study
-    assert members(study, ParallelShape(1, 1, 1)) == [Candidate(ParallelShape(1, 1, 1), 64, 2048)]
-    assert members(study, ParallelShape(1, 1, 1))[0].name == "tp1-pp1-x1-s64-t2048"
+    (candidate,) = space_of(study).candidates
+    assert candidate == Candidate.mixed("h100-sxm", 1, max_num_seqs=64, max_num_batched_tokens=2048)
+    assert candidate.name == "tp1-pp1-x1-s64-t2048"
 
 
 def test_drafters_have_names_of_their_own() -> None:
@@ -292,9 +299,9 @@ def test_the_capacity_bound_holds_with_drafts(scheme: Scheme, workload: Workload
     """Far more is offered than can be served: what is served per second is no more than the bound."""
     d = draft(0.98, 0.98, 0.98, scheme=scheme, model="llama-3.2-1b" if isinstance(scheme, Dsi) else None)
     q = question(d, workload=workload)
-    candidate = Candidate(ParallelShape(1, 1, 1), 64, 2048, "eagle3", d.speculation(scheme))
+    candidate = drafting(d.speculation(scheme))
     deployment = q.deploy(candidate, 8192)
-    stream = q.stream(candidate.shape, 1000.0)
+    stream = q.stream(candidate, 1000.0)
     (deployed,) = deployment.pools
     bound = Capacity(deployed.costs.tables, stream, 8192).rps(deployed)  # type: ignore[attr-defined]
     served = deployment.simulate(stream, q.study.slo).summary().request_throughput_rps
@@ -306,7 +313,8 @@ def test_a_batch_that_hovers_at_a_threshold_drafts_now_this_now_that() -> None:
     of three does, where many are what none does, and of a load about the threshold something between."""
     d = draft(scheme=AT_NINE)
     q = question(d)
-    deployment = q.deploy(Candidate(ParallelShape(1, 1, 1), 64, 2048, "eagle3", d.speculation(AT_NINE)), 4096)
-    drafted = [q.watch(deployment, rate).drafted for rate in (2.0, 8.0, 20.0)]
+    candidate = drafting(d.speculation(AT_NINE))
+    deployment = q.deploy(candidate, 4096)
+    drafted = [q.watch(candidate, deployment, rate).drafted for rate in (2.0, 8.0, 20.0)]
     per_round = [tally.tokens / tally.rounds for tally in drafted]
     assert per_round[0] > 2.8 > per_round[1] > 1.1 > per_round[2] > 1

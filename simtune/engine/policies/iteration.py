@@ -17,6 +17,7 @@ class Orca(StallFree):
     """
 
     cuts_prompts = "never"
+    first_come = True
 
     def __init__(self, **settings: Unpack[Settings]) -> None:
         settings["chunked_prefill"] = False
@@ -38,3 +39,5 @@ class Sarathi(StallFree):
     Every step is filled up to `max_num_batched_tokens`: those that decode, then prompts under way, then new ones, the
     last of them cut. A long prompt is spread over steps of bounded length, and nobody who decodes waits for it.
     """
+
+    first_come = True

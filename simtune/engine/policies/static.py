@@ -32,6 +32,7 @@ class StaticBatching(ListScheduler):
 
     cuts_prompts = "never"
     takes_over = False
+    first_come = True
 
     def __init__(self, **settings: Unpack[Settings]) -> None:
         settings["chunked_prefill"] = False

@@ -29,6 +29,7 @@ class VllmV0(ListScheduler):
 
     offers = frozenset({"swap", "watermark"})
     cuts_prompts = "never"
+    first_come = True
 
     def __init__(self, *, preemption: Literal["recompute", "swap"] = "recompute", **settings: Unpack[Settings]) -> None:
         """Raises ValueError for settings with which an admitted request could wait for ever."""

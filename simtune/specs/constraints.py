@@ -1,0 +1,159 @@
+"""Constraints of a search space: expressions over the settings of a plan, such as `tp <= 4 or gpu != 'l40s'`.
+
+An expression is a small part of Python's: comparisons (also chained, `in` and `not in`), `and`, `or`, `not`, the
+operators + - * / // %, numbers, texts, true and false, lists. It is held against every pool of a plan, whose settings
+are its names. One that names a pool by its role, as in `decode.instances >= 2 * prefill.instances`, is held against the
+plan as a whole, and holds where the plan has no pool of that role.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from simtune.errors import UsageError, suggest
+
+POOL_NAMES = (
+    "role",
+    "gpu",
+    "tp",
+    "pp",
+    "attention_dp",
+    "expert_parallel",
+    "kv_dtype",
+    "instances",
+    "devices",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "prefix_caching",
+    "drafter",
+)
+"""Settings of a pool: `gpu` is its hardware profile, `devices` are those of all its instances; `kv_dtype` and `drafter`
+are '' where the plan names none."""
+PLAN_NAMES = ("num_gpus", "router")
+"""Settings of a whole plan."""
+ROLES = ("mixed", "prefill", "decode")
+
+Names = Mapping[str, Any]
+
+_BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.In: lambda a, b: a in b,
+    ast.NotIn: lambda a, b: a not in b,
+}
+_UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.Not: operator.not_, ast.USub: operator.neg}
+
+
+class Constraint:
+    """One expression, checked when it is made."""
+
+    def __init__(self, text: str) -> None:
+        """Raises ValueError, saying which part of the expression is not understood and what would be."""
+        self.text = text
+        try:
+            self._body = ast.parse(text.strip(), mode="eval").body
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            raise ValueError(f"{text!r} is no expression; write it like tp <= 4 or gpu != 'l40s'") from None
+        self.roles = frozenset(_checked(self._body, text))
+        """The pools that it names by their role; none where it is held against every pool."""
+
+    def holds(self, pool: Names, plan: Names) -> bool:
+        """Of one pool of a plan. Raises UsageError where two settings cannot be compared."""
+        return bool(self._value(self._body, {**plan, **pool}))
+
+    def holds_for_plan(self, pools: Mapping[str, Names], plan: Names) -> bool:
+        """Of a whole plan, given the settings of its pools by their role."""
+        if not self.roles:
+            return all(self.holds(pool, plan) for pool in pools.values())
+        return not self.roles <= pools.keys() or bool(self._value(self._body, {**plan, **pools}))
+
+    def _value(self, node: ast.AST, names: Names) -> Any:
+        match node:
+            case ast.Constant(value=value):
+                return value
+            case ast.Name(id=name):
+                return names[name] if name not in _WORDS else _WORDS[name]
+            case ast.Attribute(value=ast.Name(id=role), attr=name):
+                return names[role][name]
+            case ast.List(elts=items) | ast.Tuple(elts=items):
+                return [self._value(item, names) for item in items]
+            case ast.BoolOp(op=op, values=values):
+                parts = (self._value(value, names) for value in values)
+                return all(parts) if isinstance(op, ast.And) else any(parts)
+        return self._operation(node, names)
+
+    def _operation(self, node: ast.AST, names: Names) -> Any:
+        match node:
+            case ast.UnaryOp(op=sign, operand=operand):
+                return self._computed(_UNARY[type(sign)], self._value(operand, names))
+            case ast.BinOp(left=left, op=sign, right=right):
+                return self._computed(_BINARY[type(sign)], self._value(left, names), self._value(right, names))
+            case ast.Compare(left=left, ops=signs, comparators=others):
+                values = [self._value(value, names) for value in (left, *others)]
+                pairs = zip(signs, values, values[1:], strict=False)
+                return all(self._computed(_COMPARE[type(sign)], a, b) for sign, a, b in pairs)
+        raise AssertionError(ast.dump(node))
+
+    def _computed(self, compute: Callable[..., Any], *values: Any) -> Any:
+        try:
+            return compute(*values)
+        except (TypeError, ZeroDivisionError, OverflowError, ValueError) as error:
+            raise UsageError(f"constraint {self.text!r}: {error}") from None
+
+
+_WORDS = {"true": True, "false": False, "True": True, "False": False}
+
+
+def _checked(node: ast.AST, text: str) -> set[str]:
+    """The roles that an expression names. Raises ValueError for what is not understood."""
+    match node:
+        case ast.Constant(value=bool() | int() | float() | str()):
+            return set()
+        case ast.Name(id=name):
+            _check_name(name, text)
+            return set()
+        case ast.Attribute(value=ast.Name(id=role), attr=name):
+            _check_attribute(role, name, text)
+            return {role}
+        case ast.List() | ast.Tuple() | ast.BoolOp() | ast.UnaryOp() | ast.BinOp() | ast.Compare():
+            children = list(ast.iter_child_nodes(node))
+            if all(type(child) in _KNOWN for child in children if isinstance(child, _OPERATORS)):
+                inside = [_checked(child, text) for child in children if not isinstance(child, _GRAMMAR)]
+                return set().union(*inside)
+    raise ValueError(
+        f"{text!r}: only comparisons, and, or, not, + - * / // %, numbers, texts and lists are understood here"
+    )
+
+
+def _check_name(name: str, text: str) -> None:
+    known = (*POOL_NAMES, *PLAN_NAMES, *_WORDS)
+    if name not in known:
+        hint = suggest(name, known) or f"; names are {', '.join((*POOL_NAMES, *PLAN_NAMES))}"
+        raise ValueError(f"{text!r}: there is no setting {name!r}{hint}")
+
+
+def _check_attribute(role: str, name: str, text: str) -> None:
+    if role not in ROLES:
+        raise ValueError(f"{text!r}: there is no pool {role!r}{suggest(role, ROLES)}; pools: {', '.join(ROLES)}")
+    if name not in POOL_NAMES:
+        raise ValueError(f"{text!r}: a pool has no {name!r}{suggest(name, POOL_NAMES)}")
+
+
+_OPERATORS = (ast.operator, ast.unaryop, ast.cmpop)
+_GRAMMAR = (*_OPERATORS, ast.boolop, ast.expr_context)
+_KNOWN = {*_BINARY, *_COMPARE, *_UNARY}

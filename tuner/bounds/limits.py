@@ -1,0 +1,100 @@
+"""What an objective asks of the requests one by one: limits, and how many may miss them.
+
+A percentile p of n values lies above its limit as soon as n - floor((n - 1) p) of them do (`MissBudget`), so that
+n - 1 - floor((n - 1) p) may. A mean within L leaves fewer than n / x values above x L (Markov), for every x.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simtune.arrays import Array
+from simtune.sim.requests import RequestStream
+from simtune.sim.result import objectives
+from simtune.specs.workload import Slo, SloMetric
+
+MARKOV = (1.5, 4.0, 20.0)
+"""Multiples of a mean at which what lies above is counted."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of every request, in seconds; infinite where there is none. At most `allowed` requests may miss any of theirs."""
+
+    ttft_s: Array
+    tpot_s: Array
+    e2el_s: Array
+    allowed: int
+
+    @classmethod
+    def none(cls, requests: int) -> Limits:
+        """That everybody meets."""
+        endless = np.full(requests, np.inf)
+        return cls(endless, endless, endless, 0)
+
+    def narrowed(self, metric: SloMetric, which: NDArray[np.bool_], limit_s: float, allowed: int = 0) -> Limits:
+        """With one more limit, which so many more may miss."""
+        column: Array = getattr(self, f"{metric}_s")
+        within = np.where(which, np.minimum(column, limit_s), column)
+        return replace(self, **{f"{metric}_s": within}, allowed=self.allowed + allowed)
+
+
+@dataclass(frozen=True)
+class MeanLimit:
+    """A limit on the mean of a metric over some requests."""
+
+    metric: SloMetric
+    which: NDArray[np.bool_]
+    limit_s: float
+
+
+def of_one_request(stream: RequestStream, slo: Slo) -> Limits:
+    """What makes a request good: within the widest limit of each metric that applies to it (`Result.good`)."""
+    limits = Limits.none(len(stream))
+    for which, metric, widest in _widest(stream, slo):
+        limits = limits.narrowed(metric, which, widest)
+    return limits
+
+
+def _widest(stream: RequestStream, slo: Slo) -> Iterator[tuple[NDArray[np.bool_], SloMetric, float]]:
+    for which, objective in _objectives(stream, slo):
+        for metric in ("ttft", "tpot", "e2el"):
+            asked = [limit for m, _, limit in objective.limits() if m == metric]
+            if asked:
+                yield which, metric, max(asked)
+
+
+def _objectives(stream: RequestStream, slo: Slo) -> Iterator[tuple[NDArray[np.bool_], Slo]]:
+    for index, _, objective in objectives(stream, slo):
+        yield np.ones(len(stream), dtype=bool) if index is None else stream.class_index == index, objective
+
+
+def of_statistics(stream: RequestStream, slo: Slo) -> tuple[list[Limits], list[MeanLimit]]:
+    """What must hold where every line of an objective does: each line by itself, and the widest of all together."""
+    nobody = Limits.none(len(stream))
+    lines: list[Limits] = []
+    means: list[MeanLimit] = []
+    together = nobody
+    for which, objective in _objectives(stream, slo):
+        widest: dict[SloMetric, tuple[float, int]] = {}
+        for metric, statistic, limit in objective.limits():
+            counted = which & (stream.output_tokens > 1) if metric == "tpot" else which
+            n = int(counted.sum())
+            if statistic == "mean":
+                means.append(MeanLimit(metric, counted, limit))
+                asked = [(x * limit, math.ceil(n / x) - 1) for x in MARKOV]
+            else:
+                asked = [(limit, max(0, n - 1 - math.floor((n - 1) * float(statistic[1:]) / 100)))]
+            lines += [nobody.narrowed(metric, counted, *line) for line in asked]
+            widest[metric] = max([asked[-1], *([widest[metric]] if metric in widest else [])])
+        for metric, (limit, allowed) in widest.items():
+            counted = which & (stream.output_tokens > 1) if metric == "tpot" else which
+            together = together.narrowed(metric, counted, limit, allowed)
+    if len(lines) > 1:
+        lines.append(together)
+    return lines, means

@@ -1,0 +1,295 @@
+"""The bounds of a whole plan on the very requests that a simulation of it would see.
+
+Every bound is on what `Deployment.simulate` of the same stream would report, so none of them says more than that. Those
+by floors and windows hold under every policy and router; that by the order of arrival where first tokens come in
+order (`Scheduler.first_come`) and requests are dealt in turn. Costs that say nothing but what is asked have no bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simtune.arrays import Array, Ints
+from simtune.costs.bounds import least_costs
+from simtune.sim.deployment import Deployment
+from simtune.sim.parts import POLICY, ROUTER
+from simtune.sim.requests import RequestStream
+from simtune.specs.plan import RoundRobinRouting
+from simtune.specs.workload import Slo
+from simtune.tuner.bounds.limits import Limits, MeanLimit, of_one_request, of_statistics
+from simtune.tuner.bounds.load import Load
+from simtune.tuner.bounds.windows import ROUNDING, Jobs, first_come, first_come_seated
+from simtune.tuner.bounds.work import PoolWork
+
+CLOSE = 1e-4
+"""Relative width to which the highest rate is found where it is looked for."""
+
+
+class RateBound(NamedTuple):
+    """No higher request rate meets the objective, and what says so."""
+
+    rps: float
+    by: str
+    """`floor`, `order of arrival`, `prefill`, `resources`, `link`, `length` (of a request that is refused); `capacity`
+    where the objective leaves open when anything must be done; `nothing` where the rate is infinite."""
+
+
+def rate_bound(deployment: Deployment, stream: RequestStream, slo: Slo) -> RateBound:
+    """The highest rate at which `deployment` could meet every line of `slo` on these requests."""
+    return PlanBounds(deployment, stream).rate(slo)
+
+
+def attainment_bound(deployment: Deployment, stream: RequestStream, slo: Slo) -> float:
+    """The largest share of the finished requests that could be answered within their limits, at the stream's rate."""
+    return PlanBounds(deployment, stream).attainment(slo)
+
+
+class PlanBounds:
+    """Bounds of one plan on one stream."""
+
+    def __init__(self, deployment: Deployment, stream: RequestStream) -> None:
+        self.deployment, self.stream = deployment, stream
+        self.load = Load(stream, deployment.max_model_len)
+        self.front: list[PoolWork] = []
+        self.back: list[PoolWork] = []
+        """The pools where requests come in, and those that only decode."""
+        self.known = not deployment.plan.events
+        for pool in deployment.pools:
+            least = least_costs(pool.costs)
+            if least is None:
+                self.known = False
+            else:
+                (self.back if pool.spec.role == "decode" else self.front).append(PoolWork(pool, least, self.load))
+
+    # --- the answers ------------------------------------------------------------------------------------------
+
+    def rate(self, slo: Slo) -> RateBound:
+        """See `rate_bound`."""
+        if not self.load.fits.all():
+            return RateBound(0.0, "length")
+        offered = self.stream.offered_rate_rps
+        if not self.known:
+            return RateBound(float("inf"), "nothing")
+        lines, means = of_statistics(self.stream, slo)
+        if any(self._late_alone(line).sum() > line.allowed for line in lines) or any(map(self._mean_missed, means)):
+            return RateBound(0.0, "floor")
+        if offered is None:
+            return RateBound(float("inf"), "nothing")
+        found = [RateBound(float("inf"), "nothing")]
+        for line in lines:
+            alone = self._late_alone(line)
+            found += [
+                RateBound(float(offered * jobs.highest_rate(line.allowed - int(alone.sum()))), by)
+                for by, jobs in self._jobs(line, ~alone)
+            ]
+        best = min(found)
+        if self.first_come:
+            best = self._lower_by_order(best, offered, lines, means)
+        return best if np.isfinite(best.rps) else self._sustained()
+
+    def attainment(self, slo: Slo) -> float:
+        """See `attainment_bound`."""
+        fits = self.load.fits
+        if not self.known or not fits.any() or len({pool.max_model_len for pool in self.deployment.pools}) > 1:
+            return 1.0
+        limits = of_one_request(self.stream, slo)
+        alone = self._late_alone(limits) & fits
+        missed = int(alone.sum())
+        if self.stream.arrival_s is not None:
+            windows = [jobs.must_miss() for _, jobs in self._jobs(limits, ~alone & fits)]
+            missed += max(windows, default=0)
+            if self.first_come and fits.all():
+                late = self._ttft_in_order(1.0) > limits.ttft_s * (1 + ROUNDING) + ROUNDING
+                missed = max(missed, int((alone | late).sum()))
+        return 1 - missed / int(fits.sum())
+
+    # --- floors -----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def ttft_s(self) -> Array:
+        """Of each request if it were alone, on the pool that serves it fastest."""
+        floor: Array = np.min([pool.prefill_floor_s for pool in self.front], axis=0)
+        return floor
+
+    @cached_property
+    def decode_s(self) -> Array:
+        """From its first to its last token, the same; the way of its KV cache included."""
+        pools = self.back or self.front
+        floor = np.min([pool.decode_floor_s for pool in pools], axis=0) + (self.way_s if self.back else 0.0)
+        alone: Array = np.where(self.load.decodes > 0, floor, 0.0)
+        return alone
+
+    @cached_property
+    def way_s(self) -> Array:
+        """Of each KV cache from a prefill to a decode instance, with a link to itself."""
+        return np.zeros(len(self.stream))
+
+    def _late_alone(self, limits: Limits) -> NDArray[np.bool_]:
+        slack = 1 + ROUNDING
+        late: NDArray[np.bool_] = (
+            (self.ttft_s > limits.ttft_s * slack)
+            | (self.decode_s > limits.tpot_s * np.maximum(self.load.decodes, 1) * slack)
+            | (self.ttft_s + self.decode_s > limits.e2el_s * slack)
+        )
+        return late
+
+    def _mean_missed(self, mean: MeanLimit, ttft_s: Array | None = None) -> bool:
+        """Whether a mean is above its limit though everybody has the least there is."""
+        if not mean.which.any():
+            return False
+        ttft = self.ttft_s if ttft_s is None else ttft_s
+        least = {
+            "ttft": ttft,
+            "tpot": self.decode_s / np.maximum(self.load.decodes, 1),
+            "e2el": ttft + self.decode_s,
+        }[mean.metric]
+        return float(least[mean.which].mean()) > mean.limit_s * (1 + ROUNDING)
+
+    # --- windows ----------------------------------------------------------------------------------------------
+
+    def _jobs(self, limits: Limits, kept: NDArray[np.bool_]) -> Iterator[tuple[str, Jobs]]:
+        """What the kept requests compete for, if all of them are to be within their limits."""
+        if self.stream.arrival_s is None:
+            return
+        tpot_s = np.where(self.load.decodes > 0, limits.tpot_s, 0.0) * np.maximum(self.load.decodes, 1)
+        whole = np.minimum(limits.ttft_s + tpot_s, limits.e2el_s)
+        first = np.minimum(limits.ttft_s, whole - self.decode_s)
+        nothing = np.zeros(len(self.stream))
+        counted = kept & np.isfinite(first)
+        if counted.any():
+            works = [self._shared_out(self.front, [[pool.prefill_s] for pool in self.front], counted)]
+            yield "prefill", self._competing(counted, nothing, first, *works[0])
+        counted = kept & np.isfinite(whole) & (self.load.decodes > 0) if self.back else kept & np.isfinite(whole)
+        if counted.any():
+            tpot = limits.tpot_s[counted & (self.load.decodes > 0)]
+            longest = float(tpot.max(initial=0.0)) or float("inf")
+            pools = self.back or self.front
+            lead = self.ttft_s + self.way_s if self.back else nothing
+            totals = [pool.total_s(counted, longest) for pool in pools]
+            yield "resources", self._competing(counted, lead, whole, *self._shared_out(pools, totals, counted))
+
+    def _competing(
+        self, counted: NDArray[np.bool_], lead_s: Array, slack_s: Array, works: list[Array], speed: float
+    ) -> Jobs:
+        assert self.stream.arrival_s is not None
+        arrival_s = self.stream.arrival_s[counted]
+        return Jobs(arrival_s, lead_s[counted], slack_s[counted], [work[counted] for work in works], speed)
+
+    @staticmethod
+    def _shared_out(
+        pools: list[PoolWork], works: list[list[Array]], counted: NDArray[np.bool_]
+    ) -> tuple[list[Array], float]:
+        """Works and speed of several pools as if they were one.
+
+        With any weights u each request takes at least min over pools of u w of the sum of u x speed; so weighted that
+        all pools would take the same time for everything, each is worth what it can do.
+        """
+        if len(pools) == 1:
+            return works[0], pools[0].speed
+        weights = [1 / max(float(work[0][counted].sum()), 1e-30) for work in works]
+        kinds = [
+            np.min([u * work[min(kind, len(work) - 1)] for u, work in zip(weights, works, strict=True)], axis=0)
+            for kind in range(max(map(len, works)))
+        ]
+        return kinds, sum(u * pool.speed for u, pool in zip(weights, pools, strict=True))
+
+    def _sustained(self) -> RateBound:
+        """Beyond it requests pile up without end, though no limit says when those of a finite run must be done."""
+        everybody = np.ones(len(self.stream), dtype=bool)
+        rates = []
+        for pools, works in (
+            (self.front, [[p.prefill_s] for p in self.front] if self.back else None),
+            (self.back or self.front, None),
+        ):
+            of_pools = works or [pool.total_s(everybody, np.inf) for pool in pools]
+            total, speed = self._shared_out(pools, of_pools, everybody)
+            rates += [len(self.stream) * speed / float(work.sum()) for work in total]
+        return RateBound(min(rates), "capacity")
+
+    # --- order of arrival -------------------------------------------------------------------------------------
+
+    @cached_property
+    def first_come(self) -> bool:
+        """Whether first tokens come in order of arrival on each core, and it is known which core gets a request."""
+        in_order = (
+            POLICY.find(pool.pool.spec.batching.policy).first_come
+            and not pool.pool.spec.batching.long_prefill_token_threshold
+            for pool in self.front
+        )
+        plan = self.deployment.plan
+        weighted = isinstance(plan.router, RoundRobinRouting) and bool(plan.router.weights)
+        dealt = ROUTER.find(plan.router.kind).deals_in_turn and not weighted
+        return self.known and dealt and self.stream.arrival_s is not None and all(in_order)
+
+    @cached_property
+    def _cores(self) -> tuple[Ints, Array, Array]:
+        """(the core that each request is dealt, the work of its prompt there, when at the earliest after the first
+        arrival those before it leave it a seat)."""
+        n = len(self.stream)
+        turns = np.arange(n) % sum(pool.pool.num_cores for pool in self.front)
+        prompts, totals, seats, before = np.zeros(n), np.zeros((3, n)), np.zeros(n), 0
+        everybody = np.ones(n, dtype=bool)
+        for pool in self.front:
+            here = (turns >= before) & (turns < before + pool.pool.num_cores)
+            prompts[here] = pool.prefill_s[here]
+            seats[here] = pool.seats
+            if not self.back:
+                totals[:, here] = np.array(pool.total_s(everybody, np.inf))[:, here] / pool.rounds.replicas
+            before += pool.pool.num_cores
+        return turns, prompts, first_come_seated([*totals], turns, seats)
+
+    def _ttft_in_order(self, stretched: float) -> Array:
+        """The least TTFT of each request with all gaps between arrivals so many times as long."""
+        assert self.stream.arrival_s is not None
+        arrival_s = self.stream.arrival_s * stretched
+        turns, prompts, seated_s = self._cores
+        done_s = np.maximum(first_come(arrival_s, prompts, turns), arrival_s[0] + seated_s)
+        least: Array = np.maximum(self.ttft_s, done_s - arrival_s)
+        return least
+
+    def _lower_by_order(
+        self, best: RateBound, offered: float, lines: list[Limits], means: list[MeanLimit]
+    ) -> RateBound:
+        """The bound by first come, first served, where it is lower. Waiting grows with the rate, so it is bisected."""
+
+        def fails(rps: float) -> bool:
+            ttft_s = self._ttft_in_order(offered / rps)
+            return self._fails_in_order(ttft_s, lines, means)
+
+        high = best.rps if np.isfinite(best.rps) else offered * 2.0**40
+        return _bisected(fails, min(offered, high), high, best)
+
+    def _fails_in_order(self, ttft_s: Array, lines: list[Limits], means: list[MeanLimit]) -> bool:
+        late = (
+            (ttft_s > line.ttft_s * (1 + ROUNDING) + ROUNDING)
+            | (ttft_s + self.decode_s > line.e2el_s * (1 + ROUNDING) + ROUNDING)
+            | self._late_alone(replace(line, ttft_s=np.full(len(ttft_s), np.inf)))
+            for line in lines
+        )
+        if any(int(each.sum()) > line.allowed for each, line in zip(late, lines, strict=True)):
+            return True
+        return any(self._mean_missed(mean, ttft_s) for mean in means)
+
+
+def _bisected(fails: Callable[[float], bool], start: float, high: float, best: RateBound) -> RateBound:
+    """The lowest rate known to fail, where one below `high` does and all above it."""
+    if not fails(high):
+        return best
+    low = start
+    while fails(low):
+        high, low = low, low / 2
+        if high < 1e-12:
+            return RateBound(0.0, "order of arrival")
+    while low * 2 < high and not fails(low * 2):
+        low *= 2
+    high = min(high, low * 2)
+    while high > low * (1 + CLOSE):
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if fails(middle) else (middle, high)
+    return RateBound(high, "order of arrival")

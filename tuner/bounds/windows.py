@@ -1,0 +1,155 @@
+"""Windows of time: the work of all requests that must be done within one has to fit into it, whatever the policy.
+
+Request i may be worked at from a_i + lead_i and is late after a_i + slack_i. Of those for whom both lie in a window, so
+many with the largest works must be left out that the others fit, and as many miss a limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simtune.arrays import Array
+
+GRID = 16
+"""Points between which windows lie at a given load."""
+SPANS = 4
+"""Cuts of the arrivals between which windows lie at any rate."""
+SLACKS = 6
+"""Cuts of the slack, for the same."""
+CUTS = 12
+"""Requests of a core for which the work before them is added up."""
+ROUNDING = 1e-9
+"""What rounding to ticks and adding up floating point numbers may come to: relative, and in seconds."""
+
+
+@dataclass(frozen=True)
+class Jobs:
+    """Requests that compete for one resource, in order of arrival."""
+
+    arrival_s: Array
+    lead_s: Array
+    slack_s: Array
+    works: Sequence[Array]
+    """Each a lower bound on what they take of the resource, in seconds of one server."""
+    speed: float
+    """How many servers there are."""
+
+    def must_miss(self) -> int:
+        """How many are late at least: the best family of disjoint windows between points of a grid.
+
+        A window must drop its largest works until the rest fits; disjoint windows drop different requests.
+        """
+        if not len(self.arrival_s):
+            return 0
+        release, due = self.arrival_s + self.lead_s, self.arrival_s + self.slack_s
+        last = float(due[np.isfinite(due)].max(initial=-np.inf))
+        if not np.isfinite(last):
+            return 0
+        points = np.linspace(float(release.min()), last, GRID)
+        return max(_best_family(release, due, work, self.speed, points) for work in self.works)
+
+    def highest_rate(self, allowed: int) -> float:
+        """The factor by which arrivals may come faster, or slower, until more than `allowed` are late in some window.
+
+        Windows from the arrival of one request to the limit of another one: those between them stay between them at
+        any rate, and their time shrinks as the rate grows, so that every window says exactly from which rate on it is
+        too short.
+        """
+        n = len(self.arrival_s)
+        if n <= allowed or n < 2:
+            return float("inf")
+        factor = float("inf")
+        works = np.array(self.works)
+        for inside, span_s, slack_s in self._nested():
+            kept = without_largest(works[:, inside], allowed).max() / self.speed * (1 - ROUNDING) - ROUNDING
+            if kept > slack_s:
+                factor = min(factor, span_s / (kept - slack_s))
+        return factor
+
+    def _nested(self) -> Iterator[tuple[NDArray[np.bool_], float, float]]:
+        """(who is in a window, seconds between its first and last arrival, seconds that it is longer than that)."""
+        n, finite = len(self.arrival_s), np.isfinite(self.slack_s)
+        if not finite.any():
+            return
+        cuts = np.unique(np.linspace(0, n - 1, SPANS + 1).astype(int))
+        slacks = np.unique(np.quantile(self.slack_s[finite], np.linspace(0, 1, SLACKS + 1)[1:], method="higher"))
+        order = np.arange(n)
+        for slack in slacks:
+            short = self.slack_s <= slack
+            for i, first in enumerate(cuts[:-1]):
+                for last in cuts[i + 1 :]:
+                    inside = short & (order >= first) & (order <= last)
+                    if inside.any():
+                        lead = float(self.lead_s[inside].min())
+                        yield inside, float(self.arrival_s[last] - self.arrival_s[first]), float(slack) - lead
+
+
+def without_largest(works: Array, number: int) -> Array:
+    """The sum of each row without its largest entries."""
+    n = works.shape[1]
+    if number >= n:
+        return np.zeros(len(works))
+    if not number:
+        total: Array = works.sum(axis=1)
+        return total
+    if not np.isfinite(works).all():
+        smallest: Array = np.sort(works, axis=1)[:, : n - number].sum(axis=1)
+        return smallest
+    kept: Array = np.partition(works, n - number - 1, axis=1)[:, : n - number].sum(axis=1)
+    return kept
+
+
+def _best_family(release: Array, due: Array, work: Array, speed: float, points: Array) -> int:
+    """Best family that ends at each point, from left to right."""
+    best = [0] * len(points)
+    for b in range(1, len(points)):
+        best[b] = best[b - 1]
+        in_time = due <= points[b]
+        for a in range(b):
+            inside = work[in_time & (release >= points[a])]
+            excess = inside.sum() * (1 - ROUNDING) - speed * (points[b] - points[a]) - ROUNDING
+            if excess > 0:
+                removed = np.cumsum(np.sort(inside)[::-1])
+                dropped = int(np.searchsorted(removed, excess)) + 1
+                best[b] = max(best[b], best[a] + min(dropped, len(inside)))
+    return best[-1]
+
+
+def first_come(arrival_s: Array, works: Array, core: NDArray[np.integer]) -> Array:
+    """When the prompts of each core are done, one after the other in order of arrival: the earliest that each can be.
+
+    For any k <= i on a core the prompts k ... i are computed in steps that begin at a_k or later and are over when i is
+    done: C_i = max(C_(i-1), a_i) + w_i, unrolled to a running maximum.
+    """
+    done = np.empty(len(arrival_s))
+    for number in np.unique(core):
+        of_core = np.flatnonzero(core == number)
+        total = np.cumsum(works[of_core])
+        start = np.maximum.accumulate(arrival_s[of_core] - total + works[of_core])
+        done[of_core] = start + total
+    return done
+
+
+def first_come_seated(works: Sequence[Array], core: NDArray[np.integer], seats: Array) -> Array:
+    """How long after the first arrival each prompt is done at the earliest, where only so many `seats` of a core hold
+    requests that are neither new nor finished.
+
+    When i has its first token, all before it on its core are finished but those in the seats: their works, less the
+    largest, lie between. First tokens come in order, so that what holds of some holds of those after them.
+    """
+    least = np.zeros(len(core))
+    stacked = np.array(works)
+    for number in np.unique(core):
+        of_core = np.flatnonzero(core == number)
+        unfinished = int(seats[of_core[0]])
+        ends = (
+            np.unique(np.linspace(unfinished, len(of_core) - 1, CUTS).astype(int)) if len(of_core) > unfinished else ()
+        )
+        for end in ends:
+            done = float(without_largest(stacked[:, of_core[:end]], unfinished).max())
+            least[of_core[end:]] = done
+    return least

@@ -1,0 +1,186 @@
+"""What a request costs one pool at least: alone (floors), and of the time of a core (works).
+
+Per request P prompt tokens of which p are to be computed, n = O - 1 decode tokens, g context tokens read over them, and
+(c0, c1) a line below the step time, c2 and h the least attention and sampling take. All steps that a set of requests
+has a part in take, however they are scheduled, preempted, chunked and batched,
+
+    sum of c0 x steps + c1 x (p + n) + c2 g + prefill attention + h O,
+
+and of steps there are at least, each of these by itself (their per-request maximum would count a step twice),
+
+    W1, W3   (p + n) / T      T tokens in a step
+    W3       n / S            S seats
+    W3       g' / M           M tokens of KV cache, g' without what a prefix cache may share
+    W2       n / B            where the TPOT of all is within s2: B = (s2 - c0) / (c1 + c2 min P + h)
+
+The last because the limits add up to sum B_k t_k <= s2 sum B_k over the steps, of B_k decodes and t_k seconds each, and
+t_k >= c0 + (c1 + c2 min P + h) B_k rises with B_k: so the mean step has at most B decodes. A recomputed prompt
+yields a token without its decode attention, so that c2 is at most what it takes instead, c1 and prefill attention.
+
+With drafts of K tokens in turn a round emits up to K + 1: n, g and the steps count as in `Capacity`.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simtune.arrays import Array, Ints
+from simtune.costs.bounds import LeastCosts
+from simtune.sim.pools import DeployedPool
+from simtune.tuner.bounds.load import Load
+
+
+class Rounds(NamedTuple):
+    """How a pool drafts: so many tokens a round emits at most, and how many replicas verify in turn."""
+
+    most: int
+    replicas: int
+
+    @classmethod
+    def of(cls, pool: DeployedPool) -> Rounds:
+        """One of each without drafts."""
+        if pool.spec.speculation is None:
+            return cls(1, 1)
+        shape = pool.spec.speculation.scheme.shape
+        return cls(shape.depth + 1, max(1, shape.replicas))
+
+
+class Line(NamedTuple):
+    """A step of m tokens and C context tokens takes at least start_s + token_s m + context_s C."""
+
+    start_s: float
+    token_s: float
+    context_s: float
+
+
+class PoolWork:
+    """Floors and works of the requests of a load on one pool."""
+
+    def __init__(self, pool: DeployedPool, least: LeastCosts, load: Load) -> None:
+        spec, parallelism = pool.spec, pool.spec.parallelism
+        self.pool, self.least, self.load = pool, least, load
+        self.rounds = Rounds.of(pool)
+        self.speed = float(pool.num_cores * self.rounds.replicas)
+        self.prefills = spec.role != "decode"
+        self.seats = max(1, spec.batching.max_num_seqs // parallelism.pp)
+        self.budget = max(spec.batching.max_num_batched_tokens, spec.kv_cache.block_size)
+        self.kv_tokens = max(1, pool.memory.num_blocks // parallelism.pp * spec.kv_cache.block_size)
+        anew_s, token_s = self._recomputed()
+        self.lines = [
+            Line(c0 + least.after_s, c1, min(least.context_s, anew_s + c1 * token_s)) for c0, c1 in least.lines
+        ]
+
+    def _recomputed(self) -> tuple[float, float]:
+        """What a recomputed prompt takes per token instead of the decode attention that it spares: (seconds of prefill
+        attention, share of the linear part). Infinite where nothing is recomputed."""
+        kv_cache, stream = self.pool.spec.kv_cache, self.load.stream
+        if kv_cache.preemption == "swap":
+            return float("inf"), 0.0
+        longest = int((stream.prompt_tokens + stream.output_tokens).max())
+        at = np.unique(np.geomspace(1, longest, 40).astype(np.int64))
+        found = at - 1 if kv_cache.prefix_caching else 0 * at  # its own blocks, as they were when it was preempted
+        to = np.append(at[1:], longest)
+        return float((self.least.prefill_s(at, found) / to).min()), 0.0 if kv_cache.prefix_caching else 0.5
+
+    @cached_property
+    def hits(self) -> Ints:
+        """Prompt tokens that need not be computed."""
+        return self.load.could_hit if self.pool.spec.kv_cache.prefix_caching else 0 * self.load.could_hit
+
+    @cached_property
+    def attention_s(self) -> Array:
+        """Prefill attention and the sampling of the first token."""
+        whole: Array = self.least.prefill_s(self.load.stream.prompt_tokens, self.hits) + self.least.head_s
+        return whole
+
+    # --- floors -----------------------------------------------------------------------------------------------
+
+    def _linear_s(self, steps: Array, tokens: Array) -> Array:
+        """The linear part of so many steps with so many tokens."""
+        linear: Array = np.max([line.start_s * steps + line.token_s * tokens for line in self.lines], axis=0)
+        return linear
+
+    @cached_property
+    def prefill_floor_s(self) -> Array:
+        """From the arrival to the first token of a request that is alone."""
+        tokens, least = self.load.prompt - self.hits, self.least
+        threshold = self.pool.spec.batching.long_prefill_token_threshold or self.budget
+        chunks = np.ceil(tokens / min(threshold, self.budget))
+        gpu = self._linear_s(chunks, tokens) + self.attention_s - least.head_s + least.least_head_s
+        floor: Array = np.maximum(gpu, chunks * (least.shortest_s + least.after_s))
+        return floor
+
+    @cached_property
+    def decode_floor_s(self) -> Array:
+        """From the first to the last token of a request that is alone."""
+        least, load = self.least, self.load
+        rounds = np.ceil(load.decodes / self.rounds.most)
+        one = np.ones(1, dtype=np.int64)
+        shortest = min(least.attention_s, float(least.prefill_s(one, one - 1)[0]))  # or it is recomputed
+        linear = np.max(
+            [
+                (line.start_s + line.token_s) * rounds + np.maximum(shortest * rounds, line.context_s * self._context)
+                for line in self.lines
+            ],
+            axis=0,
+        )
+        gpu = linear + least.least_head_s * rounds
+        floor: Array = np.maximum(gpu, rounds * (least.shortest_s + least.after_s)) / self.rounds.replicas
+        return floor
+
+    @cached_property
+    def _context(self) -> Array:
+        """Context tokens that the rounds of each request read at least, as if each read no more than its first token
+        does."""
+        load, most = self.load, self.rounds.most
+        read: Array = np.maximum(load.context - load.decodes * (most - 1) / 2, load.decodes * load.prompt) / most
+        return read
+
+    # --- works ------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def prefill_s(self) -> Array:
+        """W1: the time of a core that a prompt takes. A token is cheapest in the fullest step."""
+        per_token = max(line.start_s / self.budget + line.token_s for line in self.lines)
+        work: Array = (self.load.prompt - self.hits) * per_token + self.attention_s
+        return work
+
+    def total_s(self, counted: NDArray[np.bool_], tpot_s: float) -> list[Array]:
+        """W2 and W3: the time of a core that a request takes, its decodes and, where the pool prefills, its prompt; by
+        each count of steps. Only what `counted` requests take is asked for; `tpot_s` is the largest limit on their
+        TPOT, infinite where some have none.
+        """
+        load, most = self.load, self.rounds.most
+        decodes = load.decodes / most
+        tokens = load.decodes + (load.prompt - self.hits) if self.prefills else load.decodes
+        private = np.maximum(self._context - decodes * self._shared, 0.0)
+        fixed = self.least.head_s * load.decodes + (self.attention_s if self.prefills else 0.0)
+        counts = [tokens / self.budget, decodes / self.seats, private / self.kv_tokens]
+        works = [[self._along(line, steps, tokens) for line in self.lines] for steps in counts]
+        if np.isfinite(tpot_s) and counted.any():
+            step_s = tpot_s * most * self.rounds.replicas
+            works.append([self._along(line, self._steps(line, step_s, counted), tokens) for line in self.lines])
+        return [fixed + max(by_line, key=lambda work: float(work[counted].sum())) for by_line in works]
+
+    @property
+    def _shared(self) -> Ints:
+        return self.load.could_share if self.pool.spec.kv_cache.prefix_caching else 0 * self.load.could_share
+
+    def _along(self, line: Line, steps: Array, tokens: Array) -> Array:
+        work: Array = line.start_s * steps + line.token_s * tokens + line.context_s * self._context
+        return work
+
+    def _steps(self, line: Line, step_s: float, counted: NDArray[np.bool_]) -> Array:
+        """W2: the share in steps that a request has at least where the mean step takes no longer than `step_s`."""
+        decodes = self.load.decodes / self.rounds.most
+        shortest = float(self.load.prompt[counted].min())
+        per_decode = line.token_s + line.context_s * shortest + self.least.head_s
+        left = step_s - line.start_s
+        if left <= 0:
+            never: Array = np.where(decodes > 0, np.inf, 0.0)
+            return never
+        return decodes * (per_decode / left)

@@ -1,0 +1,51 @@
+"""What a study spans before anything is simulated: how many plans, and what was left out and why."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from simtune.tuner.question import Question
+from simtune.tuner.space import space_of
+from simtune.tuner.workshop import Refused, Workshop
+
+
+@dataclass(frozen=True)
+class Census:
+    """Plans that would be searched, and those that would not."""
+
+    plans: int
+    shapes: int
+    left_out: Mapping[str, int]
+    """By the reason, the most frequent first."""
+
+    def to_data(self) -> dict[str, Any]:
+        """Plain data."""
+        return {"candidates": self.plans, "shapes": self.shapes, "left_out": dict(self.left_out)}
+
+
+def census(question: Question) -> Census:
+    """Count the plans of a study. Raises Infeasible where there are none, and UsageError where it cannot be asked."""
+    question.check()
+    space = space_of(question.study)
+    workshop = Workshop(question, space.candidates)
+    left_out = Counter({f"constraint `{text}`": count for text, count in space.left_out.items()})
+    shapes, plans = set(), 0
+    for candidate in space.candidates:
+        settled = workshop.settled(candidate)
+        if isinstance(settled, Refused):
+            left_out[_kind(settled)] += 1
+        else:
+            plans += 1
+            shapes.add(settled.shape)
+    return Census(plans, len(shapes), dict(left_out.most_common()))
+
+
+def _kind(refused: Refused) -> str:
+    """A refusal without the numbers that differ from plan to plan."""
+    if "are missing" in refused.reason:
+        return "weights and KV cache do not fit the memory"
+    return re.sub(r"^(model \S+|pool \S+)( on \S+)?:? ", "", refused.reason.split(";")[0])

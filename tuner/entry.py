@@ -1,0 +1,106 @@
+"""Candidates as they enter the search: those that fit, with what they could reach at most, and why others do not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from simtune.sim.deployment import Deployment
+from simtune.tuner.objectives import PlanFacts
+from simtune.tuner.promise import least_e2el_s, most_favourable, slo_bound
+from simtune.tuner.question import SAMPLED_CORES, Question
+from simtune.tuner.space import Candidate
+from simtune.tuner.trial import Trial
+from simtune.tuner.workshop import Refused, Workshop
+
+
+@dataclass
+class Entrant:
+    """A plan that may be the best."""
+
+    row: Trial
+    deployment: Deployment
+    facts: PlanFacts
+    best: float
+    """What it could reach of the objective at most."""
+    e2el_s: float = 0.0
+    """Mean end-to-end latency at least."""
+
+    @property
+    def candidate(self) -> Candidate:
+        """Which plan it is."""
+        return self.row.candidate
+
+    @property
+    def bound_rps(self) -> float:
+        """No higher rate is possible."""
+        assert self.row.rate_bound_rps is not None
+        return self.row.rate_bound_rps
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What plans have in common that differ in limits alone: seats, token budgets, KV blocks."""
+        pools = tuple((pool.prefix_caching, pool.drafter) for pool in self.candidate.pools)
+        speculation = None if self.candidate.speculation is None else self.candidate.speculation.model_dump_json()
+        return self.candidate.shape, self.candidate.router, pools, speculation
+
+
+class Entry:
+    """Lets candidates in, and says more exactly what they could reach when that is asked."""
+
+    def __init__(self, question: Question, workshop: Workshop) -> None:
+        self.question, self.workshop = question, workshop
+
+    def admitted(self, candidate: Candidate) -> Entrant | Trial:
+        """A candidate bounded by its capacity, or its fate where it could not do what is asked."""
+        settled = self.workshop.settled(candidate)
+        if isinstance(settled, Refused):
+            return Trial(candidate, settled.status, settled.reason)
+        deployment = self.workshop.deployment(settled)
+        bound = self.workshop.capacity(settled, deployment)
+        row = Trial(settled, "pruned", "", deployment.memory.num_blocks, bound.rps, bound.by)
+        stream = self.workshop.stream(settled)
+        entrant = Entrant(row, deployment, self.question.facts(settled, stream), 0.0)
+        if self.question.objective.name == "e2el":
+            entrant.e2el_s = least_e2el_s(deployment, stream, SAMPLED_CORES)
+        self._weigh(entrant)
+        return row if row.reason else entrant
+
+    def refine(self, entrants: Sequence[Entrant]) -> bool:
+        """Bound plans of one kind by their SLO, at the most favourable of their limits. Whether that lowers a bound; a
+        plan that is then known to be of no use has a reason in its row."""
+        first = entrants[0]
+        deployments = [entrant.deployment for entrant in entrants]
+        stream, slo = self.workshop.stream(first.candidate), self.question.study.slo
+        bound = slo_bound(most_favourable(deployments), stream, slo, SAMPLED_CORES)
+        lowered = [entrant for entrant in entrants if bound.rps < entrant.bound_rps]
+        for entrant in lowered:
+            entrant.row.rate_bound_rps, entrant.row.bounded_by = bound.rps, bound.by
+            self._weigh(entrant)
+        return bool(lowered)
+
+    def _weigh(self, entrant: Entrant) -> None:
+        """What the objective makes of a bound, and whether it leaves the plan a chance."""
+        row, objective = entrant.row, self.question.objective
+        offered = self.workshop.stream(entrant.candidate).offered_rate_rps
+        rate = entrant.bound_rps if objective.searches_rate or offered is None else offered
+        entrant.best = objective.best(entrant.facts, rate, entrant.e2el_s)
+        row.best = None
+        if entrant.bound_rps <= 0:
+            alone = ", even where no request has another beside it" if row.bounded_by == "floor" else ""
+            row.status, row.reason = "infeasible", f"misses the SLO at any rate{alone} ({row.bounded_by})"
+        elif not objective.searches_rate and offered is not None and entrant.bound_rps < offered:
+            row.reason = (
+                f"cannot exceed {entrant.bound_rps:.4g} requests/s ({row.bounded_by}); {offered:.4g} are offered"
+            )
+        elif wrong := self._beyond_limits(entrant, rate):
+            row.reason = wrong
+        else:
+            row.best = entrant.best
+
+    def _beyond_limits(self, entrant: Entrant, rate: float) -> str:
+        for limit in self.question.limits:
+            best = limit.objective.best(entrant.facts, rate, entrant.e2el_s)
+            if wrong := limit.violated(best):
+                return f"at best {wrong}"
+        return ""

@@ -1,0 +1,106 @@
+"""Limits that nobody reaches: which plans must do exactly what another one did.
+
+Seats, token budgets and KV blocks only ever say no. Where a simulation never came to what a pool allows, another pool
+that allows at least as much as was reached takes every decision alike, step by step, and need not be simulated; limits
+that are the same in both may have been reached. What was reached is counted from above, so that some equal plans are
+simulated all the same, and none that could differ is not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+
+import numpy as np
+
+from simtune.arrays import Ints
+from simtune.sim.deployment import Deployment
+from simtune.sim.pools import DeployedPool
+from simtune.sim.result import Result
+
+NO_END = 1 << 62
+POLICIES = ("vllm-fcfs", "vllm-priority")
+"""Those that ask for their limits only whether they are reached."""
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What an engine core of a pool has: seats, tokens of a step, KV blocks."""
+
+    seats: int
+    tokens: int
+    blocks: int
+
+    @classmethod
+    def of(cls, pool: DeployedPool) -> Allowed:
+        """The share of one core of an instance."""
+        batching, pp = pool.spec.batching, pool.spec.parallelism.pp
+        return cls(batching.max_num_seqs // pp, batching.max_num_batched_tokens, pool.memory.num_blocks // pp)
+
+
+@dataclass(frozen=True)
+class Use:
+    """What an engine core of a pool had of each limit, and came to in a simulation: so much or less."""
+
+    allowed: Allowed
+    reached: Allowed
+
+    def tells(self, other: Allowed) -> bool:
+        """Whether cores with other limits would have done the same: each limit is the same, or was not reached and
+        would not have been."""
+        limits = zip(astuple(self.allowed), astuple(self.reached), astuple(other), strict=True)
+        return all(own == its or (most < own and most <= its) for own, most, its in limits)
+
+
+def uses(deployment: Deployment, result: Result) -> tuple[Use, ...] | None:
+    """What each pool came to in a simulation; None where limits matter though they are not reached."""
+    if not all(map(_asks_only, deployment.pools)):
+        return None
+    return tuple(Use(Allowed.of(pool), _reached(pool, result)) for pool in deployment.pools)
+
+
+def tell_apart(deployment: Deployment, used: tuple[Use, ...]) -> bool:
+    """Whether a deployment that differs from the one simulated in its limits alone could have done anything else."""
+    pools = zip(deployment.pools, used, strict=True)
+    return not all(_asks_only(pool) and there.tells(Allowed.of(pool)) for pool, there in pools)
+
+
+def _asks_only(pool: DeployedPool) -> bool:
+    """Whether limits of a pool matter only where they are reached."""
+    kv_cache = pool.spec.kv_cache
+    plain = not kv_cache.prefix_caching and not kv_cache.watermark and pool.spec.speculation is None
+    return plain and pool.spec.batching.policy in POLICIES
+
+
+def _reached(pool: DeployedPool, result: Result) -> Allowed:
+    outcome, stream, role = result.outcome, result.stream, pool.spec.role
+    begin = outcome.first_token if role == "decode" else outcome.scheduled
+    end = outcome.finish if role != "prefill" else outcome.transferred
+    came = begin >= 0
+    begin, end = begin[came], end[came]
+    # Whoever has finished may hold a seat until the step after the next one has been scheduled.
+    end = np.where(end < 0, NO_END, end + 2 * _longest_step(outcome.intervals))
+    tokens = (stream.prompt_tokens + (0 if role == "prefill" else stream.output_tokens))[came]
+    blocks = -(-tokens // pool.spec.kv_cache.block_size) + 1
+    # Of a prefill pool it is not known which core had a request: as if one had had all of them.
+    core = np.zeros(len(begin), dtype=np.int64) if role == "prefill" else outcome.core[came]
+    seats = _most_at_once(core, begin, end, np.ones(len(begin), dtype=np.int64))
+    most_tokens = max((use.most_tokens for use in outcome.cores if use.pool == pool.spec.name), default=0)
+    short = bool(outcome.preemptions.any())
+    return Allowed(seats, max(most_tokens, seats), NO_END if short else _most_at_once(core, begin, end, blocks))
+
+
+def _longest_step(intervals: Ints) -> int:
+    """Ticks of the longest step in which anybody decoded; rows as in `Outcome.intervals`."""
+    if not len(intervals):
+        return 0
+    first, slope, steps, _ = intervals.T
+    return int(np.maximum(first, first + slope * (steps - 1)).max())
+
+
+def _most_at_once(core: Ints, begin: Ints, end: Ints, weight: Ints) -> int:
+    """The largest sum of weights of what overlaps on one core."""
+    at, change = np.concatenate([begin, end]), np.concatenate([weight, -weight])
+    cores = np.concatenate([core, core])
+    order = np.lexsort((-change, at, cores))
+    # The sum is back at zero after each core.
+    return int(change[order].cumsum().max(initial=0))

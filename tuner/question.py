@@ -1,0 +1,159 @@
+"""A study with everything it names loaded, and what follows from it for each candidate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from simtune.costs.protocol import StepCosts
+from simtune.errors import UsageError
+from simtune.sim.deployment import Deployment, deploy
+from simtune.sim.drafting import Drafting
+from simtune.sim.parts import ROUTER
+from simtune.sim.requests import RequestStream, build_stream
+from simtune.sim.result import Result
+from simtune.specs.catalog import is_path
+from simtune.specs.engine import EnginePreset
+from simtune.specs.hardware import Hardware
+from simtune.specs.model import Model
+from simtune.specs.plan import Plan
+from simtune.specs.study import Study
+from simtune.specs.traces import Trace
+from simtune.specs.workload import ClosedLoop, Workload
+from simtune.tuner.drafting import Draft
+from simtune.tuner.objectives import OBJECTIVES, Limit, Objective, PlanFacts
+from simtune.tuner.space import Candidate
+
+SAMPLED_CORES = 4
+"""Of wide deployments this many cores are simulated while searching; the chosen plan is confirmed on all of them."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A study with everything it names loaded. What workers are sent."""
+
+    study: Study
+    model: Model
+    hardware: tuple[Hardware, ...]
+    """In the order of the study's."""
+    workload: Workload
+    trace: Trace | None
+    drafts: tuple[Draft, ...] = ()
+    """The drafters of the study."""
+    engine: EnginePreset | None = None
+    """Whose settings hold where the search leaves something open."""
+
+    @property
+    def requests(self) -> int:
+        """How many a simulation runs, by the study or else by the workload."""
+        return self.study.search.requests or self.workload.requests
+
+    @property
+    def objective(self) -> Objective:
+        """What the study asks for."""
+        return OBJECTIVES[self.study.objective]
+
+    @property
+    def limits(self) -> list[Limit]:
+        """What bounds it."""
+        return list(Limit.of(self.study.limits))
+
+    @property
+    def searches_rate(self) -> bool:
+        """Whether the objective is a rate, which the search varies; else the load is the workload's."""
+        return self.objective.searches_rate
+
+    @property
+    def profiles(self) -> dict[str, Hardware]:
+        """Hardware by the name that the study gives."""
+        return {entry.profile: its for entry, its in zip(self.study.hardware, self.hardware, strict=True)}
+
+    def check(self) -> None:
+        """Raises UsageError where the objective asks for what the workload, the SLO or a profile leaves open."""
+        study, name = self.study, self.study.name
+        for asked, objective in (("objective", self.objective), *(("limit", limit.objective) for limit in self.limits)):
+            for profile, hardware in self.profiles.items():
+                if objective.needs_prices and hardware.device.price_per_hour_usd is None:
+                    raise UsageError(
+                        f"{name}: {asked} {objective.name} asks for dollars, and hardware profile {profile} names no "
+                        "price; give it device.price_per_hour_usd"
+                    )
+        if not self.searches_rate:
+            return
+        if isinstance(self.workload.arrivals, ClosedLoop):
+            raise UsageError(
+                f"{name}: objective {study.objective} looks for a request rate, but workload "
+                f"{self.workload.name} is a closed loop; use objective e2el or gpus"
+            )
+        if not study.slo.limits() and not any(c.slo for c in self.workload.classes):
+            raise UsageError(f"{name}: objective {study.objective} needs an slo with at least one limit")
+
+    def cores_apart(self, candidate: Candidate) -> bool:
+        """Whether some cores of a wide deployment can stand for all."""
+        router = ROUTER.find(self.study.routers[candidate.router].kind)
+        apart = len(candidate.pools) == 1 and router.deals_in_turn
+        return apart and not isinstance(self.workload.arrivals, ClosedLoop)
+
+    def num_requests(self, candidate: Candidate) -> int:
+        """So many that those of its instances that are simulated see `requests` of them."""
+        if not self.cores_apart(candidate):
+            return self.requests
+        (pool,) = candidate.pools
+        simulated = min(pool.instances, -(-SAMPLED_CORES // (pool.shape.pp * pool.shape.attention_dp)))
+        return -(-self.requests * pool.instances // simulated)
+
+    def stream(self, candidate: Candidate, rate_rps: float | None = None) -> RequestStream:
+        """Requests for a candidate, of which `requests` will be simulated."""
+        requests = self.num_requests(candidate)
+        stream = build_stream(self.workload, self.trace, requests=requests, seed=self.study.seed)
+        return stream if rate_rps is None else stream.at_rate(rate_rps)
+
+    def settings_on(self, gpu: str) -> Mapping[str, Any]:
+        """What pools on a hardware profile have in common: its name, or that of the one with the kernels of the study's
+        engine, and the settings of that engine."""
+        hardware = self.profiles[gpu]
+        named = {"hardware": gpu if is_path(gpu) else hardware.name}
+        if self.engine is None:
+            return named
+        return {**named, "engine": self.study.engine, **self.engine.settings(hardware.device, self.model)}
+
+    def plan(self, candidate: Candidate, max_model_len: int) -> Plan:
+        """The plan that a candidate stands for."""
+        return candidate.plan(self.study, max_model_len, self.settings_on)
+
+    def draft(self, label: str) -> Draft | None:
+        """The drafter of a label."""
+        return next((draft for draft in self.drafts if draft.choice.label == label), None)
+
+    def drafting(self, candidate: Candidate) -> dict[str, Drafting]:
+        """What the speculation of each pool that has one names, by the pool's name."""
+        labels = {pool.shape.role: self.draft(pool.drafter) for pool in candidate.pools}
+        return {role: draft.drafting for role, draft in labels.items() if draft is not None}
+
+    def deploy(
+        self, candidate: Candidate, max_model_len: int, costs: Mapping[str, StepCosts] | None = None
+    ) -> Deployment:
+        """The candidate, ready to be simulated; with the step costs of each pool by its name, where these are known."""
+        plan, drafting = self.plan(candidate, max_model_len), self.drafting(candidate)
+        pools = zip(plan.pools, candidate.pools, strict=True)
+        hardware = {pool.hardware: self.profiles[choice.shape.gpu] for pool, choice in pools}
+        return deploy(plan, self.model, hardware, costs, drafting=drafting)
+
+    def facts(self, candidate: Candidate, stream: RequestStream) -> PlanFacts:
+        """What objectives have to know of a candidate."""
+        prices = [self.profiles[pool.shape.gpu].device.price_per_hour_usd for pool in candidate.pools]
+        known = [price for price in prices if price is not None]
+        usd = None
+        if len(known) == len(prices):
+            usd = sum(price * pool.devices for price, pool in zip(known, candidate.pools, strict=True))
+        return PlanFacts(candidate.num_gpus, usd, float(stream.output_tokens.mean()))
+
+    def watch(self, candidate: Candidate, deployment: Deployment, rate_rps: float | None) -> Result:
+        """A candidate under its load, or at another rate, to the end; some cores stand for all where they can."""
+        return deployment.simulate(self.stream(candidate, rate_rps), self.study.slo, cores=SAMPLED_CORES)
+
+    def judge(self, candidate: Candidate, deployment: Deployment, rate_rps: float | None) -> Result:
+        """The same until it cannot meet the SLO any more."""
+        stream = self.stream(candidate, rate_rps)
+        return deployment.simulate(stream, self.study.slo, cores=SAMPLED_CORES, stop_when_lost=True)

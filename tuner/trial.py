@@ -1,0 +1,82 @@
+"""Candidates and their fates, and the answer of a search."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from simtune.sim.deployment import Deployment
+from simtune.sim.result import Result
+from simtune.sim.summary import Metric, SimulationSummary
+from simtune.tuner.objectives import Judged
+from simtune.tuner.question import Question
+from simtune.tuner.space import Candidate
+
+
+@dataclass
+class Trial:
+    """A candidate and its fate. Numbers are those of the last simulation at `rate_rps`; None where there was none."""
+
+    candidate: Candidate
+    status: str
+    reason: str
+    kv_blocks: int | None = None
+    """Of an instance of the first pool."""
+    rate_bound_rps: float | None = None
+    """No higher rate meets the SLO."""
+    bounded_by: str = ""
+    """What says so."""
+    rate_rps: float | None = None
+    simulations: int = 0
+    summary: SimulationSummary | None = None
+    best: float | None = None
+    """What it can reach of the objective at most, by its bound and by what was simulated."""
+
+    def take(self, summary: SimulationSummary, rate_rps: float | None) -> None:
+        """Remember what a simulation of this candidate showed."""
+        self.summary, self.rate_rps = summary, rate_rps or summary.offered_rate_rps
+
+    def statistic(self, metric: Metric, statistic: Literal["mean", "p99"]) -> float | None:
+        """A statistic of a metric in seconds; None where nothing was simulated or counted."""
+        if self.summary is None:
+            return None
+        latencies = self.summary.metrics[metric]
+        return latencies.mean if statistic == "mean" else latencies.p99
+
+    @property
+    def judged(self) -> Judged:
+        """What objectives ask of the last simulation."""
+        served = None if self.summary is None else self.summary.output_tokens_per_s
+        return Judged(self.rate_rps, served, self.statistic("e2el", "mean"))
+
+
+@dataclass
+class Tuned:
+    """The answer of a search: the chosen plan first, then everybody else with the reason it lost."""
+
+    question: Question
+    rows: list[Trial]
+    deployment: Deployment
+    result: Result
+    value: float
+    """The objective of the chosen plan, in its own unit."""
+    bound: float
+    """No plan of the space reaches more than this of the objective, under the cost model and within what was simulated
+    (a plan that misses the SLO at some rate is taken to miss it above)."""
+    interrupted: bool = False
+
+    @property
+    def chosen(self) -> Trial:
+        """The plan that won."""
+        return self.rows[0]
+
+    @property
+    def gap(self) -> float:
+        """By how much the best of all plans could be better than the chosen one at most, as a share of its value."""
+        if self.value == self.bound:
+            return 0.0
+        return max(0.0, self.question.objective.sign * (self.bound - self.value) / self.value)
+
+    def runners_up(self, most: int = 3) -> list[Trial]:
+        """The best candidates that meet the SLO, then the nearest of the others that were simulated."""
+        return [row for row in self.rows[1:] if row.status in ("feasible", "infeasible")][:most]

@@ -1,0 +1,148 @@
+"""Candidates made ready to be judged: whether they fit, how they draft, their step costs, what they could reach."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from simtune.costs.compiled import CompiledCosts
+from simtune.costs.drafting import CompiledRounds
+from simtune.errors import Infeasible
+from simtune.sim.deployment import Deployment, compiled_costs, length_limit
+from simtune.sim.feasibility import check
+from simtune.sim.requests import RequestStream
+from simtune.specs.plan import Pool
+from simtune.tuner.bounds import RateBound
+from simtune.tuner.drafting import speculation_on
+from simtune.tuner.promise import PoolCapacity
+from simtune.tuner.question import Question
+from simtune.tuner.space import Candidate, PoolChoice
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Why a pool or a plan is not tried."""
+
+    status: str
+    reason: str
+
+
+class Workshop:
+    """Knows each pool of a space once, however many candidates have it."""
+
+    def __init__(self, question: Question, candidates: Iterable[Candidate]) -> None:
+        self.question = question
+        every = list(candidates)
+        longest = max(every, key=question.num_requests)
+        self.max_model_len = length_limit(question.model, question.stream(longest))
+        self._widest = _widest(pool for candidate in every for pool in candidate.pools)
+        self._settled: dict[PoolChoice, PoolChoice | Refused] = {}
+        self._streams: dict[int, RequestStream] = {}
+        self._costs: dict[tuple[object, ...], CompiledCosts | CompiledRounds] = {}
+        self._capacities: dict[tuple[object, ...], PoolCapacity] = {}
+
+    def stream(self, candidate: Candidate) -> RequestStream:
+        """The requests of a candidate, at the workload's own rate."""
+        requests = self.question.num_requests(candidate)
+        if requests not in self._streams:
+            self._streams[requests] = self.question.stream(candidate)
+        return self._streams[requests]
+
+    # --- whether it fits --------------------------------------------------------------------------------------
+
+    def settled(self, candidate: Candidate) -> Candidate | Refused:
+        """The same with its drafts settled, or why an engine would refuse it or drafting would not pay."""
+        pools = []
+        for choice in candidate.pools:
+            alone = replace(choice, instances=1) if choice.fixed is None else choice
+            if alone not in self._settled:
+                self._settled[alone] = self._settle(alone, candidate)
+            settled = self._settled[alone]
+            if isinstance(settled, Refused):
+                return settled
+            pools.append(replace(choice, speculation=settled.speculation))
+        whole = candidate.with_pools(pools)
+        if too_many := self._too_many(whole):
+            return Refused("does_not_fit", too_many)
+        return whole
+
+    def _settle(self, choice: PoolChoice, candidate: Candidate) -> PoolChoice | Refused:
+        q, hardware = self.question, self.question.profiles[choice.shape.gpu]
+        draft, pool = q.draft(choice.drafter), self.pool(choice)
+        try:
+            if draft is None:
+                check(pool, q.model, hardware)
+                return choice
+            stream = self.stream(candidate)
+            speculation = speculation_on(draft, q.model, hardware, pool, stream)
+            if speculation is None:
+                return Refused("pruned", f"drafting with {choice.drafter} pays at no batch size")
+            choice = replace(choice, speculation=speculation)
+            check(self.pool(choice), q.model, hardware, draft.drafting)
+            return choice
+        except Infeasible as error:
+            return Refused("does_not_fit", str(error))
+
+    def _too_many(self, candidate: Candidate) -> str:
+        for entry in self.question.study.hardware:
+            used = sum(pool.devices for pool in candidate.pools if pool.shape.gpu == entry.profile)
+            if used > entry.devices:
+                return f"needs {used} {entry.profile}, of which there are {entry.devices}"
+        return ""
+
+    def pool(self, choice: PoolChoice) -> Pool:
+        """The pool that a choice stands for."""
+        study = self.question.study
+        return choice.pool(study, self.max_model_len, self.question.settings_on(choice.shape.gpu))
+
+    # --- what it costs, and could reach -----------------------------------------------------------------------
+
+    def costs(self, choice: PoolChoice) -> CompiledCosts | CompiledRounds:
+        """Step costs of a pool: compiled once for all pools of its cut that draft alike, whatever their role, on the
+        most seats and the largest budget among them."""
+        key = (replace(choice.shape, role="mixed"), choice.drafter, choice.speculation, choice.fixed)
+        if key not in self._costs:
+            seats, tokens = self._widest[replace(choice.shape, role="mixed")]
+            q, pool = self.question, self.pool(choice)
+            wide = {"max_num_seqs": seats, "max_num_batched_tokens": tokens}
+            pool = pool.model_copy(update={"batching": pool.batching.model_copy(update=wide)})
+            draft = q.draft(choice.drafter)
+            self._costs[key] = compiled_costs(
+                pool,
+                q.model,
+                q.profiles[choice.shape.gpu],
+                self.max_model_len,
+                None if draft is None else draft.drafting,
+            )
+        return self._costs[key]
+
+    def deployment(self, candidate: Candidate) -> Deployment:
+        """A settled candidate, with step costs that others share."""
+        costs = {self.pool(choice).name: self.costs(choice) for choice in candidate.pools}
+        return self.question.deploy(candidate, self.max_model_len, costs)
+
+    def capacity(self, candidate: Candidate, deployment: Deployment) -> RateBound:
+        """Requests per second that no schedule of a settled candidate sustains."""
+        stream = self.stream(candidate)
+        bounds = []
+        for choice, deployed in zip(candidate.pools, deployment.pools, strict=True):
+            where = "" if choice.shape.role == "mixed" else f" of the {choice.shape.role} pool"
+            bounds.append(RateBound(self._capacity(choice, stream).rps(deployed), f"capacity{where}"))
+        return min(bounds)
+
+    def _capacity(self, choice: PoolChoice, stream: RequestStream) -> PoolCapacity:
+        key = (choice.shape, choice.drafter, choice.speculation, choice.fixed, len(stream))
+        if key not in self._capacities:
+            tables = self.costs(choice).tables
+            self._capacities[key] = PoolCapacity(tables, stream, choice.shape.role, self.max_model_len)
+        return self._capacities[key]
+
+
+def _widest(choices: Iterable[PoolChoice]) -> dict[object, tuple[int, int]]:
+    """The most seats and the largest budget of the pools of each cut."""
+    widest: dict[object, tuple[int, int]] = {}
+    for choice in choices:
+        cut = replace(choice.shape, role="mixed")
+        seats, tokens = widest.get(cut, (0, 0))
+        widest[cut] = max(seats, choice.max_num_seqs), max(tokens, choice.max_num_batched_tokens)
+    return widest
