@@ -282,10 +282,9 @@ def space_of(study: Study) -> Space:
     """What a study spans. Raises Infeasible where that is nothing, naming the constraints that rule each other out."""
     every = list(candidates(study))
     if not every:
-        cuts = "tp x pp x attention_dp"
         counts = ", ".join(f"{entry.devices} {entry.profile}" for entry in study.hardware)
         raise Infeasible(
-            f"{study.name}: no {cuts} of the search space fits {counts} devices; allow more devices, or smaller "
+            f"{study.name}: no tp x pp of the search space fits {counts} devices; allow more devices, or smaller "
             "search.tp and search.pp"
         )
     verdicts = _Verdicts(study)

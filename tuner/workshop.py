@@ -16,7 +16,7 @@ from simtune.tuner.bounds import RateBound
 from simtune.tuner.drafting import speculation_on
 from simtune.tuner.promise import PoolCapacity
 from simtune.tuner.question import Question
-from simtune.tuner.space import Candidate, PoolChoice
+from simtune.tuner.space import Candidate, PoolChoice, PoolShape
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Workshop:
         self.max_model_len = length_limit(question.model, question.stream(longest))
         self._widest = _widest(pool for candidate in every for pool in candidate.pools)
         self._settled: dict[PoolChoice, PoolChoice | Refused] = {}
+        self._ways: dict[PoolShape, str] = {}
         self._streams: dict[int, RequestStream] = {}
         self._costs: dict[tuple[object, ...], CompiledCosts | CompiledRounds] = {}
         self._capacities: dict[tuple[object, ...], PoolCapacity] = {}
@@ -62,9 +63,8 @@ class Workshop:
                 return settled
             pools.append(replace(choice, speculation=settled.speculation))
         whole = candidate.with_pools(pools)
-        if too_many := self._too_many(whole):
-            return Refused("does_not_fit", too_many)
-        return whole
+        refusal = self._too_many(whole) or self._no_way(whole)
+        return Refused("does_not_fit", refusal) if refusal else whole
 
     def _settle(self, choice: PoolChoice, candidate: Candidate) -> PoolChoice | Refused:
         q, hardware = self.question, self.question.profiles[choice.shape.gpu]
@@ -89,6 +89,19 @@ class Workshop:
             if used > entry.devices:
                 return f"needs {used} {entry.profile}, of which there are {entry.devices}"
         return ""
+
+    def _no_way(self, candidate: Candidate) -> str:
+        """Why KV caches could not be sent, of a prefill pool; asked once of each shape."""
+        if candidate.prefilling is None:
+            return ""
+        shape = candidate.prefilling.shape
+        if shape not in self._ways:
+            try:
+                self.deployment(candidate)
+                self._ways[shape] = ""
+            except Infeasible as error:
+                self._ways[shape] = str(error)
+        return self._ways[shape]
 
     def pool(self, choice: PoolChoice) -> Pool:
         """The pool that a choice stands for."""

@@ -30,7 +30,6 @@ Objective = Literal[
     "gpus",
     "usd_per_million_tokens",
     "e2el",
-    "pareto",
 ]
 
 Choices = Annotated[Seq[Seats], Field(min_length=1, strict=False)]
@@ -166,7 +165,7 @@ class Study(Spec):
 
     objective goodput_per_gpu, goodput and goodput_per_dollar look for the highest request rate that meets the SLO;
     gpus (fewest devices), usd_per_million_tokens (cheapest output tokens) and e2el (lowest mean end-to-end latency) are
-    judged at the workload's own rate; pareto asks for all plans that are best in tokens/s/user or in tokens/s/GPU.
+    judged at the workload's own rate.
     Every candidate is tried without drafts, and with each drafter of `speculation`.
     """
 

@@ -10,7 +10,7 @@ from simtune.errors import Infeasible, SpecError, UsageError
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.constraints import Constraint
 from simtune.specs.plan import Batching, OwnRouting, Pool
-from simtune.specs.study import HardwareCount, StudyLimits, PoolChoices, Search, Study, StudyBatching
+from simtune.specs.study import HardwareCount, PoolChoices, Search, Study, StudyBatching, StudyLimits
 from simtune.specs.workload import FixedLength, Poisson, Slo, Workload
 from simtune.tuner.census import census
 from simtune.tuner.question import Question

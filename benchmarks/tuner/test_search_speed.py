@@ -1,0 +1,90 @@
+"""What a search takes, in units of ten million turns of `s += i * i`, measured in turns with it.
+
+    python -m pytest benchmarks/tuner/test_search_speed.py -m benchmark_only -s
+
+One process, CPU seconds: until the first plan that meets the SLO, and until no plan can be better by more than the gap
+that is printed. Prefill and decode pools are searched beside mixed ones where the name says PD.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.results import Recorder
+from simtune.api import load_question
+from simtune.specs.study import HardwareCount, Search, Study
+from simtune.specs.workload import Slo
+from simtune.tuner.search import Course, optimize
+
+pytestmark = pytest.mark.benchmark_only
+
+QUICKSTART = Path(__file__).resolve().parents[2] / "examples" / "quickstart" / "study.yaml"
+LIMITS = {
+    "p99": Slo(ttft_s={"p99": 2.0}, tpot_s={"p99": 0.05}),
+    "mean": Slo(ttft_s={"mean": 1.0}, tpot_s={"mean": 0.03}),
+}
+
+
+def unit_s() -> float:
+    def turns() -> int:
+        s = 0
+        for i in range(10_000_000):
+            s += i * i
+        return s
+
+    begun = time.process_time()
+    turns()
+    return time.process_time() - begun
+
+
+def study(model: str, devices: int, slo: Slo, *layouts: Any) -> Study:
+    return Study(
+        name=f"{model}-{devices}",
+        model=model,
+        hardware=(HardwareCount(profile="h200-sxm", devices=devices),),
+        workload="chat",
+        slo=slo,
+        search=Search(
+            layouts=layouts,
+            tp=(1, 2, 4, 8),
+            pp=(1,),
+            max_num_seqs=(64, 128, 256, 512),
+            max_num_batched_tokens=(2048, 4096, 8192),
+            requests=2000,
+            rate_tolerance=0.05,
+        ),
+    )
+
+
+CASES: dict[str, str | Study] = {"quickstart, 8 x H100": str(QUICKSTART)} | {
+    f"{model} on {devices} x H200, {' and '.join(layouts)}, {statistic}": study(model, devices, slo, *layouts)
+    for model, devices in (("llama-3.1-70b", 8), ("qwen3-32b", 8), ("qwen3-32b", 16))
+    for statistic, slo in LIMITS.items()
+    for layouts in (("mixed",), ("mixed", "prefill-decode"))
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_search(name: str, record: Recorder) -> None:
+    before, begun, first = unit_s(), time.process_time(), [0.0]
+
+    def note(now: Course) -> None:
+        if now.best is not None and not first[0]:
+            first[0] = time.process_time() - begun
+
+    tuned = optimize(load_question(CASES[name]), jobs=1, progress=note)
+    whole = time.process_time() - begun
+    unit = (before + unit_s()) / 2
+    simulated = sum(row.simulations > 0 for row in tuned.rows)
+    record(f"{name}: first plan", first[0] / unit, "units", "lower")
+    record(f"{name}: certified", whole / unit, "units", "lower")
+    record(f"{name}: plans simulated", simulated / len(tuned.rows), "of all", "lower")
+    print(
+        f"{name}: first plan {first[0] / unit:.1f} units, all {whole / unit:.1f}, gap {tuned.gap:.1%}; "
+        f"{simulated} of {len(tuned.rows)} plans, {sum(row.simulations for row in tuned.rows)} simulations; "
+        f"{tuned.chosen.candidate.name}: {tuned.value:.4g} {tuned.question.objective.unit}"
+    )

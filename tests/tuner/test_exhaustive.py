@@ -1,0 +1,138 @@
+"""Random small studies against simulating every plan of theirs: nothing is better than the search says it could be."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from simtune.errors import Infeasible
+from simtune.sim.deployment import Deployment
+from simtune.specs.catalog import load_hardware, load_model
+from simtune.specs.hardware import Hardware
+from simtune.specs.plan import KvLink
+from simtune.specs.study import HardwareCount, Search, Study
+from simtune.specs.workload import Lognormal, Poisson, Slo, Workload
+from simtune.tuner.objectives import Judged, RateObjective
+from simtune.tuner.question import Question
+from simtune.tuner.search import optimize
+from simtune.tuner.space import Candidate, space_of
+from simtune.tuner.trial import Tuned
+from simtune.tuner.workshop import Refused, Workshop
+
+MODEL = load_model("llama-3.1-8b")
+
+
+@cache
+def hardware(name: str) -> Hardware:
+    return load_hardware(name)
+
+
+def random_question(seed: int, most_devices: int) -> Question:
+    """Mixed pools, prefill and decode pools, or both, on one or two kinds of hardware, under a load and an SLO that are
+    drawn too."""
+    draw = np.random.default_rng(seed)
+
+    def one_of(*choices: Any) -> Any:
+        return choices[int(draw.integers(len(choices)))]
+
+    kinds = one_of(("h100-sxm",), ("l40s",), ("h100-sxm", "l40s"))
+    devices = [int(n) for n in draw.integers(2, most_devices // len(kinds) + 1, len(kinds))]
+    statistic = one_of("p99", "p90", "mean")
+    workload = Workload(
+        name="load",
+        requests=int(draw.integers(40, 120)),
+        arrivals=Poisson(rate_rps=float(draw.uniform(2, 20))),
+        prompt=Lognormal(mean_tokens=float(draw.uniform(100, 2000)), sigma=0.8, max_tokens=6000),
+        output=Lognormal(mean_tokens=float(draw.uniform(10, 200)), sigma=0.8, max_tokens=1000),
+    )
+    study = Study(
+        name=f"study-{seed}",
+        model=MODEL.name,
+        hardware=tuple(HardwareCount(profile=kind, devices=n) for kind, n in zip(kinds, devices, strict=True)),
+        workload=workload.name,
+        slo=Slo(
+            ttft_s={statistic: float(draw.uniform(0.1, 1.5))}, tpot_s={statistic: float(draw.uniform(0.015, 0.06))}
+        ),
+        objective=one_of("goodput", "goodput_per_gpu", "goodput_per_dollar", "gpus", "e2el", "usd_per_million_tokens"),
+        link=KvLink(path="intra_node"),
+        search=Search(
+            layouts=one_of(("mixed",), ("prefill-decode",), ("mixed", "prefill-decode")),
+            tp=(1, 2),
+            pp=one_of((1,), (1, 2)),
+            max_num_seqs=(8, 64),
+            max_num_batched_tokens=(512, 2048),
+        ),
+        seed=seed,
+    )
+    return Question(study, MODEL, tuple(map(hardware, kinds)), workload, None)
+
+
+def deployments(q: Question) -> list[tuple[Candidate, Deployment, float]]:
+    """Every plan that fits, with costs of its own, and the rate that it sustains at most."""
+    candidates = space_of(q.study).candidates
+    workshop, found = Workshop(q, candidates), []
+    for candidate in candidates:
+        settled = workshop.settled(candidate)
+        if not isinstance(settled, Refused):
+            deployment = workshop.deployment(settled)
+            found.append((settled, deployment, workshop.capacity(settled, deployment).rps))
+    return found
+
+
+def check(q: Question) -> tuple[int, int] | None:
+    """(plans simulated, plans) of a search that no plan disproves; None where no plan meets the SLO."""
+    try:
+        tuned = optimize(q, jobs=1)
+    except Infeasible:
+        for candidate, deployment, sustained in deployments(q):
+            rates = [sustained * share for share in (0.02, 0.3, 0.9)] if q.searches_rate else [None]
+            assert not any(q.judge(candidate, deployment, rate).meets_slo for rate in rates), candidate.name
+        return None
+    for plan in deployments(q):
+        _not_better(q, tuned, *plan)
+    return sum(row.simulations > 0 for row in tuned.rows), len(tuned.rows)
+
+
+def _not_better(q: Question, tuned: Tuned, candidate: Candidate, deployment: Deployment, sustained: float) -> None:
+    """What was simulated misses the SLO at a rate no higher than the bound; what was not misses it at all above it.
+
+    At a higher rate a plan may meet by luck what it missed at a lower one, least unlikely where there are few requests.
+    """
+    facts, objective = q.facts(candidate, q.stream(candidate)), q.objective
+    (row,) = (row for row in tuned.rows if row.candidate == candidate)
+    if isinstance(objective, RateObjective):
+        rate = objective.rate_for(facts, tuned.bound)
+        if row.best is not None and row.status != "pruned":
+            missed = objective.rate_for(facts, row.best)
+            assert row.best <= tuned.bound
+            # A plan that meets the SLO at all rates that it can sustain misses none.
+            assert missed > sustained * (1 - 1e-9) or not q.judge(candidate, deployment, missed).meets_slo
+            return
+        for higher in (rate * (1 + 1e-9), rate * 1.1, rate * 1.4):
+            if higher <= sustained:
+                assert not q.judge(candidate, deployment, higher).meets_slo, (candidate.name, higher)
+        return
+    offered = q.stream(candidate).offered_rate_rps
+    assert offered is not None
+    result = q.watch(candidate, deployment, None)
+    if result.meets_slo and offered <= sustained:
+        summary = result.summary()
+        judged = Judged(offered, summary.output_tokens_per_s, summary.metrics["e2el"].mean)
+        assert not objective.better(objective.value(facts, judged), tuned.bound, 1e-9), candidate.name
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_plan_is_better_than_the_search_says(seed: int) -> None:
+    simulated = check(random_question(seed, 4))
+    assert simulated is None or simulated[0] <= simulated[1]
+
+
+@pytest.mark.slow
+def test_over_many_studies_few_plans_are_simulated() -> None:
+    """200 studies on up to 16 GPUs: none is lost, and the share of the plans that was simulated is small."""
+    counts = [counted for seed in range(1000, 1200) if (counted := check(random_question(seed, 16))) is not None]
+    assert len(counts) > 100
+    assert float(np.mean([simulated / plans for simulated, plans in counts])) < 0.3

@@ -1,0 +1,89 @@
+"""Limits that nobody reaches: where it is said that two plans do the same, they do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from simtune.sim.deployment import Deployment, deploy
+from simtune.sim.requests import RequestStream, build_stream
+from simtune.specs.catalog import load_hardware, load_model
+from simtune.specs.plan import Batching, KvCache, KvLink, Parallelism, Plan, Pool, Role
+from simtune.specs.workload import Lognormal, Poisson, Workload
+from simtune.tuner.knobs import tell_apart, uses
+
+MODEL, HARDWARE = load_model("llama-3.1-8b"), load_hardware("h100-sxm")
+COLUMNS = ("scheduled", "first_token", "finish")
+
+
+def stream(rate_rps: float) -> RequestStream:
+    load = Workload(
+        name="load",
+        arrivals=Poisson(rate_rps=rate_rps),
+        prompt=Lognormal(mean_tokens=600, sigma=0.8, max_tokens=3000),
+        output=Lognormal(mean_tokens=80, sigma=0.8, max_tokens=500),
+    )
+    return build_stream(load, None, requests=120, seed=3)
+
+
+def pool(seats: int, tokens: int, blocks: int, role: Role = "mixed", pp: int = 1, **more: Any) -> Pool:
+    return Pool(
+        name=role,
+        role=role,
+        hardware="h100-sxm",
+        instances=1,
+        parallelism=Parallelism(pp=pp),
+        batching=Batching(max_num_seqs=seats, max_num_batched_tokens=tokens, **more),
+        kv_cache=KvCache(num_blocks=blocks),
+        max_model_len=4096,
+    )
+
+
+def deployed(*pools: Pool) -> Deployment:
+    plan = Plan(name="p", model=MODEL.name, pools=pools, link=KvLink() if len(pools) > 1 else None)
+    return deploy(plan, MODEL, HARDWARE)
+
+
+LIMITS = [(seats, tokens, blocks) for seats in (8, 64, 128) for tokens in (256, 1024, 4096) for blocks in (900, 6000)]
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("rate_rps", [3.0, 12.0, 30.0])
+def test_plans_that_are_told_what_they_do_do_it(rate_rps: float, pp: int) -> None:
+    requests, told = stream(rate_rps), 0
+    plans = [deployed(pool(*limits, pp=pp)) for limits in LIMITS]
+    outcomes = [plan.simulate(requests) for plan in plans]
+    for one, its in zip(plans, outcomes, strict=True):
+        used = uses(one, its)
+        assert used is not None
+        for other, theirs in zip(plans, outcomes, strict=True):
+            if not tell_apart(other, used):
+                told += one is not other
+                for column in COLUMNS:
+                    assert np.array_equal(getattr(its.outcome, column), getattr(theirs.outcome, column))
+    assert told > 0, "there were to be plans that are told what they do"
+
+
+def test_prefill_and_decode_pools() -> None:
+    requests, told = stream(10.0), 0
+    plans = [
+        deployed(pool(64, tokens, 6000, "prefill"), pool(seats, 1024, 6000, "decode"))
+        for tokens in (256, 2048, 8192)
+        for seats in (4, 128, 256)
+    ]
+    outcomes = [plan.simulate(requests) for plan in plans]
+    for one, its in zip(plans, outcomes, strict=True):
+        used = uses(one, its)
+        assert used is not None
+        for other, theirs in zip(plans, outcomes, strict=True):
+            if not tell_apart(other, used):
+                told += one is not other
+                assert np.array_equal(its.outcome.finish, theirs.outcome.finish)
+    assert told > 0
+
+
+def test_policies_that_look_at_their_limits_tell_nothing() -> None:
+    deployment = deployed(pool(64, 1024, 6000, policy="transformers-fifo"))
+    assert uses(deployment, deployment.simulate(stream(3.0))) is None
