@@ -13,6 +13,7 @@ from typing import Any
 
 from simtune.costs.step_files import read_costs
 from simtune.errors import Infeasible, UsageError
+from simtune.parallel import Jobs
 from simtune.sim import parts
 from simtune.sim.deployment import NO_HARDWARE, Deployment, default_plan, deploy, unbound_plan
 from simtune.sim.drafting import Drafting
@@ -243,7 +244,7 @@ def optimize(
     model: str | Model | None = None,
     hardware: str | Hardware | None = None,
     workload: Load | None = None,
-    jobs: int | None = None,
+    jobs: Jobs = None,
     settings: Sequence[str] = (),
 ) -> Tuned:
     """Search the best plan for a study, given by its file or as an object; see `simtune.tuner.search.optimize`.

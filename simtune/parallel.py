@@ -1,26 +1,55 @@
-"""Work for several processes whose results come back in the order in which it was given out."""
+"""Work for several processes, here or on a Dask cluster; its results come back in the order in which it was given out.
+
+Where a task is worked on makes no difference to what comes of it.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from simtune import __version__
+from simtune.errors import UsageError
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2): the signal a process gets when its parent ends
+
+ANSWERS_S = 10.0
+"""How long a cluster may take to answer, and to have a worker."""
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
+class Cluster:
+    """The workers of a Dask cluster, for as long as one is connected (`connected`)."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def pool(self) -> Executor:
+        """Workers to give tasks to; ending the pool leaves the cluster as it is."""
+        return _ClusterPool(self._client)
+
+
+Jobs = int | Cluster | None
+"""Who works: so many processes, one per core by default, or a cluster."""
+
+
 @contextmanager
-def executor(jobs: int | None, most: int) -> Iterator[Executor | None]:
+def executor(jobs: Jobs, most: int) -> Iterator[Executor | None]:
     """A pool of `jobs` processes (default: one per core), at most `most`; None when one would do."""
+    if isinstance(jobs, Cluster):
+        with jobs.pool() as workers:
+            yield workers
+        return
     jobs = min(jobs or os.cpu_count() or 1, most)
     if jobs <= 1:
         yield None
@@ -48,7 +77,8 @@ def _enter_worker(parent: int) -> None:
 def ordered_map(pool: Executor | None, work: Callable[[T], R], tasks: Sequence[T]) -> Iterator[R]:
     """`work(task)` for every task, in the order of the tasks.
 
-    Where the system kills a worker, as it does when memory runs out, what is left is done in this process.
+    Where the system kills a worker, as it does when memory runs out, what is left is done in this process. A cluster
+    gives the tasks of a lost worker to the others; what is left when it has nobody any more is done here too.
     """
     done = 0
     if pool is not None:
@@ -57,6 +87,141 @@ def ordered_map(pool: Executor | None, work: Callable[[T], R], tasks: Sequence[T
                 yield result
                 done += 1
             return
-        except BrokenProcessPool:
-            sys.stderr.write("a worker process was killed, perhaps for want of memory; going on with one process\n")
+        except BrokenProcessPool as lost:
+            say_alone(lost)
     yield from map(work, tasks[done:])
+
+
+def say_alone(lost: BrokenExecutor) -> None:
+    """Say on stderr why one process goes on with the work of several."""
+    what = str(lost) if isinstance(lost, ClusterLost) else "a worker process was killed, perhaps for want of memory"
+    sys.stderr.write(f"{what}; going on with one process\n")
+
+
+# --- a Dask cluster ---------------------------------------------------------------------------------------
+
+
+class ClusterLost(BrokenProcessPool):
+    """A cluster that can do nothing any more."""
+
+
+class _ClusterFuture(Future[Any]):
+    """What comes of one task of a cluster."""
+
+    def __init__(self, its: Any) -> None:
+        super().__init__()
+        self._its = its
+        its.add_done_callback(self._settle)
+
+    def cancel(self) -> bool:
+        """Here and there."""
+        self._its.cancel(force=True)
+        return super().cancel()
+
+    def _settle(self, its: Any) -> None:
+        if self.set_running_or_notify_cancel():
+            try:
+                with _lost_as_broken():
+                    self.set_result(its.result())
+            except BaseException as error:
+                self.set_exception(error)
+
+
+@contextmanager
+def _lost_as_broken() -> Iterator[None]:
+    """What Dask says of tasks that nobody gets done, as executors say it. Raises ClusterLost."""
+    from distributed import KilledWorker
+    from distributed.comm import CommClosedError
+
+    try:
+        yield
+    except KilledWorker as error:
+        raise ClusterLost("workers of the cluster were killed by one task, perhaps for want of memory") from error
+    except (CancelledError, CommClosedError) as error:
+        raise ClusterLost("the cluster does not answer any more") from error
+
+
+class _ClusterPool(Executor):
+    """The workers of a cluster as an executor. Tasks whose worker is lost are given to another."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Of a single task; its result raises ClusterLost where the cluster does not get it done."""
+        return _ClusterFuture(self._client.submit(fn, *args, pure=False, **kwargs))
+
+    def map(
+        self, fn: Callable[..., Any], *iterables: Iterable[Any], timeout: float | None = None, chunksize: int = 1
+    ) -> Iterator[Any]:
+        """Results in order. Raises ClusterLost where the cluster does not get them done."""
+        futures = self._client.map(fn, *(list(tasks) for tasks in iterables), pure=False)
+        try:
+            with _lost_as_broken():
+                for future in futures:
+                    yield future.result(timeout)
+        finally:
+            self._client.cancel(futures, force=True)
+
+
+@contextmanager
+def connected(where: str, answers_s: float = ANSWERS_S) -> Iterator[Cluster]:
+    """The cluster at an address (tcp://host:port), or `local:N` for N workers of its own on this machine, which listen
+    on 127.0.0.1 alone and end with it.
+
+    Raises UsageError where Dask is not installed, nobody answers, there is no worker, or workers have another release.
+    """
+    try:
+        from distributed import Client, LocalCluster
+    except ImportError:
+        raise UsageError(f"--cluster {where}: needs Dask; pip install 'simtune[cluster]'") from None
+    kind, _, number = where.partition(":")
+    if kind == "local":
+        if not number.isdecimal() or int(number) < 1:
+            raise UsageError(f"--cluster {where}: write local:N with the number of workers, such as local:2")
+        with (
+            LocalCluster(
+                n_workers=int(number),
+                threads_per_worker=1,
+                host="127.0.0.1",
+                dashboard_address="127.0.0.1:0",  # its page of metrics, at any free port
+                silence_logs=logging.ERROR,
+            ) as own,
+            Client(own) as client,
+        ):
+            yield Cluster(client)
+        return
+    try:
+        client = Client(where, timeout=answers_s)
+    except (OSError, ValueError, TypeError) as error:
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UsageError(
+            f"--cluster {where}: no Dask scheduler answers there within {answers_s:g} s ({said}); start one, or add "
+            "--cluster-fallback to go on without it"
+        ) from None
+    with client:
+        _check_workers(client, where, answers_s)
+        yield Cluster(client)
+
+
+def _check_workers(client: Any, where: str, answers_s: float) -> None:
+    """Raises UsageError where a cluster has no worker that could do the same as this process."""
+    try:
+        client.wait_for_workers(1, timeout=answers_s)
+    except TimeoutError:
+        raise UsageError(
+            f"--cluster {where}: it has no workers; start some (dask worker {where}), or add --cluster-fallback to go "
+            "on without it"
+        ) from None
+    for worker, release in sorted(client.run(_release, on_error="return").items()):
+        if isinstance(release, ImportError):
+            raise UsageError(f"--cluster {where}: worker {worker} has no simtune; install {__version__} there")
+        if isinstance(release, str) and release != __version__:  # one that was lost meanwhile answers with an error
+            raise UsageError(
+                f"--cluster {where}: worker {worker} has simtune {release}, and this is {__version__}: answers could "
+                "differ; install the same there"
+            )
+
+
+def _release() -> str:
+    return __version__

@@ -31,7 +31,7 @@ from scipy.special import ndtr, ndtri
 from simtune.arrays import Array
 from simtune.costs.basis import AskedCall
 from simtune.errors import UsageError
-from simtune.parallel import executor, ordered_map
+from simtune.parallel import Jobs, executor, ordered_map
 from simtune.sim.basis import asked_calls
 from simtune.sim.deployment import Deployment
 from simtune.sim.requests import RequestStream
@@ -160,7 +160,7 @@ def confidence(
     worlds: int,
     seed: int = 0,
     tolerance: float = 0.02,
-    jobs: int | None = None,
+    jobs: Jobs = None,
 ) -> Confidence:
     """Judge the first contender, which was chosen, against the others in `worlds` redrawn worlds.
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Hashable, Iterable
 from concurrent.futures import BrokenExecutor, Executor, Future
 from typing import Generic, Protocol, TypeVar
+
+from simtune.parallel import say_alone
 
 K = TypeVar("K", bound=Hashable)
 R = TypeVar("R")
@@ -35,8 +36,8 @@ class LookAhead(Generic[K, R]):
             return task.run()
         try:
             return self._from_pool(self._pool, key, task, expected)
-        except BrokenExecutor:
-            sys.stderr.write("a worker process was killed, perhaps for want of memory; going on with one process\n")
+        except BrokenExecutor as lost:
+            say_alone(lost)
             self._pool = None
             return task.run()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from simtune.parallel import executor, ordered_map
+from simtune.parallel import Jobs, executor, ordered_map
 from simtune.sim.summary import LatencyQuantiles, SimulationSummary
 from simtune.tuner.question import Question
 from simtune.tuner.trial import Trial, Tuned
@@ -35,7 +35,7 @@ def rivals(tuned: Tuned, most: int = 2) -> list[Trial]:
     return rows[:most]
 
 
-def sweeps(tuned: Tuned, *, jobs: int | None = None) -> list[RateSweep]:
+def sweeps(tuned: Tuned, *, jobs: Jobs = None) -> list[RateSweep]:
     """Sweeps of the chosen plan, first, and of its rivals. `jobs` processes; the answer does not depend on it."""
     chosen_rate = tuned.chosen.rate_rps if tuned.question.searches_rate else None
     rates = tuple(fraction * chosen_rate for fraction in FRACTIONS) if chosen_rate is not None else ()

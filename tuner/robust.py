@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from simtune.parallel import Jobs
 from simtune.tuner.confidence import Confidence, Contender, confidence
 from simtune.tuner.objectives import MeanLatency, RateObjective
 from simtune.tuner.question import SAMPLED_CORES
@@ -15,7 +16,7 @@ RIVALS = 4
 """Runners-up that the chosen plan is compared with."""
 
 
-def of_search(tuned: Tuned, *, worlds: int, rivals: int = RIVALS, jobs: int | None = None) -> Confidence:
+def of_search(tuned: Tuned, *, worlds: int, rivals: int = RIVALS, jobs: Jobs = None) -> Confidence:
     """The chosen plan against the best others that met the SLO. See `simtune.tuner.confidence`."""
     study = tuned.question.study
     trials = [tuned.chosen, *tuned.runners_up(rivals)]

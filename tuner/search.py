@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from simtune.errors import Infeasible
-from simtune.parallel import executor
+from simtune.parallel import Jobs, executor
 from simtune.sim.deployment import Deployment
 from simtune.sim.result import Result
 from simtune.tuner.climb import Climb, Finding, Simulation, violation
@@ -61,7 +61,7 @@ Known = Literal["as it came", "as one of its kind", "all there is"]
 SearchProgress = Callable[[Course], None]
 
 
-def optimize(question: Question, *, jobs: int | None = None, progress: SearchProgress | None = None) -> Tuned:
+def optimize(question: Question, *, jobs: Jobs = None, progress: SearchProgress | None = None) -> Tuned:
     """BestFirst the study's space. Raises Infeasible, saying what stood in the way, when no plan meets the SLO.
 
     `jobs` processes simulate plans side by side (default: one per core); the answer does not depend on it. `progress`

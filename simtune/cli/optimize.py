@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,8 +27,10 @@ from simtune.cli.output import (
     set_option,
     write_run,
 )
+from simtune.errors import UsageError
 
 if TYPE_CHECKING:
+    from simtune.parallel import Jobs
     from simtune.sim.summary import CostBasis
     from simtune.tuner.confidence import Confidence
     from simtune.tuner.question import Question
@@ -43,6 +47,13 @@ if TYPE_CHECKING:
     default=None,
     help="Processes; one per core by default. The answer does not depend on it.",
 )
+@click.option(
+    "--cluster",
+    metavar="ADDRESS|local:N",
+    default=None,
+    help="Work on a Dask cluster, or on N Dask workers here, in place of --jobs processes. The answer is the same.",
+)
+@click.option("--cluster-fallback", is_flag=True, help="Go on without the cluster where it does not answer.")
 @click.option(
     "--worlds",
     type=click.IntRange(min=2),
@@ -66,6 +77,8 @@ def optimize(  # noqa: PLR0913 - one for each option
     study_file: str,
     out: Path | None,
     jobs: int | None,
+    cluster: str | None,
+    cluster_fallback: bool,
     worlds: int | None,
     robust: float | None,
     dry_run: bool,
@@ -90,17 +103,18 @@ def optimize(  # noqa: PLR0913 - one for each option
         return 0
     if out is None:
         raise click.UsageError("name the run directory to write: --out runs/NAME")
-    claim(out, force)
-    note_cut(question.workload, question.trace, question.requests)
-    with progress("plans", quiet) as update:
-        tuned = search(
-            question,
-            jobs=jobs,
-            progress=lambda now: update(now.done, now.total, _course(now)),
-        )
-    tuned, sure = _sure(tuned, worlds, robust, jobs)
+    with _workers(cluster, cluster_fallback, jobs) as workers:
+        claim(out, force)
+        note_cut(question.workload, question.trace, question.requests)
+        with progress("plans", quiet) as update:
+            tuned = search(
+                question,
+                jobs=workers,
+                progress=lambda now: update(now.done, now.total, _course(now)),
+            )
+        tuned, sure = _sure(tuned, worlds, robust, workers)
+        contents = of_study(tuned, jobs=workers, confidence=sure)
     note_estimates(tuned.deployment)
-    contents = of_study(tuned, jobs=jobs, confidence=sure)
     note_basis(contents.run.summary.cost_basis)
     inputs = (question.study, question.model, *question.hardware, question.workload)
     write_run(out, contents, inputs, question.trace, question.study.seed)
@@ -115,7 +129,25 @@ def optimize(  # noqa: PLR0913 - one for each option
     return 0
 
 
-def _sure(tuned: Tuned, worlds: int | None, level: float | None, jobs: int | None) -> tuple[Tuned, Confidence | None]:
+@contextmanager
+def _workers(where: str | None, fallback: bool, jobs: int | None) -> Iterator[Jobs]:
+    """The cluster if one is asked for, else so many processes. Raises UsageError where it does not answer and there is
+    to be no fallback."""
+    from simtune.parallel import connected
+
+    with ExitStack() as ends:
+        workers: Jobs = jobs
+        if where is not None:
+            try:
+                workers = ends.enter_context(connected(where))
+            except UsageError as error:
+                if not fallback:
+                    raise
+                click.echo(f"note: {str(error).partition(';')[0]}; going on without it", err=True)
+        yield workers
+
+
+def _sure(tuned: Tuned, worlds: int | None, level: float | None, jobs: Jobs) -> tuple[Tuned, Confidence | None]:
     """The search with its choice judged in redrawn worlds, and chosen anew where the best at a quantile is wanted."""
     from simtune.tuner.robust import WORLDS, of_search, robust
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from simtune.costs.calibration import words
 from simtune.errors import Infeasible
+from simtune.parallel import Jobs
 from simtune.runs.breakdown import step_times
 from simtune.runs.engine_files import MAX_NODES, engine_files, launch_of, other_engines, speculation_facts
 from simtune.runs.files import MANIFEST, Files
@@ -86,7 +87,7 @@ def of_simulation(
     return Contents(Run(summary, ()), files)
 
 
-def of_study(tuned: Tuned, *, jobs: int | None = None, confidence: Confidence | None = None) -> Contents:
+def of_study(tuned: Tuned, *, jobs: Jobs = None, confidence: Confidence | None = None) -> Contents:
     """The same for the chosen plan of a study, with all candidates, the runners-up and the goodput curves, and how sure
     the choice is where that was asked."""
     study, files = tuned.question.study, _files(tuned.deployment, tuned.result)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from simtune.costs.iteration import KINDS
 from simtune.costs.predict import DATA_SHEET_LOG_SD, Profile
 from simtune.errors import UsageError
-from simtune.parallel import executor, ordered_map
+from simtune.parallel import Jobs, executor, ordered_map
 from simtune.sim.basis import pool_bases
 from simtune.sim.deployment import Deployment, deploy
 from simtune.sim.drafting import Drafting
@@ -121,7 +121,7 @@ def uncertainty(
     *,
     count: int,
     seed: int,
-    jobs: int | None = None,
+    jobs: Jobs = None,
 ) -> Uncertainty:
     """Simulate the same requests in `count` redrawn worlds; `jobs` processes, the answer does not depend on it.
 

@@ -18,7 +18,7 @@ GROUND = {"arrays", "errors", "parallel", "plugins", "specs"}
 LAW: dict[str, set[str]] = {
     "arrays": set(),
     "errors": set(),
-    "parallel": set(),
+    "parallel": {"errors"},
     "engine": {"arrays"},
     "plugins": {"errors"},
     "specs": {"arrays", "errors", "plugins"},
