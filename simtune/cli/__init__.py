@@ -30,6 +30,8 @@ VERBS = {
     "speculate": "Choose how to draft at every batch size and context.",
     "replay": "Compare a scheduler step by step with an engine's log.",
     "reproduce": "Simulate published systems beside what they claim.",
+    "validate": "Run a plan on a real engine and say how far off the prediction was.",
+    "weights": "Write random weights for a model, or a pair whose acceptance is chosen.",
     "report": "Draw the report of a run again, or of several side by side.",
     "list": "List what is built in.",
     "show": "Print a spec, with what follows from it.",

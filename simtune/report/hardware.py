@@ -202,6 +202,7 @@ def facts(hardware: Hardware) -> list[tuple[str, str]]:
     rows.append(("host", f"{words} ({host.provenance.source}; {host.provenance.note or 'no note'})"))
     if hardware.calibration is not None:
         rows.append(("corrected by an engine's own log", calibration.words(hardware.calibration)))
+    rows += [("validated", str(note)) for note in hardware.validations or ()] or [("validated", "never")]
     return rows
 
 

@@ -179,7 +179,7 @@ def _hardware(deployment: Deployment) -> HardwareFacts:
         name=hardware.name,
         engine=hardware.engine,
         device=hardware.device.name,
-        validated=None,
+        validated="; ".join(map(str, hardware.validations)) if hardware.validations else None,
         estimated=tuple(deployment.estimated),
         corrected=words(hardware.calibration) if hardware.calibration else None,
         operators=tuple(

@@ -262,6 +262,51 @@ class Calibration(Part):
         return self
 
 
+class ValidatedLoad(Part):
+    """How far off the means of one load were: predicted / measured - 1."""
+
+    load: str
+    rate_rps: Positive | None = None
+    requests: Count
+    ttft: float | None = None
+    tpot: float | None = None
+    e2el: float | None = None
+
+
+class ValidationNote(Part):
+    """A model that a real engine ran on the device, predicted with this profile."""
+
+    engine: str
+    version: str | None = None
+    date: str
+    model: str
+    plan: str
+    clock: str = Field(description="wall, or cpu: the engine's own processor time")
+    within: bool = Field(description="of the tolerance, or of twice the repeats' noise")
+    tolerance: Positive
+    loads: Annotated[Seq[ValidatedLoad], Field(min_length=1)]
+
+    @property
+    def subject(self) -> tuple[str, ...]:
+        """What was validated: a later validation of the same takes the place of an earlier one."""
+        return self.engine, self.model, self.plan, self.clock
+
+    def __str__(self) -> str:
+        """On one line: with what, when, and the worst error of each mean."""
+        errors = []
+        for metric in ("ttft", "tpot", "e2el"):
+            values = [value for load in self.loads if (value := getattr(load, metric)) is not None]
+            if values:
+                errors.append(f"{metric.upper()} {max(values, key=abs):+.1%}")
+        engine = " ".join(filter(None, (self.engine, self.version)))
+        verdict = "within" if self.within else "outside"
+        loads = ", ".join(load.load for load in self.loads)
+        return (
+            f"{self.model} with {engine}, {self.date}: means at worst {', '.join(errors)} over {loads} "
+            f"({verdict} {self.tolerance:.0%}, {self.clock} clock)"
+        )
+
+
 ARRAYS = "arrays.npz"
 _LARGEST = 1e12
 """Standardised shapes and weights of a residual are below a million."""
@@ -372,6 +417,7 @@ class Hardware(Spec):
     calibration: Calibration | None = None
     operators: dict[str, Operator]
     arrays_sha256: str | None = Field(None, description=f"of the {ARRAYS} that belongs to it")
+    validations: Seq[ValidationNote] | None = Field(None, description="what real engines said of its predictions")
 
     _arrays: Arrays = PrivateAttr(default_factory=lambda: Arrays({}))
 

@@ -27,6 +27,8 @@ class FakeServer:
     api_key: str | None = None
     counts: bool = True
     """Whether every message says how many tokens there are by now."""
+    port: int = 0
+    """Where it listens; any free one unless given."""
     requests: list[dict[str, Any]] = field(default_factory=list)
     addresses: list[str] = field(default_factory=list)
     """Paths that were asked for, in order."""
@@ -55,8 +57,8 @@ class FakeServer:
         self._loop = asyncio.get_running_loop()
         self._over = asyncio.Event()
         self._connections: dict[asyncio.StreamWriter, asyncio.Task[None] | None] = {}
-        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0, backlog=1024)
-        self.port: int = self._server.sockets[0].getsockname()[1]
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", self.port, backlog=1024)
+        self.port = self._server.sockets[0].getsockname()[1]
         self._ready.set()
         await self._over.wait()
         self._die()

@@ -221,8 +221,8 @@ class _Drive:
         answer = Answer(int(self._stream.output_tokens[sent.request]))
         error = sent.error
         if sent.exchange is not None:
-            found = _read_answer(answer, read_response(sent.exchange.pieces))
-            error = found if error is None else f"{error}, {answer.so_far}"
+            why = _read_answer(answer, read_response(sent.exchange.pieces))
+            error = why if error is None else f"{error}, {answer.so_far}"
         times = tuple(at_s - self._start for at_s in answer.times_s)
         return MeasuredRequest(
             request=sent.request,

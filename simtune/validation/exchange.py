@@ -75,14 +75,14 @@ class Address:
 
     async def open(self, request: bytes) -> Exchange:
         """Connect and send. Raises OSError where the server cannot be reached."""
-        tls = {"ssl": True, "server_hostname": self.server.name} if self.server.tls else {}
-        loop = asyncio.get_running_loop()
+        loop, tls = asyncio.get_running_loop(), self.server.tls
         _, exchange = await loop.create_connection(
             lambda: Exchange(request, loop.create_future()),
             self.host,
             self.server.port,
             family=self.family,
-            **tls,  # type: ignore[arg-type]
+            ssl=True if tls else None,
+            server_hostname=self.server.name if tls else None,
         )
         return exchange
 
@@ -91,10 +91,10 @@ async def look_up(server: Server) -> Address:
     """Raises EngineError where there is no such host."""
     loop = asyncio.get_running_loop()
     try:
-        found = await loop.getaddrinfo(server.name, server.port, type=socket.SOCK_STREAM)
+        addresses = await loop.getaddrinfo(server.name, server.port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise EngineError(f"{server.url}: {error.strerror}") from None
-    family, _, _, _, host = found[0]
+    family, _, _, _, host = addresses[0]
     return Address(server, family, str(host[0]))
 
 

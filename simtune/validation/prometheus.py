@@ -38,15 +38,15 @@ def values(text: str) -> dict[str, float]:
             sums[name] = sums.get(name, 0.0) + float(value)
         except ValueError:
             continue
-    found = {}
+    read = {}
     for what, names in NAMES.items():
         known = next((name for name in names if name in sums), None)
         if known is not None:
-            found[what] = sums[known]
-    return found
+            read[what] = sums[known]
+    return read
 
 
-def told(readings: Sequence[Reading]) -> dict[str, Any]:
+def engine_facts(readings: Sequence[Reading]) -> dict[str, Any]:
     """Fields of `MeasuredFacts` that readings before, during and after a run say; what they do not say is left out."""
     read = [(r.at_s, values(r.text)) for r in readings]
     if not read:

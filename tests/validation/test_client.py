@@ -12,7 +12,7 @@ from simtune.specs.workload import Arrivals, ClosedLoop, FixedInterval, FixedLen
 from simtune.testing.fake_server import FakeServer
 from simtune.validation.client import Patience, Traffic, send, served_model
 from simtune.validation.exchange import Piece, Server, ask, read_response
-from simtune.validation.prometheus import Reading, told
+from simtune.validation.prometheus import Reading, engine_facts
 from simtune.validation.prompts import Prompts
 from simtune.validation.streaming import Answer
 
@@ -55,7 +55,7 @@ def test_every_request_is_sent_as_drawn_and_every_token_stamped() -> None:
         assert r.finish_s == r.times_s[-1]
         assert r.output_tokens == 8
     assert traffic.lateness.send_max_s >= traffic.lateness.send_p99_s >= traffic.lateness.send_p50_s >= 0
-    queues = told(traffic.readings)["queues"]
+    queues = engine_facts(traffic.readings)["queues"]
     assert max(queues.running) >= 1
     assert set(server.addresses) == {"/v1/completions", "/metrics"}
 
@@ -166,13 +166,13 @@ def test_metrics_are_sums_over_engines_and_differences_over_the_run() -> None:
             f"vllm:spec_decode_num_accepted_tokens_total {2 * drafts}\n"
         )
 
-    facts = told([Reading(-1.0, text(0, 5, 10)), Reading(1.0, text(3, 6, 15)), Reading(2.0, text(4, 7, 20))])
+    facts = engine_facts([Reading(-1.0, text(0, 5, 10)), Reading(1.0, text(3, 6, 15)), Reading(2.0, text(4, 7, 20))])
     assert (facts["queues"].t_s, facts["queues"].running, facts["queues"].waiting) == ((1.0, 2.0), (4.0, 5.0), (2, 2))
     assert facts["preemptions"] == 2
     drafts = facts["drafts"]
     assert (drafts.rounds, drafts.draft_tokens, drafts.accepted_tokens) == (10, 30, 20)
-    assert told([Reading(-1.0, "go_goroutines 7\n")]) == {}
-    assert told([]) == {}
+    assert engine_facts([Reading(-1.0, "go_goroutines 7\n")]) == {}
+    assert engine_facts([]) == {}
 
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"

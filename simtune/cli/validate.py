@@ -1,0 +1,343 @@
+"""simtune validate: a plan on a real engine, predicted beside measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from simtune.cli.output import (
+    command_line,
+    force_option,
+    json_option,
+    note_basis,
+    print_json,
+    print_table,
+    progress,
+    quiet_option,
+    seed_option,
+    set_option,
+    split_settings,
+)
+from simtune.errors import UsageError, suggest
+
+if TYPE_CHECKING:
+    from simtune.api import Experiment
+    from simtune.validation.engine import Engine
+    from simtune.validation.judge import Validation
+    from simtune.validation.loads import Load
+    from simtune.validation.measured import MeasuredRun
+    from simtune.validation.session import ValidationFolder
+
+
+@dataclass(frozen=True)
+class EngineChoice:
+    """What the options say of the engine."""
+
+    name: str
+    api_key: str | None
+    silence_s: float
+    weights: Path | None
+    vllm_python: str | None
+    arguments: tuple[str, ...]
+
+
+def _vllm(choice: EngineChoice, experiment: Experiment) -> Engine:
+    from simtune.validation.client import Patience
+    from simtune.validation.served import VllmCommand, VllmEngine, vllm_python
+
+    if choice.weights is None:
+        raise UsageError("--engine vllm: name the folder that it is to serve, --weights DIR (see `simtune weights`)")
+    command = VllmCommand(vllm_python(choice.vllm_python), choice.weights, choice.arguments)
+    return VllmEngine(command, experiment.deployment.model, Patience(silence_s=choice.silence_s))
+
+
+def _server(choice: EngineChoice, experiment: Experiment) -> Engine:
+    from simtune.validation.client import Patience
+    from simtune.validation.exchange import Server
+    from simtune.validation.served import ServerEngine
+
+    server = Server(choice.name, choice.api_key)
+    return ServerEngine(server, experiment.deployment.model, Patience(silence_s=choice.silence_s))
+
+
+ENGINES: dict[str, Callable[[EngineChoice, Experiment], Engine]] = {"vllm": _vllm}
+"""Engines that are started, by name; anything with :// is the address of one that runs."""
+
+
+def make_engine(choice: EngineChoice, experiment: Experiment) -> Engine:
+    """The engine that was asked for. Raises UsageError."""
+    if "://" in choice.name:
+        return _server(choice, experiment)
+    if choice.name not in ENGINES:
+        known = ", ".join(ENGINES)
+        raise UsageError(
+            f"--engine {choice.name}: is neither an address (http://HOST:PORT) nor one of {known}"
+            f"{suggest(choice.name, ENGINES)}"
+        )
+    return ENGINES[choice.name](choice, experiment)
+
+
+@click.command()
+@click.argument("plan_file", metavar="PLAN")
+@click.option("--workload", default=None, help="Load to send; not needed with --from.")
+@click.option("--engine", default=None, help="http://HOST:PORT of an OpenAI-compatible server, or vllm to start one.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder to write; gone on with if begun.")
+@click.option(
+    "--from",
+    "measured_files",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    help="Judge what was measured: a run of simtune, of `vllm bench serve --save-detailed`, or of aiperf.",
+)
+@click.option("--model", default=None, help="Another model than the plan's.")
+@click.option("--hardware", default=None, help="Another hardware profile than the plan's.")
+@click.option("--requests", type=click.IntRange(min=1), default=None, help="How many, instead of the workload's own.")
+@click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True, help="Runs of every load.")
+@click.option("--rates", default=None, help="Requests per second, e.g. 2,4,8; fractions of the knee otherwise.")
+@click.option("--plans", type=click.IntRange(min=2), default=None, help="PLAN is a run of optimize: its best K plans.")
+@click.option("--tolerance", type=click.FloatRange(min=0, min_open=True), default=0.1, show_default=True)
+@click.option(
+    "--max-lateness",
+    type=click.FloatRange(min=0),
+    default=0.01,
+    show_default=True,
+    help="Of the mean TPOT: a later client is not judged by.",
+)
+@click.option(
+    "--uncertainty", "worlds", type=click.IntRange(min=0), default=20, show_default=True, help="Redrawn worlds."
+)
+@click.option("--timeout", type=click.FloatRange(min=0, min_open=True), default=120.0, help="Seconds without a byte.")
+@click.option("--api-key", default=None, envvar="OPENAI_API_KEY", help="Of the server.")
+@click.option("--weights", type=click.Path(path_type=Path), default=None, help="Folder that a started engine serves.")
+@click.option("--vllm-python", default=None, help="Python of the environment that vLLM is in.")
+@click.option("--engine-arg", multiple=True, help="Further argument of a started engine, e.g. --dtype=float32.")
+@click.option("--export", type=click.Choice(["vllm", "aiperf"]), multiple=True, help="Write runs for other tools too.")
+@click.option("--record", type=click.Path(path_type=Path), default=None, help="Hardware profile to note the result in.")
+@seed_option
+@set_option
+@force_option
+@quiet_option
+@json_option
+def validate(  # noqa: PLR0913 - one for each option
+    plan_file: str,
+    workload: str | None,
+    engine: str | None,
+    out: Path,
+    measured_files: tuple[Path, ...],
+    model: str | None,
+    hardware: str | None,
+    requests: int | None,
+    repeat: int,
+    rates: str | None,
+    plans: int | None,
+    tolerance: float,
+    max_lateness: float,
+    worlds: int,
+    timeout: float,
+    api_key: str | None,
+    weights: Path | None,
+    vllm_python: str | None,
+    engine_arg: tuple[str, ...],
+    export: tuple[str, ...],
+    record: Path | None,
+    seed: int | None,
+    settings: tuple[str, ...],
+    force: bool,
+    quiet: bool,
+    as_json: bool,
+) -> int:
+    """Run PLAN on a real engine and compare what was predicted with what was measured.
+
+    Exits with 4 where that is outside the tolerance and outside twice the noise of the repeats, with 1 where requests
+    failed or the client was too late to judge by.
+    """
+    if (engine is None) == (not measured_files):
+        raise UsageError("name what to compare with: --engine http://HOST:PORT, --engine vllm, or --from FILE")
+    if workload is None and not measured_files:
+        raise UsageError("name the load to send: --workload")
+    if record is not None:
+        _profile_folder(record)
+    choice = EngineChoice(engine or "", api_key, timeout, weights, vllm_python, engine_arg)
+    asked = _Asked(repeat, _rates(rates), tolerance, max_lateness, worlds, seed or 0, export, force, quiet)
+    by_spec = split_settings(settings, ("model", "hardware", "workload", "plan"))
+    specs = _Given(plan_file, model, hardware, workload, requests, by_spec)
+    if plans is not None:
+        return _decide(specs, plans, choice, asked, out, as_json)
+    experiment = specs.experiment(asked.seed)
+    if measured_files:
+        validation = _judge_files(experiment, measured_files, asked, out, given=workload is not None)
+    else:
+        validation = _run(experiment, choice, asked, out)
+    if record is not None:
+        _record(record, validation, out)
+    if as_json:
+        print_json(validation.to_data())
+    else:
+        _print(validation, out)
+    return 1 if any(load.failed for load in validation.loads) else 0 if validation.within else 4
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What the specs are loaded from."""
+
+    plan: str
+    model: str | None
+    hardware: str | None
+    workload: str | None
+    requests: int | None
+    settings: dict[str, list[str]]
+
+    def experiment(self, seed: int, plan: str | None = None) -> Experiment:
+        """The plan, or another in its place, under the load."""
+        from simtune.api import load_specs, set_up
+
+        # Without a load of its own a measured run brings one; until then any will do.
+        specs = load_specs(self.model, self.hardware, self.workload or "chat", plan or self.plan, self.settings)
+        return set_up(specs, requests=self.requests, seed=seed)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """How it is run and judged."""
+
+    repeats: int
+    rates: tuple[float, ...]
+    tolerance: float
+    most_late: float
+    worlds: int
+    seed: int
+    export: tuple[str, ...]
+    force: bool
+    quiet: bool
+
+
+def _rates(text: str | None) -> tuple[float, ...]:
+    if text is None:
+        return ()
+    try:
+        rates = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        rates = ()
+    if not rates or not all(0 < rate < float("inf") for rate in rates):
+        raise UsageError(f"--rates {text}: write requests per second with commas between, for example 2,4,8")
+    return tuple(dict.fromkeys(rates))
+
+
+def _folder(experiment: Experiment, asked: _Asked, what: list[object], out: Path) -> ValidationFolder:
+    from simtune.validation.session import ValidationFolder
+
+    d = experiment.deployment
+    specs = [d.plan.to_data(), d.model.to_data(), experiment.workload.to_data(), len(experiment.stream)]
+    trace = None if experiment.trace is None else experiment.trace.sha256
+    question = {"specs": specs, "trace": trace, "seed": asked.seed, "rates": asked.rates, "engine": what}
+    return ValidationFolder(out, question, asked.force)
+
+
+def _run(experiment: Experiment, choice: EngineChoice, asked: _Asked, out: Path) -> Validation:
+    """Run every load and judge."""
+    from contextlib import closing
+
+    from simtune.validation.loads import loads
+    from simtune.validation.session import Round, run_loads
+
+    wanted = loads(experiment.deployment, experiment.stream, asked.rates, asked.seed)
+    engine = make_engine(choice, experiment)
+    folder = _folder(experiment, asked, [choice.name, str(choice.weights), *choice.arguments], out)
+    how = Round(asked.repeats, asked.most_late, asked.seed)
+    with closing(engine), progress("runs", asked.quiet) as update:
+        runs = run_loads(engine, experiment.deployment.plan, wanted, how, folder, update)
+    return _judged(experiment, [load for load in wanted if load.label in runs], runs, asked, folder)
+
+
+def _judge_files(
+    experiment: Experiment, files: tuple[Path, ...], asked: _Asked, out: Path, *, given: bool
+) -> Validation:
+    """Judge runs that were measured; each is simulated with its own requests at its own times."""
+    from simtune.validation.formats import read_run
+    from simtune.validation.session import as_loads
+
+    runs = [read_run(path) for path in files]
+    wanted, by_label = as_loads(runs, experiment.stream if given else None)
+    folder = _folder(experiment, asked, [run.to_text() for run in runs], out)
+    return _judged(experiment, wanted, by_label, asked, folder)
+
+
+def _judged(
+    experiment: Experiment,
+    wanted: list[Load],
+    runs: dict[str, list[MeasuredRun]],
+    asked: _Asked,
+    folder: ValidationFolder,
+) -> Validation:
+    """Simulate every load, compare, and write the folder."""
+    from simtune.report.validation import curves, render
+    from simtune.runs.manifest import manifest
+    from simtune.runs.requests import requests_csv
+    from simtune.runs.timeline import sampled
+    from simtune.sim.basis import cost_basis
+    from simtune.validation.predict import predict, validation_of
+
+    d, drawn, files = experiment.deployment, [], {}
+    results = []
+    for load in wanted:
+        predicted = predict(d, load, asked.worlds, asked.seed)
+        results.append((load, runs[load.label], predicted))
+        drawn.append(curves(load.label, predicted.result, runs[load.label], sampled(predicted.result)))
+        files[f"predicted/{load.label}.csv"] = requests_csv(predicted.result)
+        for repeat, run in enumerate(runs[load.label]):
+            for tool in asked.export:
+                folder.export(tool, load, repeat, run)
+    note_basis(cost_basis(d, results[0][2].result))
+    validation = validation_of(d, results, asked.tolerance)
+    profiles = {pool.hardware.name: pool.hardware for pool in d.pools}.values()
+    inputs = (d.model, *profiles, experiment.workload, d.plan)
+    written = manifest(command_line(), inputs, experiment.trace, asked.seed)
+    folder.keep({"plan.yaml": d.plan.to_yaml("Validated by simtune."), **files})
+    folder.keep_records(validation, render(validation, drawn), written)
+    return validation
+
+
+def _record(target: Path, validation: Validation, out: Path) -> None:
+    """Note the result in a hardware profile."""
+    import json
+
+    from simtune.cli.output import write_profile
+    from simtune.specs import catalog
+    from simtune.validation.record import recorded
+
+    folder = _profile_folder(target)
+    hardware = catalog.load_hardware(str(folder / "profile.yaml"))
+    date = str(json.loads((out / "manifest.json").read_text("utf-8"))["written"])[:10]
+    write_profile(folder, recorded(hardware, validation, date), "Validated by simtune; fitted as its operators say.")
+    click.echo(f"noted in {folder / 'profile.yaml'}", err=True)
+
+
+def _profile_folder(target: Path) -> Path:
+    """Where a profile is that may be noted in. Raises UsageError where there is none."""
+    folder = target if target.is_dir() else target.parent
+    if not (folder / "profile.yaml").is_file():
+        raise UsageError(f"--record {target}: holds no profile.yaml; copy the profile to a folder of yours first")
+    return folder
+
+
+def _print(v: Validation, out: Path) -> None:
+    from simtune.report.validation import headline, rows, warnings
+
+    columns = ("what", "predicted", "90 % interval", "measured", "noise", "error", "verdict")
+    for load in v.loads:
+        rate = "" if load.rate_rps is None else f", {load.rate_rps:.3g} requests/s"
+        print_table(f"{load.label}{rate}: {load.requests} requests, {load.repeats} runs", columns, rows(load))
+    for words in warnings(v):
+        click.echo(words, err=True)
+    click.echo(headline(v))
+    click.echo(f"report: {out / 'validation.html'}")
+
+
+def _decide(given: _Given, count: int, choice: EngineChoice, asked: _Asked, out: Path, as_json: bool) -> int:
+    """Run several plans of a search for real: did it order them rightly?"""
+    raise UsageError("--plans is not there yet")

@@ -1,0 +1,74 @@
+"""The loads of a validation: light, near the knee, beyond it, as fractions of the simulator's own knee."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from simtune.errors import UsageError
+from simtune.sim.deployment import Deployment
+from simtune.sim.requests import RequestStream
+
+FRACTIONS = {"light": 0.3, "knee": 0.9, "overload": 1.5}
+"""Of the knee's rate, by name of the load."""
+KNEE_SLOWDOWN = 2.0
+"""At the knee requests take so many times as long as alone, on average."""
+_HALVINGS = 12
+_ALONE = 1e-3
+"""Of the rate at which requests follow one another: at that rate none meets another."""
+
+
+class Load(NamedTuple):
+    """Requests under a name."""
+
+    label: str
+    stream: RequestStream
+
+    @property
+    def rate_rps(self) -> float | None:
+        """None for a closed loop, and for requests that all come at once."""
+        return self.stream.offered_rate_rps
+
+
+def loads(deployment: Deployment, stream: RequestStream, rates: Sequence[float] = (), seed: int = 0) -> list[Load]:
+    """The stream at given rates, or at FRACTIONS of its knee; as it is where it has no rate to change."""
+    if stream.offered_rate_rps is None:
+        if rates:
+            raise UsageError("the workload has no request rate to change (a closed loop, or all at once); omit --rates")
+        return [Load("closed-loop" if stream.arrival_s is None else "at-once", stream)]
+    if rates:
+        return [Load(f"{rate:g}-rps", stream.at_rate(rate)) for rate in rates]
+    knee = knee_rps(deployment, stream, seed)
+    return [Load(label, stream.at_rate(fraction * knee)) for label, fraction in FRACTIONS.items()]
+
+
+def knee_rps(deployment: Deployment, stream: RequestStream, seed: int = 0) -> float:
+    """The highest rate at which the mean E2EL is at most KNEE_SLOWDOWN times that of requests served alone.
+
+    Where even all at once are not so slow: the rate at which they all come within the time that one takes. Raises
+    UsageError where the plan refuses some of the requests, which no engine could be asked to serve.
+    """
+
+    def e2el_s(rate: float) -> float:
+        value = deployment.simulate(stream.at_rate(rate), seed=seed).statistic("e2el", "mean")
+        assert value is not None
+        return value
+
+    alone = deployment.simulate(stream, seed=seed)
+    if alone.refused or not alone.completed.any():
+        raise UsageError(
+            f"{alone.refused} of {len(stream)} requests exceed max_model_len; validate with a workload that fits"
+        )
+    first = alone.statistic("e2el", "mean")
+    assert first is not None
+    alone_s = e2el_s(_ALONE / max(first, 1e-9))
+    low, high = _ALONE / alone_s, len(stream) / alone_s
+    if e2el_s(high) <= KNEE_SLOWDOWN * alone_s:
+        return high
+    for _ in range(_HALVINGS):
+        middle = (low * high) ** 0.5
+        if e2el_s(middle) <= KNEE_SLOWDOWN * alone_s:
+            low = middle
+        else:
+            high = middle
+    return low

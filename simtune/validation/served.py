@@ -1,0 +1,218 @@
+"""An OpenAI-compatible server as an engine: one that runs, or a vLLM that is started with a plan's settings."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from simtune.emit import ENGINES
+from simtune.errors import EngineError, UsageError
+from simtune.sim.requests import RequestStream
+from simtune.specs import yamlfile
+from simtune.specs.model import Model
+from simtune.specs.plan import Plan
+from simtune.validation import guard
+from simtune.validation.client import Patience, Traffic, send, served_model
+from simtune.validation.clock import now, pause
+from simtune.validation.exchange import Server, ask
+from simtune.validation.measured import EngineFacts, MeasuredFacts, MeasuredRun
+from simtune.validation.prometheus import engine_facts
+from simtune.validation.prompts import Prompts
+
+WARM_UP_TOKENS = (32, 8)
+"""Of the prompts and answers that a server gets before the first load."""
+WARM_UPS = 4
+LOG_LINES = 15
+"""Of what a server said last, in the error when it does not start."""
+
+
+class ServerEngine:
+    """A server that runs already. What it was started with is its owner's affair; it is not told the plan."""
+
+    def __init__(self, server: Server, model: Model, patience: Patience | None = None, name: str = "server") -> None:
+        """`model` is what it serves, for the vocabulary; `name` is what kind of server it is."""
+        self._server, self._model, self._name = server, model, name
+        self._patience = patience or Patience()
+        self._served: str | None = None
+
+    def run(self, plan: Plan, stream: RequestStream, *, label: str, seed: int = 0) -> MeasuredRun:
+        """See `Engine.run`."""
+        if self._served is None:
+            self._served = served_model(self._server)
+            self._send(_warm_up(stream), seed)
+        traffic = self._send(stream, seed)
+        facts = MeasuredFacts(
+            label=label,
+            engine=EngineFacts(engine=self._name, version=self._version(), model=self._model.name),
+            lateness=traffic.lateness,
+            **engine_facts(traffic.readings),
+        )
+        return MeasuredRun(facts, traffic.requests)
+
+    def close(self) -> None:
+        """The server is not ours to stop."""
+
+    def _send(self, stream: RequestStream, seed: int) -> Traffic:
+        assert self._served is not None
+        prompts = Prompts(stream, self._model.vocab_size, seed)
+        return send(self._server, self._served, stream, prompts, self._patience)
+
+    def _version(self) -> str | None:
+        """As vLLM tells; other servers need not."""
+        with contextlib.suppress(EngineError, ValueError, LookupError, TypeError):
+            return str(json.loads(ask(self._server, "/version"))["version"])
+        return None
+
+
+def _warm_up(stream: RequestStream) -> RequestStream:
+    """A few short requests, one after another."""
+    prompt, output = (np.full(WARM_UPS, tokens, dtype=np.int64) for tokens in WARM_UP_TOKENS)
+    short = replace(stream, arrival_s=None, users=1, think_s=0.0, hash_ids=None, session=None)
+    zeros = np.zeros(WARM_UPS, dtype=np.int64)
+    return replace(short, prompt_tokens=prompt, output_tokens=output, class_index=zeros, priority=zeros)
+
+
+@dataclass(frozen=True)
+class VllmCommand:
+    """How vLLM is started here."""
+
+    python: str
+    """The Python of the environment it is installed in."""
+    weights: Path
+    """The folder with config.json and weights; without weights it makes some up."""
+    arguments: tuple[str, ...] = ()
+    """Beside the plan's settings, e.g. ("--dtype", "float32")."""
+    environment: Mapping[str, str] | None = None
+    """Beside that of this process."""
+    start_s: float = 600.0
+    """How long it may take until it is healthy."""
+
+
+class VllmEngine:
+    """`vllm serve` with the settings that are emitted for a plan, on a free port of the loopback under a random key.
+
+    One instance of a plan with one pool; started at the first run of a plan and stopped with all its processes at
+    `close`, at another plan, and when this process ends in whatever way (`simtune.validation.guard`).
+    """
+
+    def __init__(self, command: VllmCommand, model: Model, patience: Patience | None = None) -> None:
+        """Raises UsageError where there is nothing to serve."""
+        if not (command.weights / "config.json").is_file():
+            raise UsageError(f"{command.weights}: has no config.json; `simtune weights MODEL --out DIR` makes a folder")
+        self._command, self._model, self._patience = command, model, patience
+        self._plan: Plan | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._inner: ServerEngine | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="simtune-vllm-")
+
+    def run(self, plan: Plan, stream: RequestStream, *, label: str, seed: int = 0) -> MeasuredRun:
+        """See `Engine.run`. Raises EngineError where vLLM does not start or has ended, with what it said last."""
+        if plan != self._plan:
+            self._stop()
+            self._start(plan)
+            self._plan = plan
+        assert self._inner is not None
+        return self._inner.run(plan, stream, label=label, seed=seed)
+
+    def close(self) -> None:
+        """Stop the server and all its processes."""
+        self._stop()
+        self._folder.cleanup()
+
+    def _start(self, plan: Plan) -> None:
+        settings = self._settings(plan)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        key = os.urandom(16).hex()
+        server = Server(f"http://127.0.0.1:{port}", key)
+        command = [self._command.python, "-m", "vllm.entrypoints.cli.main", "serve"]
+        command += [
+            str(self._command.weights.absolute()),
+            "--config",
+            str(settings),
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            *self._weights_arguments(),
+        ]
+        command += self._command.arguments
+        environment = {**os.environ, **(self._command.environment or {}), "VLLM_API_KEY": key}
+        environment |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
+        environment.pop("PYTHONPATH", None)  # of this environment, not of vLLM's
+        with self._log.open("wb") as log:
+            self._process = guard.start(command, environment, log)
+        self._wait(server)
+        self._inner = ServerEngine(server, self._model, self._patience, "vllm")
+
+    def _settings(self, plan: Plan) -> Path:
+        """The file that vLLM is given. Raises UsageError for plans of several pools or instances, and where vLLM cannot
+        be told."""
+        if len(plan.pools) != 1 or plan.pools[0].instances != 1:
+            raise UsageError(
+                f"plan {plan.name}: has several instances; start them behind a router and give its address as --engine"
+            )
+        files = ENGINES["vllm"].files(plan, self._model, plan.num_devices, {})
+        (text,) = (text for name, text in files.items() if name.endswith(".yaml"))
+        path = Path(self._folder.name) / "vllm.yaml"
+        path.write_text(text, encoding="utf-8")
+        yamlfile.parse(text, str(path))
+        return path
+
+    def _weights_arguments(self) -> Sequence[str]:
+        folder = self._command.weights
+        arguments = [] if any(folder.glob("*.safetensors")) else ["--load-format", "dummy"]
+        tokenized = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+        return arguments if tokenized else [*arguments, "--skip-tokenizer-init"]
+
+    @property
+    def _log(self) -> Path:
+        return Path(self._folder.name) / "vllm.log"
+
+    def _wait(self, server: Server) -> None:
+        assert self._process is not None
+        deadline = now() + self._command.start_s
+        while now() < deadline:
+            if self._process.poll() is not None:
+                raise EngineError(f"vLLM ended before it was ready; it said last:\n{self._said()}")
+            with contextlib.suppress(EngineError):
+                ask(server, "/health", 5.0)
+                return
+            pause(0.25)
+        self._stop()
+        raise EngineError(f"vLLM was not ready after {self._command.start_s:g} s; it said last:\n{self._said()}")
+
+    def _said(self) -> str:
+        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return "\n".join(lines[-LOG_LINES:]) or "(nothing)"
+
+    def _stop(self) -> None:
+        if self._process is not None:
+            guard.stop(self._process)
+        self._process, self._plan, self._inner = None, None, None
+
+
+def vllm_python(given: str | None) -> str:
+    """The Python that has vLLM: as given, as in the environment variable VLLM_PYTHON, or this one. Raises UsageError
+    where there is none."""
+    path = given or os.environ.get("VLLM_PYTHON")
+    if path is None:
+        from importlib.util import find_spec
+
+        if find_spec("vllm") is None:
+            raise UsageError("vLLM is not installed here; name the Python that has it: --vllm-python PATH")
+        return sys.executable
+    if not os.access(path, os.X_OK) or os.path.isdir(path):
+        raise UsageError(f"--vllm-python {path}: is no executable Python")
+    return path

@@ -1,0 +1,172 @@
+"""The folder of a validation: what was asked, what was measured so far, and in the end what came of it.
+
+    manifest.json                  versions, inputs, the time of day
+    question.json                  a digest of everything that what is measured depends on
+    plan.yaml                      the plan
+    measured/<load>-<repeat>.jsonl one finished run each (`simtune/measured@1`)
+    refused/<load>-<repeat>.jsonl  runs with failed requests, or whose client was late
+    predicted/<load>.csv           the simulated requests
+    validation.json, .html         the comparison
+
+A run that stands in measured/ is not run again; a folder that was made for another question is not gone on with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from simtune.arrays import Ints
+from simtune.errors import EngineError, UsageError
+from simtune.runs.files import MANIFEST, Files, claim, write_file
+from simtune.runs.schema import Manifest
+from simtune.sim.requests import RequestStream
+from simtune.specs.base import Record
+from simtune.specs.plan import Plan
+from simtune.validation.engine import Engine
+from simtune.validation.formats import EXPORTS
+from simtune.validation.judge import Validation, check_client
+from simtune.validation.loads import Load
+from simtune.validation.measured import MeasuredRun, read_measured
+
+QUESTION = "question.json"
+
+
+class ValidationFolder:
+    """Where a validation is kept while it runs."""
+
+    def __init__(self, out: Path, question: Mapping[str, Any], force: bool) -> None:
+        """Go on in `out` where it was made for the same question, else begin. Raises UsageError where it holds another
+        run and `force` does not allow to replace it."""
+        self._out = out
+        text = json.dumps(question, sort_keys=True, default=str)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        kept = out / QUESTION
+        same = kept.is_file() and json.loads(kept.read_text("utf-8")).get("sha256") == digest
+        if kept.is_file() and not same and not force:
+            raise UsageError(
+                f"{out}: holds a validation of another plan, load or engine; give --force to replace it, or name "
+                "another folder"
+            )
+        claim(out, force or same)
+        if out.exists() and not same:
+            shutil.rmtree(out)
+        if not same:
+            self._question = json.dumps({"schema": "simtune/question@1", "sha256": digest}, indent=1) + "\n"
+            self.keep({MANIFEST: "{}\n", QUESTION: self._question})
+
+    def keep(self, files: Files) -> None:
+        """Write files, each whole or not at all."""
+        for name, content in files.items():
+            write_file(self._out / name, content)
+
+    def finished(self, load: Load, repeat: int) -> MeasuredRun | None:
+        """A run that is there already."""
+        path = self._out / "measured" / _name(load, repeat)
+        return read_measured(path) if path.is_file() else None
+
+    def measured(self, load: Load, repeat: int, run: MeasuredRun) -> None:
+        """Keep a run that can be judged."""
+        self.keep({f"measured/{_name(load, repeat)}": run.to_text()})
+
+    def refused(self, load: Load, repeat: int, run: MeasuredRun) -> None:
+        """Keep a run that cannot, for who wants to know why."""
+        self.keep({f"refused/{_name(load, repeat)}": run.to_text()})
+
+    def keep_records(self, validation: Validation, page: str, manifest: Manifest) -> None:
+        """What came of it, last."""
+        records: tuple[tuple[str, Record], ...] = (("validation.json", validation), (MANIFEST, manifest))
+        files: Files = {
+            name: json.dumps(record.to_data(), indent=1, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n"
+            for name, record in records
+        }
+        self.keep({"validation.html": page, **files})
+
+    def export(self, tool: str, load: Load, repeat: int, run: MeasuredRun) -> None:
+        """A run as another tool writes it."""
+        ending, text_of = EXPORTS[tool]
+        self.keep({f"{tool}/{load.label}-{repeat}{ending}": text_of(run)})
+
+
+def as_loads(
+    runs: Sequence[MeasuredRun], stream: RequestStream | None
+) -> tuple[list[Load], dict[str, list[MeasuredRun]]]:
+    """Runs that were measured elsewhere as loads of one run each: their own requests, at the times they were sent.
+
+    What prompts share, their classes and priorities are those of `stream`, where it is the one that was sent; else
+    nothing is shared.
+    """
+    loads, by_label = [], {}
+    for number, run in enumerate(runs):
+        same = stream is not None and len(stream) == len(run.requests)
+        same = same and stream is not None and np.array_equal(stream.prompt_tokens, run.prompt_tokens)
+        base = stream if same and stream is not None else _plain(run)
+        label = run.facts.label if run.facts.label not in by_label else f"{run.facts.label}-{number}"
+        order = np.maximum.accumulate(run.sent_s)
+        loads.append(Load(label, replace(base, arrival_s=order, users=None, output_tokens=_answered(run))))
+        by_label[label] = [run]
+    return loads, by_label
+
+
+def _answered(run: MeasuredRun) -> Ints:
+    """A request that failed before its first token is simulated with one."""
+    return np.maximum(1, run.output_tokens)
+
+
+def _plain(run: MeasuredRun) -> RequestStream:
+    zeros = np.zeros(len(run.requests), dtype=np.int64)
+    return RequestStream(run.sent_s, run.prompt_tokens, _answered(run), zeros, zeros, ("default",), (None,))
+
+
+def _name(load: Load, repeat: int) -> str:
+    return f"{load.label}-{repeat}.jsonl"
+
+
+@dataclass(frozen=True)
+class Round:
+    """How loads are run."""
+
+    repeats: int
+    most_late: float
+    seed: int
+
+
+Progress = Callable[[int, int, str], None]
+
+
+def run_loads(
+    engine: Engine, plan: Plan, loads: Sequence[Load], how: Round, folder: ValidationFolder, progress: Progress
+) -> dict[str, list[MeasuredRun]]:
+    """Every load so many times, by its label; all loads in turn, so that a machine's drift meets all of them.
+
+    The first load is repeated before the others: what repeats differ by is known first. Ends early at a run with failed
+    requests, which is the last of its load. Raises EngineError where the client was too late for its times to count.
+    """
+    first, *rest = loads
+    turns = [(first, repeat) for repeat in range(how.repeats)]
+    turns += [(load, repeat) for repeat in range(how.repeats) for load in rest]
+    runs: dict[str, list[MeasuredRun]] = {}
+    for done, (load, repeat) in enumerate(turns):
+        progress(done, len(turns), f"{load.label}, repeat {repeat + 1}")
+        run = folder.finished(load, repeat)
+        if run is None:
+            run = engine.run(plan, load.stream, label=load.label, seed=how.seed)
+            failed = bool(run.failed)
+            try:
+                if not failed:
+                    check_client(run, how.most_late)
+            except EngineError:
+                folder.refused(load, repeat, run)
+                raise
+            (folder.refused if failed else folder.measured)(load, repeat, run)
+        runs.setdefault(load.label, []).append(run)
+        if run.failed:
+            break
+    return runs
