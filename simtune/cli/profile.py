@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,6 +66,11 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str) -> tuple[in
     type=click.Choice(["fp32", "bf16", "fp16", "fp8", "int8"]),
     help="Instead of the models' own; may be repeated. fp8 and int8 are of weights and their inputs.",
 )
+@click.option("--engine", type=click.Choice(["torch", "vllm"]), default=None, help="Whole steps of it, not operators.")
+@click.option("--vllm-python", default=None, metavar="FILE", help="With --engine vllm: the interpreter that has it.")
+@click.option("--max-num-seqs", type=click.IntRange(min=2), default=16, show_default=True, help="With --engine.")
+@click.option("--max-num-batched-tokens", type=click.IntRange(min=16), default=256, show_default=True, help="The same.")
+@click.option("--max-model-len", type=click.IntRange(min=64), default=1024, show_default=True, help="The same.")
 @click.option("--target", callback=_share, default=None, help="Stop once every hold-out error is within it, e.g. 5%.")
 @json_option
 @quiet_option
@@ -77,14 +82,25 @@ def profile(  # noqa: PLR0913 - one for each option
     tps: tuple[int, ...],
     dtypes: tuple[str, ...],
     target: float | None,
+    engine: str | None,
+    vllm_python: str | None,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int,
     as_json: bool,
     quiet: bool,
 ) -> int:
     """Measure this machine's operators with torch, and fit a hardware profile to them.
 
-    Writes measurements.jsonl as it goes, then profile.yaml with its arrays, profile.html and summary.json. Give the
-    same command again to go on after an interruption: a run that is killed loses one point at most.
+    Writes measurements.jsonl as it goes, then profile.yaml with its arrays, profile.html and summary.json. With
+    --engine it drives an engine through designed steps instead, and writes steps.jsonl, a cost model for
+    `simtune simulate --costs` and a log for `simtune calibrate`. Give the same command again to go on after an
+    interruption: a run that is killed loses one point, or one session, at most.
     """
+    if engine is not None:
+        sizes = (max_num_seqs, max_num_batched_tokens, max_model_len)
+        wrong = {"--target": target, "--tp": tps != (1,) or None, "a second --model": references[1:] or None}
+        return _profile_engine(engine, references[0], dtypes, out, sizes, budget, device, vllm_python, wrong, as_json)
     from simtune.profiling.timing import now
 
     started = now()
@@ -125,6 +141,56 @@ def profile(  # noqa: PLR0913 - one for each option
     else:
         _show(profiled, out)
     return 0
+
+
+def _profile_engine(  # noqa: PLR0913 - one for each option
+    engine: str,
+    reference: str,
+    dtypes: tuple[str, ...],
+    out: Path,
+    sizes: tuple[int, int, int],
+    budget: float,
+    device: str | None,
+    python: str | None,
+    wrong: Mapping[str, object],
+    as_json: bool,
+) -> int:
+    """What whole steps of an engine take. Raises UsageError, also for options that are not for engines."""
+    from simtune.specs import catalog
+    from simtune.validation.engine_profile import STEPS, profile_engine
+    from simtune.validation.engines.driving import EngineSize, driver
+
+    given = [name for name, value in wrong.items() if value is not None]
+    if given:
+        raise UsageError(f"{' and '.join(given)} cannot be given with --engine; leave it out")
+    if (engine == "vllm") != (python is not None):
+        raise UsageError("--engine vllm needs --vllm-python, the interpreter that has it (`make vllm`); no other does")
+    (model,) = _in(catalog.load_model(reference), dtypes[:1])
+    options = {"device": device or "cpu", **({} if python is None else {"python": python})}
+    try:
+        profiled = profile_engine(
+            lambda reference_s: driver(engine, model, EngineSize(*sizes), reference_s=reference_s, **options),
+            model,
+            out,
+            budget_s=budget,
+        )
+    except KeyboardInterrupt:
+        click.echo(f"interrupted; what was measured is in {out}, and the same command goes on from there", err=True)
+        return 130
+    if as_json:
+        print_json({"written": str(out / STEPS), **profiled.summary})
+        return 0
+    rows = [
+        (kind, f"{e.steps:,}", *(f"{100 * x:.1f}" for x in (e.median, e.p90)), f"{100 * e.total:+.1f}")
+        for kind, e in profiled.errors.items()
+    ]
+    print_table(f"{engine}, {model.name}: whole steps that were not fitted", HELD_OUT_COLUMNS, rows)
+    click.echo(f"{profiled.summary['steps']:,} steps fitted, {profiled.summary['spent_s']:.0f} s")
+    click.echo(f"wrote {out / STEPS}")
+    return 0
+
+
+HELD_OUT_COLUMNS = ("steps", "number", "median %", "p90 %", "all together %")
 
 
 def _in(model: Any, dtypes: tuple[str, ...]) -> list[Any]:

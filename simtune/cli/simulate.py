@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     type=click.Path(dir_okay=False, path_type=Path),
     default=None,
     metavar="FILE",
-    help="A table of measured whole steps (.csv, .parquet) in place of the hardware's operators.",
+    help="Measured whole steps, a table (.csv, .parquet) or a log (.jsonl), in place of the operators.",
 )
 @click.option(
     "--rate",

@@ -192,7 +192,8 @@ class Pool(Part):
     max_model_len: Context | None = Field(None, description="longest prompt + output; the model's limit unless given")
     speculation: Speculation | None = Field(None, description="how it drafts; every token by itself unless given")
     costs: str | None = Field(
-        None, description="a table of measured whole steps, CSV or Parquet, in place of the hardware's operators"
+        None,
+        description="measured whole steps in place of operators: a table (CSV, Parquet) or a log (.jsonl)",
     )
 
     @model_validator(mode="after")

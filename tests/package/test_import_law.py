@@ -43,11 +43,11 @@ CLOCK_READERS = {
     "simtune.runs.manifest",  # the time of day for manifest.json
     "simtune.profiling.timing",  # measuring
     "simtune.validation.clock",  # the real clock beside the simulated one
-    "simtune.validation.engines.clocks",
+    *(f"simtune.validation.engines.{name}" for name in ("clocks", "gauge", "vllm_steps")),
 }
 MEASURERS = {
     *(f"simtune.profiling.{name}" for name in ("operands", "kernels", "decoder", "rig", "collectives")),
-    "simtune.validation.engines.decoder",
+    *(f"simtune.validation.engines.{name}" for name in ("decoder", "gauge")),
 }  # torch at the top
 NUMPY_GENERATORS = {"default_rng", "Generator", "Philox", "PCG64", "SeedSequence"}
 

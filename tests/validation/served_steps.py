@@ -22,6 +22,9 @@ class PretendedClock:
     def wait_until(self, at_s: float) -> None:
         self.ticks = max(self.ticks, round(at_s * TICKS_PER_SECOND))
 
+    def gauge(self) -> float:
+        return 1.0
+
 
 class PretendedExecutor:
     """Steps take what the costs say; requests must hold what a step computes after."""

@@ -15,6 +15,7 @@ from simtune.specs.model import DenseFeedForward, FullAttention, LayerGroup, Mod
 from simtune.specs.plan import Batching, KvCache, Plan, Pool
 from simtune.testing.clusters import stream_of
 from simtune.validation.engines import torch as engine
+from simtune.validation.engines.clocks import CLOCKS
 
 torch = pytest.importorskip("torch")
 
@@ -109,7 +110,7 @@ def test_times_are_of_both_clocks() -> None:
     its = model()
     stream = stream_of([0.0, 0.001, 0.002], [40, 50, 60], [5, 6, 7])
     for clock in ("cpu", "wall"):
-        measured = engine.serve(deployed(its), stream, engine.executor(deployed(its)), clock=clock)
+        measured = engine.serve(deployed(its), stream, engine.executor(deployed(its)), clock=CLOCKS[clock]())
         assert (measured.result.ttft_s > 0).all()
         spent = sum(step.cpu_s for step in measured.steps)
         assert 0 < sum(step.execute_cpu_s for step in measured.steps) <= spent

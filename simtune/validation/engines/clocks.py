@@ -7,6 +7,7 @@ not: as the engine's own clock it stands still while somebody else runs, and jum
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 
@@ -31,6 +32,10 @@ class EngineClock(Protocol):
         """Return when it is so late, or at once where it is later."""
         ...
 
+    def gauge(self) -> float:
+        """To be called before every step: how many times as long as usual things take now."""
+        ...
+
 
 class WallClock:
     """Time as everybody has it."""
@@ -47,20 +52,34 @@ class WallClock:
         while (left := at_s - self.now()) > 0:
             time.sleep(left)
 
+    def gauge(self) -> float:
+        """Seconds are seconds."""
+        return 1.0
+
 
 class ProcessorClock:
     """Processor time of the thread that reads it; waiting takes none and moves the clock."""
 
-    def __init__(self) -> None:
-        self._start = processor_s()
+    def __init__(self, slowness: Callable[[], float] | None = None) -> None:
+        """With `slowness` (a `Gauge`) what it says is divided out, and looking takes no time."""
+        self._at, self._since, self._slow = 0.0, processor_s(), 1.0
+        self._slowness = slowness
 
     def now(self) -> float:
         """See `EngineClock`."""
-        return processor_s() - self._start
+        return self._at + (processor_s() - self._since) / self._slow
 
     def wait_until(self, at_s: float) -> None:
         """Skips to that time."""
-        self._start -= max(0.0, at_s - self.now())
+        self._at += max(0.0, at_s - self.now())
+
+    def gauge(self) -> float:
+        """See `EngineClock`."""
+        if self._slowness is not None:
+            self._at = self.now()
+            self._slow = self._slowness()
+            self._since = processor_s()
+        return self._slow
 
 
 CLOCKS: dict[str, type[WallClock] | type[ProcessorClock]] = {"wall": WallClock, "cpu": ProcessorClock}

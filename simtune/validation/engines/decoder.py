@@ -61,6 +61,7 @@ class CachedDecoder:
         measurements has it. Raises UsageError for a model with other layers than these."""
         check_layers(model)
         torch.set_grad_enabled(False)
+        torch.set_num_threads(1)  # threads that wait for shared cores only spin
         self._model, self._device = model, torch.device(device)
         self._attend: Attend = ATTENTION[attention]
         self._prefill: Attend = kernels.sdpa

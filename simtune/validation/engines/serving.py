@@ -54,7 +54,7 @@ class MeasuredStep(NamedTuple):
     waiting: int
     free_blocks: int
     cpu_s: float
-    """Processor time of scheduling, running and completing it."""
+    """Processor time of scheduling, running and completing it, over what the clock's gauge says."""
     wall_s: float
     execute_cpu_s: float
     """Processor time of the executor alone; the rest is the engine's own."""
@@ -114,8 +114,8 @@ class EngineLoop:
 
     def _step(self, now: int) -> bool:
         """One step, if there is one."""
+        slow, scheduler = self._clock.gauge(), self._scheduler
         cpu, wall = processor_s(), wall_s()
-        scheduler = self._scheduler
         step = scheduler.schedule()
         if step is None:
             return False
@@ -130,7 +130,7 @@ class EngineLoop:
         end = self._now()
         self._arrive(end)  # they came while it ran
         self._account(now, end, step, scheduler.complete())
-        times = processor_s() - cpu, wall_s() - wall, execute
+        times = (processor_s() - cpu) / slow, wall_s() - wall, execute / slow
         self._steps.append(MeasuredStep(now / TICKS_PER_SECOND, work, waiting, free, *times))
         return True
 

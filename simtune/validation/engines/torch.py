@@ -10,7 +10,7 @@ from simtune.sim.deployment import Deployment
 from simtune.sim.requests import RequestStream
 from simtune.sim.result import Result
 from simtune.specs.workload import Slo
-from simtune.validation.engines.clocks import CLOCKS
+from simtune.validation.engines.clocks import EngineClock, ProcessorClock
 from simtune.validation.engines.serving import EngineLoop, Executor, MeasuredStep
 
 INSTALL = "the torch engine needs torch, which is not installed: pip install torch (or 'simtune[gpu]')"
@@ -57,15 +57,15 @@ def serve(
     stream: RequestStream,
     executor: Executor,
     *,
-    clock: str = "cpu",
+    clock: EngineClock | None = None,
     slo: Slo | None = None,
 ) -> Measured:
     """Serve a stream of requests for real. The scheduler is made as it is for a simulation of the same plan.
 
-    `clock` is one of `simtune.validation.engines.clocks.CLOCKS`. Raises UsageError for a plan that `check` refuses.
+    `clock` is that of this thread's processor time unless given. Raises UsageError for a plan that `check` refuses.
     """
     check(deployment)
     (core,) = deployment.pools[0].cores(1, None)
-    served = EngineLoop(core.scheduler, executor, CLOCKS[clock](), stream).run()
+    served = EngineLoop(core.scheduler, executor, clock or ProcessorClock(), stream).run()
     rate = stream.offered_rate_rps
     return Measured(Result(stream, served.outcome, 1, slo or Slo(), rate), served.steps)

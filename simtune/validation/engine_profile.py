@@ -1,0 +1,271 @@
+"""Profiles a whole engine: drives it through designed sessions and keeps what every step takes.
+
+A session is a handful of requests that come after so many steps; all of its steps are measured. Sessions of equal
+requests make decode steps of every batch size at every context, single prompts make chunks behind every past, and
+prompts that come while others decode make mixed steps; in a ladder requests end one after the other. Sessions of
+random requests are held out: nothing is ever fitted to them. All sessions are run in rounds, each in an order of its
+own, until the budget is spent: a step that was run several times counts by its median, and drift meets all alike.
+
+sessions.jsonl is written a session at a time, so that a run can be killed and go on. steps.jsonl is what comes of it: a
+log that `simtune simulate --costs` and `simtune calibrate` read (`simtune.costs.engine_steps`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from simtune.costs.calibration import TimedStep, write_steps
+from simtune.costs.engine_steps import EngineSteps
+from simtune.costs.iteration import StepWork
+from simtune.errors import UsageError
+from simtune.profiling.timing import now
+from simtune.specs.model import Model
+from simtune.validation.engines.driving import DrivenRequest, StepDriver
+
+SESSIONS, STEPS, HELD_OUT, SUMMARY = "sessions.jsonl", "steps.jsonl", "held_out.jsonl", "summary.json"
+SCHEMA = "simtune/engine-sessions@1"
+ROUNDS = 5
+"""Rounds after which nobody needs more."""
+DECODES = 12
+"""Decode steps that a session of equal requests takes."""
+_RANDOM = 6  # sessions held out
+_RANDOM_REQUESTS = 12
+
+
+class DesignedSession(NamedTuple):
+    """Requests by the step after which they come; whether steps of the session are fitted."""
+
+    requests: tuple[DrivenRequest, ...]
+    fitted: bool = True
+
+
+def design(seats: int, budget: int, longest: int, seed: int = 0) -> list[DesignedSession]:
+    """Sessions for an engine of so many seats, token budget and longest request."""
+    rng = np.random.default_rng(seed)
+    room = longest - DECODES - 2
+    contexts = np.unique(np.geomspace(min(16, room), room, 6).round().astype(int)).tolist()
+    tokens = sorted({*_octaves(budget), budget})
+    mixed = [
+        _mixed(batch, context, [new for new in tokens[2::2] if new < longest], budget, room)
+        for batch in sorted({2, max(1, seats // 2), max(1, seats - 1)})
+        for context in (contexts[len(contexts) // 2], contexts[-2])
+    ]
+    ladder = tuple(DrivenRequest(0, max(1, longest // 4), 3 + 3 * i) for i in range(seats) if 3 + 3 * i < longest // 2)
+    held_out = [DesignedSession(_random(rng, longest), fitted=False) for _ in range(_RANDOM)]
+    decodes = _decodes(sorted({*_octaves(seats), seats}), contexts, budget)
+    return [*decodes, *_chunks(tokens, budget, longest), *mixed, DesignedSession(ladder), *held_out]
+
+
+def _octaves(most: int) -> list[int]:
+    return [2**i for i in range(most.bit_length()) if 2**i < most]
+
+
+def _decodes(batches: Sequence[int], contexts: Sequence[int], budget: int) -> list[DesignedSession]:
+    """Requests that decode together, each with about the same context by the time when the last prompt is done."""
+    return [
+        DesignedSession(tuple(_resident(batch - 1 - i, context, budget - batch) for i in range(batch)))
+        for batch in batches
+        for context in contexts
+    ]
+
+
+def _resident(behind: int, context: int, tokens: int) -> DrivenRequest:
+    """A request that decodes while so many prompts behind it are computed, so many tokens a step."""
+    waits = min(context - 1, -(-behind * context // max(1, tokens)))
+    return DrivenRequest(0, context - waits, waits + DECODES + 1)
+
+
+def _chunks(tokens: Sequence[int], budget: int, longest: int) -> list[DesignedSession]:
+    """Single prompts, whose last chunk has so many tokens behind a past of whole budgets."""
+    pasts = [past for past in range(0, longest, budget) if past + 2 < longest]
+    return [
+        DesignedSession((DrivenRequest(0, past + new, 1),))
+        for new in tokens
+        for past in sorted({pasts[0], pasts[len(pasts) // 2], pasts[-1]})
+        if past + new < longest
+    ]
+
+
+def _mixed(batch: int, context: int, late: Sequence[int], budget: int, room: int) -> DesignedSession:
+    """Prompts of so many tokens that come one after the other while a batch decodes."""
+    filled = -(-batch * context // budget) + 2
+    comers = tuple(DrivenRequest(filled + 2 * i, new, 2) for i, new in enumerate(late))
+    answer = max(2, min(room - context, 2 * len(late) + 8))
+    return DesignedSession(tuple(DrivenRequest(0, context, answer) for _ in range(batch)) + comers)
+
+
+def _random(rng: np.random.Generator, longest: int) -> tuple[DrivenRequest, ...]:
+    """Requests of lengths spread over the octaves, that come at random."""
+    at = np.sort(rng.integers(0, 6 * _RANDOM_REQUESTS, _RANDOM_REQUESTS))
+    prompt = np.exp(rng.uniform(np.log(8), np.log(0.7 * longest), _RANDOM_REQUESTS)).astype(int)
+    output = rng.integers(2, max(3, min(40, longest // 4)), _RANDOM_REQUESTS)
+    return tuple(DrivenRequest(int(a), int(p), int(o)) for a, p, o in zip(at, prompt, output, strict=True))
+
+
+class StepErrors(NamedTuple):
+    """|predicted / measured - 1| of steps that were not fitted, and how far their sum is off."""
+
+    steps: int
+    median: float
+    p90: float
+    total: float
+    """Predicted over measured, all of them together, less 1."""
+
+    @classmethod
+    def of(cls, costs: EngineSteps, steps: Sequence[TimedStep]) -> StepErrors:
+        """Of one step or more; of equal ones the median counts."""
+        by_key: dict[StepWork, list[float]] = {}
+        for step in steps:
+            by_key.setdefault(step.batch, []).append(step.seconds)
+        measured = np.array([np.median(times) for times in by_key.values()])
+        predicted = np.array([costs.seconds(work) for work in by_key])
+        errors = np.abs(predicted / measured - 1)
+        total = float(predicted.sum() / measured.sum() - 1)
+        return cls(len(measured), float(np.median(errors)), float(np.quantile(errors, 0.9)), total)
+
+
+@dataclass(frozen=True)
+class EngineProfile:
+    """What a profile of an engine came to."""
+
+    costs: EngineSteps
+    fitted: list[TimedStep]
+    held_out: list[TimedStep]
+    errors: dict[str, StepErrors]
+    """Of the steps held out: those that decode only, and those with prompt tokens."""
+    summary: dict[str, Any]
+
+
+def profile_engine(
+    make: Callable[[float | None], StepDriver],
+    model: Model,
+    out: Path,
+    *,
+    budget_s: float,
+    rounds: int = ROUNDS,
+    seed: int = 0,
+    clock: Callable[[], float] = now,
+    progress: Callable[[int, int], None] = lambda done, planned: None,
+) -> EngineProfile:
+    """Run sessions until the budget is spent, at least every one once, and fit; goes on where an earlier run stopped.
+
+    `make` starts the engine, given the reference of an earlier gauge. Raises UsageError where the folder holds sessions
+    of another engine, model or size.
+    """
+    started = clock()
+    journal = _SessionJournal(out / SESSIONS)
+    engine = make(journal.reference_s)
+    try:
+        facts = {**engine.facts(), "model": model.to_data(), "size": list(engine.size), "seed": seed}
+        journal.open(facts)
+        sessions = design(engine.size.max_num_seqs, engine.size.max_num_batched_tokens, engine.size.max_model_len, seed)
+        order = [
+            (r, int(i)) for r in range(rounds) for i in np.random.default_rng((seed, r)).permutation(len(sessions))
+        ]
+        engine.run(sessions[0].requests)  # what is only slow the first time
+        for r, i in order:
+            if (r, i) in journal.done:
+                continue
+            if r and clock() - started > budget_s:
+                break
+            journal.record(r, i, engine.run(sessions[i].requests, "steps", seed).steps)
+            progress(len(journal.done), len(order))
+    finally:
+        engine.close()
+        journal.close()
+    return _finish(journal, sessions, facts, out, clock() - started)
+
+
+def _finish(
+    journal: _SessionJournal, sessions: Sequence[DesignedSession], facts: dict[str, Any], out: Path, spent_s: float
+) -> EngineProfile:
+    """Fit, and write what came of it."""
+    steps: dict[bool, list[TimedStep]] = {True: [], False: []}
+    for (_, i), found in sorted(journal.done.items()):
+        steps[sessions[i].fitted] += found
+    costs = EngineSteps(steps[True], str(out / STEPS))
+    kinds = {kind: [s for s in steps[False] if s.kind == kind] for kind in ("decode", "prefill")}
+    errors = {kind: StepErrors.of(costs, held) for kind, held in kinds.items() if held}
+    summary = {
+        **{key: facts[key] for key in sorted(facts) if key not in ("model", "seed")},
+        "model": facts["model"]["name"],
+        "sessions": len(journal.done),
+        "steps": len(steps[True]),
+        "steps_held_out": len(steps[False]),
+        "spent_s": round(spent_s, 1),
+        "held_out": {kind: e._asdict() for kind, e in errors.items()},
+    }
+    for name, fitted in ((STEPS, True), (HELD_OUT, False)):
+        _write_whole(out / name, write_steps(steps[fitted], model=summary["model"]))
+    _write_whole(out / SUMMARY, json.dumps(summary, indent=1, sort_keys=True, allow_nan=False) + "\n")
+    return EngineProfile(costs, steps[True], steps[False], errors, summary)
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """A file is there whole, or as it was."""
+    beside = path.with_name(f".{path.name}.part")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)
+
+
+class _SessionJournal:
+    """The file of sessions that were run."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.done: dict[tuple[int, int], list[TimedStep]] = {}
+        self._header: dict[str, Any] | None = None
+        text = path.read_bytes() if path.exists() else b""
+        whole = text[: text.rfind(b"\n") + 1]
+        if text != whole:
+            os.truncate(path, len(whole))  # the session that was being written is run again
+        for number, line in enumerate(whole.decode().splitlines()):
+            data = json.loads(line)
+            if number == 0:
+                self._header = data
+            else:
+                self.done[data["round"], data["session"]] = [_step(step) for step in data["steps"]]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    @property
+    def reference_s(self) -> float | None:
+        """Of the gauge, as the first run found it."""
+        return None if self._header is None else float(self._header["reference_s"])
+
+    def open(self, facts: dict[str, Any]) -> None:
+        """Raises UsageError where the file holds sessions of something else."""
+        header = json.loads(json.dumps({"schema": SCHEMA, **facts}))
+        if self._header is None:
+            self._header = header
+            self._write(header)
+        for key in header:
+            if self._header.get(key) != header[key]:
+                raise UsageError(
+                    f"{self._path}: holds sessions of another {key}; they are not mixed: name another folder"
+                )
+
+    def record(self, round_: int, session: int, steps: list[TimedStep]) -> None:
+        rows = [[s.batch.num_decodes, s.batch.context_tokens, s.batch.chunks, s.seconds] for s in steps]
+        self._write({"round": round_, "session": session, "steps": rows})
+        self.done[round_, session] = [_step(row) for row in rows]
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _step(row: Sequence[Any]) -> TimedStep:
+    decodes, context, chunks, seconds = row
+    pieces = tuple((past, new) for past, new in chunks)
+    return TimedStep(StepWork(decodes, context, pieces, decodes + len(pieces)), seconds)

@@ -1,0 +1,315 @@
+"""Engines that are driven step by step, to learn what their whole steps take: in process, or in another interpreter."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+
+from simtune.costs.calibration import TimedStep
+from simtune.costs.iteration import StepWork
+from simtune.errors import SimtuneError, UsageError
+from simtune.sim.deployment import NO_HARDWARE, Deployment, deploy
+from simtune.sim.parts import OwnCosts
+from simtune.sim.requests import RequestStream
+from simtune.specs.model import DenseFeedForward, FullAttention, Model
+from simtune.specs.plan import Batching, KvCache, Plan, Pool
+from simtune.validation.engines import torch as torch_engine
+from simtune.validation.engines.clocks import EngineClock, ProcessorClock, WallClock
+from simtune.validation.engines.serving import EngineLoop, Executor, Share
+
+DriverClock = Literal["steps", "cpu", "wall"]
+
+
+class EngineSize(NamedTuple):
+    """The settings that bound an engine's steps."""
+
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int = 256
+    max_model_len: int = 1024
+    block_size: int = 16
+
+
+class DrivenRequest(NamedTuple):
+    """A request of a session: when it comes, by the session's clock, and its lengths."""
+
+    at: float
+    prompt_tokens: int
+    output_tokens: int
+
+
+class DrivenTimes(NamedTuple):
+    """What became of it, by the same clock."""
+
+    sent: float
+    first_token: float
+    finish: float
+
+
+class Driven(NamedTuple):
+    """A session that was run."""
+
+    steps: list[TimedStep]
+    requests: list[DrivenTimes]
+
+
+class StepDriver(Protocol):
+    """An engine that runs sessions."""
+
+    size: EngineSize
+
+    def facts(self) -> dict[str, Any]:
+        """What runs: engine, version, device, reference_s of its gauge, and num_blocks of its KV cache."""
+        ...
+
+    def run(self, requests: Sequence[DrivenRequest], clock: DriverClock = "steps", seed: int = 0) -> Driven:
+        """One session, from an empty engine to an empty engine. By the clock `steps` requests come after so many
+        steps; the times of steps are of the processor, over its slowness, but under `wall`."""
+        ...
+
+    def close(self) -> None:
+        """End what was started."""
+        ...
+
+
+def driver(engine: str, model: Model, size: EngineSize, **options: Any) -> StepDriver:
+    """The driver of an engine by its name. Raises UsageError for an unknown one, or where it is not installed."""
+    if engine not in DRIVERS:
+        raise UsageError(f"engine {engine}: only {' and '.join(DRIVERS)} can be driven step by step")
+    its: StepDriver = DRIVERS[engine](model, size, **options)
+    return its
+
+
+# --- in process -------------------------------------------------------------------------------------------
+
+
+class StepClock:
+    """Counts the steps that an executor runs."""
+
+    def __init__(self, executor: Executor, slowness: EngineClock) -> None:
+        self._executor, self._slowness, self._at = executor, slowness, 0.0
+
+    def now(self) -> float:
+        """Steps run, and those waited for."""
+        return self._at
+
+    def wait_until(self, at_s: float) -> None:
+        """Skips to that step."""
+        self._at = max(self._at, at_s)
+
+    def gauge(self) -> float:
+        """See `EngineClock`."""
+        return self._slowness.gauge()
+
+    def run(self, shares: Sequence[Share]) -> None:
+        """As the executor does."""
+        self._executor.run(shares)
+        self._at += 1
+
+    def release(self, request: Any) -> None:
+        """As the executor does."""
+        self._executor.release(request)
+
+
+class TorchDriver:
+    """The torch engine."""
+
+    def __init__(
+        self, model: Model, size: EngineSize, *, device: str = "cpu", reference_s: float | None = None, **options: Any
+    ) -> None:
+        """`options` are those of `CachedDecoder`; `reference_s` that of an earlier run's gauge."""
+        self.size = size
+        self._deployment = deployment_of(model, size)
+        self._executor = torch_engine.executor(self._deployment, device, **options)
+        import simtune.validation.engines.gauge as gauge
+
+        self._gauge = gauge.Gauge(reference_s)
+
+    def facts(self) -> dict[str, Any]:
+        """See `StepDriver`."""
+        blocks = self._deployment.pools[0].memory.num_blocks
+        return {"engine": "torch", "reference_s": self._gauge.reference_s, "num_blocks": blocks}
+
+    def run(self, requests: Sequence[DrivenRequest], clock: DriverClock = "steps", seed: int = 0) -> Driven:
+        """See `StepDriver`; texts are drawn from the numbers of requests alone."""
+        stream = stream_of(requests)
+        core, executor = self._deployment.pools[0].cores(1, None)[0], self._executor
+        steady = ProcessorClock(self._gauge)
+        ticking: EngineClock = WallClock() if clock == "wall" else steady
+        if clock == "steps":
+            ticking = executor = StepClock(executor, steady)
+        served = EngineLoop(core.scheduler, executor, ticking, stream).run()
+        o, ticks = served.outcome, float(1 << 40)
+        columns = np.stack([o.arrival, o.first_token, o.finish], axis=-1) / ticks
+        steps = [step.timed("wall" if clock == "wall" else "cpu") for step in served.steps]
+        return Driven(steps, [DrivenTimes(*row) for row in columns.tolist()])
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+def deployment_of(model: Model, size: EngineSize) -> Deployment:
+    """One instance of vLLM's batching with room for the longest request on every seat."""
+    blocks = 1 + size.max_num_seqs * -(-size.max_model_len // size.block_size)
+    pool = Pool(
+        hardware=NO_HARDWARE.name,
+        instances=1,
+        batching=Batching(max_num_seqs=size.max_num_seqs, max_num_batched_tokens=size.max_num_batched_tokens),
+        kv_cache=KvCache(num_blocks=blocks, block_size=size.block_size),
+        max_model_len=size.max_model_len,
+        async_scheduling=False,
+        cuda_graphs=False,
+    )
+    return deploy(Plan(name="driven", model=model.name, pools=(pool,)), model, NO_HARDWARE, OwnCosts(_no_time))
+
+
+def _no_time(num_decodes: int, context_tokens: int, chunks: Sequence[tuple[int, int]]) -> float:
+    return 1e-6
+
+
+def stream_of(requests: Sequence[DrivenRequest]) -> RequestStream:
+    """The requests of a session as a simulation has them, in order of arrival."""
+    zero = np.zeros(len(requests), dtype=np.int64)
+    return RequestStream(
+        arrival_s=np.array([r.at for r in requests], dtype=np.float64),
+        prompt_tokens=np.array([r.prompt_tokens for r in requests], dtype=np.int64),
+        output_tokens=np.array([r.output_tokens for r in requests], dtype=np.int64),
+        class_index=zero,
+        priority=zero,
+        class_names=("default",),
+        slos=(None,),
+    )
+
+
+# --- in another interpreter -------------------------------------------------------------------------------
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+class VllmDriver:
+    """vLLM in an interpreter of its own; `simtune.validation.engines.vllm_steps` is what runs there."""
+
+    def __init__(
+        self,
+        model: Model,
+        size: EngineSize,
+        *,
+        python: str,
+        device: str = "cpu",
+        reference_s: float | None = None,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`python` is the interpreter that has vLLM, `arguments` further ones of its EngineArgs. Raises UsageError
+        where it cannot be started, SimtuneError where it does not come up."""
+        self.size = size
+        self._folder = tempfile.TemporaryDirectory(prefix="simtune-vllm-")
+        (Path(self._folder.name) / "config.json").write_text(json.dumps(llama_config(model)), encoding="utf-8")
+        engine = {
+            "dtype": _DTYPES[model.dtype],
+            "max_model_len": size.max_model_len,
+            "max_num_seqs": size.max_num_seqs,
+            "max_num_batched_tokens": size.max_num_batched_tokens,
+            "enable_prefix_caching": False,
+            "block_size": size.block_size,
+            **(arguments or {}),
+        }
+        settings = {"model": self._folder.name, "vocab": model.vocab_size, "engine": engine, "reference_s": reference_s}
+        script = Path(__file__).with_name("vllm_steps.py")
+        self._log = (Path(self._folder.name) / "log").open("w+", encoding="utf-8")
+        try:
+            self._process = subprocess.Popen(
+                [python, "-P", str(script)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                text=True,
+            )
+        except OSError as error:
+            raise UsageError(f"{python}: cannot be started ({error.strerror}); name an interpreter with vLLM") from None
+        self._facts = self._ask(settings)
+
+    def facts(self) -> dict[str, Any]:
+        """See `StepDriver`."""
+        return {"engine": "vllm", **self._facts}
+
+    def run(self, requests: Sequence[DrivenRequest], clock: DriverClock = "steps", seed: int = 0) -> Driven:
+        """See `StepDriver`. Raises SimtuneError where the engine ends."""
+        answer = self._ask({"clock": clock, "seed": seed, "requests": requests})
+        seconds = "wall_s" if clock == "wall" else "cpu_s"
+        steps = [TimedStep(_work(step), step[seconds]) for step in answer["steps"]]
+        return Driven(steps, [DrivenTimes(*times[:3]) for times in answer["requests"]])
+
+    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with suppress(BrokenPipeError):  # that there is no answer says why
+            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            self._log.seek(0)
+            last = self._log.read().strip().splitlines()[-1:] or ["no word"]
+            self.close()
+            raise SimtuneError(f"vllm: the engine has ended: {last[0]}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def close(self) -> None:
+        """End the engine by its number."""
+        if self._process.poll() is None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            try:
+                self._process.wait(10)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        self._log.close()
+        self._folder.cleanup()
+
+
+DRIVERS: dict[str, Any] = {"torch": TorchDriver, "vllm": VllmDriver}
+
+
+def _work(step: Mapping[str, Any]) -> StepWork:
+    chunks = tuple((past, new) for past, new in step["chunks"])
+    return StepWork(step["decodes"], step["context_tokens"], chunks, step["decodes"] + len(chunks))
+
+
+def llama_config(model: Model) -> dict[str, Any]:
+    """The config.json of a model of plain layers, as engines read it. Raises UsageError for others."""
+    group = model.layers[0]
+    attention, feed_forward = group.attention, group.feed_forward
+    plain = type(attention) is FullAttention and isinstance(feed_forward, DenseFeedForward) and len(model.layers) == 1
+    if not plain:
+        raise UsageError(
+            f"{model.name}: only models of equal layers of full attention and dense feed-forward are made up"
+        )
+    assert isinstance(attention, FullAttention)
+    assert isinstance(feed_forward, DenseFeedForward)
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": model.hidden_size,
+        "intermediate_size": feed_forward.intermediate_size,
+        "num_hidden_layers": group.count,
+        "num_attention_heads": attention.heads,
+        "num_key_value_heads": attention.kv_heads,
+        "head_dim": attention.head_dim,
+        "vocab_size": model.vocab_size,
+        "max_position_embeddings": model.max_position,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": model.tie_embeddings,
+        "torch_dtype": _DTYPES[model.dtype],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }

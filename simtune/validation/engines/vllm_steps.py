@@ -1,0 +1,178 @@
+"""Drives vLLM's engine step by step, in an interpreter that has vLLM; nothing of simtune is imported.
+
+Run as `python -P vllm_steps.py`. It reads JSON lines from stdin: first the settings, `model` (a folder with
+config.json), `engine` (further arguments of vLLM's EngineArgs), `vocab` and, once it is known, `reference_s` of the
+gauge; then one for every session,
+
+    {"clock": "steps" | "cpu" | "wall", "seed": 0, "requests": [[at, prompt tokens, output tokens], ...]}
+
+and writes one to stdout: `steps` [{decodes, context_tokens, chunks, cpu_s, wall_s}, ...], processor time being divided
+by what the gauge says, and `requests` [[sent, first token, finish, [times]], ...] by the session's clock. `steps` as
+the clock counts the steps taken; under `cpu` what it takes to put requests in does not count, for a server does that
+in another process. The first line says what runs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+
+class SteppedEngine:
+    """vLLM's engine with its scheduler in this process."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        import vllm
+        from vllm import EngineArgs, LLMEngine, SamplingParams
+
+        self._params: Any = SamplingParams
+        usual = {"skip_tokenizer_init": True, "load_format": "dummy", "enforce_eager": True, "seed": 0}
+        self._engine: Any = LLMEngine.from_engine_args(
+            EngineArgs(model=settings["model"], **usual, **settings["engine"])
+        )
+        core = self._engine.engine_core.engine_core
+        self._requests: Any = core.scheduler.requests
+        self._schedule = core.scheduler.schedule
+        core.scheduler.schedule = self._watched
+        self._vocab = settings["vocab"]
+        self._scheduled: dict[str, Any] | None = None
+        self._number = 0
+        self._gauge = _gauge()(settings.get("reference_s"))
+        blocks = core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks
+        self.facts = {"version": vllm.__version__, "num_blocks": blocks, "reference_s": self._gauge.reference_s}
+
+    def _watched(self, *args: Any, **options: Any) -> Any:
+        out = self._schedule(*args, **options)
+        if out.total_num_scheduled_tokens:
+            self._scheduled = self._batch(out.num_scheduled_tokens)
+        return out
+
+    def _batch(self, tokens_of: dict[str, int]) -> dict[str, Any]:
+        """What a step computes; a request's count of computed tokens has moved on already."""
+        decodes = context = 0
+        chunks = []
+        for name, tokens in tokens_of.items():
+            request = self._requests[name]
+            past = request.num_computed_tokens - tokens
+            if tokens == 1 and past >= request.num_prompt_tokens:
+                decodes, context = decodes + 1, context + past + 1
+            else:
+                chunks.append([past, tokens])
+        return {"decodes": decodes, "context_tokens": context, "chunks": chunks}
+
+    def run(self, session: dict[str, Any]) -> dict[str, Any]:
+        """One session from its first request to its last token."""
+        clock = _Clock(session["clock"])
+        pending = sorted((at, number) for number, (at, _, _) in enumerate(session["requests"]))[::-1]
+        told: list[list[Any]] = [[None, None, None, []] for _ in session["requests"]]
+        names: dict[str, int] = {}
+        steps: list[dict[str, Any]] = []
+        while pending or self._engine.has_unfinished_requests():
+            clock.pause()
+            if not self._engine.has_unfinished_requests():
+                clock.wait_until(pending[-1][0])
+            while pending and pending[-1][0] <= clock.now():
+                at, number = pending.pop()
+                names[self._add(session["requests"][number], session["seed"])] = number
+                told[number][0] = at if session["clock"] == "cpu" else max(at, clock.now())
+            slow = self._gauge()
+            clock.go_on(slow)
+            cpu, wall = time.thread_time(), time.perf_counter()
+            self._scheduled = None
+            outputs = self._engine.step()
+            cpu, wall = time.thread_time() - cpu, time.perf_counter() - wall
+            clock.steps += 1
+            if self._scheduled is not None:
+                steps.append({**self._scheduled, "cpu_s": cpu / slow, "wall_s": wall})
+            for output in outputs:
+                _note(told[names[output.request_id]], output, clock.now())
+        return {"steps": steps, "requests": told}
+
+    def _add(self, request: list[int], seed: int) -> str:
+        _, prompt, output = request
+        ids = [3 + (seed + 7919 * self._number + 104_729 * i) % (self._vocab - 3) for i in range(prompt)]
+        params = self._params(temperature=0, max_tokens=output, ignore_eos=True, detokenize=False)
+        self._number += 1
+        self._engine.add_request(f"r{self._number}", {"prompt_token_ids": ids}, params)
+        return f"r{self._number}"
+
+
+def _note(told: list[Any], output: Any, now: float) -> None:
+    """A request's tokens have come."""
+    if output.outputs[0].token_ids:
+        told[1] = now if told[1] is None else told[1]
+        told[3].append(now)
+    if output.finished:
+        told[2] = now
+
+
+class _Clock:
+    """Of a session: counts steps, processor time over slowness, or seconds."""
+
+    def __init__(self, kind: str) -> None:
+        self.steps = 0
+        self._kind, self._at, self._slow = kind, 0.0, 1.0
+        self._since = self._read()
+
+    def _read(self) -> float:
+        return time.thread_time() if self._kind == "cpu" else time.perf_counter()
+
+    def now(self) -> float:
+        if self._kind == "steps":
+            return self._at + self.steps
+        return self._at + (self._read() - self._since) / self._slow
+
+    def pause(self) -> None:
+        """What follows does not count, by processor time."""
+        if self._kind == "cpu":
+            self._at, self._slow = self.now(), float("inf")
+
+    def go_on(self, slow: float) -> None:
+        if self._kind == "cpu":
+            self._since, self._slow = self._read(), slow
+
+    def wait_until(self, at: float) -> None:
+        if self._kind == "wall":
+            time.sleep(max(0.0, at - self.now()))
+        else:
+            self._at += max(0.0, at - self.now())
+
+
+def _gauge() -> Any:
+    spec = importlib.util.spec_from_file_location("gauge", Path(__file__).with_name("gauge.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.Gauge
+
+
+def main() -> None:
+    """Sessions from stdin until it ends."""
+    os.environ.update(ENVIRONMENT)
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # whatever else is printed is not an answer
+    engine = SteppedEngine(json.loads(sys.stdin.readline()))
+    out.write(json.dumps(engine.facts) + "\n")
+    for line in sys.stdin:
+        out.write(json.dumps(engine.run(json.loads(line))) + "\n")
+
+
+if __name__ == "__main__":
+    main()

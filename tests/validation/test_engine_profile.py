@@ -1,0 +1,128 @@
+"""A profile of a whole engine: steps designed to cover what it may do, kept as they come, fitted, and checked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from simtune.cli.profile import profile
+from simtune.costs.calibration import read_steps
+from simtune.costs.engine_steps import EngineSteps
+from simtune.errors import UsageError
+from simtune.validation.engine_profile import HELD_OUT, SESSIONS, STEPS, SUMMARY, EngineProfile, design, profile_engine
+from simtune.validation.engines.driving import EngineSize, driver, llama_config, stream_of
+from tests.validation.driven_engine import PretendedDriver, tiny
+
+
+class Clock:
+    """A second passes whenever it is looked at."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        self.seconds += 1.0
+        return self.seconds
+
+
+def profiled(out: Path, made: list[PretendedDriver], *, budget_s: float = 1e9, rounds: int = 2) -> EngineProfile:
+    def make(reference_s: float | None) -> PretendedDriver:
+        made.append(PretendedDriver())
+        return made[-1]
+
+    return profile_engine(make, tiny(), out, budget_s=budget_s, rounds=rounds, clock=Clock())
+
+
+def test_what_was_held_out_is_foretold(tmp_path: Path) -> None:
+    made: list[PretendedDriver] = []
+    result = profiled(tmp_path, made)
+    assert made[0].closed
+    assert {p.name for p in tmp_path.iterdir()} == {SESSIONS, STEPS, HELD_OUT, SUMMARY}
+    for kind in ("decode", "prefill"):
+        errors = result.errors[kind]
+        assert errors.steps > 30
+        assert errors.median < 0.015
+        assert errors.p90 < 0.04
+        assert abs(errors.total) < 0.01
+    assert result.summary["held_out"]["decode"]["median"] == result.errors["decode"].median
+    again = EngineSteps.read(tmp_path / STEPS)
+    for step in result.held_out[:20]:
+        assert again.seconds(step.batch) == pytest.approx(result.costs.seconds(step.batch))
+    assert len(read_steps(tmp_path / HELD_OUT).steps) == result.summary["steps_held_out"]
+
+
+def test_sessions_cover_seats_budget_and_length() -> None:
+    sessions = design(8, 128, 512)
+    driver = PretendedDriver(EngineSize(8, 128, 512, 16))
+    fitted = [s.batch for session in sessions if session.fitted for s in driver.run(session.requests).steps]
+    assert {work.num_decodes for work in fitted if not work.chunks} >= {1, 2, 4, 8}
+    assert max(work.num_tokens for work in fitted) == 128
+    assert max(past + new for work in fitted for past, new in work.chunks) > 490
+    assert max(work.context_tokens / work.num_decodes for work in fitted if work.num_decodes == 8) > 480
+    assert sum(work.num_decodes > 0 and bool(work.chunks) for work in fitted) > 20
+    assert all(r.prompt_tokens + r.output_tokens <= 512 for session in sessions for r in session.requests)
+    assert {session.fitted for session in sessions} == {True, False}
+
+
+def test_a_run_goes_on_where_it_was_killed(tmp_path: Path) -> None:
+    made: list[PretendedDriver] = []
+    whole = profiled(tmp_path / "whole", made)
+    profiled(tmp_path / "part", made, rounds=1)
+    file = tmp_path / "part" / SESSIONS
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:-3]) + lines[-3][:20])  # as a kill leaves it
+    left = profiled(tmp_path / "part", made)
+    assert left.summary["sessions"] == whole.summary["sessions"]
+    assert made[2].sessions == 1 + whole.summary["sessions"] - (len(lines) - 4)  # a warm-up, and what was missing
+
+
+def test_the_budget_ends_it_once_every_session_was_run(tmp_path: Path) -> None:
+    made: list[PretendedDriver] = []
+    result = profiled(tmp_path, made, budget_s=5, rounds=4)
+    assert len(design(4, 64, 256)) <= result.summary["sessions"] <= len(design(4, 64, 256)) + 5
+
+
+def test_sessions_of_another_model_are_not_mixed(tmp_path: Path) -> None:
+    profiled(tmp_path, [])
+    other = tiny().model_copy(update={"name": "other"})
+    with pytest.raises(UsageError, match="sessions of another model"):
+        profile_engine(lambda reference_s: PretendedDriver(), other, tmp_path, budget_s=1, clock=Clock())
+
+
+def test_engines_and_models_that_cannot_be_driven_are_named() -> None:
+    with pytest.raises(UsageError, match="engine sglang: only torch and vllm"):
+        driver("sglang", tiny(), EngineSize())
+    with pytest.raises(UsageError, match="cannot be started"):
+        driver("vllm", tiny(), EngineSize(), python="/nowhere/python")
+    assert llama_config(tiny())["num_key_value_heads"] == 2
+    assert len(stream_of(design(4, 64, 256)[0].requests)) == 1
+
+
+def test_the_command_profiles_the_torch_engine(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    model = tmp_path / "tiny.yaml"
+    model.write_text(tiny().to_yaml())
+    arguments = ["--model", str(model), "--engine", "torch", "--dtype", "fp32", "--budget", "20s"]
+    sizes = ["--max-num-seqs", "2", "--max-num-batched-tokens", "32", "--max-model-len", "64"]
+    done = CliRunner().invoke(profile, [*arguments, *sizes, "--out", str(tmp_path / "out"), "--json"])
+    assert done.exit_code == 0, done.output
+    summary = json.loads(done.stdout)
+    assert summary["engine"] == "torch"
+    assert summary["held_out"]["decode"]["steps"] > 10
+    assert EngineSteps.read(tmp_path / "out" / STEPS).decode(2, 100)[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        (["--engine", "vllm"], "needs --vllm-python"),
+        (["--engine", "torch", "--vllm-python", "x"], "no other does"),
+        (["--engine", "torch", "--target", "5%"], "--target cannot be given"),
+    ],
+)
+def test_options_that_do_not_go_together(extra: list[str], words: str, tmp_path: Path) -> None:
+    done = CliRunner().invoke(profile, ["--model", "llama-3.1-8b", "--out", str(tmp_path / "o"), *extra])
+    assert words in str(done.exception)
