@@ -52,7 +52,7 @@ def reproduce(
         for finding in run(entries, hardware=hardware, jobs=jobs):
             findings.append(finding)
             update(len(findings), len(entries), f"{finding.title}: {finding.status}")
-    document = Findings(hardware=hardware, findings=tuple(findings))
+    document = Findings.of(findings, hardware)
     if html is not None:
         from simtune.report.published import render
 

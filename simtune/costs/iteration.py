@@ -29,28 +29,19 @@ kernels do not split them is counted only where tables show it and the longest c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
 from simtune.arrays import Array
-from simtune.costs.experts import Experts
-from simtune.costs.layers import PRODUCTS, AttentionLayer, attention_layer
-from simtune.costs.predict import Predictor, Profile
+from simtune.costs.layers import under_policy
+from simtune.costs.predict import Profile
+from simtune.costs.step_calls import COMMUNICATION, StepCall, StepCalls, equal_layers, exposed, in_halves
 from simtune.errors import Infeasible
-from simtune.specs.base import ACTIVATION_BYTES, DTYPE_BYTES
 from simtune.specs.hardware import Correction, Hardware
-from simtune.specs.model import (
-    Attention,
-    DenseFeedForward,
-    FeedForward,
-    Model,
-    MoeFeedForward,
-    NoFeedForward,
-)
+from simtune.specs.model import DenseFeedForward, FeedForward, Model, MoeFeedForward, NoFeedForward
 from simtune.specs.plan import Parallelism, Pool
 
 CAPTURE_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
@@ -58,9 +49,6 @@ CAPTURE_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 
 LAUNCH_S = 7.5e-6
 """Of one kernel without a CUDA graph. Assumed: 5-10 us are usual where Python launches them."""
-
-COMMUNICATION = frozenset({"all_reduce", "send", "all_to_all", "moe_dispatch", "moe_combine"})
-"""Kinds that keep links busy and not processors."""
 
 KINDS = (
     "gemm",
@@ -105,22 +93,6 @@ class StepWork:
     def num_seqs(self) -> int:
         """Sequences that decode or prefill."""
         return self.num_decodes + len(self.chunks)
-
-
-class _Layers(NamedTuple):
-    """Equal layers, on one rank."""
-
-    attention: AttentionLayer
-    feed_forward: FeedForward
-    number: int
-
-
-class _Part(NamedTuple):
-    """A call made `times` times per step: its kind, and its seconds for given numbers of rows."""
-
-    kind: str
-    times: int
-    seconds: Callable[[Array], Array]
 
 
 def check_parallelism(model: Model, parallelism: Parallelism) -> None:
@@ -178,16 +150,11 @@ def padded_tokens(tokens: Array) -> Array:
     return np.where(at < len(sizes), sizes[np.minimum(at, len(sizes) - 1)], tokens)
 
 
-def exposed(by_kind: Mapping[str, Array], room: Array | float = 0.0) -> tuple[dict[str, Array], Array]:
-    """Seconds by kind where communication hides behind computation, and what room is left behind it.
-
-    T = max(computation + room, communication) - room: the kinds of communication keep what nothing hides.
-    """
-    total: Array = np.sum([seconds for kind, seconds in by_kind.items() if kind not in COMMUNICATION], axis=0) + room
-    busy: Array = np.sum([seconds for kind, seconds in by_kind.items() if kind in COMMUNICATION], axis=0) + 0.0 * total
-    seen = np.divide(np.maximum(busy - total, 0.0), busy, out=np.zeros_like(total), where=busy > 0)
-    left = np.maximum(total - busy, 0.0)
-    return {kind: seconds * seen if kind in COMMUNICATION else seconds for kind, seconds in by_kind.items()}, left
+def _launch_s(model: Model, pool: Pool, kernels: int) -> float:
+    """Seconds of launching so many kernels one by one, or those that the pool's runtime has."""
+    if pool.runtime is None:
+        return LAUNCH_S * kernels
+    return pool.runtime.kernels_per_layer * model.num_layers * pool.runtime.launch_s
 
 
 class StepModel:
@@ -215,25 +182,21 @@ class StepModel:
             )
         self._model, self._hardware, self._pool = model, hardware, pool
         self._factors = factors or {}
-        self._tp = pool.parallelism.tp
         self._profile = profile or Profile(hardware)
-        self._row_bytes = model.hidden_size * DTYPE_BYTES[model.dtype]
-        equal: dict[tuple[Attention, FeedForward], int] = {}
-        for group in model.layers:
-            kind = (group.attention, group.feed_forward)
-            equal[kind] = equal.get(kind, 0) + group.count
-        self._layers = [
-            _Layers(attention_layer(model, attention, self._tp), feed_forward, count)
-            for (attention, feed_forward), count in equal.items()
-        ]
+        layers = equal_layers(model, pool.parallelism.tp)
         kv_dtype = pool.kv_cache.dtype or model.kv_dtype or model.dtype
         self._attention = [
-            (layers.number, layers.attention.costs(self._profile, model.dtype, kv_dtype)) for layers in self._layers
+            (
+                equal.number,
+                under_policy(
+                    equal.attention.costs(self._profile, model.dtype, kv_dtype), pool.kv_cache.policy, kv_dtype
+                ),
+            )
+            for equal in layers
         ]
-        self._linear = self._linear_parts()
-        self._routed = self._routed_parts()
-        self._head = self._head_parts()
-        windows = {layers.attention.window for layers in self._layers}
+        calls = StepCalls(model, hardware, pool, self._profile, layers, self._attention)
+        self._linear, self._routed, self._head = calls.linear(), calls.routed(), calls.head()
+        windows = {equal.attention.window for equal in layers}
         self.windows = {window for window in windows if window is not None}
         """Sliding windows in tokens."""
         self.prefill_overhead_s = self._factor("prefill_attention") * sum(
@@ -241,15 +204,9 @@ class StepModel:
         )
         """What each prefill chunk costs besides its share of `prefill` and its `past`."""
         talks = any(part.kind in COMMUNICATION for part in (*self._linear, *self._routed))
-        self._overlaps = pool.overlap is not None and talks
-        policy = pool.kv_cache.policy
-        self._read = 1.0 if policy is None else policy.read(kv_dtype)
-        self._computed = 1.0 if policy is None else 1 - policy.prefill_sparsity
+        self._overlap = pool.overlap if talks else None
         kernels = model.num_layers + sum(part.times for part in (*self._linear, *self._routed, *self._head))
-        launch_s = LAUNCH_S
-        if pool.runtime is not None:
-            kernels, launch_s = pool.runtime.kernels_per_layer * model.num_layers, pool.runtime.launch_s
-        self.launch_s = 0.0 if pool.cuda_graphs else launch_s * kernels
+        self.launch_s = 0.0 if pool.cuda_graphs else _launch_s(model, pool, kernels)
         """What launching the kernels of a step takes where no graph does it; no step is shorter."""
 
     @property
@@ -273,10 +230,8 @@ class StepModel:
 
     def padded(self, num_tokens: Array) -> dict[str, Array]:
         """Of `linear`, the kinds whose calls are as large as the CUDA graph of the step."""
-        tokens = self._graph_tokens(num_tokens)
-        if not self._overlaps:
-            return self._by_kind(self._linear, tokens)
-        return exposed(self._in_halves(self._linear, tokens))[0]
+        by_kind, tokens = partial(self._by_kind, self._linear), self._graph_tokens(num_tokens)
+        return by_kind(tokens) if self._overlap is None else exposed(in_halves(self._overlap, by_kind, tokens))[0]
 
     def _graph_tokens(self, num_tokens: Array) -> Array:
         tokens = np.asarray(num_tokens, dtype=np.float64)
@@ -285,17 +240,11 @@ class StepModel:
     def routed(self, num_tokens: Array) -> dict[str, Array]:
         """Of `linear`, the kinds that no padding makes longer: routed experts and what is exchanged with them."""
         tokens = np.asarray(num_tokens, dtype=np.float64)
-        if not self._overlaps or not self._routed:
+        if self._overlap is None or not self._routed:
             return self._by_kind(self._routed, tokens)
-        _, room = exposed(self._in_halves(self._linear, self._graph_tokens(tokens)))
-        return exposed(self._in_halves(self._routed, tokens), room)[0]
-
-    def _in_halves(self, parts: Sequence[_Part], tokens: Array) -> dict[str, Array]:
-        """Seconds by kind of a step whose tokens are worked on in two halves, unless nothing is split (ladder)."""
-        if self._pool.overlap == "ladder":
-            return self._by_kind(parts, tokens)
-        halves = self._by_kind(parts, np.maximum(1.0, tokens / 2))
-        return {kind: 2 * seconds for kind, seconds in halves.items()}
+        beside = in_halves(self._overlap, partial(self._by_kind, self._linear), self._graph_tokens(tokens))
+        _, room = exposed(beside)
+        return exposed(in_halves(self._overlap, partial(self._by_kind, self._routed), tokens), room)[0]
 
     def head(self, num_samples: Array) -> dict[str, Array]:
         """Seconds of the language-model head and of sampling, for at least one row each."""
@@ -312,8 +261,6 @@ class StepModel:
         the others reads while it starts (START_KEYS).
         """
         context = np.asarray(mean_context, dtype=np.float64)
-        if self._read != 1:
-            context = np.maximum(1.0, self._read * context)
         total = np.zeros_like(context)
         for layers, costs in self._attention:
             if chunk and costs.mixed is not None:
@@ -342,7 +289,7 @@ class StepModel:
         total = np.zeros_like(tokens)
         for layers, costs in self._attention:
             total += layers * costs.prefill(tokens)
-        return self._factor("prefill_attention") * self._computed * total
+        return self._factor("prefill_attention") * total
 
     def past(self, num_tokens: Array) -> Array:
         """Seconds a chunk spends on so many cached tokens before it attends to them, in all layers.
@@ -403,127 +350,8 @@ class StepModel:
     def _factor(self, kind: str) -> float:
         return self._factors.get(kind, 1.0)
 
-    def _by_kind(self, parts: Sequence[_Part], rows: Array) -> dict[str, Array]:
+    def _by_kind(self, parts: Sequence[StepCall], rows: Array) -> dict[str, Array]:
         seconds: dict[str, Array] = {}
         for part in parts:
             seconds[part.kind] = seconds.get(part.kind, 0.0) + part.times * part.seconds(rows)
         return {kind: self._factor(kind) * total for kind, total in seconds.items()}
-
-    def _linear_parts(self) -> list[_Part]:
-        model, tp = self._model, self._tp
-        parts: list[_Part] = []
-        for (attention, feed_forward, count), (_, costs) in zip(self._layers, self._attention, strict=True):
-            parts += self._attention_parts(attention, count, costs.includes)
-            parts += self._feed_forward_parts(feed_forward, count)
-            sublayers = count * (bool(attention.products) + (feed_forward.kind != "none"))
-            norms = model.norms_per_sublayer * sublayers
-            parts.append(self._elementwise("norm", norms, 4 * model.hidden_size))  # with the residual added
-            if tp > 1:
-                parts.append(self._all_reduce(sublayers))
-        parts.append(self._elementwise("add", 1, 2 * model.hidden_size))  # embedding: one row read, one written
-        parts.append(self._elementwise("norm", 1, 4 * model.hidden_size))
-        if tp > 1:
-            parts.append(self._all_reduce(1))  # the embedding is split over the vocabulary
-        parts += self._send_parts()
-        runtime = self._pool.runtime
-        if runtime is not None:
-            floor_s = runtime.kernels_per_layer * model.num_layers * runtime.kernel_floor_s
-            parts.append(_Part("elementwise", 1, lambda m: np.full_like(m, floor_s)))
-        return parts
-
-    def _attention_parts(self, layer: AttentionLayer, layers: int, included: Set[str]) -> list[_Part]:
-        """What runs beside the attention of a layer, less what its times include."""
-        dtype = self._model.dtype_of("attention")
-        small = [(variant, width) for variant, width in layer.small if variant not in included]
-        parts = [self._elementwise(variant, layers, width) for variant, width in small]
-        if PRODUCTS in included or not layer.products:
-            return parts
-        *into, out = layer.products
-        parts = [*(self._gemm(layers, n, k, dtype) for n, k in into), *parts]
-        parts.append(self._gemm(layers, *out, dtype, quantises=True))
-        if dtype in ACTIVATION_BYTES and not self._quantises(dtype):
-            quantise, width = self._profile.predictor("quantise", dtype), layer.output_width
-            parts.append(_Part("elementwise", layers, lambda m: quantise.seconds(m=m, k=width)))
-        return parts
-
-    def _feed_forward_parts(self, feed_forward: FeedForward, layers: int) -> list[_Part]:
-        if isinstance(feed_forward, DenseFeedForward):
-            return self._dense_parts(layers, feed_forward.intermediate_size, feed_forward.gated)
-        if isinstance(feed_forward, NoFeedForward):
-            return []
-        parts = [self._gemm(layers, feed_forward.experts, self._model.hidden_size, self._model.dtype)]
-        if feed_forward.shared_intermediate_size:
-            parts += self._dense_parts(layers, feed_forward.shared_intermediate_size, feed_forward.gated)
-        return parts
-
-    def _routed_parts(self) -> list[_Part]:
-        return [
-            _Part(kind, layers.number, seconds)
-            for layers in self._layers
-            if isinstance(layers.feed_forward, MoeFeedForward)
-            for kind, seconds in Experts(
-                self._model, layers.feed_forward, self._profile, self._pool.parallelism
-            ).parts()
-        ]
-
-    def _dense_parts(self, layers: int, intermediate: int, gated: bool) -> list[_Part]:
-        hidden, width, factor = self._model.hidden_size, intermediate // self._tp, 2 if gated else 1
-        return [
-            self._gemm(layers, factor * width, hidden),
-            self._elementwise("activation", layers, (factor + 1) * width),
-            self._gemm(layers, hidden, width),
-        ]
-
-    def _send_parts(self) -> list[_Part]:
-        parallelism, dtype = self._pool.parallelism, self._model.dtype
-        across = -(-parallelism.tp * parallelism.pp // self._hardware.device.devices_per_node) - 1
-        parts = []
-        for link, times in ((None, parallelism.pp - 1 - across), ("inter_node", across)):
-            if times > 0:
-                send = self._profile.predictor("send_recv", dtype, variant=link)
-                parts.append(_Part("send", times, partial(self._send, send)))
-        return parts
-
-    def _send(self, send: Predictor, rows: Array) -> Array:
-        return send.seconds(bytes=rows * self._row_bytes)
-
-    def _head_parts(self) -> list[_Part]:
-        model, tp = self._model, self._tp
-        vocab = -(-model.vocab_size // tp)
-        gemm = self._gemm(1, vocab, model.hidden_size, model.dtype_of("head"))
-        parts = [_Part("head", 1, gemm.seconds)]
-        if tp > 1:
-            gather, row_bytes = (
-                self._profile.predictor("all_gather", model.dtype),
-                vocab * tp * DTYPE_BYTES[model.dtype],
-            )
-            parts.append(_Part("head", 1, lambda n: gather.seconds(devices=tp, bytes=n * row_bytes)))
-        sampling = self._profile.predictor("sampling", "fp32")
-        parts.append(_Part("sampling", 1, lambda n: sampling.seconds(rows=n, vocab=model.vocab_size)))
-        return parts
-
-    def _gemm(self, times: int, n: int, k: int, dtype: str | None = None, *, quantises: bool = False) -> _Part:
-        """A product; where its inputs are quantised by what comes before it, less what that takes of its own time."""
-        dtype = dtype or self._model.weight_dtype
-        gemm = self._profile.predictor("gemm", dtype)
-        if quantises or not self._quantises(dtype):
-            return _Part("gemm", times, lambda m: gemm.seconds(m=m, n=n, k=k))
-        quantise = self._profile.predictor("quantise", dtype)
-
-        def seconds(m: Array) -> Array:
-            whole = gemm.seconds(m=m, n=n, k=k)
-            return np.maximum(whole - quantise.seconds(m=m, k=k), whole / 2)
-
-        return _Part("gemm", times, seconds)
-
-    def _quantises(self, dtype: str) -> bool:
-        """Whether products of a format were timed with the quantising of their inputs."""
-        return self._profile.predictor("gemm", dtype).operator.base.ahead_s > 0
-
-    def _elementwise(self, variant: str, times: int, width: int) -> _Part:
-        operator = self._profile.predictor("elementwise", self._model.dtype, variant=variant)
-        return _Part("elementwise", times, lambda m: operator.seconds(rows=m, width=width))
-
-    def _all_reduce(self, times: int) -> _Part:
-        all_reduce = self._profile.predictor("all_reduce", self._model.dtype)
-        return _Part("all_reduce", times, lambda m: all_reduce.seconds(devices=self._tp, bytes=m * self._row_bytes))

@@ -29,6 +29,7 @@ from simtune.specs.model import (
     NoAttention,
     SlidingAttention,
 )
+from simtune.specs.plan import KvPolicy
 
 PRODUCTS = "products"
 """Name of a layer's matrix products among what its attention includes."""
@@ -53,6 +54,26 @@ class AttentionCosts(NamedTuple):
     includes: frozenset[str] = frozenset()
     """What these times have in them: `PRODUCTS`, and variants of small operations. A whole block that was measured has
     all its parts; in a step with chunks and decodes its weights are then read for each."""
+
+
+def under_policy(costs: AttentionCosts, policy: KvPolicy | None, kv_dtype: str) -> AttentionCosts:
+    """The same where a policy keeps a part of the keys and values: decodes read less, prompts leave attention out.
+
+    Decode attention is that of a context as much shorter, in bytes. What a policy costs itself is not counted.
+    """
+    if policy is None:
+        return costs
+    read, computed, mixed = policy.read(kv_dtype), 1 - policy.prefill_sparsity, costs.mixed
+
+    def shorter(context: Array) -> Array:
+        return np.maximum(1.0, read * context)
+
+    return costs._replace(
+        decode=lambda batch, context, width: costs.decode(batch, shorter(context), width),
+        prefill=lambda tokens: computed * costs.prefill(tokens),
+        mixed=None if mixed is None else lambda batch, context, chunk: mixed(batch, shorter(context), chunk),
+        imbalance_s=lambda num_decodes, with_chunks: read * costs.imbalance_s(num_decodes, with_chunks),
+    )
 
 
 class AttentionLayer(ABC):

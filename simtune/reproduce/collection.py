@@ -46,11 +46,11 @@ def select(asked: Sequence[str]) -> list[Entry]:
     if not asked:
         return list(entries(collection()))
     known = list(entries(collection())) if any(not _is_file(name) for name in asked) else []
-    found: dict[tuple[str, str], Entry] = {}
+    chosen: dict[tuple[str, str], Entry] = {}
     for name in asked:
-        named = list(entries([read(Path(name))])) if _is_file(name) else _named(name, known)
-        found |= {(entry.family.name, entry.system.name): entry for entry in named}
-    return list(found.values())
+        asked_for = list(entries([read(Path(name))])) if _is_file(name) else _named(name, known)
+        chosen |= {(entry.family.name, entry.system.name): entry for entry in asked_for}
+    return list(chosen.values())
 
 
 def entries(families: Sequence[Systems]) -> Iterator[Entry]:
@@ -73,9 +73,9 @@ def _is_file(name: str) -> bool:
 
 
 def _named(name: str, known: Sequence[Entry]) -> list[Entry]:
-    found = [entry for entry in known if name in (entry.family.name, entry.system.name)]
-    if found:
-        return found
+    named = [entry for entry in known if name in (entry.family.name, entry.system.name)]
+    if named:
+        return named
     names = [entry.system.name for entry in known] + list({entry.family.name for entry in known})
     raise UsageError(
         f"no published system or family is called {name!r}{suggest(name, names) or '.'} `simtune reproduce --list` "

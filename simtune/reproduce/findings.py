@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import Literal
 
-from simtune.specs.base import Record
+from pydantic import Field
+
+from simtune.specs.base import Record, Seq
 
 Status = Literal["reproduced", "assumed", "differs", "needs", "not a schedule", "elsewhere", "infeasible"]
 
@@ -34,7 +36,7 @@ class Finding(Record):
     claim: str | None
     claimed: float | None
     """A gain; or, where the claim is a number of its own, 1."""
-    band: tuple[float, ...] | None
+    band: Seq[float] | None
     simulated: float | None
     base: float | None
     """What was measured of the base, in the unit of `metric`; the claimed number where the claim is one."""
@@ -42,8 +44,8 @@ class Finding(Record):
     metric: str | None
     reason: str | None
     """Where it differs: the parts of the time that do; else what is needed, or why nothing is run."""
-    assumed: tuple[str, ...]
-    not_modelled: tuple[str, ...]
+    assumed: Seq[str]
+    not_modelled: Seq[str]
 
     @property
     def ran(self) -> bool:
@@ -54,11 +56,15 @@ class Finding(Record):
 class Findings(Record):
     """A file of findings."""
 
-    SCHEMA: ClassVar[str] = "simtune/findings@1"
-    schema_: str = SCHEMA
+    schema_: Literal["simtune/findings@1"] = Field("simtune/findings@1", alias="schema")
     hardware: str | None
     """What all ran on, where that was asked for."""
-    findings: tuple[Finding, ...]
+    findings: Seq[Finding]
+
+    @classmethod
+    def of(cls, findings: Sequence[Finding], hardware: str | None = None) -> Findings:
+        """Of a run that has just been made."""
+        return cls(schema_="simtune/findings@1", hardware=hardware, findings=tuple(findings))
 
 
 def counts(findings: Sequence[Finding]) -> dict[Status, int]:

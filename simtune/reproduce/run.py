@@ -25,8 +25,8 @@ def reproduce(entries: Sequence[Entry], *, hardware: str | None = None, jobs: in
     """
     families = [list(group) for _, group in groupby(entries, key=lambda entry: entry.family.name)]
     with executor(jobs, len(families)) as pool:
-        for found in ordered_map(pool, partial(_family, hardware=hardware), families):
-            yield from found
+        for made in ordered_map(pool, partial(_family, hardware=hardware), families):
+            yield from made
 
 
 def _family(entries: Sequence[Entry], hardware: str | None) -> list[Finding]:
@@ -48,24 +48,26 @@ def _finding(entry: Entry, runner: Runner, hardware: str | None) -> Finding:
             raise UsageError(f"{entry.family.name}: {system.name}: {error}") from None
         return _with(entry, "infeasible", reason=str(error))
     variant, base = sides["variant"], sides.get("base")
-    claimed = system.claim.value
-    reference = base.value if base is not None else claimed
+    return _compared(entry, system.claim, variant, base, moved=hardware is not None)
+
+
+def _compared(entry: Entry, claim: Claim, variant: Measured, base: Measured | None, *, moved: bool) -> Finding:
+    """The two sides, held against the claim unless they were moved to other hardware."""
+    system = entry.system
+    reference = base.value if base is not None else claim.value
     assert reference is not None, "a claim without a base has a value"
     ratio = variant.value / reference
     gain = 1 / ratio if base is not None and is_cost(system.measure) else ratio
-    status = "elsewhere" if hardware is not None else judged(gain, system)
-    reason = system.because
-    if status == "differs":
-        why = difference(gain, system.claim, variant, base)
-        reason = why if reason is None else f"{why}. {reason}"
-    notes = [note for note in (variant.note, base.note if base else "") if note]
+    status: Status = "elsewhere" if moved else judged(gain, system)
+    reasons = [difference(gain, claim, variant, base)] if status == "differs" else []
+    reasons += [text for text in (system.because, variant.note, base.note if base else "") if text]
     return _with(
         entry,
         status,
         simulated=_rounded(gain),
         base=_rounded(reference),
         variant=_rounded(variant.value),
-        reason="; ".join(filter(None, [reason, *notes])) or None,
+        reason="; ".join(reasons) or None,
     )
 
 
@@ -92,13 +94,16 @@ def difference(gain: float, claim: Claim, variant: Measured, base: Measured | No
     names = sorted({*wanted, *variant.parts})
     excess = {name: variant.parts.get(name, 0.0) - wanted.get(name, 0.0) for name in names}
     sign = 1 if gain < low else -1
-    most_changed = sorted(names, key=lambda name: -sign * excess[name])[:2]
     parts = [
-        f"{name} {_amount(base.parts.get(name, 0.0))} -> {_amount(variant.parts.get(name, 0.0))}"
-        for name in most_changed
+        f"{name} from {_amount(base.parts.get(name, 0.0))} to {_amount(variant.parts.get(name, 0.0))}, "
+        f"where the band has {_amount(wanted.get(name, 0.0))}"
+        for name in sorted(names, key=lambda name: -sign * excess[name])[:2]
         if sign * excess[name] > 0
     ]
-    return f"{words}; mostly {', '.join(parts)}" if parts else words
+    if variant.tokens_per_round > 1:
+        needed = variant.tokens_per_round * edge / gain
+        parts.append(f"{variant.tokens_per_round:.3g} tokens a round, and the band is met with {needed:.3g}")
+    return f"{words}; per token {'; '.join(parts)}" if parts else words
 
 
 def _amount(x: float) -> str:

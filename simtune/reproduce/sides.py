@@ -54,6 +54,8 @@ class Measured:
     unit: str
     note: str = ""
     """What of `best_of` was best, or that the system is saturated."""
+    tokens_per_round: float = 1.0
+    """Of a request, where it drafts."""
 
 
 class Runner:
@@ -86,7 +88,9 @@ class Runner:
         tried = [self._once(family, one, measure) for one in alternatives(side)]
         best = wins(tried, key=lambda one: one.value)
         if len(tried) > 1:
-            best = replace(best, note=f"{best.note} best of {len(tried)}: {side['best_of'][tried.index(best)]}".strip())
+            best = replace(
+                best, note=f"{best.note} best of {len(tried)}: {_flat(side['best_of'][tried.index(best)])}".strip()
+            )
         return best
 
     def _once(self, family: Systems, side: Mapping[str, Any], measure: Measure) -> Measured:
@@ -101,6 +105,17 @@ class Runner:
         if isinstance(measure, StepSeconds):
             return side.step(measure)
         return side.highest_rate(measure) if isinstance(measure, HighestRate) else side.under_load(measure)
+
+
+def _flat(settings: Mapping[str, Any]) -> str:
+    """Settings in one line, by the last words of their keys; kinds are left out."""
+    words = []
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            words.append(_flat(value))
+        elif key != "kind":
+            words.append(f"{key} {value}")
+    return ", ".join(words)
 
 
 def is_cost(measure: Measure) -> bool:
@@ -192,7 +207,7 @@ class Side:
         value = self._value(result, measure)
         gpus = result.num_gpus if measure.per_gpu else 1
         note = "saturated" if result.saturated else ""
-        return Measured(value / gpus, self._parts(result), in_words(measure), note)
+        return Measured(value / gpus, self._parts(result), in_words(measure), note, per_round(result))
 
     def _value(self, result: Result, measure: UnderLoad) -> float:
         metric = measure.metric
@@ -285,10 +300,10 @@ class Side:
                 return False
             return memory.num_blocks * memory.block_size >= length
 
-        found = bisected(fits, 256.0, float(1 << 24), 0.01)
-        if found is None:
+        most = bisected(fits, 256.0, float(1 << 24), 0.01)
+        if most is None:
             raise Infeasible("not even 256 tokens fit")
-        return round(found)
+        return round(most)
 
     # --- where the time goes ---
 
@@ -315,17 +330,22 @@ class Side:
             tally, drafts = result.drafted, 0
             if pool.spec.speculation is not None and tally.rounds:
                 drafts = round(tally.drafts / tally.rounds)
-            per_round = 1 + tally.accepted / tally.rounds if drafts else 1.0
             batch = self._mean_batch(pool, result)
             decoding = verified(model, batch, context, 1 + drafts)
             for kind, seconds in decoding.items():
-                parts[kind] = parts.get(kind, 0.0) + seconds / per_round * (1 - 1 / outputs)
+                parts[kind] = parts.get(kind, 0.0) + seconds / per_round(result) * (1 - 1 / outputs)
         return parts
 
     def _mean_batch(self, pool: DeployedPool, result: Result) -> int:
         """Requests that decode at a time on one core, by Little's law, at most its seats."""
         decoding = float(np.nansum(result.decode_s)) / max(result.duration_s, 1e-9) / pool.num_cores
         return max(1, min(pool.spec.batching.max_num_seqs, round(decoding)))
+
+
+def per_round(result: Result) -> float:
+    """Tokens that a round of a request delivers, where it drafts; else one."""
+    tally = result.drafted
+    return 1 + tally.accepted / tally.rounds if tally.rounds else 1.0
 
 
 def verified(model: StepModel, batch: int, context: float, width: int) -> dict[str, float]:
@@ -391,7 +411,7 @@ def at_once(stream: RequestStream, order: Ints) -> RequestStream:
     blocks = None if stream.hash_ids is None else tuple(stream.hash_ids[i] for i in order.tolist())
     return replace(
         stream,
-        arrival_s=np.arange(len(stream)) * 1e-6,
+        arrival_s=np.arange(len(stream), dtype=np.float64) * 1e-6,
         prompt_tokens=stream.prompt_tokens[order],
         output_tokens=stream.output_tokens[order],
         class_index=stream.class_index[order],
@@ -419,9 +439,10 @@ def grouped(stream: RequestStream, size: int, finish_first: int | None) -> Reque
     arrivals = stream.arrival_s
     if arrivals is None:
         raise UsageError("branches arrive together, and users of a closed loop do not: use other arrivals")
+    together: Array = arrivals[np.arange(len(arrivals)) // size * size]
     return replace(
         stream,
-        arrival_s=np.asarray(np.repeat(arrivals[::size], size), dtype=np.float64),
+        arrival_s=together,
         prompt_tokens=np.repeat(stream.prompt_tokens[::size], size),
         output_tokens=outputs.reshape(-1),
     )

@@ -24,13 +24,15 @@ from simtune.specs.model import Model
 from simtune.specs.plan import Plan
 from simtune.specs.reading import read_text
 from simtune.specs.study import Study
+from simtune.specs.systems import Systems
+from simtune.specs.systems import problems as problems_of_systems
 from simtune.specs.trace_formats import title_of
 from simtune.specs.traces import Trace, read_trace
 from simtune.specs.workload import Workload
 
 S = TypeVar("S", bound=Spec)
 
-_SPECS: tuple[type[Spec], ...] = (Model, Hardware, Facts, Workload, Acceptance, EnginePreset, Plan, Study)
+_SPECS: tuple[type[Spec], ...] = (Model, Hardware, Facts, Workload, Acceptance, EnginePreset, Plan, Study, Systems)
 KINDS: dict[str, type[Spec]] = {spec.KIND: spec for spec in _SPECS}
 FOLDERS = {
     "model": "models",
@@ -168,7 +170,7 @@ def _load_other(kind: str, reference: str, check: Check | None) -> Spec:
         return load_engine(reference)
     if kind == "plan":
         return load_plan(reference, (), check)
-    return _read(KINDS[kind], Path(reference), (), check)
+    return _read(KINDS[kind], Path(reference), (), problems_of_systems if kind == "systems" else check)
 
 
 def _kind(reference: str) -> str:

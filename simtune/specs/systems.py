@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from pydantic import Field, field_validator, model_validator
@@ -323,18 +324,37 @@ def _read(kind: type[S], name: str, fields: Mapping[str, Any]) -> S:
 
 
 def problems(systems: Systems) -> Iterator[tuple[Sequence[str | int], str]]:
-    """What is wrong in the plans, workloads, models and rates that a file's entries come to, each with its key."""
+    """What is wrong in the plans, workloads, models and rates that a file's entries come to, each once with its key."""
+    yield from {(tuple(at), message): None for at, message in _all_problems(systems)}
+
+
+def _all_problems(systems: Systems) -> Iterator[tuple[Sequence[str | int], str]]:
     for name in systems.models:
-        yield from _problems(("models", name), lambda name=name: systems.own_model(name))
+        yield from _problems(("models", name), partial(systems.own_model, name))
     for name in systems.acceptance:
-        yield from _problems(("acceptance", name), lambda name=name: systems.own_acceptance(name))
+        yield from _problems(("acceptance", name), partial(systems.own_acceptance, name))
     for i, system in enumerate(systems.systems):
         for side, whole in systems.sides(system).items():
-            at = ("systems", i, side)
+            places: dict[tuple[Any, ...], Setup] = {("systems", i, side): getattr(system, side)}
+            places |= {("systems", i, "setup"): system.setup, ("setup",): systems.setup}
+            settings = {at: _given(setup) for at, setup in places.items()}
             for one in unfolded(whole):
-                yield from _problems((*at, "pool"), lambda one=one: plan_of(one, "plan"))
+                for keys, message in _problems((), partial(plan_of, one, "plan")):
+                    yield _place(settings, ("pool", *keys)), message
                 if "step" not in one and system.measure.kind in ("load", "highest_rate"):
-                    yield from _problems((*at, "workload"), lambda one=one: workload_of(one, "workload"))
+                    for keys, message in _problems((), partial(workload_of, one, "workload")):
+                        yield _place(settings, ("workload", *keys)), message
+
+
+def _place(settings: Mapping[tuple[Any, ...], Mapping[str, Any]], keys: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Where a setting stands: in the first of these mappings that has it, by where each stands itself."""
+    for at, mapping in settings.items():
+        node: Any = mapping
+        for key in keys:
+            node = node.get(key) if isinstance(node, Mapping) else None
+        if node is not None:
+            return (*at, *keys)
+    return (*next(iter(settings)), *keys)
 
 
 def unfolded(side: Mapping[str, Any]) -> list[dict[str, Any]]:

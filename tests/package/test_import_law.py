@@ -31,10 +31,12 @@ LAW: dict[str, set[str]] = {
     "tuner": GROUND | {"engine", "costs", "sim"},
     "runs": GROUND | {"costs", "emit", "sim", "tuner"},
     "validation": GROUND | {"engine", "costs", "emit", "profiling", "sim", "tuner", "runs"},
-    "report": GROUND | {"costs", "sim", "runs", "validation"},
+    "reproduce": GROUND | {"engine", "costs", "sim"},
+    "report": GROUND | {"costs", "sim", "runs", "reproduce", "validation"},
     "api": GROUND | {"engine", "costs", "sim", "tuner"},
     "cli": GROUND
-    | {"acceptance", "engine", "costs", "profiling", "sim", "emit", "report", "tuner", "runs", "api", "validation"},
+    | {"acceptance", "engine", "costs", "profiling", "sim", "emit", "report", "tuner", "runs", "api", "validation"}
+    | {"reproduce"},
 }
 """What each floor may import besides itself. The package's own `__version__` is open to all."""
 

@@ -14,7 +14,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "simtune"
-LINKS = ("hwprofiles", "models", "tuner", "workloads")
+LINKS = {name: Path("..", name) for name in ("hwprofiles", "models", "tuner", "workloads")} | {
+    "systems": Path("..", "examples", "systems")
+}
 KEPT = {".py", ".yaml", ".json", ".csv", ".npz", ".j2", ".typed"}
 NOT_SOURCE = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "tests", "benchmarks", "*.egg-info")
 
@@ -61,11 +63,11 @@ def wheel(built: Path) -> dict[str, bytes]:
 
 
 def test_the_links_are_relative_and_resolve() -> None:
-    for name in LINKS:
+    for name, target in LINKS.items():
         link = PACKAGE / name
         assert link.is_symlink()
-        assert link.readlink() == Path("..", name)
-        assert link.resolve() == ROOT / name
+        assert link.readlink() == target
+        assert link.resolve() == (PACKAGE / target).resolve()
         assert link.is_dir()
     assert {path.name for path in PACKAGE.iterdir() if path.is_symlink()} == set(LINKS)
 

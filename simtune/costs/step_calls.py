@@ -1,0 +1,208 @@
+"""What one engine step calls: products, small operations, collectives, and how communication hides behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from simtune.arrays import Array
+from simtune.costs.experts import Experts
+from simtune.costs.layers import PRODUCTS, AttentionCosts, AttentionLayer, attention_layer
+from simtune.costs.predict import Predictor, Profile
+from simtune.specs.base import ACTIVATION_BYTES, DTYPE_BYTES
+from simtune.specs.hardware import Hardware
+from simtune.specs.model import Attention, DenseFeedForward, FeedForward, Model, MoeFeedForward, NoFeedForward
+from simtune.specs.plan import Overlap, Pool
+
+COMMUNICATION = frozenset({"all_reduce", "send", "all_to_all", "moe_dispatch", "moe_combine"})
+"""Kinds that keep links busy and not processors."""
+
+
+class EqualLayers(NamedTuple):
+    """Equal layers, on one rank."""
+
+    attention: AttentionLayer
+    feed_forward: FeedForward
+    number: int
+
+
+class StepCall(NamedTuple):
+    """A call made `times` times per step: its kind, and its seconds for given numbers of rows."""
+
+    kind: str
+    times: int
+    seconds: Callable[[Array], Array]
+
+
+def equal_layers(model: Model, tp: int) -> list[EqualLayers]:
+    """The layers of a model on one of tp ranks, equal ones together."""
+    equal: dict[tuple[Attention, FeedForward], int] = {}
+    for group in model.layers:
+        kind = (group.attention, group.feed_forward)
+        equal[kind] = equal.get(kind, 0) + group.count
+    return [
+        EqualLayers(attention_layer(model, attention, tp), feed_forward, count)
+        for (attention, feed_forward), count in equal.items()
+    ]
+
+
+def exposed(by_kind: Mapping[str, Array], room: Array | float = 0.0) -> tuple[dict[str, Array], Array]:
+    """Seconds by kind where communication hides behind computation, and what room is left behind it.
+
+    T = max(computation + room, communication) - room: the kinds of communication keep what nothing hides.
+    """
+    total: Array = np.sum([seconds for kind, seconds in by_kind.items() if kind not in COMMUNICATION], axis=0) + room
+    busy: Array = np.sum([seconds for kind, seconds in by_kind.items() if kind in COMMUNICATION], axis=0) + 0.0 * total
+    seen = np.divide(np.maximum(busy - total, 0.0), busy, out=np.zeros_like(total), where=busy > 0)
+    left = np.maximum(total - busy, 0.0)
+    return {kind: seconds * seen if kind in COMMUNICATION else seconds for kind, seconds in by_kind.items()}, left
+
+
+def in_halves(overlap: Overlap, seconds: Callable[[Array], dict[str, Array]], tokens: Array) -> dict[str, Array]:
+    """Seconds by kind of a step whose tokens are worked on in two halves, unless nothing is split (ladder)."""
+    if overlap == "ladder":
+        return seconds(tokens)
+    return {kind: 2 * half for kind, half in seconds(np.maximum(1.0, tokens / 2)).items()}
+
+
+class StepCalls:
+    """The calls of the steps of one model on the devices of one pool."""
+
+    def __init__(
+        self,
+        model: Model,
+        hardware: Hardware,
+        pool: Pool,
+        profile: Profile,
+        layers: Sequence[EqualLayers],
+        attention: Sequence[tuple[int, AttentionCosts]],
+    ) -> None:
+        self._model, self._hardware, self._pool = model, hardware, pool
+        self._profile, self._layers, self._attention = profile, layers, attention
+        self._tp = pool.parallelism.tp
+        self._row_bytes = model.hidden_size * DTYPE_BYTES[model.dtype]
+
+    def linear(self) -> list[StepCall]:
+        """Calls by the tokens of a step, routed experts apart."""
+        model, tp = self._model, self._tp
+        parts: list[StepCall] = []
+        for (attention, feed_forward, count), (_, costs) in zip(self._layers, self._attention, strict=True):
+            parts += self._attention_parts(attention, count, costs.includes)
+            parts += self._feed_forward_parts(feed_forward, count)
+            sublayers = count * (bool(attention.products) + (feed_forward.kind != "none"))
+            norms = model.norms_per_sublayer * sublayers
+            parts.append(self._elementwise("norm", norms, 4 * model.hidden_size))  # with the residual added
+            if tp > 1:
+                parts.append(self._all_reduce(sublayers))
+        parts.append(self._elementwise("add", 1, 2 * model.hidden_size))  # embedding: one row read, one written
+        parts.append(self._elementwise("norm", 1, 4 * model.hidden_size))
+        if tp > 1:
+            parts.append(self._all_reduce(1))  # the embedding is split over the vocabulary
+        parts += self._send_parts()
+        runtime = self._pool.runtime
+        if runtime is not None:
+            floor_s = runtime.kernels_per_layer * model.num_layers * runtime.kernel_floor_s
+            parts.append(StepCall("elementwise", 1, lambda m: np.full_like(m, floor_s)))
+        return parts
+
+    def _attention_parts(self, layer: AttentionLayer, layers: int, included: Set[str]) -> list[StepCall]:
+        """What runs beside the attention of a layer, less what its times include."""
+        dtype = self._model.dtype_of("attention")
+        small = [(variant, width) for variant, width in layer.small if variant not in included]
+        parts = [self._elementwise(variant, layers, width) for variant, width in small]
+        if PRODUCTS in included or not layer.products:
+            return parts
+        *into, out = layer.products
+        parts = [*(self._gemm(layers, n, k, dtype) for n, k in into), *parts]
+        parts.append(self._gemm(layers, *out, dtype, quantises=True))
+        if dtype in ACTIVATION_BYTES and not self._quantises(dtype):
+            quantise, width = self._profile.predictor("quantise", dtype), layer.output_width
+            parts.append(StepCall("elementwise", layers, lambda m: quantise.seconds(m=m, k=width)))
+        return parts
+
+    def _feed_forward_parts(self, feed_forward: FeedForward, layers: int) -> list[StepCall]:
+        if isinstance(feed_forward, DenseFeedForward):
+            return self._dense_parts(layers, feed_forward.intermediate_size, feed_forward.gated)
+        if isinstance(feed_forward, NoFeedForward):
+            return []
+        parts = [self._gemm(layers, feed_forward.experts, self._model.hidden_size, self._model.dtype)]
+        if feed_forward.shared_intermediate_size:
+            parts += self._dense_parts(layers, feed_forward.shared_intermediate_size, feed_forward.gated)
+        return parts
+
+    def routed(self) -> list[StepCall]:
+        """Routed experts, and what is exchanged with them."""
+        return [
+            StepCall(kind, layers.number, seconds)
+            for layers in self._layers
+            if isinstance(layers.feed_forward, MoeFeedForward)
+            for kind, seconds in Experts(
+                self._model, layers.feed_forward, self._profile, self._pool.parallelism
+            ).parts()
+        ]
+
+    def _dense_parts(self, layers: int, intermediate: int, gated: bool) -> list[StepCall]:
+        hidden, width, factor = self._model.hidden_size, intermediate // self._tp, 2 if gated else 1
+        return [
+            self._gemm(layers, factor * width, hidden),
+            self._elementwise("activation", layers, (factor + 1) * width),
+            self._gemm(layers, hidden, width),
+        ]
+
+    def _send_parts(self) -> list[StepCall]:
+        parallelism, dtype = self._pool.parallelism, self._model.dtype
+        across = -(-parallelism.tp * parallelism.pp // self._hardware.device.devices_per_node) - 1
+        parts = []
+        for link, times in ((None, parallelism.pp - 1 - across), ("inter_node", across)):
+            if times > 0:
+                send = self._profile.predictor("send_recv", dtype, variant=link)
+                parts.append(StepCall("send", times, partial(self._send, send)))
+        return parts
+
+    def _send(self, send: Predictor, rows: Array) -> Array:
+        return send.seconds(bytes=rows * self._row_bytes)
+
+    def head(self) -> list[StepCall]:
+        """Calls by the sampled rows."""
+        model, tp = self._model, self._tp
+        vocab = -(-model.vocab_size // tp)
+        gemm = self._gemm(1, vocab, model.hidden_size, model.dtype_of("head"))
+        parts = [StepCall("head", 1, gemm.seconds)]
+        if tp > 1:
+            gather, row_bytes = (
+                self._profile.predictor("all_gather", model.dtype),
+                vocab * tp * DTYPE_BYTES[model.dtype],
+            )
+            parts.append(StepCall("head", 1, lambda n: gather.seconds(devices=tp, bytes=n * row_bytes)))
+        sampling = self._profile.predictor("sampling", "fp32")
+        parts.append(StepCall("sampling", 1, lambda n: sampling.seconds(rows=n, vocab=model.vocab_size)))
+        return parts
+
+    def _gemm(self, times: int, n: int, k: int, dtype: str | None = None, *, quantises: bool = False) -> StepCall:
+        """A product; where its inputs are quantised by what comes before it, less what that takes of its own time."""
+        dtype = dtype or self._model.weight_dtype
+        gemm = self._profile.predictor("gemm", dtype)
+        if quantises or not self._quantises(dtype):
+            return StepCall("gemm", times, lambda m: gemm.seconds(m=m, n=n, k=k))
+        quantise = self._profile.predictor("quantise", dtype)
+
+        def seconds(m: Array) -> Array:
+            whole = gemm.seconds(m=m, n=n, k=k)
+            return np.maximum(whole - quantise.seconds(m=m, k=k), whole / 2)
+
+        return StepCall("gemm", times, seconds)
+
+    def _quantises(self, dtype: str) -> bool:
+        """Whether products of a format were timed with the quantising of their inputs."""
+        return self._profile.predictor("gemm", dtype).operator.base.ahead_s > 0
+
+    def _elementwise(self, variant: str, times: int, width: int) -> StepCall:
+        operator = self._profile.predictor("elementwise", self._model.dtype, variant=variant)
+        return StepCall("elementwise", times, lambda m: operator.seconds(rows=m, width=width))
+
+    def _all_reduce(self, times: int) -> StepCall:
+        all_reduce = self._profile.predictor("all_reduce", self._model.dtype)
+        return StepCall("all_reduce", times, lambda m: all_reduce.seconds(devices=self._tp, bytes=m * self._row_bytes))

@@ -1,0 +1,126 @@
+"""The collection: every system has its entry, every file is right, and what is wrong is told with its place."""
+
+from __future__ import annotations
+
+import csv
+import os
+from pathlib import Path
+
+import pytest
+
+from simtune.errors import SpecError, UsageError
+from simtune.reproduce import collection, select
+from simtune.reproduce.collection import entries, read
+from simtune.specs.catalog import load_hardware, load_model
+from simtune.specs.systems import PRIMITIVES, Systems, merged, unfolded
+
+FAMILIES = collection()
+ENTRIES = list(entries(FAMILIES))
+TABLE = Path(os.environ.get("SIMTUNE_DATA", "shared/data")) / "systems" / "systems.csv"
+
+MINIMAL = """schema: simtune/systems@1
+name: mine
+title: Mine
+setup: {model: llama-3.2-1b, hardware: h100-sxm, pool: {max_model_len: 2048}}
+systems:
+- name: one
+  title: One
+  source: nowhere
+  claim: {says: twice as fast, gain: 2, band: [1.5, 2.5]}
+  measure: {kind: step}
+  base: {step: {decodes: 1, context: 100}}
+  variant: {step: {decodes: 2, context: 100}}
+"""
+
+
+def test_there_are_187_systems_in_files_of_their_names() -> None:
+    assert len(ENTRIES) == 187
+    assert len({entry.system.title for entry in ENTRIES}) == 187
+    assert all(entry.system.source for entry in ENTRIES)
+
+
+@pytest.mark.skipif(not TABLE.exists(), reason="no table of systems in SIMTUNE_DATA")
+def test_every_row_of_the_table_has_its_entry() -> None:
+    with TABLE.open(encoding="utf-8") as file:
+        rows = {row["system"] for row in csv.DictReader(file)}
+    assert rows == {entry.system.title for entry in ENTRIES}
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.system.name)
+def test_what_an_entry_names_is_there(entry: object) -> None:
+    family, system = entry  # type: ignore[misc]
+    for side in family.sides(system).values():
+        for one in unfolded(side):
+            assert family.own_model(one["model"]) or load_model(one["model"])
+            named = [one.get("hardware"), *(pool.get("hardware") for pool in one.get("pools", ()))]
+            assert any(named)
+            assert all(load_hardware(name) for name in named if name)
+    if system.claim is not None and system.claim.gain is not None and system.claim.band is not None:
+        low, high = system.claim.band
+        assert low <= system.claim.gain <= high, "a band holds what is claimed"
+
+
+def test_primitives_that_nothing_needs_are_not_kept() -> None:
+    """Nor is an entry without a reason: the spec asks for one of three."""
+    needed = {name for entry in ENTRIES for name in entry.system.needs}
+    assert needed <= set(PRIMITIVES)
+    assert all(entry.system.needs or entry.system.not_a_schedule or entry.system.variant for entry in ENTRIES)
+
+
+def test_systems_are_chosen_by_name_by_family_and_by_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(MINIMAL)
+    names = [entry.system.name for entry in select(["pearl", "not-serving", str(tmp_path / "mine.yaml"), "pearl"])]
+    assert names[0] == "pearl"
+    assert names[-1] == "one"
+    assert len(names) == 7
+
+
+def test_an_unknown_name_is_told_the_nearest() -> None:
+    with pytest.raises(UsageError, match="no published system or family is called 'sarati', did you mean sarathi"):
+        select(["sarati"])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("gain: 2, band: [1.5, 2.5]", "gain: 2, band: [2.5, 1.5]", ":9:41: systems.0.claim.band: from 2.5 to 1.5"),
+        ("gain: 2, band: [1.5, 2.5]", "gain: 2", ":6:3: systems.0: a variant is run to be held against a claim"),
+        ("gain: 2,", "gain: 2, value: 3,", ":9:41: systems.0.claim.value: give a gain or a value, not both"),
+        (
+            "  base:",
+            "  needs: [forks]\n  base:",
+            ":11:3: systems.0.needs: unknown primitive 'forks', did you mean fork",
+        ),
+        ("  base:", "  needs: [fork]\n  base:", ":6:3: systems.0: give a variant that is run, or what it needs"),
+        ("{kind: step}", "{kind: stepp}", ":10:3: systems.0.measure: unknown kind 'stepp': one of"),
+        ("max_model_len: 2048", "max_length: 2048", ":4:57: setup.pool.max_length: unknown key"),
+        ("{decodes: 2,", "{decode: 2,", ":12:20: systems.0.variant.step.decode: unknown key, did you mean decodes"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_told_with_its_place(tmp_path: Path, old: str, new: str, message: str) -> None:
+    assert old in MINIMAL
+    (tmp_path / "mine.yaml").write_text(MINIMAL.replace(old, new, 1))
+    with pytest.raises(SpecError) as caught:
+        read(tmp_path / "mine.yaml")
+    assert message in str(caught.value)
+
+
+def test_a_setting_of_an_entry_is_found_wrong_where_it_stands(tmp_path: Path) -> None:
+    wrong = MINIMAL.replace("variant: {step", "variant: {pool: {kv_cache: {policy: {kept: 2}}}, step")
+    (tmp_path / "mine.yaml").write_text(wrong)
+    with pytest.raises(SpecError, match=r"mine.yaml:12:40: systems.0.variant.pool.kv_cache.policy.kept: must be less"):
+        read(tmp_path / "mine.yaml")
+
+
+def test_one_name_stands_for_one_system() -> None:
+    family = Systems.from_text(MINIMAL)
+    with pytest.raises(SpecError, match=r"other.yaml: one: one stands in mine.yaml as well"):
+        list(entries([family, family.model_copy(update={"name": "other"})]))
+    with pytest.raises(SpecError, match="two systems are called one"):
+        Systems.from_text(MINIMAL + MINIMAL[MINIMAL.index("- name") :])
+
+
+def test_settings_are_merged_key_by_key_but_kinds_replace_one_another() -> None:
+    under = {"arrivals": {"kind": "poisson", "rate_rps": 2}, "prompt": 5, "pool": {"a": 1, "b": [1, 2]}}
+    over = {"arrivals": {"kind": "closed_loop", "users": 1}, "pool": {"b": [3]}, "prompt": None}
+    assert merged(under, over) == {"arrivals": {"kind": "closed_loop", "users": 1}, "pool": {"a": 1, "b": [3]}}

@@ -1,0 +1,236 @@
+"""Both sides of a claim: what is measured, how it is judged, what the stored results and the README say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from benchmarks.reproduced import LINE, readme_line
+from simtune.cli import cli
+from simtune.costs.iteration import StepModel, StepWork
+from simtune.errors import UsageError
+from simtune.report.published import families, gains_figure, render
+from simtune.reproduce import Findings, reproduce, select
+from simtune.reproduce.collection import STORED, Entry, folder
+from simtune.reproduce.sides import Runner, bisected, grouped, order_of
+from simtune.sim.requests import build_stream
+from simtune.specs.catalog import load_hardware, load_model
+from simtune.specs.plan import Pool
+from simtune.specs.systems import Systems, workload_of
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = Findings.model_validate(json.loads((folder() / STORED).read_text(encoding="utf-8")))
+QUICK = ("sarathi", "pearl", "lserve", "hydragen", "fastkv", "first-finish-search", "medusa", "stream2llm", "dms")
+
+
+def entry(**fields: object) -> Entry:
+    """An entry of a small model on one H100."""
+    system = {
+        "name": "one",
+        "title": "One",
+        "source": "a test",
+        "claim": {"says": "x", "gain": 2, "band": [1, 4]},
+        "variant": {},
+        **fields,
+    }
+    shared = {"model": "llama-3.2-1b", "hardware": "h100-sxm", "pool": {"max_model_len": 4096}}
+    family = Systems.model_validate(
+        {"name": "mine", "title": "Mine", "setup": shared, "systems": [system]}, strict=False
+    )
+    return Entry(family, family.systems[0])
+
+
+def test_the_stored_results_are_of_this_collection() -> None:
+    assert [finding.system for finding in RESULTS.findings] == [entry.system.name for entry in select([])]
+    for finding, one in zip(RESULTS.findings, select([]), strict=True):
+        assert finding.assumed == one.system.assumed
+        assert finding.ran == (one.system.variant is not None)
+        if finding.simulated is not None and finding.band is not None:
+            inside = finding.band[0] <= finding.simulated <= finding.band[1]
+            assert (finding.status == "differs") == (not inside)
+            assert (finding.status == "assumed") == (inside and bool(finding.assumed))
+
+
+def test_the_readme_says_what_the_results_say() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert LINE.search(readme)[0] == readme_line(RESULTS.findings)  # type: ignore[index]
+
+
+def test_every_difference_has_a_measured_reason() -> None:
+    for finding in RESULTS.findings:
+        if finding.status == "differs":
+            assert finding.reason is not None
+            assert "from the band" in finding.reason, finding.system
+        elif finding.status in ("needs", "not a schedule"):
+            assert finding.reason, finding.system
+
+
+def test_some_systems_come_out_as_they_are_stored() -> None:
+    stored = {finding.system: finding for finding in RESULTS.findings}
+    again = list(reproduce(select(QUICK), jobs=1))
+    assert {finding.system for finding in again} == set(QUICK)
+    for finding in again:
+        assert finding.status == stored[finding.system].status
+        before = stored[finding.system].simulated
+        assert finding.simulated == (None if before is None else pytest.approx(before, rel=2e-3))
+
+
+def test_on_other_hardware_nothing_is_judged() -> None:
+    (there,) = reproduce(select(["sarathi"]), hardware="h100-sxm", jobs=1)
+    (here,) = reproduce(select(["sarathi"]), jobs=1)
+    assert (there.status, here.status) == ("elsewhere", "reproduced")
+    assert there.base > here.base  # type: ignore[operator]
+    (small,) = reproduce(select(["sarathi"]), hardware="rtx-4090", jobs=1)
+    assert small.status == "infeasible"
+    assert "missing" in small.reason  # type: ignore[operator]
+
+
+def test_the_same_result_from_any_number_of_processes() -> None:
+    entries = select(["overlap", "prefix"])
+    assert list(reproduce(entries, jobs=2)) == list(reproduce(entries, jobs=1))
+
+
+def test_a_side_that_does_not_fit_is_told_with_its_name() -> None:
+    too_large = entry(setup={"model": "llama-2-70b"}, measure={"kind": "memory"})
+    with pytest.raises(UsageError, match=r"mine: one: .*GiB per device are missing"):
+        list(reproduce([too_large], jobs=1))
+
+
+def test_phases_are_added_up_and_beside_one_another_the_longest_counts() -> None:
+    step = {"step": {"decodes": 1, "context": 512}}
+    runner = Runner()
+    one = entry(measure={"kind": "step"}, variant=step)
+    phases = [{"times": 0.25, "setup": step}, {"times": 2.0, "setup": {"step": {"decodes": 1, "context": 2048}}}]
+    several = entry(measure={"kind": "step"}, variant={"phases": phases})
+    beside = entry(measure={"kind": "step"}, variant={"phases": phases, "beside": True})
+    values = [
+        runner.measure(e.family, e.family.sides(e.system)["variant"], e.system.measure) for e in (one, several, beside)
+    ]
+    pool = Pool.model_validate(
+        {"hardware": "h100-sxm", "instances": 1, "batching": {"max_num_seqs": 256, "max_num_batched_tokens": 8192}},
+        strict=False,
+    )
+    model = StepModel(load_model("llama-3.2-1b"), load_hardware("h100-sxm"), pool)
+    short, long = (model.seconds(StepWork(1, context, (), 1)) for context in (512, 2048))
+    assert values[0].value == short
+    assert values[1].value == pytest.approx(0.25 * short + 2 * long, rel=1e-12)
+    assert values[2].value == pytest.approx(2 * long, rel=1e-12)
+
+
+def test_the_best_of_several_counts() -> None:
+    tried = [{"batching": {"max_num_seqs": n}} for n in (1, 4, 2)]
+    load = {"arrivals": {"kind": "closed_loop", "users": 4}, "requests": 8, "prompt": 64, "output": 64}
+    one = entry(setup={"workload": load}, variant={"best_of": tried})
+    (finding,) = reproduce([one], jobs=1)
+    assert finding.reason is not None
+    assert "best of 3: max_num_seqs 4" in finding.reason
+
+
+def test_a_number_of_its_own_is_held_against_the_claimed_one() -> None:
+    load = {"arrivals": {"kind": "closed_loop", "users": 1}, "requests": 2, "prompt": 64, "output": 64}
+    own = entry(setup={"workload": load}, claim={"says": "100 tokens/s", "value": 100, "band": [0.9, 1.1]})
+    (finding,) = reproduce([own], jobs=1)
+    assert finding.base == 100
+    assert finding.claimed == 1
+    assert finding.simulated == pytest.approx(finding.variant / 100, rel=1e-3)  # type: ignore[operator]
+    assert finding.status == "differs"
+
+
+def test_bisection_finds_the_last_that_is_ok() -> None:
+    asked: list[float] = []
+
+    def ok(x: float) -> bool:
+        asked.append(x)
+        return x <= 7
+
+    found_at = bisected(ok, 1, 64, 0.01)
+    assert found_at is not None
+    assert 7 / 1.01 <= found_at <= 7
+    assert bisected(lambda x: False, 1, 64, 0.01) is None
+    assert bisected(lambda x: True, 1, 64, 0.01) == 64
+    assert len(asked) < 20
+
+
+def test_branches_stop_at_the_shortest_but_so_many() -> None:
+    """Against the order statistics of what was drawn."""
+    load = workload_of(
+        {
+            "workload": {
+                "arrivals": {"kind": "poisson", "rate_rps": 1.0},
+                "requests": 4000,
+                "prompt": 10,
+                "output": {"kind": "lognormal", "mean_tokens": 5000, "sigma": 0.5, "max_tokens": 100000},
+            }
+        },
+        "w",
+    )
+    drawn = build_stream(load, None, requests=4000, seed=0)
+    cut = grouped(drawn, 8, 3)
+    longest = cut.output_tokens.reshape(-1, 8).max(axis=1)
+    assert (longest == np.sort(drawn.output_tokens.reshape(-1, 8), axis=1)[:, 2]).all()
+    # E[min] / E[max] and 8 E[min] / sum of eight lognormals of shape 0.5, by simulation of 200,000 groups.
+    first = grouped(drawn, 8, 1).output_tokens
+    longest_of_all = drawn.output_tokens.reshape(-1, 8).max(axis=1)
+    assert first.reshape(-1, 8).max(axis=1).mean() / longest_of_all.mean() == pytest.approx(0.240, rel=0.05)
+    assert first.sum() / drawn.output_tokens.sum() == pytest.approx(0.453, rel=0.05)
+    with pytest.raises(UsageError, match="finish_first 9: a group has 8 branches only"):
+        grouped(drawn, 8, 9)
+    with pytest.raises(UsageError, match="ask for a multiple"):
+        grouped(drawn, 7, None)
+
+
+def test_orders_are_those_of_lengths_and_prefixes() -> None:
+    fields = {
+        "prompt": 100,
+        "output": {"kind": "lognormal", "mean_tokens": 50, "sigma": 1.0, "max_tokens": 999},
+        "requests": 60,
+        "shared_prefix": {"groups": 5, "tokens": 64},
+    }
+    load = workload_of({"workload": fields}, "w")
+    stream = build_stream(load, None, requests=60, seed=0)
+    assert (np.diff(stream.output_tokens[order_of(stream, "output", 0.3)]) >= 0).all()
+    assert stream.session is not None
+    assert (np.diff(stream.session[order_of(stream, "prefix", 0.3)]) >= 0).all()
+    guessed = order_of(stream, "predicted", 0.3)
+    assert sorted(guessed.tolist()) == list(range(60))
+    assert (guessed != order_of(stream, "output", 0.3)).any()
+
+
+def test_the_command_prints_a_table_json_and_one_page(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    asked = ["reproduce", "dms", "medusa", "stream2llm", "--jobs", "1"]
+    done = CliRunner().invoke(cli, [*asked, "--html", str(page)])
+    assert done.exit_code == 0, done.output
+    assert "2 of 3 reproduced" not in done.output
+    assert "1 of 3 reproduced (0 of them on inputs that are not published), 1 differ, 1 need" in done.output
+    assert "Medusa: -" in done.output
+    text = page.read_text(encoding="utf-8")
+    assert "system-medusa" in text
+    assert "<script src" not in text
+    as_json = CliRunner().invoke(cli, [*asked, "--json"])
+    document = json.loads(as_json.output)
+    assert document["schema"] == "simtune/findings@1"
+    assert [f["status"] for f in document["findings"]] == ["reproduced", "differs", "needs"]
+    with pytest.raises(UsageError, match="is there already"):
+        CliRunner().invoke(cli, [*asked, "--html", str(page)], catch_exceptions=False)
+
+
+def test_the_figure_shows_bands_claims_and_dots() -> None:
+    sections = families(RESULTS, select([]))
+    assert sum(len(section.rows) for section in sections) == 187
+    shown = [row for section in sections for row in section.compared]
+    assert len(shown) == sum(finding.ran for finding in RESULTS.findings)
+    (trees,) = (section for section in sections if section.name == "trees")
+    figure = gains_figure(trees.compared)
+    bars, claims, *dots = figure["data"]
+    assert [low + width for low, width in zip(bars["base"], bars["x"], strict=True)] == pytest.approx(
+        [c.high for c in trees.compared]
+    )
+    assert len(claims["x"]) == sum(c.claimed is not None for c in trees.compared)
+    assert sum(len(dot["x"]) for dot in dots) == len(trees.compared)
+    assert figure["layout"]["xaxis"]["type"] == "log"
+    assert render(RESULTS, select([])) == render(RESULTS, select([]))
