@@ -3,10 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 RUN := runs/quickstart
+INPUTS ?= 10000
+FIRST ?= 0
 REV ?= HEAD~1
 BENCH := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m benchmark_only -s
 
-.PHONY: profiles demo test lint bench bench-store bench-against reproduce slow clean
+.PHONY: profiles demo test lint bench bench-store bench-against reproduce slow nightly fuzz clean
 
 demo: $(VENV)/.installed
 	$(BIN)/simtune optimize examples/quickstart/study.yaml --out $(RUN) --force
@@ -21,6 +23,14 @@ lint: $(VENV)/.installed-dev
 
 slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m slow
+
+# A hundred thousand random worlds: jumps against single steps, and laws between worlds.
+nightly: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n auto -m nightly
+
+# Mutated files through every verb: make fuzz INPUTS=10000 FIRST=0
+fuzz: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.fuzz.campaign --inputs $(INPUTS) --first $(FIRST)
 
 # Compares with benchmarks/results.json, and fails where something became worse by more than its noise.
 bench: $(VENV)/.installed-bench

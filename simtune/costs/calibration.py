@@ -46,6 +46,8 @@ LARGEST_ERROR = 0.5
 """Where the median step is farther off after the correction, two numbers do not describe the log."""
 
 _DIGITS = 6
+_MOST_TOKENS = 1e12
+_SHORTEST_S, _LONGEST_S = 1e-7, 1e4
 _IDENTITY = ("model", "tp", "device")  # what a log may say of itself
 _CSV = ("num_decodes", "context_tokens", "prefill_tokens", "seconds")
 _SPLITWISE = ("prompt_size", "batch_size", "token_size", "prompt_time", "token_time")
@@ -150,9 +152,11 @@ def _plain(name: str) -> str:
 def _own(path: Path, number: int, data: dict[str, Any]) -> TimedStep:
     try:
         decodes, context, seconds = (data.pop(name, 0) for name in ("decodes", "context_tokens", "seconds"))
-        chunks = tuple((int(past), int(new)) for past, new in data.pop("chunks", ()))
+        given = data.pop("chunks", ())
+        chunks = tuple((past, new) for past, new in given)
         good = (
             not data
+            and {type(decodes), type(context), *(type(n) for pair in given for n in pair)} <= {int}
             and min(decodes, context) >= 0
             and (decodes > 0 or len(chunks) > 0)
             and all(past >= 0 and new > 0 for past, new in chunks)
@@ -166,7 +170,7 @@ def _own(path: Path, number: int, data: dict[str, Any]) -> TimedStep:
             "chunks is there, seconds are positive, and there is nothing else"
         )
         raise SpecError(Problem(str(path), message, "", number))
-    return TimedStep(StepWork(int(decodes), int(context), chunks, int(decodes) + len(chunks)), float(seconds))
+    return _timed(StepWork(decodes, context, chunks, decodes + len(chunks)), float(seconds), path, number)
 
 
 def _csv(columns: Columns, subject: _Subject) -> Log:
@@ -178,7 +182,7 @@ def _csv(columns: Columns, subject: _Subject) -> Log:
         for name, default in (*((name, 0.0) for name in _CSV), ("prefill_chunks", 1.0), ("prefill_past", 0.0))
     }
     log = Log()
-    for row in zip(*given.values(), strict=True):
+    for at, row in enumerate(zip(*given.values(), strict=True)):
         if not np.isfinite(row).all() or min(row) < 0:
             log.left_out["a value is missing or negative"] += 1
             continue
@@ -186,10 +190,27 @@ def _csv(columns: Columns, subject: _Subject) -> Log:
         if seconds == 0 or not decodes + prefill:
             log.left_out["no time or no tokens"] += 1
             continue
+        if max(row) > _MOST_TOKENS or pieces > prefill + 1:
+            message = f"is no step: no number of it may exceed {_MOST_TOKENS:g}, nor prefill_chunks prefill_tokens"
+            raise SpecError(Problem(str(columns.path), message, "", columns.line(at)))
         chunks = _equal_chunks(int(prefill), max(1, int(pieces)), int(past))
         batch = StepWork(int(decodes), int(context), chunks, int(decodes) + len(chunks))
-        log.steps.append(TimedStep(batch, float(seconds)))
+        log.steps.append(_timed(batch, float(seconds), columns.path, columns.line(at)))
     return log
+
+
+def _timed(batch: StepWork, seconds: float, path: Path, line: int) -> TimedStep:
+    """Raises SpecError for a step that no engine takes."""
+    largest = max(batch.num_decodes, batch.context_tokens, *(n for chunk in batch.chunks for n in chunk), 0)
+    if largest > _MOST_TOKENS:
+        raise SpecError(Problem(str(path), f"is no step: it has {largest:,} of something", "", line))
+    if batch.context_tokens < batch.num_decodes or bool(batch.context_tokens) > bool(batch.num_decodes):
+        message = f"cannot be {batch.context_tokens:,} for {batch.num_decodes:,} decodes: each has a token at least"
+        raise SpecError(Problem(str(path), message, "context_tokens", line))
+    if not _SHORTEST_S <= seconds <= _LONGEST_S:
+        message = f"is no time of a step: {seconds:g} s; between {_SHORTEST_S:g} and {_LONGEST_S:g} s are read"
+        raise SpecError(Problem(str(path), message, "seconds", line))
+    return TimedStep(batch, seconds)
 
 
 def _identity(columns: Columns) -> dict[str, str]:
@@ -258,25 +279,32 @@ def _steplog(path: Path, header: dict[str, Any], lines: Iterable[tuple[int, dict
     for number, data in lines:
         try:
             if "req" in data:
-                requests[data["req"]] = _RequestState(data["prompt_len"])
+                requests[data["req"]] = _RequestState(_count(data["prompt_len"]))
             if "sched" not in data:
                 continue
             for name in (*data.get("preempt", ()), *data.get("reset_before", ())):
                 requests[name].computed = 0
             for name, computed in data.get("admit", {}).items():
-                requests[name].computed = computed
-            batch = _scheduled([(requests[name], tokens) for name, tokens in data["sched"].items()])
+                requests[name].computed = _count(computed)
+            batch = _scheduled([(requests[name], _count(tokens)) for name, tokens in data["sched"].items()])
             for name in data.get("reset_after", ()):
                 requests[name].computed = 0
             cpu = data.get("cpu")
             seconds = sum(cpu) if isinstance(cpu, list) else cpu
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise SpecError(Problem(str(path), f"is not a line of a steplog/1: {error!r}", "", number)) from None
         if seconds:
-            log.steps.append(TimedStep(batch, float(seconds)))
+            log.steps.append(_timed(batch, float(seconds), path, number))
         else:
             log.left_out["no time"] += 1
     return log
+
+
+def _count(value: Any) -> int:
+    """Raises TypeError for what is no count of tokens."""
+    if type(value) is not int or value < 0:
+        raise TypeError(f"{value!r} is no count of tokens")
+    return value
 
 
 def _scheduled(work: Sequence[tuple[_RequestState, int]]) -> StepWork:

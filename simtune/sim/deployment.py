@@ -264,8 +264,17 @@ def unbound_plan(model: Model, stream: RequestStream) -> Plan:
 
 
 def length_limit(model: Model, stream: RequestStream) -> int:
-    """A max_model_len for a load: its longest request rounded up to whole 256 tokens, within the model's limit."""
-    longest = int((stream.prompt_tokens + stream.output_tokens).max())
+    """A max_model_len for a load: its longest request rounded up to whole 256 tokens, within the model's limit.
+
+    Raises UsageError where that is below every request.
+    """
+    tokens = stream.prompt_tokens + stream.output_tokens
+    longest = int(tokens.max())
+    if tokens.min() > model.max_position:
+        raise UsageError(
+            f"every request is longer than max_model_len ({model.max_position} tokens), the longest of model "
+            f"{model.name}: shorten the requests, or use a model with a longer context"
+        )
     return min(model.max_position, -(-longest // 256) * 256)
 
 

@@ -97,7 +97,9 @@ class RequestStream:
             raise UsageError("a closed loop has no request rate to change; change arrivals.users instead")
         if self.offered_rate_rps is None:
             raise UsageError("requests that all come at once have no rate to change; ask for more requests")
-        return replace(self, arrival_s=_soon_enough(self.arrival_s * (self.offered_rate_rps / rate_rps)))
+        return replace(
+            self, arrival_s=_soon_enough(self.arrival_s * (self.offered_rate_rps / rate_rps), f"rate {rate_rps:g}")
+        )
 
     def share_of(self, count: int, instances: int) -> RequestStream:
         """What the first `count` of so many instances see of this stream under round robin."""
@@ -156,7 +158,7 @@ def build_stream(workload: Workload, trace: Trace | None, *, requests: int, seed
         shared = _shared_by_turns(workload, workload.sessions, in_trace, added, prompt_tokens + output_tokens, seed)
     loop = arrivals if isinstance(arrivals, ClosedLoop) else None
     return RequestStream(
-        arrival_s=_soon_enough(_arrival_s(arrivals, trace, seed, requests)),
+        arrival_s=_soon_enough(_arrival_s(arrivals, trace, seed, requests), f"workload {workload.name}"),
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
         class_index=class_index,
@@ -209,12 +211,12 @@ def _arrival_s(arrivals: Arrivals, trace: Trace | None, seed: int, requests: int
     return unit / arrivals.rate_rps
 
 
-def _soon_enough(arrival_s: Array | None) -> Array | None:
-    """Raises UsageError where requests come later than can be simulated."""
+def _soon_enough(arrival_s: Array | None, of: str) -> Array | None:
+    """Raises UsageError where requests come later than can be simulated; `of` says whose they are."""
     if arrival_s is not None and not arrival_s[-1] <= LONGEST_S:
         raise UsageError(
-            f"the last of {len(arrival_s):,} requests comes after {arrival_s[-1] / 86400:,.3g} days, and at most "
-            f"{LONGEST_S / 86400:.0f} can be simulated; ask for fewer requests, or a higher rate"
+            f"{of}: the last of {len(arrival_s):,} requests comes after {arrival_s[-1] / 86400:,.3g} days, and at most "
+            f"{LONGEST_S / 86400:.0f} can be simulated; ask for fewer requests, or a higher rate_rps"
         )
     return arrival_s
 

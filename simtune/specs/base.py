@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -247,6 +248,9 @@ def _keys_of_file(loc: Sequence[str | int], data: Any, missing: bool) -> list[st
     return keys
 
 
+_A_BLOCK = re.compile(r"a valid dictionary( or (an )?(instance|object) .*)?$")
+
+
 def _message(model: type[BaseModel], item: Any) -> str:
     kind, given = item["type"], item["input"]
     if kind == "extra_forbidden":
@@ -269,6 +273,7 @@ def _message(model: type[BaseModel], item: Any) -> str:
         return str(item["ctx"]["error"])
     message = str(item["msg"]).replace("Input should", "must").replace("valid tuple", "list")
     message = message.replace("String should", "must").replace("Tuple should", "must")
+    message = _A_BLOCK.sub("a mapping", message)
     if kind.endswith("_type") or kind in ("string_pattern_mismatch",):
         return f"{message}, not {_kind_of(given)}"
     return f"{message} (found {given!r})" if not isinstance(given, (dict, list)) else message

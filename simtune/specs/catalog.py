@@ -84,7 +84,15 @@ def load_workload(reference: str, settings: Sequence[str] = ()) -> tuple[Workloa
             workload = Workload.from_document(override(document, settings))
         return workload, trace
     workload = _read(Workload, path, settings)
-    return workload, read_trace(path.parent / workload.trace) if workload.trace else None
+    return workload, None if workload.trace is None else _replayed(path, workload.trace)
+
+
+def _replayed(path: Path, trace: str) -> Trace:
+    """The trace that a workload's file names. Raises SpecError naming both where it cannot be read."""
+    try:
+        return read_trace(path.parent / trace)
+    except UsageError as error:
+        raise SpecError(Problem(str(path), str(error), "trace")) from None
 
 
 def load_acceptance(reference: str, settings: Sequence[str] = ()) -> Acceptance:

@@ -9,7 +9,6 @@ from pydantic import Field, field_validator, model_validator
 from simtune.specs.base import (
     LONGEST_S,
     BlockSize,
-    Count,
     ErrorAt,
     Name,
     NonNegative,
@@ -207,7 +206,7 @@ class Workload(Spec):
 
     KIND: ClassVar[str] = "workload"
     source: str | None = Field(None, description="where the numbers come from, with licence")
-    requests: Count = 8000
+    requests: Tokens = 8000
     arrivals: Arrivals
     prompt: Lengths
     output: Lengths

@@ -197,6 +197,102 @@ def test_a_trace_longer_than_the_model_can_read(desk: Any) -> None:
     assert message.startswith("every request is longer than max_model_len (131072 tokens)")
 
 
+# --- too much ---------------------------------------------------------------------------------------------
+
+LOAD = """\
+schema: simtune/workload@1
+name: load
+requests: 100
+arrivals: {kind: poisson, rate_rps: 3}
+prompt: {kind: fixed, tokens: 50}
+output: {kind: fixed, tokens: 5}
+shared_prefix: {groups: 2, tokens: 32}
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("groups: 2,", "groups: 9223372036854775808,", "load.yaml:7:25: not valid YAML: 9223372036854775808 is larger"),
+        ("groups: 2,", "groups: 9223372036854775807,", "load.yaml:7:17: shared_prefix.groups: must be less than or"),
+        ("rate_rps: 3", "rate_rps: 5.0e-324", "load.yaml:4:27: arrivals.rate_rps: must be at least 1e-18"),
+        ("rate_rps: 3", "rate_rps: 1e-9", "workload load: the last of 200 requests comes after "),
+        ("rate_rps: 3", "rate_rps: .nan", "load.yaml:4:27: arrivals.rate_rps: must be a finite number (found nan)"),
+        ("tokens: 50", "tokens: 1e308", "load.yaml:5:23: prompt.tokens: must be a valid integer, not the"),
+        ("requests: 100", "requests: 1" + "0" * 18, "load.yaml:3:1: requests: must be less than or"),
+    ],
+)  # fmt: skip
+def test_a_workload_of_another_world(desk: Any, old: str, new: str, message: str) -> None:
+    desk.write("load.yaml", LOAD.replace(old, new))
+    assert desk.refused(desk.simulate, workload="./load.yaml").startswith(message)
+
+
+def test_groups_that_nobody_belongs_to_take_no_memory(desk: Any) -> None:
+    desk.write("load.yaml", LOAD.replace("groups: 2,", "groups: 1000000000,"))
+    assert desk.simulate(workload="./load.yaml").code == 0
+
+
+def test_names_of_more_blocks_than_fit_are_said_before(desk: Any) -> None:
+    desk.write("load.yaml", LOAD.replace("tokens: 32", "tokens: 1000000000, block_tokens: 1").replace(
+        "tokens: 50", "tokens: 1000000000"))  # fmt: skip
+    message = desk.refused(desk.simulate, workload="./load.yaml")
+    assert message.startswith("workload load: names of 200,000,000,000 blocks that prompts share need about 7.3 TiB of")
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("instances=99999999999", "--set: pools.0.instances: must be less than or equal to 100000 (found 99999999999)"),
+        ("kv_cache.block_size=2147483648", "--set: pools.0.kv_cache.block_size: must be less than or equal to 1048576"),
+        ("batching.max_num_seqs=1e30", "--set: pools.0.batching.max_num_seqs: must be a valid integer"),
+        (
+            "batching.max_num_batched_tokens=999999999999",
+            "--set: pools.0.batching.max_num_batched_tokens: must be less",
+        ),
+        ("max_model_len=9007199254740993", "--set: pools.0.max_model_len: must be less than or equal to 134217728"),
+        ("parallelism.tp=100000000", "--set: pools.0.parallelism.tp: must be less than or equal to 100000"),
+    ],
+)
+def test_a_plan_of_another_world(desk: Any, setting: str, message: str) -> None:
+    said = desk.refused(desk.simulate, "--set", f"plan.pools.0.{setting}")
+    assert said.startswith(message)
+
+
+def test_a_deployment_of_more_gpus_than_there_are(desk: Any) -> None:
+    said = desk.refused(
+        desk.simulate, "--set", "plan.pools.0.instances=100000", "--set", "plan.pools.0.parallelism.tp=16"
+    )
+    assert said == "--set: pools.0.instances: 1,600,000 GPUs in all, at most 1,000,000"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("experts", 10**30), ("num_experts", 10**400), ("num_hidden_layers", 10**10)]
+)
+def test_a_config_of_another_world(desk: Any, call: Call, key: str, value: int) -> None:
+    text = json.dumps({"architectures": ["LlamaForCausalLM"], "hidden_size": 64, key: value})
+    desk.write("config.json", text)
+    assert "config.json:1:" in desk_lines(desk, call)
+
+
+def desk_lines(desk: Any, call: Call) -> str:
+    """What is said of config.json; there may be several lines."""
+    said = call("show", "./config.json")
+    assert (said.code, said.out) == (2, "")
+    return str(said.err)
+
+
+@pytest.mark.parametrize("odd", ["pipe", "device"])
+def test_what_never_ends_is_not_read(desk: Any, call: Call, odd: str) -> None:
+    path = desk.folder / "t.csv"
+    if odd == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    said = call("simulate", "--model", "llama-3.1-8b", "--hardware", "h100-sxm", "--workload", "t.csv")
+    assert said.code == 2
+    assert said.err == f"t.csv: is a {odd}, a regular file was expected; write what comes from it to a file first\n"
+
+
 # --- folders to write to ----------------------------------------------------------------------------------
 
 

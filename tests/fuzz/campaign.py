@@ -2,8 +2,8 @@
 
     python -m tests.fuzz.campaign --inputs 10000 --first 0
 
-Input n is the same on every machine. It is wrong to end in a traceback, by a signal (no end, too much memory), with exit
-code 1, without naming a file or a key, with something else than JSON on stdout, or to leave files behind.
+Input n is the same on every machine. It is wrong to end in a traceback, by a signal (no end, too much memory), with
+exit code 1, without naming a file or a key, with something else than JSON on stdout, or to leave files behind.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Answer:
             last = next((line for line in reversed(self.err.splitlines()) if re.match(r"\w+(\.\w+)*(Error|\b)", line)
                          and not line.startswith("internal error")), "")  # fmt: skip
             return f"traceback at {':'.join(frames[-1]) if frames else '?'} {last[:100]}"
-        if self.code not in (0, 2, 3):
+        if self.code not in (0, 2, 3) and (self.code, self.case.command[0]) != (4, "replay"):
             return f"exit {self.code}: {self.err[:100].strip()}"
         if self.left:
             return f"left {', '.join(self.left)}"

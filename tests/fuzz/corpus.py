@@ -177,8 +177,8 @@ def texts() -> dict[str, str]:
     ]  # fmt: skip
     head = {"schema": "simtune/measurements@1", "device": "Made-up 1", "driver": "570.1", "torch": "2.11.0"}
     points = [
-        {"kind": "gemm", "dtype": "bf16", "shape": {"m": m, "n": n, "k": k}, "seconds": 3e-6 + 2 * m * n * k / 6e13 + 2 * (m * k + n * k + m * n) / 8e11,
-         "mad": 1e-8, "p10": 2e-6, "p90": 4e-6, "n": 9}
+        {"kind": "gemm", "dtype": "bf16", "shape": {"m": m, "n": n, "k": k}, "mad": 1e-8, "p10": 2e-6, "p90": 4e-6,
+         "n": 9, "seconds": 3e-6 + 2 * m * n * k / 6e13 + 2 * (m * k + n * k + m * n) / 8e11}
         for m in (1, 64, 1024) for n in (512, 4096) for k in (512, 4096)
     ]  # fmt: skip
     steps = [

@@ -1,6 +1,7 @@
 """Runs commands in forked children of one warm process, each with limits: `python forks.py` reads jobs from stdin.
 
-A job is a line of JSON: the folder to stand in and the command. So is its answer: exit code, or the signal that ended it.
+A job is a line of JSON: the folder to stand in and the command. So is its answer: exit code, or minus the signal that
+ended it.
 """
 
 from __future__ import annotations

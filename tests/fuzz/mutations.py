@@ -31,8 +31,17 @@ WORDS: tuple[Any, ...] = (
 OTHERS: tuple[Any, ...] = (None, True, False, [], {}, [[]], [None], {"kind": "x"}, {"": 0}, [0] * 2000)
 
 
-def value(random: Random) -> Tree:
-    """Something that hardly belongs anywhere."""
+def value(random: Random, old: Tree = None) -> Tree:
+    """Something that hardly belongs anywhere; mostly of the kind that was there, so that it comes past the schema."""
+    kind = random.random()
+    if isinstance(old, bool) or old is None:
+        pass
+    elif isinstance(old, int) and kind < 0.8:
+        return random.choice([number for number in NUMBERS if isinstance(number, int)])
+    elif isinstance(old, float) and kind < 0.8:
+        return random.choice([number for number in NUMBERS if isinstance(number, float)])
+    elif isinstance(old, str) and kind < 0.6:
+        return random.choice(WORDS)
     kind = random.random()
     if kind < 0.6:
         return random.choice(NUMBERS)
@@ -59,14 +68,18 @@ def _places(tree: Tree) -> list[tuple[Any, Any]]:
 
 
 def _replace(tree: Tree, at: Any, key: Any, random: Random) -> None:
-    at[key] = value(random)
+    at[key] = value(random, at[key])
 
 
 def _scale(tree: Tree, at: Any, key: Any, random: Random) -> None:
     old = at[key]
     with contextlib.suppress(OverflowError):
         if isinstance(old, (int, float)) and not isinstance(old, bool):
-            at[key] = old * random.choice((-1, 0.5, 2, 10, 1000, 10**6, 10**9, 1e-9, 1e30))
+            at[key] = old * random.choice(
+                (-1, 0, 2, 3, 10, 1000, 10**6, 10**9)
+                if isinstance(old, int)
+                else (0.1, 3.0, 1e3, 1e-3, 1e9, 1e-9, 1e20)
+            )
         else:
             at[key] = value(random)
 
@@ -120,7 +133,10 @@ def _of_yaml(raw: bytes, random: Random) -> bytes:
     if random.random() < 0.03:
         return _bomb() + raw
     tree = mutated_tree(yaml.load(raw, getattr(yaml, "CSafeLoader", yaml.SafeLoader)), random)
-    return yaml.safe_dump(tree, default_flow_style=None).encode("utf-8", "surrogatepass")
+    try:
+        return yaml.safe_dump(tree, default_flow_style=None).encode()
+    except RecursionError:
+        return json.dumps(tree).encode()
 
 
 def _bomb() -> bytes:
@@ -159,7 +175,7 @@ def _of_csv(raw: bytes, random: Random) -> bytes:
             continue
         column, kind = random.randrange(len(rows[at])), random.random()
         if kind < 0.55:
-            rows[at][column] = str(value(random))
+            rows[at][column] = str(value(random, 1.5 if at else "x"))
         elif kind < 0.65:
             rows = [[cell for i, cell in enumerate(row) if i != column] for row in rows]
         elif kind < 0.75:
@@ -179,12 +195,12 @@ def _of_csv(raw: bytes, random: Random) -> bytes:
 
 
 def _of_arrays(raw: bytes, random: Random) -> bytes:
-    with np.load(io.BytesIO(raw)) as file:
+    with np.load(io.BytesIO(raw)) as file, np.errstate(all="ignore"):
         arrays = {name: file[name].copy() for name in file.files}
     name = random.choice(sorted(arrays))
     array, kind = arrays[name], random.random()
     if kind < 0.5 and array.size:
-        array.flat[random.randrange(array.size)] = random.choice((np.nan, np.inf, 1e300, 5e-324, -1, 0, 1e9))
+        array.flat[random.randrange(array.size)] = random.choice((np.nan, np.inf, 1e30, 1e-40, -1, 0, 1e9))
     elif kind < 0.6:
         arrays[name] = array.astype(random.choice(("O", "i8", "f2", "c16", "U5", "bool", ">f8")))
     elif kind < 0.7:

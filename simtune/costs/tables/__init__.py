@@ -101,6 +101,8 @@ def read_tables(sources: Sequence[Path], engine: str | None = None) -> Tables:
         raise UsageError(f"no table of operator times in {', '.join(map(str, sources))}")
     kept, passed_over = _of_engine(read, engine)
     operators, unusable = _by_operator(kept)
+    if not operators:
+        raise UsageError(f"{', '.join(map(str, sources))}: {'; '.join(unusable)}")
     operators, apart = aiconfigurator.with_dynamic_scales(operators)
     notes += passed_over + unusable + apart
     return Tables(

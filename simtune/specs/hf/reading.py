@@ -22,6 +22,9 @@ ALIASES = {
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
+MOST, MOST_LAYERS = 2**27, 10_000
+"""Of any size of a model, and of its layers."""
+
 LANGUAGE_PARTS = ("text_config", "llm_config", "language_config")
 """Where multimodal configs keep that of their language model."""
 
@@ -76,20 +79,22 @@ class Config:
     def raise_if_any(self) -> None:
         """Raises SpecError with all that was noted."""
         if self.problems:
-            raise SpecError(sorted(self.problems, key=lambda p: (p.line or 0, p.column or 0)))
+            raise SpecError(sorted(dict.fromkeys(self.problems), key=lambda p: (p.line or 0, p.column or 0)))
 
     def count(self, *names: str, default: int | None = None, minimum: int = 1) -> int:
         """A whole number. A wrong or missing one is reported and stands in as the minimum, at least 1."""
         value = self.get(*names)
         if value is None and default is not None:
             return default
-        if type(value) is int and value >= minimum:
+        most = MOST_LAYERS if "num_hidden_layers" in names else MOST
+        if type(value) is int and minimum <= value <= most:
             return value
         if value is None:
             aliases = f" (also read: {', '.join(names[1:])})" if len(names) > 1 else ""
             self.problem(names[0], f"is required and missing{aliases}")
         else:
-            self.problem(self.key(*names), f"must be a whole number of at least {minimum}, not {value!r}")
+            bounds = f"at least {minimum}" if type(value) is not int or value < minimum else f"at most {most}"
+            self.problem(self.key(*names), f"must be a whole number of {bounds}, not {value!r}")
         return max(minimum, 1)
 
     def flag(self, name: str, default: bool = False) -> bool:

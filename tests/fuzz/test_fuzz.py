@@ -1,0 +1,52 @@
+"""Mutated files through every verb that reads files: no traceback, no end in sight, no message without a place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.fuzz import campaign, corpus
+
+FEW, MANY = 250, 10_000
+
+
+@pytest.fixture(scope="module")
+def desk() -> Iterator[campaign.Desk]:
+    with campaign.desk() as found:
+        yield found
+
+
+def test_mutated_files_are_answered(desk: campaign.Desk) -> None:
+    """Inputs 0 to FEW of those of which `make fuzz` tries many."""
+    answers = [desk.answer(number) for number in range(FEW)]
+    assert [(a.number, a.case.name, a.wrong) for a in answers if a.wrong is not None] == []
+    assert {answer.code for answer in answers} >= {0, 2}
+
+
+@pytest.mark.slow
+def test_many_mutated_files_are_answered(desk: campaign.Desk) -> None:
+    found = (desk.answer(number) for number in range(FEW, MANY))
+    assert [(a.number, a.case.name, a.wrong) for a in found if a.wrong is not None] == []
+
+
+def test_every_file_of_the_corpus_is_mutated() -> None:
+    assert {case.file for case in corpus.cases()} == {*corpus.texts(), *corpus.ALSO}
+
+
+def test_what_is_wrong_is_seen() -> None:
+    """The judge is no yes-man."""
+
+    def judged(code: int, out: str = "{}", err: str = "", left: tuple[str, ...] = ()) -> str | None:
+        case = corpus.Case("own.csv", ("check", "--json", "own.csv"))
+        return campaign.Answer(0, case, "bytes", code, out, err, 0.1, 10, left).wrong
+
+    assert judged(0) is None
+    assert judged(2, err="own.csv:3: prompt_tokens: must be a number") is None
+    assert judged(-9) == "ended by signal 9"
+    assert judged(1, err="out of memory") == "exit 1: out of memory"
+    assert judged(2, err="that is wrong") == "names neither file nor key: that is wrong"
+    assert judged(0, out='{"x": NaN}').startswith("stdout is no JSON")  # type: ignore[union-attr]
+    assert judged(0, left=(".out-x",)) == "left .out-x"
+    frames = 'Traceback (most recent call last):\n  File "/x/simtune/sim/core.py", line 12, in f\nValueError: odd\n'
+    assert judged(1, err=frames) == "traceback at sim/core.py:12 ValueError: odd"
