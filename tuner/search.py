@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -25,8 +24,9 @@ from simtune.sim.deployment import Deployment
 from simtune.sim.result import Result
 from simtune.tuner.climb import Climb, Finding, Simulation, violation
 from simtune.tuner.entry import Entrant, Entry
+from simtune.tuner.evaluator import Evaluator, Keyed
+from simtune.tuner.journal import Ledger
 from simtune.tuner.knobs import tell_apart
-from simtune.tuner.lookahead import LookAhead
 from simtune.tuner.objectives import RateObjective
 from simtune.tuner.question import Question
 from simtune.tuner.reasons import praise, ranked, why_none
@@ -54,24 +54,28 @@ class Course(NamedTuple):
     simulations: int
 
 
-Key = tuple[str, float | None]
-"""Of a simulation: a plan by its name, and a rate."""
 Known = Literal["as it came", "as one of its kind", "all there is"]
 """How exactly it is known what a plan could reach."""
 SearchProgress = Callable[[Course], None]
 
 
-def optimize(question: Question, *, jobs: Jobs = None, progress: SearchProgress | None = None) -> Tuned:
-    """BestFirst the study's space. Raises Infeasible, saying what stood in the way, when no plan meets the SLO.
+def optimize(
+    question: Question,
+    *,
+    jobs: Jobs = None,
+    progress: SearchProgress | None = None,
+    ledger: Ledger[Finding] | None = None,
+) -> Tuned:
+    """Search the study's space. Raises Infeasible, saying what stood in the way, when no plan meets the SLO.
 
     `jobs` processes simulate plans side by side (default: one per core); the answer does not depend on it. `progress`
-    is called after every plan. An interrupt (Ctrl-C) ends the search with what it has, marked `interrupted`, or is
-    passed on when no plan has met the SLO yet.
+    is called after every plan. What the `ledger` knows is not simulated again, and it keeps what is. An interrupt
+    (Ctrl-C) ends the search with what it has, marked `interrupted`, or is passed on when no plan has met the SLO yet.
     """
     question.check()
     space = space_of(question.study)
     with executor(jobs, AHEAD) as pool:
-        search = BestFirst(question, space.candidates, pool, progress)
+        search = BestFirst(question, space.candidates, Evaluator(pool, ledger), progress)
         interrupted = search.run()
     return search.answer(interrupted)
 
@@ -105,11 +109,11 @@ class BestFirst:
         self,
         question: Question,
         candidates: Sequence[Candidate],
-        pool: Executor | None = None,
+        evaluator: Evaluator,
         progress: SearchProgress | None = None,
     ) -> None:
         self.question, self.progress = question, progress
-        self.ahead = None if pool is None else LookAhead[Key, Finding](pool)
+        self.evaluator = evaluator
         self.workshop = Workshop(question, candidates)
         self.entry = Entry(question, self.workshop)
         self.step = 1 + question.study.search.rate_tolerance
@@ -189,6 +193,7 @@ class BestFirst:
             return
         row, other = plan.row, same.plan.row
         row.status, row.summary, row.rate_rps, row.best = "infeasible", same.finding.summary, same.rate_rps, same.best
+        row.same_as = other.candidate.name
         row.reason = f"does what {other.candidate.name} does: none of the limits that tell them apart is reached"
 
     def _judge(self, plan: Entrant, low: float | None) -> None:
@@ -212,15 +217,15 @@ class BestFirst:
     def _simulated(self, plan: Entrant, rate: float | None) -> Finding:
         """One simulation of a plan; by a worker, and perhaps before it was asked for, where there are some."""
         plan.row.simulations += 1
-        if self.ahead is None:
-            return self._task(plan, rate).run()
-        return self.ahead.result((plan.candidate.name, rate), self._task(plan, rate), self._next())
+        found = self.evaluator.finding((plan.candidate.name, rate), self._task(plan, rate), self._next())
+        plan.row.tried.append((rate, found.met))
+        return found
 
     def _task(self, plan: Entrant, rate: float | None) -> Simulation:
         stream = self.workshop.stream(plan.candidate)
         return Simulation(plan.deployment, stream, self.question.study.slo, rate)
 
-    def _next(self) -> Iterator[tuple[Key, Simulation]]:
+    def _next(self) -> Iterator[Keyed]:
         """The simulations that come next, unless the best plan changes."""
         for item in heapq.nsmallest(AHEAD, self._open):
             if item.known != "all there is" or not self._could_be_better(item.best):

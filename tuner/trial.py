@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from simtune.sim.deployment import Deployment
@@ -29,6 +29,10 @@ class Trial:
     rate_rps: float | None = None
     simulations: int = 0
     summary: SimulationSummary | None = None
+    tried: list[tuple[float | None, bool]] = field(default_factory=list)
+    """Rates at which it was simulated, None for the workload's own, and whether it met the SLO."""
+    same_as: str = ""
+    """Another plan that misses the SLO and does what this one would do, by its name."""
     best: float | None = None
     """What it can reach of the objective at most, by its bound and by what was simulated."""
 

@@ -23,6 +23,7 @@ VERBS = {
     "optimize": "Find the best schedule for a study, and write plan, engine configs and report.",
     "simulate": "Run one plan under one load.",
     "workload": "Say what a trace is, cut or scale it, and fit a spec to it.",
+    "certify": "Check a search's proof without trusting it.",
     "profile": "Measure this machine and fit a hardware profile.",
     "fit": "Fit a hardware profile from tables others measured.",
     "calibrate": "Correct a hardware profile by an engine's own log.",

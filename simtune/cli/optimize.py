@@ -32,7 +32,9 @@ from simtune.errors import UsageError
 if TYPE_CHECKING:
     from simtune.parallel import Jobs
     from simtune.sim.summary import CostBasis
+    from simtune.tuner.climb import Finding
     from simtune.tuner.confidence import Confidence
+    from simtune.tuner.journal import Journal
     from simtune.tuner.question import Question
     from simtune.tuner.search import Course
     from simtune.tuner.trial import Trial, Tuned
@@ -67,6 +69,7 @@ if TYPE_CHECKING:
     metavar="Q",
     help="Choose the plan that is best at this quantile of the worlds, e.g. 0.1; as predicted by default.",
 )
+@click.option("--resume", is_flag=True, help="Go on with a search that was killed or interrupted.")
 @click.option("--dry-run", is_flag=True, help="Only say how many candidates there are.")
 @seed_option
 @set_option
@@ -81,6 +84,7 @@ def optimize(  # noqa: PLR0913 - one for each option
     cluster_fallback: bool,
     worlds: int | None,
     robust: float | None,
+    resume: bool,
     dry_run: bool,
     seed: int | None,
     settings: tuple[str, ...],
@@ -91,7 +95,7 @@ def optimize(  # noqa: PLR0913 - one for each option
     """Find the best schedule for a STUDY, and write the plan, engine configs and a report to --out."""
     from simtune.api import load_question
     from simtune.runs.contents import of_study
-    from simtune.runs.files import claim
+    from simtune.runs.files import JOURNAL, claim
     from simtune.tuner.search import optimize as search
 
     if seed is not None:
@@ -104,20 +108,29 @@ def optimize(  # noqa: PLR0913 - one for each option
     if out is None:
         raise click.UsageError("name the run directory to write: --out runs/NAME")
     with _workers(cluster, cluster_fallback, jobs) as workers:
-        claim(out, force)
+        claim(out, force, resume)
         note_cut(question.workload, question.trace, question.requests)
-        with progress("plans", quiet) as update:
-            tuned = search(
-                question,
-                jobs=workers,
-                progress=lambda now: update(now.done, now.total, _course(now)),
-            )
-        tuned, sure = _sure(tuned, worlds, robust, workers)
-        contents = of_study(tuned, jobs=workers, confidence=sure)
-    note_estimates(tuned.deployment)
-    note_basis(contents.run.summary.cost_basis)
-    inputs = (question.study, question.model, *question.hardware, question.workload)
-    write_run(out, contents, inputs, question.trace, question.study.seed)
+        journal = _journal(question, out / JOURNAL, resume)
+        try:
+            with progress("plans", quiet) as update, journal:
+                tuned = search(
+                    question,
+                    jobs=workers,
+                    progress=lambda now: update(now.done, now.total, _course(now)),
+                    ledger=journal,
+                )
+            tuned, sure = _sure(tuned, worlds, robust, workers)
+            contents = of_study(tuned, jobs=workers, confidence=sure)
+            if tuned.interrupted and journal.path.exists():
+                contents.files[JOURNAL] = journal.path.read_bytes()
+            note_estimates(tuned.deployment)
+            note_basis(contents.run.summary.cost_basis)
+            inputs = (question.study, question.model, *question.hardware, question.workload)
+            write_run(out, contents, inputs, question.trace, question.study.seed)
+        except BaseException:
+            if not resume:
+                journal.discard()
+            raise
     if as_json:
         _print_json(tuned, sure, contents.run.summary.cost_basis, out)
     else:
@@ -157,6 +170,15 @@ def _sure(tuned: Tuned, worlds: int | None, level: float | None, jobs: Jobs) -> 
     if level is not None and (chosen := robust(tuned, sure, level)) is not tuned:
         return chosen, of_search(chosen, worlds=worlds or WORLDS, jobs=jobs)
     return tuned, sure
+
+
+def _journal(question: Question, path: Path, resume: bool) -> Journal[Finding]:
+    """What is simulated, kept as it comes; of an earlier search, to go on with it."""
+    from simtune.tuner.certificate import inputs_hash
+    from simtune.tuner.climb import Finding
+    from simtune.tuner.journal import Journal
+
+    return (Journal if resume and path.exists() else Journal.begin)(path, inputs_hash(question), Finding)
 
 
 def _check_drafts(question: Question) -> None:

@@ -7,7 +7,7 @@ import click
 from simtune.cli.output import print_json
 
 SPECS = ("model", "hardware", "device", "workload", "acceptance", "engine", "plan", "study", "systems")
-WRITTEN = ("summary", "candidates", "requests", "manifest")
+WRITTEN = ("summary", "candidates", "requests", "manifest", "certificate")
 
 
 @click.command()
@@ -22,6 +22,7 @@ def schema(kind: str) -> None:
 
     from simtune.runs.schema import CandidateRow, Manifest, RequestRow, Summary
     from simtune.specs.catalog import KINDS
+    from simtune.tuner.certificate import Certificate
 
     kinds: dict[str, type[BaseModel]] = {
         **KINDS,
@@ -29,5 +30,6 @@ def schema(kind: str) -> None:
         "candidates": CandidateRow,
         "requests": RequestRow,
         "manifest": Manifest,
+        "certificate": Certificate,
     }
     print_json(kinds[kind].model_json_schema())

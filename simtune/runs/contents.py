@@ -41,6 +41,7 @@ from simtune.sim.load import load_facts
 from simtune.sim.result import Result
 from simtune.sim.summary import SimulationSummary, Uncertainty
 from simtune.specs.workload import Workload
+from simtune.tuner.certificate import certificate_of
 from simtune.tuner.confidence import Confidence
 from simtune.tuner.drafting import Contexts, schedule
 from simtune.tuner.rate_sweep import sweeps
@@ -124,6 +125,7 @@ def of_study(tuned: Tuned, *, jobs: Jobs = None, confidence: Confidence | None =
     )
     gpu_hour_usd = tuned.deployment.hardware.device.price_per_hour_usd
     candidates = tuple(priced(_candidate(rank, row), gpu_hour_usd) for rank, row in enumerate(tuned.rows, start=1))
+    files["certificate.json"] = _json(certificate_of(tuned).to_data())
     return Contents(Run(summary, candidates), files)
 
 

@@ -16,13 +16,17 @@ from simtune.errors import UsageError
 MANIFEST = "manifest.json"
 """The file by which a folder is known as a run directory of simtune."""
 
+JOURNAL = "journal.jsonl"
+"""The file of a search that is under way, or was killed."""
+
 Files = dict[str, str | bytes]
 
 
-def claim(out: Path, force: bool) -> None:
+def claim(out: Path, force: bool, resume: bool = False) -> None:
     """Check, before any work, that a run directory can be written at `out`. Raises UsageError if not.
 
-    A folder that exists is only replaced with `force`, and only if it is empty or an earlier run.
+    A folder that exists is only replaced with `force`, and only if it is empty or an earlier run; with `resume` also
+    where it holds a search to go on with.
     """
     if out.exists() or out.is_symlink():
         if not out.is_dir():
@@ -30,10 +34,7 @@ def claim(out: Path, force: bool) -> None:
         if Path.cwd().is_relative_to(out.resolve()) or os.path.ismount(out):
             raise UsageError(f"{out}: is in use and cannot be replaced as a whole; name a folder inside it")
         if any(out.iterdir()):
-            if not (out / MANIFEST).is_file():
-                raise UsageError(f"{out}: is not empty and no earlier run (it has no {MANIFEST}); name another folder")
-            if not force:
-                raise UsageError(f"{out}: holds an earlier run; give --force to replace it, or name another folder")
+            _may_replace(out, force, resume)
     _lock(out)
     folder = out.absolute().parent
     while not folder.exists():
@@ -43,6 +44,17 @@ def claim(out: Path, force: bool) -> None:
             pass
     except OSError as error:
         raise UsageError(f"{out}: cannot be written ({error.strerror}); name a folder you may write to") from None
+
+
+def _may_replace(out: Path, force: bool, resume: bool) -> None:
+    """Raises UsageError for a folder that is no run, or one that nobody said may be replaced."""
+    journal = (out / JOURNAL).is_file()
+    if not (out / MANIFEST).is_file() and not journal:
+        raise UsageError(f"{out}: is not empty and no earlier run (it has no {MANIFEST}); name another folder")
+    if journal and not (force or resume):
+        raise UsageError(f"{out}: holds a search that was not finished; give --resume to go on, or --force")
+    if not (force or (resume and journal)):
+        raise UsageError(f"{out}: holds an earlier run; give --force to replace it, or name another folder")
 
 
 _LOCKS: dict[Path, int] = {}  # descriptors held by this process, by the run directory they stand for

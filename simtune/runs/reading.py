@@ -1,19 +1,22 @@
-"""Reads a run directory: `summary.json`, and `candidates.csv` where a search wrote one."""
+"""Reads a run directory: `summary.json`, and `candidates.csv` and `certificate.json` where a search wrote them."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from simtune.errors import Problem, SpecError, UsageError
-from simtune.runs.schema import SUMMARY_SCHEMA, CandidateRow, Run, Summary
+from simtune.runs.schema import MANIFEST_SCHEMA, SUMMARY_SCHEMA, CandidateRow, Manifest, Run, Summary
 from simtune.runs.tables import read_csv
 from simtune.specs import yamlfile
-from simtune.specs.base import problems_of
+from simtune.specs.base import Record, problems_of
 from simtune.specs.reading import json_document, read_text
+from simtune.tuner.certificate import CERTIFICATE_SCHEMA, Certificate
+
+T = TypeVar("T", bound=Record)
 
 
 def read_run(run: Path) -> Run:
@@ -36,18 +39,35 @@ def runs_in(folder: Path) -> tuple[Path, ...]:
 
 def read_summary(path: Path) -> Summary:
     """Raises UsageError when the file cannot be read, SpecError when it is damaged or of another version."""
+    return _read(path, Summary, SUMMARY_SCHEMA)
+
+
+def read_certificate(path: Path) -> Certificate:
+    """The same of a certificate."""
+    if not path.is_file():
+        raise UsageError(f"{path}: no such file; name a run directory that simtune optimize wrote")
+    return _read(path, Certificate, CERTIFICATE_SCHEMA)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The same of a manifest."""
+    return _read(path, Manifest, MANIFEST_SCHEMA)
+
+
+def _read(path: Path, kind: type[T], schema: str) -> T:
     text = read_text(path)
     data = json_document(text, str(path))
     if not isinstance(data, dict):
-        raise SpecError(Problem(str(path), "a summary was expected, which is a mapping", "", 1, 1))
-    if data.get("schema") != SUMMARY_SCHEMA:
+        word = schema.removeprefix("simtune/").partition("@")[0]
+        raise SpecError(Problem(str(path), f"a {word} was expected, which is a mapping", "", 1, 1))
+    if data.get("schema") != schema:
         place = yamlfile.parse(text, str(path)).position(["schema"])
-        raise SpecError(Problem(str(path), _other_version(data.get("schema"), SUMMARY_SCHEMA), "schema", *place))
+        raise SpecError(Problem(str(path), _other_version(data.get("schema"), schema), "schema", *place))
     try:
-        return Summary.model_validate(data)
+        return kind.model_validate(data)
     except ValidationError as error:
         # This parser knows the lines, and is too slow to be the everyday reader.
-        problems = problems_of(Summary, error, yamlfile.parse(text, str(path)))
+        problems = problems_of(kind, error, yamlfile.parse(text, str(path)))
         raise SpecError(sorted(problems, key=lambda p: (p.line or 0, p.column or 0))) from None
 
 

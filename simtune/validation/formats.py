@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from simtune.errors import Problem, SpecError, UsageError
-from simtune.specs import yamlfile
+from simtune.specs.reading import read_text
 from simtune.validation.measured import (
     MEASURED_METRICS,
     EngineFacts,
@@ -33,7 +33,7 @@ _STATISTICS = ("mean", "p50", "p90", "p99")
 def read_run(path: Path) -> MeasuredRun:
     """A run in any of the formats, told apart by content. Raises UsageError for what is none of them or lacks what
     judging needs, SpecError for what is wrong in it."""
-    text = yamlfile.read_text(path)
+    text = read_text(path)
     first = _object(text.partition("\n")[0]) or {}
     if str(first.get("schema", "")).startswith("simtune/"):
         return read_measured(path)

@@ -25,7 +25,7 @@ from simtune.tuner import search
 
 FILES = {
     "plan.yaml", "engine/launch.sh", "engine/vllm-mixed.yaml", "summary.json", "candidates.csv", "requests.csv",
-    "trace.json.gz", "report.html", "manifest.json",
+    "trace.json.gz", "report.html", "manifest.json", "certificate.json",
 }  # fmt: skip
 
 Call = Callable[..., Any]
@@ -155,7 +155,7 @@ def test_a_simulation_leaves_a_run_directory_too(desk: Any, bytes_of: Call, call
     assert said.code == 0
     assert said.out.endswith("report: run/report.html\n")
     before = bytes_of(desk.folder / "run")
-    assert set(before) == FILES - {"candidates.csv"}, "there was nothing to choose from"
+    assert set(before) == FILES - {"candidates.csv", "certificate.json"}, "there was nothing to choose from"
     assert call("report", "run").code == 0
     assert bytes_of(desk.folder / "run") == before
 

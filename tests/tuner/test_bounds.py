@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
@@ -13,14 +15,26 @@ from simtune.costs.compiled import LinearCosts
 from simtune.costs.protocol import StepCosts
 from simtune.engine import POLICIES
 from simtune.sim.deployment import Deployment, deploy
-from simtune.sim.requests import RequestStream
+from simtune.sim.requests import RequestStream, build_stream
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import Batching, KvCache, KvLink, Parallelism, Plan, Pool
-from simtune.specs.workload import Slo
+from simtune.specs.schemes import Chain
+from simtune.specs.workload import Lognormal, Poisson, SharedPrefix, Slo, Workload
 from simtune.testing.clusters import stream_of
-from simtune.tuner.bounds import attainment_bound, rate_bound
+from simtune.tuner.bounds import PlanBounds, attainment_bound, rate_bound
+from simtune.tuner.bounds.limits import of_statistics
+from simtune.tuner.bounds.windows import Jobs, first_come
+from simtune.tuner.space import Candidate, ParallelShape
+from tests.sim.test_data_parallel import EXPERTS
+from tests.sim.test_data_parallel import hardware as experts_hardware
+from tests.sim.test_data_parallel import pool as experts_pool
+from tests.speculation.test_study import draft
+from tests.speculation.test_study import question as drafting_question
+from tests.tuner.bound_worlds import plans, worlds
 
 MODEL, HARDWARE = load_model("llama-3.1-8b"), load_hardware("h100-sxm")
+SLOW = LinearCosts(step_s=4e-3, per_token_s=3e-4)
+BATCHING = Batching(max_num_seqs=16, max_num_batched_tokens=512)
 COSTS = LinearCosts(step_s=4e-3, per_token_s=2e-5, per_context_s=3e-8, per_pair_s=2e-9)
 ROUTERS = ("round_robin", "least_outstanding", "least_tokens", "power_of_two")
 
@@ -77,7 +91,7 @@ class World:
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> World:
+def drawn_worlds(draw: st.DrawFn) -> World:
     """Mixed pools, one or two, or prefill and decode apart, under any policy and router, with memory tight or not."""
     apart = draw(st.booleans())
 
@@ -127,7 +141,7 @@ def worlds(draw: st.DrawFn) -> World:
     return World(deployment, poisson(*load), draw(objectives()), f"{load} {costs} {deployment.plan}")
 
 
-@given(worlds())
+@given(drawn_worlds())
 @settings(max_examples=100, deadline=None)
 def test_no_simulation_is_better_than_its_bound(world: World) -> None:
     deployment, stream, slo = world.deployment, world.stream, world.slo
@@ -140,10 +154,208 @@ def test_no_simulation_is_better_than_its_bound(world: World) -> None:
     event(f"ceiling {ceiling:.1f}")
     bound = rate_bound(deployment, stream, slo)
     event(f"bound by {bound.by}")
-    if bound.by == "capacity":
-        return  # of what can go on for ever; a short run may see more
     assert not (result.meets_slo and offered > bound.rps * (1 + 1e-9))
     for factor in (1.001, 1.3, 4.0) if 0 < bound.rps < np.inf else ():
         assert not world.meets_slo(bound.rps * factor)
     if bound.rps == 0:
         assert not world.meets_slo(offered / 1000)
+
+
+# --- with tables ------------------------------------------------------------------------------------------
+
+TABLED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "host in the way": {"async_scheduling": False, "cuda_graphs": False},
+    "pipeline": {"parallelism": Parallelism(pp=2)},
+    "tensor parallel": {"parallelism": Parallelism(tp=2), "instances": 2},
+    "prefix caching": {"kv_cache": {"prefix_caching": True, "num_blocks": 700}},
+    "little memory": {"kv_cache": {"num_blocks": 200}},
+    "router": {"instances": 2, "router": {"kind": "least_outstanding"}},
+}
+
+
+def _never_above(deployment: Deployment, stream: RequestStream, slo: Slo) -> None:
+    """At rates about the bound, and far above."""
+    bound = rate_bound(deployment, stream, slo)
+    assert 0 < bound.rps < np.inf
+    for factor in (1.0005, 1.1, 2.0, 10.0):
+        beyond = stream.at_rate(bound.rps * factor)
+        assert not deployment.simulate(beyond, slo).meets_slo, (bound, factor)
+    for factor in (0.3, 1.0, 3.0):
+        near = stream.at_rate(bound.rps * factor)
+        attained = deployment.simulate(near, slo).slo_attainment
+        assert attained is not None
+        assert attained <= attainment_bound(deployment, near, slo) + 1e-12
+
+
+@pytest.mark.parametrize("given", TABLED.values(), ids=TABLED)
+def test_bounds_hold_of_compiled_costs(given: dict[str, Any]) -> None:
+    workload = Workload(
+        name="load",
+        arrivals=Poisson(rate_rps=10.0),
+        prompt=Lognormal(mean_tokens=500, sigma=0.6, max_tokens=1400),
+        output=Lognormal(mean_tokens=60, sigma=0.6, max_tokens=500),
+        shared_prefix=SharedPrefix(groups=3, tokens=320),
+    )
+    given = dict(given)
+    router = {"router": given.pop("router")} if "router" in given else {}
+    deployment = deployed(pool(**{"max_model_len": 2048, **given}), costs=None, **router)
+    stream = build_stream(workload, None, requests=250, seed=1)
+    for slo in (Slo(ttft_s={"p90": 0.3}, tpot_s={"p90": 0.02}), Slo(ttft_s={"mean": 0.1}, e2el_s={"p90": 2.0})):
+        _never_above(deployment, stream, slo)
+
+
+def test_bounds_hold_with_drafts() -> None:
+    d = draft(0.9, 0.8, 0.7, scheme=Chain(tokens=3))
+    q = drafting_question(d)
+    candidate = Candidate(ParallelShape(1, 1, 1), 64, 2048, "eagle3", d.speculation(Chain(tokens=3)))
+    stream = q.stream(candidate.shape)
+    _never_above(q.deploy(candidate, 8192), stream, Slo(ttft_s={"p90": 0.5}, tpot_s={"p90": 0.01}))
+
+
+def test_bounds_hold_where_groups_share_experts() -> None:
+    given = {"max_model_len": 512, "kv_cache": KvCache(num_blocks=400), "batching": BATCHING}
+    parts = experts_pool(attention_dp=2, expert_parallel=True).model_copy(update=given)
+    plan = Plan(name="plan", model=EXPERTS.name, pools=(parts,))
+    deployment = deploy(plan, EXPERTS, experts_hardware())
+    stream = poisson(200, 50.0, 30, 20)
+    floor = PlanBounds(deployment, stream)
+    slo = Slo(
+        ttft_s={"p90": 20 * float(floor.ttft_s.mean())},
+        e2el_s={"p90": 4 * float((floor.ttft_s + floor.decode_s).mean())},
+    )
+    _never_above(deployment, stream, slo)
+
+
+def test_classes_are_bounded_by_their_own_limits() -> None:
+    stream = poisson(300, 20.0, 80, 20)
+    strict, loose = Slo(ttft_s={"p90": 0.05}, tpot_s={"p90": 0.02}), Slo(e2el_s={"p90": 30.0})
+    halves = replace(stream, class_index=np.arange(300) % 2, class_names=("strict", "loose"), slos=(strict, loose))
+    deployment = deployed(pool(instances=2))
+    _never_above(deployment, halves, Slo())
+    relaxed = replace(halves, slos=(loose, loose))
+    assert rate_bound(deployment, halves, Slo()).rps < rate_bound(deployment, relaxed, Slo()).rps
+
+
+# --- the study that they come from ------------------------------------------------------------------------
+
+PLANS = list(plans())
+STUDIED = {1: (11, 12, 13), 5: (300, 0, 21), 7: (300, 42, 8)}
+"""Of some worlds: requests that the best plan serves within the limits, plans that can serve none, and simulations that
+the study's own search took (its oracle bounds.json, with limits in order of arrival)."""
+
+
+@pytest.mark.parametrize("number", STUDIED)
+def test_the_study_is_reproduced(number: int) -> None:
+    """136 plans, best bound first, until no bound is above the best: the optimum, in about as many simulations."""
+    world = next(islice(worlds(42), number, None))
+    best, none_at_all, simulations = STUDIED[number]
+    ceilings = [round(300 * attainment_bound(plan, world.stream, world.slo)) for plan in PLANS]
+    assert ceilings.count(0) == none_at_all
+    known: dict[int, int] = {}
+
+    def good(at: int) -> int:
+        if at not in known:
+            known[at] = int(PLANS[at].simulate(world.stream, world.slo).good.sum())
+        return known[at]
+
+    incumbent = -1
+    for at in sorted(range(len(PLANS)), key=lambda at: -ceilings[at]):
+        if ceilings[at] <= incumbent:
+            break
+        incumbent = max(incumbent, good(at))
+    assert incumbent == best
+    assert len(known) <= 1.5 * simulations
+    for at in range(number, len(PLANS), 17):
+        assert good(at) <= min(ceilings[at], best)
+
+
+def test_a_class_of_plans_is_bounded_at_its_most_favourable_member() -> None:
+    for world in islice(worlds(77), 4):
+        for tp in (1, 4):
+            members = [plan for plan in PLANS if plan.plan.name.startswith(f"tp{tp}-t")]
+            (widest,) = (plan for plan in members if plan.plan.name == f"tp{tp}-t4096-s256")
+            most = attainment_bound(widest, world.stream, world.slo)
+            rate = rate_bound(widest, world.stream, world.slo).rps
+            for plan in members[::3]:
+                assert attainment_bound(plan, world.stream, world.slo) <= most + 1e-12
+                assert rate_bound(plan, world.stream, world.slo).rps <= rate * (1 + 1e-3)
+
+
+def test_the_order_of_arrival_bounds_only_who_keeps_it() -> None:
+    """Under shortest first many more are in time than could be in order of arrival, and no more than any policy can."""
+    stream = poisson(300, 60.0, 100, 3)
+    slo = Slo(ttft_s={"p50": 0.1})
+    batching = {"prediction_sigma": 0.0}
+    shortest = deployed(pool(policy="shortest-predicted-first", batching=batching), costs=SLOW)
+    in_order = deployed(pool(), costs=SLOW)
+    good = shortest.simulate(replace(stream, output_tokens=stream.prompt_tokens // 20 + 1), slo).slo_attainment
+    stream = replace(stream, output_tokens=stream.prompt_tokens // 20 + 1)
+    assert good is not None
+    assert good <= attainment_bound(shortest, stream, slo)
+    assert good > attainment_bound(in_order, stream, slo)
+    assert rate_bound(in_order, stream, slo).rps < rate_bound(shortest, stream, slo).rps
+    assert rate_bound(in_order, stream, slo).by == "order of arrival"
+
+
+@pytest.mark.parametrize("policy", [name for name, policy in sorted(POLICIES.items()) if policy.first_come])
+def test_who_says_so_keeps_the_order_of_arrival(policy: str) -> None:
+    for seed, blocks in ((0, 66), (1, 130), (2, 1000)):
+        batching = {"max_num_seqs": 8, "max_num_batched_tokens": 1024 if blocks == 1000 else 512}
+        deployment = deployed(pool(policy=policy, blocks=blocks, batching=batching, instances=2), costs=SLOW)
+        stream = poisson(120, 40.0, 120, 60, seed)
+        first = deployment.simulate(stream).first_token_s
+        for core in (first[::2], first[1::2]):
+            assert (np.diff(core) >= 0).all()
+
+
+# --- by hand ----------------------------------------------------------------------------------------------
+
+
+def test_one_after_the_other() -> None:
+    arrival_s, works = np.array([0.0, 1.0, 1.0, 10.0]), np.array([3.0, 5.0, 1.0, 1.0])
+    assert first_come(arrival_s, works, np.array([0, 0, 1, 0])).tolist() == [3.0, 8.0, 2.0, 11.0]
+
+
+def test_a_window_drops_its_largest_works() -> None:
+    """Three works of 4, 3 and 2 s within 6 s of each arrival, which come within 1 s: one must miss; at leisure none."""
+
+    def jobs(gap_s: float) -> Jobs:
+        arrival_s = np.array([0.0, gap_s, 2 * gap_s])
+        return Jobs(arrival_s, np.zeros(3), np.full(3, 6.0), [np.array([4.0, 3.0, 2.0])], 1.0)
+
+    assert jobs(0.5).must_miss() == 1
+    assert jobs(2.0).must_miss() == 0
+    # With all of them 9 s of work fit into 6 s and the arrivals: three times as much time between these as 1 s has.
+    assert jobs(0.5).highest_rate(0) == pytest.approx(1 / 3)
+    assert jobs(0.5).highest_rate(1) == np.inf
+
+
+def test_a_percentile_leaves_so_many_out_and_a_mean_by_markov() -> None:
+    stream = poisson(100, 20.0, 50, 20)
+    lines, means = of_statistics(stream, Slo(ttft_s={"p90": 1.0, "mean": 0.5}))
+    assert [(line.allowed, line.ttft_s[0]) for line in lines[:1]] == [(100 - 1 - 89, 1.0)]
+    assert [(line.allowed, line.ttft_s[0]) for line in lines[1:-1]] == [(66, 0.75), (24, 2.0), (4, 10.0)]
+    assert [(mean.metric, mean.limit_s) for mean in means] == [("ttft", 0.5)]
+
+
+def test_what_nothing_bounds_and_what_cannot_be_at_all() -> None:
+    stream, deployment = poisson(100, 20.0, 50, 20), deployed(pool())
+    assert rate_bound(deployment, stream, Slo(tpot_s={"p99": 1.0})) == (np.inf, "nothing")
+    assert rate_bound(deployment, stream, Slo(tpot_s={"p99": 1e-4})) == (0.0, "floor")
+    long = replace(stream, prompt_tokens=stream.prompt_tokens * 0 + 512)
+    assert rate_bound(deployment, long, Slo(ttft_s={"p99": 1.0})) == (0.0, "length")
+    assert attainment_bound(deployment, stream, Slo()) == 1.0
+
+
+def test_a_link_bounds_what_is_sent_over_it() -> None:
+    stream = poisson(300, 20.0, 200, 3)
+    slow = KvLink(bytes_per_s=1e8, setup_s=0.0, descriptor_s=0.0)
+    plan = Plan(name="plan", model=MODEL.name, pools=(pool("prefill"), pool("decode")), link=slow)
+    deployment = deploy(plan, MODEL, HARDWARE, COSTS)
+    slo = Slo(e2el_s={"p90": 3.0})
+    bound = rate_bound(deployment, stream, slo)
+    assert bound.by == "link"
+    bytes_each = float((-(-stream.prompt_tokens // 16)).mean()) * deployment.pools[0].kv_block_bytes
+    assert 1e8 / bytes_each < bound.rps < 2.5 * 1e8 / bytes_each
+    _never_above(deployment, stream, slo)

@@ -7,7 +7,7 @@ order (`Scheduler.first_come`) and requests are dealt in turn. Costs that say no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
@@ -24,6 +24,7 @@ from simtune.specs.plan import RoundRobinRouting
 from simtune.specs.workload import Slo
 from simtune.tuner.bounds.limits import Limits, MeanLimit, of_one_request, of_statistics
 from simtune.tuner.bounds.load import Load
+from simtune.tuner.bounds.ways import Way, ways_of
 from simtune.tuner.bounds.windows import ROUNDING, Jobs, first_come, first_come_seated
 from simtune.tuner.bounds.work import PoolWork
 
@@ -36,8 +37,8 @@ class RateBound(NamedTuple):
 
     rps: float
     by: str
-    """`floor`, `order of arrival`, `prefill`, `resources`, `link`, `length` (of a request that is refused); `capacity`
-    where the objective leaves open when anything must be done; `nothing` where the rate is infinite."""
+    """`floor`, `order of arrival`, `prefill`, `resources`, `link`, `length` (of a request that is refused); `nothing`
+    where the rate is infinite, as where the objective leaves open when anything must be done."""
 
 
 def rate_bound(deployment: Deployment, stream: RequestStream, slo: Slo) -> RateBound:
@@ -81,17 +82,17 @@ class PlanBounds:
             return RateBound(0.0, "floor")
         if offered is None:
             return RateBound(float("inf"), "nothing")
-        found = [RateBound(float("inf"), "nothing")]
+        bounds = [RateBound(float("inf"), "nothing")]
         for line in lines:
             alone = self._late_alone(line)
-            found += [
+            bounds += [
                 RateBound(float(offered * jobs.highest_rate(line.allowed - int(alone.sum()))), by)
                 for by, jobs in self._jobs(line, ~alone)
             ]
-        best = min(found)
+        best = min(bounds)
         if self.first_come:
             best = self._lower_by_order(best, offered, lines, means)
-        return best if np.isfinite(best.rps) else self._sustained()
+        return best
 
     def attainment(self, slo: Slo) -> float:
         """See `attainment_bound`."""
@@ -126,9 +127,16 @@ class PlanBounds:
         return alone
 
     @cached_property
+    def ways(self) -> list[Way]:
+        """Of KV caches from prefill to decode instances, where there are such."""
+        plan = self.deployment.plan
+        return ways_of(self.deployment.model, plan.link, self.front) if self.back and plan.link is not None else []
+
+    @cached_property
     def way_s(self) -> Array:
-        """Of each KV cache from a prefill to a decode instance, with a link to itself."""
-        return np.zeros(len(self.stream))
+        """Of each KV cache, with a link to itself."""
+        alone: Array = np.min([way.alone_s for way in self.ways], axis=0)
+        return alone
 
     def _late_alone(self, limits: Limits) -> NDArray[np.bool_]:
         slack = 1 + ROUNDING
@@ -163,8 +171,9 @@ class PlanBounds:
         nothing = np.zeros(len(self.stream))
         counted = kept & np.isfinite(first)
         if counted.any():
-            works = [self._shared_out(self.front, [[pool.prefill_s] for pool in self.front], counted)]
-            yield "prefill", self._competing(counted, nothing, first, *works[0])
+            speeds = [pool.speed for pool in self.front]
+            shared = _as_one(speeds, [[pool.prefill_s] for pool in self.front], counted)
+            yield "prefill", self._competing(counted, nothing, first, *shared)
         counted = kept & np.isfinite(whole) & (self.load.decodes > 0) if self.back else kept & np.isfinite(whole)
         if counted.any():
             tpot = limits.tpot_s[counted & (self.load.decodes > 0)]
@@ -172,45 +181,19 @@ class PlanBounds:
             pools = self.back or self.front
             lead = self.ttft_s + self.way_s if self.back else nothing
             totals = [pool.total_s(counted, longest) for pool in pools]
-            yield "resources", self._competing(counted, lead, whole, *self._shared_out(pools, totals, counted))
+            shared = _as_one([pool.speed for pool in pools], totals, counted)
+            yield "resources", self._competing(counted, lead, whole, *shared)
+            if self.back:
+                shared = _as_one([way.links for way in self.ways], [[way.sending_s] for way in self.ways], counted)
+                own = whole - self.decode_s + self.way_s
+                yield "link", self._competing(counted, self.ttft_s, own, *shared)
 
     def _competing(
-        self, counted: NDArray[np.bool_], lead_s: Array, slack_s: Array, works: list[Array], speed: float
+        self, counted: NDArray[np.bool_], lead_s: Array, slack_s: Array, works: Sequence[Array], speed: float
     ) -> Jobs:
         assert self.stream.arrival_s is not None
         arrival_s = self.stream.arrival_s[counted]
         return Jobs(arrival_s, lead_s[counted], slack_s[counted], [work[counted] for work in works], speed)
-
-    @staticmethod
-    def _shared_out(
-        pools: list[PoolWork], works: list[list[Array]], counted: NDArray[np.bool_]
-    ) -> tuple[list[Array], float]:
-        """Works and speed of several pools as if they were one.
-
-        With any weights u each request takes at least min over pools of u w of the sum of u x speed; so weighted that
-        all pools would take the same time for everything, each is worth what it can do.
-        """
-        if len(pools) == 1:
-            return works[0], pools[0].speed
-        weights = [1 / max(float(work[0][counted].sum()), 1e-30) for work in works]
-        kinds = [
-            np.min([u * work[min(kind, len(work) - 1)] for u, work in zip(weights, works, strict=True)], axis=0)
-            for kind in range(max(map(len, works)))
-        ]
-        return kinds, sum(u * pool.speed for u, pool in zip(weights, pools, strict=True))
-
-    def _sustained(self) -> RateBound:
-        """Beyond it requests pile up without end, though no limit says when those of a finite run must be done."""
-        everybody = np.ones(len(self.stream), dtype=bool)
-        rates = []
-        for pools, works in (
-            (self.front, [[p.prefill_s] for p in self.front] if self.back else None),
-            (self.back or self.front, None),
-        ):
-            of_pools = works or [pool.total_s(everybody, np.inf) for pool in pools]
-            total, speed = self._shared_out(pools, of_pools, everybody)
-            rates += [len(self.stream) * speed / float(work.sum()) for work in total]
-        return RateBound(min(rates), "capacity")
 
     # --- order of arrival -------------------------------------------------------------------------------------
 
@@ -293,3 +276,21 @@ def _bisected(fails: Callable[[float], bool], start: float, high: float, best: R
         middle = (low * high) ** 0.5
         low, high = (low, middle) if fails(middle) else (middle, high)
     return RateBound(high, "order of arrival")
+
+
+def _as_one(
+    speeds: Sequence[float], works: Sequence[Sequence[Array]], counted: NDArray[np.bool_]
+) -> tuple[Sequence[Array], float]:
+    """Works and speed of several pools as if they were one.
+
+    With any weights u each request takes at least min over pools of u w of the sum of u x speed; with these each pool
+    would take the same time for everything, so that each counts for what it can do.
+    """
+    if len(speeds) == 1:
+        return works[0], speeds[0]
+    weights = [1 / max(float(work[0][counted].sum()), 1e-30) for work in works]
+    kinds = [
+        np.min([u * work[min(kind, len(work) - 1)] for u, work in zip(weights, works, strict=True)], axis=0)
+        for kind in range(max(map(len, works)))
+    ]
+    return kinds, sum(u * speed for u, speed in zip(weights, speeds, strict=True))

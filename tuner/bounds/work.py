@@ -82,9 +82,9 @@ class PoolWork:
             return float("inf"), 0.0
         longest = int((stream.prompt_tokens + stream.output_tokens).max())
         at = np.unique(np.geomspace(1, longest, 40).astype(np.int64))
-        found = at - 1 if kv_cache.prefix_caching else 0 * at  # its own blocks, as they were when it was preempted
+        cached = at - 1 if kv_cache.prefix_caching else 0 * at  # its own blocks, as they were when it was preempted
         to = np.append(at[1:], longest)
-        return float((self.least.prefill_s(at, found) / to).min()), 0.0 if kv_cache.prefix_caching else 0.5
+        return float((self.least.prefill_s(at, cached) / to).min()), 0.0 if kv_cache.prefix_caching else 0.5
 
     @cached_property
     def hits(self) -> Ints:

@@ -1,0 +1,89 @@
+"""simtune certify: check a search's proof without trusting it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from simtune.cli.output import json_option, print_json
+
+if TYPE_CHECKING:
+    from simtune.tuner.certificate import Audit
+    from simtune.tuner.question import Question
+
+OUTSIDE = 4
+"""Exit code where something does not hold."""
+
+
+@click.command()
+@click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
+@click.option(
+    "--study", "study_file", default=None, help="The study, where it lies elsewhere than it was searched from."
+)
+@json_option
+def certify(run: Path, study_file: str | None, as_json: bool) -> int:
+    """Check the certificate of a RUN of `optimize`: enumerate the space again, and compute every bound, the chosen
+    plan's simulation and every simulation that ruled a plan out. Exits with 4 where anything does not hold.
+
+    The study is read where the run's command named it, relative to the present folder, unless --study says where.
+    """
+    from simtune.runs.reading import read_certificate
+    from simtune.tuner.certificate import Audit
+
+    certificate = read_certificate(run / "certificate.json")
+    audit = Audit(certificate, _question(run, study_file))
+    holds = audit.run()
+    if as_json:
+        print_json(
+            {
+                "holds": holds,
+                "problems": audit.problems,
+                "bounds": audit.bounds,
+                "simulations": audit.simulations,
+                "plans": len(certificate.plans),
+                "incumbent": certificate.incumbent.to_data(),
+                "bound": certificate.bound,
+                "gap": certificate.gap,
+            }
+        )
+    else:
+        _print(audit, holds)
+    return 0 if holds else OUTSIDE
+
+
+def _question(run: Path, study_file: str | None) -> Question:
+    """What was asked, from the command that the run keeps. Raises UsageError."""
+    from simtune.api import load_question
+    from simtune.cli.optimize import optimize
+    from simtune.errors import UsageError
+    from simtune.runs.reading import read_manifest
+
+    command = read_manifest(run / "manifest.json").command
+    if command[1:2] != ("optimize",):
+        raise UsageError(f"{run}: was not made by simtune optimize, so there is no search to check")
+    given = optimize.make_context("optimize", list(command[2:])).params
+    settings = given["settings"] if given["seed"] is None else (*given["settings"], f"seed={given['seed']}")
+    study = study_file or given["study_file"]
+    if not Path(study).exists():
+        raise UsageError(f"{study}: no such file; the run in {run} was made from it: name it with --study")
+    return load_question(study, settings)
+
+
+def _print(audit: Audit, holds: bool) -> None:
+    certificate = audit.certificate
+    click.echo(
+        f"{certificate.study}: {len(certificate.plans)} plans enumerated, {audit.bounds} bounds and "
+        f"{audit.simulations} simulations computed anew"
+    )
+    for problem in audit.problems:
+        click.echo(problem, err=True)
+    if not holds:
+        click.echo("the certificate does not hold", err=True)
+        return
+    incumbent = certificate.incumbent
+    click.echo(
+        f"{incumbent.plan}: {incumbent.value:.4g} {certificate.unit}. No plan of this space is more than "
+        f"{certificate.gap:.1%} better under this cost model"
+    )

@@ -1,0 +1,150 @@
+"""Certificates: what is claimed holds, and whatever is changed is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from simtune.specs.catalog import load_hardware
+from simtune.tuner.certificate import Audit, Certificate, certificate_of
+from simtune.tuner.search import Question, Tuned, optimize
+from tests.cli.conftest import STUDY, call
+from tests.tuner.test_search import question
+
+Change = Callable[[dict[str, Any]], object]
+
+
+@pytest.fixture(scope="module")
+def tuned() -> Tuned:
+    return optimize(question(max_num_seqs=(8, 1024), pp=(1,), requests=150), jobs=1)
+
+
+@pytest.fixture(scope="module")
+def certificate(tuned: Tuned) -> Certificate:
+    return certificate_of(tuned)
+
+
+def audited(certificate: Certificate, asked: Question) -> Audit:
+    audit = Audit(certificate, asked)
+    assert audit.run() == (not audit.problems)
+    return audit
+
+
+def test_it_holds_and_says_how_near_the_best_plan_is(tuned: Tuned, certificate: Certificate) -> None:
+    audit = audited(certificate, tuned.question)
+    assert audit.problems == []
+    assert audit.bounds == sum(fate.fits for fate in certificate.plans)
+    assert {fate.plan for fate in certificate.plans} == {row.candidate.name for row in tuned.rows}
+    assert certificate.incumbent.plan == tuned.chosen.candidate.name
+    assert certificate.incumbent.value == tuned.value
+    # What is left open is the tolerance of the search, and nothing else.
+    assert 0 <= certificate.gap <= tuned.question.study.search.rate_tolerance * 1.01
+    assert certificate.bound == pytest.approx(tuned.value * (1 + certificate.gap))
+    assert 0 < audit.simulations < sum(row.simulations for row in tuned.rows)
+    refused = [fate for fate in certificate.plans if not fate.fits]
+    assert refused
+    assert all("max_num_batched_tokens" in fate.by and fate.best is None for fate in refused)
+
+
+@pytest.mark.parametrize("objective", ["gpus", "e2el"])
+def test_of_objectives_at_a_given_load(objective: str) -> None:
+    answer = optimize(question(objective=objective, tp=(1, 2), pp=(1,), max_num_seqs=(64,), requests=150), jobs=1)
+    claimed = certificate_of(answer)
+    assert (claimed.gap, claimed.bound) == (0.0, claimed.incumbent.value)
+    assert audited(claimed, answer.question).problems == []
+
+
+def changes_of(data: dict[str, Any]) -> dict[str, Change]:
+    ruled_out = next(
+        i
+        for i, fate in enumerate(data["plans"])
+        if fate["plan"] != data["incumbent"]["plan"] and any(not tried["met"] for tried in fate["simulated"])
+    )
+    missed = next(i for i, tried in enumerate(data["plans"][ruled_out]["simulated"]) if not tried["met"])
+    return {
+        "value": lambda d: d["incumbent"].update(value=d["incumbent"]["value"] * 1.001),
+        "rate": lambda d: d["incumbent"].update(rate_rps=d["incumbent"]["rate_rps"] * 1.2),
+        "gap": lambda d: d.update(gap=d["gap"] / 2),
+        "best remaining bound": lambda d: d.update(bound=d["bound"] * 0.999),
+        "bound of a plan": lambda d: d["plans"][0].update(bound_rps=d["plans"][0]["bound_rps"] * 0.9),
+        "reach of a plan": lambda d: d["plans"][0].update(best=1.0),
+        "a plan less": lambda d: d["plans"].pop(0),
+        "a plan twice": lambda d: d["plans"].append(d["plans"][0]),
+        "a plan more": lambda d: d["plans"].append({**d["plans"][0], "plan": "tp8-pp1-x1-s8-t512"}),
+        "missed at a lower rate": lambda d: d["plans"][ruled_out]["simulated"][missed].update(rate_rps=1.0),
+        "another plan": lambda d: d["incumbent"].update(plan=d["plans"][ruled_out]["plan"]),
+        "a profile": lambda d: d["inputs"].update({"hardware:h100-sxm": "0" * 64}),
+        "arrays": lambda d: d["inputs"].update({"arrays:h100-sxm": "0" * 64}),
+        "the seed": lambda d: d.update(seed=7),
+    }
+
+
+def test_whatever_is_changed_is_refused(tuned: Tuned, certificate: Certificate) -> None:
+    """With the digest of what it was, and by whoever knows to make a new one."""
+    for name, change in changes_of(certificate.to_data()).items():
+        data = json.loads(json.dumps(certificate.to_data()))
+        change(data)
+        changed = Certificate.model_validate_json(json.dumps(data))
+        assert "the file was changed after it was written" in audited(changed, tuned.question).problems[0], name
+        sealed = changed.model_copy(update={"digest": changed.expected_digest})
+        assert audited(sealed, tuned.question).problems, name
+
+
+def test_another_profile_is_refused(tuned: Tuned, certificate: Certificate) -> None:
+    other = load_hardware("h200-sxm").model_copy(update={"name": "h100-sxm"})
+    asked = Question(tuned.question.study, tuned.question.model, other, tuned.question.workload, None)
+    assert audited(certificate, asked).problems == [
+        "arrays:h100-sxm is not the one that the search was made with",
+        "hardware:h100-sxm is not the one that the search was made with",
+    ]
+
+
+# --- from the command line --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("certified")
+    (place / "study.yaml").write_text(STUDY)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        patch.setattr("sys.argv", ["simtune", "optimize", "study.yaml", "--seed", "3", "--out", "run", "--jobs", "1"])
+        assert call("optimize", "study.yaml", "--seed", 3, "--out", "run", "--jobs", 1).code == 0
+    return place
+
+
+def test_certify(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    said = call("certify", "run", "--json")
+    assert (said.code, said.json["holds"], said.json["problems"]) == (0, True, [])
+    words = call("certify", "run")
+    assert "4 plans enumerated, 4 bounds" in words.out
+    assert "better under this cost model" in words.out
+
+
+def test_certify_refuses(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    path = folder / "run" / "certificate.json"
+    whole = path.read_text()
+    path.write_text(whole.replace('"gap": 0.', '"gap": 0.1', 1))
+    said = call("certify", "run")
+    assert (said.code, said.out.count("\n")) == (4, 1)
+    assert said.err.endswith("the certificate does not hold\n")
+    path.write_text(whole)
+    study = yaml.safe_load(STUDY)
+    study["search"]["tp"] = [1]
+    (folder / "other.yaml").write_text(yaml.safe_dump(study))
+    assert "study:tiny is not the one" in call("certify", "run", "--study", "other.yaml").err
+
+
+def test_certify_says_what_it_misses(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "name it with --study" in call("certify", folder / "run").err
+    said = call("certify", tmp_path)
+    assert (said.code, said.err.count("\n")) == (2, 1)
+    assert "name a run directory that simtune optimize wrote" in said.err

@@ -1,0 +1,325 @@
+"""What a search claims, written so that somebody else can check it: `certificate.json`, and the check.
+
+A certificate names every plan of the space with what it could reach at most, and why: a bound, or a simulation at a
+rate where it missed the SLO (a plan that misses it at some rate is taken to miss it above). The best of these is what
+no plan exceeds; its distance from the chosen plan is the gap. `Audit` trusts none of it: it takes the inputs,
+enumerates the space, and computes every bound, the chosen plan's simulation and every simulation that ruled a plan out
+again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from pydantic import Field
+
+from simtune import __version__
+from simtune.specs.base import Record, Seq, Spec
+from simtune.specs.hardware import Hardware
+from simtune.tuner.climb import Finding, Simulation
+from simtune.tuner.entry import Entrant, Entry
+from simtune.tuner.knobs import tell_apart
+from simtune.tuner.objectives import Objective, RateObjective
+from simtune.tuner.question import Question
+from simtune.tuner.space import space_of
+from simtune.tuner.trial import Trial, Tuned
+from simtune.tuner.workshop import Workshop
+
+CERTIFICATE_SCHEMA: Literal["simtune/certificate@1"] = "simtune/certificate@1"
+SAME = 1e-9
+"""Relative; numbers this near to each other are one."""
+
+
+class Tried(Record):
+    """A simulation of a plan."""
+
+    rate_rps: float | None = Field(description="null: the workload's own")
+    met: bool = Field(description="whether it met the SLO")
+
+
+class PlanFate(Record):
+    """A plan of the space, and what is known of it."""
+
+    plan: str
+    num_gpus: int
+    best: float | None = Field(description="the objective at most; null where it cannot do what is asked")
+    by: str = Field(description="the bound that says so, or why it cannot do what is asked")
+    simulated: Seq[Tried]
+    same_as: str = Field(description="a plan that misses the SLO and does what this one would do; or empty")
+
+
+class Incumbent(Record):
+    """The chosen plan."""
+
+    plan: str
+    value: float = Field(description="of the objective")
+    rate_rps: float | None = Field(description="at which it was simulated; null: the workload's own")
+
+
+class Certificate(Record):
+    """`certificate.json`."""
+
+    schema_id: Literal["simtune/certificate@1"] = Field(alias="schema")
+    simtune: str = Field(description="the release that wrote it")
+    study: str
+    objective: str
+    unit: str
+    seed: int
+    inputs: dict[str, str] = Field(description="sha256 by kind and name, arrays of profiles apart")
+    incumbent: Incumbent
+    bound: float = Field(description="no plan of the space reaches more, or less where less is better")
+    gap: float = Field(description="from the incumbent to the bound, as a share of its value")
+    interrupted: bool
+    plans: Seq[PlanFate]
+    digest: str = Field(description="sha256 of all the rest")
+
+    @classmethod
+    def sealed(cls, **content: Any) -> Certificate:
+        """With its digest."""
+        open_ = cls(schema_id=CERTIFICATE_SCHEMA, digest="", **content)
+        return open_.model_copy(update={"digest": open_.expected_digest})
+
+    @property
+    def expected_digest(self) -> str:
+        """Of what it says."""
+        body = {key: value for key, value in self.model_dump(mode="json", by_alias=True).items() if key != "digest"}
+        return _sha256(json.dumps(body, sort_keys=True))
+
+
+def certificate_of(tuned: Tuned) -> Certificate:
+    """What a search has shown."""
+    question, study = tuned.question, tuned.question.study
+    chosen = tuned.chosen
+    plans = sorted((_fate(row) for row in tuned.rows), key=lambda fate: fate.plan)
+    bound, gap = _remaining(plans, tuned.value, question.objective)
+    return Certificate.sealed(
+        simtune=__version__,
+        study=study.name,
+        objective=study.objective,
+        unit=question.objective.unit,
+        seed=study.seed,
+        inputs=inputs_of(question),
+        incumbent=Incumbent(
+            plan=chosen.candidate.name, value=tuned.value, rate_rps=chosen.rate_rps if question.searches_rate else None
+        ),
+        bound=bound,
+        gap=gap,
+        interrupted=tuned.interrupted,
+        plans=tuple(plans),
+    )
+
+
+def inputs_of(question: Question) -> dict[str, str]:
+    """Hashes of everything that a search goes by."""
+    specs: list[Spec] = [question.study, question.model, question.workload]
+    inputs = {}
+    if question.engine is not None:
+        specs.append(question.engine)
+    for draft in question.drafts:
+        specs += [draft.drafting.acceptance, *([draft.drafting.model] if draft.drafting.model else [])]
+    for spec in specs:
+        inputs[f"{spec.KIND}:{spec.name}"] = _sha256(spec.to_yaml())
+    for hardware in question.hardware:
+        inputs |= _of_profile(hardware)
+    if question.trace is not None:
+        inputs["trace"] = question.trace.sha256
+    return dict(sorted(inputs.items()))
+
+
+def inputs_hash(question: Question) -> str:
+    """Of all of them and of this release: what results depend on."""
+    return _sha256(json.dumps([__version__, inputs_of(question)]))
+
+
+def _of_profile(hardware: Hardware) -> dict[str, str]:
+    arrays = hashlib.sha256()
+    for name in sorted(hardware.arrays):
+        arrays.update(name.encode() + str(hardware.arrays[name].shape).encode() + hardware.arrays[name].tobytes())
+    return {
+        f"hardware:{hardware.name}": _sha256(hardware.to_yaml()),
+        f"arrays:{hardware.name}": arrays.hexdigest(),
+    }
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+# --- what a plan can reach --------------------------------------------------------------------------------
+
+
+def _fate(row: Trial) -> PlanFate:
+    best = row.best
+    return PlanFate(
+        plan=row.candidate.name,
+        num_gpus=row.candidate.num_gpus,
+        best=best if best is None or math.isfinite(best) else None,
+        by=row.bounded_by if best is not None else row.reason,
+        simulated=tuple(Tried(rate_rps=rate, met=met) for rate, met in row.tried),
+        same_as=row.same_as,
+    )
+
+
+def _remaining(plans: Iterable[PlanFate], value: float, objective: Objective) -> tuple[float, float]:
+    """(what no plan exceeds, how much better that is than the chosen one, as a share of its value)."""
+    sign = objective.sign
+    bound = max([value, *(fate.best for fate in plans if fate.best is not None)], key=lambda best: sign * best)
+    return bound, abs(bound - value) / value if value else 0.0
+
+
+# --- the check --------------------------------------------------------------------------------------------
+
+
+class Audit:
+    """A certificate held against its inputs, computed anew."""
+
+    def __init__(self, certificate: Certificate, question: Question) -> None:
+        self.certificate, self.question = certificate, question
+        self.problems: list[str] = []
+        """What does not hold."""
+        self.bounds = self.simulations = 0
+        """How many were computed."""
+        self._candidates = space_of(question.study).candidates
+        self._entry = Entry(question, Workshop(question, self._candidates))
+        self._missed: dict[str, tuple[float | None, Finding]] = {}
+        """What plans that missed the SLO showed, and at which rate."""
+
+    def run(self) -> bool:
+        """Whether everything holds; `problems` says what does not."""
+        certificate, study = self.certificate, self.question.study
+        if certificate.digest != certificate.expected_digest:
+            self.problems.append("the file was changed after it was written: its digest is another")
+        self._compare_inputs()
+        self._same("objective", certificate.objective, study.objective)
+        self._same("unit", certificate.unit, self.question.objective.unit)
+        self._same("seed", certificate.seed, study.seed)
+        self._same("study", certificate.study, study.name)
+        if not self.problems:
+            self._check_plans()
+        if not self.problems:
+            bound, gap = _remaining(certificate.plans, certificate.incumbent.value, self.question.objective)
+            self._same("best remaining bound", certificate.bound, bound)
+            self._same("gap", certificate.gap, gap)
+        return not self.problems
+
+    def _compare_inputs(self) -> None:
+        own, its = inputs_of(self.question), self.certificate.inputs
+        for name in sorted(own.keys() | its.keys()):
+            if own.get(name) != its.get(name):
+                how = "is not the one" if name in own and name in its else "is not there, or was not there"
+                self.problems.append(f"{name} {how} that the search was made with")
+
+    def _check_plans(self) -> None:
+        """Every plan of the space: those whose claim rests on another plan's simulation come last."""
+        claimed = {fate.plan: fate for fate in self.certificate.plans}
+        if len(claimed) < len(self.certificate.plans):
+            self.problems.append("a plan is named twice")
+        later: list[tuple[Entrant, PlanFate]] = []
+        for candidate in self._candidates:
+            entrant = self._entry.admitted(candidate)
+            name = (entrant if isinstance(entrant, Trial) else entrant.row).candidate.name
+            fate = claimed.pop(name, None)
+            if fate is None:
+                self.problems.append(f"{name} is in the space and not in the certificate")
+            elif isinstance(entrant, Trial):
+                self._same(f"{name}: GPUs", fate.num_gpus, entrant.candidate.num_gpus)
+                if name == self.certificate.incumbent.plan:
+                    self.problems.append(f"{name} was chosen, and {entrant.reason}")
+            elif fate.same_as:
+                later.append((entrant, fate))
+            else:
+                self._check_plan(entrant, fate)
+        for entrant, fate in later:
+            self._check_twin(entrant, fate)
+        self.problems += [f"{name} is in the certificate and not in the space" for name in sorted(claimed)]
+
+    def _check_plan(self, entrant: Entrant, fate: PlanFate) -> None:
+        """That a plan reaches no more than is claimed; and of the chosen one that it reaches what is claimed."""
+        self._same(f"{fate.plan}: GPUs", fate.num_gpus, entrant.candidate.num_gpus)
+        self.bounds += 1
+        best = self._best_by_bound(entrant, fate)
+        for rate in _decisive(fate):
+            finding = self._simulate(entrant, rate)
+            best = self._after(entrant, rate, finding, best)
+        self._no_more(fate, best)
+        if fate.plan == self.certificate.incumbent.plan:
+            self._confirm(entrant)
+
+    def _best_by_bound(self, entrant: Entrant, fate: PlanFate) -> float | None:
+        """What it could reach by its capacity, or where that does not do by its SLO."""
+        if not _decisive(fate) and not self._within(fate, entrant.best):
+            self._entry.refine([entrant])
+        return entrant.row.best
+
+    def _after(self, entrant: Entrant, rate: float | None, finding: Finding, best: float | None) -> float | None:
+        """What a plan can reach when it is known what a simulation shows."""
+        objective, entrant.row.rate_rps = self.question.objective, rate
+        if not finding.met:
+            self._missed[entrant.candidate.name] = rate, finding
+            if rate is None or not isinstance(objective, RateObjective):
+                return None
+            return rate * objective.worth(entrant.facts)
+        if rate is None:
+            entrant.row.take(finding.summary, None)
+            return objective.value(entrant.facts, entrant.row.judged)
+        return best
+
+    def _check_twin(self, entrant: Entrant, fate: PlanFate) -> None:
+        """That a plan does what another one did, which missed the SLO."""
+        rate, finding = self._missed.get(fate.same_as, (None, None))
+        self.bounds += 1
+        if finding is None or finding.used is None or tell_apart(entrant.deployment, finding.used):
+            self.problems.append(f"{fate.plan} need not do what {fate.same_as} does")
+            return
+        self._no_more(fate, self._after(entrant, rate, finding, entrant.best))
+
+    def _simulate(self, entrant: Entrant, rate: float | None) -> Finding:
+        self.simulations += 1
+        stream = self._entry.workshop.stream(entrant.candidate)
+        return Simulation(entrant.deployment, stream, self.question.study.slo, rate).run()
+
+    def _confirm(self, entrant: Entrant) -> None:
+        """Simulate the chosen plan on all its cores."""
+        incumbent, question = self.certificate.incumbent, self.question
+        stream = question.stream(entrant.candidate, incumbent.rate_rps)
+        result = entrant.deployment.simulate(stream, question.study.slo)
+        self.simulations += 1
+        if not result.meets_slo:
+            self.problems.append(f"{incumbent.plan} was chosen and misses the SLO")
+        entrant.row.take(result.summary(), incumbent.rate_rps)
+        value = question.objective.value(entrant.facts, entrant.row.judged)
+        self._same(f"{incumbent.plan}: value", incumbent.value, value)
+
+    def _within(self, fate: PlanFate, best: float | None) -> bool:
+        """Whether a bound is no better than what is claimed."""
+        if best is None or fate.best is None:
+            return best is None
+        return not self.question.objective.better(best, fate.best, SAME)
+
+    def _no_more(self, fate: PlanFate, best: float | None) -> None:
+        if not self._within(fate, best):
+            self.problems.append(f"{fate.plan} could reach {_words(best)}, and at most {_words(fate.best)} is claimed")
+
+    def _same(self, what: str, claimed: Any, computed: Any) -> None:
+        if isinstance(claimed, float) and isinstance(computed, float):
+            same = math.isclose(claimed, computed, rel_tol=SAME, abs_tol=SAME)
+        else:
+            same = claimed == computed
+        if not same:
+            self.problems.append(f"{what} is {_words(claimed)} in the certificate, and comes to {_words(computed)}")
+
+
+def _decisive(fate: PlanFate) -> list[float | None]:
+    """Rates of the simulations that decide what a plan could reach: the load given, or the lowest rate it missed."""
+    if any(tried.rate_rps is None for tried in fate.simulated):
+        return [None]
+    missed = [tried.rate_rps for tried in fate.simulated if tried.rate_rps is not None and not tried.met]
+    return [min(missed)] if missed else []
+
+
+def _words(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)[:200]

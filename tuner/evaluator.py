@@ -1,0 +1,37 @@
+"""Simulations by key: some worked on ahead of their turn, and none whose result is known from an earlier search."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Executor
+
+from simtune.tuner.climb import Finding, Simulation
+from simtune.tuner.journal import Ledger, key_of
+from simtune.tuner.lookahead import LookAhead
+
+Key = tuple[str, float | None]
+"""Of a simulation: a plan by its name, and a rate."""
+Keyed = tuple[Key, Simulation]
+
+
+class Evaluator:
+    """Says what simulations show, one by one. A `pool` works ahead; the `ledger` knows what was found before."""
+
+    def __init__(self, pool: Executor | None, ledger: Ledger[Finding] | None) -> None:
+        self._ahead = None if pool is None else LookAhead[Key, Finding](pool)
+        self._ledger = ledger
+
+    def finding(self, key: Key, task: Simulation, expected: Iterable[Keyed]) -> Finding:
+        """Of one simulation, while others begin with those expected after it."""
+        found = self._known(task)
+        if found is None:
+            found = task.run() if self._ahead is None else self._ahead.result(key, task, self._unknown(expected))
+            if self._ledger is not None:
+                self._ledger.keep(key_of(task.deployment.plan, task.rate_rps), found)
+        return found
+
+    def _known(self, task: Simulation) -> Finding | None:
+        return None if self._ledger is None else self._ledger.look(key_of(task.deployment.plan, task.rate_rps))
+
+    def _unknown(self, expected: Iterable[Keyed]) -> Iterator[Keyed]:
+        return ((key, task) for key, task in expected if self._known(task) is None)
