@@ -23,8 +23,12 @@ class Entrant:
     facts: PlanFacts
     best: float
     """What it could reach of the objective at most."""
+    sign: int
+    """Whether more (1) or less (-1) of that is better."""
     e2el_s: float = 0.0
     """Mean end-to-end latency at least."""
+    missed_rps: float = float("inf")
+    """The lowest rate at which it was seen to miss the SLO."""
 
     @property
     def candidate(self) -> Candidate:
@@ -38,11 +42,22 @@ class Entrant:
         return self.row.rate_bound_rps
 
     @property
+    def ceiling_rps(self) -> float:
+        """The same, and no rate from that on at which it missed the SLO."""
+        return min(self.bound_rps, self.missed_rps)
+
+    @property
     def kind(self) -> tuple[object, ...]:
         """What plans have in common that differ in limits alone: seats, token budgets, KV blocks."""
         pools = tuple((pool.prefix_caching, pool.drafter) for pool in self.candidate.pools)
         speculation = None if self.candidate.speculation is None else self.candidate.speculation.model_dump_json()
         return self.candidate.shape, self.candidate.router, pools, speculation
+
+    def order(self) -> tuple[float, ...]:
+        """What could reach more comes first, then the simplest cut, then small budgets and few seats."""
+        budget = sum(pool.max_num_batched_tokens for pool in self.candidate.pools)
+        seats = sum(pool.max_num_seqs for pool in self.candidate.pools)
+        return (-self.sign * self.best, self.candidate.gpus_per_instance, -self.bound_rps, budget, seats)
 
 
 class Entry:
@@ -60,7 +75,7 @@ class Entry:
         bound = self.workshop.capacity(settled, deployment)
         row = Trial(settled, "pruned", "", deployment.memory.num_blocks, bound.rps, bound.by)
         stream = self.workshop.stream(settled)
-        entrant = Entrant(row, deployment, self.question.facts(settled, stream), 0.0)
+        entrant = Entrant(row, deployment, self.question.facts(settled, stream), 0.0, self.question.objective.sign)
         if self.question.objective.name == "e2el":
             entrant.e2el_s = least_e2el_s(deployment, stream, SAMPLED_CORES)
         self._weigh(entrant)

@@ -65,6 +65,11 @@ class Question:
         return self.objective.searches_rate
 
     @property
+    def labels(self) -> tuple[str, ...]:
+        """Of its drafters, and '' for none; nothing where it has none."""
+        return ("", *(draft.choice.label for draft in self.drafts)) if self.drafts else ()
+
+    @property
     def profiles(self) -> dict[str, Hardware]:
         """Hardware by the name that the study gives."""
         return {entry.profile: its for entry, its in zip(self.study.hardware, self.hardware, strict=True)}

@@ -20,6 +20,20 @@ def praise(row: Trial, question: Question, value: float) -> str:
     return f"meets the SLO at {value:.4g} {objective.unit}"
 
 
+def no_better(question: Question, row: Trial, best: float, leader: Trial | None, value: float) -> str:
+    """Of a plan that was not simulated because of the best it could reach, beside the leader and its value."""
+    objective = question.objective
+    if not objective.searches_rate:
+        reached = "no plan met the SLO" if leader is None else f"{leader.candidate.name} comes to {value:.4g}"
+        return f"no better than {best:.4g} {objective.unit}; {reached}"
+    reached = "no plan met the SLO"
+    if leader is not None:
+        reached = (
+            f"{leader.candidate.name} reached {leader.rate_rps:.4g} requests/s on {leader.candidate.num_gpus} GPUs"
+        )
+    return f"cannot exceed {row.rate_bound_rps:.4g} requests/s ({row.bounded_by}); {reached}"
+
+
 def ranked(rows: list[Trial], best: Trial, question: Question, values: Mapping[int, float]) -> list[Trial]:
     """The chosen row first, then the others that meet the SLO, the best first, then the rest by their bound.
 
@@ -60,7 +74,7 @@ def why_none(question: Question, rows: list[Trial]) -> str:
     )
 
 
-def _nearness(row: Trial) -> tuple[float, float]:
+def _nearness(row: Trial) -> tuple[bool, float, float]:
     """How near a candidate that missed the SLO came to it."""
     attainment = None if row.summary is None else row.summary.slo_attainment
-    return attainment or 0.0, row.rate_bound_rps or 0.0
+    return row.summary is not None, attainment or 0.0, row.rate_bound_rps or 0.0

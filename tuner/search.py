@@ -22,14 +22,14 @@ from simtune.errors import Infeasible
 from simtune.parallel import Jobs, executor
 from simtune.sim.deployment import Deployment
 from simtune.sim.result import Result
-from simtune.tuner.climb import Climb, Finding, Simulation, violation
+from simtune.tuner.climb import LOWEST, Climb, Finding, Simulation, violation
 from simtune.tuner.entry import Entrant, Entry
 from simtune.tuner.evaluator import Evaluator, Keyed
 from simtune.tuner.journal import Ledger
 from simtune.tuner.knobs import tell_apart
 from simtune.tuner.objectives import RateObjective
 from simtune.tuner.question import Question
-from simtune.tuner.reasons import praise, ranked, why_none
+from simtune.tuner.reasons import no_better, praise, ranked, why_none
 from simtune.tuner.space import Candidate, space_of
 from simtune.tuner.trial import Trial, Tuned
 from simtune.tuner.workshop import Workshop
@@ -120,6 +120,7 @@ class BestFirst:
         self.rows: list[Trial] = []
         self.plans: list[Entrant] = []
         self.best: Entrant | None = None
+        self.confirmed: tuple[Deployment, Result] | None = None
         self.total = len(candidates)
         self._candidates = candidates
         self._open: list[_Open] = []
@@ -132,10 +133,11 @@ class BestFirst:
         """Decide all plans; whether an interrupt left some open."""
         try:
             self._enter()
-            while self._open and self._could_be_better(self._open[0].best):
-                self._decide(heapq.heappop(self._open))
-                self._report()
-            for label in self._labels():
+            self._decide_all()
+            while not self._confirm():
+                self._reopen()
+                self._decide_all()
+            for label in self.question.labels:
                 self._show(label)
         except KeyboardInterrupt:
             if self.best is None:
@@ -144,6 +146,20 @@ class BestFirst:
             return True
         self._close("")
         return False
+
+    def _decide_all(self) -> None:
+        """All of which the best might be better than the best so far."""
+        while self._open and self._could_be_better(self._open[0].best):
+            self._decide(heapq.heappop(self._open))
+            self._report()
+
+    def _reopen(self) -> None:
+        """When the best plan turns out to be less good: those that were only not better than it was."""
+        for plan in self.plans:
+            row = plan.row
+            if row.status == "infeasible" and row.best is not None and self._could_be_better(row.best):
+                plan.best, row.status, row.reason = row.best, "pruned", ""
+                self._push([plan], "all there is")
 
     def _enter(self) -> None:
         """Sort all candidates into kinds of plans that differ in limits alone, and those that need no more."""
@@ -163,16 +179,9 @@ class BestFirst:
         """Open a kind of plans, or a plan, by the best that is in it."""
         plans = [plan for plan in plans if not plan.row.reason]
         if plans:
-            first = min(plans, key=self._order)
+            first = min(plans, key=Entrant.order)
             self._pushed += 1
-            heapq.heappush(self._open, _Open(self._order(first), self._pushed, plans, first.best, known))
-
-    def _order(self, plan: Entrant) -> tuple[float, ...]:
-        candidate = plan.candidate
-        budget = sum(pool.max_num_batched_tokens for pool in candidate.pools)
-        seats = sum(pool.max_num_seqs for pool in candidate.pools)
-        better = -self.question.objective.sign * plan.best
-        return (better, candidate.gpus_per_instance, -plan.bound_rps, budget, seats)
+            heapq.heappush(self._open, _Open(first.order(), self._pushed, plans, first.best, known))
 
     def _decide(self, item: _Open) -> None:
         """Say more exactly what a kind of plans, or a plan, could reach; or else simulate it."""
@@ -194,11 +203,12 @@ class BestFirst:
         row, other = plan.row, same.plan.row
         row.status, row.summary, row.rate_rps, row.best = "infeasible", same.finding.summary, same.rate_rps, same.best
         row.same_as = other.candidate.name
+        plan.missed_rps = plan.missed_rps if same.rate_rps is None else same.rate_rps
         row.reason = f"does what {other.candidate.name} does: none of the limits that tell them apart is reached"
 
     def _judge(self, plan: Entrant, low: float | None) -> None:
         """Simulate a plan until it is known whether it is better than the best one, and by how much."""
-        climb = Climb(plan.bound_rps, self.step, low)
+        climb = Climb(plan.ceiling_rps, self.step, low)
         objective = self.question.objective
         if not objective.searches_rate:
             self._take(plan, None, self._simulated(plan, None))
@@ -208,11 +218,14 @@ class BestFirst:
             finding = self._simulated(plan, rate)
             climb = climb.after(rate, finding.met)
             if climb.missed_rps is not None:
+                plan.missed_rps = climb.missed_rps
                 plan.row.best = climb.missed_rps * objective.worth(plan.facts)
             if finding.met or climb.met_rps is None:
                 self._take(plan, rate, finding)
             else:
                 self._remember(plan, rate, finding)
+        if climb.met_rps is not None and plan.row.status == "infeasible":
+            plan.row.best = None  # it meets the SLO, and no limit of the study
 
     def _simulated(self, plan: Entrant, rate: float | None) -> Finding:
         """One simulation of a plan; by a worker, and perhaps before it was asked for, where there are some."""
@@ -232,7 +245,7 @@ class BestFirst:
                 return
             (plan,) = item.plans
             low = self._low(plan)
-            rate = Climb(plan.bound_rps, self.step, low).rate_rps if self.question.searches_rate else None
+            rate = Climb(plan.ceiling_rps, self.step, low).rate_rps if self.question.searches_rate else None
             if self._same(plan, low) is None:
                 yield (plan.candidate.name, rate), self._task(plan, rate)
 
@@ -296,16 +309,12 @@ class BestFirst:
 
     # --- what is shown although it cannot win -------------------------------------------------------------
 
-    def _labels(self) -> list[str]:
-        """Drafters, and none, where the study has some: what each gains is to be seen."""
-        return ["", *(draft.choice.label for draft in self.question.drafts)] if self.question.drafts else []
-
     def _show(self, label: str) -> None:
         """Judge the most promising plan with a drafter for itself, unless one is known to meet the SLO."""
         those = [plan for plan in self.plans if plan.candidate.drafter == label]
         if not those or any(plan.row.status == "feasible" for plan in those):
             return
-        best, plan = self.best, min(those, key=self._order)
+        best, plan = self.best, min(those, key=Entrant.order)
         self._judge(plan, None)
         self.best = best or self.best
 
@@ -313,26 +322,12 @@ class BestFirst:
 
     def _close(self, why: str) -> None:
         """Say of all plans that are still open why they were not simulated."""
+        leader, value = (None, 0.0) if self.best is None else (self.best.row, self.value(self.best))
         for item in self._open:
             for plan in item.plans:
                 if not plan.row.reason and plan.row.status == "pruned":
-                    plan.row.reason = f"{why}cannot exceed {self._in_words(plan)}; {self._leader()}"
+                    plan.row.reason = why + no_better(self.question, plan.row, plan.best, leader, value)
         self._open.clear()
-
-    def _in_words(self, plan: Entrant) -> str:
-        objective = self.question.objective
-        if objective.searches_rate:
-            return f"{plan.bound_rps:.4g} requests/s ({plan.row.bounded_by})"
-        return f"{plan.best:.4g} {objective.unit}"
-
-    def _leader(self) -> str:
-        best = self.best
-        if best is None:
-            return "no plan met the SLO"
-        if self.question.searches_rate:
-            gpus = best.candidate.num_gpus
-            return f"{best.candidate.name} reached {best.row.rate_rps:.4g} requests/s on {gpus} GPUs"
-        return f"{best.candidate.name} comes to {self.value(best):.4g}"
 
     def _report(self) -> None:
         if self.progress is None:
@@ -360,9 +355,13 @@ class BestFirst:
 
     def answer(self, interrupted: bool) -> Tuned:
         """The best plan, confirmed on all its cores. Raises Infeasible where none meets the SLO."""
-        deployment, result = self._confirmed()
+        while self.confirmed is None and not self._confirm():
+            pass
         best = self.best
-        assert best is not None
+        if best is None or self.confirmed is None:
+            self._look_at_nearest()
+            raise Infeasible(why_none(self.question, self.rows))
+        deployment, result = self.confirmed
         value = self.value(best)
         bound = self._bound(value)
         assert bound is not None
@@ -373,27 +372,39 @@ class BestFirst:
     def _feasible(self) -> list[Entrant]:
         return [plan for plan in self.plans if plan.row.status == "feasible"]
 
-    def _confirmed(self) -> tuple[Deployment, Result]:
-        """Simulate all cores of the best plan, not some of them; if that misses the SLO, take its verdict back.
+    def _confirm(self) -> bool:
+        """Simulate all cores of the best plan, not some of them; whether it meets the SLO, or none is left.
 
-        A rate is taken back by one step of the tolerance, a verdict at a given load altogether; then the best is
-        chosen anew.
+        Else its verdict is taken back, a rate by one step of the tolerance, a verdict at a given load altogether, and
+        the best of all is another one, or this one with less.
         """
-        question, objective = self.question, self.question.objective
-        while feasible := self._feasible():
-            best = min(feasible, key=lambda plan: (-objective.sign * self.value(plan), self._order(plan)))
-            row = best.row
-            rate = row.rate_rps if objective.searches_rate else None
-            deployment = question.deploy(best.candidate, self.workshop.max_model_len)
-            result = deployment.simulate(question.stream(best.candidate, rate), question.study.slo, record=True)
-            row.simulations += 1
-            if result.meets_slo:
-                row.take(result.summary(), rate)
-                self.best = best
-                return deployment, result
-            if objective.searches_rate and row.rate_rps is not None:
-                row.rate_rps /= self.step
-            else:
-                row.take(result.summary(), rate)
-                row.status, row.reason, row.best = "infeasible", violation(result), None
-        raise Infeasible(why_none(question, self.rows))
+        question, objective, feasible = self.question, self.question.objective, self._feasible()
+        if not feasible:
+            self.best = None
+            return True
+        best = min(feasible, key=lambda plan: (-objective.sign * self.value(plan), plan.order()))
+        row, rate = best.row, best.row.rate_rps if objective.searches_rate else None
+        deployment = question.deploy(best.candidate, self.workshop.max_model_len)
+        result = deployment.simulate(question.stream(best.candidate, rate), question.study.slo, record=True)
+        row.simulations += 1
+        if result.meets_slo:
+            row.take(result.summary(), rate)
+            self.best, self.confirmed = best, (deployment, result)
+            return True
+        if isinstance(objective, RateObjective) and row.rate_rps is not None:
+            best.missed_rps, row.best = row.rate_rps, row.rate_rps * objective.worth(best.facts)
+            row.rate_rps /= self.step
+        else:
+            row.take(result.summary(), rate)
+            row.status, row.reason, row.best = "infeasible", violation(result), None
+        self.best = max(self._feasible(), key=lambda plan: objective.sign * self.value(plan), default=None)
+        return False
+
+    def _look_at_nearest(self) -> None:
+        """Where bounds alone say that no plan meets the SLO, simulate one, to say by how much it is missed: that with
+        the most GPUs for a request, at a rate at which hardly anybody else is there."""
+        if self.plans and all(row.summary is None for row in self.rows):
+            plan = max(self.plans, key=lambda plan: (plan.candidate.gpus_per_instance, -plan.best))
+            sustained = self.workshop.capacity(plan.candidate, plan.deployment).rps
+            rate = sustained * LOWEST if self.question.searches_rate else None
+            self._take(plan, rate, self._simulated(plan, rate))

@@ -133,7 +133,7 @@ def test_an_slo_that_no_plan_can_meet_names_the_nearest_plan_and_the_limit_it_mi
 
 def test_no_shape_fits_the_devices(desk: Any) -> None:
     message = desk.refused(desk.optimize, "--set", "search.tp=[4]", code=3)
-    assert message.startswith("tiny: no tp x pp of the search space fits 2 devices; allow more devices")
+    assert message.startswith("tiny: no tp x pp of the search space fits 2 h100-sxm devices; allow more devices")
 
 
 def test_hardware_without_the_operator_a_model_needs(desk: Any) -> None:
