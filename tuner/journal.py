@@ -44,7 +44,7 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-class Journal(Generic[R]):
+class SearchJournal(Generic[R]):
     """A `Ledger` in a file. Results are of a dataclass or a pydantic model, `kind`.
 
     What goes to another process is the name of the file, which is read again there.

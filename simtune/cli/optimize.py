@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from simtune.sim.summary import CostBasis
     from simtune.tuner.climb import Finding
     from simtune.tuner.confidence import Confidence
-    from simtune.tuner.journal import Journal
+    from simtune.tuner.journal import SearchJournal
     from simtune.tuner.question import Question
     from simtune.tuner.search import Course
     from simtune.tuner.trial import Trial, Tuned
@@ -172,13 +172,13 @@ def _sure(tuned: Tuned, worlds: int | None, level: float | None, jobs: Jobs) -> 
     return tuned, sure
 
 
-def _journal(question: Question, path: Path, resume: bool) -> Journal[Finding]:
+def _journal(question: Question, path: Path, resume: bool) -> SearchJournal[Finding]:
     """What is simulated, kept as it comes; of an earlier search, to go on with it."""
     from simtune.tuner.certificate import inputs_hash
     from simtune.tuner.climb import Finding
-    from simtune.tuner.journal import Journal
+    from simtune.tuner.journal import SearchJournal
 
-    return (Journal if resume and path.exists() else Journal.begin)(path, inputs_hash(question), Finding)
+    return (SearchJournal if resume and path.exists() else SearchJournal.begin)(path, inputs_hash(question), Finding)
 
 
 def _check_drafts(question: Question) -> None:

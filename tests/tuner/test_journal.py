@@ -14,7 +14,7 @@ import pytest
 from simtune.errors import UsageError
 from simtune.sim.summary import SimulationSummary
 from simtune.specs.plan import Batching, Plan, Pool
-from simtune.tuner.journal import Journal, key_of
+from simtune.tuner.journal import SearchJournal, key_of
 from simtune.tuner.search import Finding
 from tests.tuner.test_bounds import COSTS, deployed, poisson, pool
 
@@ -45,11 +45,11 @@ def a_finding(seed: int = 0) -> Finding:
 
 def test_what_is_kept_is_there_in_another_process(tmp_path: Path) -> None:
     path, kept = tmp_path / "run" / "journal.jsonl", [a_finding(seed) for seed in range(3)]
-    with Journal.begin(path, "inputs", Finding) as journal:
+    with SearchJournal.begin(path, "inputs", Finding) as journal:
         assert not path.exists()
         for i, finding in enumerate(kept):
             journal.keep(f"key{i}", finding)
-    later = Journal(path, "inputs", Finding)
+    later = SearchJournal(path, "inputs", Finding)
     assert [later.look(f"key{i}") for i in range(3)] == kept
     assert later.look("key3") is None
     sent = pickle.loads(pickle.dumps(later))
@@ -61,26 +61,26 @@ def test_what_is_kept_is_there_in_another_process(tmp_path: Path) -> None:
 
 def test_a_line_that_is_not_whole_is_as_if_it_were_not_there(tmp_path: Path) -> None:
     path, finding = tmp_path / "journal.jsonl", a_finding()
-    with Journal.begin(path, "inputs", Finding) as journal:
+    with SearchJournal.begin(path, "inputs", Finding) as journal:
         for key in ("one", "two", "three"):
             journal.keep(key, finding)
     whole = path.read_bytes()
     for cut in (1, 40, 700):
         path.write_bytes(whole[:-cut])
-        with Journal(path, "inputs", Finding) as journal:
+        with SearchJournal(path, "inputs", Finding) as journal:
             assert [journal.look(key) is not None for key in ("one", "two", "three")] == [True, True, cut == 1]
             journal.keep("four", finding)
-        assert Journal(path, "inputs", Finding).look("four") == finding
+        assert SearchJournal(path, "inputs", Finding).look("four") == finding
     path.write_bytes(whole.replace(b'"preemptions": 0', b'"preemptions": 1', 1))
-    assert Journal(path, "inputs", Finding).look("one") is None, "a result that was changed is none"
+    assert SearchJournal(path, "inputs", Finding).look("one") is None, "a result that was changed is none"
 
 
 def test_results_of_other_inputs_are_not_taken(tmp_path: Path) -> None:
-    with Journal.begin(tmp_path / "journal.jsonl", "inputs", Finding) as journal:
+    with SearchJournal.begin(tmp_path / "journal.jsonl", "inputs", Finding) as journal:
         journal.keep("key", a_finding())
     with pytest.raises(UsageError, match=r"holds results of another study.*--force"):
-        Journal(tmp_path / "journal.jsonl", "others", Finding)
-    assert len(Journal.begin(tmp_path / "journal.jsonl", "others", Finding)) == 0
+        SearchJournal(tmp_path / "journal.jsonl", "others", Finding)
+    assert len(SearchJournal.begin(tmp_path / "journal.jsonl", "others", Finding)) == 0
 
 
 def test_keys_tell_plans_and_rates_apart() -> None:
