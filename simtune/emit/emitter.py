@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
 from simtune.errors import UsageError, suggest
@@ -44,6 +44,8 @@ class Emitter(ABC):
     takes: ClassVar[str]
     """Which schemes those are, in words that end a refusal."""
     no_drafter: ClassVar[str] = "{title} {version} has no {drafter} drafter"
+    knows: ClassVar[frozenset[str]] = frozenset()
+    """Settings of a pool that not every engine has, and this one has."""
     policies: ClassVar[Mapping[str, str]] = {}
     """The engine's words for the batching policies that it has."""
 
@@ -57,6 +59,22 @@ class Emitter(ABC):
         """All that the engine is started with, of a plan that it schedules. `draft_models` are those that draft, by the
         names the plan gives. Raises UsageError, with every reason, where the engine would refuse the plan."""
         raise UsageError(f"{self.title} is told of drafts alone")
+
+    def unsaid(self, pool: Pool) -> Iterator[str]:
+        """What the plan sets of a pool and the engine cannot be told, key by key, with what it does instead."""
+        batching, cache = pool.batching, pool.kv_cache
+        if cache.watermark and "watermark" not in self.knows:
+            yield f"kv_cache.watermark: {cache.watermark:g} of the blocks stay free in the plan, and not here"
+        if batching.long_prefill_token_threshold is not None and "long_prefill_token_threshold" not in self.knows:
+            yield "batching.long_prefill_token_threshold: a long prompt may take a whole step here"
+        if batching.scheduler_reserve_full_isl is not None and "scheduler_reserve_full_isl" not in self.knows:
+            yield "batching.scheduler_reserve_full_isl: the engine admits by a rule of its own"
+        if batching.safety_margin is not None:
+            yield "batching.safety_margin: the engine admits by a rule of its own"
+        if pool.kv_cache.other_memory_gib is not None:
+            yield "kv_cache.other_memory_gib: the engine measures what else takes memory"
+        if pool.host is not None:
+            yield "host: its times are the engine's own"
 
     def speculation(self, speculation: Speculation, draft: Model | None = None) -> Settings:
         """Its settings of speculation. `draft` is the model that a draft model names.
@@ -122,3 +140,8 @@ def _of_class(table: Mapping[type, T], value: object) -> T | None:
 def loaded(key: str, checkpoint: str | None) -> Settings:
     """The setting that names what is loaded, if anything is."""
     return {} if checkpoint is None else {key: checkpoint}
+
+
+def with_unsaid(comment: str, unsaid: Iterable[str]) -> str:
+    """A file's comment that names what of the plan does not stand in the file."""
+    return "\n".join([comment, *(f"Not said here: {what}." for what in unsaid)])

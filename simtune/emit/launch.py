@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from typing import NamedTuple
 
 from simtune.specs.model import Model
@@ -22,6 +23,8 @@ class Server(NamedTuple):
     """Shell text that sets what the command counts its ports from."""
     apart: tuple[str, ...] = ()
     """What to know of prefill and decode instances apart."""
+    apart_options: str = ""
+    """Shell text that follows the command where prefill and decode instances are apart."""
     multi_node: str = "see its page on multi-node serving"
 
     def settings_file(self, pool: Pool) -> str:
@@ -29,20 +32,68 @@ class Server(NamedTuple):
         return f"{self.name}-{pool.name}.yaml"
 
 
-def _nodes(plan: Plan, devices_per_node: int, server: Server) -> list[list[str]]:
-    """The `start` lines of each node: instances in plan order, none of them across two nodes."""
-    nodes: list[list[str]] = [[]]
-    device = 0
+class Endpoint(NamedTuple):
+    """Where an instance of a pool listens, as the script starts it."""
+
+    pool: Pool
+    node: int
+    number: int
+    """On its node: what is counted from PORT."""
+    first_device: int
+
+    @property
+    def host(self) -> str:
+        """A shell variable for the host of the node: hosts are not in a plan."""
+        return f"HOST{self.node}"
+
+
+def endpoints(plan: Plan, devices_per_node: int) -> list[Endpoint]:
+    """Of all instances in plan order, none of them across two nodes."""
+    placed: list[Endpoint] = []
+    node = device = number = 0
     for pool in plan.pools:
         need = pool.parallelism.devices
         for _ in range(pool.instances):
             if device + need > devices_per_node:
-                nodes.append([])
-                device = 0
-            visible = ",".join(str(d) for d in range(device, device + need))
-            nodes[-1].append(f"start {server.settings_file(pool)} {visible} {len(nodes[-1])}")
-            device += need
+                node, device, number = node + 1, 0, 0
+            placed.append(Endpoint(pool, node, number, device))
+            device, number = device + need, number + 1
+    return placed
+
+
+def _nodes(plan: Plan, devices_per_node: int, server: Server) -> list[list[str]]:
+    """The `start` lines of each node."""
+    placed = endpoints(plan, devices_per_node)
+    nodes: list[list[str]] = [[] for _ in range(placed[-1].node + 1)]
+    for pool, node, number, device in placed:
+        visible = ",".join(str(d) for d in range(device, device + pool.parallelism.devices))
+        nodes[node].append(f"start {server.settings_file(pool)} {visible} {number}")
     return nodes
+
+
+def router_script(plan: Plan, devices_per_node: int, written: str, command: Callable[[list[Endpoint]], str]) -> str:
+    """The script that starts the router before prefill and decode instances.
+
+    `command` makes shell text of the endpoints, in which $HOST0, $HOST1, ... are the nodes, $PORT is the port of the
+    first instance on each, and $ROUTER_PORT the router's own.
+    """
+    placed = endpoints(plan, devices_per_node)
+    hosts = sorted({endpoint.node for endpoint in placed})
+    lines = [
+        "#!/bin/sh",
+        f"# Starts the router of plan {plan.name}, before the instances of launch.sh. {written}",
+        "# PORT         as for launch.sh: port of the first instance on each node, 8000 unless given",
+        "# ROUTER_PORT  where it listens, 9000 unless given",
+        *(f"# HOST{node}        the host of node {node}" for node in hosts),
+        "set -eu",
+        'PORT="${PORT:-8000}"',
+        'ROUTER_PORT="${ROUTER_PORT:-9000}"',
+    ]
+    if len(hosts) == 1:
+        lines.append('HOST0="${HOST0:-127.0.0.1}"')
+    else:
+        lines += [f': "${{HOST{node}:?set HOST{node} to the host of node {node}}}"' for node in hosts]
+    return "\n".join([*lines, f"exec {command(placed)}", ""])
 
 
 _FUNCTIONS = """
@@ -91,7 +142,8 @@ def launch_script(plan: Plan, model: Model, devices_per_node: int, written: str,
         lines.append(f': "${{MODEL:?set MODEL to what {server.title} should load as {model.name}}}"')
     else:
         lines.append(f'[ -n "${{MODEL:-}}" ] || MODEL={shlex.quote(model.hf)}')
-    lines.append(_FUNCTIONS.format(ports=server.ports, command=server.command))
+    command = server.command if plan.pools[0].role == "mixed" else server.command + server.apart_options
+    lines.append(_FUNCTIONS.format(ports=server.ports, command=command))
     if len(nodes) == 1:
         lines += nodes[0]
     else:

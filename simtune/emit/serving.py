@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from simtune.emit.emitter import Emitter, Files, Settings
+from simtune.emit.emitter import Emitter, Files, Settings, with_unsaid
 from simtune.emit.launch import Server, launch_script
 from simtune.errors import UsageError
 from simtune.specs import yamlfile
@@ -43,10 +43,16 @@ class ServingEmitter(Emitter):
             settings = {**self.serving(pool, model), **self.drafting(pool, drafts)}
             given = {name: value for name, value in settings.items() if value is not None}
             assert not (wrong := self.misnamed(given)), wrong
-            comment = f"Plan {plan.name}, pool {pool.name}. {written}"
+            comment = with_unsaid(f"Plan {plan.name}, pool {pool.name}. {written}", self.unsaid(pool))
             files[f"engine/{self.server.settings_file(pool)}"] = yamlfile.dump(given, comment)
         files["engine/launch.sh"] = launch_script(plan, model, devices_per_node, written, self.server)
+        if plan.pools[0].role != "mixed" and all(p.parallelism.devices <= devices_per_node for p in plan.pools):
+            files |= self.router_files(plan, devices_per_node, written)
         return files
+
+    @abstractmethod
+    def router_files(self, plan: Plan, devices_per_node: int, written: str) -> Files:
+        """What sends prompts to prefill instances, and what comes of them to decode instances."""
 
     @abstractmethod
     def serving(self, pool: Pool, model: Model) -> Settings:
@@ -62,8 +68,6 @@ class ServingEmitter(Emitter):
         """What the engine would not start with, or is not told here."""
         if pool.batching.policy not in self.policies:
             yield f"batching.policy: {self.title} has no {pool.batching.policy}; it has {', '.join(self.policies)}"
-        if pool.role != "mixed":
-            yield f"role: {pool.role} pools are written for vLLM only; {self.title} is told of mixed ones"
         if pool.kv_cache.preemption == "swap":
             yield f"kv_cache.preemption: {self.title} recomputes what it preempts; it is not told to swap"
         if self.kv_dtype(pool, model) is None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from simtune.emit.emitter import Settings, loaded
-from simtune.emit.launch import Server
+from simtune.emit.dynamo import deployment_file
+from simtune.emit.emitter import Files, Settings, loaded
+from simtune.emit.launch import Endpoint, Server, router_script
 from simtune.emit.serving import ServingEmitter, own_options
 from simtune.specs.drafters import BlockDrafter, Drafter, DraftModel, Eagle, Ngram
 from simtune.specs.model import Model
-from simtune.specs.plan import Pool
+from simtune.specs.plan import Plan, Pool
 from simtune.specs.schemes import Chain, DynamicTree, Scheme
 from simtune.specs.speculation import Speculation
 
@@ -58,6 +59,17 @@ def _ngram(drafter: Ngram, checkpoint: str | None) -> Settings:
     }
 
 
+def _router(placed: list[Endpoint]) -> str:
+    """Its command with the address of every instance, and the bootstrap port of those that prefill."""
+    lines = ["python -m sglang_router.launch_router --pd-disaggregation"]
+    for endpoint in placed:
+        pool, number = endpoint.pool, endpoint.number
+        address = f'"http://${endpoint.host}:$((PORT + {number}))"'
+        bootstrap = f' "$((${{BOOTSTRAP_PORT:-8998}} + {number}))"' if pool.role == "prefill" else ""
+        lines.append(f"    --{pool.role} {address}{bootstrap}")
+    return " \\\n".join([*lines, '    --host 127.0.0.1 --port "$ROUTER_PORT"'])
+
+
 class Sglang(ServingEmitter):
     """Options of `python -m sglang.launch_server`, which reads them from a file by `--config`."""
 
@@ -87,6 +99,9 @@ class Sglang(ServingEmitter):
         title="SGLang",
         command="""CUDA_VISIBLE_DEVICES="$2" python -m sglang.launch_server --model-path "$MODEL" \\
         --config "$here/$1" --port "$((PORT + $3))\"""",
+        ports='BOOTSTRAP_PORT="${BOOTSTRAP_PORT:-8998}"\n',
+        apart=("router.sh starts SGLang's own, which brings prefill and decode instances together.",),
+        apart_options=' --disaggregation-bootstrap-port "$((BOOTSTRAP_PORT + $3))"',
     )
     serving_options: ClassVar[Mapping[str, type]] = {
         "tp-size": int,
@@ -107,6 +122,8 @@ class Sglang(ServingEmitter):
         "disable-radix-cache": bool,
         "disable-overlap-schedule": bool,
         "disable-cuda-graph": bool,
+        "disaggregation-mode": str,
+        "disaggregation-transfer-backend": str,
     }
     kv_dtypes: ClassVar[Mapping[str, str]] = {"fp8": "fp8_e4m3", "bf16": "bf16"}
     takes = "it drafts one chain or one EAGLE-2 tree for all loads: Schedule.dynamic_tree()"
@@ -134,7 +151,27 @@ class Sglang(ServingEmitter):
             "disable-radix-cache": not cache.prefix_caching or None,
             "disable-overlap-schedule": not pool.async_scheduling or None,
             "disable-cuda-graph": not pool.cuda_graphs or None,
+            "disaggregation-mode": None if pool.role == "mixed" else pool.role,
+            "disaggregation-transfer-backend": None if pool.role == "mixed" else "nixl",
         }
+
+    def files(
+        self, plan: Plan, model: Model, devices_per_node: int = 8, draft_models: Mapping[str, Model] | None = None
+    ) -> Files:
+        """See `ServingEmitter.files`; and a deployment by NVIDIA Dynamo."""
+        drafts = draft_models or {}
+        files = super().files(plan, model, devices_per_node, draft_models)
+        return files | deployment_file(
+            plan,
+            model,
+            f"Written by simtune with the option names of {self.title} {self.version}.",
+            ("dynamo.sglang", "--model-path"),
+            lambda pool: {**self.serving(pool, model), **self.drafting(pool, drafts)},
+        )
+
+    def router_files(self, plan: Plan, devices_per_node: int, written: str) -> Files:
+        """`engine/router.sh`, which starts its router (docs.sglang.ai, PD disaggregation)."""
+        return {"engine/router.sh": router_script(plan, devices_per_node, written, _router)}
 
     def speculation(self, speculation: Speculation, draft: Model | None = None) -> Settings:
         """See `Emitter.speculation`; a lookup is told nothing of steps."""

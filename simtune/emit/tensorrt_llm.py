@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from simtune.emit.emitter import Files, Settings, loaded
-from simtune.emit.launch import Server
+from simtune.emit.launch import Server, endpoints
 from simtune.emit.serving import ServingEmitter, own_options
+from simtune.specs import yamlfile
 from simtune.specs.drafters import Drafter, DraftModel, Eagle, Ngram
 from simtune.specs.model import Model
-from simtune.specs.plan import Pool
+from simtune.specs.plan import Plan, Pool
 from simtune.specs.schemes import Chain, DynamicTree, Scheme
 
 
@@ -67,6 +68,10 @@ class TensorrtLlm(ServingEmitter):
         title="TensorRT-LLM",
         command="""CUDA_VISIBLE_DEVICES="$2" trtllm-serve "$MODEL" \\
         --extra_llm_api_options "$here/$1" --port "$((PORT + $3))\"""",
+        apart=(
+            "trtllm-serve disaggregated -c tensorrt-llm-disaggregated.yaml starts TensorRT-LLM's own, once the",
+            "instances are up.",
+        ),
     )
     serving_options: ClassVar[Mapping[str, type]] = {
         "tensor_parallel_size": int,
@@ -82,6 +87,7 @@ class TensorrtLlm(ServingEmitter):
         "scheduler_config": dict,
         "cuda_graph_config": dict,
         "speculative_config": dict,
+        "cache_transceiver_config": dict,
     }
     kv_dtypes: ClassVar[Mapping[str, str]] = {"fp8": "fp8", "bf16": "bfloat16"}
     takes = "it drafts one chain or one EAGLE-2 tree: Schedule.dynamic_tree()"
@@ -104,7 +110,7 @@ class TensorrtLlm(ServingEmitter):
             "max_num_tokens": batching.max_num_batched_tokens,
             "max_seq_len": pool.max_model_len,
             "enable_chunked_prefill": batching.chunked_prefill,
-            "disable_overlap_scheduler": not pool.async_scheduling,
+            "disable_overlap_scheduler": not pool.async_scheduling or pool.role == "prefill",
             "kv_cache_config": {
                 "free_gpu_memory_fraction": cache.memory_utilization,
                 "tokens_per_block": cache.block_size,
@@ -117,7 +123,33 @@ class TensorrtLlm(ServingEmitter):
                 **({} if chunking is None else {"context_chunking_policy": chunking}),
             },
             "cuda_graph_config": graphs if pool.cuda_graphs else None,
+            "cache_transceiver_config": None if pool.role == "mixed" else {"backend": "DEFAULT"},
         }
+
+    def unsaid(self, pool: Pool) -> Iterator[str]:
+        """Its context servers do not schedule ahead (examples/disaggregated of its sources)."""
+        yield from super().unsaid(pool)
+        if pool.role == "prefill" and pool.async_scheduling:
+            yield "async_scheduling: instances that prefill schedule step by step, so prompts take the host's time too"
+
+    def router_files(self, plan: Plan, devices_per_node: int, written: str) -> Files:
+        """The file of `trtllm-serve disaggregated`: which servers prefill (context) and which decode (generation)."""
+        placed = endpoints(plan, devices_per_node)
+        several = placed[-1].node > 0
+        servers = {
+            f"{word}_servers": {
+                "num_instances": sum(e.pool.role == role for e in placed),
+                "urls": [
+                    f"{e.host if several else 'localhost'}:{8000 + e.number}" for e in placed if e.pool.role == role
+                ],
+            }
+            for role, word in (("prefill", "context"), ("decode", "generation"))
+        }
+        comment = f"Plan {plan.name}. {written}\nPorts are those of launch.sh with PORT=8000."
+        if several:
+            comment += "\nHOST0, HOST1, ... stand for the hosts of the nodes: put their names in."
+        text = yamlfile.dump({"hostname": "localhost", "port": 9000, **servers}, comment)
+        return {"engine/tensorrt-llm-disaggregated.yaml": text}
 
     def drafting(self, pool: Pool, draft_models: Mapping[str, Model]) -> Settings:
         """Under a key of their own."""

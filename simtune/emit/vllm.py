@@ -6,8 +6,9 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
-from simtune.emit.emitter import Emitter, Files, Settings, loaded
-from simtune.emit.launch import Server, launch_script
+from simtune.emit.dynamo import deployment_file
+from simtune.emit.emitter import Emitter, Files, Settings, loaded, with_unsaid
+from simtune.emit.launch import Endpoint, Server, launch_script, router_script
 from simtune.errors import UsageError, suggest
 from simtune.specs import yamlfile
 from simtune.specs.drafters import BlockDrafter, Drafter, DraftModel, Eagle, Medusa, Ngram, Suffix
@@ -59,9 +60,22 @@ SERVER = Server(
     ports='NIXL_PORT="${NIXL_PORT:-5600}"\n',
     apart=(
         "It must send a prompt to a prefill instance first, and then, with the kv_transfer_params of its answer, to a",
-        "decode instance, as the proxy of vLLM's NIXL example does.",
+        "decode instance, as the proxy of vLLM's NIXL example does: router.sh starts that.",
     ),
 )
+
+
+def _proxy(placed: list[Endpoint]) -> str:
+    """The proxy of vLLM's NIXL example, which deals prompts and answers out in turn."""
+    proxy = "tests/v1/kv_connector/nixl_integration/toy_proxy_server.py"
+    lines = [f'python "${{VLLM_PROXY:?set VLLM_PROXY to {proxy} of the sources of vLLM}}"']
+    for role, word in (("prefill", "prefiller"), ("decode", "decoder")):
+        own = [endpoint for endpoint in placed if endpoint.pool.role == role]
+        hosts = " ".join(f'"${endpoint.host}"' for endpoint in own)
+        ports = " ".join(f'"$((PORT + {endpoint.number}))"' for endpoint in own)
+        lines += [f"    --{word}-hosts {hosts}", f"    --{word}-ports {ports}"]
+    return " \\\n".join([*lines, '    --host 127.0.0.1 --port "$ROUTER_PORT"'])
+
 
 # --- drafts -----------------------------------------------------------------------------------------------
 
@@ -120,6 +134,7 @@ class Vllm(Emitter):
         BlockDrafter: _method,
     }
     takes = "it drafts chains, of one length or by batch size: Schedule.by_batch()"
+    knows = frozenset({"watermark", "long_prefill_token_threshold", "scheduler_reserve_full_isl"})
     policies: ClassVar[Mapping[str, str]] = {"vllm-fcfs": "fcfs", "vllm-priority": "priority"}
 
     def problems(self, settings: Settings) -> list[str]:
@@ -153,6 +168,11 @@ class Vllm(Emitter):
             raise UsageError("\n".join(problems))
         files = {f"engine/{SERVER.settings_file(p)}": self._settings_text(plan, p, model, drafts) for p in plan.pools}
         files["engine/launch.sh"] = launch_script(plan, model, devices_per_node, _WRITTEN, SERVER)
+        if plan.pools[0].role != "mixed" and all(p.parallelism.devices <= devices_per_node for p in plan.pools):
+            files["engine/router.sh"] = router_script(plan, devices_per_node, _WRITTEN, _proxy)
+        files |= deployment_file(
+            plan, model, _WRITTEN, ("dynamo.vllm", "--model"), lambda p: self._settings(p, model, drafts)
+        )
         return files
 
     def _speculative_config(self, pool: Pool, drafts: Mapping[str, Model]) -> str | None:
@@ -181,7 +201,7 @@ class Vllm(Emitter):
         if pool.async_scheduling and not pool.schedules_async:
             assert pool.speculation is not None
             comment += f"\nvLLM cannot schedule asynchronously with {pool.speculation.drafter.kind} drafts."
-        return yamlfile.dump(self._settings(pool, model, drafts), comment)
+        return yamlfile.dump(self._settings(pool, model, drafts), with_unsaid(comment, self.unsaid(pool)))
 
     def _settings(self, pool: Pool, model: Model, drafts: Mapping[str, Model]) -> dict[str, int | float | str | bool]:
         settings: dict[str, int | float | str | bool | None] = {

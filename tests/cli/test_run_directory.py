@@ -24,8 +24,8 @@ from simtune.specs.plan import Plan
 from simtune.tuner import search
 
 FILES = {
-    "plan.yaml", "engine/launch.sh", "engine/vllm-mixed.yaml", "summary.json", "candidates.csv", "requests.csv",
-    "trace.json.gz", "report.html", "manifest.json", "certificate.json",
+    "plan.yaml", "engine/launch.sh", "engine/vllm-mixed.yaml", "engine/dynamo.yaml", "summary.json", "candidates.csv",
+    "requests.csv", "trace.json.gz", "report.html", "manifest.json", "certificate.json",
 }  # fmt: skip
 
 Call = Callable[..., Any]

@@ -33,7 +33,8 @@ def plan_of(folder: Path, engine: str, **pool: Any) -> Plan:
 
 def written(plan: Plan, engine: str) -> dict[str, Any]:
     files = engine_files(plan, MODEL, 8, {})
-    assert set(files) == {f"engine/{engine}-mixed.yaml", "engine/launch.sh"}
+    dynamo = {"engine/dynamo.yaml"} if engine == "sglang" else set()
+    assert set(files) == {f"engine/{engine}-mixed.yaml", "engine/launch.sh"} | dynamo
     checked = subprocess.run(["sh", "-n"], input=files["engine/launch.sh"], text=True, capture_output=True)
     assert checked.returncode == 0, checked.stderr
     settings: dict[str, Any] = yaml.safe_load(files[f"engine/{engine}-mixed.yaml"])

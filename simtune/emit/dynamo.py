@@ -1,0 +1,108 @@
+"""A plan as NVIDIA Dynamo deploys it: a DynamoGraphDeployment with a frontend, and a service of workers for each pool.
+
+Names are those of `nvidia.com/v1alpha1` as Dynamo 1.6.1 documents it (docs.nvidia.com/dynamo, kubernetes templates and
+disaggregated serving): `spec.services.<Name>` with `componentType`, `subComponentType`, `replicas`, `extraPodSpec`; its
+workers take `--disaggregation-mode agg|prefill|decode` and pass the options of their engine through. They are checked
+against that page alone: its types need a runtime that comes with a GPU image.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from simtune.emit.emitter import Files, with_unsaid
+from simtune.specs import yamlfile
+from simtune.specs.model import Model
+from simtune.specs.plan import Plan, Pool
+
+DYNAMO_VERSION = "1.6.1"
+ROUTER_MODES = {"round_robin": "round-robin", "prefix_aware": "kv"}
+"""Dynamo's words for the routers that it has too."""
+_DEFAULT_MODE = "round-robin"
+_ROLES = {"mixed": "agg", "prefill": "prefill", "decode": "decode"}
+_OWN = ("disaggregation-mode",)
+"""Options of an engine that Dynamo's worker has of its own."""
+
+
+def deployment_file(
+    plan: Plan, model: Model, written: str, worker: tuple[str, str], settings: Callable[[Pool], Mapping[str, Any]]
+) -> Files:
+    """`engine/dynamo.yaml`, with workers (their module, their option for the model) that are given an engine's own
+    `settings` of each pool; `written` says by whose names.
+
+    The image is left to be put in: a plan names none. What a deployment does not say stands at its top.
+    """
+    router = ROUTER_MODES.get(plan.router.kind, _DEFAULT_MODE)
+    checkpoint = model.hf or model.name
+    module, model_option = worker
+    services: dict[str, Any] = {
+        "Frontend": {
+            "componentType": "frontend",
+            "replicas": 1,
+            "extraPodSpec": _container(["python3", "-m", "dynamo.frontend"], ["--router-mode", router]),
+        }
+    }
+    for pool in plan.pools:
+        arguments = [model_option, checkpoint, "--disaggregation-mode", _ROLES[pool.role], *_options(settings(pool))]
+        services[service_name(pool)] = {
+            "componentType": "worker",
+            **({} if pool.role == "mixed" else {"subComponentType": pool.role}),
+            "replicas": pool.instances,
+            "resources": {"limits": {"gpu": str(pool.devices)}},
+            "extraPodSpec": _container(["python3", "-m", module], arguments),
+        }
+    manifest = {
+        "apiVersion": "nvidia.com/v1alpha1",
+        "kind": "DynamoGraphDeployment",
+        "metadata": {"name": kubernetes_name(plan.name)},
+        "spec": {"services": services},
+    }
+    comment = (
+        f"Plan {plan.name} for NVIDIA Dynamo {DYNAMO_VERSION}. {written}\n"
+        "Put the image of your Dynamo runtime in for IMAGE; then kubectl apply -f dynamo.yaml"
+    )
+    return {"engine/dynamo.yaml": yamlfile.dump(manifest, with_unsaid(comment, _unsaid(plan, model)))}
+
+
+def _unsaid(plan: Plan, model: Model) -> Iterator[str]:
+    """What of the plan Dynamo is not told, and what it does instead."""
+    if plan.router.kind not in ROUTER_MODES:
+        yield f"router: Dynamo has no {plan.router.kind}; requests are dealt out {_DEFAULT_MODE}"
+    elif plan.router.model_fields_set - {"kind"}:
+        yield "router: its options are Dynamo's own"
+    if plan.decode_router is not None:
+        yield "decode_router: Dynamo chooses the decode instance by its own rule"
+    if plan.link is not None and plan.link.model_fields_set:
+        yield "link: Dynamo sends KV caches by NIXL over what there is"
+    if plan.events:
+        yield "events: what happens to instances is not a setting"
+    if len({pool.hardware for pool in plan.pools}) > 1:
+        yield "hardware: give the pods of each pool a node selector for its GPUs"
+    if model.hf is None:
+        yield f"model: its spec names no `hf`; put what the workers load in for {model.name}"
+
+
+def service_name(pool: Pool) -> str:
+    """A pool's name as that of a service: words in capitals, letters and digits alone."""
+    return "".join(word[:1].upper() + word[1:] for word in re.split(r"[^A-Za-z0-9]+", pool.name)) + "Worker"
+
+
+def kubernetes_name(name: str) -> str:
+    """A name as Kubernetes takes it (RFC 1123): lower-case letters, digits and -, 63 of them at most."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower())[:63].strip("-") or "plan"
+
+
+def _options(settings: Mapping[str, Any]) -> Iterator[str]:
+    """An engine's settings as its long options; a true one is a flag."""
+    for option, value in settings.items():
+        if value is None or value is False or option in _OWN:
+            continue
+        yield f"--{option}"
+        if value is not True:
+            yield str(value)
+
+
+def _container(command: list[str], arguments: list[str]) -> dict[str, Any]:
+    return {"mainContainer": {"image": "IMAGE", "command": command, "args": arguments}}
