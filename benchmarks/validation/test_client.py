@@ -18,7 +18,7 @@ from benchmarks.results import Recorder
 from simtune.sim.requests import build_stream
 from simtune.specs.workload import ClosedLoop, FixedLength, Workload
 from simtune.validation.client import send
-from simtune.validation.exchange import Server
+from simtune.validation.exchange import ServerAddress
 from simtune.validation.prompts import Prompts
 
 pytestmark = pytest.mark.benchmark_only
@@ -46,7 +46,7 @@ def test_two_hundred_streams_at_once(record: Recorder) -> None:
         assert process.stdout is not None
         assert process.stdin is not None
         url = process.stdout.readline().strip()
-        runs = [send(Server(url), "fake", stream, Prompts(stream, 32000)) for _ in range(3)]
+        runs = [send(ServerAddress(url), "fake", stream, Prompts(stream, 32000)) for _ in range(3)]
         process.stdin.close()
     lost = sum(r.error is not None for traffic in runs for r in traffic.requests)
     p99 = [1e3 * traffic.lateness.loop_p99_s for traffic in runs]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,9 @@ from simtune.cli.output import (
     command_line,
     force_option,
     json_option,
+    milliseconds,
     note_basis,
+    number,
     print_json,
     print_table,
     progress,
@@ -26,6 +28,9 @@ from simtune.errors import UsageError, suggest
 
 if TYPE_CHECKING:
     from simtune.api import Experiment
+    from simtune.runs.schema import Manifest
+    from simtune.specs.plan import Plan
+    from simtune.validation.decision import Ranking
     from simtune.validation.engine import Engine
     from simtune.validation.judge import Validation
     from simtune.validation.loads import Load
@@ -46,21 +51,23 @@ class EngineChoice:
 
 
 def _vllm(choice: EngineChoice, experiment: Experiment) -> Engine:
+    from simtune.runs.engine_files import draft_models
     from simtune.validation.client import Patience
     from simtune.validation.served import VllmCommand, VllmEngine, vllm_python
 
     if choice.weights is None:
         raise UsageError("--engine vllm: name the folder that it is to serve, --weights DIR (see `simtune weights`)")
     command = VllmCommand(vllm_python(choice.vllm_python), choice.weights, choice.arguments)
-    return VllmEngine(command, experiment.deployment.model, Patience(silence_s=choice.silence_s))
+    patience, drafts = Patience(silence_s=choice.silence_s), draft_models(experiment.deployment)
+    return VllmEngine(command, experiment.deployment.model, patience, drafts)
 
 
 def _server(choice: EngineChoice, experiment: Experiment) -> Engine:
     from simtune.validation.client import Patience
-    from simtune.validation.exchange import Server
+    from simtune.validation.exchange import ServerAddress
     from simtune.validation.served import ServerEngine
 
-    server = Server(choice.name, choice.api_key)
+    server = ServerAddress(choice.name, choice.api_key)
     return ServerEngine(server, experiment.deployment.model, Patience(silence_s=choice.silence_s))
 
 
@@ -98,7 +105,9 @@ def make_engine(choice: EngineChoice, experiment: Experiment) -> Engine:
 @click.option("--requests", type=click.IntRange(min=1), default=None, help="How many, instead of the workload's own.")
 @click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True, help="Runs of every load.")
 @click.option("--rates", default=None, help="Requests per second, e.g. 2,4,8; fractions of the knee otherwise.")
-@click.option("--plans", type=click.IntRange(min=2), default=None, help="PLAN is a run of optimize: its best K plans.")
+@click.option(
+    "--plans", type=click.IntRange(min=2), default=None, help="Run K plans around PLAN, or what optimize chose."
+)
 @click.option("--tolerance", type=click.FloatRange(min=0, min_open=True), default=0.1, show_default=True)
 @click.option(
     "--max-lateness",
@@ -192,7 +201,12 @@ class _Given:
     requests: int | None
     settings: dict[str, list[str]]
 
-    def experiment(self, seed: int, plan: str | None = None) -> Experiment:
+    def in_run_directory(self) -> _Given:
+        """A run directory stands for its chosen plan."""
+        plan = Path(self.plan) / "plan.yaml"
+        return replace(self, plan=str(plan)) if plan.is_file() else self
+
+    def experiment(self, seed: int, plan: Plan | None = None) -> Experiment:
         """The plan, or another in its place, under the load."""
         from simtune.api import load_specs, set_up
 
@@ -276,7 +290,6 @@ def _judged(
 ) -> Validation:
     """Simulate every load, compare, and write the folder."""
     from simtune.report.validation import curves, render
-    from simtune.runs.manifest import manifest
     from simtune.runs.requests import requests_csv
     from simtune.runs.timeline import sampled
     from simtune.sim.basis import cost_basis
@@ -294,11 +307,9 @@ def _judged(
                 folder.export(tool, load, repeat, run)
     note_basis(cost_basis(d, results[0][2].result))
     validation = validation_of(d, results, asked.tolerance)
-    profiles = {pool.hardware.name: pool.hardware for pool in d.pools}.values()
-    inputs = (d.model, *profiles, experiment.workload, d.plan)
-    written = manifest(command_line(), inputs, experiment.trace, asked.seed)
-    folder.keep({"plan.yaml": d.plan.to_yaml("Validated by simtune."), **files})
-    folder.keep_records(validation, render(validation, drawn), written)
+    page = {"validation.html": render(validation, drawn)}
+    folder.keep({"plan.yaml": d.plan.to_yaml("Validated by simtune."), **files, **page})
+    folder.keep_records("validation.json", validation, _manifest(experiment, asked))
     return validation
 
 
@@ -338,6 +349,65 @@ def _print(v: Validation, out: Path) -> None:
     click.echo(f"report: {out / 'validation.html'}")
 
 
+def _manifest(experiment: Experiment, asked: _Asked) -> Manifest:
+    from simtune.runs.manifest import manifest
+
+    d = experiment.deployment
+    profiles = {pool.hardware.name: pool.hardware for pool in d.pools}.values()
+    return manifest(command_line(), (d.model, *profiles, experiment.workload, d.plan), experiment.trace, asked.seed)
+
+
 def _decide(given: _Given, count: int, choice: EngineChoice, asked: _Asked, out: Path, as_json: bool) -> int:
-    """Run several plans of a search for real: did it order them rightly?"""
-    raise UsageError("--plans is not there yet")
+    """Run several plans around the chosen one for real: did the simulation order them rightly?"""
+    from contextlib import closing
+
+    from simtune.validation.decision import PlanOutcome, around, decide
+    from simtune.validation.loads import knee_rps, loads
+    from simtune.validation.session import Round, run_plans
+
+    if choice.name not in ENGINES:
+        raise UsageError("--plans starts an engine for every plan; name one that can be started: --engine vllm")
+    given = given.in_run_directory()
+    chosen = given.experiment(asked.seed)
+    rates = asked.rates or (0.9 * knee_rps(chosen.deployment, chosen.stream, asked.seed),)
+    (load,) = loads(chosen.deployment, chosen.stream, rates[:1], asked.seed)
+    tried = [
+        (given.experiment(asked.seed, plan).deployment, load._replace(label=plan.name))
+        for plan in around(chosen.deployment.plan, count)
+    ]
+    engine = make_engine(choice, chosen)
+    folder = _folder(chosen, asked, [choice.name, count, str(choice.weights), *choice.arguments], out)
+    how = Round(asked.repeats, asked.most_late, asked.seed)
+    with closing(engine), progress("runs", asked.quiet) as update:
+        runs = run_plans(engine, [(d.plan, its) for d, its in tried], how, folder, update)
+    outcomes = []
+    for deployment, its in tried:
+        predicted = deployment.simulate(its.stream, seed=asked.seed).statistic("e2el", "mean")
+        measured = [run.statistic("e2el", "mean") for run in runs[its.label]]
+        outcomes.append(
+            PlanOutcome(plan=its.label, predicted_s=predicted or 0.0, measured_s=tuple(filter(None, measured)))
+        )
+        folder.keep({f"plans/{its.label}.yaml": deployment.plan.to_yaml("Run by simtune validate.")})
+    decision = decide(outcomes, load.rate_rps, asked.seed)
+    folder.keep_records("decision.json", decision, _manifest(chosen, asked))
+    if as_json:
+        print_json(decision.to_data())
+    else:
+        _print_decision(decision)
+    return 4 if decision.regret_low > asked.tolerance else 0
+
+
+def _print_decision(decision: Ranking) -> None:
+    rows = [
+        (
+            p.plan,
+            *(milliseconds(s) for s in (p.predicted_s, p.middle_s, min(p.measured_s), max(p.measured_s))),
+            "measured best" if p.plan == decision.best else "",
+        )
+        for p in decision.plans
+    ]
+    columns = ("plan", "predicted ms", "measured ms", "least", "most", "")
+    print_table("mean E2EL, predicted best first", columns, rows)
+    low, high = (number(x) for x in (decision.tau_low, decision.tau_high))
+    click.echo(f"Kendall's tau {number(decision.tau)} (90 %: {low} to {high})")
+    click.echo(f"regret {decision.regret:.1%} (90 %: {decision.regret_low:.1%} to {decision.regret_high:.1%})")

@@ -18,6 +18,9 @@ from simtune.sim.summing import quantiles
 from simtune.validation.judge import Comparison, LoadResult, Validation
 from simtune.validation.measured import MeasuredMetric, MeasuredRun, QueueSamples
 
+NOISY = 0.25
+"""Noise of the repeats beyond which being within twice of it is no merit."""
+
 METRICS: tuple[MeasuredMetric, ...] = ("ttft", "tpot", "e2el")
 
 
@@ -148,12 +151,20 @@ def _engine(v: Validation) -> str:
 
 def warnings(v: Validation) -> list[str]:
     """What a reader must see first."""
-    return [
+    failed = [
         f"{load.label}: {load.failed} requests failed: "
         + "; ".join(f"{error} ({count})" for error, count in load.failures.items())
         for load in v.loads
         if load.failed
     ]
+    noisy = [
+        f"{load.label}: repeats of {c.name} differ by ± {c.noise:.0%}, so that the verdict says little; measure on a "
+        "quieter machine"
+        for load in v.loads
+        for c in load.comparisons
+        if c.within is not None and (c.noise or 0.0) > NOISY
+    ]
+    return failed + noisy
 
 
 def _load_words(load: LoadResult, clock: str) -> str:

@@ -11,6 +11,7 @@ import yaml
 from simtune import emit
 from simtune.runs.files import Files
 from simtune.sim.deployment import Deployment
+from simtune.specs.model import Model
 from simtune.specs.plan import Plan
 from simtune.tuner.drafting import Draft, Schedule, described
 
@@ -59,13 +60,7 @@ NO_ENGINE = "engine/none.txt"
 def engine_files(deployment: Deployment) -> Files:
     """Settings for the engine that can run the plan; for others as far as drafting goes, where that one cannot; or why
     there are none."""
-    plan, drafting = deployment.plan, deployment.drafting
-    draft_models = {
-        pool.speculation.drafter.own_model: drafting[pool.name].model
-        for pool in plan.pools
-        if pool.speculation is not None and pool.name in drafting
-    }
-    models = {name: model for name, model in draft_models.items() if name is not None and model is not None}
+    plan, models = deployment.plan, draft_models(deployment)
     devices_per_node = deployment.hardware.device.devices_per_node
     files = emit.engine_files(plan, deployment.model, devices_per_node, models)
     return {**files} if files else {NO_ENGINE: f"No engine settings: {emit.why_none(plan)}.\n"}
@@ -88,3 +83,14 @@ def _flag(key: str, value: Any) -> str:
     if value is False:
         return f"--no-{key}"
     return f"--{key} {shlex.quote(json.dumps(value) if isinstance(value, (dict, list)) else str(value))}"
+
+
+def draft_models(deployment: Deployment) -> dict[str, Model]:
+    """The models that draft, by the names that the plan has for them."""
+    drafting = deployment.drafting
+    models = {
+        pool.speculation.drafter.own_model: drafting[pool.name].model
+        for pool in deployment.plan.pools
+        if pool.speculation is not None and pool.name in drafting
+    }
+    return {name: model for name, model in models.items() if name is not None and model is not None}

@@ -18,9 +18,9 @@ import numpy as np
 from simtune.errors import EngineError
 from simtune.sim.requests import RequestStream
 from simtune.validation.clock import Echo, Ticker, now
-from simtune.validation.exchange import Exchange, Piece, Response, Server, ask, fetch, look_up, read_response
+from simtune.validation.exchange import Exchange, Piece, Response, ServerAddress, ask, fetch, look_up, read_response
 from simtune.validation.measured import Lateness, MeasuredRequest
-from simtune.validation.prometheus import Reading
+from simtune.validation.prometheus import MetricsReading
 from simtune.validation.prompts import Prompts
 from simtune.validation.streaming import Answer, quoted
 
@@ -45,11 +45,11 @@ class Traffic(NamedTuple):
 
     requests: tuple[MeasuredRequest, ...]
     lateness: Lateness
-    readings: tuple[Reading, ...]
+    readings: tuple[MetricsReading, ...]
 
 
 def send(
-    server: Server, model: str, stream: RequestStream, prompts: Prompts, patience: Patience | None = None
+    server: ServerAddress, model: str, stream: RequestStream, prompts: Prompts, patience: Patience | None = None
 ) -> Traffic:
     """Send every request of a stream to a model, by the server's name for it, and wait for all answers.
 
@@ -63,7 +63,7 @@ def send(
     return drive.traffic()
 
 
-def served_model(server: Server) -> str:
+def served_model(server: ServerAddress) -> str:
     """The first model that a server says it has. Raises EngineError where it does not say."""
     text = ask(server, "/v1/models")
     try:
@@ -114,7 +114,9 @@ class _Sent:
 class _Drive:
     """One load while it is sent."""
 
-    def __init__(self, server: Server, stream: RequestStream, bodies: Sequence[bytes], patience: Patience) -> None:
+    def __init__(
+        self, server: ServerAddress, stream: RequestStream, bodies: Sequence[bytes], patience: Patience
+    ) -> None:
         self._server, self._stream, self._patience = server, stream, patience
         self._requests = [server.request("POST", "/v1/completions", body) for body in bodies]
         self._sent: list[_Sent] = []
@@ -214,7 +216,7 @@ class _Drive:
         for at_s, pieces in self._scrapes:
             response = read_response(pieces)
             if response is not None and response.status == 200 and response.complete:
-                readings.append(Reading(at_s - self._start, response.text.decode("utf-8", "replace")))
+                readings.append(MetricsReading(at_s - self._start, response.text.decode("utf-8", "replace")))
         return Traffic(tuple(rows), _lateness(late_s, self._echo.delays_s), tuple(readings))
 
     def _row(self, sent: _Sent) -> MeasuredRequest:

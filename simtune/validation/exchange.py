@@ -23,7 +23,7 @@ Piece = tuple[float, bytes]
 
 
 @dataclass(frozen=True)
-class Server:
+class ServerAddress:
     """Where an OpenAI-compatible server is: `http://HOST:PORT`, with or without /v1."""
 
     url: str
@@ -69,7 +69,7 @@ class Server:
 class Address:
     """A server's address, looked up once."""
 
-    server: Server
+    server: ServerAddress
     family: int
     host: str
 
@@ -87,7 +87,7 @@ class Address:
         return exchange
 
 
-async def look_up(server: Server) -> Address:
+async def look_up(server: ServerAddress) -> Address:
     """Raises EngineError where there is no such host."""
     loop = asyncio.get_running_loop()
     try:
@@ -241,7 +241,7 @@ async def fetch(address: Address, path: str, silence_s: float) -> list[Piece]:
     return exchange.pieces
 
 
-def ask(server: Server, path: str, silence_s: float = 10.0) -> bytes:
+def ask(server: ServerAddress, path: str, silence_s: float = 10.0) -> bytes:
     """What a server answers a GET with. Raises EngineError where that is not 200."""
 
     async def one() -> list[Piece]:

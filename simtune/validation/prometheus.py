@@ -23,7 +23,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 """What is read, by the names under which engines count it; of several engines in one server the sum."""
 
 
-class Reading(NamedTuple):
+class MetricsReading(NamedTuple):
     """The text of /metrics, and when it came, in seconds since the run began."""
 
     at_s: float
@@ -46,7 +46,7 @@ def values(text: str) -> dict[str, float]:
     return read
 
 
-def engine_facts(readings: Sequence[Reading]) -> dict[str, Any]:
+def engine_facts(readings: Sequence[MetricsReading]) -> dict[str, Any]:
     """Fields of `MeasuredFacts` that readings before, during and after a run say; what they do not say is left out."""
     read = [(r.at_s, values(r.text)) for r in readings]
     if not read:

@@ -24,7 +24,7 @@ from simtune.specs.plan import Plan
 from simtune.validation import guard
 from simtune.validation.client import Patience, Traffic, send, served_model
 from simtune.validation.clock import now, pause
-from simtune.validation.exchange import Server, ask
+from simtune.validation.exchange import ServerAddress, ask
 from simtune.validation.measured import EngineFacts, MeasuredFacts, MeasuredRun
 from simtune.validation.prometheus import engine_facts
 from simtune.validation.prompts import Prompts
@@ -39,7 +39,9 @@ LOG_LINES = 15
 class ServerEngine:
     """A server that runs already. What it was started with is its owner's affair; it is not told the plan."""
 
-    def __init__(self, server: Server, model: Model, patience: Patience | None = None, name: str = "server") -> None:
+    def __init__(
+        self, server: ServerAddress, model: Model, patience: Patience | None = None, name: str = "server"
+    ) -> None:
         """`model` is what it serves, for the vocabulary; `name` is what kind of server it is."""
         self._server, self._model, self._name = server, model, name
         self._patience = patience or Patience()
@@ -105,11 +107,18 @@ class VllmEngine:
     `close`, at another plan, and when this process ends in whatever way (`simtune.validation.guard`).
     """
 
-    def __init__(self, command: VllmCommand, model: Model, patience: Patience | None = None) -> None:
-        """Raises UsageError where there is nothing to serve."""
+    def __init__(
+        self,
+        command: VllmCommand,
+        model: Model,
+        patience: Patience | None = None,
+        draft_models: Mapping[str, Model] | None = None,
+    ) -> None:
+        """`draft_models` by the names that plans have for them. Raises UsageError where there is nothing to serve."""
         if not (command.weights / "config.json").is_file():
             raise UsageError(f"{command.weights}: has no config.json; `simtune weights MODEL --out DIR` makes a folder")
         self._command, self._model, self._patience = command, model, patience
+        self._draft_models = dict(draft_models or {})
         self._plan: Plan | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._inner: ServerEngine | None = None
@@ -135,7 +144,7 @@ class VllmEngine:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         key = os.urandom(16).hex()
-        server = Server(f"http://127.0.0.1:{port}", key)
+        server = ServerAddress(f"http://127.0.0.1:{port}", key)
         command = [self._command.python, "-m", "vllm.entrypoints.cli.main", "serve"]
         command += [
             str(self._command.weights.absolute()),
@@ -163,7 +172,7 @@ class VllmEngine:
             raise UsageError(
                 f"plan {plan.name}: has several instances; start them behind a router and give its address as --engine"
             )
-        files = ENGINES["vllm"].files(plan, self._model, plan.num_devices, {})
+        files = ENGINES["vllm"].files(plan, self._model, plan.num_devices, self._draft_models)
         (text,) = (text for name, text in files.items() if name.endswith(".yaml"))
         path = Path(self._folder.name) / "vllm.yaml"
         path.write_text(text, encoding="utf-8")
@@ -180,7 +189,7 @@ class VllmEngine:
     def _log(self) -> Path:
         return Path(self._folder.name) / "vllm.log"
 
-    def _wait(self, server: Server) -> None:
+    def _wait(self, server: ServerAddress) -> None:
         assert self._process is not None
         deadline = now() + self._command.start_s
         while now() < deadline:

@@ -32,7 +32,7 @@ from simtune.specs.base import Record
 from simtune.specs.plan import Plan
 from simtune.validation.engine import Engine
 from simtune.validation.formats import EXPORTS
-from simtune.validation.judge import Validation, check_client
+from simtune.validation.judge import check_client
 from simtune.validation.loads import Load
 from simtune.validation.measured import MeasuredRun, read_measured
 
@@ -80,14 +80,14 @@ class ValidationFolder:
         """Keep a run that cannot, for who wants to know why."""
         self.keep({f"refused/{_name(load, repeat)}": run.to_text()})
 
-    def keep_records(self, validation: Validation, page: str, manifest: Manifest) -> None:
+    def keep_records(self, name: str, outcome: Record, manifest: Manifest) -> None:
         """What came of it, last."""
-        records: tuple[tuple[str, Record], ...] = (("validation.json", validation), (MANIFEST, manifest))
+        records: tuple[tuple[str, Record], ...] = ((name, outcome), (MANIFEST, manifest))
         files: Files = {
             name: json.dumps(record.to_data(), indent=1, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n"
             for name, record in records
         }
-        self.keep({"validation.html": page, **files})
+        self.keep(files)
 
     def export(self, tool: str, load: Load, repeat: int, run: MeasuredRun) -> None:
         """A run as another tool writes it."""
@@ -141,6 +141,42 @@ class Round:
 Progress = Callable[[int, int, str], None]
 
 
+def run_once(engine: Engine, plan: Plan, load: Load, repeat: int, how: Round, folder: ValidationFolder) -> MeasuredRun:
+    """One run, unless it is there already, and kept. Raises EngineError where the client was too late."""
+    run = folder.finished(load, repeat)
+    if run is not None:
+        return run
+    run = engine.run(plan, load.stream, label=load.label, seed=how.seed)
+    failed = bool(run.failed)
+    try:
+        if not failed:
+            check_client(run, how.most_late)
+    except EngineError:
+        folder.refused(load, repeat, run)
+        raise
+    (folder.refused if failed else folder.measured)(load, repeat, run)
+    return run
+
+
+def run_plans(
+    engine: Engine, plans: Sequence[tuple[Plan, Load]], how: Round, folder: ValidationFolder, progress: Progress
+) -> dict[str, list[MeasuredRun]]:
+    """Every plan under its load so many times, by the load's label; an engine is started once for each plan.
+
+    Raises EngineError where requests failed: an order of plans that did not serve the same requests means nothing.
+    """
+    runs: dict[str, list[MeasuredRun]] = {}
+    for done, (plan, load) in enumerate(plans):
+        for repeat in range(how.repeats):
+            progress(done * how.repeats + repeat, len(plans) * how.repeats, plan.name)
+            run = run_once(engine, plan, load, repeat, how, folder)
+            if run.failed:
+                why = run.failed[0].error
+                raise EngineError(f"plan {plan.name}: {len(run.failed)} requests failed, the first because: {why}")
+            runs.setdefault(load.label, []).append(run)
+    return runs
+
+
 def run_loads(
     engine: Engine, plan: Plan, loads: Sequence[Load], how: Round, folder: ValidationFolder, progress: Progress
 ) -> dict[str, list[MeasuredRun]]:
@@ -155,17 +191,7 @@ def run_loads(
     runs: dict[str, list[MeasuredRun]] = {}
     for done, (load, repeat) in enumerate(turns):
         progress(done, len(turns), f"{load.label}, repeat {repeat + 1}")
-        run = folder.finished(load, repeat)
-        if run is None:
-            run = engine.run(plan, load.stream, label=load.label, seed=how.seed)
-            failed = bool(run.failed)
-            try:
-                if not failed:
-                    check_client(run, how.most_late)
-            except EngineError:
-                folder.refused(load, repeat, run)
-                raise
-            (folder.refused if failed else folder.measured)(load, repeat, run)
+        run = run_once(engine, plan, load, repeat, how, folder)
         runs.setdefault(load.label, []).append(run)
         if run.failed:
             break

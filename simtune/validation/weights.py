@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from simtune.arrays import Ints
 from simtune.errors import UsageError
-from simtune.specs.model import DenseFeedForward, FullAttention, Model
+from simtune.specs.model import DenseFeedForward, FullAttention, LayerGroup, Model
 from simtune.validation.prompts import FIRST_TOKEN
 
 SPREAD = 0.02
@@ -137,17 +137,7 @@ class Checkpoint:
 def _unwritten(model: Model) -> Iterator[str]:
     """What of a model is not written, in words."""
     for group in model.layers:
-        attention, feed_forward = group.attention, group.feed_forward
-        if attention.kind != "full":
-            yield f"{attention.kind} attention"
-        elif attention.sinks or attention.output_gate:
-            yield "attention with sinks or an output gate"
-        elif (attention.output_bias and not attention.qkv_bias) or (attention.qk_norm and attention.qkv_bias):
-            yield "biases as none of the three has"
-        if feed_forward.kind != "dense":
-            yield f"a {feed_forward.kind} feed-forward block"
-        elif not feed_forward.gated or feed_forward.bias:
-            yield "a feed-forward block without a gate or with biases"
+        yield from _unwritten_layer(group)
     first = model.layers[0]
     if any((g.attention, g.feed_forward) != (first.attention, first.feed_forward) for g in model.layers):
         yield "layers that differ"
@@ -155,6 +145,20 @@ def _unwritten(model: Model) -> Iterator[str]:
         yield "learned positions, layer norms, or norms behind its sublayers"
     if {model.dtype_of(m) for m in ("attention", "dense", "head")} != {model.dtype}:
         yield f"weights in another format than {model.dtype}"
+
+
+def _unwritten_layer(group: LayerGroup) -> Iterator[str]:
+    attention, feed_forward = group.attention, group.feed_forward
+    if attention.kind != "full":
+        yield f"{attention.kind} attention"
+    elif attention.sinks or attention.output_gate:
+        yield "attention with sinks or an output gate"
+    elif (attention.output_bias and not attention.qkv_bias) or (attention.qk_norm and attention.qkv_bias):
+        yield "biases as none of the three has"
+    if feed_forward.kind != "dense":
+        yield f"a {feed_forward.kind} feed-forward block"
+    elif not feed_forward.gated or feed_forward.bias:
+        yield "a feed-forward block without a gate or with biases"
 
 
 def write_weights(model: Model, out: Path, *, seed: int = 0, force: bool = False) -> Path:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from simtune.testing.fake_server import FakeServer
+from tests.validation.test_guard import PRETENDS
 
 WORKLOAD = """\
 schema: simtune/workload@1
@@ -139,6 +141,29 @@ def test_a_profile_says_that_it_was_validated(call: Call, at: Path, server: Fake
     page = (at / "run" / "report.html").read_text()
     assert "Never validated" not in page
     assert "Validated: llama-3.1-8b with server" in page
+
+
+def test_plans_around_one_are_run_for_real(call: Call, at: Path) -> None:
+    root = str(Path(__file__).resolve().parents[2])
+    python, weights = at / "python", at / "weights"
+    python.write_text(PRETENDS.format(python=sys.executable, root=root, said=str(at / "said")))
+    python.chmod(0o755)
+    weights.mkdir()
+    (weights / "config.json").write_text("{}")
+    (at / "run").mkdir()
+    (at / "run" / "plan.yaml").write_text(PLAN)
+    engine = ("--engine", "vllm", "--weights", weights, "--vllm-python", python)
+    loads = ("--workload", "load.yaml", "--rates", "40", "--repeat", 2, "--plans", 3)
+    said = call("validate", "run", *loads, *engine, *USUAL, "--tolerance", 1e6, "--json")
+    assert said.code == 0, said
+    decision = json.loads((at / "out" / "decision.json").read_text())
+    assert said.json == decision
+    assert {p["plan"] for p in decision["plans"]} == {"one.chosen", "one.seats4", "one.budget256"}
+    assert all(len(p["measured_s"]) == 2 for p in decision["plans"])
+    assert {path.name for path in (at / "out" / "plans").iterdir()} == {f"{p['plan']}.yaml" for p in decision["plans"]}
+    refused = call("validate", "run", *loads, "--engine", "http://127.0.0.1:1", *USUAL)
+    assert refused.code == 2
+    assert "starts an engine for every plan" in refused.err
 
 
 @pytest.mark.parametrize(

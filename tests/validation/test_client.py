@@ -11,8 +11,8 @@ from simtune.sim.requests import RequestStream, build_stream
 from simtune.specs.workload import Arrivals, ClosedLoop, FixedInterval, FixedLength, SharedPrefix, Workload
 from simtune.testing.fake_server import FakeServer
 from simtune.validation.client import Patience, Traffic, send, served_model
-from simtune.validation.exchange import Piece, Server, ask, read_response
-from simtune.validation.prometheus import Reading, engine_facts
+from simtune.validation.exchange import Piece, ServerAddress, ask, read_response
+from simtune.validation.prometheus import MetricsReading, engine_facts
 from simtune.validation.prompts import Prompts
 from simtune.validation.streaming import Answer
 
@@ -32,7 +32,7 @@ def stream(requests: int, arrivals: Arrivals = FAST, tokens: int = 8) -> Request
 
 def sent(server: FakeServer, load: RequestStream, silence_s: float = 30.0) -> Traffic:
     patience = Patience(silence_s=silence_s, metrics_every_s=0.02)
-    return send(Server(server.url, server.api_key), "fake", load, Prompts(load, 1000), patience)
+    return send(ServerAddress(server.url, server.api_key), "fake", load, Prompts(load, 1000), patience)
 
 
 def test_every_request_is_sent_as_drawn_and_every_token_stamped() -> None:
@@ -124,19 +124,19 @@ def test_two_hundred_streams_at_once_lose_nothing() -> None:
 
 def test_a_wrong_key_and_a_wrong_address_are_said() -> None:
     with FakeServer(api_key="secret") as server:
-        assert served_model(Server(server.url + "/v1/", "secret")) == "fake"
-        assert ask(Server(server.url, "secret"), "/health") == b""
+        assert served_model(ServerAddress(server.url + "/v1/", "secret")) == "fake"
+        assert ask(ServerAddress(server.url, "secret"), "/health") == b""
         with pytest.raises(EngineError, match=r"answered /v1/models with 401"):
-            served_model(Server(server.url))
+            served_model(ServerAddress(server.url))
         url = server.url
     with pytest.raises(EngineError, match="cannot be reached"):
-        served_model(Server(url))
+        served_model(ServerAddress(url))
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://localhost", "http://", "http://host:port", "http://h/?q=1"])
 def test_what_is_no_address_is_refused(url: str) -> None:
     with pytest.raises(UsageError, match="is no address of a server"):
-        Server(url)
+        ServerAddress(url)
 
 
 # --- what needs no server ---------------------------------------------------------------------------------
@@ -166,12 +166,14 @@ def test_metrics_are_sums_over_engines_and_differences_over_the_run() -> None:
             f"vllm:spec_decode_num_accepted_tokens_total {2 * drafts}\n"
         )
 
-    facts = engine_facts([Reading(-1.0, text(0, 5, 10)), Reading(1.0, text(3, 6, 15)), Reading(2.0, text(4, 7, 20))])
+    facts = engine_facts(
+        [MetricsReading(-1.0, text(0, 5, 10)), MetricsReading(1.0, text(3, 6, 15)), MetricsReading(2.0, text(4, 7, 20))]
+    )
     assert (facts["queues"].t_s, facts["queues"].running, facts["queues"].waiting) == ((1.0, 2.0), (4.0, 5.0), (2, 2))
     assert facts["preemptions"] == 2
     drafts = facts["drafts"]
     assert (drafts.rounds, drafts.draft_tokens, drafts.accepted_tokens) == (10, 30, 20)
-    assert engine_facts([Reading(-1.0, "go_goroutines 7\n")]) == {}
+    assert engine_facts([MetricsReading(-1.0, "go_goroutines 7\n")]) == {}
     assert engine_facts([]) == {}
 
 

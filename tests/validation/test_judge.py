@@ -7,7 +7,7 @@ import pytest
 
 from simtune.api import load_specs, set_up
 from simtune.errors import EngineError, UsageError
-from simtune.report.validation import curves, render, rows
+from simtune.report.validation import curves, render, rows, warnings
 from simtune.sim.requests import build_stream
 from simtune.sim.result import Result
 from simtune.specs.hardware import Hardware
@@ -92,6 +92,10 @@ def test_what_took_longer_is_outside_unless_repeats_differ_as_much() -> None:
     assert e2el.noise == pytest.approx(0.2 / 1.25), "half the range of the repeats over their median"
     assert e2el.error == pytest.approx(1 / 1.25 - 1)
     assert noisy.within, "20 % off is within twice the noise of 16 %"
+    assert not warnings(noisy)
+    (load,) = judged(*(as_measured(PREDICTED.result, x) for x in (0.7, 1.3))).loads
+    wild = noisy.model_copy(update={"loads": (load,)})
+    assert "light: repeats of TTFT mean differ by ± 30%, so that the verdict says little" in warnings(wild)[0]
 
 
 def test_what_an_engine_counts_is_compared_where_it_tells() -> None:
