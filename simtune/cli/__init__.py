@@ -26,6 +26,7 @@ VERBS = {
     "certify": "Check a search's proof without trusting it.",
     "profile": "Measure this machine and fit a hardware profile.",
     "fit": "Fit a hardware profile from tables others measured.",
+    "loop": "Profile an engine, find its best plan, run it, compare, refit.",
     "calibrate": "Correct a hardware profile by an engine's own log.",
     "acceptance": "Estimate how often drafts are kept, from what engines log.",
     "speculate": "Choose how to draft at every batch size and context.",

@@ -203,12 +203,12 @@ def _finish(
         "held_out": {kind: e._asdict() for kind, e in errors.items()},
     }
     for name, fitted in ((STEPS, True), (HELD_OUT, False)):
-        _write_whole(out / name, write_steps(steps[fitted], model=summary["model"]))
-    _write_whole(out / SUMMARY, json.dumps(summary, indent=1, sort_keys=True, allow_nan=False) + "\n")
+        write_whole(out / name, write_steps(steps[fitted], model=summary["model"]))
+    write_whole(out / SUMMARY, json.dumps(summary, indent=1, sort_keys=True, allow_nan=False) + "\n")
     return EngineProfile(costs, steps[True], steps[False], errors, summary)
 
 
-def _write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """A file is there whole, or as it was."""
     beside = path.with_name(f".{path.name}.part")
     beside.write_text(text, encoding="utf-8")

@@ -231,6 +231,8 @@ class VllmDriver:
                 text=True,
             )
         except OSError as error:
+            self._log.close()
+            self._folder.cleanup()
             raise UsageError(f"{python}: cannot be started ({error.strerror}); name an interpreter with vLLM") from None
         self._facts = self._ask(settings)
 
