@@ -62,7 +62,8 @@ def reproduce(
         print_json(document.to_data())
         return
     _print(findings)
-    click.echo(headline(findings))
+    if hardware is None:
+        click.echo(headline(findings))
 
 
 def _list(entries: list[Entry]) -> None:

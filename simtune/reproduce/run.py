@@ -60,7 +60,9 @@ def _compared(entry: Entry, claim: Claim, variant: Measured, base: Measured | No
     gain = 1 / ratio if base is not None and is_cost(system.measure) else ratio
     status: Status = "elsewhere" if moved else judged(gain, system)
     reasons = [difference(gain, claim, variant, base)] if status == "differs" else []
-    reasons += [text for text in (system.because, variant.note, base.note if base else "") if text]
+    notes = {"variant": variant.note, "base": base.note if base else ""}
+    reasons += [] if system.because is None else [system.because]
+    reasons += [f"{side}: {note}" for side, note in notes.items() if note]
     return _with(
         entry,
         status,

@@ -15,7 +15,7 @@ from simtune.costs.protocol import StepCosts
 from simtune.costs.step_files import read_costs
 from simtune.errors import Infeasible, PartError, UsageError
 from simtune.sim import parts
-from simtune.sim.drafting import Drafting
+from simtune.sim.drafting import Drafting, useful_replicas
 from simtune.sim.feasibility import check
 from simtune.sim.pools import DeployedPool, kv_block_bytes
 from simtune.sim.requests import RequestStream
@@ -194,6 +194,8 @@ def compiled_costs(
     have fewer seats or smaller budgets."""
     if pool.speculation is None or drafts is None:
         return compile_costs(model, hardware, pool, max_model_len, factors=factors)
+    pool = _as_run(pool, model, hardware, max_model_len, drafts, factors)
+    assert pool.speculation is not None
     drafter, shape = pool.speculation.drafter, pool.speculation.scheme.shape
     return CompiledRounds(model, hardware, pool, max_model_len, drafter, shape, drafts.model, factors)
 
@@ -215,14 +217,43 @@ def _deployed(
         costs = parts.OwnCosts(read_costs(Path(pool.costs)))
     if isinstance(costs, parts.OwnCosts):
         costs.check_for(pool)
-    compiled = compiled_costs(pool, model, its, max_model_len, drafts, factors) if costs is None else costs
     if pool.speculation is None:
         drafts = None
+    if drafts is not None and not isinstance(costs, parts.OwnCosts):
+        pool = _as_run(pool, model, its, max_model_len, drafts, factors)
+    compiled = compiled_costs(pool, model, its, max_model_len, drafts, factors) if costs is None else costs
     deployed = DeployedPool(pool, its, memory, compiled, max_model_len, kv_block_bytes(model, pool), drafts)
     if pool.role == "prefill":
         assert plan.link is not None
         transfer_terms([model], deployed, plan.link)
     return deployed
+
+
+def _as_run(
+    pool: Pool,
+    model: Model,
+    hardware: Hardware,
+    max_model_len: int,
+    drafts: Drafting,
+    factors: Mapping[str, float] | None,
+) -> Pool:
+    """A pool that speculates, with the replicas of a target that are worth using for one sequence of half the longest
+    length.
+    """
+    assert pool.speculation is not None
+    drafter, scheme = pool.speculation.drafter, pool.speculation.scheme
+    if scheme.shape.replicas < 2 or "replicas" not in type(scheme).model_fields:
+        return pool
+
+    def round_s(replicas: int) -> int:
+        shape = scheme.shape._replace(replicas=replicas)
+        rounds = CompiledRounds(model, hardware, pool, max_model_len, drafter, shape, drafts.model, factors)
+        return rounds.round(1, depth, depth, context)
+
+    depth, context = scheme.shape.depth, max(max_model_len // 2, 2 * scheme.shape.ahead)
+    used = useful_replicas(scheme, drafts.acceptance.rates, round_s)
+    fewer = pool.speculation.model_copy(update={"scheme": scheme.model_copy(update={"replicas": used})})
+    return pool.model_copy(update={"speculation": fewer})
 
 
 def vllm_batching(hardware: Hardware) -> Batching:

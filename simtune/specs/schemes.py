@@ -391,6 +391,8 @@ class Dsi(BesideScheme):
     the target begins anew, with the one token that follows: nothing is delivered until its verdict. From there on it
     is PEARL, which is DSI with one replica. Rounds are counted by verdict, so windows thrown away before theirs are not
     among the wasted tokens; times between tokens (ITL) are told by tick, with those that bring no verdict.
+
+    Replicas that make no tick shorter would only make verdicts later: they stand idle, and are paid for.
     """
 
     kind: Literal["dsi"] = "dsi"

@@ -25,19 +25,18 @@ PRIMITIVES: dict[str, str] = {
     "energy": "power by utilisation, joules per token",
     "fork": "requests that have children, and joins of them, while others run",
     "hierarchy": "drafts that a drafter of their own verifies, or several drafters that share a tree",
-    "kvmod": "a share of the KV cache kept or read, by layer, head or token",
+    "kvmod": "a share of the KV cache kept that differs by layer or device, or freed while an answer is made",
     "layers": "a chunk of prefill with a span of layers",
     "moe": "experts placed, replicated or balanced by load; locality of their traffic",
     "offload": "weights or KV cache in host memory, the processor as a second device",
-    "overlap": "computation and communication of one step beside each other",
     "route": "routing by length, speed or backlog, a link for each pair of pools",
-    "runtime": "launches and small kernels of an engine that is no vLLM",
-    "shared": "attention that reads a shared prefix once, and re-use that is no prefix",
+    "runtime": "host work of an engine that puts batches in order between rounds",
+    "shared": "re-use of what is no prefix, and a shared prefix read once in the simulator",
     "sp": "one sequence spread over devices: context-parallel prefill, pipelined chunks",
     "split": "two instances on shares of one device",
     "stages": "services before, after or beside a pool",
     "stream": "prompts that arrive in parts",
-    "tpf": "models that deliver several tokens in one pass, and draft them themselves",
+    "tpf": "passes that compute a block or a whole sequence again, and candidates side by side in one pass",
 }
 """What an entry may say it needs and simtune lacks, in words."""
 

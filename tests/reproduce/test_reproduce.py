@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from simtune.reproduce.sides import Runner, bisected, grouped, order_of
 from simtune.sim.requests import build_stream
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import Pool
-from simtune.specs.systems import Systems, workload_of
+from simtune.specs.systems import Systems, merged, workload_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Findings.model_validate(json.loads((folder() / STORED).read_text(encoding="utf-8")))
@@ -127,7 +128,7 @@ def test_the_best_of_several_counts() -> None:
     one = entry(setup={"workload": load}, variant={"best_of": tried})
     (finding,) = reproduce([one], jobs=1)
     assert finding.reason is not None
-    assert "best of 3: max_num_seqs 4" in finding.reason
+    assert "variant: best of 3: max_num_seqs 4" in finding.reason
 
 
 def test_a_number_of_its_own_is_held_against_the_claimed_one() -> None:
@@ -234,3 +235,21 @@ def test_the_figure_shows_bands_claims_and_dots() -> None:
     assert sum(len(dot["x"]) for dot in dots) == len(trees.compared)
     assert figure["layout"]["xaxis"]["type"] == "log"
     assert render(RESULTS, select([])) == render(RESULTS, select([]))
+
+
+@pytest.mark.parametrize("drafter", ["llama-68m", "llama-2-7b"])
+def test_more_replicas_of_dsi_are_never_slower(drafter: str) -> None:
+    """Whether the drafter is much quicker than the target, or so slow that one replica keeps up with it."""
+    (dsi,) = select(["dsi"])
+    whole = {key: value for key, value in dsi.family.sides(dsi.system)["variant"].items() if key != "best_of"}
+    runner, speeds = Runner(), []
+    for replicas in (1, 2, 3, 4, 7):
+        speculation = {
+            "drafter": {"kind": "draft_model", "model": drafter, "tp": 1},
+            "scheme": {"kind": "dsi", "tokens": 2, "replicas": replicas},
+            "acceptance": "eight-tenths",
+        }
+        side = merged(whole, {"pool": {"speculation": speculation}})
+        speeds.append(runner.measure(dsi.family, side, dsi.system.measure).value)
+    assert all(more >= 0.999 * fewer for fewer, more in pairwise(speeds)), speeds
+    assert (speeds[-1] > 2 * speeds[0]) == (drafter == "llama-68m")

@@ -324,10 +324,15 @@ def test_tokens_in_every_tick_are_those_of_the_formula(acceptance: float, look_a
     stream = stream_of(np.arange(n) * 1000.0, [10] * n, [tokens] * n)
     rates = PerPosition(conditional=(acceptance,) * look_ahead)
     scheme = Dsi(tokens=look_ahead, replicas=replicas)
-    outcome = deployed(scheme, rates, *DRAFTERS["model"], max_model_len=8192).simulate(stream).outcome
+    deployment = deployed(scheme, rates, *DRAFTERS["model"], max_model_len=8192)
+    outcome = deployment.simulate(stream).outcome
     verdicts, ticks = tally(outcome), outcome.steps - n
     assert verdicts.tokens == n * (tokens - 1)
-    expected = overlap.dsi_tokens(acceptance, look_ahead, replicas)
+    its = deployment.pools[0].spec.speculation
+    assert its is not None
+    assert isinstance(its.scheme, Dsi)
+    assert its.scheme.replicas <= replicas, "those that make no tick shorter are idle"
+    expected = overlap.dsi_tokens(acceptance, look_ahead, its.scheme.replicas)
     assert verdicts.tokens / ticks == pytest.approx(expected, rel=8e-3)
     assert verdicts.tokens / verdicts.rounds == pytest.approx(overlap.pearl_tokens(acceptance, look_ahead), rel=8e-3), (
         "what a verdict brings does not depend on how long it takes"

@@ -1,6 +1,7 @@
 """Drafting under the clock: how many drafts are kept, and what a scheduler has to know of a pool's speculation."""
 
 from simtune.sim.drafting.control import SharedBudget, StopLengths
+from simtune.sim.drafting.replicas import useful_replicas
 from simtune.sim.drafting.sampler import AcceptanceSampler
 from simtune.sim.drafting.terms import Drafting, check_drafting, drafting_terms
 from simtune.sim.drafting.uniform import uniform
@@ -13,4 +14,5 @@ __all__ = [
     "check_drafting",
     "drafting_terms",
     "uniform",
+    "useful_replicas",
 ]
