@@ -11,7 +11,7 @@ from simtune.cli.output import json_option, milliseconds, print_json, print_tabl
 from simtune.errors import UsageError
 
 if TYPE_CHECKING:
-    from simtune.tuner.search import Tuned
+    from simtune.tuner.trial import Tuned
     from simtune.validation.closed_loop import LoopRound
 
 COLUMNS = ("metric", "predicted ms", "measured ms", "error %", "repeat noise %", "")
@@ -59,7 +59,7 @@ def loop(  # noqa: PLR0913 - one for each option
     options = {} if vllm_python is None else {"python": vllm_python}
 
     def write(tuned: Tuned, folder: Path) -> None:
-        inputs = (question.study, question.model, question.hardware, question.workload)
+        inputs = (question.study, question.model, *question.hardware, question.workload)
         write_run(folder, of_study(tuned, jobs=1), inputs, question.trace, question.study.seed)
 
     settings = LoopSettings(budget_s=budget, tolerance=tolerance, rounds=rounds, requests=requests, clock=_clock(clock))

@@ -34,7 +34,9 @@ from simtune.sim.parts import OwnCosts
 from simtune.sim.requests import RequestStream, build_stream
 from simtune.specs.hardware import Hardware
 from simtune.specs.plan import Plan, Pool
-from simtune.tuner.search import Question, Tuned, optimize
+from simtune.tuner.question import Question
+from simtune.tuner.search import optimize
+from simtune.tuner.trial import Tuned
 from simtune.validation.engine_profile import STEPS, profile_engine, write_whole
 from simtune.validation.engines.driving import DrivenRequest, DriverClock, EngineSize, StepDriver
 from simtune.validation.measured import (
@@ -112,7 +114,14 @@ class ClosedLoop:
         note: Callable[[str], None] = lambda words: None,
     ) -> None:
         """`make` starts an engine of a size, given the reference of an earlier gauge; `write_run` writes the run
-        directory of a search, with the engine's settings. Raises UsageError where the folder is another study's."""
+        directory of a search, with the engine's settings. Raises UsageError where the folder is another study's, and
+        for a study of several kinds of hardware: the engine runs on one."""
+        if len(question.hardware) > 1:
+            names = ", ".join(hardware.name for hardware in question.hardware)
+            raise UsageError(
+                f"{question.study.name}: names {names}, and the engine runs on one kind of hardware; keep one"
+            )
+        (self._hardware,) = question.hardware
         self._question, self._out, self._make = question, out, make
         self._settings = settings or LoopSettings()
         self._write_run, self._note = write_run, note
@@ -163,7 +172,7 @@ class ClosedLoop:
 
     def _optimize(self, number: int) -> dict[str, Any]:
         """The best plan by operators that the engine's steps so far have corrected."""
-        tuned = optimize(replace(self._question, hardware=self._corrected(number)), jobs=1)
+        tuned = optimize(replace(self._question, hardware=(self._corrected(number),)), jobs=1)
         self._write_run(tuned, self._folder(number) / RUN)
         plan, rate = tuned.deployment.plan, tuned.chosen.rate_rps
         assert rate is not None
@@ -213,10 +222,10 @@ class ClosedLoop:
         question = self._question
         size = question.study.search
         batching = {"max_num_seqs": max(size.max_num_seqs), "max_num_batched_tokens": max(size.max_num_batched_tokens)}
-        pool = Pool.model_validate({"hardware": question.hardware.name, "instances": 1, "batching": batching})
+        pool = Pool.model_validate({"hardware": self._hardware.name, "instances": 1, "batching": batching})
         log = Log(self._log(number))
-        correction = calibrate(question.model, question.hardware, pool, log, self._out / PROFILE / STEPS)
-        return question.hardware.model_copy(update={"calibration": correction})
+        correction = calibrate(question.model, self._hardware, pool, log, self._out / PROFILE / STEPS)
+        return self._hardware.model_copy(update={"calibration": correction})
 
     def _plan(self, number: int) -> Plan:
         return Plan.from_file(self._folder(number) / RUN / "plan.yaml")
@@ -225,7 +234,7 @@ class ClosedLoop:
         # Engines that are driven step by step schedule so.
         one = plan.pools[0].model_copy(update={"instances": 1, "async_scheduling": False})
         plan = plan.model_copy(update={"pools": (one,)})
-        return deploy(plan, self._question.model, self._question.hardware, costs)
+        return deploy(plan, self._question.model, self._hardware, costs)
 
     def _stream(self, found: dict[str, Any]) -> RequestStream:
         return self._requests().at_rate(found["replay_rps"])
@@ -285,7 +294,11 @@ def _finite(values: Array) -> Array:
 
 def _digest(question: Question, settings: LoopSettings) -> str:
     """What a folder is bound to."""
-    parts = [question.study.to_data(), question.model.to_data(), question.hardware.to_data()]
+    parts = [
+        question.study.to_data(),
+        question.model.to_data(),
+        *(hardware.to_data() for hardware in question.hardware),
+    ]
     text = json.dumps([*parts, question.workload.to_data(), vars(settings)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
