@@ -44,18 +44,17 @@ def read_acceptance(paths: Sequence[Path], draft_tokens: int | None = None, mode
     Raises SpecError or UsageError where a file is none of these, or cannot be true.
     """
     texts = [read_text(path) for path in paths]
-    if len(paths) == 2 and all(_COUNTER.search(text) for text in texts):
-        return _counters(paths, texts)
-    if len(paths) != 1:
+    counted = all(_COUNTER.search(text) for text in texts)
+    if len(paths) != 1 and not (len(paths) == 2 and counted):
         raise UsageError("give one file, or two readings of the same Prometheus counters, before and after a run")
     path, text = paths[0], texts[0]
-    if _COUNTER.search(text):
-        return _counters(paths, texts)
-    if _LOG_LINE.search(text):
-        return _log(path, text)
     try:
+        if counted:
+            return _counters(paths, texts)
+        if _LOG_LINE.search(text):
+            return _log(path, text)
         return _table(path, text, model) if path.suffix == ".csv" else _json(path, text, draft_tokens)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, ArithmeticError, ValueError, AttributeError, IndexError) as error:
         what = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
         raise SpecError(Problem(str(path), f"not as its writer would leave it: {what}")) from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import types
 from collections.abc import Callable, Iterable, Sequence
@@ -31,6 +32,18 @@ def _of_this_world(value: float) -> float:
     return value
 
 
+def _finite(value: Any) -> Any:
+    """Raises ValueError where a number in it, at any depth, is none."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"holds {value}, which is no finite number")
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _finite(inner)
+    return value
+
+
+Options = Annotated[dict[str, Any], AfterValidator(_finite)]
+"""What a part brought from outside is given, as it stands in the file."""
+
 _SMALLEST, _LARGEST = 1e-18, 1e24
 """What is measured here lies between a thousandth of a femtosecond and the operations of a year of all machines."""
 
@@ -56,6 +69,8 @@ BlockSize = Annotated[int, Field(ge=1, le=2**20)]
 """Tokens of a KV block."""
 Rate = Annotated[float, Field(gt=0, le=1e9), AfterValidator(_of_this_world)]
 """Requests per second."""
+LogSigma = Annotated[float, Field(ge=0, le=20)]
+"""A standard deviation of logarithms."""
 LONGEST_S = 2.0**22
 """Simulated seconds, 48 days: ticks of 2**-40 s fit 64 bits for twice as long."""
 Seconds = Annotated[float, Field(ge=0, le=LONGEST_S)]

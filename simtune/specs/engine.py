@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from simtune.specs.base import Dtype, NonNegative, Part, Seq, Spec
+from simtune.specs.base import Dtype, ErrorAt, NonNegative, Part, Seq, Spec, problems_of
 from simtune.specs.hardware import Device
 from simtune.specs.model import Model
+from simtune.specs.plan import Pool
+from simtune.specs.yamlfile import Document
 
 GIB = 1 << 30
 DEFAULT_ENGINE = "vllm-0.24"
@@ -60,6 +62,13 @@ class EnginePreset(Spec):
             raise ValueError(f"sources: there is no setting {', '.join(unknown)}")
         return self
 
+    @model_validator(mode="after")
+    def _settings_of_a_pool(self) -> Self:
+        _check_pool(self.pool, "pool")
+        for at, case in enumerate(self.cases):
+            _check_pool(merged(case.pool, self.pool), "cases", at, "pool")
+        return self
+
     def settings(self, device: Device, model: Model) -> dict[str, Any]:
         """The keys of a pool for a model on a device."""
         settings = self.pool
@@ -67,6 +76,21 @@ class EnginePreset(Spec):
             if case.applies(device, model):
                 settings = merged(case.pool, settings)
         return settings
+
+
+_LEAST = {"hardware": "any", "instances": 1, "batching": {"max_num_seqs": 1, "max_num_batched_tokens": 1}}
+"""What a pool needs that a preset may leave open."""
+
+
+def _check_pool(settings: Mapping[str, Any], *at: str | int) -> None:
+    """Raises ErrorAt for the first key of a preset's settings that no pool has, or whose value none takes."""
+    data = merged(settings, _LEAST)
+    try:
+        Pool.model_validate(data)
+    except ValidationError as error:
+        problem = problems_of(Pool, error, Document("", data, None))[0]
+        key = problem.key.split(".") if problem.key else []
+        raise ErrorAt(problem.message, *at, *key) from None
 
 
 def merged(over: Mapping[str, Any], under: Mapping[str, Any]) -> dict[str, Any]:

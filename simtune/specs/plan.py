@@ -16,8 +16,10 @@ from simtune.specs.base import (
     Count,
     ErrorAt,
     Gpus,
+    LogSigma,
     Name,
     NonNegative,
+    Options,
     Part,
     Positive,
     Seats,
@@ -93,10 +95,10 @@ class Batching(Part):
         description="vLLM policies: false: a request comes in if the tokens of its first step fit the KV cache; "
         "else (as by default) only if all its known tokens do",
     )
-    prediction_sigma: Annotated[NonNegative, Field(le=20)] = Field(
+    prediction_sigma: LogSigma = Field(
         0.5, description="how far off predicted output lengths are, for policies that use them: log standard deviation"
     )
-    options: dict[str, Any] | None = Field(
+    options: Options | None = Field(
         None,
         description="of a policy: what its constructor takes beside the settings of every policy "
         "(tensorrt-llm: capacity_scheduler_policy, ...; sglang: schedule_conservativeness, ...)",
@@ -295,7 +297,7 @@ class OwnRouting(Part):
 
     TAG: ClassVar[str] = plugins.EXAMPLE
     kind: Annotated[str, PartName(ROUTER_GROUP)]
-    options: dict[str, Any] = Field({}, description="what its constructor takes")
+    options: Options = Field({}, description="what its constructor takes")
 
 
 def _routing_tag(value: Any) -> str | None:

@@ -15,7 +15,19 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
-from simtune.specs.base import Count, ErrorAt, Gpus, Name, NonNegative, Part, Positive, Seats, Seq, Spec
+from simtune.specs.base import (
+    Count,
+    ErrorAt,
+    Gpus,
+    LogSigma,
+    Name,
+    Options,
+    Part,
+    Positive,
+    Seats,
+    Seq,
+    Spec,
+)
 from simtune.specs.constraints import Constraint
 from simtune.specs.drafters import AnyDrafter
 from simtune.specs.plan import KvDtype, KvLink, Policy, Pool, RoundRobinRouting, Routing
@@ -136,8 +148,8 @@ class StudyBatching(Part):
     policy: Policy = "vllm-fcfs"
     chunked_prefill: bool = True
     safety_margin: Annotated[float, Field(ge=0, le=1)] | None = None
-    prediction_sigma: NonNegative | None = None
-    options: dict[str, Any] | None = Field(None, description="of a policy of your own")
+    prediction_sigma: LogSigma | None = None
+    options: Options | None = Field(None, description="of a policy of your own")
 
 
 class DrafterChoice(Part):

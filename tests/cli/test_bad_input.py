@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from simtune.specs.catalog import load_model
+from tests.fuzz.corpus import ENGINE, FACTS
 
 Call = Callable[..., Any]
 
@@ -189,6 +190,39 @@ def test_a_trace_with_a_mistake(desk: Any, text: str, message: str) -> None:
 
 def test_a_missing_trace(desk: Any) -> None:
     assert desk.refused(desk.simulate, workload="t.csv") == "t.csv: no such file"
+
+
+def test_a_model_that_can_read_no_request_is_not_searched_for(desk: Any) -> None:
+    text = load_model("llama-3.1-8b").to_yaml().replace("max_position: 131072", "max_position: 7")
+    desk.write("short.yaml", text)
+    desk.study("model: llama-3.1-8b", "model: ./short.yaml")
+    assert desk.refused(desk.optimize).startswith(
+        "every request is longer than max_model_len (7 tokens), the longest of"
+    )
+
+
+def test_a_table_without_a_usable_row_is_named(desk: Any, call: Call) -> None:
+    desk.write("gemm.csv", "framework,version,device,gemm_dtype,m,n,k,latency\nV,1,Made-up 1,bfloat16,1,512,512,-0.0\n")
+    desk.write("facts.yaml", FACTS)
+    message = desk.refused(call, "fit", "gemm.csv", "--facts", "facts.yaml", "--out", "out")
+    assert message.startswith("gemm.csv: gemm.bf16: no row can be used: 1 rows read, 0 used; 1 left out: no positive")
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("max_num_seqs: 0", "e.yaml:5:38: pool.batching.max_num_seqs: must be greater than or equal to 1 (found 0)"),
+        (
+            "max_num_sequences: 3",
+            "e.yaml:5:38: pool.batching.max_num_sequences: unknown key, did you mean max_num_seqs?",
+        ),
+    ],
+)
+def test_a_preset_with_settings_that_no_pool_has(desk: Any, setting: str, message: str) -> None:
+    name = setting.split(":")[0]
+    own = ENGINE.replace("max_num_seqs: 16", setting).replace("batching.max_num_seqs: a", f"batching.{name}: a")
+    desk.write("e.yaml", own)
+    assert desk.refused(desk.simulate, "--engine", "./e.yaml") == message
 
 
 def test_a_trace_longer_than_the_model_can_read(desk: Any) -> None:

@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -162,12 +163,16 @@ def main() -> int:
     options = argparse.ArgumentParser()
     options.add_argument("--inputs", type=int, default=10_000)
     options.add_argument("--first", type=int, default=0)
+    options.add_argument("--seconds", type=float, default=float("inf"), help="begin no further input after these")
     given = options.parse_args()
+    begun = time.monotonic()
     codes: Counter[int] = Counter()
     wrong: dict[str, list[Answer]] = {}
     most = [0.0, 0]
     with desk() as at:
         for number in range(given.first, given.first + given.inputs):
+            if time.monotonic() - begun > given.seconds:
+                break
             answer = at.answer(number)
             codes[answer.code] += 1
             most = [max(most[0], answer.cpu_s), max(most[1], answer.memory)]
@@ -175,7 +180,7 @@ def main() -> int:
                 wrong.setdefault(answer.wrong, []).append(answer)
                 if len(wrong[answer.wrong]) == 1:
                     print(f"{number}: {answer.case.name} ({answer.how}): {answer.wrong}", flush=True)
-    print(f"\n{given.inputs:,} inputs; exit codes {dict(sorted(codes.items()))}; at most {most[0]:.1f} s and "
+    print(f"\n{codes.total():,} inputs; exit codes {dict(sorted(codes.items()))}; at most {most[0]:.1f} s and "
           f"{most[1] / 2**20:,.0f} MiB; {sum(map(len, wrong.values()))} wrong in {len(wrong)} ways")  # fmt: skip
     for words, answers in sorted(wrong.items(), key=lambda item: -len(item[1])):
         print(f"{len(answers):5}  {words}  e.g. {[a.number for a in answers[:4]]}")

@@ -246,6 +246,7 @@ def cases() -> list[Case]:
     found += [Case(f, (*_SIMULATE, "--workload", "./load.yaml")) for f in ("model.yaml", "card/profile.yaml")]
     found += [Case("card/arrays.npz", (*_SIMULATE, "--workload", "./load.yaml"))]
     found += [Case("card/arrays.npz", ("check", "--json", "card/profile.yaml"))]
+    found += [Case("engine.yaml", (*_SIMULATE, "--workload", "./load.yaml", "--engine", "./engine.yaml"))]
     found += [Case("table.csv", (*_SIMULATE, "--workload", "./load.yaml", "--costs", "table.csv"))]
     for plan in ("plan.yaml", "drafts.yaml"):
         command = (

@@ -358,6 +358,8 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         read_acceptance([write(tmp_path, "odd.csv", "depth,rank,taken,reached\n1,1,9,4\n")])
     with pytest.raises(SpecError, match=r"odd\.csv:2: has 1 values, the header names 2"):
         read_acceptance([write(tmp_path, "odd.csv", "accepted,drafted\n1\n")])
+    with pytest.raises(SpecError, match=r"odd\.txt: not as its writer would leave it: could not convert .*'400-0'"):
+        read_acceptance([write(tmp_path, "odd.txt", 'vllm:spec_decode_num_drafts_total{x="m"} 400-0\n')])
     with pytest.raises(UsageError, match="no such file"):
         read_acceptance([tmp_path / "nothing.json"])
     with pytest.raises(UsageError, match="before and after a run"):
