@@ -207,6 +207,19 @@ def set_up(
     return Experiment(deployment, workload, trace, stream, seed)
 
 
+def deploy_plan(plan: str | Plan) -> Deployment:
+    """A plan on what it names, ready to run, without a load. Raises SpecError or UsageError where it cannot be."""
+    if isinstance(plan, str):
+        plan = _tables_beside(load_plan(plan, (), parts.problems), Path(plan).parent)
+    hardware = _load_profiles(None, plan, ())
+    pools = [pool.model_copy(update={"hardware": its.name}) for pool, its in zip(plan.pools, hardware, strict=True)]
+    plan = plan.model_copy(update={"pools": tuple(pools)})
+    try:
+        return deploy(plan, load_model(plan.model), {its.name: its for its in hardware}, drafting=load_drafting(plan))
+    except Infeasible as error:
+        raise UsageError(f"plan {plan.name}: {error}") from None
+
+
 def _planned(specs: Specs, stream: RequestStream, own_costs: bool) -> tuple[Plan, Sequence[Hardware]]:
     """The plan that is given, or the one that is meant by none; and the hardware of each of its pools."""
     plan, hardware = specs.plan, specs.hardware
@@ -329,6 +342,7 @@ def _from_here(setting: str, folder: Path) -> str:
 __all__ = [
     "Experiment",
     "Specs",
+    "deploy_plan",
     "load",
     "load_draft",
     "load_drafting",

@@ -22,6 +22,7 @@ from simtune.errors import SimtuneError
 VERBS = {
     "optimize": "Find the best schedule for a study, and write plan, engine configs and report.",
     "simulate": "Run one plan under one load.",
+    "sweep": "Simulate every point of a grid over fields of plan, workload or hardware.",
     "workload": "Say what a trace is, cut or scale it, and fit a spec to it.",
     "certify": "Check a search's proof without trusting it.",
     "profile": "Measure this machine and fit a hardware profile.",
@@ -35,6 +36,9 @@ VERBS = {
     "validate": "Run a plan on a real engine and say how far off the prediction was.",
     "weights": "Write random weights for a model, or a pair whose acceptance is chosen.",
     "report": "Draw the report of a run again, or of several side by side.",
+    "new": "Write a study, from five answers.",
+    "explain": "Say in words what a plan does.",
+    "doctor": "Check this installation.",
     "list": "List what is built in.",
     "show": "Print a spec, with what follows from it.",
     "check": "Check spec and trace files.",

@@ -27,8 +27,8 @@ def report(runs: tuple[Path, ...], out: Path | None, force: bool, as_json: bool)
     from simtune.runs.reading import read_run, runs_in
 
     _check(out, force)
-    (first, *others) = runs
-    if others or (out is not None and not runs_in(first)):
+    first = runs[0]
+    if len(runs) > 1 or (out is not None and not runs_in(first)):
         _compare(_named(runs), out, as_json)
     elif inside := runs_in(first):
         from simtune.report.index import render as render_index
@@ -62,7 +62,7 @@ def _compare(runs: list[NamedRun], out: Path | None, as_json: bool) -> None:
         ]
         print_table(f"numbers (differences from {names[0]})", ("number", *names), rows)
     if out is not None:
-        _write(out, render(runs))
+        _write(out, render(runs), words_apart=as_json)
 
 
 def _check(out: Path | None, force: bool) -> None:
@@ -70,8 +70,8 @@ def _check(out: Path | None, force: bool) -> None:
         raise UsageError(f"{out}: exists; give --force to replace it, or name another file")
 
 
-def _write(file: Path, page: str) -> None:
+def _write(file: Path, page: str, words_apart: bool = False) -> None:
     from simtune.runs.files import write_file
 
     write_file(file, page)
-    click.echo(f"report: {file}", err=True)
+    click.echo(f"report: {file}", err=words_apart)

@@ -14,6 +14,7 @@ from simtune.runs.files import write_file
 
 if TYPE_CHECKING:
     from simtune.specs.hardware import Hardware, Operator
+    from simtune.specs.model import Model
 
 
 @click.command()
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 def show(reference: str, as_json: bool, html: Path | None, force: bool) -> None:
     """Print a spec by built-in name or file; of a model, also its parameters and KV bytes; of a hardware profile, how
     far off its operators are."""
-    from simtune.report.models import facts
     from simtune.specs import catalog
     from simtune.specs.hardware import Hardware
     from simtune.specs.model import Model
@@ -49,8 +49,15 @@ def show(reference: str, as_json: bool, html: Path | None, force: bool) -> None:
     elif isinstance(spec, Hardware):
         _show_hardware(spec)
     else:
-        known = facts(spec) if isinstance(spec, Model) else []
+        known = _of_model(spec) if isinstance(spec, Model) else []
         click.echo(spec.to_yaml("\n".join(f"{what}: {how_much}" for what, how_much in known)), nl=False)
+
+
+def _of_model(model: Model) -> list[tuple[str, str]]:
+    """(what, how much), and what it fits on."""
+    from simtune.report.models import facts, fits_on, weights
+
+    return [*facts(model), ("weights", weights(model)), *((f"fits on {card}", how) for card, how in fits_on(model))]
 
 
 def _show_hardware(hardware: Hardware) -> None:

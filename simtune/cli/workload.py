@@ -74,13 +74,13 @@ def workload(  # noqa: PLR0913 - one for each option
     from simtune.sim.load import load_facts
     from simtune.sim.load_fit import fit_workload
     from simtune.specs.trace_cut import Cut, merged
-    from simtune.specs.trace_formats import Reading
+    from simtune.specs.trace_formats import LogReading
     from simtune.specs.trace_write import trace_text
     from simtune.specs.traces import read_trace
 
     _check(out, html, force)
     cut = Cut(begin, end, utc_offset, peak, scale)
-    reading = Reading(zero_output, characters_per_token, part)  # type: ignore[arg-type]  # click has looked
+    reading = LogReading(zero_output, characters_per_token, part)  # type: ignore[arg-type]  # click has looked
     trace = cut.of(merged([read_trace(file, reading) for file in files]))
     name = files[0].name.split(".")[0]
     facts = load_facts(trace)

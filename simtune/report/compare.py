@@ -179,34 +179,36 @@ def overlays(runs: Sequence[NamedRun]) -> dict[str, figures.Figure]:
     """Figures by name: what every run has, one colour each."""
     series = {each.name: i for i, each in enumerate(runs)}
     drawn: dict[str, figures.Figure] = {}
-    for metric in METRICS:
-        curves = tuple(
-            (each.name, tuple(1e3 * x for x in values))
-            for each in runs
-            if not each.run.summary.saturated and len(values := _quantiles(each.run.summary, metric)) > 1
-        )
-        if curves:
-            wide = any(values[-1] > 20 * values[len(values) // 2] for _, values in curves)
-            positive = all(values[0] > 0 for _, values in curves)
-            title = info.METRIC_NAMES[metric]
-            drawn[metric] = figures.cdf_figure(info.Cdf(title, curves, (), wide and positive), series)
+    drawn |= {metric: figures.cdf_figure(cdf, series) for metric in METRICS if (cdf := _cdf(runs, metric)) is not None}
     sweeps = [curve for each in runs if (curve := _chosen_curve(each))]
     if sweeps:
         drawn["goodput"] = figures.sweep_figure(sweeps, series)
-    if any(each.run.summary.timeline for each in runs):
-        drawn["running"] = figures.over_time(
-            [(each.name, t.t_s, t.running, i) for i, each in enumerate(runs) if (t := each.run.summary.timeline)],
-            "requests running",
-        )
-        drawn["kv"] = figures.over_time(
-            [
-                (each.name, t.t_s, [100 * x for x in t.kv_used], i)
-                for i, each in enumerate(runs)
-                if (t := each.run.summary.timeline)
-            ],
-            "KV blocks used, %",
-        )
-    return drawn
+    return drawn | _timelines(runs)
+
+
+def _cdf(runs: Sequence[NamedRun], metric: Metric) -> info.Cdf | None:
+    """Of the runs that are not saturated; None where none has the metric."""
+    settled = [each for each in runs if not each.run.summary.saturated]
+    known = [(each.name, _quantiles(each.run.summary, metric)) for each in settled]
+    curves = tuple((name, tuple(1e3 * x for x in values)) for name, values in known if len(values) > 1)
+    if not curves:
+        return None
+    wide = any(values[-1] > 20 * values[len(values) // 2] for _, values in curves)
+    positive = all(values[0] > 0 for _, values in curves)
+    return info.Cdf(info.METRIC_NAMES[metric], curves, (), wide and positive)
+
+
+def _timelines(runs: Sequence[NamedRun]) -> dict[str, figures.Figure]:
+    """Requests running and KV blocks used, over the simulated time of those runs that have it."""
+    known = [(each.name, t, i) for i, each in enumerate(runs) if (t := each.run.summary.timeline)]
+    if not known:
+        return {}
+    running = [(name, t.t_s, t.running, i) for name, t, i in known]
+    used = [(name, t.t_s, [100 * x for x in t.kv_used], i) for name, t, i in known]
+    return {
+        "running": figures.over_time(running, "requests running"),
+        "kv": figures.over_time(used, "KV blocks used, %"),
+    }
 
 
 def _quantiles(s: Summary, metric: str) -> tuple[float, ...]:

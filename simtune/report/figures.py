@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from simtune.report.info import (
     BreakdownInfo,
@@ -340,11 +340,13 @@ def breakdown_figure(info: BreakdownInfo) -> Figure:
     return {
         "data": data,
         "layout": layout(
-            axis("ms per step", showgrid=False),
+            axis("", showgrid=False, ticksuffix=" ms"),
             {"visible": False, "range": [len(rows) - 0.5, -0.85], "fixedrange": True},
             barmode="stack",
             hovermode="closest",
             annotations=labels,
+            # Of a figure as low as this one so much of it is the height of its tick labels.
+            legend={"orientation": "h", "x": 0, "y": -0.3, "yanchor": "top", "traceorder": "normal"},
         ),
     }
 
@@ -481,4 +483,37 @@ def over_time(curves: Sequence[tuple[str, Sequence[float], Sequence[float], int]
             for name, t_s, values, series in curves
         ],
         "layout": layout(axis("simulated time, s"), axis(what, rangemode="tozero"), hovermode="x unified"),
+    }
+
+
+class SweptLine(NamedTuple):
+    """Values over numbers or names."""
+
+    name: str
+    x: tuple[Any, ...]
+    y: tuple[float, ...]
+
+
+def sweep_over(curves: Sequence[SweptLine], over: str, what: str) -> Figure:
+    """A number over the field that was swept, one line for each value of the others."""
+    names = any(isinstance(x, str) for curve in curves for x in curve.x)
+    return {
+        "data": [
+            {
+                "type": "scatter",
+                "mode": "lines+markers",
+                "name": escape(curve.name),
+                "x": [escape(x) if isinstance(x, str) else x for x in curve.x],
+                "y": list(curve.y),
+                "line": {"color": _colour(i), "width": 2},
+                "marker": {"size": 7},
+            }
+            for i, curve in enumerate(curves)
+        ],
+        "layout": layout(
+            axis(escape(over), **({"type": "category"} if names else {})),
+            axis(what, rangemode="tozero"),
+            showlegend=len(curves) > 1,
+            hovermode="closest",
+        ),
     }

@@ -153,9 +153,9 @@ def _prices(s: Summary) -> list[tuple[str, str, str]]:
     if s.price is None:
         return []
     return [
-        ("output tokens", number(s.price.per_million_output_tokens_usd), "USD per million"),
-        ("requests", number(s.price.per_thousand_requests_usd), "USD per thousand"),
-        ("GPUs", number(s.price.per_hour_usd), "USD per hour"),
+        ("price", number(s.price.per_million_output_tokens_usd), "USD per 1M output tokens"),
+        ("price", number(s.price.per_thousand_requests_usd), "USD per 1,000 requests"),
+        ("price", number(s.price.per_hour_usd), "USD per hour"),
     ]
 
 
@@ -348,13 +348,18 @@ class ParetoInfo(NamedTuple):
     unknown: int
 
 
-def pareto(candidates: Sequence[CandidateRow]) -> ParetoInfo:
-    """Feasible candidates that no other feasible one equals or beats in both coordinates and beats in one."""
-    points = [
+def _places(candidates: Sequence[CandidateRow]) -> list[ParetoPoint]:
+    """Of candidates that were simulated as far as to have both coordinates."""
+    return [
         ParetoPoint(c.output_tokens_per_s_per_user, c.output_tokens_per_s_per_gpu, c)
         for c in candidates
         if c.output_tokens_per_s_per_user is not None and c.output_tokens_per_s_per_gpu is not None
     ]
+
+
+def pareto(candidates: Sequence[CandidateRow]) -> ParetoInfo:
+    """Feasible candidates that no other feasible one equals or beats in both coordinates and beats in one."""
+    points = _places(candidates)
     feasible = [p for p in points if p.candidate.status in ("chosen", "feasible")]
     front: list[ParetoPoint] = []
     dominated: list[ParetoPoint] = []

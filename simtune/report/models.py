@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from simtune.costs.memory import kv_bytes_per_token
+from simtune.costs.memory import kv_bytes_per_token, kv_capacity, weights_bytes
+from simtune.errors import Infeasible
+from simtune.sim.deployment import vllm_batching
+from simtune.specs.catalog import load_hardware, names
+from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
-from simtune.specs.plan import Parallelism
+from simtune.specs.plan import Parallelism, Pool
 
 
 def facts(model: Model) -> list[tuple[str, str]]:
@@ -15,6 +19,36 @@ def facts(model: Model) -> list[tuple[str, str]]:
         ("KV cache", _kv_cache(model)),
         ("formats", _formats(model)),
     ]
+
+
+def weights(model: Model) -> str:
+    """Of the whole model, as they lie in memory."""
+    return f"{weights_bytes(model, Parallelism(), 0) / 2**30:.1f} GiB"
+
+
+def fits_on(model: Model) -> list[tuple[str, str]]:
+    """(card, on how many of them the model fits at least, and what KV cache is left), of every built-in card."""
+    cards: dict[str, str] = {}
+    for name in names("hardware"):
+        hardware = load_hardware(name)
+        cards.setdefault(hardware.device.name, _fewest(model, hardware))
+    return list(cards.items())
+
+
+def _fewest(model: Model, hardware: Hardware) -> str:
+    """With vLLM's batching, on as many GPUs of one node as tensor parallelism needs."""
+    tp = 1
+    while tp <= hardware.device.devices_per_node:
+        pool = Pool(
+            hardware=hardware.name, instances=1, parallelism=Parallelism(tp=tp), batching=vllm_batching(hardware)
+        )
+        try:
+            memory = kv_capacity(model, hardware, pool)
+        except Infeasible:
+            tp *= 2
+            continue
+        return f"{tp} x, {memory.num_blocks * pool.kv_cache.block_size:,} tokens of KV cache"
+    return f"not on {tp // 2} of one node"
 
 
 def _parameters(model: Model) -> str:

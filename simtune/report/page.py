@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 from simtune import __version__
-from simtune.report import figures, info, load, speculation, verdict
+from simtune.report import explore, figures, info, load, speculation, verdict
+from simtune.report.neighbours import neighbours
 from simtune.report.templates import fill, template
 from simtune.runs.schema import CandidateRow, Run, Summary
 
@@ -22,6 +23,8 @@ def render(run: Run) -> str:
         info=info,
         load_rows=load.load_rows(s.load) if s.load else (),
         verdict=verdict,
+        steps=neighbours(run),
+        explorer=Markup(_explorer(run)) if len(explore.points(run)) > 1 else None,
         version=__version__,
         figures={name: Markup(html) for name, html in _figures(run).items()},
         speculation=Markup(speculation.section(s.draft_schedule)) if s.draft_schedule else None,
@@ -30,6 +33,13 @@ def render(run: Run) -> str:
         summary_json=Markup(_json_in_html(s)),
         plotly_js=Markup(figures.plotly_js()),
     )
+
+
+def _explorer(run: Run) -> str:
+    """The section in which limits can be moved."""
+    from markupsafe import Markup
+
+    return fill("explore.j2", explore_json=Markup(explore.document(run)))
 
 
 def _figures(run: Run) -> dict[str, str]:

@@ -48,7 +48,7 @@ class LoadFacts(Record):
     sessions: Whole | None
 
 
-class Requests(Protocol):
+class LoadColumns(Protocol):
     """Columns of requests, of a trace or of a stream drawn from a spec."""
 
     @property
@@ -76,7 +76,7 @@ class Requests(Protocol):
         """Which conversation each request belongs to."""
 
 
-def load_facts(requests: Requests, users: int | None = None) -> LoadFacts:
+def load_facts(requests: LoadColumns, users: int | None = None) -> LoadFacts:
     """Of requests as they are recorded or simulated; `users` is how many a closed loop has."""
     count, arrival_s, session = len(requests.prompt_tokens), requests.arrival_s, requests.session
     span_s = None if arrival_s is None else float(arrival_s[-1] - arrival_s[0])

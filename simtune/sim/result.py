@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from simtune.arrays import Array
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import Tally
+from simtune.sim.frames import frame, html_table
 from simtune.sim.outcome import Outcome
 from simtune.sim.requests import RequestStream
 from simtune.sim.statistics import TokenIntervals, warm_up
@@ -27,6 +28,8 @@ from simtune.sim.summing import between_tokens, distribution, instances, prefix_
 from simtune.specs.workload import Slo
 
 METRICS: tuple[Metric, ...] = ("ttft", "tpot", "e2el", "queue", "prefill", "transfer", "decode")
+_SHOWN = ("requests", "offered_rate_rps", "request_throughput_rps", "goodput_rps", "slo_attainment", "num_gpus")
+"""Numbers that a notebook shows first."""
 
 
 @dataclass
@@ -270,6 +273,34 @@ class Result:
             slo=tuple(self.limits),
             **where_it_applies,
         )
+
+    def to_pandas(self) -> Any:
+        """Every request as a row of a `pandas.DataFrame`, times in seconds. Raises UsageError without pandas."""
+        stream, outcome = self.stream, self.outcome
+        columns: dict[str, Any] = {
+            "class": [stream.class_names[i] for i in stream.class_index.tolist()],
+            "engine_core": outcome.core,
+            "prompt_tokens": stream.prompt_tokens,
+            "output_tokens": stream.output_tokens,
+        }
+        columns |= {
+            f"{name}_s": getattr(self, f"{name}_s") for name in ("arrival", "scheduled", "first_token", "finish")
+        }
+        columns |= {f"{metric}_s": getattr(self, f"{metric}_s") for metric in METRICS}
+        return frame({**columns, "preemptions": outcome.preemptions, "good": self.good})
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        summary = self.summary()
+        rows = [(key, f"{value:,.4g}") for key in _SHOWN if (value := getattr(summary, key)) is not None]
+        if summary.saturated:
+            rows.append(("saturated", "requests pile up faster than they are served; latencies grow without bound"))
+        else:
+            latencies = ((metric, summary.metrics[metric]) for metric in METRICS)
+            rows += [
+                (f"{m} p50, p99", f"{d.p50 * 1e3:,.1f}, {d.p99 * 1e3:,.1f} ms") for m, d in latencies if d.p50 and d.p99
+            ]
+        return html_table("simtune.Result", rows)
 
     def latency_quantiles(self) -> LatencyQuantiles:
         """What the curves of the latencies are drawn from."""

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from simtune.arrays import Array, Ints
 from simtune.errors import Problem, SpecError
 from simtune.specs.reading import JsonError, csv_rows, decoded, numbered_lines, parse_json, read_bytes, unpacked
-from simtune.specs.trace_formats import AS_IT_IS, SHARED_BLOCK_TOKENS, Reading, Requests, TraceFormat, recognised
+from simtune.specs.trace_formats import AS_IT_IS, SHARED_BLOCK_TOKENS, LogReading, LogRequests, TraceFormat, recognised
 from simtune.specs.workload import MAX_TOKENS
 
 MAX_SHOWN = 20
@@ -85,7 +85,7 @@ class Trace:
         return (len(self) - 1) / float(self.arrival_s[-1])
 
 
-def read_trace(path: Path, reading: Reading = AS_IT_IS) -> Trace:
+def read_trace(path: Path, reading: LogReading = AS_IT_IS) -> Trace:
     """Read a trace file. Raises SpecError with the problems found, UsageError when it cannot be read."""
     raw = read_bytes(path)
     problems = _Problems(str(path))
@@ -184,10 +184,10 @@ class _Table:
 
 
 def _formatted_table(
-    form: TraceFormat, objects: list[Any], lines: list[int], reading: Reading, problems: _Problems
+    form: TraceFormat, objects: list[Any], lines: list[int], reading: LogReading, problems: _Problems
 ) -> _Table:
     """The requests of a known format in order of arrival: load generators write them as they end."""
-    given: Requests = form.read(objects, lines, reading, problems)
+    given: LogRequests = form.read(objects, lines, reading, problems)
     values, at = given.values, given.lines
     if not at:
         problems.stop("no request is left", lines[0])
@@ -200,7 +200,7 @@ def _formatted_table(
     return _Table(given.names, values, at, True, given.per_s, notes, SHARED_BLOCK_TOKENS)
 
 
-def _without_zeros(table: _Table, reading: Reading) -> _Table:
+def _without_zeros(table: _Table, reading: LogReading) -> _Table:
     """The table without requests of no output token, or with one token for each."""
     column = table.values["output"]
     zero = [_is_zero(value) for value in column]
@@ -385,7 +385,7 @@ def _lengths(table: _Table, field: str, problems: _Problems) -> Array:
     numbers = _numbers(table, field, problems)
     remedy = {
         "prompt": "drop requests without a prompt",
-        "output": "drop requests that generated nothing, or give the first token its 1 (--zero-output drop or one)",
+        "output": "drop requests that generated nothing, or give the first token its 1: simtune workload --zero-output",
     }[field]
     wrong = (numbers < 1) | (numbers > MAX_TOKENS) | (numbers != np.floor(numbers)) & ~np.isnan(numbers)
     for i in np.flatnonzero(wrong).tolist():

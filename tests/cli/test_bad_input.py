@@ -164,7 +164,7 @@ def test_hardware_without_the_operator_a_model_needs(desk: Any) -> None:
         pytest.param(
             HEADER + "0,5,3\n1,6,-4\n",
             "t.csv:3: output_tokens: must be at least 1 token, not -4; "
-            "drop requests that generated nothing, or give the first token its 1",
+            "drop requests that generated nothing, or give the first token its 1: simtune workload --zero-output",
             id="negative length",
         ),
         pytest.param(

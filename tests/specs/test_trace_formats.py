@@ -10,7 +10,7 @@ import pytest
 
 from simtune.errors import SpecError, UsageError
 from simtune.specs import catalog
-from simtune.specs.trace_formats import Reading
+from simtune.specs.trace_formats import LogReading
 from simtune.specs.traces import Trace, read_trace
 
 # As vllm/benchmarks/serve.py writes it with --save-result --save-detailed; the third request failed.
@@ -148,9 +148,9 @@ def columns(trace: Trace) -> tuple[list[float] | None, list[int], list[int]]:
     return times, trace.prompt_tokens.tolist(), trace.output_tokens.tolist()
 
 
-def refused(path: Path, reading: Reading | None = None) -> str:
+def refused(path: Path, reading: LogReading | None = None) -> str:
     with pytest.raises(SpecError) as error:
-        read_trace(path, reading or Reading())
+        read_trace(path, reading or LogReading())
     assert str(error.value).startswith(str(path))
     return str(error.value).removeprefix(str(path)).lstrip(":0123456789 ")
 
@@ -186,8 +186,8 @@ def test_aiperf_records_are_sorted_and_keep_their_conversations(tmp_path: Path) 
 def test_guidellm_asks_which_of_several_benchmarks(tmp_path: Path) -> None:
     path = document(tmp_path, GUIDELLM)
     assert refused(path) == "holds 2 benchmarks; choose one, --part 1 to --part 2"
-    assert refused(path, Reading(part=3)) == "has no part 3: it holds 2 benchmarks"
-    trace = read_trace(path, Reading(part=1))
+    assert refused(path, LogReading(part=3)) == "has no part 3: it holds 2 benchmarks"
+    trace = read_trace(path, LogReading(part=1))
     assert columns(trace) == ([0.0, 2.5], [256, 128], [32, 64])
     assert trace.notes == ("read as guidellm", "1 incomplete requests left out")
 
@@ -209,7 +209,7 @@ def test_genai_perf_counts_what_the_server_counted_and_estimates_the_rest(tmp_pa
 
 
 def test_sharegpt_turns_contain_what_was_said_before(tmp_path: Path) -> None:
-    trace = read_trace(document(tmp_path, SHAREGPT), Reading(characters_per_token=2.0))
+    trace = read_trace(document(tmp_path, SHAREGPT), LogReading(characters_per_token=2.0))
     assert columns(trace) == (None, [200, 320, 32], [100, 40, 1])
     assert trace.hash_ids is not None
     assert trace.session is not None
@@ -249,12 +249,12 @@ def test_requests_of_no_output_token_have_an_option(tmp_path: Path, kind: str) -
     table = "arrival_s,prompt_tokens,output_tokens\n0,5,0\n1,5,1\n2,5,2\n"
     path.write_text(table if kind == "csv" else "".join(json.dumps(row) + "\n" for row in rows))
     assert "must be at least 1 token, not 0" in refused(path)
-    dropped = read_trace(path, Reading(zero_output="drop"))
+    dropped = read_trace(path, LogReading(zero_output="drop"))
     assert (columns(dropped), dropped.notes) == (
         ([0.0, 1.0], [5, 5], [1, 2]),
         ("1 requests of no output token left out",),
     )
-    given = read_trace(path, Reading(zero_output="one"))
+    given = read_trace(path, LogReading(zero_output="one"))
     assert columns(given) == ([0.0, 1.0, 2.0], [5, 5, 5], [1, 1, 2])
 
 

@@ -156,7 +156,7 @@ inf,10,
 """
     assert problems(tmp_path, text) == [
         "2: output_tokens: must be at least 1 token, not 0; drop requests that generated nothing, "
-        "or give the first token its 1 (--zero-output drop or one)",
+        "or give the first token its 1: simtune workload --zero-output",
         "3: prompt_tokens: must be at least 1 token, not -5; drop requests without a prompt",
         "4: arrival_s: must be a finite number, not 'abc'",
         "5: prompt_tokens: must be a finite number, not 'nan'",
@@ -243,7 +243,7 @@ def test_json_lines_are_judged_line_by_line(tmp_path: Path) -> None:
         "3: timestamp: must be a finite number, not True",
         "3: input_length: must be a finite number, not '5'",
         "3: output_length: must be at least 1 token, not 0; drop requests that generated nothing, "
-        "or give the first token its 1 (--zero-output drop or one)",
+        "or give the first token its 1: simtune workload --zero-output",
         "4: timestamp: must be a finite number, not None",
         "4: hash_ids: must be a list of whole numbers of at least 0",
         "5: hash_ids: has 2 ids, the prompt 1 blocks of 512 tokens",

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from simtune.specs.trace_formats.benchmarks import AiPerf, GenAiPerf, GuideLlm, PerfSummary, VllmBench
-from simtune.specs.trace_formats.common import AS_IT_IS, Problems, Reading, Requests, TraceFormat
+from simtune.specs.trace_formats.common import AS_IT_IS, LogReading, LogRequests, Problems, TraceFormat
 from simtune.specs.trace_formats.logs import SHARED_BLOCK_TOKENS, OpenAiLog, ShareGpt
 
 FORMATS: tuple[TraceFormat, ...] = (
@@ -24,9 +24,9 @@ __all__ = [
     "AS_IT_IS",
     "FORMATS",
     "SHARED_BLOCK_TOKENS",
+    "LogReading",
+    "LogRequests",
     "Problems",
-    "Reading",
-    "Requests",
     "TraceFormat",
     "recognised",
     "title_of",

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from simtune.specs.trace_formats.common import (
+    LogReading,
+    LogRequests,
     Problems,
-    Reading,
-    Requests,
     estimated,
     first_of,
     left_out,
@@ -27,7 +27,7 @@ def _mapping(first: Any) -> Mapping[str, Any]:
     return first if isinstance(first, Mapping) else {}
 
 
-def _chosen(runs: Sequence[Any], what: str, reading: Reading, problems: Problems) -> Any:
+def _chosen(runs: Sequence[Any], what: str, reading: LogReading, problems: Problems) -> Any:
     """The run that was asked for, where a file holds several. Stops where none was."""
     if len(runs) > 1 and reading.part is None:
         problems.stop(f"holds {len(runs)} {what}; choose one, --part 1 to --part {len(runs)}", None)
@@ -46,7 +46,9 @@ class VllmBench:
         """By its totals; the lists of requests may be missing."""
         return "request_throughput" in _mapping(first) and "total_input_tokens" in _mapping(first)
 
-    def read(self, objects: Sequence[Any], lines: Sequence[int], reading: Reading, problems: Problems) -> Requests:
+    def read(
+        self, objects: Sequence[Any], lines: Sequence[int], reading: LogReading, problems: Problems
+    ) -> LogRequests:
         """Answered requests, by the time each was sent; lengths alone where the file has no start_times."""
         run = _chosen(objects, "results", reading, problems)
         present = self._lists(run, lines[0], problems)
@@ -59,7 +61,7 @@ class VllmBench:
         if "arrival" not in present:
             notes.append("it has no start_times, so it is lengths only")
         values = {field: [run[key][i] for i in good] for field, key in present.items()}
-        return Requests(present, values, [lines[0]] * len(good), notes=notes)
+        return LogRequests(present, values, [lines[0]] * len(good), notes=notes)
 
     def _lists(self, run: Any, line: int, problems: Problems) -> dict[str, str]:
         """The keys of the lists that are there, by field. Stops where one is missing or of another length."""
@@ -86,7 +88,9 @@ class AiPerf:
         """By the time in its metadata."""
         return look_up(first, "metadata.request_start_ns") is not None and "metrics" in first
 
-    def read(self, objects: Sequence[Any], lines: Sequence[int], reading: Reading, problems: Problems) -> Requests:
+    def read(
+        self, objects: Sequence[Any], lines: Sequence[int], reading: LogReading, problems: Problems
+    ) -> LogRequests:
         """What was answered in the profiling phase; turns of one conversation are a session."""
         measured = [_phase(row) for row in objects]
         good = [i for i, row in enumerate(objects) if measured[i] and not look_up(row, "error")]
@@ -97,7 +101,7 @@ class AiPerf:
         names = {"arrival": "metadata.request_start_ns", "prompt": self._prompt[0], "output": output or self._output[0]}
         values = _columns(rows, at, names, problems)
         values |= sessions_of(rows, ("metadata.x_correlation_id", "metadata.conversation_id"))
-        return Requests(names, values, at, per_s=1e9, notes=notes)
+        return LogRequests(names, values, at, per_s=1e9, notes=notes)
 
 
 def _phase(row: Any) -> bool:
@@ -131,7 +135,9 @@ class GuideLlm:
         runs = _mapping(first).get("benchmarks")
         return isinstance(runs, list) and bool(runs) and "requests" in _mapping(runs[0])
 
-    def read(self, objects: Sequence[Any], lines: Sequence[int], reading: Reading, problems: Problems) -> Requests:
+    def read(
+        self, objects: Sequence[Any], lines: Sequence[int], reading: LogReading, problems: Problems
+    ) -> LogRequests:
         """The requests of one benchmark that were successful."""
         run = _chosen(objects[0]["benchmarks"], "benchmarks", reading, problems)
         by_end = run["requests"]
@@ -146,7 +152,7 @@ class GuideLlm:
             for end in ("incomplete", "errored")
             for note in left_out(len(by_end.get(end) or ()), f"{end} requests")
         ]
-        return Requests(names, _columns(rows, at, names, problems), at, notes=notes)
+        return LogRequests(names, _columns(rows, at, names, problems), at, notes=notes)
 
 
 class GenAiPerf:
@@ -159,7 +165,9 @@ class GenAiPerf:
         runs = _mapping(first).get("experiments")
         return isinstance(runs, list) and bool(runs) and "requests" in _mapping(runs[0])
 
-    def read(self, objects: Sequence[Any], lines: Sequence[int], reading: Reading, problems: Problems) -> Requests:
+    def read(
+        self, objects: Sequence[Any], lines: Sequence[int], reading: LogReading, problems: Problems
+    ) -> LogRequests:
         """Lengths as the server counted them where it said so, else of the texts."""
         run = _chosen(objects[0]["experiments"], "experiments", reading, problems)
         rows, at = run["requests"], [lines[0]] * len(run["requests"])
@@ -168,7 +176,7 @@ class GenAiPerf:
         lengths = [_counted(row) or _guessed(row, reading) for row in rows]
         values["prompt"], values["output"] = [a for a, _ in lengths], [b for _, b in lengths]
         notes = [] if all(_counted(row) for row in rows) else [estimated(reading)]
-        return Requests(names, values, at, per_s=1e9, notes=notes)
+        return LogRequests(names, values, at, per_s=1e9, notes=notes)
 
 
 def _messages(row: Any) -> Iterator[Any]:
@@ -189,7 +197,7 @@ def _counted(row: Any) -> tuple[int, int] | None:
     return None
 
 
-def _guessed(row: Any, reading: Reading) -> tuple[int, int]:
+def _guessed(row: Any, reading: LogReading) -> tuple[int, int]:
     """Of the texts of the request and of its answer."""
     inputs = row.get("request_inputs")
     asked = parsed_json(look_up(inputs, "payload")) or inputs
@@ -222,7 +230,9 @@ class PerfSummary:
         """By statistics in place of numbers."""
         return "avg" in _mapping(_mapping(first).get("request_throughput"))
 
-    def read(self, objects: Sequence[Any], lines: Sequence[int], reading: Reading, problems: Problems) -> Requests:
+    def read(
+        self, objects: Sequence[Any], lines: Sequence[int], reading: LogReading, problems: Problems
+    ) -> LogRequests:
         """Stops: the requests are in another file of the same folder."""
         message = f"is {self.title} and holds no requests; give profile_export.jsonl (aiperf) or profile_export.json"
         problems.stop(message, lines[0])

@@ -11,7 +11,7 @@ ZeroOutput = Literal["refuse", "drop", "one"]
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class LogReading:
     """How to read what a file leaves open. The defaults guess nothing but the length of texts, and say so."""
 
     zero_output: ZeroOutput = "refuse"
@@ -22,7 +22,7 @@ class Reading:
     """Which of several runs in one file, from 1."""
 
 
-AS_IT_IS = Reading()
+AS_IT_IS = LogReading()
 
 
 class Problems(Protocol):
@@ -36,7 +36,7 @@ class Problems(Protocol):
 
 
 @dataclass(slots=True)
-class Requests:
+class LogRequests:
     """Requests as a file holds them, still to be judged: field -> what the file calls it, and its values."""
 
     names: dict[str, str]
@@ -56,7 +56,9 @@ class TraceFormat(Protocol):
     def recognises(self, first: Any) -> bool:
         """Whether the first object of a file says that it is of this kind."""
 
-    def read(self, objects: Sequence[Any], lines: Sequence[int], reading: Reading, problems: Problems) -> Requests:
+    def read(
+        self, objects: Sequence[Any], lines: Sequence[int], reading: LogReading, problems: Problems
+    ) -> LogRequests:
         """Its requests. `lines` are those that the objects begin in. Stops at what cannot be read."""
 
 
@@ -77,12 +79,12 @@ def left_out(count: int, why: str) -> list[str]:
     return [f"{count:,} {why} left out"] if count else []
 
 
-def tokens_of(text: str, reading: Reading) -> int:
+def tokens_of(text: str, reading: LogReading) -> int:
     """How many tokens a text is taken for, at least one where there is any text."""
     return max(1, round(len(text) / reading.characters_per_token)) if text else 0
 
 
-def estimated(reading: Reading) -> str:
+def estimated(reading: LogReading) -> str:
     """The note on lengths that were not counted by a tokenizer."""
     return f"lengths estimated from texts, {reading.characters_per_token:g} characters to a token"
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from simtune.specs.trace_formats.common import (
+    LogReading,
+    LogRequests,
     Problems,
-    Reading,
-    Requests,
     estimated,
     first_of,
     left_out,
@@ -51,7 +51,9 @@ class OpenAiLog:
         clock = key is not None and _epoch_s(look_up(first, key)) is not None
         return usage or (flat and clock)
 
-    def read(self, objects: Sequence[Any], lines: Sequence[int], reading: Reading, problems: Problems) -> Requests:
+    def read(
+        self, objects: Sequence[Any], lines: Sequence[int], reading: LogReading, problems: Problems
+    ) -> LogRequests:
         """Requests that were answered, by their time; lines without usage had no answer."""
         good = [i for i, row in enumerate(objects) if first_of(row, self._output) is not None and not _failed(row)]
         if not good:
@@ -66,7 +68,7 @@ class OpenAiLog:
             notes.append("it has no times, so it is lengths only")
         else:
             names["arrival"], values["arrival"] = time, _clock([look_up(row, time) for row in rows], at, time, problems)
-        return Requests(names, values | sessions_of(rows, self._session), at, notes=notes)
+        return LogRequests(names, values | sessions_of(rows, self._session), at, notes=notes)
 
 
 def _failed(row: Any) -> bool:
@@ -127,7 +129,9 @@ class ShareGpt:
         one = first[0] if isinstance(first, list) and first else first
         return isinstance(one, Mapping) and isinstance(one.get("conversations"), list)
 
-    def read(self, objects: Sequence[Any], lines: Sequence[int], reading: Reading, problems: Problems) -> Requests:
+    def read(
+        self, objects: Sequence[Any], lines: Sequence[int], reading: LogReading, problems: Problems
+    ) -> LogRequests:
         """Turns, their sessions, and the blocks that they share with the turns before."""
         listed = isinstance(objects[0], list)
         talks = objects[0] if listed else objects
@@ -145,9 +149,11 @@ class ShareGpt:
             block += max((said // SHARED_BLOCK_TOKENS for said, _ in turns), default=0)
         if not at:
             problems.stop("no conversation has an answer", lines[0], "conversations")
-        return Requests({"prompt": "conversations", "output": "conversations"}, columns, at, notes=[estimated(reading)])
+        return LogRequests(
+            {"prompt": "conversations", "output": "conversations"}, columns, at, notes=[estimated(reading)]
+        )
 
-    def _turns(self, talk: Any, reading: Reading) -> list[tuple[int, int]]:
+    def _turns(self, talk: Any, reading: LogReading) -> list[tuple[int, int]]:
         """(prompt tokens with all before, output tokens) of every answer that has any text before it."""
         turns, said = [], 0
         for message in look_up(talk, "conversations") or ():

@@ -1,0 +1,22 @@
+"""simtune doctor: is this installation whole?"""
+
+from __future__ import annotations
+
+import click
+
+from simtune.cli.output import json_option, print_json
+
+
+@click.command()
+@json_option
+def doctor(as_json: bool) -> int:
+    """Look at packages, GPU, presets, profiles and disk of this machine. Exits with 1 where something is wrong."""
+    from simtune.profiling.installation import findings
+
+    seen = findings()
+    if as_json:
+        print_json([finding._asdict() for finding in seen])
+    else:
+        for finding in seen:
+            click.echo(f"{finding.state:8} {finding.what:18} {finding.says}")
+    return 1 if any(finding.state == "problem" for finding in seen) else 0

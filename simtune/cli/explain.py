@@ -1,0 +1,40 @@
+"""simtune explain: a plan in words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from simtune.cli.output import json_option, print_json
+
+
+@click.command()
+@click.argument("plan", metavar="PLAN")
+@json_option
+def explain(plan: str, as_json: bool) -> None:
+    """Say what a PLAN does and what each of its settings means for its model and hardware.
+
+    Of the run directory of a search it also says what one step of each setting would change.
+    """
+    from simtune.api import deploy_plan
+    from simtune.report.explain import explain as in_words
+    from simtune.report.neighbours import neighbours
+    from simtune.runs.reading import read_run
+
+    folder = Path(plan)
+    is_run = (folder / "summary.json").is_file()
+    words = in_words(deploy_plan(str(folder / "plan.yaml") if is_run else plan))
+    steps = neighbours(read_run(folder)) if is_run else []
+    if as_json:
+        document = {"plan": {what: list(sentences) for what, sentences in words}}
+        print_json({**document, "steps": [step._asdict() for step in steps]})
+        return
+    for what, sentences in words:
+        click.echo(what)
+        for sentence in sentences:
+            click.echo(f"  {sentence}")
+    if steps:
+        click.echo("one step of each setting")
+        for step in steps:
+            click.echo(f"  {step.knob} {step.value} in place of {step.chosen}: {step.effect}")

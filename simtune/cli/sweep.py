@@ -1,0 +1,84 @@
+"""simtune sweep: one simulation for each point of a grid."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from simtune.cli.output import json_option, print_json, print_table, progress, quiet_option, set_option
+from simtune.errors import UsageError
+
+
+@click.command()
+@click.option(
+    "--over", "texts", multiple=True, required=True, metavar="FIELD=VALUES", help="What to sweep; repeatable."
+)
+@click.option("--zip", "zipped", is_flag=True, help="Take the values of all fields side by side, not all combinations.")
+@click.option("--model", help="Name, spec, or Hugging Face config.json; the plan's own if not given.")
+@click.option("--hardware", help="Name of a profile, or its folder; the plan's own if not given.")
+@click.option("--workload", help="Name, spec, or a log as a tool wrote it.")
+@click.option("--plan", help="plan.yaml; without it one instance on the fewest GPUs that fit.")
+@click.option("--rate", help="Mean requests per second.")
+@click.option("--requests", help="Requests to simulate.")
+@click.option("--seed", default="0", show_default=True, help="Seed of all random streams.")
+@set_option
+@click.option("--jobs", type=click.IntRange(min=1), help="Processes; one per core.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="Folder for sweep.csv and sweep.html; goes on where it was."
+)
+@click.option("--parquet", is_flag=True, help="Also write sweep.parquet.")
+@quiet_option
+@json_option
+def sweep(  # noqa: PLR0913 - one for each option
+    texts: tuple[str, ...],
+    zipped: bool,
+    model: str | None,
+    hardware: str | None,
+    workload: str | None,
+    plan: str | None,
+    rate: str | None,
+    requests: str | None,
+    seed: str,
+    settings: tuple[str, ...],
+    jobs: int | None,
+    out: Path | None,
+    parquet: bool,
+    quiet: bool,
+    as_json: bool,
+) -> None:
+    """Simulate every point of a grid: --over rate=2:10:2 --over hardware=h100-sxm,l40s.
+
+    FIELD is model, hardware, workload, plan, rate, requests, seed, or a field of one of the first four, such as
+    plan.pools.0.batching.max_num_seqs or workload.arrivals.cv. A sweep that was stopped goes on in the same folder.
+    """
+    from simtune.report.sweep import table
+    from simtune.runs.sweep_files import write_sweep
+    from simtune.sweep import Base, Point, PointJournal, axis, points
+    from simtune.sweep import sweep as run
+
+    if parquet and out is None:
+        raise UsageError("--parquet needs a folder: --out runs/NAME")
+    axes = [axis(text) for text in texts]
+    base = Base(model, hardware, workload, plan, rate, requests, seed)
+    todo = [Point(base, values, settings) for values in points(axes, zipped)]
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+    rows = []
+    with progress("points", quiet) as update:
+        for number, row in run(todo, PointJournal(out / "points.jsonl") if out else None, jobs=jobs):
+            rows.append(row)
+            update(number + 1, len(todo), "")
+    if all(row["error"] for row in rows):
+        raise UsageError(rows[0]["error"])
+    keys = [a.key for a in axes]
+    if out is not None:
+        from simtune.report.sweep import render
+
+        write_sweep(out, rows, render(out.name, keys, rows), parquet)
+        click.echo(f"report: {out / 'sweep.html'}", err=True)
+    if as_json:
+        print_json(rows)
+    else:
+        header, cells = table(keys, rows)
+        print_table(f"{len(rows)} points", header, cells)

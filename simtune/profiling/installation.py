@@ -1,0 +1,110 @@
+"""What is installed on this machine, and what of simtune it is enough for."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from importlib import metadata, util
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from simtune import __version__
+from simtune.specs.catalog import load_engine, load_hardware, names
+
+State = Literal["ok", "absent", "problem"]
+GIB = 2**30
+LITTLE_DISK_BYTES = 2 * GIB
+OPTIONAL = {
+    "torch": "simtune profile",
+    "pyarrow": "tables in Parquet",
+    "pandas": "to_pandas() of results",
+    "transformers": "replaying its schedules",
+    "vllm": "running a plan here",
+}
+
+
+class Finding(NamedTuple):
+    """One thing that was looked at. `problem` needs attention; `absent` only limits what can be done."""
+
+    state: State
+    what: str
+    says: str
+
+
+def findings() -> list[Finding]:
+    """Everything, the most basic first."""
+    return [
+        Finding("ok", "simtune", f"{__version__} on Python {platform.python_version()}, {platform.platform()}"),
+        Finding("ok", "processors", f"{os.cpu_count()} cores for searches and --uncertainty"),
+        *(_package(name, use) for name, use in OPTIONAL.items()),
+        *_cards(),
+        _presets(),
+        _profiles(),
+        *_folders(),
+        _disk(Path.cwd()),
+    ]
+
+
+def _package(name: str, use: str) -> Finding:
+    if util.find_spec(name) is None:
+        return Finding("absent", name, f"not installed; needed for {use}")
+    try:
+        return Finding("ok", name, f"{metadata.version(name)}, for {use}")
+    except metadata.PackageNotFoundError:
+        return Finding("problem", name, "can be imported but is no installed package")
+
+
+def devices() -> list[str]:
+    """Names of the NVIDIA cards that the driver tells of; none where there is no driver."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    asked = [tool, "--query-gpu=name", "--format=csv,noheader"]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=60)
+    return [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
+
+
+def _cards() -> list[Finding]:
+    cards = devices()
+    if not cards:
+        return [Finding("absent", "GPU", "no NVIDIA driver answers; simulating and searching need none")]
+    counts = [f"{cards.count(card)} x {card}" for card in dict.fromkeys(cards)]
+    return [Finding("ok", "GPU", ", ".join(counts))]
+
+
+def _presets() -> Finding:
+    presets = names("engine")
+    if util.find_spec("vllm") is None:
+        return Finding("ok", "engine presets", ", ".join(presets))
+    installed = ".".join(metadata.version("vllm").split(".")[:2])
+    known = [name for name in presets if load_engine(name).release.endswith(installed)]
+    if known:
+        return Finding("ok", "engine presets", f"{known[0]} is that of the vLLM installed here")
+    return Finding(
+        "problem", "engine presets", f"none is of vLLM {installed}, which is installed; nearest settings hold"
+    )
+
+
+def _profiles() -> Finding:
+    profiles = names("hardware")
+    for name in profiles:
+        len(load_hardware(name).arrays)  # they are read where they are first needed
+    return Finding("ok", "hardware profiles", f"{len(profiles)} can be read")
+
+
+def _folders() -> list[Finding]:
+    folders = [Path(p) for p in os.environ.get("SIMTUNE_PATH", "").split(os.pathsep) if p]
+    return [
+        Finding("ok", "SIMTUNE_PATH", str(folder))
+        if folder.is_dir()
+        else Finding("problem", "SIMTUNE_PATH", f"{folder} is no folder; make it or take it out")
+        for folder in folders
+    ]
+
+
+def _disk(folder: Path) -> Finding:
+    free = shutil.disk_usage(folder).free
+    state: State = "ok" if free >= LITTLE_DISK_BYTES else "problem"
+    return Finding(state, "disk", f"{free / GIB:.1f} GiB free in {folder}")

@@ -1,0 +1,55 @@
+"""What the page needs to rank the candidates again when its reader moves the limits."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from simtune.runs.schema import Run
+
+
+def points(run: Run) -> list[dict[str, Any]]:
+    """Every simulation that ran to its end: which candidate, at which rate, what it showed. Latencies in milliseconds.
+
+    Of most candidates only the last simulation is known; of the chosen plan and the runners-up the whole sweep.
+    """
+    rows = {c.candidate: c for c in run.candidates}
+    known: list[dict[str, Any]] = []
+    for c in run.candidates:
+        if c.finished is False or c.saturated or None in (c.rate_rps, c.ttft_p99_s, c.tpot_p99_s):
+            continue
+        known.append(
+            _point(c.candidate, c.num_gpus, c.rate_rps, c.ttft_p99_s, c.tpot_p99_s)
+            | {"x": c.output_tokens_per_s_per_user, "y": c.output_tokens_per_s_per_gpu}
+            | {"usd": c.usd_per_million_output_tokens}
+        )
+    for p in run.summary.sweep or ():
+        if p.candidate in rows and not p.saturated and p.ttft_p99_s is not None and p.tpot_p99_s is not None:
+            known.append(_point(p.candidate, rows[p.candidate].num_gpus, p.rate_rps, p.ttft_p99_s, p.tpot_p99_s))
+    return known
+
+
+def _point(name: str, gpus: int, rate: float | None, ttft_s: float | None, tpot_s: float | None) -> dict[str, Any]:
+    return {
+        "name": name,
+        "gpus": gpus,
+        "rate": rate,
+        "ttft": None if ttft_s is None else ttft_s * 1e3,
+        "tpot": None if tpot_s is None else tpot_s * 1e3,
+    }
+
+
+def limits(run: Run) -> dict[str, float]:
+    """Where the sliders stand first, in milliseconds: the study's own p99 limits, else what the slowest reached."""
+    known = points(run)
+    first = {m: max((p[m] for p in known), default=0.0) for m in ("ttft", "tpot")}
+    for line in run.summary.slo:
+        if line.metric in first and line.statistic == "p99" and line.request_class is None:
+            first[line.metric] = line.limit_s * 1e3
+    return first
+
+
+def document(run: Run) -> str:
+    """Points and limits as JSON that cannot end the script element it stands in."""
+    data = {"points": points(run), "limits": limits(run)}
+    return json.dumps(data, sort_keys=True, allow_nan=False).replace("<", "\\u003c")

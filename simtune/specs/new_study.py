@@ -1,0 +1,90 @@
+"""A commented study from a few answers."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from simtune.errors import UsageError
+from simtune.specs.catalog import beside, load_hardware, load_model, load_workload, names
+
+OBJECTIVES = ("goodput_per_gpu", "goodput", "gpus", "e2el")
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What a study asks: which model, on how many of which card, under which load, within which limits."""
+
+    model: str
+    hardware: str
+    devices: int
+    workload: str
+    ttft_p99_s: float
+    tpot_p99_s: float
+    objective: str = "goodput_per_gpu"
+    name: str = "study"
+
+
+def study_text(answers: Answers, folder: Path) -> str:
+    """A study's file in a folder, to which its paths become relative; in the answers they are from here.
+
+    Raises UsageError or SpecError where a name leads nowhere.
+    """
+    load_model(answers.model)
+    device = load_hardware(answers.hardware).device
+    workload, _ = load_workload(answers.workload)
+    if answers.devices < 1:
+        raise UsageError(f"at least one device is needed, not {answers.devices}")
+    most = min(answers.devices, device.devices_per_node)
+    tp = [1 << i for i in range(most.bit_length()) if 1 << i <= most]
+    price = f", {device.price_per_hour_usd:g} USD an hour each" if device.price_per_hour_usd else ""
+    return f"""\
+# simtune optimize THIS_FILE --out runs/{answers.name}
+schema: simtune/study@1
+name: {answers.name}
+# A name of `simtune list model`, a spec, or a Hugging Face config.json.
+model: {_from(folder, answers.model)}
+# {device.name}{price}; at most so many of them.
+hardware: {{profile: {_from(folder, answers.hardware)}, devices: {answers.devices}}}
+# {workload.source or workload.name}
+workload: {_from(folder, answers.workload)}
+# Limits in seconds: 99 of 100 requests have their first token, and each token after it, within them.
+slo:
+  ttft_s: {{p99: {answers.ttft_p99_s:g}}}
+  tpot_s: {{p99: {answers.tpot_p99_s:g}}}
+# goodput_per_gpu and goodput look for the highest rate within the limits; gpus and e2el take the load's own rate.
+objective: {answers.objective}
+search:
+  tp: [{", ".join(map(str, tp))}]
+  max_num_seqs: [64, 128, 256, 512]
+  max_num_batched_tokens: [1024, 2048, 4096, 8192]
+"""
+
+
+def _from(folder: Path, reference: str) -> str:
+    """A path as it is from the folder, and kept a path; a name as it is."""
+    if beside(folder / "below", reference) == reference:
+        return reference
+    relative = os.path.relpath(reference, folder)
+    return relative if os.sep in relative else f"./{relative}"
+
+
+def profile_of(device_name: str) -> str | None:
+    """The built-in profile of a card by the name that its driver gives it, `NVIDIA H100 80GB HBM3`; None where none is
+    of that card.
+    """
+    wanted = _words(device_name)
+    scored = []
+    for name in names("hardware"):
+        if "-" in name and name.rpartition("-")[2] in ("trtllm", "sglang"):
+            continue
+        own = set(re.findall(r"[a-z]+\d+[a-z]*|\d+[a-z]*", name)) or {name}
+        if own & wanted:
+            scored.append((len(_words(name) & wanted), name))
+    return max(scored, key=lambda x: (x[0], -len(x[1])))[1] if scored else None
+
+
+def _words(name: str) -> set[str]:
+    return set(re.findall(r"[a-z0-9]+", name.lower()))

@@ -1,0 +1,203 @@
+"""One simulation for each point of a grid over fields of plan, workload or hardware, in parallel and resumably."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from simtune import __version__
+from simtune.api import load_specs, set_up
+from simtune.errors import Infeasible, UsageError
+from simtune.parallel import executor, ordered_map
+from simtune.runs.price import price
+from simtune.sim.summary import Metric
+
+SPECS = ("model", "hardware", "workload", "plan")
+NUMBERS = ("rate", "requests", "seed")
+MOST_POINTS = 100_000
+LATENCIES: tuple[Metric, ...] = ("ttft", "tpot", "e2el")
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A field and the values that it takes."""
+
+    key: str
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """What is simulated where an axis says nothing else."""
+
+    model: str | None = None
+    hardware: str | None = None
+    workload: str | None = None
+    plan: str | None = None
+    rate: str | None = None
+    requests: str | None = None
+    seed: str = "0"
+
+
+def axis(text: str) -> Axis:
+    """`hardware=h100-sxm,l40s`, `rate=2:10:2` (ends included) or `plan.pools.0.parallelism.tp=1,2,4`.
+
+    Raises UsageError for a field that no specification has, and for values that are no list or range.
+    """
+    key, equals, values = text.partition("=")
+    first = key.partition(".")[0]
+    if not equals or not values or first not in (*SPECS, *NUMBERS):
+        raise UsageError(
+            f"--over {text}: write FIELD=VALUE,VALUE or FIELD=FROM:TO:STEP, where FIELD begins with one of "
+            f"{', '.join((*SPECS, *NUMBERS))}"
+        )
+    return Axis(key, _range(text, values) if values.count(":") == 2 else tuple(values.split(",")))
+
+
+def _range(text: str, values: str) -> tuple[str, ...]:
+    try:
+        begin, end, step = map(float, values.split(":"))
+    except ValueError:
+        raise UsageError(f"--over {text}: FROM:TO:STEP must be numbers") from None
+    if not step > 0 or end < begin:
+        raise UsageError(f"--over {text}: STEP must be above zero, and TO not below FROM")
+    count = int((end - begin) / step + 1e-9) + 1
+    return tuple(f"{begin + i * step:.12g}" for i in range(count))
+
+
+def points(axes: Sequence[Axis], zipped: bool) -> list[dict[str, str]]:
+    """All combinations, the last axis fastest, or the values side by side. Raises UsageError."""
+    if not axes:
+        raise UsageError("name at least one field to sweep: --over rate=2:10:2")
+    keys = [a.key for a in axes]
+    if len(set(keys)) < len(keys):
+        raise UsageError(f"--over names a field twice: {', '.join(keys)}")
+    if zipped and len({len(a.values) for a in axes}) > 1:
+        raise UsageError("--zip takes lists of one length: " + ", ".join(f"{a.key} has {len(a.values)}" for a in axes))
+    rows = zip(*(a.values for a in axes), strict=True) if zipped else itertools.product(*(a.values for a in axes))
+    grid = [dict(zip(keys, row, strict=True)) for row in itertools.islice(rows, MOST_POINTS + 1)]
+    if len(grid) > MOST_POINTS:
+        raise UsageError(f"the grid has more than {MOST_POINTS:,} points; sweep fewer values")
+    return grid
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One simulation to do."""
+
+    base: Base
+    values: Mapping[str, str]
+    settings: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The same for the same question of the same files: what a simulation that was done is found by."""
+        given = {**asdict(self.base), **self.values}
+        files = [hashlib.sha256(Path(x).read_bytes()).hexdigest() for x in given.values() if x and Path(x).is_file()]
+        question = json.dumps([__version__, given, self.settings, files], sort_keys=True)
+        return hashlib.sha256(question.encode()).hexdigest()[:16]
+
+    def run(self) -> Row:
+        """The values and what came of them; `error` where the plan cannot be. Raises SpecError for what is misspelt."""
+        try:
+            return {**self.values, **self._numbers(), "error": None}
+        except (Infeasible, UsageError) as error:
+            return {**self.values, "error": str(error)}
+
+    def _numbers(self) -> Row:
+        given = asdict(self.base) | {key: value for key, value in self.values.items() if "." not in key}
+        fields = [*self.settings, *(f"{key}={value}" for key, value in self.values.items() if "." in key)]
+        settings: dict[str, list[str]] = {spec: [] for spec in SPECS}
+        for field in fields:
+            spec, _, rest = field.partition(".")
+            settings[spec].append(rest)
+        if given["workload"] is None:
+            raise UsageError("name a --workload")
+        specs = load_specs(given["model"], given["hardware"], given["workload"], given["plan"], settings)
+        experiment = set_up(
+            specs,
+            rate_rps=_number("rate", given["rate"], float),
+            requests=_number("requests", given["requests"], int),
+            seed=_number("seed", given["seed"], int) or 0,
+        )
+        result = experiment.run()
+        summary = result.summary()
+        cost = price(experiment.deployment, summary)
+        row: Row = {
+            "saturated": summary.saturated,
+            "num_gpus": summary.num_gpus,
+            "requests": summary.requests,
+            "offered_rate_rps": summary.offered_rate_rps,
+            "request_throughput_rps": summary.request_throughput_rps,
+            "goodput_rps": summary.goodput_rps,
+            "slo_attainment": summary.slo_attainment,
+            "output_tokens_per_s_per_gpu": summary.output_tokens_per_s_per_gpu,
+            "output_tokens_per_s_per_user": summary.output_tokens_per_s_per_user,
+        }
+        for metric in LATENCIES:
+            latencies = summary.metrics[metric]
+            for statistic in ("mean", "p50", "p99"):
+                row[f"{metric}_{statistic}_s"] = None if summary.saturated else getattr(latencies, statistic)
+        row["preemptions"] = summary.preemptions
+        row["usd_per_hour"] = cost.per_hour_usd if cost else None
+        row["usd_per_million_output_tokens"] = cost.per_million_output_tokens_usd if cost else None
+        return row
+
+
+def _number(what: str, text: str | None, kind: Callable[[str], Any]) -> Any:
+    try:
+        value = None if text is None else kind(text)
+    except ValueError:
+        raise UsageError(f"{what} {text}: must be a {'number' if kind is float else 'whole number'}") from None
+    if value is not None and (value < 0 or (value == 0 and what != "seed")):
+        raise UsageError(f"{what} {text}: must be above zero")
+    return value
+
+
+class PointJournal:
+    """Points that are done, in a file of JSON lines that grows while a sweep runs."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def read(self) -> dict[str, Row]:
+        """Rows by the name of their point. A last line that was cut off is not there."""
+        if not self.file.exists():
+            return {}
+        rows: dict[str, Row] = {}
+        for line in self.file.read_text(encoding="utf-8").splitlines():
+            try:
+                entry = json.loads(line)
+                rows[entry["point"]] = entry["row"]
+            except (ValueError, KeyError, TypeError):
+                continue
+        return rows
+
+    def add(self, point: Point, row: Row) -> None:
+        """Write a row down at once."""
+        with self.file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"point": point.name, "row": row}, allow_nan=False) + "\n")
+
+
+def sweep(
+    todo: Sequence[Point], journal: PointJournal | None = None, *, jobs: int | None = None
+) -> Iterator[tuple[int, Row]]:
+    """(number, row) of every point in order, those of the journal without simulating them again."""
+    done = {} if journal is None else journal.read()
+    left = [point for point in todo if point.name not in done]
+    with executor(jobs, max(1, len(left))) as pool:
+        fresh = ordered_map(pool, Point.run, left)
+        for number, point in enumerate(todo):
+            row = done.get(point.name)
+            if row is None:
+                row = next(fresh)
+                if journal is not None:
+                    journal.add(point, row)
+            yield number, row

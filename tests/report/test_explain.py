@@ -1,0 +1,67 @@
+"""What is said of a plan, of its neighbours, and of a model, follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from simtune.api import deploy_plan
+from simtune.report.explain import explain
+from simtune.report.models import fits_on, weights
+from simtune.report.neighbours import neighbours
+from simtune.report.page import render
+from simtune.runs.reading import read_run
+from simtune.specs.catalog import load_model
+from simtune.specs.plan import Batching, KvCache, Parallelism, Plan, Pool
+
+RunMaker = Callable[..., Path]
+
+
+def test_a_plan_is_explained_by_its_own_numbers() -> None:
+    batching = Batching(max_num_seqs=128, max_num_batched_tokens=2048)
+    pool = Pool(
+        hardware="h100-sxm",
+        instances=2,
+        parallelism=Parallelism(tp=2),
+        batching=batching,
+        kv_cache=KvCache(prefix_caching=True),
+        max_model_len=8192,
+    )
+    deployment = deploy_plan(Plan(name="p", model="llama-3.1-8b", pools=(pool,)))
+    (_, whole), (title, sentences) = explain(deployment)
+    assert whole == (
+        "llama-3.1-8b (8.0B parameters, bf16 weights) on 4 GPUs in 1 pool",
+        "requests are routed by round_robin",
+    )
+    assert title == "pool mixed"
+    text = "\n".join(sentences)
+    tokens = deployment.memory.num_blocks * 16
+    assert "tp 2: every layer is cut over 2 GPUs" in text
+    assert f"{tokens:,} tokens" in text
+    assert "of which decodes take 6.2 % at most" in text
+    assert "prompts that begin alike share their blocks" in text
+
+
+def test_one_step_of_each_setting_is_a_candidate_of_the_search(make_run: RunMaker) -> None:
+    run = read_run(make_run())
+    chosen = run.candidates[0]
+    steps = neighbours(run)
+    assert {step.knob for step in steps} == {"tp", "pp", "instances", "max_num_seqs"}
+    (fewer,) = [step for step in steps if step.knob == "max_num_seqs"]
+    assert (fewer.chosen, fewer.value) == ("256", "128")
+    (other,) = [c for c in run.candidates if c.candidate == chosen.candidate.replace("s256", "s128")]
+    assert other.goodput_rps_per_gpu is not None
+    assert chosen.goodput_rps_per_gpu is not None
+    less = 100 * (1 - other.goodput_rps_per_gpu / chosen.goodput_rps_per_gpu)
+    assert fewer.effect == f"{less:.1f} % less goodput per GPU"
+    assert "One step of each setting" in render(run)
+    assert neighbours(run._replace(candidates=())) == []
+
+
+def test_a_model_is_shown_with_the_cards_it_fits_on() -> None:
+    model = load_model("llama-3.1-70b")
+    cards = dict(fits_on(model))
+    assert cards["NVIDIA H100 SXM5 80GB"].startswith("2 x, ")
+    assert cards["NVIDIA L4"].startswith(("8 x, ", "not on"))
+    assert len(cards) == len(set(cards)) > 10
+    assert weights(model) == "131.4 GiB"

@@ -1,0 +1,62 @@
+"""Limits that a reader moves rank the candidates again, by what was simulated and nothing else."""
+
+from __future__ import annotations
+
+import html
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from simtune.report import explore
+from simtune.report.page import render
+from simtune.runs.reading import read_run
+
+RunMaker = Callable[..., Path]
+
+
+def test_points_are_simulations_that_ran_to_their_end(make_run: RunMaker) -> None:
+    run = read_run(make_run())
+    simulated = [c for c in run.candidates if c.rate_rps is not None]
+    swept = [p for p in run.summary.sweep or () if not p.saturated]
+    assert len(explore.points(run)) == len(simulated) + len(swept)
+    stopped = tuple(c.model_copy(update={"finished": c.status != "infeasible"}) for c in run.candidates)
+    missed = sum(c.status == "infeasible" for c in run.candidates)
+    assert len(explore.points(run._replace(candidates=stopped))) == len(simulated) + len(swept) - missed
+
+
+def test_sliders_begin_at_the_limits_of_the_study(make_run: RunMaker) -> None:
+    run = read_run(make_run())
+    assert explore.limits(run) == {"ttft": 1000.0, "tpot": 40.0}
+    free = run._replace(summary=run.summary.model_copy(update={"slo": ()}))
+    assert explore.limits(free)["tpot"] == max(p["tpot"] for p in explore.points(run))
+
+
+def test_names_cannot_leave_the_data(make_run: RunMaker) -> None:
+    run = read_run(make_run())
+    hostile = run.candidates[0].model_copy(update={"candidate": "</script><b>"})
+    text = explore.document(run._replace(candidates=(hostile, *run.candidates[1:])))
+    assert "<" not in text
+    assert json.loads(text)["points"][0]["name"] == "</script><b>"
+
+
+def test_a_run_without_a_search_has_nothing_to_explore(make_run: RunMaker) -> None:
+    assert 'id="explore"' not in render(read_run(make_run(searched=False)))
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium to run the page")
+def test_the_fragment_of_the_address_moves_the_limits(make_run: RunMaker, tmp_path: Path) -> None:
+    run = read_run(make_run())
+    page = tmp_path / "page.html"
+    page.write_text(render(run), encoding="utf-8")
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    command += ["--virtual-time-budget=8000", "--dump-dom", f"{page.as_uri()}#ttft=900&tpot=12&by=rate"]
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout
+    met = [p for p in explore.points(run) if p["ttft"] <= 900 and p["tpot"] <= 12]
+    best = max(met, key=lambda p: p["rate"])
+    said = html.unescape(dom.partition('<p id="explored" role="status">')[2].partition("</p>")[0])
+    count = len({p["name"] for p in met})
+    assert said == f"{best['name']} is best of {count} that meet these limits at a rate that was simulated."

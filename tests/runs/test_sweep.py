@@ -1,0 +1,97 @@
+"""A sweep is one simulation for each point, the same in any number of processes, and goes on where it was."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+import simtune
+from simtune import sweep as sweeps
+from simtune.cli import main
+from simtune.errors import UsageError
+from simtune.sweep import Axis, Base, Point, PointJournal, axis, points, sweep
+
+BASE = Base(model="llama-3.1-8b", hardware="h100-sxm", workload="chat", requests="30")
+
+
+def test_fields_and_values_are_written_as_lists_or_ranges() -> None:
+    assert axis("hardware=h100-sxm,l40s") == Axis("hardware", ("h100-sxm", "l40s"))
+    assert axis("rate=0.5:2:0.5").values == ("0.5", "1", "1.5", "2")
+    grid = points([Axis("rate", ("1", "2")), Axis("plan.x", ("a", "b"))], zipped=False)
+    assert [tuple(row.values()) for row in grid] == [("1", "a"), ("1", "b"), ("2", "a"), ("2", "b")]
+    assert points([Axis("rate", ("1", "2")), Axis("seed", ("5", "6"))], zipped=True)[1] == {"rate": "2", "seed": "6"}
+
+
+@pytest.mark.parametrize("text", ["rate", "speed=1,2", "rate=", "rate=1:x:2", "rate=5:1:1", "rate=1:5:0"])
+def test_what_is_no_field_or_range_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="--over"):
+        axis(text)
+
+
+def test_grids_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(UsageError, match="names a field twice"):
+        points([Axis("rate", ("1",)), Axis("rate", ("2",))], zipped=False)
+    with pytest.raises(UsageError, match="lists of one length: rate has 1, seed has 2"):
+        points([Axis("rate", ("1",)), Axis("seed", ("1", "2"))], zipped=True)
+
+
+def test_a_point_is_the_simulation_of_the_same_question() -> None:
+    row = Point(BASE, {"rate": "4", "plan.pools.0.batching.max_num_seqs": "16"}).run()
+    result = simtune.simulate("llama-3.1-8b", "h100-sxm", "chat", rate_rps=4, requests=30)
+    assert row["error"] is None
+    assert row["rate"] == "4"
+    assert row["offered_rate_rps"] == pytest.approx(4)
+    assert row["ttft_p50_s"] == result.summary().metrics["ttft"].p50  # sixteen seats are enough for so few
+
+
+def test_what_does_not_fit_is_a_row_and_what_is_misspelt_an_error() -> None:
+    row = Point(BASE, {"model": "llama-3.1-70b", "plan.pools.0.parallelism.tp": "1"}).run()
+    assert "llama-3.1-70b" in row["error"]
+    with pytest.raises(simtune.SpecError, match="batch"):
+        Point(BASE, {"plan.pools.0.batching.max_num_sqs": "16"}).run()
+
+
+def test_points_that_are_done_are_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = PointJournal(tmp_path / "points.jsonl")
+    todo = [Point(BASE, {"rate": rate}) for rate in ("2", "3")]
+    first = list(sweep(todo[:1], journal, jobs=1))
+    with journal.file.open("a") as file:
+        file.write('{"point": "cut o')
+    asked: list[Point] = []
+    run = Point.run
+    monkeypatch.setattr(sweeps.Point, "run", lambda point: asked.append(point) or run(point))
+    journal.file.write_text(journal.file.read_text().rpartition("{")[0])
+    both = list(sweep(todo, journal, jobs=1))
+    assert asked == todo[1:]
+    assert both[0] == first[0]
+    assert len(journal.read()) == 2
+
+
+def test_the_command_writes_a_table_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "sw"
+    words = ["sweep", "--model", "llama-3.1-8b", "--workload", "chat", "--requests", "30", "--jobs", "1"]
+    words += ["--over", "hardware=h100-sxm,l40s", "--over", "rate=2,4", "--out", str(out), "--json", "-q"]
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 0
+    rows = json.loads(capsys.readouterr().out)
+    with (out / "sweep.csv").open() as file:
+        written = list(csv.DictReader(file))
+    assert [row["hardware"] for row in written] == ["h100-sxm", "h100-sxm", "l40s", "l40s"]
+    assert [float(row["ttft_p99_s"]) for row in written] == [row["ttft_p99_s"] for row in rows]
+    page = (out / "sweep.html").read_text()
+    assert 'id="ttft_p99_s"' in page
+    assert "<script src" not in page
+
+
+def test_results_are_tables_where_pandas_is() -> None:
+    result = simtune.simulate("llama-3.1-8b", "h100-sxm", "chat", rate_rps=4, requests=20)
+    pandas = pytest.importorskip("pandas")
+    table = result.to_pandas()
+    assert isinstance(table, pandas.DataFrame)
+    assert table["ttft_s"].tolist() == result.ttft_s.tolist()
+    assert len(table) == len(result.stream)
+    assert "ttft p50, p99" in result._repr_html_()
