@@ -50,7 +50,7 @@ def loop(  # noqa: PLR0913 - one for each option
     """
     from simtune.api import load_question
     from simtune.runs.contents import of_study
-    from simtune.validation.closed_loop import ClosedLoop, LoopSettings
+    from simtune.validation.closed_loop import LoopSettings, TuningLoop
     from simtune.validation.engines.driving import driver
 
     if (engine == "vllm") != (vllm_python is not None):
@@ -63,7 +63,7 @@ def loop(  # noqa: PLR0913 - one for each option
         write_run(folder, of_study(tuned, jobs=1), inputs, question.trace, question.study.seed)
 
     settings = LoopSettings(budget_s=budget, tolerance=tolerance, rounds=rounds, requests=requests, clock=_clock(clock))
-    closed = ClosedLoop(
+    closed = TuningLoop(
         question,
         out,
         lambda size, reference_s: driver(engine, question.model, size, reference_s=reference_s, **options),

@@ -100,7 +100,7 @@ class LoopRound(NamedTuple):
     verdicts: list[MetricVerdict]
 
 
-class ClosedLoop:
+class TuningLoop:
     """One study on one engine, in one folder."""
 
     def __init__(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from simtune.api import load_question
 from simtune.tuner.search import Tuned
-from simtune.validation.closed_loop import ClosedLoop, LoopRound, LoopSettings
+from simtune.validation.closed_loop import LoopRound, LoopSettings, TuningLoop
 from simtune.validation.engines.driving import EngineSize
 from tests.validation.driven_engine import PretendedDriver
 
@@ -28,7 +28,7 @@ def loop(
 ) -> list[LoopRound]:
     search = ["search.requests=60", "search.max_num_seqs=[4]", "search.max_num_batched_tokens=[64]"]
     question = load_question(str(STUDY), search)
-    return ClosedLoop(question, out, make, settings=settings, write_run=write_run).run()
+    return TuningLoop(question, out, make, settings=settings, write_run=write_run).run()
 
 
 class Killed(PretendedDriver):

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from simtune.cli.loop import loop as command
 from simtune.errors import UsageError
 from simtune.validation import closed_loop
-from simtune.validation.closed_loop import REPORT, STATE, ClosedLoop, LoopRound, MetricVerdict
+from simtune.validation.closed_loop import REPORT, STATE, LoopRound, MetricVerdict, TuningLoop
 from simtune.validation.engines.driving import EngineSize
 from tests.validation.driven_engine import PretendedDriver
 from tests.validation.pretended_loop import SETTINGS, STUDY, loop
@@ -61,13 +61,13 @@ def test_one_round_suffices_where_the_engine_is_as_profiled(
 
 def test_it_fits_again_where_it_was_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    compare = ClosedLoop._compare
+    compare = TuningLoop._compare
 
-    def counting(self: ClosedLoop, number: int, found: dict[str, object]) -> dict[str, object]:
+    def counting(self: TuningLoop, number: int, found: dict[str, object]) -> dict[str, object]:
         seen.append(len(self._log(number)))
         return compare(self, number, found)
 
-    monkeypatch.setattr(ClosedLoop, "_compare", counting)
+    monkeypatch.setattr(TuningLoop, "_compare", counting)
     found = loop(tmp_path, Made(), replace(SETTINGS, tolerance=-1.0))
     assert len(found) == 2 == SETTINGS.rounds
     assert seen[1] > seen[0], "the second round knows the steps of the first replay"

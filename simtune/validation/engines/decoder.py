@@ -30,7 +30,7 @@ from simtune.validation.engines.serving import Share
 ROPE_BASE = 10_000.0
 
 
-class Layer(NamedTuple):
+class DecoderLayer(NamedTuple):
     """The weights of one layer."""
 
     norms: tuple[Tensor, Tensor]
@@ -88,7 +88,7 @@ class CachedDecoder:
             return torch.ones(model.hidden_size, dtype=DTYPES[model.dtype], device=self._device)
 
         self._layers = [
-            Layer((norm(), norm()), [weight(n, k) for n, k in products(model, group, 1)])
+            DecoderLayer((norm(), norm()), [weight(n, k) for n, k in products(model, group, 1)])
             for group in model.layers
             for _ in range(group.count)
         ]

@@ -17,7 +17,7 @@ INSTALL = "the torch engine needs torch, which is not installed: pip install tor
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredServing:
     """What an engine did under a load, in the columns of a simulation, and its steps."""
 
     result: Result
@@ -59,7 +59,7 @@ def serve(
     *,
     clock: EngineClock | None = None,
     slo: Slo | None = None,
-) -> Measured:
+) -> MeasuredServing:
     """Serve a stream of requests for real. The scheduler is made as it is for a simulation of the same plan.
 
     `clock` is that of this thread's processor time unless given. Raises UsageError for a plan that `check` refuses.
@@ -68,4 +68,4 @@ def serve(
     (core,) = deployment.pools[0].cores(1, None)
     served = EngineLoop(core.scheduler, executor, clock or ProcessorClock(), stream).run()
     rate = stream.offered_rate_rps
-    return Measured(Result(stream, served.outcome, 1, slo or Slo(), rate), served.steps)
+    return MeasuredServing(Result(stream, served.outcome, 1, slo or Slo(), rate), served.steps)
