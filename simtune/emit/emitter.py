@@ -21,6 +21,13 @@ Files = dict[str, str]
 T = TypeVar("T")
 
 
+def untold(pool: Pool) -> Iterator[str]:
+    """What a pool may say to the simulator and no engine is told."""
+    for key, given in (("overlap", pool.overlap), ("runtime", pool.runtime), ("kv_cache.policy", pool.kv_cache.policy)):
+        if given is not None:
+            yield f"{key}: is simulated, and no engine is told of it here; leave it out to have settings written"
+
+
 class Emitter(ABC):
     """Says in an engine's own words what a plan says.
 

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from simtune.emit.emitter import Emitter, Files, Settings, with_unsaid
+from simtune.emit.emitter import Emitter, Files, Settings, untold, with_unsaid
 from simtune.emit.launch import Server, launch_script
 from simtune.errors import UsageError
 from simtune.specs import yamlfile
@@ -66,6 +66,7 @@ class ServingEmitter(Emitter):
 
     def refusals(self, pool: Pool, model: Model) -> Iterator[str]:
         """What the engine would not start with, or is not told here."""
+        yield from untold(pool)
         if pool.batching.policy not in self.policies:
             yield f"batching.policy: {self.title} has no {pool.batching.policy}; it has {', '.join(self.policies)}"
         if pool.kv_cache.preemption == "swap":

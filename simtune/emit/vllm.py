@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from simtune.emit.dynamo import deployment_file
-from simtune.emit.emitter import Emitter, Files, Settings, loaded, with_unsaid
+from simtune.emit.emitter import Emitter, Files, Settings, loaded, untold, with_unsaid
 from simtune.emit.launch import Endpoint, Server, launch_script, router_script
 from simtune.errors import UsageError, suggest
 from simtune.specs import yamlfile
@@ -251,6 +251,7 @@ def _drafting_refusals(pool: Pool) -> Iterator[str]:
 
 
 def _memory_refusals(pool: Pool, model: Model) -> Iterator[str]:
+    yield from untold(pool)
     if pool.kv_cache.preemption == "swap":
         yield "kv_cache.preemption: vLLM V1 recomputes what it preempts; it cannot swap"
     if _kv_cache_dtype(pool, model) is None:

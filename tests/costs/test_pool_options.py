@@ -14,6 +14,9 @@ from simtune.costs.iteration import StepModel, StepWork
 from simtune.costs.memory import kv_capacity
 from simtune.costs.step_calls import COMMUNICATION, exposed
 from simtune.costs.ticks import TICKS_PER_SECOND
+from simtune.emit import ENGINES
+from simtune.emit.emitter import untold
+from simtune.errors import UsageError
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import KvPolicy, Plan, Pool
 from simtune.specs.workload import Workload
@@ -242,3 +245,17 @@ class TestParallelDecoder:
         plain = float(simtune.simulate(None, None, self.WORKLOAD, plan).values("tpot").mean())
         assert kept_each == 1
         assert plain <= seconds <= 1.1 * plain
+
+
+def test_no_engine_is_told_what_it_does_not_have() -> None:
+    """A plan with any of these can be simulated, and its settings are not written as if they were not there."""
+    for more, key in (
+        ({"overlap": "ladder"}, "overlap"),
+        ({"runtime": TestRuntime.RUNTIME}, "runtime"),
+        ({"kv_cache": {"policy": {"kept": 0.5}}}, "kv_cache.policy"),
+    ):
+        assert [line.split(":")[0] for line in untold(pool(**more))] == [key]
+        plan = Plan(name="p", model="llama-3.1-8b", pools=(pool(**more),))
+        with pytest.raises(UsageError, match=f"{key}: is simulated, and no engine is told of it"):
+            ENGINES["vllm"].files(plan, load_model("llama-3.1-8b"))
+    assert list(untold(pool())) == []

@@ -12,7 +12,17 @@ from simtune import emit, plugins
 from simtune.emit import ENGINES, Emitter, Files, drafting_settings, engine_files, engine_for, engines
 from simtune.errors import UsageError
 from simtune.specs.catalog import load_hardware, load_model
-from simtune.specs.drafters import DRAFTERS, BlockDrafter, Drafter, DraftModel, Eagle, Medusa, Ngram, Suffix
+from simtune.specs.drafters import (
+    DRAFTERS,
+    BlockDrafter,
+    Drafter,
+    DraftModel,
+    Eagle,
+    Medusa,
+    Ngram,
+    ParallelDecoder,
+    Suffix,
+)
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan, Pool
 from simtune.specs.schemes import (
@@ -50,6 +60,7 @@ EACH_DRAFTER: list[Drafter] = [
     Ngram(lookup_max=3),
     Suffix(),
     BlockDrafter(layers=2, checkpoint="org/block"),
+    ParallelDecoder(),
 ]
 
 
