@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from simtune.sim.deployment import Deployment
 from simtune.tuner.objectives import PlanFacts
@@ -19,7 +20,7 @@ class Entrant:
     """A plan that may be the best."""
 
     row: Trial
-    deployment: Deployment
+    workshop: Workshop
     facts: PlanFacts
     best: float
     """What it could reach of the objective at most."""
@@ -29,6 +30,11 @@ class Entrant:
     """Mean end-to-end latency at least."""
     missed_rps: float = float("inf")
     """The lowest rate at which it was seen to miss the SLO."""
+
+    @cached_property
+    def deployment(self) -> Deployment:
+        """The plan, ready to be simulated; made when it is first asked for."""
+        return self.workshop.deployment(self.candidate)
 
     @property
     def candidate(self) -> Candidate:
@@ -71,13 +77,13 @@ class Entry:
         settled = self.workshop.settled(candidate)
         if isinstance(settled, Refused):
             return Trial(candidate, settled.status, settled.reason)
-        deployment = self.workshop.deployment(settled)
-        bound = self.workshop.capacity(settled, deployment)
-        row = Trial(settled, "pruned", "", deployment.memory.num_blocks, bound.rps, bound.by)
-        stream = self.workshop.stream(settled)
-        entrant = Entrant(row, deployment, self.question.facts(settled, stream), 0.0, self.question.objective.sign)
+        bound = self.workshop.capacity(settled)
+        blocks = self.workshop.memory(settled.pools[0]).num_blocks
+        row = Trial(settled, "pruned", "", blocks, bound.rps, bound.by)
+        stream, objective = self.workshop.stream(settled), self.question.objective
+        entrant = Entrant(row, self.workshop, self.question.facts(settled, stream), 0.0, objective.sign)
         if self.question.objective.name == "e2el":
-            entrant.e2el_s = least_e2el_s(deployment, stream, SAMPLED_CORES)
+            entrant.e2el_s = least_e2el_s(entrant.deployment, stream, SAMPLED_CORES)
         self._weigh(entrant)
         return row if row.reason else entrant
 

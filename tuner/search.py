@@ -127,8 +127,6 @@ class BestFirst:
         self._pushed = 0
         self._seen: dict[tuple[object, ...], list[_Seen]] = {}
 
-    # --- the course of it ---------------------------------------------------------------------------------
-
     def run(self) -> bool:
         """Decide all plans; whether an interrupt left some open."""
         try:
@@ -156,9 +154,9 @@ class BestFirst:
     def _reopen(self) -> None:
         """When the best plan turns out to be less good: those that were only not better than it was."""
         for plan in self.plans:
-            row = plan.row
-            if row.status == "infeasible" and row.best is not None and self._could_be_better(row.best):
-                plan.best, row.status, row.reason = row.best, "pruned", ""
+            best = plan.row.best
+            if plan.row.status == "infeasible" and best is not None and self._could_be_better(best):
+                plan.best = best
                 self._push([plan], "all there is")
 
     def _enter(self) -> None:
@@ -177,24 +175,23 @@ class BestFirst:
 
     def _push(self, plans: Sequence[Entrant], known: Known) -> None:
         """Open a kind of plans, or a plan, by the best that is in it."""
-        plans = [plan for plan in plans if not plan.row.reason]
-        if plans:
-            first = min(plans, key=Entrant.order)
-            self._pushed += 1
-            heapq.heappush(self._open, _Open(first.order(), self._pushed, plans, first.best, known))
+        first = min(plans, key=Entrant.order)
+        self._pushed += 1
+        heapq.heappush(self._open, _Open(first.order(), self._pushed, plans, first.best, known))
 
     def _decide(self, item: _Open) -> None:
         """Say more exactly what a kind of plans, or a plan, could reach; or else simulate it."""
         if item.known == "as it came":
             # Plans of one kind are asked each for itself only where their SLO says more than their capacity.
             lowered = self.entry.refine(item.plans)
-            for plan in item.plans:
+            for plan in [plan for plan in item.plans if not plan.row.reason]:
                 self._push([plan], "as one of its kind" if lowered and len(item.plans) > 1 else "all there is")
             return
         (plan,) = item.plans
         if item.known == "as one of its kind":
             self.entry.refine([plan])
-            self._push([plan], "all there is")
+            if not plan.row.reason:
+                self._push([plan], "all there is")
             return
         low = self._low(plan)
         if (same := self._same(plan, low)) is None:
@@ -279,8 +276,6 @@ class BestFirst:
         """The objective of a plan that met its SLO."""
         return self.question.objective.value(plan.facts, plan.row.judged)
 
-    # --- what need not be simulated -----------------------------------------------------------------------
-
     def _could_be_better(self, best: float) -> bool:
         """Whether a bound leaves room above the best plan."""
         objective = self.question.objective
@@ -306,8 +301,6 @@ class BestFirst:
                 if not tell_apart(plan.deployment, seen.finding.used):
                     return seen
         return None
-
-    # --- what is shown although it cannot win -------------------------------------------------------------
 
     def _show(self, label: str) -> None:
         """Judge the most promising plan with a drafter for itself, unless one is known to meet the SLO."""
@@ -405,6 +398,6 @@ class BestFirst:
         the most GPUs for a request, at a rate at which hardly anybody else is there."""
         if self.plans and all(row.summary is None for row in self.rows):
             plan = max(self.plans, key=lambda plan: (plan.candidate.gpus_per_instance, -plan.best))
-            sustained = self.workshop.capacity(plan.candidate, plan.deployment).rps
+            sustained = self.workshop.capacity(plan.candidate).rps
             rate = sustained * LOWEST if self.question.searches_rate else None
             self._take(plan, rate, self._simulated(plan, rate))

@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 
 from simtune.costs.compiled import CompiledCosts
 from simtune.costs.drafting import CompiledRounds
+from simtune.costs.memory import Memory
 from simtune.errors import Infeasible
 from simtune.sim.deployment import Deployment, compiled_costs, length_limit
 from simtune.sim.feasibility import check
+from simtune.sim.pools import DeployedPool
 from simtune.sim.requests import RequestStream
 from simtune.specs.plan import Pool
 from simtune.tuner.bounds import RateBound
@@ -37,6 +39,8 @@ class Workshop:
         self.max_model_len = length_limit(question.model, question.stream(longest))
         self._widest = _widest(pool for candidate in every for pool in candidate.pools)
         self._settled: dict[PoolChoice, PoolChoice | Refused] = {}
+        self._memories: dict[PoolChoice, Memory] = {}
+        self._sustained: dict[tuple[PoolChoice, int], float] = {}
         self._ways: dict[PoolShape, str] = {}
         self._streams: dict[int, RequestStream] = {}
         self._costs: dict[tuple[object, ...], CompiledCosts | CompiledRounds] = {}
@@ -55,7 +59,7 @@ class Workshop:
         """The same with its drafts settled, or why an engine would refuse it or drafting would not pay."""
         pools = []
         for choice in candidate.pools:
-            alone = replace(choice, instances=1) if choice.fixed is None else choice
+            alone = _alone(choice)
             if alone not in self._settled:
                 self._settled[alone] = self._settle(alone, candidate)
             settled = self._settled[alone]
@@ -71,14 +75,14 @@ class Workshop:
         draft, pool = q.draft(choice.drafter), self.pool(choice)
         try:
             if draft is None:
-                check(pool, q.model, hardware)
+                self._memories[choice] = check(pool, q.model, hardware)
                 return choice
             stream = self.stream(candidate)
             speculation = speculation_on(draft, q.model, hardware, pool, stream)
             if speculation is None:
                 return Refused("pruned", f"drafting with {choice.drafter} pays at no batch size")
             choice = replace(choice, speculation=speculation)
-            check(self.pool(choice), q.model, hardware, draft.drafting)
+            self._memories[choice] = check(self.pool(choice), q.model, hardware, draft.drafting)
             return choice
         except Infeasible as error:
             return Refused("does_not_fit", str(error))
@@ -134,14 +138,26 @@ class Workshop:
         costs = {self.pool(choice).name: self.costs(choice) for choice in candidate.pools}
         return self.question.deploy(candidate, self.max_model_len, costs)
 
-    def capacity(self, candidate: Candidate, deployment: Deployment) -> RateBound:
+    def memory(self, choice: PoolChoice) -> Memory:
+        """Of an instance of a settled pool."""
+        return self._memories[_alone(choice)]
+
+    def capacity(self, candidate: Candidate) -> RateBound:
         """Requests per second that no schedule of a settled candidate sustains."""
         stream = self.stream(candidate)
         bounds = []
-        for choice, deployed in zip(candidate.pools, deployment.pools, strict=True):
+        for choice in candidate.pools:
             where = "" if choice.shape.role == "mixed" else f" of the {choice.shape.role} pool"
-            bounds.append(RateBound(self._capacity(choice, stream).rps(deployed), f"capacity{where}"))
+            alone = _alone(choice)
+            key = (alone, len(stream))
+            if key not in self._sustained:
+                self._sustained[key] = self._capacity(alone, stream).rps(self._deployed(alone)) / alone.instances
+            bounds.append(RateBound(self._sustained[key] * choice.instances, f"capacity{where}"))
         return min(bounds)
+
+    def _deployed(self, choice: PoolChoice) -> DeployedPool:
+        pool, hardware = self.pool(choice), self.question.profiles[choice.shape.gpu]
+        return DeployedPool(pool, hardware, self._memories[choice], self.costs(choice), self.max_model_len, 0)
 
     def _capacity(self, choice: PoolChoice, stream: RequestStream) -> PoolCapacity:
         key = (choice.shape, choice.drafter, choice.speculation, choice.fixed, len(stream))
@@ -149,6 +165,11 @@ class Workshop:
             tables = self.costs(choice).tables
             self._capacities[key] = PoolCapacity(tables, stream, choice.shape.role, self.max_model_len)
         return self._capacities[key]
+
+
+def _alone(choice: PoolChoice) -> PoolChoice:
+    """One instance of a pool that is not fixed."""
+    return replace(choice, instances=1) if choice.fixed is None else choice
 
 
 def _widest(choices: Iterable[PoolChoice]) -> dict[object, tuple[int, int]]:

@@ -78,7 +78,7 @@ def deployments(q: Question) -> list[tuple[Candidate, Deployment, float]]:
         settled = workshop.settled(candidate)
         if not isinstance(settled, Refused):
             deployment = workshop.deployment(settled)
-            found.append((settled, deployment, workshop.capacity(settled, deployment).rps))
+            found.append((settled, deployment, workshop.capacity(settled).rps))
     return found
 
 
