@@ -33,7 +33,7 @@ VERBS = {
     "speculate": "Choose how to draft at every batch size and context.",
     "replay": "Compare a scheduler step by step with an engine's log.",
     "reproduce": "Simulate published systems beside what they claim.",
-    "validate": "Run a plan on a real engine and say how far off the prediction was.",
+    "validate": "Run a plan on a real engine, and compare.",
     "weights": "Write random weights for a model, or a pair whose acceptance is chosen.",
     "report": "Draw the report of a run again, or of several side by side.",
     "new": "Write a study, from five answers.",

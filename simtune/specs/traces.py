@@ -65,14 +65,14 @@ class Trace:
     output_tokens: Ints
     hash_ids: tuple[tuple[int, ...], ...] | None = None
     block_tokens: int = MOONCAKE_BLOCK_TOKENS
-    ignored: tuple[str, ...] = ()
-    """Columns that were not read."""
     session: Ints | None = None
     """Which conversation each request is a turn of, numbered by first turn, where the file says."""
     began_s: float | None = None
     """Time of day of the first request, seconds since 1970 UTC, where the file says."""
     notes: tuple[str, ...] = ()
     """What was left out or estimated on the way, and what kind of file it was."""
+    ignored: tuple[str, ...] = ()
+    """Columns that were not read."""
 
     def __len__(self) -> int:
         return len(self.prompt_tokens)

@@ -173,7 +173,7 @@ class VllmEngine:
                 f"plan {plan.name}: has several instances; start them behind a router and give its address as --engine"
             )
         files = ENGINES["vllm"].files(plan, self._model, plan.num_devices, self._draft_models)
-        (text,) = (text for name, text in files.items() if name.endswith(".yaml"))
+        (text,) = (text for name, text in files.items() if name.endswith(".yaml") and "vllm" in name)
         path = Path(self._folder.name) / "vllm.yaml"
         path.write_text(text, encoding="utf-8")
         yamlfile.parse(text, str(path))

@@ -145,7 +145,7 @@ def test_a_plan_with_a_tree_tells_engines_that_draft_trees(call: Call, desk: Any
 
 def test_a_plan_with_a_chain_tells_vllm(call: Call, desk: Any) -> None:
     files = simulated(call, desk, "{kind: dynamic_tree, steps: 2, topk: 2, tokens: 4}", "{kind: chain, tokens: 2}")
-    assert sorted(files) == ["launch.sh", "vllm-mixed.yaml"]
+    assert sorted(files) == ["dynamo.yaml", "launch.sh", "vllm-mixed.yaml"]
     told = json.loads(yaml.safe_load(files["vllm-mixed.yaml"])["speculative-config"])
     assert ENGINES["vllm"].problems(told) == []
 
