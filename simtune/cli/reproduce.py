@@ -92,6 +92,8 @@ def _print(findings: list[Finding]) -> None:
         if len(findings) <= MOST_REASONS and (finding.assumed or finding.not_modelled):
             click.echo(f"  assumed: {', '.join(finding.assumed) or 'nothing'}; "
                        f"not modelled: {', '.join(finding.not_modelled) or 'nothing'}")  # fmt: skip
+        if len(findings) <= MOST_REASONS and finding.chosen:
+            click.echo(f"  chosen knowing the claim: {finding.chosen}")
 
 
 COLUMNS = ("system", "status", "claimed", "band", "simulated", "of")

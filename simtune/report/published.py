@@ -14,12 +14,18 @@ from simtune.reproduce import Entry, Finding, Findings, headline
 from simtune.reproduce.findings import WORDS, Status, counts
 from simtune.specs import yamlfile
 
-LONGEST_LABEL = 24
+LONGEST_LABEL = 18
 ROW_PX = 26
+DIGITS = ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7), (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 7))
+"""Of the ticks, coarse to fine."""
+FEWEST_TICKS = 4
+MARGIN = 1.1
+"""By which factor a tick may stand outside of what is drawn."""
 
 COLOUR: dict[Status, str] = {
     "reproduced": figures.COLOURS[2],
     "assumed": figures.COLOURS[0],
+    "fitted": figures.COLOURS[5],
     "differs": figures.COLOURS[1],
     "elsewhere": figures.COLOURS[4],
 }
@@ -133,15 +139,25 @@ def _dots(compared: Sequence[Compared]) -> list[Figure]:
 
 def _frame(compared: Sequence[Compared]) -> Figure:
     values = [x for c in compared for x in (c.low, c.high, c.simulated)]
-    ticks = [digit * 10.0**power for power in range(-2, 3) for digit in (1, 1.5, 2, 3, 5)]
-    shown = [tick for tick in ticks if min(values) / 1.5 <= tick <= max(values) * 1.5]
     labels = [f'<a href="#{c.anchor}">{escape(c.label)}</a>' for c in compared]
-    x = figures.axis("gain; the variant wins above 1", type="log", tickvals=shown, tickformat="~g")
+    x = figures.axis(
+        "gain; the variant wins above 1", type="log", tickvals=_ticks(min(values), max(values)), tickformat="~g"
+    )
     y = figures.axis(
         "", tickvals=list(range(len(compared))), ticktext=labels, range=[len(compared) - 0.5, -0.5], showgrid=False
     )
-    legend = {"orientation": "h", "x": 0, "y": 1.02, "xanchor": "left", "yanchor": "bottom", "traceorder": "normal"}
-    return figures.layout(x, y, legend=legend)
+    return figures.layout(x, y, showlegend=False)
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Few round numbers from `low` to `high`: a narrow screen has room for no more."""
+    ticks: list[float] = []
+    for digits in DIGITS:
+        ticks = [digit * 10.0**power for power in range(-2, 4) for digit in digits]
+        ticks = [tick for tick in ticks if low / MARGIN <= tick <= high * MARGIN]
+        if len(ticks) >= FEWEST_TICKS:
+            break
+    return ticks
 
 
 def drawn(section: Family) -> str:
@@ -149,7 +165,7 @@ def drawn(section: Family) -> str:
     if not section.compared:
         return ""
     return figures.fragment(
-        gains_figure(section.compared), f"gains-{section.name}", 150 + ROW_PX * len(section.compared)
+        gains_figure(section.compared), f"gains-{section.name}", 90 + ROW_PX * len(section.compared)
     )
 
 
@@ -164,6 +180,7 @@ def render(findings: Findings, entries: Sequence[Entry]) -> str:
         headline=headline(findings.findings),
         counts=counts(findings.findings),
         words=WORDS,
+        colours=COLOUR,
         families=sections,
         figures={section.name: Markup(drawn(section)) for section in sections},
         number=info.number,

@@ -10,11 +10,12 @@ from pydantic import Field
 
 from simtune.specs.base import Record, Seq
 
-Status = Literal["reproduced", "assumed", "differs", "needs", "not a schedule", "elsewhere", "infeasible"]
+Status = Literal["reproduced", "assumed", "fitted", "differs", "needs", "not a schedule", "elsewhere", "infeasible"]
 
 WORDS: dict[Status, str] = {
-    "reproduced": "within the band",
-    "assumed": "within the band, on an input that is not published",
+    "reproduced": "within the band, nothing assumed",
+    "assumed": "within the band, on what is not published",
+    "fitted": "within the band, on inputs chosen knowing the claim",
     "differs": "outside the band",
     "needs": "needs what simtune cannot say yet",
     "not a schedule": "no schedule decides it",
@@ -45,6 +46,8 @@ class Finding(Record):
     reason: str | None
     """Where it differs: the parts of the time that do; else what is needed, or why nothing is run."""
     assumed: Seq[str]
+    chosen: str | None
+    """What was chosen with the claim or a result in sight."""
     not_modelled: Seq[str]
 
     @property
@@ -74,14 +77,14 @@ def counts(findings: Sequence[Finding]) -> dict[Status, int]:
 
 
 def headline(findings: Sequence[Finding]) -> str:
-    """One line: how many of the serving systems are reproduced, differ, need something. What is no serving system at
-    all is not counted."""
+    """One line: how many of the serving systems are reproduced with nothing assumed, are within the band otherwise,
+    differ, need something. What is no serving system at all is not counted."""
     of = [finding for finding in findings if finding.family != NOT_SERVING]
     n = Counter(finding.status for finding in of)
     return (
-        f"{n['reproduced'] + n['assumed']} of {len(of)} reproduced ({n['assumed']} of them on inputs that are not "
-        f"published), {n['differs']} differ, {n['needs']} need what cannot be said yet, {n['not a schedule']} claim "
-        "nothing that a schedule decides"
+        f"{n['reproduced']} of {len(of)} reproduced, {n['assumed']} more within the band on assumed inputs, "
+        f"{n['fitted']} on inputs chosen knowing the claim, {n['differs']} differ, {n['needs']} need what cannot be "
+        f"said yet, {n['not a schedule']} claim nothing that a schedule decides"
     )
 
 

@@ -74,13 +74,15 @@ def _compared(entry: Entry, claim: Claim, variant: Measured, base: Measured | No
 
 
 def judged(gain: float, system: PublishedSystem) -> Status:
-    """What a gain is called beside the claim's band; rounded as it is written."""
+    """What a gain is called beside the claim's band, rounded as it is written; within it by how much was published."""
     assert system.claim is not None
     assert system.claim.band is not None
     low, high = system.claim.band
     if not low <= _rounded(gain) <= high:
         return "differs"
-    return "assumed" if system.assumed else "reproduced"
+    if system.chosen is not None:
+        return "fitted"
+    return "assumed" if system.unpublished else "reproduced"
 
 
 def difference(gain: float, claim: Claim, variant: Measured, base: Measured | None) -> str:
@@ -152,6 +154,7 @@ def _with(
         variant=variant,
         metric=in_words(system.measure) if system.variant is not None else None,
         reason=reason,
-        assumed=system.assumed,
+        assumed=system.unpublished,
+        chosen=system.chosen,
         not_modelled=system.not_modelled,
     )

@@ -40,6 +40,9 @@ PRIMITIVES: dict[str, str] = {
 }
 """What an entry may say it needs and simtune lacks, in words."""
 
+OWN_BAND = "a band: no figure is published"
+"""What is assumed wherever a claim has no figure."""
+
 LatencyMetric = Literal["ttft", "tpot", "e2el", "queue", "prefill", "transfer", "decode"]
 LoadMetric = Literal[LatencyMetric, "output_tokens_per_s", "total_tokens_per_s", "duration", "group", "tokens"]
 LATENCIES: tuple[str, ...] = get_args(LatencyMetric)
@@ -176,6 +179,11 @@ class Claim(Part):
             raise ValueError(f"from {band[0]:g} to {band[1]:g} is no band; the lower end comes first")
         return band
 
+    @property
+    def has_figure(self) -> bool:
+        """Whether a gain or a value is published."""
+        return self.gain is not None or self.value is not None
+
     @model_validator(mode="after")
     def _one_of_them(self) -> Self:
         if self.gain is not None and self.value is not None:
@@ -196,6 +204,9 @@ class PublishedSystem(Part):
     base: Setup = Setup()
     variant: Setup | None = None
     assumed: Seq[str] = Field((), description="inputs that decide the result and are not published")
+    chosen: str | None = Field(
+        None, description="what was chosen with the claim or a result in sight: being within the band is no evidence"
+    )
     not_modelled: Seq[str] = Field((), description="what the variant has besides, and is left out")
     needs: Seq[str] = Field((), description="primitives that simtune lacks")
     not_a_schedule: str | None = Field(None, description="why the headline is nothing a schedule decides")
@@ -219,7 +230,16 @@ class PublishedSystem(Part):
             )
         if self.variant is not None and (self.claim is None or self.claim.band is None):
             raise ValueError("a variant is run to be held against a claim: give one, with its band")
+        if self.variant is None and self.chosen is not None:
+            raise ErrorAt("nothing is run, so nothing was chosen; leave it out", "chosen")
         return self
+
+    @property
+    def unpublished(self) -> tuple[str, ...]:
+        """What decides the verdict and is not published: inputs, and the band where the claim has no figure."""
+        if self.variant is None or self.claim is None or self.claim.has_figure:
+            return tuple(self.assumed)
+        return (*self.assumed, OWN_BAND)
 
 
 class Systems(Spec):

@@ -92,6 +92,16 @@ def test_an_unknown_name_is_told_the_nearest() -> None:
             ":11:3: systems.0.needs: unknown primitive 'forks', did you mean fork",
         ),
         ("  base:", "  needs: [fork]\n  base:", ":6:3: systems.0: give a variant that is run, or what it needs"),
+        (
+            "  base:",
+            "  chosen: all\n  needs: [fork]\n  base:",
+            ":6:3: systems.0: give a variant that is run, or what it needs",
+        ),
+        (
+            MINIMAL[MINIMAL.index("  measure") :],
+            "  chosen: all\n  needs: [fork]\n",
+            ":10:3: systems.0.chosen: nothing is run, so nothing was chosen",
+        ),
         ("{kind: step}", "{kind: stepp}", ":10:3: systems.0.measure: unknown kind 'stepp': one of"),
         ("max_model_len: 2048", "max_length: 2048", ":4:57: setup.pool.max_length: unknown key"),
         ("{decodes: 2,", "{decode: 2,", ":12:20: systems.0.variant.step.decode: unknown key, did you mean decodes"),

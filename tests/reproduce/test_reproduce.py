@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,8 +16,9 @@ from simtune.cli import cli
 from simtune.costs.iteration import StepModel, StepWork
 from simtune.errors import UsageError
 from simtune.report.published import families, gains_figure, render
-from simtune.reproduce import Findings, reproduce, select
+from simtune.reproduce import Findings, headline, reproduce, select
 from simtune.reproduce.collection import STORED, Entry, folder
+from simtune.reproduce.findings import NOT_SERVING
 from simtune.reproduce.sides import Runner, bisected, grouped, order_of
 from simtune.sim.requests import build_stream
 from simtune.specs.catalog import load_hardware, load_model
@@ -48,12 +50,14 @@ def entry(**fields: object) -> Entry:
 def test_the_stored_results_are_of_this_collection() -> None:
     assert [finding.system for finding in RESULTS.findings] == [entry.system.name for entry in select([])]
     for finding, one in zip(RESULTS.findings, select([]), strict=True):
-        assert finding.assumed == one.system.assumed
+        assert finding.assumed == one.system.unpublished
+        assert finding.chosen == one.system.chosen
         assert finding.ran == (one.system.variant is not None)
         if finding.simulated is not None and finding.band is not None:
             inside = finding.band[0] <= finding.simulated <= finding.band[1]
             assert (finding.status == "differs") == (not inside)
-            assert (finding.status == "assumed") == (inside and bool(finding.assumed))
+            assert (finding.status == "fitted") == (inside and bool(finding.chosen))
+            assert (finding.status == "assumed") == (inside and not finding.chosen and bool(finding.assumed))
 
 
 def test_the_readme_says_what_the_results_say() -> None:
@@ -141,6 +145,41 @@ def test_a_number_of_its_own_is_held_against_the_claimed_one() -> None:
     assert finding.status == "differs"
 
 
+STEP = {"kind": "step"}
+ONE_AND_TWO = {"base": {"step": {"decodes": 1, "context": 64}}, "variant": {"step": {"decodes": 2, "context": 64}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "claim", "status"),
+    [
+        ({}, {"gain": 2, "band": [1, 4]}, "reproduced"),
+        ({"assumed": ["an input"]}, {"gain": 2, "band": [1, 4]}, "assumed"),
+        ({}, {"band": [1, 4]}, "assumed"),
+        ({"chosen": "the context"}, {"gain": 2, "band": [1, 4]}, "fitted"),
+        ({"chosen": "the context", "assumed": ["an input"]}, {"band": [1, 4]}, "fitted"),
+        ({"chosen": "the context"}, {"gain": 5, "band": [4, 6]}, "differs"),
+        ({"assumed": ["an input"]}, {"gain": 5, "band": [4, 6]}, "differs"),
+    ],
+)
+def test_reproduced_is_only_what_assumes_nothing(
+    fields: dict[str, object], claim: dict[str, object], status: str
+) -> None:
+    """Two sequences take less than twice the step of one; what is chosen weighs more than what is assumed."""
+    (finding,) = reproduce([entry(measure=STEP, claim={"says": "x", **claim}, **ONE_AND_TWO, **fields)], jobs=1)
+    assert finding.status == status
+    assert ("a band: no figure is published" in finding.assumed) == ("gain" not in claim)
+    assert finding.chosen == fields.get("chosen")
+
+
+def test_the_line_counts_what_is_fitted_apart() -> None:
+    """Each of the serving systems once, and none of the others."""
+    of = [finding for finding in RESULTS.findings if finding.family != NOT_SERVING]
+    number = [int(n) for n in re.findall(r"\d+", headline(RESULTS.findings))]
+    assert number[1] == len(of) == number[0] + sum(number[2:])
+    assert number[0] == sum(f.status == "reproduced" and not f.assumed and not f.chosen for f in of)
+    assert number[3] == sum(f.status == "fitted" for f in of) > 0
+
+
 def test_bisection_finds_the_last_that_is_ok() -> None:
     asked: list[float] = []
 
@@ -206,8 +245,9 @@ def test_the_command_prints_a_table_json_and_one_page(tmp_path: Path) -> None:
     asked = ["reproduce", "dms", "medusa", "stream2llm", "--jobs", "1"]
     done = CliRunner().invoke(cli, [*asked, "--html", str(page)])
     assert done.exit_code == 0, done.output
-    assert "2 of 3 reproduced" not in done.output
-    assert "1 of 3 reproduced (0 of them on inputs that are not published), 1 differ, 1 need" in done.output
+    assert "0 of 3 reproduced, 0 more within the band on assumed inputs, 1 on inputs chosen" in done.output
+    assert "chosen knowing the claim, 1 differ, 1 need" in done.output
+    assert "chosen knowing the claim: the published share of the cache goes in" in done.output
     assert "Medusa: -" in done.output
     text = page.read_text(encoding="utf-8")
     assert "system-medusa" in text
@@ -215,7 +255,7 @@ def test_the_command_prints_a_table_json_and_one_page(tmp_path: Path) -> None:
     as_json = CliRunner().invoke(cli, [*asked, "--json"])
     document = json.loads(as_json.output)
     assert document["schema"] == "simtune/findings@1"
-    assert [f["status"] for f in document["findings"]] == ["reproduced", "differs", "needs"]
+    assert [f["status"] for f in document["findings"]] == ["fitted", "differs", "needs"]
     with pytest.raises(UsageError, match="is there already"):
         CliRunner().invoke(cli, [*asked, "--html", str(page)], catch_exceptions=False)
 
@@ -234,7 +274,24 @@ def test_the_figure_shows_bands_claims_and_dots() -> None:
     assert len(claims["x"]) == sum(c.claimed is not None for c in trees.compared)
     assert sum(len(dot["x"]) for dot in dots) == len(trees.compared)
     assert figure["layout"]["xaxis"]["type"] == "log"
+    assert {dot["name"] for dot in dots} == {f"simulated: {c.status}" for c in trees.compared}
     assert render(RESULTS, select([])) == render(RESULTS, select([]))
+
+
+def test_an_axis_has_ticks_for_a_narrow_screen() -> None:
+    for section in families(RESULTS, select([])):
+        if section.compared:
+            ticks = gains_figure(section.compared)["layout"]["xaxis"]["tickvals"]
+            assert 2 <= len(ticks) <= 9, section.name
+            assert all(low < high for low, high in pairwise(ticks))
+
+
+def test_the_page_says_what_was_chosen_and_names_its_dots() -> None:
+    page = render(RESULTS, select([]))
+    for status in ("reproduced", "assumed", "fitted", "differs"):
+        assert f"</i>{status}</li>" in page
+    assert "</i>elsewhere</li>" not in page
+    assert page.count("Chosen knowing the claim:") == sum(f.chosen is not None for f in RESULTS.findings)
 
 
 @pytest.mark.parametrize("drafter", ["llama-68m", "llama-2-7b"])
