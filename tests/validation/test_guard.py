@@ -88,7 +88,8 @@ def test_a_command_that_ends_takes_its_children_along(tmp_path: Path) -> None:
     with log.open("wb") as file:
         process = guard.start([sys.executable, "-c", FAMILY.replace("time.sleep(600)\n", "", 1)], os.environ, file)
     pids = family(log)
-    os.kill(pids[0], signal.SIGTERM)
+    with contextlib.suppress(ProcessLookupError):  # it may have ended by itself
+        os.kill(pids[0], signal.SIGTERM)
     assert gone(*pids)
     process.wait()
     guard.stop(process)
@@ -127,7 +128,8 @@ def pretending(tmp_path: Path) -> Path:
 
 
 def test_vllm_is_started_with_the_plans_settings_and_stopped(pretending: Path) -> None:
-    import json
+    import contextlib
+import json
 
     folder = pretending.parent
     load = Load("light", stream(3))
