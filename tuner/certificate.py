@@ -24,7 +24,7 @@ from simtune.tuner.climb import Finding, Simulation
 from simtune.tuner.entry import Entrant, Entry
 from simtune.tuner.knobs import tell_apart
 from simtune.tuner.objectives import Objective, RateObjective
-from simtune.tuner.question import Question
+from simtune.tuner.question import SAMPLED_CORES, Question
 from simtune.tuner.space import space_of
 from simtune.tuner.trial import Trial, Tuned
 from simtune.tuner.workshop import Workshop
@@ -39,6 +39,7 @@ class Tried(Record):
 
     rate_rps: float | None = Field(description="null: the workload's own")
     met: bool = Field(description="whether it met the SLO")
+    all_cores: bool = Field(description="whether all cores were simulated, where some can stand for all")
 
 
 class PlanFate(Record):
@@ -122,7 +123,7 @@ def inputs_of(question: Question) -> dict[str, str]:
     for draft in question.drafts:
         specs += [draft.drafting.acceptance, *([draft.drafting.model] if draft.drafting.model else [])]
     for spec in specs:
-        inputs[f"{spec.KIND}:{spec.name}"] = _sha256(spec.to_yaml())
+        inputs[f"{spec.KIND}:{spec.name}"] = _sha256(_canonical(spec))
     for hardware in question.hardware:
         inputs |= _of_profile(hardware)
     if question.trace is not None:
@@ -140,9 +141,13 @@ def _of_profile(hardware: Hardware) -> dict[str, str]:
     for name in sorted(hardware.arrays):
         arrays.update(name.encode() + str(hardware.arrays[name].shape).encode() + hardware.arrays[name].tobytes())
     return {
-        f"hardware:{hardware.name}": _sha256(hardware.to_yaml()),
+        f"hardware:{hardware.name}": _sha256(_canonical(hardware)),
         f"arrays:{hardware.name}": arrays.hexdigest(),
     }
+
+
+def _canonical(spec: Spec) -> str:
+    return json.dumps(spec.to_data(), sort_keys=True)
 
 
 def _sha256(text: str) -> str:
@@ -159,7 +164,7 @@ def _fate(row: Trial) -> PlanFate:
         num_gpus=row.candidate.num_gpus,
         best=best if best is None or math.isfinite(best) else None,
         by=row.bounded_by if best is not None else row.reason,
-        simulated=tuple(Tried(rate_rps=rate, met=met) for rate, met in row.tried),
+        simulated=tuple(Tried(**attempt._asdict()) for attempt in row.tried),
         same_as=row.same_as,
     )
 
@@ -185,8 +190,8 @@ class Audit:
         """How many were computed."""
         self._candidates = space_of(question.study).candidates
         self._entry = Entry(question, Workshop(question, self._candidates))
-        self._missed: dict[str, tuple[float | None, Finding]] = {}
-        """What plans that missed the SLO showed, and at which rate."""
+        self._missed: dict[str, tuple[Entrant, float | None, Finding]] = {}
+        """Plans that missed the SLO, at which rate, and what that showed."""
 
     def run(self) -> bool:
         """Whether everything holds; `problems` says what does not."""
@@ -240,11 +245,15 @@ class Audit:
     def _check_plan(self, entrant: Entrant, fate: PlanFate) -> None:
         """That a plan reaches no more than is claimed; and of the chosen one that it reaches what is claimed."""
         self._same(f"{fate.plan}: GPUs", fate.num_gpus, entrant.candidate.num_gpus)
+        if any(not self._of_its_load(tried.rate_rps) for tried in fate.simulated):
+            self.problems.append(
+                f"{fate.plan} was simulated under another load than {self.question.objective.name} is of"
+            )
+            return
         self.bounds += 1
         best = self._best_by_bound(entrant, fate)
-        for rate in _decisive(fate):
-            finding = self._simulate(entrant, rate)
-            best = self._after(entrant, rate, finding, best)
+        for tried in _decisive(fate):
+            best = self._after(entrant, tried.rate_rps, self._simulate(entrant, tried), best)
         self._no_more(fate, best)
         if fate.plan == self.certificate.incumbent.plan:
             self._confirm(entrant)
@@ -259,38 +268,54 @@ class Audit:
         """What a plan can reach when it is known what a simulation shows."""
         objective, entrant.row.rate_rps = self.question.objective, rate
         if not finding.met:
-            self._missed[entrant.candidate.name] = rate, finding
+            self._missed[entrant.candidate.name] = entrant, rate, finding
             if rate is None or not isinstance(objective, RateObjective):
                 return None
             return rate * objective.worth(entrant.facts)
-        if rate is None:
-            entrant.row.take(finding.summary, None)
-            return objective.value(entrant.facts, entrant.row.judged)
-        return best
+        entrant.row.take(finding.summary, rate)
+        if self._beyond_limits(entrant):
+            return None
+        return objective.value(entrant.facts, entrant.row.judged) if rate is None else best
+
+    def _of_its_load(self, rate: float | None) -> bool:
+        """Whether a plan was simulated at a rate where one is looked for, and else at the workload's own."""
+        return (rate is not None) == self.question.searches_rate
+
+    def _beyond_limits(self, entrant: Entrant) -> str:
+        """Which limit of the study the last simulation of a plan breaks."""
+        limits = ((limit, limit.objective.value(entrant.facts, entrant.row.judged)) for limit in self.question.limits)
+        return next((wrong for limit, value in limits if (wrong := limit.violated(value))), "")
 
     def _check_twin(self, entrant: Entrant, fate: PlanFate) -> None:
         """That a plan does what another one did, which missed the SLO."""
-        rate, finding = self._missed.get(fate.same_as, (None, None))
+        self._same(f"{fate.plan}: GPUs", fate.num_gpus, entrant.candidate.num_gpus)
         self.bounds += 1
-        if finding is None or finding.used is None or tell_apart(entrant.deployment, finding.used):
-            self.problems.append(f"{fate.plan} need not do what {fate.same_as} does")
-            return
-        self._no_more(fate, self._after(entrant, rate, finding, entrant.best))
+        if fate.same_as in self._missed:
+            other, rate, finding = self._missed[fate.same_as]
+            if other.kind == entrant.kind and finding.used and not tell_apart(entrant.deployment, finding.used):
+                self._no_more(fate, self._after(entrant, rate, finding, entrant.best))
+                return
+        self.problems.append(f"{fate.plan} need not do what {fate.same_as} does")
 
-    def _simulate(self, entrant: Entrant, rate: float | None) -> Finding:
+    def _simulate(self, entrant: Entrant, tried: Tried) -> Finding:
         self.simulations += 1
-        stream = self._entry.workshop.stream(entrant.candidate)
-        return Simulation(entrant.deployment, stream, self.question.study.slo, rate).run()
+        stream, cores = self._entry.workshop.stream(entrant.candidate), None if tried.all_cores else SAMPLED_CORES
+        return Simulation(entrant.deployment, stream, self.question.study.slo, tried.rate_rps, cores).run()
 
     def _confirm(self, entrant: Entrant) -> None:
         """Simulate the chosen plan on all its cores."""
         incumbent, question = self.certificate.incumbent, self.question
+        if not self._of_its_load(incumbent.rate_rps):
+            self.problems.append(f"{incumbent.plan} was chosen under another load than {question.objective.name} is of")
+            return
         stream = question.stream(entrant.candidate, incumbent.rate_rps)
         result = entrant.deployment.simulate(stream, question.study.slo)
         self.simulations += 1
         if not result.meets_slo:
             self.problems.append(f"{incumbent.plan} was chosen and misses the SLO")
         entrant.row.take(result.summary(), incumbent.rate_rps)
+        if wrong := self._beyond_limits(entrant):
+            self.problems.append(f"{incumbent.plan} was chosen, and {wrong}")
         value = question.objective.value(entrant.facts, entrant.row.judged)
         self._same(f"{incumbent.plan}: value", incumbent.value, value)
 
@@ -313,12 +338,21 @@ class Audit:
             self.problems.append(f"{what} is {_words(claimed)} in the certificate, and comes to {_words(computed)}")
 
 
-def _decisive(fate: PlanFate) -> list[float | None]:
-    """Rates of the simulations that decide what a plan could reach: the load given, or the lowest rate it missed."""
+def _decisive(fate: PlanFate) -> Seq[Tried]:
+    """The simulation that decides what a plan could reach: under the load given the last one, and else at the lowest
+    rate it missed; of one that breaks a limit of the study, at the highest rate at which it met the SLO."""
     if any(tried.rate_rps is None for tried in fate.simulated):
-        return [None]
-    missed = [tried.rate_rps for tried in fate.simulated if tried.rate_rps is not None and not tried.met]
-    return [min(missed)] if missed else []
+        return fate.simulated[-1:]
+    met = [tried for tried in fate.simulated if tried.met]
+    if fate.best is None and met:
+        return (max(met, key=_rate),)
+    # Of two at one rate the later one counts: that of all cores.
+    missed = [tried for tried in reversed(fate.simulated) if not tried.met]
+    return (min(missed, key=_rate),) if missed else ()
+
+
+def _rate(tried: Tried) -> float:
+    return tried.rate_rps or 0.0
 
 
 def _words(value: Any) -> str:

@@ -39,11 +39,13 @@ class Simulation:
     slo: Slo
     rate_rps: float | None
     """None: the stream's own."""
+    cores: int | None = SAMPLED_CORES
+    """So many stand for all; None: all are simulated."""
 
     def run(self) -> Finding:
         """What is found; the same wherever it is run."""
         stream = self.stream if self.rate_rps is None else self.stream.at_rate(self.rate_rps)
-        result = self.deployment.simulate(stream, self.slo, cores=SAMPLED_CORES, stop_when_lost=True)
+        result = self.deployment.simulate(stream, self.slo, cores=self.cores, stop_when_lost=True)
         missed = "" if result.meets_slo else violation(result)
         return Finding(result.meets_slo, result.summary(), missed, uses(self.deployment, result))
 

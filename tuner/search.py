@@ -31,7 +31,7 @@ from simtune.tuner.objectives import RateObjective
 from simtune.tuner.question import Question
 from simtune.tuner.reasons import no_better, praise, ranked, why_none
 from simtune.tuner.space import Candidate, space_of
-from simtune.tuner.trial import Trial, Tuned
+from simtune.tuner.trial import Attempt, Trial, Tuned
 from simtune.tuner.workshop import Workshop
 
 AHEAD = 8
@@ -228,7 +228,7 @@ class BestFirst:
         """One simulation of a plan; by a worker, and perhaps before it was asked for, where there are some."""
         plan.row.simulations += 1
         found = self.evaluator.finding((plan.candidate.name, rate), self._task(plan, rate), self._next())
-        plan.row.tried.append((rate, found.met))
+        plan.row.tried.append(Attempt(rate, found.met))
         return found
 
     def _task(self, plan: Entrant, rate: float | None) -> Simulation:
@@ -380,6 +380,7 @@ class BestFirst:
         deployment = question.deploy(best.candidate, self.workshop.max_model_len)
         result = deployment.simulate(question.stream(best.candidate, rate), question.study.slo, record=True)
         row.simulations += 1
+        row.tried.append(Attempt(rate, result.meets_slo, all_cores=True))
         if result.meets_slo:
             row.take(result.summary(), rate)
             self.best, self.confirmed = best, (deployment, result)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from simtune.sim.deployment import Deployment
 from simtune.sim.result import Result
@@ -11,6 +11,17 @@ from simtune.sim.summary import Metric, SimulationSummary
 from simtune.tuner.objectives import Judged
 from simtune.tuner.question import Question
 from simtune.tuner.space import Candidate
+
+
+class Attempt(NamedTuple):
+    """A simulation of a candidate."""
+
+    rate_rps: float | None
+    """None: the workload's own."""
+    met: bool
+    """Whether it met the SLO."""
+    all_cores: bool = False
+    """Whether all cores were simulated, where some can stand for all."""
 
 
 @dataclass
@@ -29,8 +40,8 @@ class Trial:
     rate_rps: float | None = None
     simulations: int = 0
     summary: SimulationSummary | None = None
-    tried: list[tuple[float | None, bool]] = field(default_factory=list)
-    """Rates at which it was simulated, None for the workload's own, and whether it met the SLO."""
+    tried: list[Attempt] = field(default_factory=list)
+    """How it was simulated, in this order."""
     same_as: str = ""
     """Another plan that misses the SLO and does what this one would do, by its name."""
     best: float | None = None

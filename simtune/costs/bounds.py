@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simtune.arrays import Array, Ints
-from simtune.costs.compiled import CompiledCosts, LinearCosts, StepTables
+from simtune.costs.compiled import CompiledCosts, DecodeTable, LinearCosts, StepTables
 from simtune.costs.drafting import CompiledRounds
 from simtune.costs.protocol import StepCosts
 from simtune.costs.ticks import TICKS_PER_SECOND, to_ticks
@@ -121,18 +121,11 @@ class CostBounds:
     def context_cost_s(self) -> float:
         """The largest c with decode attention >= c C for all batches within the pool's limits.
 
-        Attention is affine between knots, so the ratio is smallest at an end of some segment.
+        Attention is affine between knots, so the ratio is smallest at an end of some segment. Slopes are rounded down
+        to whole ticks, by less than one per context token: no segment ends lower than the knots say, less that one,
+        so only of the batches whose knots come near to the lowest are the segments looked at.
         """
-        tables, lowest = self._tables, float("inf")
-        last = int(tables.contexts[-1])
-        for attention in {tables.alone, *tables.beside}:
-            for num_decodes in range(1, tables.max_num_seqs + 1):
-                row = attention.rows[num_decodes] or attention.make(num_decodes)
-                ends = np.array([*row.starts[1:-1], last * num_decodes])
-                starts, values, slopes = np.array(row.starts[:-1]), np.array(row.ticks), np.array(row.slopes)
-                at_ends = (values + slopes * (ends - starts)) / ends
-                lowest = min(lowest, float((values / starts).min()), float(at_ends.min()))
-        return lowest / TICKS_PER_SECOND
+        return _context_cost_s(self._tables)
 
     def least_attention_s(self) -> float:
         """Decode attention does not fall with the context, so the shortest contexts tell."""
@@ -168,3 +161,25 @@ class CostBounds:
 def _turns_down(a: tuple[int, int], b: tuple[int, int], c: tuple[int, int]) -> bool:
     """Whether b lies on or above the line from a to c."""
     return (b[1] - a[1]) * (c[0] - a[0]) >= (c[1] - a[1]) * (b[0] - a[0])
+
+
+@lru_cache(maxsize=16)
+def _context_cost_s(tables: StepTables) -> float:
+    lowest = float("inf")
+    for attention in {tables.alone, *tables.beside}:
+        numbers = range(1, tables.max_num_seqs + 1)
+        least = [(float((attention.at_knots(n) / tables.contexts).min()) / n - 1, n) for n in numbers]
+        for at_least, num_decodes in sorted(least):
+            if at_least >= lowest:
+                break
+            lowest = min(lowest, _context_ticks(tables, attention, num_decodes))
+    return lowest / TICKS_PER_SECOND
+
+
+def _context_ticks(tables: StepTables, attention: DecodeTable, num_decodes: int) -> float:
+    """The same of one number of decodes, in ticks."""
+    row = attention.rows[num_decodes] or attention.make(num_decodes)
+    ends = np.array([*row.starts[1:-1], int(tables.contexts[-1]) * num_decodes])
+    starts, values, slopes = np.array(row.starts[:-1]), np.array(row.ticks), np.array(row.slopes)
+    at_ends = (values + slopes * (ends - starts)) / ends
+    return min(float((values / starts).min()), float(at_ends.min()))

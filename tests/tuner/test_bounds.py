@@ -24,7 +24,7 @@ from simtune.testing.clusters import stream_of
 from simtune.tuner.bounds import PlanBounds, attainment_bound, rate_bound
 from simtune.tuner.bounds.limits import of_statistics
 from simtune.tuner.bounds.windows import Jobs, first_come
-from simtune.tuner.space import Candidate, ParallelShape
+from simtune.tuner.space import Candidate
 from tests.sim.test_data_parallel import EXPERTS
 from tests.sim.test_data_parallel import hardware as experts_hardware
 from tests.sim.test_data_parallel import pool as experts_pool
@@ -208,9 +208,9 @@ def test_bounds_hold_of_compiled_costs(given: dict[str, Any]) -> None:
 def test_bounds_hold_with_drafts() -> None:
     d = draft(0.9, 0.8, 0.7, scheme=Chain(tokens=3))
     q = drafting_question(d)
-    candidate = Candidate(ParallelShape(1, 1, 1), 64, 2048, "eagle3", d.speculation(Chain(tokens=3)))
-    stream = q.stream(candidate.shape)
-    _never_above(q.deploy(candidate, 8192), stream, Slo(ttft_s={"p90": 0.5}, tpot_s={"p90": 0.01}))
+    settings = {"max_num_seqs": 64, "max_num_batched_tokens": 2048}
+    candidate = Candidate.mixed("h100-sxm", 1, drafter="eagle3", speculation=d.speculation(Chain(tokens=3)), **settings)
+    _never_above(q.deploy(candidate, 8192), q.stream(candidate), Slo(ttft_s={"p90": 0.5}, tpot_s={"p90": 0.01}))
 
 
 def test_bounds_hold_where_groups_share_experts() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,13 @@ import pytest
 import yaml
 
 from simtune.specs.catalog import load_hardware
+from simtune.specs.study import StudyLimits
 from simtune.tuner.certificate import Audit, Certificate, certificate_of
-from simtune.tuner.search import Question, Tuned, optimize
+from simtune.tuner.question import Question
+from simtune.tuner.search import optimize
+from simtune.tuner.trial import Tuned
 from tests.cli.conftest import STUDY, call
+from tests.tuner.test_exhaustive import random_question
 from tests.tuner.test_search import question
 
 Change = Callable[[dict[str, Any]], object]
@@ -21,7 +26,7 @@ Change = Callable[[dict[str, Any]], object]
 
 @pytest.fixture(scope="module")
 def tuned() -> Tuned:
-    return optimize(question(max_num_seqs=(8, 1024), pp=(1,), requests=150), jobs=1)
+    return optimize(question(max_num_seqs=(8, 64, 1024), pp=(1, 2), requests=150), jobs=1)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +43,10 @@ def audited(certificate: Certificate, asked: Question) -> Audit:
 def test_it_holds_and_says_how_near_the_best_plan_is(tuned: Tuned, certificate: Certificate) -> None:
     audit = audited(certificate, tuned.question)
     assert audit.problems == []
-    assert audit.bounds == sum(fate.fits for fate in certificate.plans)
+    refused = [fate for fate in certificate.plans if "max_num_batched_tokens" in fate.by]
+    assert refused
+    assert all(fate.best is None and not fate.simulated for fate in refused)
+    assert audit.bounds == len(certificate.plans) - len(refused)
     assert {fate.plan for fate in certificate.plans} == {row.candidate.name for row in tuned.rows}
     assert certificate.incumbent.plan == tuned.chosen.candidate.name
     assert certificate.incumbent.value == tuned.value
@@ -46,9 +54,6 @@ def test_it_holds_and_says_how_near_the_best_plan_is(tuned: Tuned, certificate: 
     assert 0 <= certificate.gap <= tuned.question.study.search.rate_tolerance * 1.01
     assert certificate.bound == pytest.approx(tuned.value * (1 + certificate.gap))
     assert 0 < audit.simulations < sum(row.simulations for row in tuned.rows)
-    refused = [fate for fate in certificate.plans if not fate.fits]
-    assert refused
-    assert all("max_num_batched_tokens" in fate.by and fate.best is None for fate in refused)
 
 
 @pytest.mark.parametrize("objective", ["gpus", "e2el"])
@@ -59,24 +64,60 @@ def test_of_objectives_at_a_given_load(objective: str) -> None:
     assert audited(claimed, answer.question).problems == []
 
 
+def test_limits_of_a_study_are_held_against_it() -> None:
+    asked = question(objective="goodput", tp=(1, 2), pp=(1,), max_num_seqs=(64,), requests=150)
+    limited = replace(asked, study=asked.study.model_copy(update={"limits": StudyLimits(usd_per_million_tokens=0.234)}))
+    answer = optimize(limited, jobs=1)
+    beyond = [row.candidate.name for row in answer.rows if row.simulations and row.reason.startswith("usd_per_million")]
+    assert beyond
+    claimed = certificate_of(answer)
+    assert [fate.plan for fate in claimed.plans if fate.simulated and fate.best is None] == beyond
+    assert audited(claimed, limited).problems == []
+    dear = claimed.model_copy(update={"incumbent": claimed.incumbent.model_copy(update={"rate_rps": 50.0})})
+    problems = audited(dear.model_copy(update={"digest": dear.expected_digest}), limited).problems
+    assert any("usd_per_million_tokens" in problem for problem in problems)
+
+
+def test_what_all_cores_missed_counts() -> None:
+    """At the bound of its capacity a plan of 14 instances meets the SLO on some cores, and misses it on all."""
+    asked = random_question(1029, 16)
+    answer = optimize(asked, jobs=1)
+    assert any(tried.all_cores and not tried.met for tried in answer.chosen.tried)
+    assert audited(certificate_of(answer), asked).problems == []
+
+
 def changes_of(data: dict[str, Any]) -> dict[str, Change]:
-    ruled_out = next(
-        i
-        for i, fate in enumerate(data["plans"])
-        if fate["plan"] != data["incumbent"]["plan"] and any(not tried["met"] for tried in fate["simulated"])
-    )
-    missed = next(i for i, tried in enumerate(data["plans"][ruled_out]["simulated"]) if not tried["met"])
+    plans, chosen = data["plans"], data["incumbent"]["plan"]
+
+    def first(holds: Callable[[dict[str, Any]], object]) -> int:
+        return next(i for i, fate in enumerate(plans) if fate["plan"] != chosen and holds(fate))
+
+    ruled_out = first(lambda fate: any(not tried["met"] for tried in fate["simulated"]))
+    missed = next(i for i, tried in enumerate(plans[ruled_out]["simulated"]) if not tried["met"])
+    bounded = first(lambda fate: fate["best"] and not fate["simulated"] and not fate["same_as"])
+    twin = first(lambda fate: fate["same_as"])
+    other_cut = first(lambda f: f["best"] and f["plan"].startswith("tp2") and f["plan"].endswith("s64-t2048"))
+    at_own_rate = [{"rate_rps": None, "met": False, "all_cores": False}]
     return {
         "value": lambda d: d["incumbent"].update(value=d["incumbent"]["value"] * 1.001),
         "rate": lambda d: d["incumbent"].update(rate_rps=d["incumbent"]["rate_rps"] * 1.2),
+        "another load": lambda d: d["incumbent"].update(rate_rps=None),
         "gap": lambda d: d.update(gap=d["gap"] / 2),
         "best remaining bound": lambda d: d.update(bound=d["bound"] * 0.999),
-        "bound of a plan": lambda d: d["plans"][0].update(bound_rps=d["plans"][0]["bound_rps"] * 0.9),
-        "reach of a plan": lambda d: d["plans"][0].update(best=1.0),
+        "bound of a plan": lambda d: d["plans"][bounded].update(best=d["plans"][bounded]["best"] * 0.9),
+        "reach of a plan": lambda d: d["plans"][bounded].update(best=1.0),
+        "no chance": lambda d: d["plans"][bounded].update(best=None),
+        "no chance at its own rate": lambda d: d["plans"][bounded].update(best=None, simulated=at_own_rate),
+        "GPUs": lambda d: d["plans"][twin].update(num_gpus=7),
         "a plan less": lambda d: d["plans"].pop(0),
         "a plan twice": lambda d: d["plans"].append(d["plans"][0]),
         "a plan more": lambda d: d["plans"].append({**d["plans"][0], "plan": "tp8-pp1-x1-s8-t512"}),
         "missed at a lower rate": lambda d: d["plans"][ruled_out]["simulated"][missed].update(rate_rps=1.0),
+        "what another one did": lambda d: d["plans"][bounded].update(same_as=d["plans"][ruled_out]["plan"], best=1.0),
+        "what one of another cut did": lambda d: d["plans"][other_cut].update(
+            same_as=d["plans"][twin]["same_as"], best=1
+        ),
+        "what nobody did": lambda d: d["plans"][twin].update(same_as=d["plans"][bounded]["plan"]),
         "another plan": lambda d: d["incumbent"].update(plan=d["plans"][ruled_out]["plan"]),
         "a profile": lambda d: d["inputs"].update({"hardware:h100-sxm": "0" * 64}),
         "arrays": lambda d: d["inputs"].update({"arrays:h100-sxm": "0" * 64}),
@@ -97,7 +138,7 @@ def test_whatever_is_changed_is_refused(tuned: Tuned, certificate: Certificate) 
 
 def test_another_profile_is_refused(tuned: Tuned, certificate: Certificate) -> None:
     other = load_hardware("h200-sxm").model_copy(update={"name": "h100-sxm"})
-    asked = Question(tuned.question.study, tuned.question.model, other, tuned.question.workload, None)
+    asked = replace(tuned.question, hardware=(other,))
     assert audited(certificate, asked).problems == [
         "arrays:h100-sxm is not the one that the search was made with",
         "hardware:h100-sxm is not the one that the search was made with",

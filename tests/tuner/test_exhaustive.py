@@ -109,7 +109,11 @@ def _not_better(q: Question, tuned: Tuned, candidate: Candidate, deployment: Dep
             missed = objective.rate_for(facts, row.best)
             assert row.best <= tuned.bound
             # A plan that meets the SLO at all rates that it can sustain misses none.
-            assert missed > sustained * (1 - 1e-9) or not q.judge(candidate, deployment, missed).meets_slo
+            if any(tried.all_cores and not tried.met for tried in row.tried):
+                result = deployment.simulate(q.stream(candidate, missed), q.study.slo)
+            else:
+                result = q.judge(candidate, deployment, missed)
+            assert missed > sustained * (1 - 1e-9) or not result.meets_slo
             return
         for higher in (rate * (1 + 1e-9), rate * 1.1, rate * 1.4):
             if higher <= sustained:
@@ -118,6 +122,8 @@ def _not_better(q: Question, tuned: Tuned, candidate: Candidate, deployment: Dep
     offered = q.stream(candidate).offered_rate_rps
     assert offered is not None
     result = q.watch(candidate, deployment, None)
+    if any(tried.all_cores and not tried.met for tried in row.tried):
+        result = deployment.simulate(q.stream(candidate), q.study.slo)
     if result.meets_slo and offered <= sustained:
         summary = result.summary()
         judged = Judged(offered, summary.output_tokens_per_s, summary.metrics["e2el"].mean)
@@ -135,4 +141,4 @@ def test_over_many_studies_few_plans_are_simulated() -> None:
     """200 studies on up to 16 GPUs: none is lost, and the share of the plans that was simulated is small."""
     counts = [counted for seed in range(1000, 1200) if (counted := check(random_question(seed, 16))) is not None]
     assert len(counts) > 100
-    assert float(np.mean([simulated / plans for simulated, plans in counts])) < 0.3
+    assert float(np.mean([simulated / plans for simulated, plans in counts])) < 0.15

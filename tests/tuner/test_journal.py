@@ -14,8 +14,9 @@ import pytest
 from simtune.errors import UsageError
 from simtune.sim.summary import SimulationSummary
 from simtune.specs.plan import Batching, Plan, Pool
+from simtune.tuner.climb import Finding
 from simtune.tuner.journal import SearchJournal, key_of
-from simtune.tuner.search import Finding
+from simtune.tuner.knobs import uses
 from tests.tuner.test_bounds import COSTS, deployed, poisson, pool
 
 STUDY = """\
@@ -39,8 +40,9 @@ CHANGES = {"manifest.json"}
 
 
 def a_finding(seed: int = 0) -> Finding:
-    result = deployed(pool()).simulate(poisson(30, 20.0, 50, 20, seed))
-    return Finding(False, result.summary(), "TTFT p99 is too long")
+    deployment = deployed(pool())
+    result = deployment.simulate(poisson(30, 20.0, 50, 20, seed))
+    return Finding(False, result.summary(), "TTFT p99 is too long", uses(deployment, result) if seed else None)
 
 
 def test_what_is_kept_is_there_in_another_process(tmp_path: Path) -> None:
