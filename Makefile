@@ -9,7 +9,7 @@ FIRST ?= 0
 REV ?= HEAD~1
 BENCH := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m benchmark_only -s
 
-.PHONY: profiles demo test lint bench bench-store bench-against reproduce slow vllm nightly fuzz clean
+.PHONY: profiles demo test lint bench bench-store bench-against reproduce picture slow vllm nightly fuzz clean
 
 demo: $(VENV)/.installed
 	$(BIN)/simtune optimize examples/quickstart/study.yaml --out $(RUN) --force
@@ -56,6 +56,10 @@ bench-store: $(VENV)/.installed-bench
 # What all published systems come to, written to examples/systems/results.json, and the line of README.md that says it.
 reproduce: $(VENV)/.installed-dev
 	$(BIN)/python -m benchmarks.reproduced
+
+# docs/report.png, drawn by Chromium from the quickstart's report.
+picture: demo $(VENV)/.installed-dev
+	$(BIN)/python -m benchmarks.picture $(RUN)
 
 # The shipped profiles from published tables: make profiles DATA=../shared/data
 profiles: $(VENV)/.installed-bench

@@ -147,12 +147,15 @@ class Question:
 
     def facts(self, candidate: Candidate, stream: RequestStream) -> PlanFacts:
         """What objectives have to know of a candidate."""
+        return PlanFacts(candidate.num_gpus, self.usd_per_hour(candidate), float(stream.output_tokens.mean()))
+
+    def usd_per_hour(self, candidate: Candidate) -> float | None:
+        """Of all its GPUs, each at the price of its kind; None where one of them has no price."""
         prices = [self.profiles[pool.shape.gpu].device.price_per_hour_usd for pool in candidate.pools]
         known = [price for price in prices if price is not None]
-        usd = None
-        if len(known) == len(prices):
-            usd = sum(price * pool.devices for price, pool in zip(known, candidate.pools, strict=True))
-        return PlanFacts(candidate.num_gpus, usd, float(stream.output_tokens.mean()))
+        if len(known) < len(prices):
+            return None
+        return sum(price * pool.devices for price, pool in zip(known, candidate.pools, strict=True))
 
     def watch(self, candidate: Candidate, deployment: Deployment, rate_rps: float | None) -> Result:
         """A candidate under its load, or at another rate, to the end; some cores stand for all where they can."""

@@ -20,30 +20,31 @@ from simtune import __version__
 from simtune.errors import SimtuneError
 
 VERBS = {
+    "new": "Write a study, from five answers.",
     "optimize": "Find the best schedule for a study, and write plan, engine configs and report.",
     "simulate": "Run one plan under one load.",
     "sweep": "Simulate every point of a grid over fields of plan, workload or hardware.",
-    "workload": "Say what a trace is, cut or scale it, and fit a spec to it.",
+    "explain": "Say in words what a plan does.",
+    "report": "Draw the report of a run again, or of several side by side.",
     "certify": "Check a search's proof without trusting it.",
-    "profile": "Measure this machine and fit a hardware profile.",
-    "fit": "Fit a hardware profile from tables others measured.",
-    "loop": "Profile an engine, find its best plan, run it, compare, refit.",
-    "calibrate": "Correct a hardware profile by an engine's own log.",
+    "reproduce": "Simulate published systems beside what they claim.",
+    "workload": "Say what a trace is, cut or scale it, and fit a spec to it.",
     "acceptance": "Estimate how often drafts are kept, from what engines log.",
     "speculate": "Choose how to draft at every batch size and context.",
-    "replay": "Compare a scheduler step by step with an engine's log.",
-    "reproduce": "Simulate published systems beside what they claim.",
+    "profile": "Measure this machine and fit a hardware profile.",
+    "fit": "Fit a hardware profile from tables others measured.",
+    "calibrate": "Correct a hardware profile by an engine's own log.",
     "validate": "Run a plan on a real engine, and compare.",
+    "loop": "Profile an engine, find its best plan, run it, compare, refit.",
+    "replay": "Compare a scheduler step by step with an engine's log.",
     "weights": "Write random weights for a model, or a pair whose acceptance is chosen.",
-    "report": "Draw the report of a run again, or of several side by side.",
-    "new": "Write a study, from five answers.",
-    "explain": "Say in words what a plan does.",
-    "doctor": "Check this installation.",
     "list": "List what is built in.",
     "show": "Print a spec, with what follows from it.",
     "check": "Check spec and trace files.",
     "schema": "Print the JSON schema of a kind of spec.",
+    "doctor": "Check this installation.",
 }
+"""In the order of `--help`: plans, loads and drafts, hardware, real engines, and what is built in."""
 
 
 INTERNAL = (

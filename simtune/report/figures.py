@@ -108,6 +108,10 @@ def layout(x: Figure, y: Figure, **more: Any) -> Figure:
     }
 
 
+FEW = 3
+"""Of fewer points that met the SLO there is no front to see; those that were stopped early are drawn with them then."""
+
+
 def pareto_figure(info: ParetoInfo) -> Figure:
     """Tokens/s/GPU against tokens/s/user: front joined, dominated faded, infeasible apart, chosen a star."""
     feasible = [*info.front, *info.dominated]
@@ -135,7 +139,7 @@ def pareto_figure(info: ParetoInfo) -> Figure:
         data.append(_points(info.infeasible, "infeasible", size=8, color=GREY, symbol="x-thin-open"))
     if info.unfinished:
         stopped = _points(info.unfinished, "stopped early", size=6, color=GREY, symbol="line-ew-open")
-        data.append(stopped | {"visible": "legendonly"})
+        data.append(stopped if len(feasible) < FEW else stopped | {"visible": "legendonly"})
     chosen = [p for p in feasible if p.candidate.status == "chosen"]
     if chosen:
         colour = _colour(families.index((chosen[0].candidate.tp, chosen[0].candidate.pp)))

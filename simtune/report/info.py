@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from simtune.costs.predict import Z90, Basis
-from simtune.runs.schema import CandidateRow, Run, Summary
+from simtune.runs.schema import CandidateRow, HardwareFacts, Run, Summary
 from simtune.sim.basis import note
 from simtune.sim.summary import Metric, SloLimit
 from simtune.specs.base import Spec
@@ -75,6 +75,16 @@ def _listed(words: Sequence[str]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
+def devices(s: Summary) -> str:
+    """The kinds of GPU of its pools."""
+    return _listed([profile.device for profile in profiles(s)])
+
+
+def profiles(s: Summary) -> tuple[HardwareFacts, ...]:
+    """Of all kinds of GPU of its pools."""
+    return (s.hardware, *s.other_hardware)
+
+
 def chosen_name(run: Run) -> str:
     """What the chosen plan is called in tables, sweep and quantiles."""
     return next((c.candidate for c in run.candidates if c.status == "chosen"), run.summary.plan.name)
@@ -113,7 +123,13 @@ def headline(run: Run) -> str:
 def _objective_figure(s: Summary) -> list[tuple[str, str, str]]:
     if s.objective is None:
         return []
-    words = {"goodput_per_gpu": "goodput per GPU", "e2el": "mean E2EL", "gpus": "GPUs needed"}
+    words = {
+        "goodput_per_gpu": "goodput per GPU",
+        "goodput_per_dollar": "goodput per dollar",
+        "usd_per_million_tokens": "price of output",
+        "e2el": "mean E2EL",
+        "gpus": "GPUs needed",
+    }
     in_seconds = s.objective.unit == "s"
     return [
         (
@@ -135,7 +151,7 @@ def key_figures(s: Summary) -> list[tuple[str, str, str]]:
         ("output per GPU", number(s.output_tokens_per_s_per_gpu), "tokens/s"),
         ("output per user", number(s.output_tokens_per_s_per_user), "tokens/s"),
         *((f"{METRIC_NAMES[x]} p99", ms(s.metrics[x].p99), "ms") for x in latencies if x in s.metrics),
-        ("GPUs", number(s.num_gpus), s.hardware.device),
+        ("GPUs", number(s.num_gpus), devices(s)),
         *_prices(s),
         *_certainty(s),
         ("simulated", number(s.requests), "requests"),
@@ -160,9 +176,15 @@ def _prices(s: Summary) -> list[tuple[str, str, str]]:
 
 
 def _certainty(s: Summary) -> list[tuple[str, str, str]]:
+    sure = []
+    if s.confidence is not None:
+        sure.append(("P(no rival is better)", percent(s.confidence.best), f"of {number(s.confidence.worlds)} worlds"))
     if s.uncertainty is None or not s.slo:
-        return []
-    return [("P(SLO holds)", percent(s.uncertainty.slo_probability), f"of {number(s.uncertainty.worlds)} worlds")]
+        return sure
+    return [
+        *sure,
+        ("P(SLO holds)", percent(s.uncertainty.slo_probability), f"of {number(s.uncertainty.worlds)} worlds"),
+    ]
 
 
 def _drafted(s: Summary) -> list[tuple[str, str, str]]:
@@ -254,11 +276,11 @@ def _flat(value: Any, key: str) -> Iterator[tuple[str, str]]:
     elif isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
         for i, below in enumerate(value):
             yield from _flat(below, f"{key}.{i}")
-    elif isinstance(value, list):
+    elif isinstance(value, list) and value:
         yield key, ", ".join(str(item) for item in value)
     elif isinstance(value, bool):
         yield key, str(value).lower()
-    elif value is not None:
+    elif value is not None and value != []:
         yield key, "none" if value == {} else str(value)
 
 
@@ -276,10 +298,15 @@ _OBJECTIVES: dict[str, tuple[str, str, bool]] = {
     "goodput_per_gpu": ("goodput_rps_per_gpu", "goodput per GPU", True),
     "goodput": ("goodput_rps", "goodput", True),
     "gpus": ("num_gpus", "GPUs", False),
+    "usd_per_million_tokens": ("usd_per_million_output_tokens", "USD per output token", False),
 }
 
 
-KNOBS = ("tp", "pp", "instances", "max_num_seqs", "max_num_batched_tokens")
+KNOBS = (
+    "gpu", "tp", "pp", "attention_dp", "expert_parallel", "kv_dtype", "instances", "prefill", "max_num_seqs",
+    "max_num_batched_tokens", "prefix_caching", "router", "speculation",
+)  # fmt: skip
+"""Columns of a candidate that plans of a search may differ in."""
 RESULTS = (
     "rate_rps", "goodput_rps", "output_tokens_per_s_per_gpu", "output_tokens_per_s_per_user", "ttft_mean_s",
     "ttft_p99_s", "tpot_mean_s", "tpot_p99_s", "slo_attainment",
@@ -554,8 +581,31 @@ def cost_basis(s: Summary) -> BasisInfo | None:
     return BasisInfo(tuple((words, getattr(s.cost_basis, name)) for words, name in names), rows, note(s.cost_basis))
 
 
-def quality_rows(s: Summary) -> list[tuple[str, ...]]:
+def quality_rows(hardware: HardwareFacts) -> list[tuple[str, ...]]:
     """operator, median, p90 and largest hold-out error, provenance, source."""
     return [
-        (o.key, percent(o.median), percent(o.p90), percent(o.max), o.provenance, o.source) for o in s.hardware.operators
+        (o.key, percent(o.median), percent(o.p90), percent(o.max), o.provenance, o.source) for o in hardware.operators
     ]
+
+
+# --- how sure the choice is -------------------------------------------------------------------------------
+
+
+def rivals(s: Summary) -> list[tuple[str, ...]]:
+    """rival, probability that the chosen plan beats it, and by how much its value is the larger, as a share."""
+    return [
+        (v.candidate, percent(v.probability), " to ".join("unbounded" if g is None else _more(g) for g in v.gap))
+        for v in (s.confidence.versus if s.confidence else ())
+    ]
+
+
+def to_measure(s: Summary) -> list[tuple[str, ...]]:
+    """What is in doubt, how often the choice would be right once it was known, and the shapes to measure."""
+    return [
+        (one.error, percent(one.share), percent(one.right_after), "; ".join(map(str, one.points or one.acceptance)))
+        for one in (s.confidence.to_measure if s.confidence else ())
+    ]
+
+
+def _more(share: float) -> str:
+    return f"{share * 100:+.1f} %".replace("-", "−")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from simtune.report.info import why_lost
+from simtune.report.info import KNOBS, why_lost
 from simtune.runs.schema import CandidateRow, Run
 
-STEPPED = ("tp", "pp", "instances", "max_num_seqs", "max_num_batched_tokens", "speculation")
-"""Columns of a candidate that a plan may differ in."""
-FOLLOWS_FROM = {"tp": {"instances"}, "pp": {"instances"}}
+COUNTED = {"tp", "pp", "attention_dp", "instances", "max_num_seqs", "max_num_batched_tokens"}
+"""Knobs of which there is a next smaller and a next larger value; of the others there are only other ones."""
+ALTERNATIVES = 3
+"""Other values of such a knob that are shown, the best by rank."""
+FOLLOWS_FROM = {knob: {"instances"} for knob in ("gpu", "tp", "pp", "attention_dp")}
 """Of a given number of GPUs instances are as many as there is room for, so they change with their size."""
 
 
@@ -23,33 +25,46 @@ class Neighbour(NamedTuple):
 
 
 def neighbours(run: Run) -> list[Neighbour]:
-    """The nearest smaller and larger value that was tried of each knob, all other knobs alike; for drafts, each other
-    drafter.
+    """The nearest smaller and larger value that was tried of each knob, all other knobs alike; of knobs that are not
+    counted, such as drafters, the best of the other values.
     """
     chosen = next((c for c in run.candidates if c.status == "chosen"), None)
     if chosen is None:
         return []
     steps = []
-    for knob in STEPPED:
+    for knob in KNOBS:
         alike = [
             c
             for c in run.candidates
             if c is not chosen and _differ(c, chosen) - FOLLOWS_FROM.get(knob, set()) == {knob}
         ]
-        for other in alike if knob == "speculation" else _nearest(alike, chosen, knob):
-            here, there = (str(getattr(x, knob) or "none") for x in (chosen, other))
+        for other in _nearest(alike, chosen, knob) if knob in COUNTED else _best(alike, knob):
+            here, there = (_words(getattr(x, knob)) for x in (chosen, other))
             steps.append(Neighbour(knob, here, there, why_lost(other, chosen, run.summary)))
     return steps
 
 
 def _differ(a: CandidateRow, b: CandidateRow) -> set[str]:
-    return {knob for knob in STEPPED if getattr(a, knob) != getattr(b, knob)}
+    return {knob for knob in KNOBS if getattr(a, knob) != getattr(b, knob)}
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return str(value or "none")
+
+
+def _best(alike: list[CandidateRow], knob: str) -> list[CandidateRow]:
+    """The best of each other value."""
+    ranked = sorted(alike, key=lambda c: (c.rank is None, c.rank))
+    return [*{getattr(c, knob): c for c in reversed(ranked)}.values()][::-1][:ALTERNATIVES]
 
 
 def _nearest(alike: list[CandidateRow], chosen: CandidateRow, knob: str) -> list[CandidateRow]:
     """The next below and the next above the chosen value."""
     value = getattr(chosen, knob)
-    below = [c for c in alike if getattr(c, knob) < value]
-    above = [c for c in alike if getattr(c, knob) > value]
+    known = [c for c in alike if None not in (value, getattr(c, knob))]
+    below = [c for c in known if getattr(c, knob) < value]
+    above = [c for c in known if getattr(c, knob) > value]
     nearest = [max(below, key=lambda c: getattr(c, knob))] if below else []
     return [*nearest, *([min(above, key=lambda c: getattr(c, knob))] if above else [])]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
-from simtune.report.info import METRIC_NAMES, PARTS, limit, ms, percent
+from simtune.report.info import METRIC_NAMES, PARTS, limit, ms, number, percent
 from simtune.runs.schema import Run, StepTime, Summary
 
 OPERATOR_WORDS = {
@@ -34,7 +35,8 @@ def bottleneck(s: Summary) -> str | None:
         total = sum(part.seconds for part in step.parts)
         most = max(step.parts, key=lambda part: part.seconds)
         words = OPERATOR_WORDS.get(most.operator, most.operator.replace("_", " "))
-        clauses.append(f"{most.seconds / total:.0%} of a {step.step.split(':')[0]} step is {words}")
+        kind = re.sub(r"^pool \S+, ", "", step.step.split(":")[0])
+        clauses.append(f"{most.seconds / total:.0%} of a {kind} step is {words}")
     if s.timeline and s.timeline.kv_used:
         used = s.timeline.kv_used
         clauses.append(f"the KV cache is {sum(used) / len(used):.0%} full on average, {max(used):.0%} at most")
@@ -75,17 +77,36 @@ def _binding(s: Summary) -> str:
     return f"no limit binds: the nearest, {limit(nearest)}, is {percent(share)} used"
 
 
+def proof(s: Summary) -> str | None:
+    """What the search has shown of all other plans; None where nothing was searched."""
+    o = s.objective
+    if o is None or o.gap is None or o.bound is None:
+        return None
+    if not o.gap:
+        return "No plan in this space is better under this cost model."
+    return (
+        f"No plan in this space is more than {percent(o.gap)} better under this cost model: "
+        f"{number(o.bound)} {o.unit} is the best that is not ruled out."
+    )
+
+
 def edges(run: Run) -> list[str]:
-    """Notes on knobs whose chosen value is the largest or smallest that was tried, so that the best may lie beyond."""
+    """Notes on knobs whose chosen value is the largest or smallest that was tried, so that the best may lie beyond.
+
+    Plans are compared that have the same pools; of a prefill and a decode pool it is the one that decodes.
+    """
     chosen = next((c for c in run.candidates if c.status == "chosen"), None)
     if chosen is None:
         return []
+    apart = chosen.prefill is not None
+    alike = [c for c in run.candidates if c.status != "does_not_fit" and (c.prefill is not None) == apart]
     notes = []
-    for knob in ("max_num_seqs", "max_num_batched_tokens", "tp", "pp"):
-        tried = sorted({getattr(c, knob) for c in run.candidates if c.status != "does_not_fit"})
+    for knob in ("max_num_seqs", "max_num_batched_tokens", "tp", "pp", "attention_dp"):
+        tried = sorted({value for c in alike if (value := getattr(c, knob)) is not None})
         value = getattr(chosen, knob)
         if len(tried) < 2 or value == 1 or value not in (tried[0], tried[-1]):
             continue
         end = "smallest" if value == tried[0] else "largest"
-        notes.append(f"{knob} {value:,} is the {end} of those tried ({', '.join(f'{x:,}' for x in tried)})")
+        whose = " of the decode pool" * apart
+        notes.append(f"{knob} {value:,}{whose} is the {end} of those tried ({', '.join(f'{x:,}' for x in tried)})")
     return notes

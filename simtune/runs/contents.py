@@ -40,6 +40,8 @@ from simtune.sim.deployment import Deployment
 from simtune.sim.load import load_facts
 from simtune.sim.result import Result
 from simtune.sim.summary import SimulationSummary, Uncertainty
+from simtune.specs.hardware import Hardware
+from simtune.specs.study import Study
 from simtune.specs.workload import Workload
 from simtune.tuner.certificate import certificate_of
 from simtune.tuner.confidence import Confidence
@@ -123,8 +125,10 @@ def of_study(tuned: Tuned, *, jobs: Jobs = None, confidence: Confidence | None =
         **asked,
         **_common(tuned.deployment, tuned.result, files, tuned.question.workload),
     )
-    gpu_hour_usd = tuned.deployment.hardware.device.price_per_hour_usd
-    candidates = tuple(priced(_candidate(rank, row), gpu_hour_usd) for rank, row in enumerate(tuned.rows, start=1))
+    candidates = tuple(
+        priced(_candidate(rank, row, study), tuned.question.usd_per_hour(row.candidate))
+        for rank, row in enumerate(tuned.rows, start=1)
+    )
     files["certificate.json"] = _json(certificate_of(tuned).to_data())
     return Contents(Run(summary, candidates), files)
 
@@ -153,7 +157,7 @@ def _common(deployment: Deployment, result: Result, files: Files, workload: Work
         "schema_id": SUMMARY_SCHEMA,
         "plan": deployment.plan,
         "model": deployment.model.name,
-        "hardware": _hardware(deployment),
+        **_hardware_facts(deployment),
         "memory": MemoryUse(
             total_bytes=memory.total_bytes,
             weights_bytes=memory.weights_bytes,
@@ -174,15 +178,23 @@ def _common(deployment: Deployment, result: Result, files: Files, workload: Work
     }
 
 
-def _hardware(deployment: Deployment) -> HardwareFacts:
-    hardware = deployment.hardware
+def _hardware_facts(deployment: Deployment) -> dict[str, Any]:
+    """Of the first pool, and of every other kind of GPU among the pools where there is one."""
+    first, *more = {pool.hardware.name: pool.hardware for pool in deployment.pools}.values()
+    facts: dict[str, Any] = {"hardware": _hardware(first, deployment.estimated)}
+    if more:
+        facts["other_hardware"] = tuple(_hardware(hardware, deployment.estimated) for hardware in more)
+    return facts
+
+
+def _hardware(hardware: Hardware, estimated: Sequence[str]) -> HardwareFacts:
     held_out = [(key, o, o.hold_out[0] if o.hold_out else None) for key, o in hardware.operators.items()]
     return HardwareFacts(
         name=hardware.name,
         engine=hardware.engine,
         device=hardware.device.name,
         validated="; ".join(map(str, hardware.validations)) if hardware.validations else None,
-        estimated=tuple(deployment.estimated),
+        estimated=tuple(estimated),
         corrected=words(hardware.calibration) if hardware.calibration else None,
         operators=tuple(
             OperatorQuality(
@@ -201,7 +213,7 @@ def _hardware(deployment: Deployment) -> HardwareFacts:
 # --- of a study -------------------------------------------------------------------------------------------
 
 
-def _candidate(rank: int, row: Trial) -> CandidateRow:
+def _candidate(rank: int, row: Trial, study: Study) -> CandidateRow:
     candidate, drafts, simulated = row.candidate, row.candidate.speculation, row.summary
     pool, prefill, num_gpus = candidate.decoding, candidate.prefilling, candidate.num_gpus
     goodput = None if simulated is None else simulated.goodput_rps
@@ -213,6 +225,9 @@ def _candidate(rank: int, row: Trial) -> CandidateRow:
         pp=pool.shape.pp,
         attention_dp=pool.shape.attention_dp,
         expert_parallel=pool.shape.expert_parallel,
+        kv_dtype=pool.shape.kv_dtype or None,
+        prefix_caching=pool.prefix_caching,
+        router=_router(study, candidate.router),
         instances=pool.instances,
         prefill=None if prefill is None else f"{prefill.shape.gpu} {prefill.name}",
         num_gpus=num_gpus,
@@ -238,6 +253,11 @@ def _candidate(rank: int, row: Trial) -> CandidateRow:
         simulations=row.simulations,
         finished=None if simulated is None else _finished(simulated),
     )
+
+
+def _router(study: Study, chosen: int) -> str:
+    kind = str(study.routers[chosen].kind)
+    return kind if len(study.routers) == 1 else f"{chosen + 1}: {kind}"
 
 
 def _finished(simulated: SimulationSummary) -> bool:

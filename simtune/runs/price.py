@@ -32,8 +32,8 @@ def _over(per_hour: float, per_s: float | None, count: float) -> float | None:
     return per_hour / HOUR_S / per_s * count if per_s else None
 
 
-def priced(row: CandidateRow, gpu_hour_usd: float | None) -> CandidateRow:
-    """A candidate with what a million output tokens cost on it."""
-    rate = row.output_tokens_per_s_per_gpu
-    usd = None if gpu_hour_usd is None else _over(gpu_hour_usd, rate, MILLION)
+def priced(row: CandidateRow, usd_per_hour: float | None) -> CandidateRow:
+    """A candidate with what a million output tokens cost on it, by the price of all its GPUs."""
+    each = row.output_tokens_per_s_per_gpu
+    usd = None if usd_per_hour is None or each is None else _over(usd_per_hour, each * row.num_gpus, MILLION)
     return row.model_copy(update={"usd_per_million_output_tokens": usd})

@@ -245,7 +245,8 @@ class Summary(SimulationSummary):
     uncertainty: Uncertainty | None = Field(None, description="null where no worlds were redrawn")
     plan: Plan
     model: str
-    hardware: HardwareFacts
+    hardware: HardwareFacts = Field(description="of the first pool")
+    other_hardware: Seq[HardwareFacts] = Field((), description="of other pools; left out where all pools have the same")
     memory: MemoryUse | None
     breakdown: Seq[StepTime] | None
     cost_basis: CostBasis | None = Field(None, description="null where step costs were brought from outside")
@@ -293,6 +294,9 @@ class CandidateRow(Record):
     pp: Annotated[Count, _column("its pipeline stages")]
     attention_dp: Annotated[Count | None, _column("its groups of ranks with requests of their own")] = None
     expert_parallel: Annotated[bool | None, _column("whether its ranks have whole experts")] = None
+    kv_dtype: Annotated[str | None, _column("format of its KV cache; empty for the engine's or the model's own")] = None
+    prefix_caching: Annotated[bool | None, _column("empty where it stands as the engine sets it")] = None
+    router: Annotated[str | None, _column("how requests are routed; numbered where the study names several")] = None
     instances: Annotated[Count, _column("its engine instances")]
     prefill: Annotated[str | None, _column("the prefill pool; empty where one pool does all")] = None
     num_gpus: Annotated[Count, _column("of all instances together", "GPUs")]

@@ -6,11 +6,13 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from simtune.errors import UsageError
 from simtune.specs.catalog import beside, load_hardware, load_model, load_workload, names
+from simtune.specs.study import Objective
 
-OBJECTIVES = ("goodput_per_gpu", "goodput", "gpus", "e2el")
+OBJECTIVES: tuple[str, ...] = get_args(Objective)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,8 @@ workload: {_from(folder, answers.workload)}
 slo:
   ttft_s: {{p99: {answers.ttft_p99_s:g}}}
   tpot_s: {{p99: {answers.tpot_p99_s:g}}}
-# goodput_per_gpu and goodput look for the highest rate within the limits; gpus and e2el take the load's own rate.
+# goodput_per_gpu, goodput and goodput_per_dollar look for the highest rate within the limits; gpus,
+# usd_per_million_tokens and e2el take the load's own rate.
 objective: {answers.objective}
 search:
   tp: [{", ".join(map(str, tp))}]

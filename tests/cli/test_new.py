@@ -68,3 +68,16 @@ def test_the_doctor_names_what_is_wrong(desk: Desk, call: Callable[..., Said], m
     assert said.code == 1
     (problem,) = [finding for finding in said.json if finding["state"] == "problem"]
     assert problem["says"] == "nowhere is no folder; make it or take it out"
+
+
+def test_every_objective_of_a_study_may_be_asked_for(tmp_path: Path) -> None:
+    from typing import get_args
+
+    from simtune.specs.new_study import OBJECTIVES, Answers, study_text
+    from simtune.specs.study import Objective
+
+    assert get_args(Objective) == OBJECTIVES
+    for objective in OBJECTIVES:
+        file = tmp_path / f"{objective}.yaml"
+        file.write_text(study_text(Answers("llama-3.1-8b", "h100-sxm", 2, "chat", 1.0, 0.05, objective), tmp_path))
+        assert load_study(str(file)).objective == objective

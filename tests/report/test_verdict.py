@@ -94,7 +94,7 @@ def test_prices_follow_from_throughput(make_run: RunMaker) -> None:
     row = read_run(make_run()).candidates[0]
     rate = row.output_tokens_per_s_per_gpu
     assert rate is not None
-    assert priced(row, 3.6).usd_per_million_output_tokens == pytest.approx(1000 / rate)
+    assert priced(row, 3.6 * row.num_gpus).usd_per_million_output_tokens == pytest.approx(1000 / rate)
     assert priced(row, None).usd_per_million_output_tokens is None
 
 

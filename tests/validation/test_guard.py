@@ -1,5 +1,6 @@
 """A started engine does not outlive who started it: told to stop, killed, or ended by itself."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -128,8 +129,7 @@ def pretending(tmp_path: Path) -> Path:
 
 
 def test_vllm_is_started_with_the_plans_settings_and_stopped(pretending: Path) -> None:
-    import contextlib
-import json
+    import json
 
     folder = pretending.parent
     load = Load("light", stream(3))
