@@ -23,12 +23,12 @@ class Evaluator:
 
     def finding(self, key: Key, task: Simulation, expected: Iterable[Keyed]) -> Finding:
         """Of one simulation, while others begin with those expected after it."""
-        found = self._known(task)
-        if found is None:
-            found = task.run() if self._ahead is None else self._ahead.result(key, task, self._unknown(expected))
+        finding = self._known(task)
+        if finding is None:
+            finding = task.run() if self._ahead is None else self._ahead.result(key, task, self._unknown(expected))
             if self._ledger is not None:
-                self._ledger.keep(key_of(task.deployment.plan, task.rate_rps), found)
-        return found
+                self._ledger.keep(key_of(task.deployment.plan, task.rate_rps), finding)
+        return finding
 
     def _known(self, task: Simulation) -> Finding | None:
         return None if self._ledger is None else self._ledger.look(key_of(task.deployment.plan, task.rate_rps))

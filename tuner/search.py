@@ -227,9 +227,9 @@ class BestFirst:
     def _simulated(self, plan: Entrant, rate: float | None) -> Finding:
         """One simulation of a plan; by a worker, and perhaps before it was asked for, where there are some."""
         plan.row.simulations += 1
-        found = self.evaluator.finding((plan.candidate.name, rate), self._task(plan, rate), self._next())
-        plan.row.tried.append(Attempt(rate, found.met))
-        return found
+        finding = self.evaluator.finding((plan.candidate.name, rate), self._task(plan, rate), self._next())
+        plan.row.tried.append(Attempt(rate, finding.met))
+        return finding
 
     def _task(self, plan: Entrant, rate: float | None) -> Simulation:
         stream = self.workshop.stream(plan.candidate)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from simtune.validation.engine import Engine
     from simtune.validation.judge import Validation
     from simtune.validation.loads import Load
-    from simtune.validation.measured import MeasuredRun
+    from simtune.validation.measured import Clock, MeasuredRun
     from simtune.validation.session import ValidationFolder
 
 
@@ -48,6 +48,14 @@ class EngineChoice:
     weights: Path | None
     vllm_python: str | None
     arguments: tuple[str, ...]
+    device: str | None = None
+    clock: Clock | None = None
+
+    @property
+    def hardware(self) -> tuple[str, Clock]:
+        """The device of an engine in process, and the clock that times it: processor time where that is the device."""
+        device = self.device or "cpu"
+        return device, self.clock or ("cpu" if device == "cpu" else "wall")
 
 
 def _vllm(choice: EngineChoice, experiment: Experiment) -> Engine:
@@ -71,12 +79,37 @@ def _server(choice: EngineChoice, experiment: Experiment) -> Engine:
     return ServerEngine(server, experiment.deployment.model, Patience(silence_s=choice.silence_s))
 
 
-ENGINES: dict[str, Callable[[EngineChoice, Experiment], Engine]] = {"vllm": _vllm}
+def _torch(choice: EngineChoice, experiment: Experiment) -> Engine:
+    from simtune.validation.engines.torch import TorchEngine
+
+    device, clock = choice.hardware
+    return TorchEngine(experiment.deployment, device=device, clock=clock)
+
+
+def _transformers(choice: EngineChoice, experiment: Experiment) -> Engine:
+    from simtune.validation.engines.transformers import TransformersEngine
+
+    if choice.weights is None:
+        raise UsageError("--engine transformers: name the folder to serve, --weights DIR (see `simtune weights`)")
+    device, clock = choice.hardware
+    return TransformersEngine(experiment.deployment, choice.weights, device=device, clock=clock)
+
+
+ENGINES: dict[str, Callable[[EngineChoice, Experiment], Engine]] = {
+    "vllm": _vllm,
+    "torch": _torch,
+    "transformers": _transformers,
+}
 """Engines that are started, by name; anything with :// is the address of one that runs."""
+
+IN_PROCESS = ("torch", "transformers")
+"""Those that run in this process, on a device and by a clock of choice."""
 
 
 def make_engine(choice: EngineChoice, experiment: Experiment) -> Engine:
     """The engine that was asked for. Raises UsageError."""
+    if choice.name not in IN_PROCESS and (choice.device or choice.clock):
+        raise UsageError(f"--device and --clock are of engines in this process: --engine {' or '.join(IN_PROCESS)}")
     if "://" in choice.name:
         return _server(choice, experiment)
     if choice.name not in ENGINES:
@@ -91,7 +124,11 @@ def make_engine(choice: EngineChoice, experiment: Experiment) -> Engine:
 @click.command()
 @click.argument("plan_file", metavar="PLAN")
 @click.option("--workload", default=None, help="Load to send; not needed with --from.")
-@click.option("--engine", default=None, help="http://HOST:PORT of an OpenAI-compatible server, or vllm to start one.")
+@click.option(
+    "--engine",
+    default=None,
+    help="http://HOST:PORT of an OpenAI server, or one to start: vllm, torch, transformers.",
+)
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder to write; gone on with if begun.")
 @click.option(
     "--from",
@@ -124,6 +161,8 @@ def make_engine(choice: EngineChoice, experiment: Experiment) -> Engine:
 @click.option("--weights", type=click.Path(path_type=Path), default=None, help="Folder that a started engine serves.")
 @click.option("--vllm-python", default=None, help="Python of the environment that vLLM is in.")
 @click.option("--engine-arg", multiple=True, help="Further argument of a started engine, e.g. --dtype=float32.")
+@click.option("--device", default=None, help="Of an engine in this process: cpu unless given, or e.g. cuda.")
+@click.option("--clock", type=click.Choice(["cpu", "wall"]), default=None, help="That times an engine in this process.")
 @click.option("--export", type=click.Choice(["vllm", "aiperf"]), multiple=True, help="Write runs for other tools too.")
 @click.option("--record", type=click.Path(path_type=Path), default=None, help="Hardware profile to note the result in.")
 @seed_option
@@ -151,6 +190,8 @@ def validate(  # noqa: PLR0913 - one for each option
     weights: Path | None,
     vllm_python: str | None,
     engine_arg: tuple[str, ...],
+    device: str | None,
+    clock: Clock | None,
     export: tuple[str, ...],
     record: Path | None,
     seed: int | None,
@@ -165,12 +206,14 @@ def validate(  # noqa: PLR0913 - one for each option
     failed or the client was too late to judge by.
     """
     if (engine is None) == (not measured_files):
-        raise UsageError("name what to compare with: --engine http://HOST:PORT, --engine vllm, or --from FILE")
+        raise UsageError(
+            "name what to compare with: --engine http://HOST:PORT, --engine {'|'.join(ENGINES)}, or --from FILE"
+        )
     if workload is None and not measured_files:
         raise UsageError("name the load to send: --workload")
     if record is not None:
         _profile_folder(record)
-    choice = EngineChoice(engine or "", api_key, timeout, weights, vllm_python, engine_arg)
+    choice = EngineChoice(engine or "", api_key, timeout, weights, vllm_python, engine_arg, device, clock)
     asked = _Asked(repeat, _rates(rates), tolerance, max_lateness, worlds, seed or 0, export, force, quiet)
     by_spec = split_settings(settings, ("model", "hardware", "workload", "plan"))
     specs = _Given(plan_file, model, hardware, workload, requests, by_spec)
@@ -242,6 +285,11 @@ def _rates(text: str | None) -> tuple[float, ...]:
     return tuple(dict.fromkeys(rates))
 
 
+def _identity(choice: EngineChoice) -> list[object]:
+    """What of the engine its times depend on."""
+    return [choice.name, str(choice.weights), *choice.arguments, *choice.hardware]
+
+
 def _folder(experiment: Experiment, asked: _Asked, what: list[object], out: Path) -> ValidationFolder:
     from simtune.validation.session import ValidationFolder
 
@@ -261,7 +309,7 @@ def _run(experiment: Experiment, choice: EngineChoice, asked: _Asked, out: Path)
 
     wanted = loads(experiment.deployment, experiment.stream, asked.rates, asked.seed)
     engine = make_engine(choice, experiment)
-    folder = _folder(experiment, asked, [choice.name, str(choice.weights), *choice.arguments], out)
+    folder = _folder(experiment, asked, _identity(choice), out)
     how = Round(asked.repeats, asked.most_late, asked.seed)
     with closing(engine), progress("runs", asked.quiet) as update:
         runs = run_loads(engine, experiment.deployment.plan, wanted, how, folder, update)
@@ -376,7 +424,7 @@ def _decide(given: _Given, count: int, choice: EngineChoice, asked: _Asked, out:
         for plan in around(chosen.deployment.plan, count)
     ]
     engine = make_engine(choice, chosen)
-    folder = _folder(chosen, asked, [choice.name, count, str(choice.weights), *choice.arguments], out)
+    folder = _folder(chosen, asked, [count, *_identity(choice)], out)
     how = Round(asked.repeats, asked.most_late, asked.seed)
     with closing(engine), progress("runs", asked.quiet) as update:
         runs = run_plans(engine, [(d.plan, its) for d, its in tried], how, folder, update)

@@ -132,11 +132,11 @@ class TuningLoop:
         self._stage("profile", self._profile)
         rounds = []
         for number in range(1, self._settings.rounds + 1):
-            found = self._stage(f"optimize {number}", partial(self._optimize, number))
-            self._stage(f"replay {number}", partial(self._replay, number, found))
-            compared = self._stage(f"compare {number}", partial(self._compare, number, found))
+            tuned = self._stage(f"optimize {number}", partial(self._optimize, number))
+            self._stage(f"replay {number}", partial(self._replay, number, tuned))
+            compared = self._stage(f"compare {number}", partial(self._compare, number, tuned))
             verdicts = [MetricVerdict(*row) for row in compared["verdicts"]]
-            rounds.append(LoopRound(found["plan"], found["replay_rps"], verdicts))
+            rounds.append(LoopRound(tuned["plan"], tuned["replay_rps"], verdicts))
             if all(v.within(self._settings.tolerance) for v in verdicts):
                 break
         report = [{**r._asdict(), "verdicts": [v._asdict() | {"error": v.error} for v in r.verdicts]} for r in rounds]
@@ -161,14 +161,14 @@ class TuningLoop:
         question, search = self._question, self._question.study.search
         longest = length_limit(question.model, self._requests())
         size = EngineSize(max(search.max_num_seqs), max(search.max_num_batched_tokens), longest)
-        found = profile_engine(
+        profiled = profile_engine(
             lambda reference_s: self._make(size, reference_s),
             question.model,
             self._out / PROFILE,
             budget_s=self._settings.budget_s,
             seed=question.study.seed,
         )
-        return {"reference_s": found.summary["reference_s"], "held_out": found.summary["held_out"]}
+        return {"reference_s": profiled.summary["reference_s"], "held_out": profiled.summary["held_out"]}
 
     def _optimize(self, number: int) -> dict[str, Any]:
         """The best plan by operators that the engine's steps so far have corrected."""
@@ -179,10 +179,10 @@ class TuningLoop:
         (pool,) = plan.pools
         return {"plan": plan.name, "replay_rps": self._settings.load * rate / pool.instances}
 
-    def _replay(self, number: int, found: dict[str, Any]) -> dict[str, Any]:
+    def _replay(self, number: int, tuned: dict[str, Any]) -> dict[str, Any]:
         """The plan's settings on the engine, under its load, several times."""
         settings, plan = self._settings, self._plan(number)
-        stream = self._stream(found)
+        stream = self._stream(tuned)
         engine = self._make(size_of(plan.pools[0]), self._state.done["profile"]["reference_s"])
         steps: list[TimedStep] = []
         try:
@@ -197,9 +197,9 @@ class TuningLoop:
         write_whole(self._folder(number) / STEPS, write_steps(steps, model=self._question.model.name))
         return {"steps": len(steps)}
 
-    def _compare(self, number: int, found: dict[str, Any]) -> dict[str, Any]:
+    def _compare(self, number: int, tuned: dict[str, Any]) -> dict[str, Any]:
         """Means as predicted from the steps known before the replay, beside those measured in it."""
-        plan, stream = self._plan(number), self._stream(found)
+        plan, stream = self._plan(number), self._stream(tuned)
         costs = OwnCosts(EngineSteps(self._log(number), "the engine's steps"))
         predicted = self._deployed(plan, costs).simulate(stream)
         folder, verdicts = self._folder(number), []
@@ -236,8 +236,8 @@ class TuningLoop:
         plan = plan.model_copy(update={"pools": (one,)})
         return deploy(plan, self._question.model, self._hardware, costs)
 
-    def _stream(self, found: dict[str, Any]) -> RequestStream:
-        return self._requests().at_rate(found["replay_rps"])
+    def _stream(self, tuned: dict[str, Any]) -> RequestStream:
+        return self._requests().at_rate(tuned["replay_rps"])
 
     def _requests(self) -> RequestStream:
         question = self._question
@@ -283,8 +283,8 @@ def _measured(
         )
     )
     engine = EngineFacts(engine=facts["engine"], version=facts.get("version"))
-    told: dict[str, Any] = {"label": label, "engine": engine, "clock": "wall" if clock == "wall" else "cpu"}
-    return MeasuredRun(MeasuredFacts(**told), requests)
+    facts_of_run = MeasuredFacts(label=label, engine=engine, clock="wall" if clock == "wall" else "cpu")
+    return MeasuredRun(facts_of_run, requests)
 
 
 def _finite(values: Array) -> Array:

@@ -188,8 +188,8 @@ def _finish(
 ) -> EngineProfile:
     """Fit, and write what came of it."""
     steps: dict[bool, list[TimedStep]] = {True: [], False: []}
-    for (_, i), found in sorted(journal.done.items()):
-        steps[sessions[i].fitted] += found
+    for (_, i), session in sorted(journal.done.items()):
+        steps[sessions[i].fitted] += session
     costs = EngineSteps(steps[True], str(out / STEPS))
     kinds = {kind: [s for s in steps[False] if s.kind == kind] for kind in ("decode", "prefill")}
     errors = {kind: StepErrors.of(costs, held) for kind, held in kinds.items() if held}

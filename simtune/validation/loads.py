@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
+
+import numpy as np
 
 from simtune.errors import UsageError
 from simtune.sim.deployment import Deployment
@@ -13,6 +16,9 @@ FRACTIONS = {"light": 0.3, "knee": 0.9, "overload": 1.5}
 """Of the knee's rate, by name of the load."""
 KNEE_SLOWDOWN = 2.0
 """At the knee requests take so many times as long as alone, on average."""
+WARM_UP_TOKENS = (32, 8)
+"""Of the prompts and answers that an engine gets before the first load."""
+WARM_UPS = 4
 _HALVINGS = 12
 _ALONE = 1e-3
 """Of the rate at which requests follow one another: at that rate none meets another."""
@@ -72,3 +78,11 @@ def knee_rps(deployment: Deployment, stream: RequestStream, seed: int = 0) -> fl
         else:
             high = middle
     return low
+
+
+def warm_up(stream: RequestStream) -> RequestStream:
+    """A few short requests, one after another."""
+    prompt, output = (np.full(WARM_UPS, tokens, dtype=np.int64) for tokens in WARM_UP_TOKENS)
+    short = replace(stream, arrival_s=None, users=1, think_s=0.0, hash_ids=None, session=None)
+    zeros = np.zeros(WARM_UPS, dtype=np.int64)
+    return replace(short, prompt_tokens=prompt, output_tokens=output, class_index=zeros, priority=zeros)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
 
 from simtune.emit import ENGINES
 from simtune.errors import EngineError, UsageError
@@ -25,13 +24,11 @@ from simtune.validation import guard
 from simtune.validation.client import Patience, Traffic, send, served_model
 from simtune.validation.clock import now, pause
 from simtune.validation.exchange import ServerAddress, ask
+from simtune.validation.loads import warm_up
 from simtune.validation.measured import EngineFacts, MeasuredFacts, MeasuredRun
 from simtune.validation.prometheus import engine_facts
 from simtune.validation.prompts import Prompts
 
-WARM_UP_TOKENS = (32, 8)
-"""Of the prompts and answers that a server gets before the first load."""
-WARM_UPS = 4
 LOG_LINES = 15
 """Of what a server said last, in the error when it does not start."""
 
@@ -51,7 +48,7 @@ class ServerEngine:
         """See `Engine.run`."""
         if self._served is None:
             self._served = served_model(self._server)
-            self._send(_warm_up(stream), seed)
+            self._send(warm_up(stream), seed)
         traffic = self._send(stream, seed)
         facts = MeasuredFacts(
             label=label,
@@ -74,14 +71,6 @@ class ServerEngine:
         with contextlib.suppress(EngineError, ValueError, LookupError, TypeError):
             return str(json.loads(ask(self._server, "/version"))["version"])
         return None
-
-
-def _warm_up(stream: RequestStream) -> RequestStream:
-    """A few short requests, one after another."""
-    prompt, output = (np.full(WARM_UPS, tokens, dtype=np.int64) for tokens in WARM_UP_TOKENS)
-    short = replace(stream, arrival_s=None, users=1, think_s=0.0, hash_ids=None, session=None)
-    zeros = np.zeros(WARM_UPS, dtype=np.int64)
-    return replace(short, prompt_tokens=prompt, output_tokens=output, class_index=zeros, priority=zeros)
 
 
 @dataclass(frozen=True)
@@ -173,7 +162,7 @@ class VllmEngine:
                 f"plan {plan.name}: has several instances; start them behind a router and give its address as --engine"
             )
         files = ENGINES["vllm"].files(plan, self._model, plan.num_devices, self._draft_models)
-        (text,) = (text for name, text in files.items() if name.endswith(".yaml") and "vllm" in name)
+        (text,) = (text for name, text in files.items() if re.fullmatch(r"engine/vllm-.*\.yaml", name))
         path = Path(self._folder.name) / "vllm.yaml"
         path.write_text(text, encoding="utf-8")
         yamlfile.parse(text, str(path))

@@ -173,6 +173,8 @@ def test_plans_around_one_are_run_for_real(call: Call, at: Path) -> None:
         (("--engine", "http://127.0.0.1:1"), "name the load to send"),
         (("--engine", "vlm", "--workload", "load.yaml"), "did you mean vllm?"),
         (("--engine", "vllm", "--workload", "load.yaml"), "--weights DIR"),
+        (("--engine", "torch", "--workload", "load.yaml"), "plan one: the torch engine has no async_scheduling (set"),
+        (("--engine", "vllm", "--workload", "load.yaml", "--clock", "cpu"), "of engines in this process"),
         (("--engine", "localhost:1", "--workload", "load.yaml"), "is neither an address"),
         (("--engine", "http://127.0.0.1:1", "--workload", "load.yaml", "--rates", "2,x"), "--rates 2,x: write"),
         (("--from", "nothing.json", "--record", "nowhere"), "--record nowhere: holds no profile.yaml"),

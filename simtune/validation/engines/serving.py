@@ -104,13 +104,13 @@ class EngineLoop:
         """Add the requests that are due."""
         heap, scheduler, recorder = self._agenda.heap, self._scheduler, self._recorder
         while heap[0][0] <= now:
-            _, _, number, _ = heappop(heap)
+            at, _, number, _ = heappop(heap)
             request = self._source.arrive(number)
             recorder.waiting_at_arrival[number] = scheduler.num_waiting
             recorder.core[number] = 0
             if not scheduler.add(request):
                 recorder.refused += 1
-                self._source.answered(now)
+                self._source.answered(at)  # without a step
 
     def _step(self, now: int) -> bool:
         """One step, if there is one."""

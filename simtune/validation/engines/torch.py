@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
+from simtune.engine import Request
 from simtune.errors import UsageError
 from simtune.sim.deployment import Deployment
 from simtune.sim.requests import RequestStream
 from simtune.sim.result import Result
+from simtune.specs.plan import Plan
 from simtune.specs.workload import Slo
-from simtune.validation.engines.clocks import EngineClock, ProcessorClock
-from simtune.validation.engines.serving import EngineLoop, Executor, MeasuredStep
+from simtune.validation.engines.clocks import CLOCKS, EngineClock, ProcessorClock
+from simtune.validation.engines.in_process import TokenTimes, check_clock, redeployed, version_of
+from simtune.validation.engines.serving import EngineLoop, Executor, MeasuredStep, Share
+from simtune.validation.loads import warm_up
+from simtune.validation.measured import Clock, EngineFacts, MeasuredFacts, MeasuredRun
 
 INSTALL = "the torch engine needs torch, which is not installed: pip install torch (or 'simtune[gpu]')"
 
@@ -69,3 +76,69 @@ def serve(
     served = EngineLoop(core.scheduler, executor, clock or ProcessorClock(), stream).run()
     rate = stream.offered_rate_rps
     return MeasuredServing(Result(stream, served.outcome, 1, slo or Slo(), rate), served.steps)
+
+
+class TorchEngine:
+    """The torch engine under whatever plan it is given: see `simtune.validation.engine.Engine`."""
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        *,
+        device: str = "cpu",
+        clock: Clock = "cpu",
+        clocks: Mapping[str, Callable[[], EngineClock]] = CLOCKS,
+        make: Callable[[Deployment, str], Executor] | None = None,
+    ) -> None:
+        """`deployment` names model and hardware; `make` makes what computes the steps of a plan on a device, the
+        decoder unless given. Raises UsageError for a plan that `check` refuses, where torch is not installed, and for
+        processor time of another device than the processor."""
+        check(deployment)
+        check_clock(device, clock)
+        if make is None and find_spec("torch") is None:
+            raise UsageError(INSTALL)
+        self._deployment, self._device, self._clock = deployment, device, clock
+        self._make_clock, self._make = clocks[clock], make or executor
+        self._plan: Plan | None = None
+        self._executor: Executor | None = None
+
+    def run(self, plan: Plan, stream: RequestStream, *, label: str, seed: int = 0) -> MeasuredRun:
+        """See `Engine.run`. Which tokens prompts are of is no matter to the decoder, and `seed` none either."""
+        deployment = redeployed(plan, self._deployment)
+        if self._executor is None or plan != self._plan:
+            check(deployment)
+            self._executor, self._plan = self._make(deployment, self._device), plan
+            serve(deployment, warm_up(stream), self._executor, clock=self._make_clock())
+        clock, times = self._make_clock(), TokenTimes(len(stream))
+        serving = serve(deployment, stream, _Stamped(self._executor, clock, times), clock=clock)
+        outcome = serving.result.outcome
+        facts = MeasuredFacts(
+            label=label,
+            engine=EngineFacts(
+                engine="torch", version=version_of("torch"), model=deployment.model.name, device=self._device
+            ),
+            clock=self._clock,
+            preemptions=int(outcome.preemptions.sum()),
+        )
+        return times.measured(stream, outcome.arrival.tolist(), facts)
+
+    def close(self) -> None:
+        """Forget weights, keys and values."""
+        self._executor, self._plan = None, None
+
+
+class _Stamped:
+    """An executor whose tokens are timed."""
+
+    def __init__(self, executor: Executor, clock: EngineClock, times: TokenTimes) -> None:
+        self._executor, self._clock, self._times = executor, clock, times
+
+    def run(self, shares: Sequence[Share]) -> None:
+        self._executor.run(shares)
+        now = self._clock.now()
+        for share in shares:
+            if share.samples:
+                self._times.came(share.request.id, now)
+
+    def release(self, request: Request) -> None:
+        self._executor.release(request)

@@ -80,7 +80,7 @@ class SteppedEngine:
         """One session from its first request to its last token."""
         clock = _Clock(session["clock"])
         pending = sorted((at, number) for number, (at, _, _) in enumerate(session["requests"]))[::-1]
-        told: list[list[Any]] = [[None, None, None, []] for _ in session["requests"]]
+        noted: list[list[Any]] = [[None, None, None, []] for _ in session["requests"]]
         names: dict[str, int] = {}
         steps: list[dict[str, Any]] = []
         while pending or self._engine.has_unfinished_requests():
@@ -90,7 +90,7 @@ class SteppedEngine:
             while pending and pending[-1][0] <= clock.now():
                 at, number = pending.pop()
                 names[self._add(session["requests"][number], session["seed"])] = number
-                told[number][0] = at if session["clock"] == "cpu" else max(at, clock.now())
+                noted[number][0] = at if session["clock"] == "cpu" else max(at, clock.now())
             slow = self._gauge()
             clock.go_on(slow)
             cpu, wall = time.thread_time(), time.perf_counter()
@@ -101,8 +101,8 @@ class SteppedEngine:
             if self._scheduled is not None:
                 steps.append({**self._scheduled, "cpu_s": cpu / slow, "wall_s": wall})
             for output in outputs:
-                _note(told[names[output.request_id]], output, clock.now())
-        return {"steps": steps, "requests": told}
+                _note(noted[names[output.request_id]], output, clock.now())
+        return {"steps": steps, "requests": noted}
 
     def _add(self, request: list[int], seed: int) -> str:
         _, prompt, output = request
@@ -113,13 +113,13 @@ class SteppedEngine:
         return f"r{self._number}"
 
 
-def _note(told: list[Any], output: Any, now: float) -> None:
+def _note(noted: list[Any], output: Any, now: float) -> None:
     """A request's tokens have come."""
     if output.outputs[0].token_ids:
-        told[1] = now if told[1] is None else told[1]
-        told[3].append(now)
+        noted[1] = now if noted[1] is None else noted[1]
+        noted[3].append(now)
     if output.finished:
-        told[2] = now
+        noted[2] = now
 
 
 class _Clock:

@@ -1,0 +1,196 @@
+"""transformers' continuous batching, in this process: a folder of weights under the scheduler that a plan names.
+
+Its manager works in a thread of its own, which sleeps and wakes by the wall clock. Here the same three calls of a step
+(prepare, generate, update) are made one after the other, so that either clock can time them; everything between two
+tokens, scheduling and sampling included, is the engine's. Written for release 5.23, whose parts of these names are not
+public.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from heapq import heappop
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from simtune.costs.ticks import TICKS_PER_SECOND, to_ticks
+from simtune.errors import EngineError, UsageError
+from simtune.sim.agenda import NEVER, Agenda
+from simtune.sim.deployment import Deployment
+from simtune.sim.requests import RequestStream
+from simtune.sim.source import RequestSource
+from simtune.specs.plan import Plan
+from simtune.validation.engines.clocks import CLOCKS, EngineClock
+from simtune.validation.engines.in_process import TokenTimes, check_clock, redeployed, version_of
+from simtune.validation.loads import warm_up
+from simtune.validation.measured import Clock, EngineFacts, MeasuredFacts, MeasuredRun
+from simtune.validation.prompts import Prompts
+
+INSTALL = "the transformers engine needs transformers and torch, which are missing: pip install transformers torch"
+SCHEDULERS = {"transformers-fifo": "fifo", "transformers-prefill-first": "prefill_first"}
+"""Its names of the policies that are its own."""
+
+
+def check_plan(deployment: Deployment) -> None:
+    """Raises UsageError where the plan has what one synchronous instance of it has not."""
+    pool = deployment.pools[0].spec
+    wrong = {
+        "several pools or instances": deployment.num_cores > 1 or deployment.plan.pools[0].devices > 1,
+        "speculation": pool.speculation is not None,
+        "async_scheduling (set it to false)": pool.schedules_async,
+        f"batching.policy {pool.batching.policy} (name {' or '.join(SCHEDULERS)})": (
+            pool.batching.policy not in SCHEDULERS
+        ),
+    }
+    has = [name for name, there in wrong.items() if there]
+    if has:
+        raise UsageError(f"plan {deployment.plan.name}: the transformers engine has no {', '.join(has)}")
+
+
+class TransformersEngine:
+    """See `simtune.validation.engine.Engine`. Every run begins with an empty cache."""
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        weights: Path,
+        *,
+        device: str = "cpu",
+        clock: Clock = "cpu",
+        clocks: Mapping[str, Callable[[], EngineClock]] = CLOCKS,
+    ) -> None:
+        """`weights` is the folder that it serves. Raises UsageError for a plan that `check_plan` refuses, a folder
+        without weights, and where transformers is not installed."""
+        check_plan(deployment)
+        check_clock(device, clock)
+        if find_spec("torch") is None or find_spec("transformers") is None:
+            raise UsageError(INSTALL)
+        if not (weights / "config.json").is_file():
+            raise UsageError(f"{weights}: has no config.json; `simtune weights MODEL --out DIR` makes a folder")
+        self._deployment, self._weights, self._device = deployment, weights, device
+        self._clock, self._make_clock = clock, clocks[clock]
+        self._model: Any = None
+
+    def run(self, plan: Plan, stream: RequestStream, *, label: str, seed: int = 0) -> MeasuredRun:
+        """See `Engine.run`. Raises EngineError where transformers gives up."""
+        deployment = redeployed(plan, self._deployment)
+        check_plan(deployment)
+        if self._model is None:
+            self._model = _load(self._weights, self._device)
+            self._serve(deployment, warm_up(stream), seed)
+        times, arrival = self._serve(deployment, stream, seed)
+        facts = MeasuredFacts(
+            label=label,
+            engine=EngineFacts(
+                engine="transformers",
+                version=version_of("transformers"),
+                model=deployment.model.name,
+                device=self._device,
+            ),
+            clock=self._clock,
+        )
+        return times.measured(stream, arrival, facts)
+
+    def close(self) -> None:
+        """Forget the weights."""
+        self._model = None
+
+    def _serve(self, deployment: Deployment, stream: RequestStream, seed: int) -> tuple[TokenTimes, list[int]]:
+        prompts = Prompts(stream, self._deployment.model.vocab_size, seed)
+        texts = [prompts[number] for number in range(len(stream))]
+        session = _Session(
+            _manager(self._model, deployment), stream, texts, self._make_clock(), deployment.max_model_len
+        )
+        try:
+            return session.run()
+        except RuntimeError as error:
+            raise EngineError(f"transformers gave up: {error}") from error
+        finally:
+            session.manager.destroy()
+
+
+def _load(weights: Path, device: str) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)  # threads that wait for shared cores only spin
+    try:
+        return AutoModelForCausalLM.from_pretrained(weights, dtype="auto", local_files_only=True).to(device).eval()
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{weights}: transformers cannot load it: {error}") from None
+
+
+def _manager(model: Any, deployment: Deployment) -> Any:
+    """With the plan's settings by its own names, not started."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    pool = deployment.pools[0]
+    spec, batching = pool.spec, pool.spec.batching
+    config = ContinuousBatchingConfig(
+        page_size=spec.kv_cache.block_size,
+        num_blocks=pool.memory.num_blocks,
+        max_batch_tokens=batching.max_num_batched_tokens,
+        max_requests_per_batch=batching.max_num_seqs,
+        allow_block_sharing=spec.kv_cache.prefix_caching,
+        scheduler_type=SCHEDULERS[str(batching.policy)],
+        safety_margin=batching.safety_margin,
+        use_async_batching=False,
+        use_cuda_graph=False,
+    )
+    greedy = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
+    return model.init_continuous_batching(generation_config=greedy, continuous_batching_config=config)
+
+
+class _Session:
+    """One stream of requests through one manager, step by step."""
+
+    def __init__(
+        self, manager: Any, stream: RequestStream, texts: list[list[int]], clock: EngineClock, max_model_len: int
+    ) -> None:
+        self.manager = manager
+        self._processor = manager.batch_processor = manager._create_batch_processor()
+        self._agenda = Agenda()
+        self._source = RequestSource(stream, self._agenda)
+        self._texts, self._clock, self._max_model_len = texts, clock, max_model_len
+        self._times = TokenTimes(len(stream))
+
+    def run(self) -> tuple[TokenTimes, list[int]]:
+        """Times of tokens, and the tick at which each request came."""
+        self._source.begin()
+        while True:
+            self._clock.gauge()
+            self._arrive(to_ticks(self._clock.now()))
+            if not self._step():
+                upcoming = self._agenda.heap[0]
+                if upcoming == NEVER:
+                    return self._times, list(self._source.arrival)
+                self._clock.wait_until(upcoming[0] / TICKS_PER_SECOND)
+
+    def _arrive(self, now: int) -> None:
+        heap = self._agenda.heap
+        while heap[0][0] <= now:
+            at, _, number, _ = heappop(heap)
+            request = self._source.arrive(number)
+            if request.prompt_tokens + request.output_tokens > self._max_model_len:
+                self._source.answered(at)
+                continue
+            self.manager.add_request(
+                self._texts[number], request_id=str(number), max_new_tokens=request.output_tokens, streaming=True
+            )
+
+    def _step(self) -> bool:
+        """One step, if there is anything to do."""
+        if not self._processor.prepare_next_batch():
+            return False
+        self.manager._generation_step()
+        self._processor.update_batch()
+        now, came = self._clock.now(), self.manager.output_router.output_queue
+        while not came.empty():
+            output = came.get()
+            if output.error is not None:
+                raise RuntimeError(output.error)
+            self._times.came(int(output.request_id), now)
+            if output.is_finished():
+                self._source.answered(to_ticks(now))
+        return True
