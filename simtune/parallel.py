@@ -28,7 +28,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-class Cluster:
+class DaskCluster:
     """The workers of a Dask cluster, for as long as one is connected (`connected`)."""
 
     def __init__(self, client: Any) -> None:
@@ -39,14 +39,14 @@ class Cluster:
         return _ClusterPool(self._client)
 
 
-Jobs = int | Cluster | None
+Jobs = int | DaskCluster | None
 """Who works: so many processes, one per core by default, or a cluster."""
 
 
 @contextmanager
 def executor(jobs: Jobs, most: int) -> Iterator[Executor | None]:
     """A pool of `jobs` processes (default: one per core), at most `most`; None when one would do."""
-    if isinstance(jobs, Cluster):
+    if isinstance(jobs, DaskCluster):
         with jobs.pool() as workers:
             yield workers
         return
@@ -165,7 +165,7 @@ class _ClusterPool(Executor):
 
 
 @contextmanager
-def connected(where: str, answers_s: float = ANSWERS_S) -> Iterator[Cluster]:
+def connected(where: str, answers_s: float = ANSWERS_S) -> Iterator[DaskCluster]:
     """The cluster at an address (tcp://host:port), or `local:N` for N workers of its own on this machine, which listen
     on 127.0.0.1 alone and end with it.
 
@@ -189,7 +189,7 @@ def connected(where: str, answers_s: float = ANSWERS_S) -> Iterator[Cluster]:
             ) as own,
             Client(own) as client,
         ):
-            yield Cluster(client)
+            yield DaskCluster(client)
         return
     try:
         client = Client(where, timeout=answers_s)
@@ -201,7 +201,7 @@ def connected(where: str, answers_s: float = ANSWERS_S) -> Iterator[Cluster]:
         ) from None
     with client:
         _check_workers(client, where, answers_s)
-        yield Cluster(client)
+        yield DaskCluster(client)
 
 
 def _check_workers(client: Any, where: str, answers_s: float) -> None:

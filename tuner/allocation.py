@@ -117,7 +117,7 @@ def allocate(
     serve within the budget, and SimtuneError where the solver finds nothing in `time_limit_s`.
     """
     _check(fleet, rates, kv_bytes_per_request, demand_rps)
-    asked = _Asked(_merged(fleet), kv_bytes_per_request, demand_rps, time_limit_s)
+    asked = _AllocationQuestion(_merged(fleet), kv_bytes_per_request, demand_rps, time_limit_s)
     allowed: list[Sequence[InstanceRate]] = [rates]
     if not hybrid:
         allowed = [[r for r in rates if (r.role == "mixed") == mixed] for mixed in (True, False)]
@@ -262,7 +262,7 @@ def _undominated(fillings: list[_Filling]) -> list[_Filling]:
 # --- the programme ----------------------------------------------------------------------------------------
 
 
-class _Asked(NamedTuple):
+class _AllocationQuestion(NamedTuple):
     fleet: Fleet
     kv_bytes: float
     demand_rps: float | None
@@ -276,7 +276,7 @@ class _Asked(NamedTuple):
 class _Programme:
     """The programme over given columns. With `least_rps` the price is minimised, else the rate is maximised."""
 
-    def __init__(self, asked: _Asked, columns: Sequence[_Column], least_rps: float | None) -> None:
+    def __init__(self, asked: _AllocationQuestion, columns: Sequence[_Column], least_rps: float | None) -> None:
         import pulp
 
         self._asked, self.columns = asked, columns
@@ -343,7 +343,7 @@ class _Programme:
         return [(c, n) for c, n in zip(self.columns, counts, strict=True) if n], proven
 
 
-def _answer(asked: _Asked, rates: Sequence[InstanceRate]) -> AllocationAnswer:
+def _answer(asked: _AllocationQuestion, rates: Sequence[InstanceRate]) -> AllocationAnswer:
     """Raises Infeasible where the demand is out of reach."""
     columns = [column for nodes in asked.fleet.nodes for column in _columns(nodes, rates)]
     if not columns:
@@ -384,7 +384,7 @@ def _answer(asked: _Asked, rates: Sequence[InstanceRate]) -> AllocationAnswer:
     )
 
 
-def _served(asked: _Asked, taken: Sequence[tuple[_Column, int]]) -> tuple[float, float]:
+def _served(asked: _AllocationQuestion, taken: Sequence[tuple[_Column, int]]) -> tuple[float, float]:
     """(requests per second of an allocation, those of them that go through prefill and decode instances).
 
     In each rack prefill and decode instances first serve one another: swapping a way out and a way in for one that
@@ -406,7 +406,9 @@ def _served(asked: _Asked, taken: Sequence[tuple[_Column, int]]) -> tuple[float,
     return prefill_decode + mixed, prefill_decode
 
 
-def _cheapest(asked: _Asked, columns: Sequence[_Column], taken: list[tuple[_Column, int]]) -> list[tuple[_Column, int]]:
+def _cheapest(
+    asked: _AllocationQuestion, columns: Sequence[_Column], taken: list[tuple[_Column, int]]
+) -> list[tuple[_Column, int]]:
     """An allocation that serves as much for the lowest price; the one given where none is found in time."""
     rate = _served(asked, taken)[0]
     try:

@@ -20,8 +20,8 @@ from pydantic import Field
 from simtune import __version__
 from simtune.specs.base import Record, Seq, Spec
 from simtune.specs.hardware import Hardware
-from simtune.tuner.climb import Finding, Simulation
-from simtune.tuner.entry import Entrant, Entry
+from simtune.tuner.climb import Simulation, SimulationFinding
+from simtune.tuner.entry import Admission, Entrant
 from simtune.tuner.knobs import tell_apart
 from simtune.tuner.objectives import Objective, RateObjective
 from simtune.tuner.question import SAMPLED_CORES, Question
@@ -189,8 +189,8 @@ class Audit:
         self.bounds = self.simulations = 0
         """How many were computed."""
         self._candidates = space_of(question.study).candidates
-        self._entry = Entry(question, Workshop(question, self._candidates))
-        self._missed: dict[str, tuple[Entrant, float | None, Finding]] = {}
+        self._entry = Admission(question, Workshop(question, self._candidates))
+        self._missed: dict[str, tuple[Entrant, float | None, SimulationFinding]] = {}
         """Plans that missed the SLO, at which rate, and what that showed."""
 
     def run(self) -> bool:
@@ -264,7 +264,9 @@ class Audit:
             self._entry.refine([entrant])
         return entrant.row.best
 
-    def _after(self, entrant: Entrant, rate: float | None, finding: Finding, best: float | None) -> float | None:
+    def _after(
+        self, entrant: Entrant, rate: float | None, finding: SimulationFinding, best: float | None
+    ) -> float | None:
         """What a plan can reach when it is known what a simulation shows."""
         objective, entrant.row.rate_rps = self.question.objective, rate
         if not finding.met:
@@ -297,7 +299,7 @@ class Audit:
                 return
         self.problems.append(f"{fate.plan} need not do what {fate.same_as} does")
 
-    def _simulate(self, entrant: Entrant, tried: Tried) -> Finding:
+    def _simulate(self, entrant: Entrant, tried: Tried) -> SimulationFinding:
         self.simulations += 1
         stream, cores = self._entry.workshop.stream(entrant.candidate), None if tried.all_cores else SAMPLED_CORES
         return Simulation(entrant.deployment, stream, self.question.study.slo, tried.rate_rps, cores).run()

@@ -19,7 +19,7 @@ LOWEST = 0.01
 
 
 @dataclass(frozen=True)
-class Finding:
+class SimulationFinding:
     """What a simulation of a plan showed."""
 
     met: bool
@@ -42,12 +42,12 @@ class Simulation:
     cores: int | None = SAMPLED_CORES
     """So many stand for all; None: all are simulated."""
 
-    def run(self) -> Finding:
+    def run(self) -> SimulationFinding:
         """What is found; the same wherever it is run."""
         stream = self.stream if self.rate_rps is None else self.stream.at_rate(self.rate_rps)
         result = self.deployment.simulate(stream, self.slo, cores=self.cores, stop_when_lost=True)
         missed = "" if result.meets_slo else violation(result)
-        return Finding(result.meets_slo, result.summary(), missed, uses(self.deployment, result))
+        return SimulationFinding(result.meets_slo, result.summary(), missed, uses(self.deployment, result))
 
 
 @dataclass(frozen=True)

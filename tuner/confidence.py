@@ -49,7 +49,7 @@ _ENDLESS = 400
 
 
 @dataclass(frozen=True)
-class Contender:
+class RivalPlan:
     """A plan of a finished search, ready to be judged in other worlds."""
 
     name: str
@@ -78,7 +78,7 @@ class Versus(Record):
     )
 
 
-class Quantiles(Record):
+class WorthQuantiles(Record):
     """What a plan is worth in the worlds, in the objective's terms: 0 where it misses the SLO."""
 
     candidate: str
@@ -129,7 +129,7 @@ class Confidence(Record):
         description="probability that the better of the chosen plan and its nearest rival is chosen, as things are"
     )
     to_measure: Seq[ToMeasure] = Field(description="what helps most first; empty where worlds were too few to tell")
-    quantiles: Seq[Quantiles] = Field(description="the chosen plan first")
+    quantiles: Seq[WorthQuantiles] = Field(description="the chosen plan first")
 
     @property
     def nearest(self) -> Versus | None:
@@ -154,7 +154,7 @@ class Confidence(Record):
 
 
 def confidence(
-    contenders: Sequence[Contender],
+    contenders: Sequence[RivalPlan],
     slo: Slo,
     *,
     worlds: int,
@@ -185,7 +185,7 @@ def confidence(
 
 
 def _tasks(
-    c: Contender, log_sd: Mapping[str, float], drawn: Mapping[str, Array], slo: Slo, tolerance: float, seed: int
+    c: RivalPlan, log_sd: Mapping[str, float], drawn: Mapping[str, Array], slo: Slo, tolerance: float, seed: int
 ) -> Iterator[_InWorld]:
     """A contender in every world, off by as much as its own steps may be."""
     blueprint, judged = Blueprint.of(c.deployment), (c.rate_rps, c.weight, c.worth, c.cores)
@@ -194,7 +194,7 @@ def _tasks(
         yield _InWorld(blueprint, c.stream, slo, judged, factors, acceptance_errors, tolerance, seed)
 
 
-def _as_chosen(c: Contender, slo: Slo, seed: int) -> Result:
+def _as_chosen(c: RivalPlan, slo: Slo, seed: int) -> Result:
     stream = c.stream if c.rate_rps is None else c.stream.at_rate(c.rate_rps)
     return c.deployment.simulate(stream, slo, cores=c.cores, seed=seed)
 
@@ -287,7 +287,7 @@ def judge(names: Sequence[str], values: Array, errors: Mapping[str, Array]) -> C
         right=right,
         to_measure=to_measure,
         quantiles=tuple(
-            Quantiles(candidate=name, levels=_LEVELS, values=tuple(np.quantile(row, _LEVELS).tolist()))
+            WorthQuantiles(candidate=name, levels=_LEVELS, values=tuple(np.quantile(row, _LEVELS).tolist()))
             for name, row in zip(names, values, strict=True)
         ),
     )
@@ -337,7 +337,7 @@ def _sure(mean: Array, variance: float) -> Array:
 
 
 def _with_points(
-    verdict: Confidence, contenders: Sequence[Contender], asked: Sequence[Sequence[tuple[str, AskedCall]]]
+    verdict: Confidence, contenders: Sequence[RivalPlan], asked: Sequence[Sequence[tuple[str, AskedCall]]]
 ) -> tuple[ToMeasure, ...]:
     """What to measure, with the shapes that the chosen plan and its nearest rival ask for, or the acceptances."""
     nearest = verdict.nearest

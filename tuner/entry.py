@@ -66,7 +66,7 @@ class Entrant:
         return (-self.sign * self.best, self.candidate.gpus_per_instance, -self.bound_rps, budget, seats)
 
 
-class Entry:
+class Admission:
     """Lets candidates in, and says more exactly what they could reach when that is asked."""
 
     def __init__(self, question: Question, workshop: Workshop) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor
 
-from simtune.tuner.climb import Finding, Simulation
+from simtune.tuner.climb import Simulation, SimulationFinding
 from simtune.tuner.journal import Ledger, key_of
 from simtune.tuner.lookahead import LookAhead
 
@@ -17,11 +17,11 @@ Keyed = tuple[Key, Simulation]
 class Evaluator:
     """Says what simulations show, one by one. A `pool` works ahead; the `ledger` knows what was found before."""
 
-    def __init__(self, pool: Executor | None, ledger: Ledger[Finding] | None) -> None:
-        self._ahead = None if pool is None else LookAhead[Key, Finding](pool)
+    def __init__(self, pool: Executor | None, ledger: Ledger[SimulationFinding] | None) -> None:
+        self._ahead = None if pool is None else LookAhead[Key, SimulationFinding](pool)
         self._ledger = ledger
 
-    def finding(self, key: Key, task: Simulation, expected: Iterable[Keyed]) -> Finding:
+    def finding(self, key: Key, task: Simulation, expected: Iterable[Keyed]) -> SimulationFinding:
         """Of one simulation, while others begin with those expected after it."""
         finding = self._known(task)
         if finding is None:
@@ -30,7 +30,7 @@ class Evaluator:
                 self._ledger.keep(key_of(task.deployment.plan, task.rate_rps), finding)
         return finding
 
-    def _known(self, task: Simulation) -> Finding | None:
+    def _known(self, task: Simulation) -> SimulationFinding | None:
         return None if self._ledger is None else self._ledger.look(key_of(task.deployment.plan, task.rate_rps))
 
     def _unknown(self, expected: Iterable[Keyed]) -> Iterator[Keyed]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from simtune.parallel import Jobs
-from simtune.tuner.confidence import Confidence, Contender, confidence
+from simtune.tuner.confidence import Confidence, RivalPlan, confidence
 from simtune.tuner.objectives import MeanLatency, RateObjective
 from simtune.tuner.question import SAMPLED_CORES
 from simtune.tuner.trial import Trial, Tuned
@@ -30,11 +30,11 @@ def of_search(tuned: Tuned, *, worlds: int, rivals: int = RIVALS, jobs: Jobs = N
     )
 
 
-def _contender(tuned: Tuned, trial: Trial) -> Contender:
+def _contender(tuned: Tuned, trial: Trial) -> RivalPlan:
     question, candidate = tuned.question, trial.candidate
     deployment, stream = question.deploy(candidate, tuned.deployment.max_model_len), question.stream(candidate)
     facts, objective = question.facts(candidate, stream), question.objective
-    contender = Contender(candidate.name, deployment, stream, None, cores=SAMPLED_CORES)
+    contender = RivalPlan(candidate.name, deployment, stream, None, cores=SAMPLED_CORES)
     if isinstance(objective, RateObjective):
         return replace(contender, rate_rps=trial.rate_rps, weight=1 / objective.worth(facts))
     if isinstance(objective, MeanLatency):

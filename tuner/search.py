@@ -22,8 +22,8 @@ from simtune.errors import Infeasible
 from simtune.parallel import Jobs, executor
 from simtune.sim.deployment import Deployment
 from simtune.sim.result import Result
-from simtune.tuner.climb import LOWEST, Climb, Finding, Simulation, violation
-from simtune.tuner.entry import Entrant, Entry
+from simtune.tuner.climb import LOWEST, Climb, Simulation, SimulationFinding, violation
+from simtune.tuner.entry import Admission, Entrant
 from simtune.tuner.evaluator import Evaluator, Keyed
 from simtune.tuner.journal import Ledger
 from simtune.tuner.knobs import tell_apart
@@ -38,7 +38,7 @@ AHEAD = 8
 """Plans that several processes may work on before it is their turn."""
 
 
-class Course(NamedTuple):
+class SearchCourse(NamedTuple):
     """How far a search has come."""
 
     done: int
@@ -56,7 +56,7 @@ class Course(NamedTuple):
 
 Known = Literal["as it came", "as one of its kind", "all there is"]
 """How exactly it is known what a plan could reach."""
-SearchProgress = Callable[[Course], None]
+SearchProgress = Callable[[SearchCourse], None]
 
 
 def optimize(
@@ -64,7 +64,7 @@ def optimize(
     *,
     jobs: Jobs = None,
     progress: SearchProgress | None = None,
-    ledger: Ledger[Finding] | None = None,
+    ledger: Ledger[SimulationFinding] | None = None,
 ) -> Tuned:
     """Search the study's space. Raises Infeasible, saying what stood in the way, when no plan meets the SLO.
 
@@ -98,7 +98,7 @@ class _Seen(NamedTuple):
 
     plan: Entrant
     rate_rps: float | None
-    finding: Finding
+    finding: SimulationFinding
     best: float | None
 
 
@@ -115,7 +115,7 @@ class BestFirst:
         self.question, self.progress = question, progress
         self.evaluator = evaluator
         self.workshop = Workshop(question, candidates)
-        self.entry = Entry(question, self.workshop)
+        self.entry = Admission(question, self.workshop)
         self.step = 1 + question.study.search.rate_tolerance
         self.rows: list[Trial] = []
         self.plans: list[Entrant] = []
@@ -224,7 +224,7 @@ class BestFirst:
         if climb.met_rps is not None and plan.row.status == "infeasible":
             plan.row.best = None  # it meets the SLO, and no limit of the study
 
-    def _simulated(self, plan: Entrant, rate: float | None) -> Finding:
+    def _simulated(self, plan: Entrant, rate: float | None) -> SimulationFinding:
         """One simulation of a plan; by a worker, and perhaps before it was asked for, where there are some."""
         plan.row.simulations += 1
         finding = self.evaluator.finding((plan.candidate.name, rate), self._task(plan, rate), self._next())
@@ -246,7 +246,7 @@ class BestFirst:
             if self._same(plan, low) is None:
                 yield (plan.candidate.name, rate), self._task(plan, rate)
 
-    def _take(self, plan: Entrant, rate: float | None, finding: Finding) -> None:
+    def _take(self, plan: Entrant, rate: float | None, finding: SimulationFinding) -> None:
         """Write down what a simulation of a plan showed, and whether it is the best one now."""
         row, objective = plan.row, self.question.objective
         row.take(finding.summary, rate)
@@ -267,7 +267,7 @@ class BestFirst:
             self.best = plan
         self._report()
 
-    def _remember(self, plan: Entrant, rate: float | None, finding: Finding) -> None:
+    def _remember(self, plan: Entrant, rate: float | None, finding: SimulationFinding) -> None:
         """Keep what a plan that missed its SLO says of others."""
         if finding.used is not None:
             self._seen.setdefault(plan.kind, []).append(_Seen(plan, rate, finding, plan.row.best))
@@ -329,7 +329,7 @@ class BestFirst:
         left = sum(len(item.plans) for item in could)
         value = None if self.best is None else self.value(self.best)
         self.progress(
-            Course(
+            SearchCourse(
                 done=self.total - left,
                 total=self.total,
                 best=None if self.best is None else self.best.row,

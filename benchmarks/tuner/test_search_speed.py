@@ -18,7 +18,7 @@ from benchmarks.results import Recorder
 from simtune.api import load_question
 from simtune.specs.study import HardwareCount, Search, Study
 from simtune.specs.workload import Slo
-from simtune.tuner.search import Course, optimize
+from simtune.tuner.search import SearchCourse, optimize
 
 pytestmark = pytest.mark.benchmark_only
 
@@ -72,7 +72,7 @@ CASES: dict[str, str | Study] = {"quickstart, 8 x H100": str(QUICKSTART)} | {
 def test_search(name: str, record: Recorder) -> None:
     before, begun, first = unit_s(), time.process_time(), [0.0]
 
-    def note(now: Course) -> None:
+    def note(now: SearchCourse) -> None:
         if now.best is not None and not first[0]:
             first[0] = time.process_time() - begun
 

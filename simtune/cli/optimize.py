@@ -32,11 +32,11 @@ from simtune.errors import UsageError
 if TYPE_CHECKING:
     from simtune.parallel import Jobs
     from simtune.sim.summary import CostBasis
-    from simtune.tuner.climb import Finding
+    from simtune.tuner.climb import SimulationFinding
     from simtune.tuner.confidence import Confidence
     from simtune.tuner.journal import SearchJournal
     from simtune.tuner.question import Question
-    from simtune.tuner.search import Course
+    from simtune.tuner.search import SearchCourse
     from simtune.tuner.trial import Trial, Tuned
 
 
@@ -172,13 +172,15 @@ def _sure(tuned: Tuned, worlds: int | None, level: float | None, jobs: Jobs) -> 
     return tuned, sure
 
 
-def _journal(question: Question, path: Path, resume: bool) -> SearchJournal[Finding]:
+def _journal(question: Question, path: Path, resume: bool) -> SearchJournal[SimulationFinding]:
     """What is simulated, kept as it comes; of an earlier search, to go on with it."""
     from simtune.tuner.certificate import inputs_hash
-    from simtune.tuner.climb import Finding
+    from simtune.tuner.climb import SimulationFinding
     from simtune.tuner.journal import SearchJournal
 
-    return (SearchJournal if resume and path.exists() else SearchJournal.begin)(path, inputs_hash(question), Finding)
+    return (SearchJournal if resume and path.exists() else SearchJournal.begin)(
+        path, inputs_hash(question), SimulationFinding
+    )
 
 
 def _check_drafts(question: Question) -> None:
@@ -194,7 +196,7 @@ def _check_drafts(question: Question) -> None:
         emitter.speculation(draft.speculation(draft.choice.scheme or Chain(tokens=1)), draft.drafting.model)
 
 
-def _course(now: Course) -> str:
+def _course(now: SearchCourse) -> str:
     """Where a search stands, in a line: the best plan, and how much better another could be."""
     if now.best is None or now.value is None or now.bound is None:
         return f"no plan yet, {now.simulations} simulations"

@@ -46,7 +46,7 @@ class Compared(NamedTuple):
     anchor: str
 
 
-class Family(NamedTuple):
+class FamilyFigure(NamedTuple):
     """One section of the page."""
 
     name: str
@@ -64,12 +64,12 @@ class Row(NamedTuple):
     """(side, its settings as YAML)."""
 
 
-def families(findings: Findings, entries: Sequence[Entry]) -> list[Family]:
+def families(findings: Findings, entries: Sequence[Entry]) -> list[FamilyFigure]:
     """The sections in order, each with its comparisons and all of its systems."""
-    sections: dict[str, Family] = {}
+    sections: dict[str, FamilyFigure] = {}
     for finding, entry in zip(findings.findings, entries, strict=True):
         name = entry.family.name
-        section = sections.setdefault(name, Family(name, entry.family.title, [], []))
+        section = sections.setdefault(name, FamilyFigure(name, entry.family.title, [], []))
         sides = entry.family.sides(entry.system)
         settings = [(side, yamlfile.dump(whole)) for side, whole in sides.items()]
         anchor = f"system-{finding.system}"
@@ -160,7 +160,7 @@ def _ticks(low: float, high: float) -> list[float]:
     return ticks
 
 
-def drawn(section: Family) -> str:
+def drawn(section: FamilyFigure) -> str:
     """HTML of the figure of a family; nothing where none of it was run."""
     if not section.compared:
         return ""

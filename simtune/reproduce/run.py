@@ -10,7 +10,7 @@ from simtune.errors import Infeasible, UsageError
 from simtune.parallel import executor, ordered_map
 from simtune.reproduce.collection import Entry
 from simtune.reproduce.findings import Finding, Status
-from simtune.reproduce.sides import Measured, Runner, in_words, is_cost
+from simtune.reproduce.sides import Runner, SideResult, in_words, is_cost
 from simtune.specs.systems import PRIMITIVES, Claim, PublishedSystem
 
 DIGITS = 4
@@ -51,7 +51,7 @@ def _finding(entry: Entry, runner: Runner, hardware: str | None) -> Finding:
     return _compared(entry, system.claim, variant, base, moved=hardware is not None)
 
 
-def _compared(entry: Entry, claim: Claim, variant: Measured, base: Measured | None, *, moved: bool) -> Finding:
+def _compared(entry: Entry, claim: Claim, variant: SideResult, base: SideResult | None, *, moved: bool) -> Finding:
     """The two sides, held against the claim unless they were moved to other hardware."""
     system = entry.system
     reference = base.value if base is not None else claim.value
@@ -85,7 +85,7 @@ def judged(gain: float, system: PublishedSystem) -> Status:
     return "assumed" if system.unpublished else "reproduced"
 
 
-def difference(gain: float, claim: Claim, variant: Measured, base: Measured | None) -> str:
+def difference(gain: float, claim: Claim, variant: SideResult, base: SideResult | None) -> str:
     """By how much it misses the band, and the parts of the time that change otherwise than the claim would have it."""
     assert claim.band is not None
     low, high = claim.band

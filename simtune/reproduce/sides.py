@@ -46,7 +46,7 @@ REST = "drafts, host, waiting"
 
 
 @dataclass(frozen=True)
-class Measured:
+class SideResult:
     """What one side came to."""
 
     value: float
@@ -64,9 +64,9 @@ class Runner:
     def __init__(self, hardware: str | None = None) -> None:
         self._hardware = hardware
         self._deployed: dict[str, Deployment] = {}
-        self._measured: dict[str, Measured] = {}
+        self._measured: dict[str, SideResult] = {}
 
-    def measure(self, family: Systems, side: Mapping[str, Any], measure: Measure) -> Measured:
+    def measure(self, family: Systems, side: Mapping[str, Any], measure: Measure) -> SideResult:
         """A side, with all its phases, each with the best of its alternatives."""
         phases = side.get("phases")
         if not phases:
@@ -81,9 +81,9 @@ class Runner:
         for times, one in done:
             for part, seconds in one.parts.items():
                 parts[part] = parts.get(part, 0.0) + times * seconds
-        return Measured(max(totals) if side.get("beside") else sum(totals), parts, done[0][1].unit)
+        return SideResult(max(totals) if side.get("beside") else sum(totals), parts, done[0][1].unit)
 
-    def _best(self, family: Systems, side: Mapping[str, Any], measure: Measure) -> Measured:
+    def _best(self, family: Systems, side: Mapping[str, Any], measure: Measure) -> SideResult:
         wins = min if is_cost(measure) else max
         tried = [self._once(family, one, measure) for one in alternatives(side)]
         best = wins(tried, key=lambda one: one.value)
@@ -93,13 +93,13 @@ class Runner:
             )
         return best
 
-    def _once(self, family: Systems, side: Mapping[str, Any], measure: Measure) -> Measured:
+    def _once(self, family: Systems, side: Mapping[str, Any], measure: Measure) -> SideResult:
         key = json.dumps([family.name, side, measure.model_dump()], sort_keys=True)
         if key not in self._measured:
             self._measured[key] = self._run(Side(family, side, self._hardware, self._deployed), measure)
         return self._measured[key]
 
-    def _run(self, side: Side, measure: Measure) -> Measured:
+    def _run(self, side: Side, measure: Measure) -> SideResult:
         if isinstance(measure, MemoryHeld):
             return side.held(measure)
         if isinstance(measure, StepSeconds):
@@ -201,13 +201,13 @@ class Side:
 
     # --- what is measured ---
 
-    def under_load(self, measure: UnderLoad) -> Measured:
+    def under_load(self, measure: UnderLoad) -> SideResult:
         """A number of one run."""
         result = self.deployment.simulate(self.stream)
         value = self._value(result, measure)
         gpus = result.num_gpus if measure.per_gpu else 1
         note = "saturated" if result.saturated else ""
-        return Measured(value / gpus, self._parts(result), in_words(measure), note, per_round(result))
+        return SideResult(value / gpus, self._parts(result), in_words(measure), note, per_round(result))
 
     def _value(self, result: Result, measure: UnderLoad) -> float:
         metric = measure.metric
@@ -227,7 +227,7 @@ class Side:
             return float((ends - result.arrival_s.reshape(-1, size).min(axis=1)).mean())
         return float(getattr(result.summary(), metric))
 
-    def highest_rate(self, measure: HighestRate) -> Measured:
+    def highest_rate(self, measure: HighestRate) -> SideResult:
         """By bisection on a logarithmic scale, the same requests at every rate."""
         seen: dict[float, Result] = {}
 
@@ -240,9 +240,9 @@ class Side:
             raise Infeasible(f"the limits are not met at {measure.from_rps:g} requests/s either; lower from_rps")
         result = seen[rate]
         gpus = result.num_gpus if measure.per_gpu else 1
-        return Measured(rate / gpus, self._parts(result), in_words(measure))
+        return SideResult(rate / gpus, self._parts(result), in_words(measure))
 
-    def step(self, measure: StepSeconds) -> Measured:
+    def step(self, measure: StepSeconds) -> SideResult:
         """Seconds of one step over the tokens that it delivers."""
         spec = OneStep.model_validate(self._side.get("step", {}), strict=False)
         model = StepModel(self.model, self.hardware[self.pool.hardware], self.pool)
@@ -258,7 +258,7 @@ class Side:
         else:
             seconds = model.seconds(work)
         parts = {kind: part / delivers for kind, part in breakdown.items()}
-        return Measured(seconds / delivers, parts, in_words(measure), f"{decodes} decodes" if decodes else "")
+        return SideResult(seconds / delivers, parts, in_words(measure), f"{decodes} decodes" if decodes else "")
 
     def _capacity(self, context: float) -> int:
         memory = self._memory(self.pool)
@@ -267,7 +267,7 @@ class Side:
             raise Infeasible(f"not one sequence of {context:,.0f} tokens fits")
         return min(self.pool.batching.max_num_seqs, most)
 
-    def held(self, measure: MemoryHeld) -> Measured:
+    def held(self, measure: MemoryHeld) -> SideResult:
         """Tokens that fit."""
         pool = self.pool
         if measure.metric == "longest_context":
@@ -282,7 +282,7 @@ class Side:
             "KV cache, GiB": memory.kv_bytes / GIB,
             "KV bytes of a token": memory.kv_bytes_per_token,
         }
-        return Measured(value or memory.num_blocks * memory.block_size, parts, in_words(measure))
+        return SideResult(value or memory.num_blocks * memory.block_size, parts, in_words(measure))
 
     def _memory(self, pool: Pool) -> Memory:
         return kv_capacity(self.model, self.hardware[self.pool.hardware], pool)

@@ -66,7 +66,7 @@ class QueueSamples(Record):
     waiting: Seq[NonNegative]
 
 
-class DraftCounts(Record):
+class MeasuredDrafts(Record):
     """What drafting came to, as an engine counts it."""
 
     rounds: Count = Field(description="verifications of one request")
@@ -99,7 +99,7 @@ class MeasuredFacts(Record):
     source: str | None = Field(None, description="the tool and file it was read from")
     preemptions: int | None = Field(None, ge=0)
     prefix_hit_rate: Share | None = None
-    drafts: DraftCounts | None = None
+    drafts: MeasuredDrafts | None = None
     queues: QueueSamples | None = None
     lateness: Lateness | None = Field(None, description="null where the engine was fed in process")
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from simtune.validation.measured import DraftCounts, QueueSamples
+from simtune.validation.measured import MeasuredDrafts, QueueSamples
 
 _SAMPLE = re.compile(r"^(\w+:\w+)(?:\{[^\n]*?\})?[ \t]+(\S+)", re.MULTILINE)
 
@@ -63,7 +63,7 @@ def engine_facts(readings: Sequence[MetricsReading]) -> dict[str, Any]:
     if rise.get("queried") and "hits" in rise:
         facts["prefix_hit_rate"] = min(1.0, rise["hits"] / rise["queried"])
     if rise.get("rounds"):
-        facts["drafts"] = DraftCounts(
+        facts["drafts"] = MeasuredDrafts(
             rounds=round(rise["rounds"]),
             draft_tokens=round(rise.get("draft_tokens", 0.0)),
             accepted_tokens=round(rise.get("accepted_tokens", 0.0)),

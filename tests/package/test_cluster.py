@@ -16,7 +16,7 @@ import pytest
 
 from simtune.cli import main
 from simtune.errors import UsageError
-from simtune.parallel import Cluster, connected, executor, ordered_map
+from simtune.parallel import DaskCluster, connected, executor, ordered_map
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 
@@ -36,7 +36,7 @@ def dask() -> Any:
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[Cluster]:
+def two() -> Iterator[DaskCluster]:
     dask()
     with connected("local:2") as cluster:
         yield cluster
@@ -68,19 +68,19 @@ def die(task: tuple[int, int]) -> int:
     return number * number
 
 
-def test_results_come_in_order(two: Cluster) -> None:
+def test_results_come_in_order(two: DaskCluster) -> None:
     with executor(two, 8) as pool:
         assert [*ordered_map(pool, square, range(20))] == [n * n for n in range(20)]
         assert pool is not None
         assert pool.submit(square, 7).result(20) == 49
 
 
-def test_an_error_of_a_task_comes_back_as_itself(two: Cluster) -> None:
+def test_an_error_of_a_task_comes_back_as_itself(two: DaskCluster) -> None:
     with executor(two, 8) as pool, pytest.raises(UsageError, match="two is refused"):
         list(ordered_map(pool, refuse, range(4)))
 
 
-def test_only_loopback_listens(two: Cluster) -> None:
+def test_only_loopback_listens(two: DaskCluster) -> None:
     import psutil
 
     here = psutil.Process()
@@ -94,7 +94,9 @@ def test_only_loopback_listens(two: Cluster) -> None:
     assert set(listening) == {"127.0.0.1"}
 
 
-def test_a_lost_worker_costs_only_its_tasks(two: Cluster, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_lost_worker_costs_only_its_tasks(
+    two: DaskCluster, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     with executor(two, 8) as pool:
         tasks = [(n, str(tmp_path / "killed")) for n in range(8)]
         assert [*ordered_map(pool, die_once, tasks)] == [n * n for n in range(8)]
@@ -198,7 +200,7 @@ def test_it_goes_on_alone_only_if_asked(alone: dict[str, bytes], tmp_path: Path,
     assert "going on without it" in capsys.readouterr().err
 
 
-def test_workers_with_another_release_are_refused(monkeypatch: pytest.MonkeyPatch, two: Cluster) -> None:
+def test_workers_with_another_release_are_refused(monkeypatch: pytest.MonkeyPatch, two: DaskCluster) -> None:
     from simtune import parallel
 
     monkeypatch.setattr(parallel, "__version__", "0.0.9")

@@ -17,7 +17,7 @@ from simtune.sim.deployment import deploy
 from simtune.sim.parts import OwnCosts
 from simtune.sim.uncertainty import ACCEPTANCE, draws
 from simtune.specs.workload import Slo
-from simtune.tuner.confidence import Confidence, Contender, confidence, highest, judge
+from simtune.tuner.confidence import Confidence, RivalPlan, confidence, highest, judge
 from simtune.tuner.robust import of_search, robust
 from simtune.tuner.search import optimize
 from tests.tuner import truths
@@ -131,9 +131,9 @@ def test_stated_probabilities_come_true() -> None:
 # --- by simulation ----------------------------------------------------------------------------------------
 
 
-def contenders(device: Any) -> list[Contender]:
+def contenders(device: Any) -> list[RivalPlan]:
     stream = truths.stream()
-    return [Contender(d.plan.name, d, stream, None, worth="e2el") for d in truths.deployments(device)]
+    return [RivalPlan(d.plan.name, d, stream, None, worth="e2el") for d in truths.deployments(device)]
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +183,7 @@ def test_costs_from_outside_cannot_be_redrawn() -> None:
         truths.plan(1, 1), truths.MODEL, truths.true_device(), OwnCosts(StepFunction(lambda b, c, chunks: 0.01))
     )
     with pytest.raises(UsageError, match="brought from outside"):
-        confidence([Contender("own", own, truths.stream(20), None, worth="e2el")], Slo(), worlds=2, jobs=1)
+        confidence([RivalPlan("own", own, truths.stream(20), None, worth="e2el")], Slo(), worlds=2, jobs=1)
     with pytest.raises(UsageError, match="nobody to judge"):
         confidence([], Slo(), worlds=2)
 

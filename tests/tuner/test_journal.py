@@ -14,7 +14,7 @@ import pytest
 from simtune.errors import UsageError
 from simtune.sim.summary import SimulationSummary
 from simtune.specs.plan import Batching, Plan, Pool
-from simtune.tuner.climb import Finding
+from simtune.tuner.climb import SimulationFinding
 from simtune.tuner.journal import SearchJournal, key_of
 from simtune.tuner.knobs import uses
 from tests.tuner.test_bounds import COSTS, deployed, poisson, pool
@@ -39,19 +39,21 @@ CHANGES = {"manifest.json"}
 """The only file that tells the time of day, and the command."""
 
 
-def a_finding(seed: int = 0) -> Finding:
+def a_finding(seed: int = 0) -> SimulationFinding:
     deployment = deployed(pool())
     result = deployment.simulate(poisson(30, 20.0, 50, 20, seed))
-    return Finding(False, result.summary(), "TTFT p99 is too long", uses(deployment, result) if seed else None)
+    return SimulationFinding(
+        False, result.summary(), "TTFT p99 is too long", uses(deployment, result) if seed else None
+    )
 
 
 def test_what_is_kept_is_there_in_another_process(tmp_path: Path) -> None:
     path, kept = tmp_path / "run" / "journal.jsonl", [a_finding(seed) for seed in range(3)]
-    with SearchJournal.begin(path, "inputs", Finding) as journal:
+    with SearchJournal.begin(path, "inputs", SimulationFinding) as journal:
         assert not path.exists()
         for i, finding in enumerate(kept):
             journal.keep(f"key{i}", finding)
-    later = SearchJournal(path, "inputs", Finding)
+    later = SearchJournal(path, "inputs", SimulationFinding)
     assert [later.look(f"key{i}") for i in range(3)] == kept
     assert later.look("key3") is None
     sent = pickle.loads(pickle.dumps(later))
@@ -63,26 +65,26 @@ def test_what_is_kept_is_there_in_another_process(tmp_path: Path) -> None:
 
 def test_a_line_that_is_not_whole_is_as_if_it_were_not_there(tmp_path: Path) -> None:
     path, finding = tmp_path / "journal.jsonl", a_finding()
-    with SearchJournal.begin(path, "inputs", Finding) as journal:
+    with SearchJournal.begin(path, "inputs", SimulationFinding) as journal:
         for key in ("one", "two", "three"):
             journal.keep(key, finding)
     whole = path.read_bytes()
     for cut in (1, 40, 700):
         path.write_bytes(whole[:-cut])
-        with SearchJournal(path, "inputs", Finding) as journal:
+        with SearchJournal(path, "inputs", SimulationFinding) as journal:
             assert [journal.look(key) is not None for key in ("one", "two", "three")] == [True, True, cut == 1]
             journal.keep("four", finding)
-        assert SearchJournal(path, "inputs", Finding).look("four") == finding
+        assert SearchJournal(path, "inputs", SimulationFinding).look("four") == finding
     path.write_bytes(whole.replace(b'"preemptions": 0', b'"preemptions": 1', 1))
-    assert SearchJournal(path, "inputs", Finding).look("one") is None, "a result that was changed is none"
+    assert SearchJournal(path, "inputs", SimulationFinding).look("one") is None, "a result that was changed is none"
 
 
 def test_results_of_other_inputs_are_not_taken(tmp_path: Path) -> None:
-    with SearchJournal.begin(tmp_path / "journal.jsonl", "inputs", Finding) as journal:
+    with SearchJournal.begin(tmp_path / "journal.jsonl", "inputs", SimulationFinding) as journal:
         journal.keep("key", a_finding())
     with pytest.raises(UsageError, match=r"holds results of another study.*--force"):
-        SearchJournal(tmp_path / "journal.jsonl", "others", Finding)
-    assert len(SearchJournal.begin(tmp_path / "journal.jsonl", "others", Finding)) == 0
+        SearchJournal(tmp_path / "journal.jsonl", "others", SimulationFinding)
+    assert len(SearchJournal.begin(tmp_path / "journal.jsonl", "others", SimulationFinding)) == 0
 
 
 def test_keys_tell_plans_and_rates_apart() -> None:

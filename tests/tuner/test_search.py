@@ -17,7 +17,7 @@ from simtune.specs.workload import ClosedLoop, FixedLength, Lognormal, Poisson, 
 from simtune.tuner import rate_sweep
 from simtune.tuner.bounds import Capacity
 from simtune.tuner.question import Question
-from simtune.tuner.search import Course, optimize
+from simtune.tuner.search import SearchCourse, optimize
 from simtune.tuner.space import Candidate, space_of
 
 MODEL, HARDWARE = load_model("llama-3.1-8b"), load_hardware("h100-sxm")
@@ -152,9 +152,9 @@ def test_says_what_stood_in_the_way() -> None:
 
 
 def test_an_interrupt_keeps_what_was_found() -> None:
-    calls: list[Course] = []
+    calls: list[SearchCourse] = []
 
-    def interrupt(now: Course) -> None:
+    def interrupt(now: SearchCourse) -> None:
         calls.append(now)
         if now.best is not None:
             raise KeyboardInterrupt

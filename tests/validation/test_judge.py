@@ -17,9 +17,9 @@ from simtune.validation.judge import Validation, check_client
 from simtune.validation.loads import FRACTIONS, KNEE_SLOWDOWN, Load, knee_rps, loads
 from simtune.validation.measured import (
     MEASURED_METRICS,
-    DraftCounts,
     EngineFacts,
     Lateness,
+    MeasuredDrafts,
     MeasuredFacts,
     MeasuredRequest,
     MeasuredRun,
@@ -99,7 +99,7 @@ def test_what_took_longer_is_outside_unless_repeats_differ_as_much() -> None:
 
 
 def test_what_an_engine_counts_is_compared_where_it_tells() -> None:
-    drafts = DraftCounts(rounds=100, draft_tokens=300, accepted_tokens=150)
+    drafts = MeasuredDrafts(rounds=100, draft_tokens=300, accepted_tokens=150)
     told = judged(as_measured(PREDICTED.result, preemptions=3, drafts=drafts))
     shown = {c.name: (c.predicted, c.measured) for c in told.loads[0].comparisons}
     assert shown["preemptions"] == (0.0, 3.0)

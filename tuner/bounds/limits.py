@@ -23,7 +23,7 @@ MARKOV = (1.5, 4.0, 20.0)
 
 
 @dataclass(frozen=True)
-class Limits:
+class SloLimits:
     """Of every request, in seconds; infinite where there is none. At most `allowed` requests may miss any of theirs."""
 
     ttft_s: Array
@@ -32,12 +32,12 @@ class Limits:
     allowed: int
 
     @classmethod
-    def none(cls, requests: int) -> Limits:
+    def none(cls, requests: int) -> SloLimits:
         """That everybody meets."""
         endless = np.full(requests, np.inf)
         return cls(endless, endless, endless, 0)
 
-    def narrowed(self, metric: SloMetric, which: NDArray[np.bool_], limit_s: float, allowed: int = 0) -> Limits:
+    def narrowed(self, metric: SloMetric, which: NDArray[np.bool_], limit_s: float, allowed: int = 0) -> SloLimits:
         """With one more limit, which so many more may miss."""
         column: Array = getattr(self, f"{metric}_s")
         within = np.where(which, np.minimum(column, limit_s), column)
@@ -53,9 +53,9 @@ class MeanLimit:
     limit_s: float
 
 
-def of_one_request(stream: RequestStream, slo: Slo) -> Limits:
+def of_one_request(stream: RequestStream, slo: Slo) -> SloLimits:
     """What makes a request good: within the widest limit of each metric that applies to it (`Result.good`)."""
-    limits = Limits.none(len(stream))
+    limits = SloLimits.none(len(stream))
     for which, metric, widest in _widest(stream, slo):
         limits = limits.narrowed(metric, which, widest)
     return limits
@@ -74,10 +74,10 @@ def _objectives(stream: RequestStream, slo: Slo) -> Iterator[tuple[NDArray[np.bo
         yield np.ones(len(stream), dtype=bool) if index is None else stream.class_index == index, objective
 
 
-def of_statistics(stream: RequestStream, slo: Slo) -> tuple[list[Limits], list[MeanLimit]]:
+def of_statistics(stream: RequestStream, slo: Slo) -> tuple[list[SloLimits], list[MeanLimit]]:
     """What must hold where every line of an objective does: each line by itself, and the widest of all together."""
-    nobody = Limits.none(len(stream))
-    lines: list[Limits] = []
+    nobody = SloLimits.none(len(stream))
+    lines: list[SloLimits] = []
     means: list[MeanLimit] = []
     together = nobody
     for which, objective in _objectives(stream, slo):

@@ -12,7 +12,7 @@ from simtune.arrays import Array, Ints
 from simtune.sim.requests import RequestStream
 
 
-class Load:
+class BoundLoad:
     """Prompts, decodes and what may be found of a prompt in a prefix cache; requests too long for a plan stay out."""
 
     def __init__(self, stream: RequestStream, longest: int) -> None:

@@ -22,9 +22,9 @@ from simtune.sim.parts import POLICY, ROUTER
 from simtune.sim.requests import RequestStream
 from simtune.specs.plan import RoundRobinRouting
 from simtune.specs.workload import Slo
-from simtune.tuner.bounds.limits import Limits, MeanLimit, of_one_request, of_statistics
-from simtune.tuner.bounds.load import Load
-from simtune.tuner.bounds.ways import Way, ways_of
+from simtune.tuner.bounds.limits import MeanLimit, SloLimits, of_one_request, of_statistics
+from simtune.tuner.bounds.load import BoundLoad
+from simtune.tuner.bounds.ways import PlanWay, ways_of
 from simtune.tuner.bounds.windows import ROUNDING, Jobs, first_come, first_come_seated
 from simtune.tuner.bounds.work import PoolWork
 
@@ -56,7 +56,7 @@ class PlanBounds:
 
     def __init__(self, deployment: Deployment, stream: RequestStream) -> None:
         self.deployment, self.stream = deployment, stream
-        self.load = Load(stream, deployment.max_model_len)
+        self.load = BoundLoad(stream, deployment.max_model_len)
         self.front: list[PoolWork] = []
         self.back: list[PoolWork] = []
         """The pools where requests come in, and those that only decode."""
@@ -127,7 +127,7 @@ class PlanBounds:
         return alone
 
     @cached_property
-    def ways(self) -> list[Way]:
+    def ways(self) -> list[PlanWay]:
         """Of KV caches from prefill to decode instances, where there are such."""
         plan = self.deployment.plan
         return ways_of(self.deployment.model, plan.link, self.front) if self.back and plan.link is not None else []
@@ -138,7 +138,7 @@ class PlanBounds:
         alone: Array = np.min([way.alone_s for way in self.ways], axis=0)
         return alone
 
-    def _late_alone(self, limits: Limits) -> NDArray[np.bool_]:
+    def _late_alone(self, limits: SloLimits) -> NDArray[np.bool_]:
         slack = 1 + ROUNDING
         late: NDArray[np.bool_] = (
             (self.ttft_s > limits.ttft_s * slack)
@@ -161,7 +161,7 @@ class PlanBounds:
 
     # --- windows ----------------------------------------------------------------------------------------------
 
-    def _jobs(self, limits: Limits, kept: NDArray[np.bool_]) -> Iterator[tuple[str, Jobs]]:
+    def _jobs(self, limits: SloLimits, kept: NDArray[np.bool_]) -> Iterator[tuple[str, Jobs]]:
         """What the kept requests compete for, if all of them are to be within their limits."""
         if self.stream.arrival_s is None:
             return
@@ -237,7 +237,7 @@ class PlanBounds:
         return least
 
     def _lower_by_order(
-        self, best: RateBound, offered: float, lines: list[Limits], means: list[MeanLimit]
+        self, best: RateBound, offered: float, lines: list[SloLimits], means: list[MeanLimit]
     ) -> RateBound:
         """The bound by first come, first served, where it is lower. Waiting grows with the rate, so it is bisected."""
 
@@ -248,7 +248,7 @@ class PlanBounds:
         high = best.rps if np.isfinite(best.rps) else offered * 2.0**40
         return _bisected(fails, min(offered, high), high, best)
 
-    def _fails_in_order(self, ttft_s: Array, lines: list[Limits], means: list[MeanLimit]) -> bool:
+    def _fails_in_order(self, ttft_s: Array, lines: list[SloLimits], means: list[MeanLimit]) -> bool:
         late = (
             (ttft_s > line.ttft_s * (1 + ROUNDING) + ROUNDING)
             | (ttft_s + self.decode_s > line.e2el_s * (1 + ROUNDING) + ROUNDING)

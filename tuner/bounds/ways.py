@@ -18,7 +18,7 @@ from simtune.specs.plan import KvLink
 from simtune.tuner.bounds.work import PoolWork
 
 
-class Way(NamedTuple):
+class PlanWay(NamedTuple):
     """Of the KV caches of one prefill pool."""
 
     alone_s: Array
@@ -28,7 +28,7 @@ class Way(NamedTuple):
     links: float
 
 
-def ways_of(model: Model, link: KvLink, front: Sequence[PoolWork]) -> list[Way]:
+def ways_of(model: Model, link: KvLink, front: Sequence[PoolWork]) -> list[PlanWay]:
     """Of each prefill pool; where all share a link, of that one as if each had it in turn. A drafter's keys and values
     come on top."""
     ways = []
@@ -40,10 +40,10 @@ def ways_of(model: Model, link: KvLink, front: Sequence[PoolWork]) -> list[Way]:
         last = 0.0 if pool.spec.speculation else 1 / model.num_layers
         share = last if link.layerwise else 1.0
         sending_s = blocks * pool.kv_block_bytes * share / terms.bytes_per_s
-        ways.append(Way(terms.setup_s + blocks * terms.block_s + sending_s, sending_s, float(pool.spec.instances)))
+        ways.append(PlanWay(terms.setup_s + blocks * terms.block_s + sending_s, sending_s, float(pool.spec.instances)))
     if not link.shared:
         return ways
     fastest = max(transfer_terms([model], work.pool, link).bytes_per_s for work in front)
     own = [transfer_terms([model], work.pool, link).bytes_per_s / fastest for work in front]
     least = np.min([way.sending_s * speed for way, speed in zip(ways, own, strict=True)], axis=0)
-    return [Way(np.min([way.alone_s - way.sending_s for way in ways], axis=0) + least, least, 1.0)]
+    return [PlanWay(np.min([way.alone_s - way.sending_s for way in ways], axis=0) + least, least, 1.0)]

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from simtune.arrays import Array, Ints
 from simtune.costs.bounds import LeastCosts
 from simtune.sim.pools import DeployedPool
-from simtune.tuner.bounds.load import Load
+from simtune.tuner.bounds.load import BoundLoad
 
 
 class Rounds(NamedTuple):
@@ -49,7 +49,7 @@ class Rounds(NamedTuple):
         return cls(shape.depth + 1, max(1, shape.replicas))
 
 
-class Line(NamedTuple):
+class CostLine(NamedTuple):
     """A step of m tokens and C context tokens takes at least start_s + token_s m + context_s C."""
 
     start_s: float
@@ -60,7 +60,7 @@ class Line(NamedTuple):
 class PoolWork:
     """Floors and works of the requests of a load on one pool."""
 
-    def __init__(self, pool: DeployedPool, least: LeastCosts, load: Load) -> None:
+    def __init__(self, pool: DeployedPool, least: LeastCosts, load: BoundLoad) -> None:
         spec, parallelism = pool.spec, pool.spec.parallelism
         self.pool, self.least, self.load = pool, least, load
         self.rounds = Rounds.of(pool)
@@ -71,7 +71,7 @@ class PoolWork:
         self.kv_tokens = max(1, pool.memory.num_blocks // parallelism.pp * spec.kv_cache.block_size)
         anew_s, token_s = self._recomputed()
         self.lines = [
-            Line(c0 + least.after_s, c1, min(least.context_s, anew_s + c1 * token_s)) for c0, c1 in least.lines
+            CostLine(c0 + least.after_s, c1, min(least.context_s, anew_s + c1 * token_s)) for c0, c1 in least.lines
         ]
 
     def _recomputed(self) -> tuple[float, float]:
@@ -170,11 +170,11 @@ class PoolWork:
     def _shared(self) -> Ints:
         return self.load.could_share if self.pool.spec.kv_cache.prefix_caching else 0 * self.load.could_share
 
-    def _along(self, line: Line, steps: Array, tokens: Array) -> Array:
+    def _along(self, line: CostLine, steps: Array, tokens: Array) -> Array:
         work: Array = line.start_s * steps + line.token_s * tokens + line.context_s * self._context
         return work
 
-    def _steps(self, line: Line, step_s: float, counted: NDArray[np.bool_]) -> Array:
+    def _steps(self, line: CostLine, step_s: float, counted: NDArray[np.bool_]) -> Array:
         """W2: the share in steps that a request has at least where the mean step takes no longer than `step_s`."""
         decodes = self.load.decodes / self.rounds.most
         shortest = float(self.load.prompt[counted].min())
