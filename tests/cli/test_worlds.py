@@ -9,13 +9,13 @@ from simtune.runs.reading import read_run
 
 
 def test_how_sure_a_choice_is(desk: Any) -> None:
-    said = desk.optimize("--worlds", 16)
+    said = desk.optimize("--worlds", 32)
     assert said.code == 0, said
-    assert "16 redrawn worlds: no rival beats the chosen plan in" in said.out
+    assert "32 redrawn worlds: no rival beats the chosen plan in" in said.out
     assert "measure next: " in said.out
     summary = json.loads((desk.folder / "run" / "summary.json").read_text())
     sure = summary["confidence"]
-    assert sure["worlds"] == 16
+    assert sure["worlds"] == 32
     assert [v["candidate"] for v in sure["versus"]] == [q["candidate"] for q in sure["quantiles"][1:]]
     for rival in sure["versus"]:
         assert f"beats {rival['candidate']} with {rival['probability']:.0%}" in said.out

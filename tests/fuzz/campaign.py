@@ -154,8 +154,10 @@ def desk() -> Iterator[Desk]:
             yield found
         finally:
             assert process.stdin is not None
+            assert process.stdout is not None
             process.stdin.close()
             process.wait()
+            process.stdout.close()
 
 
 def main() -> int:
