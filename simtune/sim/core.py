@@ -181,8 +181,7 @@ class EngineCore:
     """Requests that wait in the scheduler, as last counted."""
     holding: int = field(default=0, init=False)
     """Requests handed over whose KV cache is still here."""
-    busy: int = field(default=0, init=False)
-    """Ticks spent in steps so far."""
+    busy: int = field(default=0, init=False)  # ticks spent in steps so far
     most_tokens: int = field(default=0, init=False)  # of a step with chunks, so far
     sampler: StepSampler = field(default_factory=StepSampler, init=False)
     """Keeps some of its steps."""
@@ -394,14 +393,15 @@ class EngineCore:
                 self._recorder.preemptions[request.id] += 1
             self.count_waiting()
         if step.chunks:
-            scheduled, chunks, completing = self._recorder.scheduled, [], 0
+            scheduled, chunks, completing, step_tokens = self._recorder.scheduled, [], 0, step.num_decodes
             for chunk in step.chunks:
                 request, past, tokens = chunk.request, chunk.past, chunk.tokens
                 chunks.append((past, tokens))
+                step_tokens += tokens
                 completing += past + tokens - chunk.padding == request.prompt_tokens + request.emitted  # it `completes`
                 if scheduled[request.id] < 0:
                     scheduled[request.id] = now
-            self.most_tokens = max(self.most_tokens, step.num_decodes + sum([tokens for _, tokens in chunks]))
+            self.most_tokens = max(self.most_tokens, step_tokens)
             time.first = self._timer.mixed(step, chunks, completing)
             time.slope, time.repetitions, time.ends = 0, 1, None
         else:
