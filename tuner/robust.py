@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from simtune.parallel import Jobs
+from simtune.sim.deployment import Deployment
+from simtune.sim.result import Result
+from simtune.tuner.climb import LOWEST
 from simtune.tuner.confidence import Confidence, RivalPlan, confidence
 from simtune.tuner.objectives import MeanLatency, RateObjective
-from simtune.tuner.question import SAMPLED_CORES
+from simtune.tuner.question import SAMPLED_CORES, Question
 from simtune.tuner.trial import Trial, Tuned
 
 WORLDS = 40
@@ -17,7 +20,8 @@ RIVALS = 4
 
 
 def of_search(tuned: Tuned, *, worlds: int, rivals: int = RIVALS, jobs: Jobs = None) -> Confidence:
-    """The chosen plan against the best others that met the SLO. See `simtune.tuner.confidence`."""
+    """The chosen plan against those that came nearest, even where they missed the SLO at the last rate they were tried
+    at. See `simtune.tuner.confidence`."""
     study = tuned.question.study
     trials = [tuned.chosen, *tuned.runners_up(rivals)]
     return confidence(
@@ -45,7 +49,8 @@ def _contender(tuned: Tuned, trial: Trial) -> RivalPlan:
 def robust(tuned: Tuned, sure: Confidence, level: float) -> Tuned:
     """The same search with the plan chosen that is worth most at a quantile of the worlds, by `sure`.
 
-    Where that is not the chosen one, it is simulated on its whole deployment, and takes its place.
+    Where that is not the chosen one, it is simulated on its whole deployment, at the highest rate within the SLO where
+    rates are searched, and takes its place; it does not where it never meets the SLO as predicted.
     """
     name = sure.robust(level)
     if name == tuned.chosen.candidate.name:
@@ -53,13 +58,31 @@ def robust(tuned: Tuned, sure: Confidence, level: float) -> Tuned:
     question, before = tuned.question, tuned.chosen
     trial = next(row for row in tuned.rows if row.candidate.name == name)
     deployment = question.deploy(trial.candidate, tuned.deployment.max_model_len)
-    stream = question.stream(trial.candidate, trial.rate_rps if question.searches_rate else None)
-    result = deployment.simulate(stream, question.study.slo, record=True)
-    trial.take(result.summary(), trial.rate_rps if question.searches_rate else None)
-    trial.simulations += 1
+    within = _within_slo(question, trial, deployment)
+    if within is None:
+        return tuned
+    rate, result = within
+    trial.take(result.summary(), rate)
     trial.status, before.status = "chosen", "feasible"
     trial.reason = f"worth most at the {level:.0%} quantile of {sure.worlds} redrawn worlds"
     before.reason = f"worth more as predicted, but less at the {level:.0%} quantile of {sure.worlds} redrawn worlds"
     rows = [trial, *(row for row in tuned.rows if row is not trial)]
+    stream = question.stream(trial.candidate, rate)
     value = question.objective.value(question.facts(trial.candidate, stream), trial.judged)
     return replace(tuned, rows=rows, deployment=deployment, result=result, value=value)
+
+
+def _within_slo(question: Question, trial: Trial, deployment: Deployment) -> tuple[float | None, Result] | None:
+    """The rate at which a plan meets its SLO, from that of its last simulation down, and what it does there. A search
+    stops at the rate where a plan would have to beat the best one, which most of them miss."""
+    rate = trial.rate_rps if question.searches_rate else None
+    lowest = 0.0 if rate is None else rate * LOWEST
+    while rate is None or rate > lowest:
+        trial.simulations += 1
+        result = deployment.simulate(question.stream(trial.candidate, rate), question.study.slo, record=True)
+        if result.meets_slo:
+            return rate, result
+        if rate is None:
+            return None
+        rate /= 1 + question.study.search.rate_tolerance
+    return None

@@ -17,6 +17,7 @@ from simtune.specs.workload import ClosedLoop, FixedLength, Lognormal, Poisson, 
 from simtune.tuner import rate_sweep
 from simtune.tuner.bounds import Capacity
 from simtune.tuner.question import Question
+from simtune.tuner.robust import robust
 from simtune.tuner.search import SearchCourse, optimize
 from simtune.tuner.space import Candidate, space_of
 
@@ -247,3 +248,26 @@ def test_some_cores_stand_for_all() -> None:
         assert ours == pytest.approx(theirs, rel=0.05)
     ours, theirs = some.summary().output_tokens_per_s, all_of_them.summary().output_tokens_per_s
     assert ours == pytest.approx(theirs, rel=0.05)
+
+
+class _Surer:
+    """A confidence in which one plan is worth most."""
+
+    worlds = 2
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def robust(self, level: float) -> str:
+        return self._name
+
+
+def test_a_robust_plan_that_missed_its_last_rate_is_chosen_at_one_that_it_meets() -> None:
+    tuned = optimize(question(), jobs=1)
+    missed = next(row for row in tuned.rows if row.status == "infeasible" and row.rate_rps is not None)
+    at = missed.rate_rps
+    chosen: Any = robust(tuned, _Surer(missed.candidate.name), 0.1)  # type: ignore[arg-type]
+    assert chosen.chosen.candidate == missed.candidate
+    assert chosen.result.meets_slo
+    assert chosen.chosen.rate_rps < at
+    assert chosen.value == pytest.approx(chosen.chosen.rate_rps / missed.candidate.num_gpus)
