@@ -150,6 +150,8 @@ class BatchScheduler(Scheduler):
         step, blocks = decodes
         if self.tells_longest:
             step.longest_context = batch.longest_context
+        if self._late.number:
+            step.repeat = 1  # newcomers are seen after it
         if blocks:
             self.kv.take(blocks)
         self._under_way = step
@@ -237,7 +239,7 @@ class BatchScheduler(Scheduler):
         assert 1 <= repetitions <= step.repeat
         progress, batch, settling = Progress(), self.decoding, self._settling
         if settling.pending:
-            settling.settle(batch.end_discarded())
+            settling.settle(batch.end_discarded() if step.discarded else ())
         # The first repetition's blocks were taken with the step, those of the others are taken now.
         more_blocks = batch.blocks_for(repetitions - 1, 1) if repetitions > 1 else 0
         finished = batch.advance(repetitions)
@@ -280,7 +282,7 @@ class BatchScheduler(Scheduler):
         """See `Scheduler.add_late`."""
         if not self.async_scheduling:
             return self.add(request)
-        if self.outgrows(request):
+        if request.prompt_tokens + request.output_tokens > self.max_model_len:
             return False
         self._late.add(request, repetition)
         return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,9 +30,9 @@ class Chunk:
         return self.past + self.tokens - self.padding == self.request.known_tokens
 
 
-@dataclass(slots=True)
+@dataclass
 class Step:
-    """One engine iteration."""
+    """One engine iteration. What few of them have stands at its default on the class, for there are millions."""
 
     num_decodes: int
     """Requests that decode; each computes one token, plus its drafts where there are any."""
@@ -43,34 +43,29 @@ class Step:
     """Requests that lost their blocks and wait again, in the order in which they were chosen."""
     repeat: int = 1
     """How often this step may be run before `schedule` could answer differently; 1 unless it only decodes."""
-    admitted: Sequence[Request] = ()
+    admitted: Sequence[Request] = field(default=(), init=False)
     """Requests that come out of the waiting queue in this step, each with a chunk of its own."""
-    draft_tokens: int = 0
+    draft_tokens: int = field(default=0, init=False)
     """Drafts verified in this step, of all decodes together."""
-    draft_depth: int = 0
+    draft_depth: int = field(default=0, init=False)
     """How many drafts in turn lead to those that requests verify in a step like this one."""
-    contexts: Contexts | None = None
+    contexts: Contexts | None = field(default=None, init=False)
     """Tokens that the decodes have computed before each repetition of a step with drafts that may be repeated: they
     grow as drafts are accepted."""
-    discarded: int = 0
+    discarded: int = field(default=0, init=False)
     """Of the decodes, those whose answer is complete: they deliver nothing, and are not in the repetitions that follow;
     nor in `contexts`."""
-    discarded_tokens: int = 0
+    discarded_tokens: int = field(default=0, init=False)
     """How many tokens those compute."""
-    swapped_out_blocks: int = 0
+    swapped_out_blocks: int = field(default=0, init=False)
     """KV blocks that the preempted take to host memory before this step."""
-    swapped_in_blocks: int = 0
+    swapped_in_blocks: int = field(default=0, init=False)
     """KV blocks that the admitted bring back from there."""
-    longest_context: int = 0
+    longest_context: int = field(default=0, init=False)
     """Of the KV tokens the decodes read, those of the one that reads most; 0 where the scheduler does not say."""
-    part: tuple[int, int] = (0, 1)
+    part: tuple[int, int] = field(default=(0, 1), init=False)
     """(i, n): this is only the i-th, from 0, of n equal parts of the step's layers, and costs so much less. Nothing
     comes out before the last."""
-
-    @property
-    def only_decodes(self) -> bool:
-        """Whether it has no prompts, and no blocks to move."""
-        return not (self.chunks or self.preempted or self.swapped_in_blocks)
 
     @property
     def verify_tokens(self) -> int:

@@ -84,7 +84,7 @@ class VllmFcfs(BatchScheduler):
         """The next step: residents first, then those that wait. See `Scheduler.schedule`."""
         if self._received:
             self._begin()
-        if self.decoding.count and not (self.waiting or self.prefilling or self._preempted or self._late.number):
+        if self.decoding.count and not (self.waiting or self.prefilling or self._preempted):
             step = self._decode_step()
             if step is not None:
                 return step
@@ -239,7 +239,8 @@ class VllmFcfs(BatchScheduler):
             if blocks > room:
                 break
             self.waiting.popleft()
-            self._take_seat(request)
+            self._seats += 1
+            request.seat = self._seats
             self.prefilling.append(request)
             kv.hold(request, hit)
             chunks.append(self._allocate(request, num_tokens, blocks - hit_blocks, padding))
@@ -247,13 +248,9 @@ class VllmFcfs(BatchScheduler):
             num_running += 1
         return len(chunks) - num_residents
 
-    def _take_seat(self, request: Request) -> None:
-        """A request becomes the newest resident."""
+    def _enter(self, request: Request) -> None:
         self._seats += 1
         request.seat = self._seats
-
-    def _enter(self, request: Request) -> None:
-        self._take_seat(request)
         super()._enter(request)
 
     def composition(self) -> dict[Request, int]:

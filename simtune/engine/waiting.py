@@ -85,12 +85,15 @@ class LateArrivals:
 
     def move(self, waiting: WaitingQueue, repetitions: int) -> None:
         """The step is over, run so often: whoever came before the next was dispatched waits like any other."""
-        seen = self._dispatched + [request for at, request in self._arriving if at < repetitions]
-        self._dispatched = [request for at, request in self._arriving if at >= repetitions]
-        self._arriving.clear()
-        self.number = len(self._dispatched)
-        for request in seen:
+        dispatched, arriving = self._dispatched, self._arriving
+        for request in dispatched:
             waiting.append(request)
+        dispatched.clear()
+        if arriving:
+            for at, request in arriving:
+                (waiting if at < repetitions else dispatched).append(request)
+            arriving.clear()
+        self.number = len(dispatched)
 
     def move_all(self, waiting: WaitingQueue) -> None:
         """All of them wait like any other."""

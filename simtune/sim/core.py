@@ -138,9 +138,9 @@ class Stepping:
     def wakes(self, now: int, core: EngineCore) -> None:
         """An idle core is about to schedule."""
 
-    def cut(self, now: int, core: EngineCore) -> None:
-        """Let the jump of a core end with the step in which `now` falls."""
-        core.shorten(now)
+    def cut(self, now: int, core: EngineCore, repetitions: int) -> None:
+        """Let the jump of a core end after so many repetitions, at `now` or later."""
+        core.shorten(repetitions)
 
     def reset(self) -> None:
         """The instance has failed."""
@@ -220,18 +220,19 @@ class EngineCore:
     def add(self, now: int, request: Request) -> bool:
         """Queue a new request; False when the scheduler refuses it."""
         scheduler, busy = self.scheduler, self.step is not None
-        notices = busy and self.time.repetitions > 1 and scheduler.would_notice()
+        jumping = busy and self.time.repetitions > 1
+        notices = jumping and scheduler.would_notice()
+        repetition = self.time.reaching(now - self.started)[0] if jumping else int(busy)
         # At the instant when a step ends, the step that follows is dispatched already.
         late = scheduler.async_scheduling and (busy or self._ended == now)
-        repetition = self.time.reaching(now - self.started)[0] if late and busy else 0
         if not (scheduler.add_late(request, repetition) if late else scheduler.add(request)):
             return False
         self._recorder.waiting += 1
         self.waiting += 1
-        if self.step is None:
+        if not busy:
             self.wake(now)
-        elif notices:
-            self.cut(now)
+        elif notices:  # if late, after the step that was dispatched, which is this one once more
+            self.stepping.cut(now, self, repetition + (late and not self.stepping.shared))
         return True
 
     def offer(self, now: int, transfer: KvTransfer) -> None:
@@ -291,15 +292,14 @@ class EngineCore:
 
     def cut(self, now: int) -> None:
         """Something has changed: the jump ends with the step in which `now` falls."""
-        self.stepping.cut(now, self)
+        self.stepping.cut(now, self, self.time.reaching(now - self.started)[0])
 
-    def shorten(self, now: int) -> None:
-        """Let a jump that no other core has a part in end with the step in which `now` falls."""
-        repetitions, elapsed = self.time.reaching(now - self.started)
+    def shorten(self, repetitions: int) -> None:
+        """Let a jump that no other core has a part in end after so many repetitions."""
         if repetitions < self.time.repetitions:
             self.time.repetitions = repetitions
             self.version += 1
-            self._agenda.replace((self.started + elapsed, STEP_END, self.number, self.version))
+            self._agenda.replace((self.started + self.time.total, STEP_END, self.number, self.version))
 
     def end(self, now: int, deliver: Deliver) -> None:
         """The running step ends, and the next one begins, unless something else happens at this instant first."""
@@ -346,7 +346,7 @@ class EngineCore:
                 return
             self.started = now
             self.version = version = self.version + 1
-            if not step.only_decodes:
+            if step.chunks or step.preempted or step.swapped_in_blocks:  # not `only_decodes`
                 self._find_time(now, step)
                 now += time.total
             elif decode is None:
@@ -401,7 +401,8 @@ class EngineCore:
                 completing += past + tokens - chunk.padding == request.prompt_tokens + request.emitted  # it `completes`
                 if scheduled[request.id] < 0:
                     scheduled[request.id] = now
-            self.most_tokens = max(self.most_tokens, step_tokens)
+            if step_tokens > self.most_tokens:
+                self.most_tokens = step_tokens
             time.first = self._timer.mixed(step, chunks, completing)
             time.slope, time.repetitions, time.ends = 0, 1, None
         else:

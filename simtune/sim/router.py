@@ -70,9 +70,8 @@ class RoundRobin(Router):
 
     def choose(self, request: Request, now: int) -> EngineCore | None:
         """The next core that is up, or the richest."""
-        return self._in_turn() if self._weights is None else self._richest(self._weights)
-
-    def _in_turn(self) -> EngineCore | None:
+        if self._weights is not None:
+            return self._richest(self._weights)
         cores = self.cores
         for _ in cores:
             core = cores[self._next]

@@ -6,7 +6,6 @@ pipeline fly beside one another instead.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from heapq import heapify, heappop, heappush, heapreplace
 
 from simtune.costs.protocol import GroupCosts
@@ -110,19 +109,18 @@ class Pipeline(SharedStepping):
         jumping = self._jumping
         if jumping is None or jumping is core or jumping.step is None:
             return
-        jumping.shorten(now)
+        jumping.shorten(jumping.time.reaching(now - jumping.started)[0])
         self._jumping = None
         before = jumping.time.elapsed(jumping.time.repetitions - 1)
         self._free = [0] * len(self._free)
         self._pass_through(jumping.started + before, jumping.time.total - before)
 
-    def cut(self, now: int, core: EngineCore) -> None:
-        """Let a jump or a flight end with the step in which `now` falls; the others go on from there."""
+    def cut(self, now: int, core: EngineCore, repetitions: int) -> None:
+        """Let a jump or a flight end after so many repetitions, the last under way; the others go on from there."""
         time = core.time
         if core is self._jumping or time.ends is None:
-            core.shorten(now)
+            core.shorten(repetitions)
             return
-        repetitions = bisect_left(time.ends, now - core.started) + 1
         if repetitions < time.repetitions:
             time.repetitions = repetitions
             self._forget_ended(now)
@@ -241,7 +239,8 @@ class DpGroup(SharedStepping):
     def wakes(self, now: int, core: EngineCore) -> None:
         """The core that jumps is to wait for this one from its next step on."""
         if self._jumping is not None and self._jumping.step is not None:
-            self._jumping.shorten(now)
+            time = self._jumping.time
+            self._jumping.shorten(time.reaching(now - self._jumping.started)[0])
 
     def _share_experts(self, core: EngineCore, everybodys: int) -> None:
         """Correct the planned step of a core for the tokens that all of them have in theirs."""

@@ -120,7 +120,9 @@ class PlainBatch:
         tokens, context, blocks = self.totals()
         if tokens > budget or blocks > free:
             return None
-        return Step(self.count, context + tokens, [], [], 1, (), tokens - self.count, self.depth), blocks
+        step = Step(self.count, context + tokens, [], [])
+        step.draft_tokens, step.draft_depth = tokens - self.count, self.depth
+        return step, blocks
 
     def blocks_for(self, steps: int, after: int = 0) -> int:
         raise AssertionError("it takes single steps")

@@ -184,7 +184,8 @@ class AsyncDraftingBatch(DraftingBatch):
         tokens, context, blocks = self.totals()
         if tokens > budget or blocks > free:
             return None
-        step = Step(self.count, context + tokens, [], [], 1, (), tokens - self.count, self.depth)
+        step = Step(self.count, context + tokens, [], [])
+        step.draft_tokens, step.draft_depth = tokens - self.count, self.depth
         step.discarded, step.discarded_tokens = len(discarded), discarded.tokens
         if self._members:
             going_on = super().next_step(free - discarded.blocks, budget - discarded.tokens)

@@ -137,7 +137,8 @@ class DraftingBatch:
         context, blocks, contexts = calendar.read(repeat)
         if blocks > free:
             return None
-        step = Step(self.count, context + tokens, [], [], repeat, (), tokens - self.count, self.depth)
+        step = Step(self.count, context + tokens, [], [], repeat)
+        step.draft_tokens, step.draft_depth = tokens - self.count, self.depth
         if repeat > 1:
             step.contexts = contexts
         return step, blocks

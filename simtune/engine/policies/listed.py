@@ -98,8 +98,8 @@ class ListScheduler(Scheduler):
             sum([request.computed for request in decoding]) + len(decoding),
             [Chunk(request, request.computed, tokens) for request, tokens in scheduled.items() if not request.decoding],
             preempted,
-            longest_context=max([request.computed + 1 for request in decoding], default=0),
         )
+        step.longest_context = max([request.computed + 1 for request in decoding], default=0)
         if not step.chunks and not preempted:
             limit = self.steady_steps(decoding)
             if limit > 1:

@@ -70,7 +70,9 @@ class StaticBatching(ListScheduler):
             return Step(0, 0, chunks, preempted)
         context = self._width + 1
         repeat = max(self.remaining(request) for request in self.residents)
-        return Step(members, members * context, [], preempted, repeat, longest_context=context)
+        step = Step(members, members * context, [], preempted, repeat)
+        step.longest_context = context
+        return step
 
     def complete(self, repetitions: int = 1) -> Progress:
         """Deliver tokens to members that need more; all are finished when the last one is complete."""
