@@ -3,9 +3,10 @@
     pip install torch
     python -m pytest benchmarks/validation -m benchmark_only -s
 
-A model of narrow layers is profiled for 80 seconds; nothing of the engine is fitted. Then three loads are served for
-real, three times each in turns, by the engine's own processor time, from which a gauge divides out how much slower the
-machine is than it was around the profile. Asked for, and printed: predicted and measured means, and the repeat noise.
+A model of narrow layers is profiled; nothing of the engine is fitted. Three loads are served for real after each third
+of the profile, by the processor time of the thread that serves them, so that kernels and steps meet the same machine.
+Asked for, and printed: predicted and measured means, and the repeat noise; and, by the shape of steps, what the kernels
+and the host are said to take beside what the steps took.
 """
 
 from __future__ import annotations
@@ -13,20 +14,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
-from statistics import median
+from collections.abc import Sequence
 
 import pytest
 
 from benchmarks.results import Recorder
 from benchmarks.validation.loads import METRICS, at_once, errors, three_loads
-from simtune.sim.deployment import deploy
+from simtune.costs.calibration import TimedStep
+from simtune.costs.iteration import StepModel
+from simtune.sim.deployment import Deployment, deploy
 from simtune.sim.result import Result
 from simtune.specs.catalog import load_hardware
+from simtune.specs.hardware import Hardware
 from simtune.specs.model import DenseFeedForward, FullAttention, LayerGroup, Model
 from simtune.specs.plan import Batching, KvCache, Plan, Pool
 from simtune.validation.engines import torch as engine
-from simtune.validation.engines.clocks import ProcessorClock
 
 pytestmark = pytest.mark.benchmark_only
 
@@ -44,6 +46,7 @@ MODEL = Model(
     ),
 )
 REPEATS, REQUESTS = 3, 30
+BUDGET_S = 240
 MOST = 0.1
 """Target of every mean; twice the repeat noise counts as met."""
 
@@ -52,16 +55,32 @@ MOST = 0.1
 def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Result, list[Result]]]:
     """Predicted, and measured three times, by load."""
     pytest.importorskip("torch")
-    from simtune.validation.engines.gauge import Gauge
-
     folder = tmp_path_factory.mktemp("kernels")
     model, out = folder / "model.yaml", folder / "cpu"
     model.write_text(MODEL.to_yaml())
-    before = Gauge()
-    command = [sys.executable, "-m", "simtune", "profile", "--device", "cpu", "--model", str(model), "--budget", "80s"]
-    subprocess.run([*command, "--out", str(out), "--quiet"], check=True, stdout=subprocess.DEVNULL)
-    gauge = Gauge(median([before.reference_s, Gauge().reference_s]))
-    hardware = load_hardware(str(out))
+    command = [sys.executable, "-m", "simtune", "profile", "--device", "cpu", "--model", str(model), "--out", str(out)]
+    measured: dict[str, list[Result]] = {}
+    steps: list[TimedStep] = []
+    for part in range(1, REPEATS + 1):
+        budget = f"{part * BUDGET_S // REPEATS}s"
+        subprocess.run([*command, "--budget", budget, "--quiet"], check=True, stdout=subprocess.DEVNULL)
+        deployment = deployed(load_hardware(str(out)))
+        if part == 1:
+            kernels = json.loads((out / "measurements.jsonl").read_text().splitlines()[0])["kernels"]
+            executor = engine.executor(deployment, attention=kernels["decode_attention.bf16"])
+            loads = three_loads(deployment, at_once(REQUESTS, 0, (32, 384), (8, 64)), 1)
+            engine.serve(deployment, at_once(3, 5, (32, 100), (4, 8)), executor)
+        for name, stream in loads.items():
+            serving = engine.serve(deployment, stream, executor)
+            measured.setdefault(name, []).append(serving.result)
+            steps += [step.timed() for step in serving.steps]
+    print(f"\nkernels: {kernels}")
+    show_steps(deployment, steps)
+    return {name: (deployment.simulate(stream), measured[name]) for name, stream in loads.items()}
+
+
+def deployed(hardware: Hardware) -> Deployment:
+    """One instance of the model with room for all."""
     pool = Pool(
         hardware=hardware.name,
         instances=1,
@@ -71,18 +90,30 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Result, 
         async_scheduling=False,
         cuda_graphs=False,
     )
-    deployment = deploy(Plan(name="narrow", model=MODEL.name, pools=(pool,)), MODEL, hardware)
-    header = json.loads(Path(out / "measurements.jsonl").read_text().splitlines()[0])
-    print(f"\nkernels: {header['kernels']}")
-    executor = engine.executor(deployment, attention="sdpa_grouped")
-    loads = three_loads(deployment, at_once(REQUESTS, 0, (32, 384), (8, 64)), 1)
-    engine.serve(deployment, at_once(3, 5, (32, 100), (4, 8)), executor)
-    measured: dict[str, list[Result]] = {name: [] for name in loads}
-    for _ in range(REPEATS):
-        for name, stream in loads.items():
-            clock = ProcessorClock(gauge)
-            measured[name].append(engine.serve(deployment, stream, executor, clock=clock).result)
-    return {name: (deployment.simulate(stream), measured[name]) for name, stream in loads.items()}
+    return deploy(Plan(name="narrow", model=MODEL.name, pools=(pool,)), MODEL, hardware)
+
+
+def show_steps(deployment: Deployment, steps: Sequence[TimedStep]) -> None:
+    """By decodes and prompt tokens, in octaves: how many steps, what they took, and what each kind of kernel and the
+    host are said to take."""
+    pool = deployment.pools[0]
+    costs = StepModel(MODEL, pool.hardware, pool.spec)
+    groups: dict[tuple[int, int], list[TimedStep]] = {}
+    for step in steps:
+        shape = step.batch.num_decodes, step.batch.num_tokens - step.batch.num_decodes
+        groups.setdefault((shape[0].bit_length(), shape[1].bit_length()), []).append(step)
+    print("decodes  prompt tokens  steps  measured ms  predicted ms    off")
+    for key, group in sorted(groups.items()):
+        decodes, tokens = (f"{1 << bits >> 1}-{(1 << bits) - 1}" for bits in key)
+        parts: dict[str, float] = {}
+        for step in group:
+            said = {**costs.breakdown(step.batch), "host": costs.host_s(step.batch.num_seqs)}
+            for kind, seconds in said.items():
+                parts[kind] = parts.get(kind, 0.0) + 1e3 * seconds / len(group)
+        found, said_ms = 1e3 * sum(s.seconds for s in group) / len(group), sum(parts.values())
+        by_kind = ", ".join(f"{kind} {ms:.2f}" for kind, ms in parts.items())
+        print(f"{decodes:>7}  {tokens:>13}  {len(group):5}  {found:11.2f}  {said_ms:12.2f}  {said_ms / found - 1:+.1%}")
+        print(f"{'':9}{by_kind}")
 
 
 def test_kernels_alone_foretell_the_engine(served: dict[str, tuple[Result, list[Result]]], record: Recorder) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,10 @@ from simtune.runs.files import write_file
 if TYPE_CHECKING:
     from simtune.profiling.checks import Errors
     from simtune.profiling.run import LiveStatus, Profiled
+    from simtune.specs.hardware import Hardware
+    from simtune.specs.model import Model
+    from simtune.validation.added import Added
+    from simtune.validation.engine_profile import EngineProfile
 
 COMMENT = """Fitted by `simtune profile` to what it measured on one machine; measure again rather than edit this file.
 `simtune fit` makes the same operators of the run's measurements.jsonl."""
@@ -66,7 +70,13 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str) -> tuple[in
     type=click.Choice(["fp32", "bf16", "fp16", "fp8", "int8"]),
     help="Instead of the models' own; may be repeated. fp8 and int8 are of weights and their inputs.",
 )
-@click.option("--engine", type=click.Choice(["torch", "vllm"]), default=None, help="Whole steps of it, not operators.")
+@click.option(
+    "--engine",
+    type=click.Choice(["torch", "transformers", "vllm"]),
+    default=None,
+    help="Whole steps of it, not operators.",
+)
+@click.option("--kernels", default=None, metavar="PROFILE", help="With --engine: measured here, to split its steps by.")
 @click.option("--vllm-python", default=None, metavar="FILE", help="With --engine vllm: the interpreter that has it.")
 @click.option("--max-num-seqs", type=click.IntRange(min=2), default=16, show_default=True, help="With --engine.")
 @click.option("--max-num-batched-tokens", type=click.IntRange(min=16), default=256, show_default=True, help="The same.")
@@ -83,6 +93,7 @@ def profile(  # noqa: PLR0913 - one for each option
     dtypes: tuple[str, ...],
     target: float | None,
     engine: str | None,
+    kernels: str | None,
     vllm_python: str | None,
     max_num_seqs: int,
     max_num_batched_tokens: int,
@@ -100,7 +111,10 @@ def profile(  # noqa: PLR0913 - one for each option
     if engine is not None:
         sizes = (max_num_seqs, max_num_batched_tokens, max_model_len)
         wrong = {"--target": target, "--tp": tps != (1,) or None, "a second --model": references[1:] or None}
-        return _profile_engine(engine, references[0], dtypes, out, sizes, budget, device, vllm_python, wrong, as_json)
+        options = {"device": device or "cpu", **({} if vllm_python is None else {"python": vllm_python})}
+        return _profile_engine(engine, references[0], dtypes, out, sizes, budget, options, kernels, wrong, as_json)
+    if kernels is not None:
+        raise UsageError("--kernels splits the steps of an engine; give it with --engine")
     from simtune.profiling.timing import now
 
     started = now()
@@ -150,8 +164,8 @@ def _profile_engine(  # noqa: PLR0913 - one for each option
     out: Path,
     sizes: tuple[int, int, int],
     budget: float,
-    device: str | None,
-    python: str | None,
+    options: Mapping[str, str],
+    kernels: str | None,
     wrong: Mapping[str, object],
     as_json: bool,
 ) -> int:
@@ -163,10 +177,10 @@ def _profile_engine(  # noqa: PLR0913 - one for each option
     given = [name for name, value in wrong.items() if value is not None]
     if given:
         raise UsageError(f"{' and '.join(given)} cannot be given with --engine; leave it out")
-    if (engine == "vllm") != (python is not None):
+    if (engine == "vllm") != ("python" in options):
         raise UsageError("--engine vllm needs --vllm-python, the interpreter that has it (`make vllm`); no other does")
     (model,) = _in(catalog.load_model(reference), dtypes[:1])
-    options = {"device": device or "cpu", **({} if python is None else {"python": python})}
+    hardware = None if kernels is None else catalog.load_hardware(kernels)
     try:
         profiled = profile_engine(
             lambda reference_s: driver(engine, model, EngineSize(*sizes), reference_s=reference_s, **options),
@@ -177,19 +191,47 @@ def _profile_engine(  # noqa: PLR0913 - one for each option
     except KeyboardInterrupt:
         click.echo(f"interrupted; what was measured is in {out}, and the same command goes on from there", err=True)
         return 130
+    added = [] if hardware is None else _added(profiled, model, hardware, sizes)
     if as_json:
-        print_json({"written": str(out / STEPS), **profiled.summary})
-        return 0
+        split = {a.kind: {**a._asdict(), "share": a.share} for a in added}
+        print_json({"written": str(out / STEPS), **profiled.summary, **({"added": split} if split else {})})
+    else:
+        _show_engine(engine, profiled, added, out / STEPS)
+    return 0
+
+
+def _show_engine(engine: str, profiled: EngineProfile, added: Sequence[Added], steps: Path) -> None:
+    summary = profiled.summary
     rows = [
         (kind, f"{e.steps:,}", *(f"{100 * x:.1f}" for x in (e.median, e.p90)), f"{100 * e.total:+.1f}")
         for kind, e in profiled.errors.items()
     ]
-    print_table(f"{engine}, {model.name}: whole steps that were not fitted", HELD_OUT_COLUMNS, rows)
-    click.echo(f"{profiled.summary['steps']:,} steps fitted, {profiled.summary['spent_s']:.0f} s")
-    click.echo(f"wrote {out / STEPS}")
-    return 0
+    print_table(f"{engine}, {summary['model']}: whole steps that were not fitted", HELD_OUT_COLUMNS, rows)
+    if added:
+        cells = [(a.kind, f"{a.steps:,}", *(f"{1e3 * x:.3f}" for x in a[2:]), f"{100 * a.share:.1f}") for a in added]
+        print_table(f"what {engine} adds to the kernels of the profile", ADDED_COLUMNS, cells)
+    click.echo(f"{summary['steps']:,} steps fitted, {summary['spent_s']:.0f} s")
+    click.echo(f"wrote {steps}")
 
 
+def _added(profiled: EngineProfile, model: Model, hardware: Hardware, sizes: tuple[int, int, int]) -> list[Added]:
+    """What its steps take beside their kernels."""
+    from simtune.costs.iteration import StepModel
+    from simtune.specs.plan import Batching, Pool
+    from simtune.validation.added import added
+
+    seats, tokens, longest = sizes
+    pool = Pool(
+        hardware=hardware.name,
+        instances=1,
+        batching=Batching(max_num_seqs=seats, max_num_batched_tokens=tokens),
+        max_model_len=longest,
+        cuda_graphs=False,
+    )
+    return added(profiled.fitted, StepModel(model, hardware, pool))
+
+
+ADDED_COLUMNS = ("steps", "number", "measured ms", "kernels ms", "added per step ms", "per sequence ms", "share %")
 HELD_OUT_COLUMNS = ("steps", "number", "median %", "p90 %", "all together %")
 
 

@@ -456,13 +456,15 @@ def fit_imbalance(table: ImbalanceTable, form: OperatorForm, processors: int) ->
 
 def fit_host(table: HostTable) -> tuple[float, float]:
     """(seconds per step, seconds per sequence), both >= 0, by robust least squares on the relative error."""
-    from scipy.optimize import least_squares
+    from scipy.optimize import least_squares, nnls
 
     def relative_error(theta: Array) -> Array:
         predicted: Array = theta[0] + theta[1] * table.num_seqs
         return predicted / table.seconds - 1
 
-    start = float(table.seconds.min())
-    scale = (start, start / float(table.num_seqs.max()))
-    fit = least_squares(relative_error, [start, 0.0], bounds=(0, np.inf), x_scale=scale, loss="soft_l1", f_scale=_SCALE)
+    terms = np.column_stack([np.ones(len(table.seconds)), table.num_seqs]) / table.seconds[:, None]
+    start, _ = nnls(terms, np.ones(len(table.seconds)))
+    shortest = float(table.seconds.min())
+    scale = (shortest, shortest / float(table.num_seqs.max()))
+    fit = least_squares(relative_error, start, bounds=(0, np.inf), x_scale=scale, loss="soft_l1", f_scale=_SCALE)
     return float(fit.x[0]), float(fit.x[1])

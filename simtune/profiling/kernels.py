@@ -109,6 +109,22 @@ def _within(attend: Attend, backend: str) -> Attend:
     return chosen
 
 
+def apart(attend: Attend) -> Attend:
+    """The same, a call for each sequence: what engines do on a processor, where contexts of unequal length are not
+    padded and launches cost nothing."""
+
+    def one_by_one(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        return torch.cat([attend(q[i : i + 1], k[i : i + 1], v[i : i + 1], mask) for i in range(len(q))])
+
+    return one_by_one
+
+
+def keep(cache: Tensor, rows: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
+    """Keys and values (m, hk, d) of some tokens into a cache (2, rows, hk, positions, d)."""
+    cache[0][rows, :, positions] = k
+    cache[1][rows, :, positions] = v
+
+
 _FUSED = {
     f"{name}.{backend.split('_')[0].lower()}": _within(attend, backend)
     for backend in ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION")
@@ -303,6 +319,31 @@ def _host(task: MeasurementTask, operands: Operands, attend: Attend | None) -> l
             torch.tensor(values).to(operands.device, non_blocking=True)
 
     return [call]
+
+
+def around_step(rows: int, hidden: int, operands: Operands, dtype: str) -> Call:
+    """What an engine does around the layers of a step of so many decodes that no kernel is: it looks up embeddings and
+    angles, and picks the rows to sample."""
+    table, angles = operands.fresh((1024, hidden), dtype), operands.fresh((1024, 1, 64), dtype)
+    chosen = list(range(rows))
+
+    def call() -> None:
+        ids = torch.tensor(chosen, device=operands.device)
+        x = table[ids]
+        torch.zeros_like(x)
+        _ = angles[ids], angles[ids]
+        _ = x[chosen]
+
+    return call
+
+
+def around_layer(rows: int, heads: int, kv_heads: int, head_dim: int, operands: Operands, dtype: str) -> Call:
+    """The same within a layer: it keeps keys and values where they belong."""
+    cache = operands.fresh((2, rows, kv_heads, PAGE, head_dim), dtype)
+    both = operands.fresh((rows, heads + 2 * kv_heads, head_dim), dtype)
+    seats = torch.arange(rows, device=operands.device)
+    positions = torch.zeros(rows, dtype=torch.long, device=operands.device)
+    return partial(keep, cache, seats, positions, both[:, heads : heads + kv_heads], both[:, heads + kv_heads :])
 
 
 def _sizes(task: MeasurementTask) -> tuple[int, ...]:

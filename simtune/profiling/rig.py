@@ -9,23 +9,40 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from math import prod
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from simtune.errors import SimtuneError, UsageError
 from simtune.profiling import kernels
 from simtune.profiling.collectives import COLLECTIVES, Group
 from simtune.profiling.decoder import Decoder
-from simtune.profiling.kernels import ATTENTION, CANDIDATES
+from simtune.profiling.kernels import ATTENTION, CANDIDATES, Attend
 from simtune.profiling.operands import Operands
-from simtune.profiling.plan import Limits, MeasurementTask, work
-from simtune.profiling.timing import BUSY, Call, CpuThread, Measured, Sample, Timer, cpu_timer, measure, now
+from simtune.profiling.plan import Limits, MeasurementTask, products, work
+from simtune.profiling.timing import (
+    BUSY,
+    WARM_UP_S,
+    AmongOthers,
+    Call,
+    CpuThread,
+    Measured,
+    Sample,
+    Timer,
+    cpu_timer,
+    measure,
+    now,
+)
 from simtune.specs.model import FullAttention, Model
 
 _GPU_WARM_UP_S = 1.0
+_SHORT = ("decode_attention", "prefill_attention", "tree_attention", "elementwise", "quantise", "sampling")
+"""Kinds of calls whose code is not in the caches either when a model comes to them."""
 
 
 class CudaEvents:
@@ -33,6 +50,7 @@ class CudaEvents:
 
     name = "events"
     shortest_s = 3e-4
+    warm_up_s = WARM_UP_S
     _WAIT_CYCLES = 2_000_000  # about a millisecond: longer than launching the calls of a short sample
 
     def sample(self, calls: Sequence[Call], first: int, count: int) -> Sample:
@@ -234,7 +252,8 @@ class TorchRig:
         times = {}
         for name in CANDIDATES[self._device.type][trial.kind]:
             try:
-                times[name] = measure(self._timer, kernels.calls(trial, self._operands, ATTENTION[name])).seconds
+                calls = kernels.calls(trial, self._operands, self._kernel_of(trial.kind, name))
+                times[name] = measure(self._as_in_a_model(trial), calls).seconds
             except (RuntimeError, TypeError, AttributeError, ValueError):
                 continue  # no such kernel here
         if not times:
@@ -282,9 +301,9 @@ class TorchRig:
             return self._group(task).measure(task)
         calls = self._calls(task)
         if task.kind == "host":
-            return measure(CpuThread() if not self._cuda else cpu_timer(calls[0], 5)[0], calls)
+            return measure(cpu_timer(calls[0], 5)[0], calls) if self._cuda else self._host(task, calls[0])
         try:
-            measured = measure(self._timer, calls)
+            measured = measure(self._as_in_a_model(task), calls)
         except RuntimeError:
             if self._eager is None:
                 raise
@@ -292,10 +311,41 @@ class TorchRig:
             measured = measure(self._eager, calls)  # what waits for the host cannot be captured
         if measured.timer == "wall" and measured.clean < BUSY / 2:
             self._timer = CpuThread()  # the machine has become busy, and may stay so
-            measured = measure(self._timer, calls)
+            measured = measure(self._as_in_a_model(task), calls)
         if measured.timer == "graph" and self._eager is not None:
             measured = replace(measured, eager=measure(self._eager, calls).seconds)
         return replace(measured, kernel=self._kernel(task, calls[0]))
+
+    def _as_in_a_model(self, task: MeasurementTask) -> Timer:
+        """On a processor what is short is timed behind a matrix product over weights that push all else out."""
+        if self._cuda or task.kind not in _SHORT:
+            return self._timer
+        return AmongOthers(self._timer, self._products(), _read_first)
+
+    def _products(self) -> list[Call]:
+        """Of one row, with the largest weights of a layer of the first model."""
+        model = next(iter(self._models.values()))
+        n, k = max(products(model, model.layers[0], 1), key=prod, default=(4096, 4096))
+        x = self._operands.fresh((1, k), model.dtype)
+        return [partial(F.linear, x, weight) for weight in self._operands.rotating((n, k), model.dtype)]
+
+    def _host(self, task: MeasurementTask, between: Call) -> Measured:
+        """Between two steps, and what is no kernel around the layers of the first model and within each of them."""
+        model, rows = next(iter(self._models.values())), round(task.shape["sequences"])
+        attention, timer = model.layers[0].attention, AmongOthers(CpuThread(), self._products())
+        around = kernels.around_step(rows, model.hidden_size, self._operands, model.dtype)
+
+        def step() -> None:
+            between()
+            around()
+
+        found = [(1, measure(timer, [step]))]
+        if isinstance(attention, FullAttention):
+            heads = attention.heads, attention.kv_heads, attention.head_dim
+            within = kernels.around_layer(rows, *heads, self._operands, model.dtype)
+            found.append((model.num_layers, measure(timer, [within])))
+        every = {name: sum(n * getattr(m, name) for n, m in found) for name in ("seconds", "mad", "p10", "p90")}
+        return replace(found[0][1], **every)
 
     def _group(self, task: MeasurementTask) -> Group:
         """The processes of the size a collective asks for; the last ones are kept."""
@@ -317,14 +367,21 @@ class TorchRig:
         if task.kind == "step":
             return [self._step(task)]
         name = self._attend.get(f"{task.kind}.{task.dtype}")
-        return kernels.calls(task, self._operands, None if name is None else ATTENTION[name])
+        return kernels.calls(task, self._operands, None if name is None else self._kernel_of(task.kind, name))
+
+    def _kernel_of(self, kind: str, name: str) -> Attend:
+        """A kernel of attention as it is called here."""
+        return ATTENTION[name] if self._cuda or kind != "decode_attention" else kernels.apart(ATTENTION[name])
 
     def _step(self, task: MeasurementTask) -> Call:
         assert task.variant is not None
         key = (task.variant, round(task.shape["layers"]))
         if key not in self._decoders:
             self._decoders = {key: Decoder(self._models[task.variant], key[1], self._operands)}
-        decode, prefill = (ATTENTION[self._attend[f"{kind}_attention.{task.dtype}"]] for kind in ("decode", "prefill"))
+        decode, prefill = (
+            self._kernel_of(kind, self._attend[f"{kind}.{task.dtype}"])
+            for kind in ("decode_attention", "prefill_attention")
+        )
         return self._decoders[key].step(task.shape, decode, prefill)
 
     def _kernel(self, task: MeasurementTask, call: Call) -> str | None:
@@ -334,6 +391,11 @@ class TorchRig:
         if task.operator not in self._names:
             self._names[task.operator] = _longest(call, self._cuda)
         return self._names[task.operator]
+
+
+def _read_first(call: Any) -> None:
+    """The first operand of a call, which is what the one before it made."""
+    call.args[0].sum()
 
 
 def _longest(call: Call, cuda: bool) -> str:

@@ -130,7 +130,7 @@ class _Drive:
         await self._read_metrics()
         beside = [asyncio.create_task(self._scrape()), asyncio.create_task(self._look())]
         try:
-            with Echo() as self._echo:
+            with Echo(by_kernel=not self._server.tls) as self._echo:
                 await (self._closed_loop() if self._stream.arrival_s is None else self._open_loop())
         finally:
             for task in beside:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 ECHO_EVERY_S = 0.005
 
@@ -20,6 +22,38 @@ def now() -> float:
 def pause(seconds: float) -> None:
     """Do nothing for a while."""
     time.sleep(seconds)
+
+
+_STAMPED = getattr(socket, "SO_TIMESTAMPNS", 35) if sys.platform == "linux" else None
+_STAMP = struct.Struct("@qq")  # seconds and nanoseconds
+
+
+class StampedSocket:
+    """A socket whose messages the kernel stamps as they come in, where it can: then nobody need read them in time.
+
+    What is read at once has one stamp, that of the last message.
+    """
+
+    def __init__(self, its: socket.socket) -> None:
+        """Takes a connected TCP socket over, which waits for nothing from then on."""
+        self.socket = its
+        its.setblocking(False)
+        if _STAMPED is not None:
+            with suppress(OSError):  # then they are stamped when they are read
+                its.setsockopt(socket.SOL_SOCKET, _STAMPED, 1)
+
+    def receive(self, most: int = 1 << 16) -> tuple[float, bytes]:
+        """What has come, and when by `now`; nothing at the end. Raises OSError."""
+        data, more, _, _ = self.socket.recvmsg(most, _ROOM)
+        seen = now()
+        for level, kind, stamp in more:
+            if (level, kind, len(stamp)) == (socket.SOL_SOCKET, _STAMPED, _STAMP.size):
+                seconds, nanoseconds = _STAMP.unpack(stamp)
+                seen -= max(0.0, (time.time_ns() - seconds * 10**9 - nanoseconds) * 1e-9)
+        return seen, data
+
+
+_ROOM = socket.CMSG_SPACE(_STAMP.size)
 
 
 class Ticker:
@@ -49,30 +83,36 @@ class Ticker:
 
 
 class Echo:
-    """How long what comes over a socket waits until an event loop looks at it.
+    """How late the stamps of what comes over a socket are.
 
-    A thread sends the time over a socket pair every `ECHO_EVERY_S`; the loop reads it and compares. That is what a
-    token that comes at such a moment waits for its stamp. Enter it within the loop.
+    A thread sends the time over a connection of the loopback every `ECHO_EVERY_S`; the loop reads it and compares. That
+    is what a token that comes at such a moment waits for its stamp: until the kernel has it, or until an event loop
+    looks. Enter it within the loop.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_kernel: bool = True) -> None:
+        """`by_kernel`: whether the messages that it stands for are stamped by the kernel."""
         self.delays_s: list[float] = []
+        self._by_kernel = by_kernel
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._send, name="simtune-echo", daemon=True)
 
     def __enter__(self) -> Echo:
-        self._near, self._far = socket.socketpair()
-        self._near.setblocking(False)
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            self._far = socket.create_connection(server.getsockname())
+            near, _ = server.accept()
+        self._far.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._near = StampedSocket(near)
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._near, self._receive)
+        self._loop.add_reader(near, self._receive)
         self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._over.set()
         self._thread.join()
-        self._loop.remove_reader(self._near)
-        self._near.close()
+        self._loop.remove_reader(self._near.socket)
+        self._near.socket.close()
         self._far.close()
 
     def _send(self) -> None:
@@ -80,6 +120,6 @@ class Echo:
             self._far.send(struct.pack("d", now()))
 
     def _receive(self) -> None:
-        data = self._near.recv(8 * 1024)
-        seen = now()
+        at_s, data = self._near.receive(8 * 1024)
+        seen = at_s if self._by_kernel else now()
         self.delays_s += [seen - sent for (sent,) in struct.iter_unpack("d", data)]

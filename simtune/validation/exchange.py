@@ -1,7 +1,8 @@
 """HTTP as a load client needs it: one request over a connection of its own, and what comes back with its times.
 
-Engines send the tokens of a step to all streams at once. So as little as can be is done while they come: every piece is
-stamped and kept as it is; it is read as HTTP when all is over. Proxies and redirects are not followed.
+Engines send the tokens of a step to all streams at once. So the kernel stamps every piece as it comes in, and as little
+as can be is done with it: it is kept as it is, and read as HTTP when all is over. Proxies and redirects are not
+followed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from simtune.errors import EngineError, UsageError
-from simtune.validation.clock import now
+from simtune.validation.clock import StampedSocket, now
 
 _LAST_CHUNK = b"0\r\n\r\n"
 
@@ -75,15 +76,28 @@ class Address:
 
     async def open(self, request: bytes) -> Exchange:
         """Connect and send. Raises OSError where the server cannot be reached."""
-        loop, tls = asyncio.get_running_loop(), self.server.tls
-        _, exchange = await loop.create_connection(
-            lambda: Exchange(request, loop.create_future()),
-            self.host,
-            self.server.port,
-            family=self.family,
-            ssl=True if tls else None,
-            server_hostname=self.server.name if tls else None,
-        )
+        loop = asyncio.get_running_loop()
+        if self.server.tls:
+            _, private = await loop.create_connection(
+                lambda: PrivateExchange(request, loop.create_future()),
+                self.host,
+                self.server.port,
+                family=self.family,
+                ssl=True,
+                server_hostname=self.server.name,
+            )
+            return private
+        its = socket.socket(self.family, socket.SOCK_STREAM)
+        its.setblocking(False)
+        try:
+            await loop.sock_connect(its, (self.host, self.server.port))
+            its.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            exchange = StampedExchange(StampedSocket(its), loop)
+            await loop.sock_sendall(its, request)
+        except BaseException:
+            its.close()
+            raise
+        exchange.listen()
         return exchange
 
 
@@ -98,15 +112,67 @@ async def look_up(server: ServerAddress) -> Address:
     return Address(server, family, str(host[0]))
 
 
-class Exchange(asyncio.Protocol):
+class Exchange:
     """One request under way, and what has come back."""
 
-    def __init__(self, request: bytes, closed: asyncio.Future[None]) -> None:
+    def __init__(self, closed: asyncio.Future[None]) -> None:
         """`closed` is done when the connection is."""
         self.pieces: list[Piece] = []
         self.closed = closed
         self.last_s = now()
         """When it was last heard of."""
+
+    def abort(self) -> None:
+        """Close without waiting for anything."""
+        raise NotImplementedError
+
+    def _take(self, at_s: float, data: bytes) -> bool:
+        """Keep what comes, with its time; whether it is the end, after which some servers keep the connection."""
+        self.last_s = at_s
+        self.pieces.append((at_s, data))
+        return data.endswith(_LAST_CHUNK) and data[-7:-5] in (b"", b"\r\n")
+
+    def _is_over(self) -> None:
+        """In order or not: what came says which."""
+        if not self.closed.done():
+            self.closed.set_result(None)
+
+
+class StampedExchange(Exchange):
+    """Over a socket whose messages the kernel stamps."""
+
+    def __init__(self, its: StampedSocket, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop.create_future())
+        self._socket, self._loop = its, loop
+
+    def listen(self) -> None:
+        """Keep what comes from now on."""
+        self._loop.add_reader(self._socket.socket, self._read)
+
+    def _read(self) -> None:
+        try:
+            at_s, data = self._socket.receive()
+        except BlockingIOError:
+            return
+        except OSError:
+            self.abort()
+            return
+        if not data or self._take(at_s, data):
+            self.abort()
+
+    def abort(self) -> None:
+        """See `Exchange`."""
+        if self._socket.socket.fileno() >= 0:
+            self._loop.remove_reader(self._socket.socket)
+            self._socket.socket.close()
+        self._is_over()
+
+
+class PrivateExchange(Exchange, asyncio.Protocol):
+    """Over TLS: stamped when an event loop has read it."""
+
+    def __init__(self, request: bytes, closed: asyncio.Future[None]) -> None:
+        super().__init__(closed)
         self._request = request
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -116,19 +182,16 @@ class Exchange(asyncio.Protocol):
         transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        """Keep what comes, with its time."""
-        self.last_s = now()
-        self.pieces.append((self.last_s, data))
-        if data.endswith(_LAST_CHUNK) and data[-7:-5] in (b"", b"\r\n"):
-            self._transport.close()  # some servers would keep it open
+        """Keep it."""
+        if self._take(now(), data):
+            self._transport.close()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Over, in order or not: what came says which."""
-        if not self.closed.done():
-            self.closed.set_result(None)
+        """It is over."""
+        self._is_over()
 
     def abort(self) -> None:
-        """Close without waiting for anything."""
+        """See `Exchange`."""
         self._transport.abort()
 
 
@@ -228,17 +291,17 @@ def _first_chunk(data: bytes, begin: int) -> _Cut | None:
 
 async def fetch(address: Address, path: str, silence_s: float) -> list[Piece]:
     """What comes back for GET, within so many seconds; nothing where the server cannot be reached."""
+    exchange: Exchange | None = None
     try:
-        exchange = await asyncio.wait_for(address.open(address.server.request("GET", path)), silence_s)
+        async with asyncio.timeout(silence_s):
+            exchange = await address.open(address.server.request("GET", path))
+            await exchange.closed
     except (OSError, TimeoutError):
-        return []
-    try:
-        await asyncio.wait_for(asyncio.shield(exchange.closed), silence_s)
-    except TimeoutError:
         pass
     finally:
-        exchange.abort()
-    return exchange.pieces
+        if exchange is not None:
+            exchange.abort()
+    return exchange.pieces if exchange is not None else []
 
 
 def ask(server: ServerAddress, path: str, silence_s: float = 10.0) -> bytes:

@@ -6,7 +6,19 @@ from collections.abc import Sequence
 
 import pytest
 
-from simtune.profiling.timing import ALLOWANCE_S, FEWEST, MOST, Call, CpuThread, CpuWall, Sample, Timer, measure
+from simtune.profiling.timing import (
+    ALLOWANCE_S,
+    FEWEST,
+    MOST,
+    WARM_UP_S,
+    AmongOthers,
+    Call,
+    CpuThread,
+    CpuWall,
+    Sample,
+    Timer,
+    measure,
+)
 
 
 class Pretended:
@@ -14,6 +26,7 @@ class Pretended:
 
     name = "pretended"
     shortest_s = 3e-4
+    warm_up_s = WARM_UP_S
 
     def __init__(self, *samples: Sample) -> None:
         self.samples, self.counts, self.starts = list(samples), list[int](), list[int]()
@@ -83,3 +96,12 @@ def test_the_clocks_of_a_processor_time_what_is_called(timer: Timer) -> None:
     sample = timer.sample(calls, 1, 3)
     assert made == [1, 0, 1]
     assert sample.seconds >= 0
+
+
+def test_among_others_only_what_is_measured_counts() -> None:
+    made: list[str] = []
+    others = [lambda: made.append("a"), lambda: made.append("b")]
+    timer = AmongOthers(Pretended(*(Sample(1e-3 * i, i != 2) for i in range(1, 4))), others)
+    assert timer.sample([nothing], 0, 3) == Sample(pytest.approx(2e-3), False)
+    assert made == ["a", "b", "a"]
+    assert timer.name == "pretended"

@@ -47,6 +47,21 @@ def test_kernels_of_attention_agree_with_the_book(name: str, tokens: int, contex
     assert torch.allclose(found, softmax_attention(q, k, v, (past <= 0) & (past > -window)), atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["sdpa", "sdpa_grouped", "matmul"])
+def test_sequences_apart_attend_as_together(name: str) -> None:
+    q, k, v = (torch.randn(3, h, n, 16) for h, n in ((8, 1), (2, 17), (2, 17)))
+    together = kernels.ATTENTION[name]
+    assert torch.allclose(kernels.apart(together)(q, k, v, None), together(q, k, v, None), atol=1e-5)
+
+
+def test_keys_and_values_are_kept_where_they_belong() -> None:
+    cache, (k, v) = torch.zeros(2, 3, 2, 8, 4), torch.randn(2, 2, 2, 4)
+    kernels.keep(cache, torch.tensor([2, 0]), torch.tensor([5, 1]), k, v)
+    assert torch.equal(cache[0, 2, :, 5], k[0])
+    assert torch.equal(cache[1, 0, :, 1], v[1])
+    assert int((cache != 0).sum()) == k.numel() + v.numel()
+
+
 def test_a_drafted_token_sees_the_context_and_its_ancestors() -> None:
     mask = kernels.tree_mask(5, 8, CPU)
     assert mask[:, :3].all()
@@ -118,8 +133,10 @@ def test_a_rig_measures_a_processor() -> None:
     told = rig.describe()
     assert told["device"].endswith("one thread")
     assert told["processors"] == 1
-    task = next(t for t in plan([model(hidden=128)], (1,), rig.limits(1e-3, 1.0)).tasks if t.kind == "gemm")
-    found = rig.measure(task)
+    tasks = {t.kind: t for t in plan([model(hidden=128)], (1,), rig.limits(1e-3, 1.0)).tasks}
+    for kind in ("host", "elementwise", "decode_attention", "sampling"):
+        assert rig.measure(tasks[kind]).seconds > 0
+    found = rig.measure(tasks["gemm"])
     assert found.seconds > 0
     assert found.kernel is not None
     assert found.kernel.startswith("aten.")

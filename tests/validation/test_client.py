@@ -1,6 +1,9 @@
 """The load client against a server that misbehaves on purpose: every failure has its name, the rest is kept."""
 
 import re
+import select
+import socket
+import sys
 import threading
 
 import numpy as np
@@ -11,6 +14,7 @@ from simtune.sim.requests import RequestStream, build_stream
 from simtune.specs.workload import Arrivals, ClosedLoop, FixedInterval, FixedLength, SharedPrefix, Workload
 from simtune.testing.fake_server import FakeServer
 from simtune.validation.client import Patience, Traffic, send, served_model
+from simtune.validation.clock import StampedSocket, now, pause
 from simtune.validation.exchange import Piece, ServerAddress, ask, read_response
 from simtune.validation.prometheus import MetricsReading, engine_facts
 from simtune.validation.prompts import Prompts
@@ -215,3 +219,23 @@ def test_a_response_says_whether_it_is_whole(raw: bytes, complete: bool) -> None
 )
 def test_what_is_no_response_is_none(raw: bytes) -> None:
     assert read_response([(0.0, raw)]) is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other kernels are not asked")
+def test_the_kernel_stamps_what_nobody_has_read() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as far:
+        near, _ = server.accept()
+        stamped = StampedSocket(near)
+        with pytest.raises(BlockingIOError):
+            stamped.receive()
+        far.sendall(b"token")
+        sent_s = now()
+        while not select.select([near], [], [], 10)[0]:
+            pass
+        pause(0.05)
+        read_s = now()
+        at_s, data = stamped.receive()
+        assert data == b"token"
+        assert at_s < read_s - 0.04
+        assert at_s < sent_s + 10
+        near.close()

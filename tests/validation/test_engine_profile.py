@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,14 @@ from simtune.costs.calibration import read_steps
 from simtune.costs.engine_steps import EngineSteps
 from simtune.errors import UsageError
 from simtune.validation.engine_profile import HELD_OUT, SESSIONS, STEPS, SUMMARY, EngineProfile, design, profile_engine
-from simtune.validation.engines.driving import EngineSize, driver, llama_config, stream_of
+from simtune.validation.engines.driving import (
+    DrivenRequest,
+    DrivenTimes,
+    EngineSize,
+    driver,
+    llama_config,
+    stream_of,
+)
 from tests.validation.driven_engine import PretendedDriver, tiny
 
 
@@ -93,7 +101,7 @@ def test_sessions_of_another_model_are_not_mixed(tmp_path: Path) -> None:
 
 
 def test_engines_and_models_that_cannot_be_driven_are_named() -> None:
-    with pytest.raises(UsageError, match="engine sglang: only torch and vllm"):
+    with pytest.raises(UsageError, match="engine sglang: only torch, transformers, vllm"):
         driver("sglang", tiny(), EngineSize())
     with pytest.raises(UsageError, match="cannot be started"):
         driver("vllm", tiny(), EngineSize(), python="/nowhere/python")
@@ -113,6 +121,29 @@ def test_the_command_profiles_the_torch_engine(tmp_path: Path) -> None:
     assert summary["engine"] == "torch"
     assert summary["held_out"]["decode"]["steps"] > 10
     assert EngineSteps.read(tmp_path / "out" / STEPS).decode(2, 100)[0] > 0
+
+
+@pytest.mark.skipif(find_spec("transformers") is None or find_spec("torch") is None, reason="needs transformers")
+def test_transformers_is_driven_as_it_schedules() -> None:
+    whole = tiny().model_copy(update={"dtype": "fp32", "weight_dtype": "fp32"})
+    its = driver("transformers", whole, EngineSize(4, 64, 256))
+    assert its.facts()["num_blocks"] == 64
+    requests = [DrivenRequest(0, 100, 4), DrivenRequest(1, 30, 3)]
+    done = its.run(requests)
+    works = [(s.batch.num_decodes, s.batch.context_tokens, s.batch.chunks) for s in done.steps]
+    assert works == [
+        (0, 0, ((0, 64),)),
+        (0, 0, ((64, 36), (0, 28))),
+        (1, 101, ((28, 2),)),
+        (2, 133, ()),
+        (2, 135, ()),
+    ]
+    assert done.requests == [DrivenTimes(0, 2, 5), DrivenTimes(1, 3, 5)]
+    assert all(step.seconds > 0 for step in done.steps)
+    for clock in ("cpu", "wall"):
+        timed = its.run(requests, clock).requests
+        assert all(times.sent < times.first_token < times.finish for times in timed)
+    its.close()
 
 
 @pytest.mark.parametrize(

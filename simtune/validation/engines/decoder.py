@@ -12,7 +12,7 @@ GPU, where launches count, decodes go together, padded to the longest.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -147,7 +147,7 @@ class CachedDecoder:
         assert isinstance(a, FullAttention)
         heads, hk, d = a.heads, a.kv_heads, a.head_dim
         positions = positions.to(self._device)
-        groups = self._groups(spans)
+        groups = [(group, self._mask(group)) for group in self._groups(spans)]
         seats = torch.tensor([span.row for span in spans for _ in range(span.tokens)], device=self._device)
         x = self._head[ids.to(self._device)]
         residual = torch.zeros_like(x)
@@ -156,9 +156,8 @@ class CachedDecoder:
             qkv, out, gate_up, down = layer.products
             projected = kernels.linear(kernels.norm(x, residual, layer.norms[0]), qkv).view(rows, heads + 2 * hk, d)
             rotated = kernels.rope(projected[:, : heads + hk], cos, sin)
-            cache[0][seats, :, positions] = rotated[:, heads:]
-            cache[1][seats, :, positions] = projected[:, heads + hk :]
-            attended = [self._attend_to(cache, rotated[:, :heads], group) for group in groups]
+            kernels.keep(cache, seats, positions, rotated[:, heads:], projected[:, heads + hk :])
+            attended = [self._attend_to(cache, rotated[:, :heads], *group) for group in groups]
             x = kernels.linear(torch.cat(attended) if len(attended) > 1 else attended[0], out)
             hidden = kernels.linear(kernels.norm(x, residual, layer.norms[1]), gate_up)
             x = kernels.linear(kernels.activation(hidden), down)
@@ -179,7 +178,12 @@ class CachedDecoder:
                 groups.append([span])
         return groups
 
-    def _attend_to(self, cache: Tensor, q: Tensor, group: list[_Span]) -> Tensor:
+    def _mask(self, group: list[_Span]) -> Any:
+        """Of a group that is one span."""
+        _, _, past, tokens = group[0]
+        return None if len(group) > 1 else kernels.sees(tokens, past + tokens, past + tokens, self._device)
+
+    def _attend_to(self, cache: Tensor, q: Tensor, group: list[_Span], mask: Any) -> Tensor:
         """(tokens, heads x head_dim) of the spans of a group."""
         if len(group) > 1:
             return self._attend_together(cache, q, group)
@@ -188,7 +192,6 @@ class CachedDecoder:
         k, v = cache[0, row : row + 1, :, :end], cache[1, row : row + 1, :, :end]
         if tokens == 1:
             return self._attend(q[first].view(1, -1, 1, q.shape[-1]), k, v, None).reshape(1, -1)
-        mask = kernels.sees(tokens, end, end, self._device)
         return (
             self._prefill(q[first : first + tokens].transpose(0, 1).unsqueeze(0), k, v, mask)[0]
             .transpose(0, 1)

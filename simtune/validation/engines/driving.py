@@ -14,15 +14,20 @@ import numpy as np
 
 from simtune.costs.calibration import TimedStep
 from simtune.costs.iteration import StepWork
+from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.errors import SimtuneError, UsageError
 from simtune.sim.deployment import NO_HARDWARE, Deployment, deploy
 from simtune.sim.parts import OwnCosts
 from simtune.sim.requests import RequestStream
 from simtune.specs.model import DenseFeedForward, FullAttention, Model
-from simtune.specs.plan import Batching, KvCache, Plan, Pool
+from simtune.specs.plan import Batching, KvCache, Plan, Policy, Pool
 from simtune.validation.engines import torch as torch_engine
-from simtune.validation.engines.clocks import EngineClock, ProcessorClock, WallClock
+from simtune.validation.engines import transformers
+from simtune.validation.engines.clocks import EngineClock, ProcessorClock, WallClock, processor_s, wall_s
+from simtune.validation.engines.in_process import version_of
 from simtune.validation.engines.serving import EngineLoop, Executor, Share
+from simtune.validation.prompts import Prompts
+from simtune.validation.weights import write_weights
 
 DriverClock = Literal["steps", "cpu", "wall"]
 
@@ -81,7 +86,7 @@ class StepDriver(Protocol):
 def driver(engine: str, model: Model, size: EngineSize, **options: Any) -> StepDriver:
     """The driver of an engine by its name. Raises UsageError for an unknown one, or where it is not installed."""
     if engine not in DRIVERS:
-        raise UsageError(f"engine {engine}: only {' and '.join(DRIVERS)} can be driven step by step")
+        raise UsageError(f"engine {engine}: only {', '.join(DRIVERS)} can be driven step by step")
     its: StepDriver = DRIVERS[engine](model, size, **options)
     return its
 
@@ -90,10 +95,14 @@ def driver(engine: str, model: Model, size: EngineSize, **options: Any) -> StepD
 
 
 class StepClock:
-    """Counts the steps that an executor runs."""
+    """Counts steps."""
 
-    def __init__(self, executor: Executor, slowness: EngineClock) -> None:
-        self._executor, self._slowness, self._at = executor, slowness, 0.0
+    def __init__(self, slowness: EngineClock) -> None:
+        self._slowness, self._at = slowness, 0.0
+
+    def stepped(self) -> None:
+        """A step was run."""
+        self._at += 1
 
     def now(self) -> float:
         """Steps run, and those waited for."""
@@ -107,10 +116,17 @@ class StepClock:
         """See `EngineClock`."""
         return self._slowness.gauge()
 
+
+class CountedExecutor:
+    """An executor whose steps a clock counts."""
+
+    def __init__(self, executor: Executor, clock: StepClock) -> None:
+        self._executor, self._clock = executor, clock
+
     def run(self, shares: Sequence[Share]) -> None:
         """As the executor does."""
         self._executor.run(shares)
-        self._at += 1
+        self._clock.stepped()
 
     def release(self, request: Any) -> None:
         """As the executor does."""
@@ -143,7 +159,8 @@ class TorchDriver:
         steady = ProcessorClock(self._gauge)
         ticking: EngineClock = WallClock() if clock == "wall" else steady
         if clock == "steps":
-            ticking = executor = StepClock(executor, steady)
+            ticking = counting = StepClock(steady)
+            executor = CountedExecutor(executor, counting)
         served = EngineLoop(core.scheduler, executor, ticking, stream).run()
         o, ticks = served.outcome, float(1 << 40)
         columns = np.stack([o.arrival, o.first_token, o.finish], axis=-1) / ticks
@@ -154,13 +171,15 @@ class TorchDriver:
         """Nothing to end."""
 
 
-def deployment_of(model: Model, size: EngineSize) -> Deployment:
-    """One instance of vLLM's batching with room for the longest request on every seat."""
+def deployment_of(model: Model, size: EngineSize, policy: Policy = "vllm-fcfs") -> Deployment:
+    """One instance of a policy's batching with room for the longest request on every seat."""
     blocks = 1 + size.max_num_seqs * -(-size.max_model_len // size.block_size)
     pool = Pool(
         hardware=NO_HARDWARE.name,
         instances=1,
-        batching=Batching(max_num_seqs=size.max_num_seqs, max_num_batched_tokens=size.max_num_batched_tokens),
+        batching=Batching(
+            policy=policy, max_num_seqs=size.max_num_seqs, max_num_batched_tokens=size.max_num_batched_tokens
+        ),
         kv_cache=KvCache(num_blocks=blocks, block_size=size.block_size),
         max_model_len=size.max_model_len,
         async_scheduling=False,
@@ -185,6 +204,62 @@ def stream_of(requests: Sequence[DrivenRequest]) -> RequestStream:
         class_names=("default",),
         slos=(None,),
     )
+
+
+class TransformersDriver:
+    """transformers' continuous batching, with random weights of the model."""
+
+    def __init__(
+        self,
+        model: Model,
+        size: EngineSize,
+        *,
+        device: str = "cpu",
+        reference_s: float | None = None,
+        policy: Policy = "transformers-fifo",
+    ) -> None:
+        """`reference_s` is that of an earlier run's gauge. Raises UsageError where transformers is not installed, or
+        no weights can be made for the model."""
+        transformers.check_installed()
+        self.size, self._vocab = size, model.vocab_size
+        self._deployment = deployment_of(model, size, policy)
+        with tempfile.TemporaryDirectory(prefix="simtune-weights-") as folder:
+            self._model = transformers.load(write_weights(model, Path(folder) / "weights"), device)
+        import simtune.validation.engines.gauge as gauge
+
+        self._gauge = gauge.Gauge(reference_s)
+
+    def facts(self) -> dict[str, Any]:
+        """See `StepDriver`."""
+        return {
+            "engine": "transformers",
+            "version": version_of("transformers"),
+            "reference_s": self._gauge.reference_s,
+            "num_blocks": self._deployment.pools[0].memory.num_blocks,
+        }
+
+    def run(self, requests: Sequence[DrivenRequest], clock: DriverClock = "steps", seed: int = 0) -> Driven:
+        """See `StepDriver`."""
+        stream, steady = stream_of(requests), ProcessorClock(self._gauge)
+        counting = StepClock(steady)
+        clocks: dict[DriverClock, EngineClock] = {"steps": counting, "cpu": steady, "wall": WallClock()}
+        session = transformers.Session(
+            transformers.manager_of(self._model, self._deployment),
+            self._deployment,
+            stream,
+            Prompts(stream, self._vocab, seed),
+            clocks[clock],
+            seconds=wall_s if clock == "wall" else processor_s,
+            stepped=counting.stepped,
+        )
+        times, arrival = session.run()
+        first_and_last = times.first_and_last()
+        driven = [DrivenTimes(at / TICKS_PER_SECOND, *both) for at, both in zip(arrival, first_and_last, strict=True)]
+        return Driven(session.steps, driven)
+
+    def close(self) -> None:
+        """Forget the weights."""
+        self._model = None
 
 
 # --- in another interpreter -------------------------------------------------------------------------------
@@ -278,7 +353,7 @@ class VllmDriver:
         self._folder.cleanup()
 
 
-DRIVERS: dict[str, Any] = {"torch": TorchDriver, "vllm": VllmDriver}
+DRIVERS: dict[str, Any] = {"torch": TorchDriver, "transformers": TransformersDriver, "vllm": VllmDriver}
 
 
 def _work(step: Mapping[str, Any]) -> StepWork:

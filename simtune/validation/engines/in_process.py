@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from math import nan
 
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.errors import UsageError
@@ -25,6 +26,10 @@ class TokenTimes:
     def came(self, request: int, at_s: float) -> None:
         """A token of a request is there."""
         self._times[request].append(at_s)
+
+    def first_and_last(self) -> list[tuple[float, float]]:
+        """Of each request; NaN of those without a token."""
+        return [(times[0], times[-1]) if times else (nan, nan) for times in self._times]
 
     def measured(self, stream: RequestStream, arrival: Sequence[int], facts: MeasuredFacts) -> MeasuredRun:
         """As a run; `arrival` is the tick at which each request came. Those without a token were refused."""

@@ -8,12 +8,14 @@ public.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from simtune.costs.calibration import TimedStep
+from simtune.costs.iteration import StepWork
 from simtune.costs.ticks import TICKS_PER_SECOND, to_ticks
 from simtune.errors import EngineError, UsageError
 from simtune.sim.agenda import NEVER, Agenda
@@ -21,7 +23,7 @@ from simtune.sim.deployment import Deployment
 from simtune.sim.requests import RequestStream
 from simtune.sim.source import RequestSource
 from simtune.specs.plan import Plan
-from simtune.validation.engines.clocks import CLOCKS, EngineClock
+from simtune.validation.engines.clocks import CLOCKS, EngineClock, processor_s
 from simtune.validation.engines.in_process import TokenTimes, check_clock, redeployed, version_of
 from simtune.validation.loads import warm_up
 from simtune.validation.measured import Clock, EngineFacts, MeasuredFacts, MeasuredRun
@@ -48,6 +50,12 @@ def check_plan(deployment: Deployment) -> None:
         raise UsageError(f"plan {deployment.plan.name}: the transformers engine has no {', '.join(has)}")
 
 
+def check_installed() -> None:
+    """Raises UsageError where it is not."""
+    if find_spec("torch") is None or find_spec("transformers") is None:
+        raise UsageError(INSTALL)
+
+
 class TransformersEngine:
     """See `simtune.validation.engine.Engine`. Every run begins with an empty cache."""
 
@@ -64,8 +72,7 @@ class TransformersEngine:
         without weights, and where transformers is not installed."""
         check_plan(deployment)
         check_clock(device, clock)
-        if find_spec("torch") is None or find_spec("transformers") is None:
-            raise UsageError(INSTALL)
+        check_installed()
         if not (weights / "config.json").is_file():
             raise UsageError(f"{weights}: has no config.json; `simtune weights MODEL --out DIR` makes a folder")
         self._deployment, self._weights, self._device = deployment, weights, device
@@ -77,7 +84,7 @@ class TransformersEngine:
         deployment = redeployed(plan, self._deployment)
         check_plan(deployment)
         if self._model is None:
-            self._model = _load(self._weights, self._device)
+            self._model = load(self._weights, self._device)
             self._serve(deployment, warm_up(stream), seed)
         times, arrival = self._serve(deployment, stream, seed)
         facts = MeasuredFacts(
@@ -98,19 +105,11 @@ class TransformersEngine:
 
     def _serve(self, deployment: Deployment, stream: RequestStream, seed: int) -> tuple[TokenTimes, list[int]]:
         prompts = Prompts(stream, self._deployment.model.vocab_size, seed)
-        texts = [prompts[number] for number in range(len(stream))]
-        session = _Session(
-            _manager(self._model, deployment), stream, texts, self._make_clock(), deployment.max_model_len
-        )
-        try:
-            return session.run()
-        except RuntimeError as error:
-            raise EngineError(f"transformers gave up: {error}") from error
-        finally:
-            session.manager.destroy()
+        return Session(manager_of(self._model, deployment), deployment, stream, prompts, self._make_clock()).run()
 
 
-def _load(weights: Path, device: str) -> Any:
+def load(weights: Path, device: str) -> Any:
+    """The model in a folder, on one thread. Raises UsageError where it cannot be loaded."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -121,7 +120,7 @@ def _load(weights: Path, device: str) -> Any:
         raise UsageError(f"{weights}: transformers cannot load it: {error}") from None
 
 
-def _manager(model: Any, deployment: Deployment) -> Any:
+def manager_of(model: Any, deployment: Deployment) -> Any:
     """With the plan's settings by its own names, not started."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
@@ -142,30 +141,47 @@ def _manager(model: Any, deployment: Deployment) -> Any:
     return model.init_continuous_batching(generation_config=greedy, continuous_batching_config=config)
 
 
-class _Session:
+class Session:
     """One stream of requests through one manager, step by step."""
 
     def __init__(
-        self, manager: Any, stream: RequestStream, texts: list[list[int]], clock: EngineClock, max_model_len: int
+        self,
+        manager: Any,
+        deployment: Deployment,
+        stream: RequestStream,
+        prompts: Prompts,
+        clock: EngineClock,
+        *,
+        seconds: Callable[[], float] = processor_s,
+        stepped: Callable[[], None] = lambda: None,
     ) -> None:
-        self.manager = manager
+        """The manager is used up. `seconds` times steps, and `stepped` is called after each."""
+        self._manager = manager
         self._processor = manager.batch_processor = manager._create_batch_processor()
         self._agenda = Agenda()
         self._source = RequestSource(stream, self._agenda)
-        self._texts, self._clock, self._max_model_len = texts, clock, max_model_len
+        self._texts = [prompts[number] for number in range(len(stream))]
+        self._clock, self._max_model_len = clock, deployment.max_model_len
+        self._seconds, self._stepped = seconds, stepped
         self._times = TokenTimes(len(stream))
+        self.steps: list[TimedStep] = []
 
     def run(self) -> tuple[TokenTimes, list[int]]:
-        """Times of tokens, and the tick at which each request came."""
+        """Times of tokens, and the tick at which each request came. Raises EngineError where transformers gives up."""
         self._source.begin()
-        while True:
-            self._clock.gauge()
-            self._arrive(to_ticks(self._clock.now()))
-            if not self._step():
-                upcoming = self._agenda.heap[0]
-                if upcoming == NEVER:
-                    return self._times, list(self._source.arrival)
-                self._clock.wait_until(upcoming[0] / TICKS_PER_SECOND)
+        try:
+            while True:
+                slow = self._clock.gauge()
+                self._arrive(to_ticks(self._clock.now()))
+                if not self._step(slow):
+                    upcoming = self._agenda.heap[0]
+                    if upcoming == NEVER:
+                        return self._times, list(self._source.arrival)
+                    self._clock.wait_until(upcoming[0] / TICKS_PER_SECOND)
+        except RuntimeError as error:
+            raise EngineError(f"transformers gave up: {error}") from error
+        finally:
+            self._manager.destroy()
 
     def _arrive(self, now: int) -> None:
         heap = self._agenda.heap
@@ -175,17 +191,20 @@ class _Session:
             if request.prompt_tokens + request.output_tokens > self._max_model_len:
                 self._source.answered(at)
                 continue
-            self.manager.add_request(
+            self._manager.add_request(
                 self._texts[number], request_id=str(number), max_new_tokens=request.output_tokens, streaming=True
             )
 
-    def _step(self) -> bool:
+    def _step(self, slow: float) -> bool:
         """One step, if there is anything to do."""
+        begin = self._seconds()
         if not self._processor.prepare_next_batch():
             return False
-        self.manager._generation_step()
+        work = _work(self._processor.inputs_and_outputs.requests_in_batch)
+        self._manager._generation_step()
         self._processor.update_batch()
-        now, came = self._clock.now(), self.manager.output_router.output_queue
+        self._stepped()
+        now, came = self._clock.now(), self._manager.output_router.output_queue
         while not came.empty():
             output = came.get()
             if output.error is not None:
@@ -193,4 +212,19 @@ class _Session:
             self._times.came(int(output.request_id), now)
             if output.is_finished():
                 self._source.answered(to_ticks(now))
+        self.steps.append(TimedStep(work, (self._seconds() - begin) / slow))
         return True
+
+
+def _work(batch: Sequence[Any]) -> StepWork:
+    """What a step computes; where a request is in its text has moved on already."""
+    decodes, chunks = [], []
+    for scheduled in batch:
+        new = scheduled.query_length
+        past = scheduled.state.position_offset - new
+        if past >= len(scheduled.state.initial_tokens):
+            decodes.append(past + 1)
+        else:
+            chunks.append((past, new))
+    sampled = sum(bool(scheduled.has_new_token) for scheduled in batch)
+    return StepWork(len(decodes), sum(decodes), tuple(chunks), sampled, max(decodes, default=0))

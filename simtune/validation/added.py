@@ -1,0 +1,51 @@
+"""What an engine adds to its kernels: whole steps that it took, beside what a hardware profile says of their kernels.
+
+    added = measured - sum of kernels = per step + per sequence x sequences
+
+by least squares, of steps that decode only and of those with prompt tokens apart. It is the engine's host part where
+its kernels are those of the profile; below zero, they are faster than the profile's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from simtune.costs.calibration import Kind, TimedStep
+from simtune.costs.iteration import StepModel
+
+
+class Added(NamedTuple):
+    """Of steps of one kind: mean seconds measured and of their kernels, and the two numbers of what is between."""
+
+    kind: Kind
+    steps: int
+    measured_s: float
+    kernels_s: float
+    per_step_s: float
+    per_sequence_s: float
+
+    @property
+    def share(self) -> float:
+        """Of the time measured that kernels do not take."""
+        return 1 - self.kernels_s / self.measured_s
+
+
+def added(steps: Sequence[TimedStep], kernels: StepModel) -> list[Added]:
+    """What steps take beside their kernels, by kind; kinds without steps are left out."""
+    found = []
+    kinds: tuple[Kind, ...] = ("decode", "prefill")
+    for kind in kinds:
+        of_kind = [step for step in steps if step.kind == kind]
+        if not of_kind:
+            continue
+        measured = np.array([step.seconds for step in of_kind])
+        summed = np.array([sum(kernels.breakdown(step.batch).values()) for step in of_kind])
+        sequences = np.array([step.batch.num_seqs for step in of_kind], dtype=np.float64)
+        terms = np.column_stack([np.ones_like(sequences), sequences])
+        (per_step, per_sequence), *_ = np.linalg.lstsq(terms, measured - summed, rcond=None)
+        means = float(measured.mean()), float(summed.mean())
+        found.append(Added(kind, len(of_kind), *means, float(per_step), float(per_sequence)))
+    return found
