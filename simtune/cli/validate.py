@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,11 +63,35 @@ def _vllm(choice: EngineChoice, experiment: Experiment) -> Engine:
     from simtune.validation.client import Patience
     from simtune.validation.served import VllmCommand, VllmEngine, vllm_python
 
+    if choice.clock is not None:
+        return _stepped_vllm(choice, experiment)
     if choice.weights is None:
         raise UsageError("--engine vllm: name the folder that it is to serve, --weights DIR (see `simtune weights`)")
     command = VllmCommand(vllm_python(choice.vllm_python), choice.weights, choice.arguments)
     patience, drafts = Patience(silence_s=choice.silence_s), draft_models(experiment.deployment)
     return VllmEngine(command, experiment.deployment.model, patience, drafts)
+
+
+def _stepped_vllm(choice: EngineChoice, experiment: Experiment) -> Engine:
+    from simtune.runs.engine_files import draft_models
+    from simtune.validation.engine_profile import reference_beside
+    from simtune.validation.engines.driving import EngineSize, StepDriver, driver
+    from simtune.validation.engines.vllm import SteppedVllm
+    from simtune.validation.served import vllm_python
+
+    if choice.clock != "cpu" or choice.arguments:
+        raise UsageError(
+            "--engine vllm --clock cpu: steps it without a server; leave --engine-arg and other clocks out"
+        )
+    d, python = experiment.deployment, vllm_python(choice.vllm_python)
+    costs = d.plan.pools[0].costs
+    reference_s = None if costs is None else reference_beside(Path(costs))
+
+    def make(size: EngineSize, arguments: Mapping[str, object]) -> StepDriver:
+        options = {"python": python, "weights": choice.weights, "reference_s": reference_s}
+        return driver("vllm", d.model, size, arguments=arguments, **options)
+
+    return SteppedVllm(d.model, make, draft_models(d))
 
 
 def _server(choice: EngineChoice, experiment: Experiment) -> Engine:
@@ -108,7 +132,8 @@ IN_PROCESS = ("torch", "transformers")
 
 def make_engine(choice: EngineChoice, experiment: Experiment) -> Engine:
     """The engine that was asked for. Raises UsageError."""
-    if choice.name not in IN_PROCESS and (choice.device or choice.clock):
+    stepped = choice.name == "vllm" and choice.device is None
+    if choice.name not in IN_PROCESS and (choice.device or choice.clock) and not stepped:
         raise UsageError(f"--device and --clock are of engines in this process: --engine {' or '.join(IN_PROCESS)}")
     if "://" in choice.name:
         return _server(choice, experiment)
@@ -162,7 +187,12 @@ def make_engine(choice: EngineChoice, experiment: Experiment) -> Engine:
 @click.option("--vllm-python", default=None, help="Python of the environment that vLLM is in.")
 @click.option("--engine-arg", multiple=True, help="Further argument of a started engine, e.g. --dtype=float32.")
 @click.option("--device", default=None, help="Of an engine in this process: cpu unless given, or e.g. cuda.")
-@click.option("--clock", type=click.Choice(["cpu", "wall"]), default=None, help="That times an engine in this process.")
+@click.option(
+    "--clock",
+    type=click.Choice(["cpu", "wall"]),
+    default=None,
+    help="That times an engine in this process; cpu: vllm without a server, too.",
+)
 @click.option("--export", type=click.Choice(["vllm", "aiperf"]), multiple=True, help="Write runs for other tools too.")
 @click.option("--record", type=click.Path(path_type=Path), default=None, help="Hardware profile to note the result in.")
 @seed_option
@@ -287,7 +317,7 @@ def _rates(text: str | None) -> tuple[float, ...]:
 
 def _identity(choice: EngineChoice) -> list[object]:
     """What of the engine its times depend on."""
-    return [choice.name, str(choice.weights), *choice.arguments, *choice.hardware]
+    return [choice.name, str(choice.weights), *choice.arguments, choice.device, choice.clock]
 
 
 def _folder(experiment: Experiment, asked: _Asked, what: list[object], out: Path) -> ValidationFolder:

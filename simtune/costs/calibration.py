@@ -6,7 +6,7 @@ of that: they lean on different kernels. The offset stands for the host too, who
 
 | log | known by | a step |
 |---|---|---|
-| simtune's own, JSON lines | first line: schema simtune/steps@1, model, tp, device | one line: decodes, context_tokens, chunks [[past, new], ...], seconds |
+| simtune's own, JSON lines | first line: schema simtune/steps@1, model, tp, device | one line: decodes, context_tokens, chunks [[past, new], ...], seconds; draft_tokens in a log for `--costs` |
 | simtune's own, CSV | columns num_decodes, context_tokens, prefill_tokens, seconds | one row; prefill_chunks, prefill_past, model, tp, device where given |
 | steplog/1, JSON lines | first line: format steplog/1 | one line with `sched` and `cpu` |
 | Splitwise, CSV | columns prompt_size, batch_size, prompt_time, token_time (ms) | a row is a prefill and a decode step |
@@ -49,6 +49,7 @@ _DIGITS = 6
 _MOST_TOKENS = 1e12
 _SHORTEST_S, _LONGEST_S = 1e-7, 1e4
 _IDENTITY = ("model", "tp", "device")  # what a log may say of itself
+_COUNTS = ("decodes", "context_tokens", "draft_tokens")
 _CSV = ("num_decodes", "context_tokens", "prefill_tokens", "seconds")
 _SPLITWISE = ("prompt_size", "batch_size", "token_size", "prompt_time", "token_time")
 
@@ -98,7 +99,14 @@ def read_log(path: Path, model: Model, hardware: Hardware, tp: int) -> Log:
         return _steplog(path, header, lines, subject)
     _check_schema(path, number, header)
     _check(path, subject, {name: str(header[name]) for name in _IDENTITY if name in header})
-    return Log([_own(path, line, data) for line, data in lines])
+    log = Log()
+    for line, data in lines:
+        step = _own(path, line, data)
+        if step.batch.draft_tokens:
+            log.left_out["verifies drafts"] += 1
+        else:
+            log.steps.append(step)
+    return log
 
 
 def read_steps(path: Path) -> Log:
@@ -114,7 +122,8 @@ def write_steps(steps: Iterable[TimedStep], **identity: str) -> str:
     for work, seconds in steps:
         chunks = {"chunks": [list(chunk) for chunk in work.chunks]} if work.chunks else {}
         decodes = {"decodes": work.num_decodes, "context_tokens": work.context_tokens} if work.num_decodes else {}
-        lines.append({**decodes, **chunks, "seconds": seconds})
+        drafts = {"draft_tokens": work.draft_tokens} if work.draft_tokens else {}
+        lines.append({**decodes, **drafts, **chunks, "seconds": seconds})
     return "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
 
 
@@ -151,26 +160,29 @@ def _plain(name: str) -> str:
 
 def _own(path: Path, number: int, data: dict[str, Any]) -> TimedStep:
     try:
-        decodes, context, seconds = (data.pop(name, 0) for name in ("decodes", "context_tokens", "seconds"))
-        given = data.pop("chunks", ())
+        counts = tuple(data.pop(name, 0) for name in _COUNTS)
+        seconds, given = data.pop("seconds", 0), data.pop("chunks", ())
         chunks = tuple((past, new) for past, new in given)
-        good = (
-            not data
-            and {type(decodes), type(context), *(type(n) for pair in given for n in pair)} <= {int}
-            and min(decodes, context) >= 0
-            and (decodes > 0 or len(chunks) > 0)
-            and all(past >= 0 and new > 0 for past, new in chunks)
-            and 0 < seconds < float("inf")
-        )
+        good = not data and _is_step(counts, chunks) and 0 < seconds < float("inf")
     except (TypeError, ValueError):
         good = False
     if not good:
         message = (
-            "is no step: decodes and context_tokens are counts, chunks are [past, new] tokens, one of decodes and "
-            "chunks is there, seconds are positive, and there is nothing else"
+            "is no step: decodes, context_tokens and draft_tokens are counts, chunks are [past, new] tokens, one of "
+            "decodes and chunks is there, drafts are with decodes, seconds are positive, and there is nothing else"
         )
         raise SpecError(Problem(str(path), message, "", number))
-    return _timed(StepWork(decodes, context, chunks, decodes + len(chunks)), float(seconds), path, number)
+    decodes, context, drafts = counts
+    work = StepWork(decodes, context, chunks, decodes + len(chunks), draft_tokens=drafts)
+    return _timed(work, float(seconds), path, number)
+
+
+def _is_step(counts: tuple[Any, ...], chunks: tuple[tuple[Any, Any], ...]) -> bool:
+    """Raises TypeError for what cannot be compared with a number."""
+    decodes, _, drafts = counts
+    whole = {type(n) for n in (*counts, *(n for pair in chunks for n in pair))} <= {int}
+    lengths = all(past >= 0 and new > 0 for past, new in chunks)
+    return whole and lengths and min(counts) >= 0 and (decodes > 0 or (len(chunks) > 0 and drafts == 0))
 
 
 def _csv(columns: Columns, subject: _Subject) -> Log:
@@ -201,7 +213,8 @@ def _csv(columns: Columns, subject: _Subject) -> Log:
 
 def _timed(batch: StepWork, seconds: float, path: Path, line: int) -> TimedStep:
     """Raises SpecError for a step that no engine takes."""
-    largest = max(batch.num_decodes, batch.context_tokens, *(n for chunk in batch.chunks for n in chunk), 0)
+    counts = (batch.num_decodes, batch.context_tokens, batch.draft_tokens)
+    largest = max(*counts, *(n for chunk in batch.chunks for n in chunk), 0)
     if largest > _MOST_TOKENS:
         raise SpecError(Problem(str(path), f"is no step: it has {largest:,} of something", "", line))
     if batch.context_tokens < batch.num_decodes or bool(batch.context_tokens) > bool(batch.num_decodes):

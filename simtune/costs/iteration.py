@@ -83,11 +83,13 @@ class StepWork:
     """KV tokens of the decode that reads most; 0 where nobody knows, and all are taken to read the mean."""
     shared_tokens: int = 0
     """The first of every decode's context, that are the same for all and read once for all of them."""
+    draft_tokens: int = 0
+    """Drafts that the decodes verify, beside a token each; only logs of whole steps have them."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of decodes and chunks."""
-        return self.num_decodes + sum(tokens for _, tokens in self.chunks)
+        """Tokens of decodes, their drafts and chunks."""
+        return self.num_decodes + self.draft_tokens + sum(tokens for _, tokens in self.chunks)
 
     @property
     def num_seqs(self) -> int:

@@ -27,7 +27,7 @@ import numpy as np
 
 from simtune.arrays import Array
 from simtune.costs.calibration import Log, TimedStep, calibrate, read_steps, write_steps
-from simtune.costs.engine_steps import EngineSteps
+from simtune.costs.engine_steps import engine_costs
 from simtune.errors import UsageError
 from simtune.sim.deployment import Deployment, deploy, length_limit
 from simtune.sim.parts import OwnCosts
@@ -38,7 +38,7 @@ from simtune.tuner.question import Question
 from simtune.tuner.search import optimize
 from simtune.tuner.trial import Tuned
 from simtune.validation.engine_profile import STEPS, profile_engine, write_whole
-from simtune.validation.engines.driving import DrivenRequest, DriverClock, EngineSize, StepDriver
+from simtune.validation.engines.driving import DrivenRequest, DriverClock, EngineSize, StepDriver, requests_of
 from simtune.validation.measured import (
     EngineFacts,
     MeasuredFacts,
@@ -200,7 +200,7 @@ class TuningLoop:
     def _compare(self, number: int, tuned: dict[str, Any]) -> dict[str, Any]:
         """Means as predicted from the steps known before the replay, beside those measured in it."""
         plan, stream = self._plan(number), self._stream(tuned)
-        costs = OwnCosts(EngineSteps(self._log(number), "the engine's steps"))
+        costs = OwnCosts(engine_costs(self._log(number), "the engine's steps"))
         predicted = self._deployed(plan, costs).simulate(stream)
         folder, verdicts = self._folder(number), []
         runs = [read_measured(folder / f"measured-{i}.jsonl") for i in range(self._settings.repeats)]
@@ -255,14 +255,6 @@ def size_of(pool: Pool) -> EngineSize:
     )
 
 
-def requests_of(stream: RequestStream) -> list[DrivenRequest]:
-    """The requests of an open-loop stream. Raises UsageError for a closed loop."""
-    if stream.arrival_s is None:
-        raise UsageError("an engine in process is fed by arrival times; give the workload arrivals of a rate")
-    columns = (stream.arrival_s.tolist(), stream.prompt_tokens.tolist(), stream.output_tokens.tolist())
-    return [DrivenRequest(*row) for row in zip(*columns, strict=True)]
-
-
 def _measured(
     stream: RequestStream, times: Sequence[Any], facts: dict[str, Any], clock: DriverClock, label: str
 ) -> MeasuredRun:
@@ -278,7 +270,7 @@ def _measured(
             prompt_tokens=int(prompt),
             output_tokens=int(output),
         )
-        for number, (due, (sent, first, finish), prompt, output) in enumerate(
+        for number, (due, (sent, first, finish, *_), prompt, output) in enumerate(
             zip(stream.arrival_s, times, stream.prompt_tokens, stream.output_tokens, strict=True)
         )
     )

@@ -63,7 +63,7 @@ def around(plan: Plan, count: int) -> list[Plan]:
     """The plan and its neighbours, `count` in all: one setting changed, then two, of the first pool.
 
     Seats and token budget by a factor of two, chunked prefill and prefix caching the other way, a chain of drafts one
-    token longer or shorter. Raises UsageError where there are fewer.
+    token longer or shorter; without those that vLLM refuses. Raises UsageError where there are fewer.
     """
     plans = [plan.model_copy(update={"name": f"{plan.name}.chosen"})]
     pool, singles = plan.pools[0], list(_changes(plan.pools[0]))
@@ -77,13 +77,20 @@ def around(plan: Plan, count: int) -> list[Plan]:
             settings.setdefault(field, {})[key] = value
         parts = {field: getattr(pool, field).model_copy(update=values) for field, values in settings.items()}
         other = pool.model_copy(update=parts)
-        if other.batching.max_num_batched_tokens >= other.batching.max_num_seqs:
+        if _runs(other):
             name = "-".join(words for words, *_ in changes)
             pools = (other, *plan.pools[1:])
             plans.append(plan.model_copy(update={"name": f"{plan.name}.{name}", "pools": pools}))
     if len(plans) < count:
         raise UsageError(f"--plans {count}: there are only {len(plans)} plans around {plan.name}")
     return plans
+
+
+def _runs(pool: Pool) -> bool:
+    """A token for every seat, and where prompts are not cut, room for the longest."""
+    batching = pool.batching
+    least = batching.max_num_seqs if batching.chunked_prefill else pool.max_model_len or batching.max_num_seqs
+    return batching.max_num_batched_tokens >= max(least, batching.max_num_seqs)
 
 
 def _changes(pool: Pool) -> Iterator[tuple[str, str, str, Any]]:

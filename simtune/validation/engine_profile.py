@@ -6,6 +6,10 @@ prompts that come while others decode make mixed steps; in a ladder requests end
 random requests are held out: nothing is ever fitted to them. All sessions are run in rounds, each in an order of its
 own, until the budget is spent: a step that was run several times counts by its median, and drift meets all alike.
 
+A step takes longer right after the batch has changed, and the first time that it has so many tokens. So there are
+also sessions of random requests that come and go, as many at a time as a crowd or a few; and before the first session
+an engine sees every number of tokens once, uncounted, as one that has served for a while has.
+
 sessions.jsonl is written a session at a time, so that a run can be killed and go on. steps.jsonl is what comes of it: a
 log that `simtune simulate --costs` and `simtune calibrate` read (`simtune.costs.engine_steps`).
 """
@@ -22,21 +26,24 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from simtune.costs.calibration import TimedStep, write_steps
-from simtune.costs.engine_steps import EngineSteps
+from simtune.costs.engine_steps import EngineSteps, engine_costs
 from simtune.costs.iteration import StepWork
 from simtune.errors import UsageError
 from simtune.profiling.timing import now
 from simtune.specs.model import Model
+from simtune.specs.reading import read_text
 from simtune.validation.engines.driving import DrivenRequest, StepDriver
 
 SESSIONS, STEPS, HELD_OUT, SUMMARY = "sessions.jsonl", "steps.jsonl", "held_out.jsonl", "summary.json"
 SCHEMA = "simtune/engine-sessions@1"
 ROUNDS = 5
 """Rounds after which nobody needs more."""
-DECODES = 12
+DECODES = 6
 """Decode steps that a session of equal requests takes."""
-_RANDOM = 6  # sessions held out
-_RANDOM_REQUESTS = 12
+_SPACING = (0.5, 4.0, 16.0)
+"""Steps between two requests of random sessions, on average: from a crowd to a few at a time."""
+_RANDOM_REQUESTS = 1.5
+"""In such a session, over the seats."""
 
 
 class DesignedSession(NamedTuple):
@@ -50,7 +57,7 @@ def design(seats: int, budget: int, longest: int, seed: int = 0) -> list[Designe
     """Sessions for an engine of so many seats, token budget and longest request."""
     rng = np.random.default_rng(seed)
     room = longest - DECODES - 2
-    contexts = np.unique(np.geomspace(min(16, room), room, 6).round().astype(int)).tolist()
+    contexts = np.unique(np.geomspace(min(16, room), room, 5).round().astype(int)).tolist()
     tokens = sorted({*_octaves(budget), budget})
     mixed = [
         _mixed(batch, context, [new for new in tokens[2::2] if new < longest], budget, room)
@@ -58,9 +65,18 @@ def design(seats: int, budget: int, longest: int, seed: int = 0) -> list[Designe
         for context in (contexts[len(contexts) // 2], contexts[-2])
     ]
     ladder = tuple(DrivenRequest(0, max(1, longest // 4), 3 + 3 * i) for i in range(seats) if 3 + 3 * i < longest // 2)
-    held_out = [DesignedSession(_random(rng, longest), fitted=False) for _ in range(_RANDOM)]
+    random = [
+        DesignedSession(_random(rng, round(_RANDOM_REQUESTS * seats), spacing, longest), fitted=fitted)
+        for fitted in (True, True, True, False)
+        for spacing in _SPACING
+    ]
     decodes = _decodes(sorted({*_octaves(seats), seats}), contexts, budget)
-    return [*decodes, *_chunks(tokens, budget, longest), *mixed, DesignedSession(ladder), *held_out]
+    return [*decodes, *_chunks(tokens, budget, longest), *mixed, DesignedSession(ladder), *random]
+
+
+def warm_up(budget: int, longest: int) -> tuple[DrivenRequest, ...]:
+    """A prompt of every number of tokens that a step may have, one after the other."""
+    return tuple(DrivenRequest(at, 1 + at, 1) for at in range(min(budget, longest - 1)))
 
 
 def _octaves(most: int) -> list[int]:
@@ -101,11 +117,11 @@ def _mixed(batch: int, context: int, late: Sequence[int], budget: int, room: int
     return DesignedSession(tuple(DrivenRequest(0, context, answer) for _ in range(batch)) + comers)
 
 
-def _random(rng: np.random.Generator, longest: int) -> tuple[DrivenRequest, ...]:
-    """Requests of lengths spread over the octaves, that come at random."""
-    at = np.sort(rng.integers(0, 6 * _RANDOM_REQUESTS, _RANDOM_REQUESTS))
-    prompt = np.exp(rng.uniform(np.log(8), np.log(0.7 * longest), _RANDOM_REQUESTS)).astype(int)
-    output = rng.integers(2, max(3, min(40, longest // 4)), _RANDOM_REQUESTS)
+def _random(rng: np.random.Generator, count: int, spacing: float, longest: int) -> tuple[DrivenRequest, ...]:
+    """Requests of lengths spread over the octaves, that come at random, so many steps apart on average."""
+    at = np.cumsum(rng.exponential(spacing, count)).astype(int)
+    prompt = np.exp(rng.uniform(np.log(8), np.log(0.7 * longest), count)).astype(int)
+    output = rng.integers(2, max(3, min(64, longest // 4)), count)
     return tuple(DrivenRequest(int(a), int(p), int(o)) for a, p, o in zip(at, prompt, output, strict=True))
 
 
@@ -169,7 +185,7 @@ def profile_engine(
         order = [
             (r, int(i)) for r in range(rounds) for i in np.random.default_rng((seed, r)).permutation(len(sessions))
         ]
-        engine.run(sessions[0].requests)  # what is only slow the first time
+        engine.run(warm_up(engine.size.max_num_batched_tokens, engine.size.max_model_len))
         for r, i in order:
             if (r, i) in journal.done:
                 continue
@@ -190,7 +206,7 @@ def _finish(
     steps: dict[bool, list[TimedStep]] = {True: [], False: []}
     for (_, i), session in sorted(journal.done.items()):
         steps[sessions[i].fitted] += session
-    costs = EngineSteps(steps[True], str(out / STEPS))
+    costs = engine_costs(steps[True], str(out / STEPS))
     kinds = {kind: [s for s in steps[False] if s.kind == kind] for kind in ("decode", "prefill")}
     errors = {kind: StepErrors.of(costs, held) for kind, held in kinds.items() if held}
     summary = {
@@ -206,6 +222,12 @@ def _finish(
         write_whole(out / name, write_steps(steps[fitted], model=summary["model"]))
     write_whole(out / SUMMARY, json.dumps(summary, indent=1, sort_keys=True, allow_nan=False) + "\n")
     return EngineProfile(costs, steps[True], steps[False], errors, summary)
+
+
+def reference_beside(steps: Path) -> float | None:
+    """That of the gauge by which the steps of a profile were timed; None for a log from elsewhere."""
+    summary = steps.with_name(SUMMARY)
+    return float(json.loads(read_text(summary))["reference_s"]) if summary.is_file() else None
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -253,7 +275,7 @@ class _SessionJournal:
                 )
 
     def record(self, round_: int, session: int, steps: list[TimedStep]) -> None:
-        rows = [[s.batch.num_decodes, s.batch.context_tokens, s.batch.chunks, s.seconds] for s in steps]
+        rows = [[(b := s.batch).num_decodes, b.context_tokens, b.chunks, s.seconds, b.draft_tokens] for s in steps]
         self._write({"round": round_, "session": session, "steps": rows})
         self.done[round_, session] = [_step(row) for row in rows]
 
@@ -266,6 +288,6 @@ class _SessionJournal:
 
 
 def _step(row: Sequence[Any]) -> TimedStep:
-    decodes, context, chunks, seconds = row
+    decodes, context, chunks, seconds, drafts = row
     pieces = tuple((past, new) for past, new in chunks)
-    return TimedStep(StepWork(decodes, context, pieces, decodes + len(pieces)), seconds)
+    return TimedStep(StepWork(decodes, context, pieces, decodes + len(pieces), draft_tokens=drafts), seconds)

@@ -163,7 +163,7 @@ class TestLogs:
             ({"chunks": [[0]], "seconds": 1.0}, "chunks are"),
             ({"chunks": [[0, 4]], "second": 1.0}, "is no step"),
             ({"decodes": 3, "context_tokens": 0, "seconds": 1.0}, "context_tokens: cannot be 0 for 3 decodes"),
-            ({"decodes": 1.5, "context_tokens": 9, "seconds": 1.0}, "decodes and context_tokens are counts"),
+            ({"decodes": 1.5, "context_tokens": 9, "seconds": 1.0}, "draft_tokens are counts"),
             ({"decodes": 1, "context_tokens": 9, "seconds": 1e300}, "seconds: is no time of a step: 1e.300 s"),
             ({"decodes": 1, "context_tokens": 10**15, "seconds": 1.0}, "is no step: it has 1,000,000,000,000,000 of"),
         ],

@@ -11,9 +11,10 @@ from click.testing import CliRunner
 from simtune import api
 from simtune.cli.simulate import simulate
 from simtune.costs.calibration import TimedStep, read_steps, write_steps
-from simtune.costs.engine_steps import EngineSteps
+from simtune.costs.engine_steps import EngineRounds, EngineSteps, read_engine_costs
 from simtune.costs.iteration import StepWork
 from simtune.costs.predict import Basis
+from simtune.costs.protocol import RoundCosts
 from simtune.costs.step_files import read_costs
 from simtune.costs.step_table import StepTable
 from simtune.errors import SpecError, UsageError
@@ -51,6 +52,10 @@ class TestEngineSteps(CostSuite):
     costs = FITTED
 
 
+class TestEngineRounds(CostSuite):
+    costs = EngineRounds(steps(0, 200))
+
+
 def test_steps_that_were_not_fitted_are_near() -> None:
     errors = [abs(FITTED.seconds(s.batch) / s.seconds - 1) for s in steps(1, 100, 0.0)]
     assert np.median(errors) < 0.02
@@ -81,6 +86,43 @@ def test_equal_steps_count_by_their_median() -> None:
     noisy = [s._replace(seconds=s.seconds * f) for s in steps(0, 200) for f in (1.0, 1.01, 9.0)]
     work = StepWork(4, 4000)
     assert EngineSteps(noisy).seconds(work) == pytest.approx(FITTED.seconds(work), rel=0.03)
+
+
+def test_what_some_steps_take_longer_for_no_reason_is_in_the_sum() -> None:
+    """Of equal steps one in four takes half as long again: the median does not show it, a load does."""
+    noisy = [s._replace(seconds=s.seconds * f) for s in steps(0, 200, 0.0) for f in (1.0, 1.0, 1.0, 1.5)]
+    fitted = EngineSteps(noisy)
+    for prompts in (False, True):
+        kind = [s for s in noisy if bool(s.batch.chunks) == prompts]
+        said = sum(fitted.seconds(s.batch) for s in kind)
+        assert said == pytest.approx(sum(s.seconds for s in kind), rel=1e-9)
+
+
+def drafted(count: int) -> list[TimedStep]:
+    """Steps whose decodes verify three drafts each; a token more takes 0.1 ms."""
+    rng = np.random.default_rng(5)
+    found = []
+    for _ in range(count):
+        decodes = int(rng.integers(1, 17))
+        work = StepWork(decodes, int(decodes * rng.integers(20, 1500)), (), decodes, draft_tokens=3 * decodes)
+        found.append(TimedStep(work, 3e-3 + 1e-4 * work.num_tokens))
+    return found
+
+
+def test_steps_that_verify_drafts_are_steps_of_more_tokens(tmp_path: Path) -> None:
+    file = tmp_path / "steps.jsonl"
+    file.write_text(write_steps(drafted(60)))
+    assert [s.batch for s in read_steps(file).steps] == [s.batch for s in drafted(60)]
+    fitted = read_engine_costs(file)
+    assert fitted.round(6, 24, 3, 3000) / 2**40 == pytest.approx(5.4e-3, rel=0.02)
+    assert isinstance(fitted, EngineRounds)
+    first, second = fitted.rounds(6, 24, 3, [3000, 3015])
+    assert first == fitted.round(6, 24, 3, 3024)
+    assert second - first == fitted.round(6, 24, 3, 3039)
+
+
+def test_a_log_without_drafts_says_nothing_of_them() -> None:
+    assert not isinstance(FITTED, RoundCosts)
 
 
 def test_a_log_of_one_step_is_refused() -> None:

@@ -47,6 +47,8 @@ class DrivenRequest(NamedTuple):
     at: float
     prompt_tokens: int
     output_tokens: int
+    prompt: tuple[int, ...] = ()
+    """Its token ids; some are drawn where it is empty."""
 
 
 class DrivenTimes(NamedTuple):
@@ -55,6 +57,19 @@ class DrivenTimes(NamedTuple):
     sent: float
     first_token: float
     finish: float
+    times: tuple[float, ...] = ()
+    """Of all its tokens, where the engine says so; those that came together have one."""
+
+
+class Verified(NamedTuple):
+    """What drafting came to."""
+
+    rounds: int
+    """Verifications of one request."""
+    draft_tokens: int
+    accepted_tokens: int
+    delivered_tokens: int
+    """By these verifications; the last of an answer may be cut at its length."""
 
 
 class Driven(NamedTuple):
@@ -62,6 +77,11 @@ class Driven(NamedTuple):
 
     steps: list[TimedStep]
     requests: list[DrivenTimes]
+    drafts: Verified | None = None
+    """None where nothing drafts."""
+    found_tokens: int = 0
+    """Prompt tokens that were in the prefix cache."""
+    preemptions: int = 0
 
 
 class StepDriver(Protocol):
@@ -206,6 +226,18 @@ def stream_of(requests: Sequence[DrivenRequest]) -> RequestStream:
     )
 
 
+def requests_of(stream: RequestStream, prompts: Prompts | None = None) -> list[DrivenRequest]:
+    """The requests of an open-loop stream, with their prompts where those are given. Raises UsageError for a closed
+    loop."""
+    if stream.arrival_s is None:
+        raise UsageError("an engine in process is fed by arrival times; give the workload arrivals of a rate")
+    columns = (stream.arrival_s.tolist(), stream.prompt_tokens.tolist(), stream.output_tokens.tolist())
+    return [
+        DrivenRequest(*row, () if prompts is None else tuple(prompts[i]))
+        for i, row in enumerate(zip(*columns, strict=True))
+    ]
+
+
 class TransformersDriver:
     """transformers' continuous batching, with random weights of the model."""
 
@@ -264,6 +296,8 @@ class TransformersDriver:
 
 # --- in another interpreter -------------------------------------------------------------------------------
 
+BLOCK_OF = 32
+"""Tokens that the blocks of vLLM 0.32 hold on processors, or a multiple: smaller ones are rounded up."""
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -279,22 +313,27 @@ class VllmDriver:
         device: str = "cpu",
         reference_s: float | None = None,
         arguments: Mapping[str, Any] | None = None,
+        weights: Path | None = None,
     ) -> None:
-        """`python` is the interpreter that has vLLM, `arguments` further ones of its EngineArgs. Raises UsageError
-        where it cannot be started, SimtuneError where it does not come up."""
+        """`python` is the interpreter that has vLLM, `arguments` further ones of its EngineArgs, `weights` the folder
+        to load, without which weights are made up. Raises UsageError where it cannot be started, SimtuneError where it
+        does not come up."""
         self.size = size
         self._folder = tempfile.TemporaryDirectory(prefix="simtune-vllm-")
-        (Path(self._folder.name) / "config.json").write_text(json.dumps(llama_config(model)), encoding="utf-8")
+        if weights is None:
+            (Path(self._folder.name) / "config.json").write_text(json.dumps(llama_config(model)), encoding="utf-8")
         engine = {
             "dtype": _DTYPES[model.dtype],
             "max_model_len": size.max_model_len,
             "max_num_seqs": size.max_num_seqs,
             "max_num_batched_tokens": size.max_num_batched_tokens,
             "enable_prefix_caching": False,
-            "block_size": size.block_size,
+            "block_size": -(-size.block_size // BLOCK_OF) * BLOCK_OF if device == "cpu" else size.block_size,
+            **({} if weights is None else {"load_format": "auto"}),
             **(arguments or {}),
         }
-        settings = {"model": self._folder.name, "vocab": model.vocab_size, "engine": engine, "reference_s": reference_s}
+        folder = self._folder.name if weights is None else str(weights.absolute())
+        settings = {"model": folder, "vocab": model.vocab_size, "engine": engine, "reference_s": reference_s}
         script = Path(__file__).with_name("vllm_steps.py")
         self._log = (Path(self._folder.name) / "log").open("w+", encoding="utf-8")
         try:
@@ -320,7 +359,9 @@ class VllmDriver:
         answer = self._ask({"clock": clock, "seed": seed, "requests": requests})
         seconds = "wall_s" if clock == "wall" else "cpu_s"
         steps = [TimedStep(_work(step), step[seconds]) for step in answer["steps"]]
-        return Driven(steps, [DrivenTimes(*times[:3]) for times in answer["requests"]])
+        drafts = Verified(*answer["drafts"])
+        times = [DrivenTimes(sent, first, last, tuple(all_)) for sent, first, last, all_ in answer["requests"]]
+        return Driven(steps, times, drafts if drafts.rounds else None, answer["found"], answer["preemptions"])
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -358,7 +399,8 @@ DRIVERS: dict[str, Any] = {"torch": TorchDriver, "transformers": TransformersDri
 
 def _work(step: Mapping[str, Any]) -> StepWork:
     chunks = tuple((past, new) for past, new in step["chunks"])
-    return StepWork(step["decodes"], step["context_tokens"], chunks, step["decodes"] + len(chunks))
+    decodes, drafts = step["decodes"], step["draft_tokens"]
+    return StepWork(decodes, step["context_tokens"], chunks, decodes + len(chunks), draft_tokens=drafts)
 
 
 def llama_config(model: Model) -> dict[str, Any]:

@@ -4,19 +4,23 @@ Run as `python -P vllm_steps.py`. It reads JSON lines from stdin: first the sett
 config.json), `engine` (further arguments of vLLM's EngineArgs), `vocab` and, once it is known, `reference_s` of the
 gauge; then one for every session,
 
-    {"clock": "steps" | "cpu" | "wall", "seed": 0, "requests": [[at, prompt tokens, output tokens], ...]}
+    {"clock": "steps" | "cpu" | "wall", "seed": 0, "requests": [[at, prompt tokens, output tokens, prompt], ...]}
 
-and writes one to stdout: `steps` [{decodes, context_tokens, chunks, cpu_s, wall_s}, ...], processor time being divided
-by what the gauge says, and `requests` [[sent, first token, finish, [times]], ...] by the session's clock. `steps` as
-the clock counts the steps taken; under `cpu` what it takes to put requests in does not count, for a server does that
+where a prompt is a list of token ids, drawn where it is empty. It writes one line to stdout: `steps` [{decodes,
+context_tokens, draft_tokens, chunks, cpu_s, wall_s}, ...], processor time being divided by what the gauge says,
+`requests` [[sent, first token, finish, [times]], ...] by the session's clock, `drafts` [verifications, draft tokens,
+accepted tokens, delivered tokens], `found`, the prompt tokens that were in the prefix cache, and `preemptions`. `steps`
+as the clock counts the steps taken; under `cpu` what it takes to put requests in does not count, for a server does that
 in another process. The first line says what runs.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -33,6 +37,8 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+
 
 class SteppedEngine:
     """vLLM's engine with its scheduler in this process."""
@@ -44,15 +50,16 @@ class SteppedEngine:
         self._params: Any = SamplingParams
         usual = {"skip_tokenizer_init": True, "load_format": "dummy", "enforce_eager": True, "seed": 0}
         self._engine: Any = LLMEngine.from_engine_args(
-            EngineArgs(model=settings["model"], **usual, **settings["engine"])
+            EngineArgs(model=settings["model"], **{**usual, **settings["engine"]})
         )
         core = self._engine.engine_core.engine_core
         self._requests: Any = core.scheduler.requests
-        self._schedule = core.scheduler.schedule
-        core.scheduler.schedule = self._watched
+        self._schedule, self._update = core.scheduler.schedule, core.scheduler.update_from_output
+        core.scheduler.schedule, core.scheduler.update_from_output = self._watched, self._counted
         self._vocab = settings["vocab"]
         self._scheduled: dict[str, Any] | None = None
-        self._number = 0
+        self._number = self._found = self._preemptions = 0
+        self._drafts = [0, 0, 0, 0]
         self._gauge = _gauge()(settings.get("reference_s"))
         blocks = core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks
         self.facts = {"version": vllm.__version__, "num_blocks": blocks, "reference_s": self._gauge.reference_s}
@@ -61,25 +68,42 @@ class SteppedEngine:
         out = self._schedule(*args, **options)
         if out.total_num_scheduled_tokens:
             self._scheduled = self._batch(out.num_scheduled_tokens)
+            self._found += sum(new.num_computed_tokens for new in out.scheduled_new_reqs)
+            self._preemptions += len(out.preempted_req_ids or ())
+        return out
+
+    def _counted(self, scheduled: Any, output: Any) -> Any:
+        """Counts what is made of drafts, before and after answers are cut at their length."""
+        before = {}
+        for name, drafts in scheduled.scheduled_spec_decode_tokens.items():
+            accepted = len(output.sampled_token_ids[output.req_id_to_index[name]]) - 1
+            if drafts and accepted >= 0:
+                request = self._requests[name]
+                before[name] = request, request.num_output_tokens
+                for at, tokens in enumerate((1, len(drafts), accepted)):
+                    self._drafts[at] += tokens
+        out = self._update(scheduled, output)
+        self._drafts[3] += sum(request.num_output_tokens - tokens for request, tokens in before.values())
         return out
 
     def _batch(self, tokens_of: dict[str, int]) -> dict[str, Any]:
         """What a step computes; a request's count of computed tokens has moved on already."""
-        decodes = context = 0
+        decodes = context = drafts = 0
         chunks = []
         for name, tokens in tokens_of.items():
             request = self._requests[name]
             past = request.num_computed_tokens - tokens
-            if tokens == 1 and past >= request.num_prompt_tokens:
-                decodes, context = decodes + 1, context + past + 1
+            if past >= request.num_prompt_tokens:
+                decodes, context, drafts = decodes + 1, context + past + tokens, drafts + tokens - 1
             else:
                 chunks.append([past, tokens])
-        return {"decodes": decodes, "context_tokens": context, "chunks": chunks}
+        return {"decodes": decodes, "context_tokens": context, "draft_tokens": drafts, "chunks": chunks}
 
     def run(self, session: dict[str, Any]) -> dict[str, Any]:
         """One session from its first request to its last token."""
         clock = _Clock(session["clock"])
-        pending = sorted((at, number) for number, (at, _, _) in enumerate(session["requests"]))[::-1]
+        self._drafts, self._found, self._preemptions = [0, 0, 0, 0], 0, 0
+        pending = sorted((at, number) for number, (at, *_) in enumerate(session["requests"]))[::-1]
         noted: list[list[Any]] = [[None, None, None, []] for _ in session["requests"]]
         names: dict[str, int] = {}
         steps: list[dict[str, Any]] = []
@@ -102,11 +126,14 @@ class SteppedEngine:
                 steps.append({**self._scheduled, "cpu_s": cpu / slow, "wall_s": wall})
             for output in outputs:
                 _note(noted[names[output.request_id]], output, clock.now())
-        return {"steps": steps, "requests": noted}
+        counts = {"drafts": self._drafts, "found": self._found, "preemptions": self._preemptions}
+        return {"steps": steps, "requests": noted, **counts}
 
-    def _add(self, request: list[int], seed: int) -> str:
-        _, prompt, output = request
-        ids = [3 + (seed + 7919 * self._number + 104_729 * i) % (self._vocab - 3) for i in range(prompt)]
+    def _add(self, request: list[Any], seed: int) -> str:
+        import numpy as np
+
+        _, prompt, output, ids = request
+        ids = ids or np.random.default_rng([seed, self._number]).integers(3, self._vocab, prompt).tolist()
         params = self._params(temperature=0, max_tokens=output, ignore_eos=True, detokenize=False)
         self._number += 1
         self._engine.add_request(f"r{self._number}", {"prompt_token_ids": ids}, params)
@@ -163,8 +190,15 @@ def _gauge() -> Any:
     return module.Gauge
 
 
+def end_with_parent() -> None:
+    """Who asked may be killed at any time; then nobody needs the engine, whatever it is doing."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def main() -> None:
     """Sessions from stdin until it ends."""
+    end_with_parent()
     os.environ.update(ENVIRONMENT)
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever else is printed is not an answer
