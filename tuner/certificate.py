@@ -22,7 +22,6 @@ from simtune.specs.base import Record, Seq, Spec
 from simtune.specs.hardware import Hardware
 from simtune.tuner.climb import Simulation, SimulationFinding
 from simtune.tuner.entry import Admission, Entrant
-from simtune.tuner.knobs import tell_apart
 from simtune.tuner.objectives import Objective, RateObjective
 from simtune.tuner.question import SAMPLED_CORES, Question
 from simtune.tuner.space import space_of
@@ -50,7 +49,7 @@ class PlanFate(Record):
     best: float | None = Field(description="the objective at most; null where it cannot do what is asked")
     by: str = Field(description="the bound that says so, or why it cannot do what is asked")
     simulated: Seq[Tried]
-    same_as: str = Field(description="a plan that misses the SLO and does what this one would do; or empty")
+    same_as: str = Field(description="a plan that misses the SLO, so that this one must as well; or empty")
 
 
 class Incumbent(Record):
@@ -289,15 +288,15 @@ class Audit:
         return next((wrong for limit, value in limits if (wrong := limit.violated(value))), "")
 
     def _check_twin(self, entrant: Entrant, fate: PlanFate) -> None:
-        """That a plan does what another one did, which missed the SLO."""
+        """That a plan misses the SLO because another one did."""
         self._same(f"{fate.plan}: GPUs", fate.num_gpus, entrant.candidate.num_gpus)
         self.bounds += 1
         if fate.same_as in self._missed:
             other, rate, finding = self._missed[fate.same_as]
-            if other.kind == entrant.kind and finding.used and not tell_apart(entrant.deployment, finding.used):
+            if entrant.told_by(other, finding):
                 self._no_more(fate, self._after(entrant, rate, finding, entrant.best))
                 return
-        self.problems.append(f"{fate.plan} need not do what {fate.same_as} does")
+        self.problems.append(f"{fate.plan} need not miss the SLO because {fate.same_as} does")
 
     def _simulate(self, entrant: Entrant, tried: Tried) -> SimulationFinding:
         self.simulations += 1

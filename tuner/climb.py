@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from simtune.sim.deployment import Deployment
 from simtune.sim.requests import RequestStream
 from simtune.sim.result import Result
 from simtune.sim.summary import SimulationSummary
 from simtune.specs.workload import Slo
-from simtune.tuner.knobs import Use, uses
+from simtune.tuner.knobs import Use, first_tokens_miss, uses
 from simtune.tuner.question import SAMPLED_CORES
 
 LOWER = 0.75
 """The next rate to try, relative to one that was too high, while no rate is known that is not."""
+FASTEST = 0.5
+"""The least of it that is tried next."""
+GUESSES = 6
+"""After so many simulations the rates that are left are halved."""
 LOWEST = 0.01
 """Of the rate bound: a plan that misses the SLO there is given up."""
 
@@ -28,6 +34,10 @@ class SimulationFinding:
     """Why the SLO was missed."""
     used: tuple[Use, ...] | None
     """What each pool came to of its limits, where that tells what others would do."""
+    first_tokens_miss: bool
+    """Whether plans with the same prefill pool miss the SLO as well, whatever decodes (`simtune.tuner.knobs`)."""
+    strain: float | None
+    """The largest share of a limit that was taken, above 1 where it was missed; None where requests piled up."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +56,27 @@ class Simulation:
         """What is found; the same wherever it is run."""
         stream = self.stream if self.rate_rps is None else self.stream.at_rate(self.rate_rps)
         result = self.deployment.simulate(stream, self.slo, cores=self.cores, stop_when_lost=True)
-        missed = "" if result.meets_slo else violation(result)
-        return SimulationFinding(result.meets_slo, result.summary(), missed, uses(self.deployment, result))
+        met = result.meets_slo
+        return SimulationFinding(
+            met=met,
+            summary=result.summary(noise=False),
+            reason="" if met else violation(result),
+            used=uses(self.deployment, result),
+            first_tokens_miss=not met and first_tokens_miss(self.deployment, result),
+            strain=_strain(result),
+        )
+
+
+def _strain(result: Result) -> float | None:
+    shares = [line.value_s / line.limit_s for line in result.limits if line.value_s is not None]
+    return max(shares, default=None)
+
+
+class Rung(NamedTuple):
+    """A rate that was tried, and how near that came to a limit (`SimulationFinding.strain`)."""
+
+    rate_rps: float
+    strain: float | None
 
 
 @dataclass(frozen=True)
@@ -55,7 +84,8 @@ class Climb:
     """The way to a plan's highest rate.
 
     Where another plan is known, it begins at the rate at which this one would be better: one simulation there tells,
-    and only then is more looked for. Where none is, it begins high and comes down until the SLO is met.
+    and only then is more looked for. Where none is, it begins high and comes down until the SLO is met. How near each
+    came to a limit says where to try next; it decides nothing.
     """
 
     bound_rps: float
@@ -63,25 +93,45 @@ class Climb:
     """Rates this near to each other are one."""
     beats_rps: float | None
     """The rate at which the plan would be better than the best one; None while none is known."""
-    met_rps: float | None = None
+    met: Rung | None = None
     """The highest rate known to meet the SLO."""
-    missed_rps: float | None = None
+    missed: Rung | None = None
     """The lowest rate known to miss it."""
+    tried: int = 0
 
     @property
     def rate_rps(self) -> float | None:
         """What to try next; None where enough is known."""
-        if self.met_rps is None:
-            if self.missed_rps is None:
-                return self.bound_rps * LOWER if self.beats_rps is None else self.beats_rps
-            hopeless = self.beats_rps is not None or self.missed_rps < self.bound_rps * LOWEST
-            return None if hopeless else self.missed_rps * LOWER
-        high = self.bound_rps if self.missed_rps is None else self.missed_rps
-        return (self.met_rps * high) ** 0.5 if high > self.met_rps * self.step else None
+        if self.met is None:
+            return self._lower()
+        low, high = self.met.rate_rps, self.bound_rps if self.missed is None else self.missed.rate_rps
+        if high <= low * self.step:
+            return None
+        if high <= low * self.step**2 or self.tried >= GUESSES:
+            return math.sqrt(low * high)
+        return min(max(self._guess(low, high), low * self.step), high / self.step)
 
-    def after(self, rate_rps: float, met: bool) -> Climb:
-        """What is left to do when it is known whether a rate meets the SLO."""
-        return replace(self, met_rps=rate_rps) if met else replace(self, missed_rps=rate_rps)
+    def _lower(self) -> float | None:
+        """While no rate is known that meets the SLO."""
+        if self.missed is None:
+            return self.bound_rps * LOWER if self.beats_rps is None else self.beats_rps
+        rate, strain = self.missed
+        if self.beats_rps is not None or rate < self.bound_rps * LOWEST:
+            return None
+        return rate * (LOWER if strain is None or strain <= 1 else max(FASTEST, 1 / (strain * self.step)))
+
+    def _guess(self, low: float, high: float) -> float:
+        """A little below where the limit is likely to be reached, so that a step above it is likely to miss."""
+        assert self.met is not None
+        met, missed = self.met.strain, None if self.missed is None else self.missed.strain
+        if met is None or missed is None or not 0 < met <= 1 < missed:
+            return math.sqrt(low * high)
+        return low * math.pow(high / low, math.log(1 / met) / math.log(missed / met)) / math.sqrt(self.step)
+
+    def after(self, rate_rps: float, finding: SimulationFinding) -> Climb:
+        """What is left to do when it is known what a rate shows."""
+        rung, tried = Rung(rate_rps, finding.strain), self.tried + 1
+        return replace(self, met=rung, tried=tried) if finding.met else replace(self, missed=rung, tried=tried)
 
 
 def violation(result: Result) -> str:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from simtune.sim.deployment import Deployment
+from simtune.tuner.climb import SimulationFinding
+from simtune.tuner.knobs import tell_apart
 from simtune.tuner.objectives import PlanFacts
 from simtune.tuner.promise import least_e2el_s, most_favourable, slo_bound
 from simtune.tuner.question import SAMPLED_CORES, Question
@@ -58,6 +60,21 @@ class Entrant:
         pools = tuple((pool.prefix_caching, pool.drafter) for pool in self.candidate.pools)
         speculation = None if self.candidate.speculation is None else self.candidate.speculation.model_dump_json()
         return self.candidate.shape, self.candidate.router, pools, speculation
+
+    @property
+    def kin(self) -> list[tuple[object, ...]]:
+        """What a simulation of another plan that tells of this one must have in common with it."""
+        prefill = self.candidate.prefilling
+        return [self.kind] if prefill is None else [self.kind, (prefill, self.candidate.router)]
+
+    def told_by(self, other: Entrant, finding: SimulationFinding) -> str:
+        """Why this plan misses the SLO where another one did, at a rate no lower; nothing where it might meet it."""
+        name = other.candidate.name
+        if other.kind == self.kind and finding.used and not tell_apart(self.deployment, finding.used):
+            return f"does what {name} does: none of the limits that tell them apart is reached"
+        if finding.first_tokens_miss and self.kin[1:] == other.kin[1:] != []:
+            return f"has the prefill pool of {name}, whose first tokens miss the SLO whatever decodes"
+        return ""
 
     def order(self) -> tuple[float, ...]:
         """What could reach more comes first, then the simplest cut, then small budgets and few seats."""

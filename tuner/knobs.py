@@ -1,21 +1,29 @@
-"""Limits that nobody reaches: which plans must do exactly what another one did.
+"""What one simulation tells of other plans: which must do exactly what another one did, or miss what it missed.
 
 Seats, token budgets and KV blocks only ever say no. Where a simulation never came to what a pool allows, another pool
 that allows at least as much as was reached takes every decision alike, step by step, and need not be simulated; limits
 that are the same in both may have been reached. What was reached is counted from above, so that some equal plans are
 simulated all the same, and none that could differ is not.
+
+Prompts that have a pool of their own know nothing of the pool that decodes, unless that leaves them so many KV caches
+that there is no room for others. Where all that came would have found room beside each other, first tokens come at the
+same time whatever decodes; and what they miss alone, no plan with the same prefill pool meets.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import astuple, dataclass
 
 import numpy as np
 
 from simtune.arrays import Ints
 from simtune.sim.deployment import Deployment
+from simtune.sim.parts import ROUTER
 from simtune.sim.pools import DeployedPool
-from simtune.sim.result import Result
+from simtune.sim.result import Result, objectives
+from simtune.specs.plan import RoundRobinRouting
+from simtune.tuner.bounds.windows import ROUNDING
 
 NO_END = 1 << 62
 POLICIES = ("vllm-fcfs", "vllm-priority")
@@ -56,6 +64,58 @@ def uses(deployment: Deployment, result: Result) -> tuple[Use, ...] | None:
     if not all(map(_asks_only, deployment.pools)):
         return None
     return tuple(Use(Allowed.of(pool), _reached(pool, result)) for pool in deployment.pools)
+
+
+def first_tokens_miss(deployment: Deployment, result: Result) -> bool:
+    """Whether first tokens alone miss the SLO, and would miss it whatever pool decodes."""
+    pool = deployment.pools[0]
+    if pool.spec.role != "prefill" or len(deployment.pools) != 2 or not _asks_only(pool):
+        return False
+    lost = _lost_by(result)
+    return lost is not None and _dealt_alone(deployment) and _holds_all(pool, result, lost)
+
+
+def _dealt_alone(deployment: Deployment) -> bool:
+    """Whether each core of the first pool gets its turn whatever happens elsewhere."""
+    plan = deployment.plan
+    weighted = isinstance(plan.router, RoundRobinRouting) and bool(plan.router.weights)
+    return ROUTER.find(plan.router.kind).deals_in_turn and not weighted and not plan.events
+
+
+def _holds_all(pool: DeployedPool, result: Result, until: int) -> bool:
+    """Whether the cores of a prefill pool had room for all that came by a tick, if nobody had ever left."""
+    arrival = result.outcome.arrival
+    came = np.flatnonzero((arrival >= 0) & (arrival <= until))
+    core, allowed = came % pool.num_cores, Allowed.of(pool)
+    blocks = -(-result.stream.prompt_tokens[came] // pool.spec.kv_cache.block_size) + 1
+    return bool(
+        np.bincount(core).max(initial=0) <= allowed.seats
+        and np.bincount(core, weights=blocks).max(initial=0) <= allowed.blocks
+    )
+
+
+def _lost_by(result: Result) -> int | None:
+    """The tick of the first token with which a line of the SLO was lost, whenever the others come; None where none
+    was."""
+    stream, outcome = result.stream, result.outcome
+    came = np.argsort(outcome.first_token, kind="stable")
+    came = came[outcome.first_token[came] >= 0]
+    ttft_s, lost = result.ttft_s[came], []
+    for index, _, objective in objectives(stream, result.slo):
+        which = np.ones(len(stream), dtype=bool) if index is None else stream.class_index == index
+        n, counted = int(which.sum()), which[came]
+        for metric, statistic, limit_s in objective.limits():
+            if metric != "ttft":
+                continue
+            widest = limit_s * (1 + ROUNDING)
+            if statistic == "mean":
+                over = np.cumsum(np.where(counted, ttft_s, 0)) > n * widest
+            else:
+                enough = n - math.floor((n - 1) * float(statistic[1:]) / 100)
+                over = np.cumsum(counted & (ttft_s > widest)) >= enough
+            if over.any():
+                lost.append(int(outcome.first_token[came[int(over.argmax())]]))
+    return min(lost, default=None)
 
 
 def tell_apart(deployment: Deployment, used: tuple[Use, ...]) -> bool:

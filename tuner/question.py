@@ -100,18 +100,19 @@ class Question:
         apart = len(candidate.pools) == 1 and router.deals_in_turn
         return apart and not isinstance(self.workload.arrivals, ClosedLoop)
 
-    def num_requests(self, candidate: Candidate) -> int:
-        """So many that those of its instances that are simulated see `requests` of them."""
+    def num_requests(self, candidate: Candidate, requests: int | None = None) -> int:
+        """So many that those of its instances that are simulated see `requests` of them, by the study unless given."""
+        requests = self.requests if requests is None else requests
         if not self.cores_apart(candidate):
-            return self.requests
+            return requests
         (pool,) = candidate.pools
         simulated = min(pool.instances, -(-SAMPLED_CORES // (pool.shape.pp * pool.shape.attention_dp)))
-        return -(-self.requests * pool.instances // simulated)
+        return -(-requests * pool.instances // simulated)
 
-    def stream(self, candidate: Candidate, rate_rps: float | None = None) -> RequestStream:
-        """Requests for a candidate, of which `requests` will be simulated."""
-        requests = self.num_requests(candidate)
-        stream = build_stream(self.workload, self.trace, requests=requests, seed=self.study.seed)
+    def stream(self, candidate: Candidate, rate_rps: float | None = None, requests: int | None = None) -> RequestStream:
+        """Requests for a candidate, of which `requests` will be simulated: those of the study, or so many of them."""
+        number = self.num_requests(candidate, requests)
+        stream = build_stream(self.workload, self.trace, requests=number, seed=self.study.seed)
         return stream if rate_rps is None else stream.at_rate(rate_rps)
 
     def settings_on(self, gpu: str) -> Mapping[str, Any]:
@@ -157,9 +158,13 @@ class Question:
             return None
         return sum(price * pool.devices for price, pool in zip(known, candidate.pools, strict=True))
 
-    def watch(self, candidate: Candidate, deployment: Deployment, rate_rps: float | None) -> Result:
-        """A candidate under its load, or at another rate, to the end; some cores stand for all where they can."""
-        return deployment.simulate(self.stream(candidate, rate_rps), self.study.slo, cores=SAMPLED_CORES)
+    def watch(
+        self, candidate: Candidate, deployment: Deployment, rate_rps: float | None, requests: int | None = None
+    ) -> Result:
+        """A candidate under its load, or at another rate, to the end; some cores stand for all where they can. With
+        `requests` under a shorter load, the beginning of its own."""
+        stream = self.stream(candidate, rate_rps, requests)
+        return deployment.simulate(stream, self.study.slo, cores=SAMPLED_CORES)
 
     def judge(self, candidate: Candidate, deployment: Deployment, rate_rps: float | None) -> Result:
         """The same until it cannot meet the SLO any more."""

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from simtune.parallel import Jobs, executor, ordered_map
+from simtune.sim.deployment import Deployment
+from simtune.sim.result import Result
 from simtune.sim.summary import LatencyQuantiles, SimulationSummary
 from simtune.tuner.question import Question
 from simtune.tuner.trial import Trial, Tuned
 
 FRACTIONS = (0.2, 0.5, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5)
 """Offered rates, relative to the one the chosen plan sustains."""
+SHORTER = 4
+"""A curve needs no percentile to a hundredth: each point is so much shorter than a simulation of the search."""
+LEAST = 1000
+"""Requests of a point, where the study has as many."""
+NOTHING = LatencyQuantiles(ttft_s=(), tpot_s=(), e2el_s=())
 
 
 @dataclass(frozen=True)
@@ -36,14 +43,24 @@ def rivals(tuned: Tuned, most: int = 2) -> list[Trial]:
 
 
 def sweeps(tuned: Tuned, *, jobs: Jobs = None) -> list[RateSweep]:
-    """Sweeps of the chosen plan, first, and of its rivals. `jobs` processes; the answer does not depend on it."""
-    chosen_rate = tuned.chosen.rate_rps if tuned.question.searches_rate else None
+    """Sweeps of the chosen plan, first, and of its rivals. `jobs` processes; the answer does not depend on it.
+
+    The chosen plan's own rate is that of the search; all else is a shorter load, the beginning of the same one.
+    """
+    question = tuned.question
+    chosen_rate = tuned.chosen.rate_rps if question.searches_rate else None
     rates = tuple(fraction * chosen_rate for fraction in FRACTIONS) if chosen_rate is not None else ()
+    requests = min(question.requests, max(LEAST, question.requests // SHORTER))
+    own = tuned.chosen.rate_rps if question.searches_rate else None
     tasks = [
-        _Task(tuned.question, row, tuned.deployment.max_model_len, rates) for row in [tuned.chosen, *rivals(tuned)]
+        _Task(question, row, tuned.deployment.max_model_len, rates, requests) for row in [tuned.chosen, *rivals(tuned)]
     ]
+    tasks[0] = replace(tasks[0], rates=tuple(rate for rate in rates if rate != own), judged=False)
     with executor(jobs, len(tasks)) as pool:
-        return list(ordered_map(pool, _Task.run, tasks))
+        chosen, *others = ordered_map(pool, _Task.run, tasks)
+    known = () if own is None else ((own, tuned.result.summary()),)
+    points = tuple(sorted((*chosen.points, *known), key=lambda point: point[0]))
+    return [replace(chosen, points=points, judged=tuned.result.latency_quantiles()), *others]
 
 
 @dataclass(frozen=True)
@@ -52,17 +69,16 @@ class _Task:
     row: Trial
     max_model_len: int
     rates: Sequence[float]
+    requests: int
+    judged: bool = True
+    """Whether its latencies at its own rate are asked for."""
 
     def run(self) -> RateSweep:
-        q = self.question
-        deployment = q.deploy(self.row.candidate, self.max_model_len)
-        own = self.row.rate_rps if q.searches_rate else None
-        judged = q.watch(self.row.candidate, deployment, own)
-        points = (
-            (rate, judged if rate == own else q.watch(self.row.candidate, deployment, rate)) for rate in self.rates
-        )
-        return RateSweep(
-            self.row.candidate.name,
-            tuple((rate, result.summary()) for rate, result in points),
-            judged.latency_quantiles(),
-        )
+        deployment = self.question.deploy(self.row.candidate, self.max_model_len)
+        own = self.row.rate_rps if self.question.searches_rate else None
+        points = tuple((rate, self._watched(deployment, rate).summary()) for rate in self.rates)
+        judged = self._watched(deployment, own).latency_quantiles() if self.judged else NOTHING
+        return RateSweep(self.row.candidate.name, points, judged)
+
+    def _watched(self, deployment: Deployment, rate_rps: float | None) -> Result:
+        return self.question.watch(self.row.candidate, deployment, rate_rps, self.requests)

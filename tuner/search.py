@@ -26,7 +26,6 @@ from simtune.tuner.climb import LOWEST, Climb, Simulation, SimulationFinding, vi
 from simtune.tuner.entry import Admission, Entrant
 from simtune.tuner.evaluator import Evaluator, Keyed
 from simtune.tuner.journal import Ledger
-from simtune.tuner.knobs import tell_apart
 from simtune.tuner.objectives import RateObjective
 from simtune.tuner.question import Question
 from simtune.tuner.reasons import no_better, praise, ranked, why_none
@@ -94,12 +93,11 @@ class _Open:
 
 
 class _Seen(NamedTuple):
-    """A plan that missed its SLO at a rate, and what it can reach of the objective after that."""
+    """A plan that missed its SLO at a rate."""
 
     plan: Entrant
     rate_rps: float | None
     finding: SimulationFinding
-    best: float | None
 
 
 class BestFirst:
@@ -194,14 +192,15 @@ class BestFirst:
                 self._push([plan], "all there is")
             return
         low = self._low(plan)
-        if (same := self._same(plan, low)) is None:
+        if (told := self._told(plan, low)) is None:
             self._judge(plan, low)
             return
-        row, other = plan.row, same.plan.row
-        row.status, row.summary, row.rate_rps, row.best = "infeasible", same.finding.summary, same.rate_rps, same.best
-        row.same_as = other.candidate.name
-        plan.missed_rps = plan.missed_rps if same.rate_rps is None else same.rate_rps
-        row.reason = f"does what {other.candidate.name} does: none of the limits that tell them apart is reached"
+        (other, rate, finding), reason = told
+        row, objective = plan.row, self.question.objective
+        row.status, row.summary, row.rate_rps, row.reason = "infeasible", finding.summary, rate, reason
+        row.same_as, row.best = other.candidate.name, None
+        if rate is not None and isinstance(objective, RateObjective):
+            plan.missed_rps, row.best = rate, rate * objective.worth(plan.facts)
 
     def _judge(self, plan: Entrant, low: float | None) -> None:
         """Simulate a plan until it is known whether it is better than the best one, and by how much."""
@@ -213,15 +212,15 @@ class BestFirst:
         assert isinstance(objective, RateObjective)
         while (rate := climb.rate_rps) is not None:
             finding = self._simulated(plan, rate)
-            climb = climb.after(rate, finding.met)
-            if climb.missed_rps is not None:
-                plan.missed_rps = climb.missed_rps
-                plan.row.best = climb.missed_rps * objective.worth(plan.facts)
-            if finding.met or climb.met_rps is None:
+            climb = climb.after(rate, finding)
+            if climb.missed is not None:
+                plan.missed_rps = climb.missed.rate_rps
+                plan.row.best = plan.missed_rps * objective.worth(plan.facts)
+            if finding.met or climb.met is None:
                 self._take(plan, rate, finding)
             else:
                 self._remember(plan, rate, finding)
-        if climb.met_rps is not None and plan.row.status == "infeasible":
+        if climb.met is not None and plan.row.status == "infeasible":
             plan.row.best = None  # it meets the SLO, and no limit of the study
 
     def _simulated(self, plan: Entrant, rate: float | None) -> SimulationFinding:
@@ -243,7 +242,7 @@ class BestFirst:
             (plan,) = item.plans
             low = self._low(plan)
             rate = Climb(plan.ceiling_rps, self.step, low).rate_rps if self.question.searches_rate else None
-            if self._same(plan, low) is None:
+            if self._told(plan, low) is None:
                 yield (plan.candidate.name, rate), self._task(plan, rate)
 
     def _take(self, plan: Entrant, rate: float | None, finding: SimulationFinding) -> None:
@@ -269,8 +268,9 @@ class BestFirst:
 
     def _remember(self, plan: Entrant, rate: float | None, finding: SimulationFinding) -> None:
         """Keep what a plan that missed its SLO says of others."""
-        if finding.used is not None:
-            self._seen.setdefault(plan.kind, []).append(_Seen(plan, rate, finding, plan.row.best))
+        if finding.used is not None or finding.first_tokens_miss:
+            for kin in plan.kin:
+                self._seen.setdefault(kin, []).append(_Seen(plan, rate, finding))
 
     def value(self, plan: Entrant) -> float:
         """The objective of a plan that met its SLO."""
@@ -291,15 +291,15 @@ class BestFirst:
             rates.append(objective.rate_for(plan.facts, self.value(self.best)) * self.step)
         return max(rates, default=None)
 
-    def _same(self, plan: Entrant, low: float | None) -> _Seen | None:
-        """A plan that did at a rate no higher what this one would do there."""
-        for seen in self._seen.get(plan.kind, ()):
-            if low is None and seen.rate_rps is not None:
-                continue
-            if seen.rate_rps is None or (low is not None and seen.rate_rps <= low * (1 + 1e-12)):
-                assert seen.finding.used is not None
-                if not tell_apart(plan.deployment, seen.finding.used):
-                    return seen
+    def _told(self, plan: Entrant, low: float | None) -> tuple[_Seen, str] | None:
+        """A plan that missed the SLO at a rate no higher, where this one must as well, and why it must."""
+        for seen in (seen for kin in plan.kin for seen in self._seen.get(kin, ())):
+            if low is None:
+                no_higher = seen.rate_rps is None
+            else:
+                no_higher = seen.rate_rps is None or seen.rate_rps <= low * (1 + 1e-12)
+            if no_higher and (reason := plan.told_by(seen.plan, seen.finding)):
+                return seen, reason
         return None
 
     def _show(self, label: str) -> None:

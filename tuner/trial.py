@@ -43,7 +43,7 @@ class Trial:
     tried: list[Attempt] = field(default_factory=list)
     """How it was simulated, in this order."""
     same_as: str = ""
-    """Another plan that misses the SLO and does what this one would do, by its name."""
+    """Another plan that misses the SLO, so that this one must as well, by its name."""
     best: float | None = None
     """What it can reach of the objective at most, by its bound and by what was simulated."""
 

@@ -10,10 +10,11 @@ shorter than launching it takes. `CostBounds` reads these off tables; `LeastCost
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,11 +107,7 @@ class CostBounds:
         least = np.minimum(self._tables.pure.least(groups), self._tables.mixed.least(groups))
         table = np.minimum.accumulate(least[:0:-1])[::-1]
         steepest = float((table / np.arange(1, len(table) + 1)).min())
-        hull: list[tuple[int, int]] = []
-        for point in enumerate(table.tolist(), start=1):
-            while len(hull) > 1 and _turns_down(hull[-2], hull[-1], point):
-                hull.pop()
-            hull.append(point)
+        hull = _lower_hull(table)
         lines = [(float(hull[0][1]), 0.0)]
         for (m0, t0), (m1, t1) in pairwise(hull):
             c1 = min((t1 - t0) / (m1 - m0), steepest)
@@ -125,19 +122,11 @@ class CostBounds:
         to whole ticks, by less than one per context token: no segment ends lower than the knots say, less that one,
         so only of the batches whose knots come near to the lowest are the segments looked at.
         """
-        return _context_cost_s(self._tables)
+        return _least_attention(self._tables).context_s
 
     def least_attention_s(self) -> float:
         """Decode attention does not fall with the context, so the shortest contexts tell."""
-        tables = self._tables
-        return (
-            min(
-                (attention.rows[n] or attention.make(n)).ticks[0]
-                for attention in {tables.alone, *tables.beside}
-                for n in range(1, tables.max_num_seqs + 1)
-            )
-            / TICKS_PER_SECOND
-        )
+        return _least_attention(self._tables).any_s
 
     def prefill_cost_s(self, prompt_tokens: NDArray[np.integer], cached_tokens: NDArray[np.integer] | int = 0) -> Array:
         """Attention seconds of whole prompts, however they are cut into chunks; the first tokens may be cached.
@@ -158,22 +147,50 @@ class CostBounds:
         return min(ticks / n for n, ticks in enumerate(least, start=1)) / TICKS_PER_SECOND
 
 
+def _lower_hull(table: Ints) -> list[tuple[int, int]]:
+    """The corners of the lower convex hull of (1, table[0]), (2, table[1]), ...
+
+    What lies above the hull of some of the points is no corner, so first that of every 32nd is made.
+    """
+    at = np.arange(1, len(table) + 1)
+    some = np.unique(np.append(at[::32], at[-1]))
+    coarse = np.array(_hull(zip(some.tolist(), table[some - 1].tolist(), strict=True)))
+    near = table <= np.interp(at, coarse[:, 0], coarse[:, 1]) + 1
+    return _hull(zip(at[near].tolist(), table[near].tolist(), strict=True))
+
+
+def _hull(points: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    hull: list[tuple[int, int]] = []
+    for point in points:
+        while len(hull) > 1 and _turns_down(hull[-2], hull[-1], point):
+            hull.pop()
+        hull.append(point)
+    return hull
+
+
 def _turns_down(a: tuple[int, int], b: tuple[int, int], c: tuple[int, int]) -> bool:
     """Whether b lies on or above the line from a to c."""
     return (b[1] - a[1]) * (c[0] - a[0]) >= (c[1] - a[1]) * (b[0] - a[0])
 
 
+class _LeastAttention(NamedTuple):
+    context_s: float
+    any_s: float
+
+
 @lru_cache(maxsize=16)
-def _context_cost_s(tables: StepTables) -> float:
-    lowest = float("inf")
+def _least_attention(tables: StepTables) -> _LeastAttention:
+    per_context, least = float("inf"), float("inf")
+    numbers = np.arange(1, tables.max_num_seqs + 1)
     for attention in {tables.alone, *tables.beside}:
-        numbers = range(1, tables.max_num_seqs + 1)
-        least = [(float((attention.at_knots(n) / tables.contexts).min()) / n - 1, n) for n in numbers]
-        for at_least, num_decodes in sorted(least):
-            if at_least >= lowest:
+        ticks = np.array([attention.at_knots(int(n)) for n in numbers])
+        least = min(least, float(ticks[:, 0].min()))
+        at_least = (ticks / tables.contexts).min(axis=1) / numbers - 1
+        for row in np.argsort(at_least, kind="stable"):
+            if at_least[row] >= per_context:
                 break
-            lowest = min(lowest, _context_ticks(tables, attention, num_decodes))
-    return lowest / TICKS_PER_SECOND
+            per_context = min(per_context, _context_ticks(tables, attention, int(numbers[row])))
+    return _LeastAttention(per_context / TICKS_PER_SECOND, least / TICKS_PER_SECOND)
 
 
 def _context_ticks(tables: StepTables, attention: DecodeTable, num_decodes: int) -> float:

@@ -101,6 +101,10 @@ class _Models(NamedTuple):
         return corrected
 
 
+_BLOCK = 64
+"""Numbers of decodes whose attention is asked for at once."""
+
+
 class DecodeTable:
     """Decode attention in steps whose longest prefill chunk has `chunk` tokens, 0 for none, with `width` query tokens
     for each sequence: a row for each number of decodes, made when first asked for. `scale` multiplies all of it.
@@ -113,6 +117,7 @@ class DecodeTable:
         self._models, self._contexts = models, contexts
         self._max_num_seqs, self._scale = max_num_seqs, scale
         self.rows: list[AttentionRow | None] = [None] * (max_num_seqs + 1)
+        self._blocks: dict[int, Ints] = {}
 
     def ticks(self, num_decodes: int, context_tokens: int) -> int:
         """Of a step in which the decodes read so many context tokens."""
@@ -135,20 +140,30 @@ class DecodeTable:
 
     def at_knots(self, num_decodes: int) -> Ints:
         """Ticks at all contexts."""
-        return np.rint(self._scale * self._seconds(num_decodes) * TICKS_PER_SECOND).astype(np.int64)
+        block, row = divmod(num_decodes - 1, _BLOCK)
+        if block not in self._blocks:
+            first = 1 + block * _BLOCK
+            numbers = np.arange(first, min(first + _BLOCK, self._max_num_seqs + 1), dtype=np.float64)
+            seconds = self._seconds(numbers)
+            self._blocks[block] = np.rint(self._scale * seconds * TICKS_PER_SECOND).astype(np.int64)
+        ticks: Ints = self._blocks[block][row]
+        return ticks
 
-    def _seconds(self, num_decodes: int) -> Array:
-        """At all contexts: base times what was interpolated between numbers of decodes, then between contexts."""
-        model, base = self._models
-        plain = base.decode(num_decodes, self._contexts, self._width, self.chunk)
+    def _seconds(self, numbers: Array) -> Array:
+        """Of numbers of decodes, a row each, at all contexts: base times what was interpolated between numbers of
+        decodes, then between contexts."""
+        (model, base), contexts = self._models, self._contexts
+        batch, context = np.repeat(numbers, len(contexts)), np.tile(contexts, len(numbers))
+        plain = base.decode(batch, context, self._width, self.chunk).reshape(len(numbers), len(contexts))
         if base is model:
             return plain
         counts, log_contexts, log_ratio = self._correction
-        above = min(max(1, int(np.searchsorted(counts, np.log(num_decodes)))), len(counts) - 1)
-        share = (np.log(num_decodes) - counts[above - 1]) / (counts[above] - counts[above - 1])
-        at_count = (1 - share) * log_ratio[above - 1] + share * log_ratio[above]
-        corrected: Array = plain * np.exp(np.interp(np.log(self._contexts), log_contexts, at_count))
-        return rising(corrected)
+        above = np.clip(np.searchsorted(counts, np.log(numbers)), 1, len(counts) - 1)
+        share = ((np.log(numbers) - counts[above - 1]) / (counts[above] - counts[above - 1]))[:, None]
+        at_counts = (1 - share) * log_ratio[above - 1] + share * log_ratio[above]
+        log_context = np.log(contexts)
+        factors = np.exp([np.interp(log_context, log_contexts, at_count) for at_count in at_counts])
+        return rising(plain * factors)
 
     @cached_property
     def _correction(self) -> tuple[Array, Array, Array]:

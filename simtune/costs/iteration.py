@@ -252,7 +252,7 @@ class StepModel:
         """Seconds of the language-model head and of sampling, for at least one row each."""
         return self._by_kind(self._head, np.asarray(num_samples, dtype=np.float64))
 
-    def decode(self, num_decodes: int, mean_context: Array, width: int = 1, chunk: int = 0) -> Array:
+    def decode(self, num_decodes: int | Array, mean_context: Array, width: int = 1, chunk: int = 0) -> Array:
         """Seconds of decode attention in all layers, with `width` query tokens for each sequence.
 
         With `chunk` it is what decodes of one token add to a step whose longest prefill chunk has so many; the same as

@@ -55,10 +55,11 @@ def bends(x: Ints, y: Ints) -> list[int]:
 
 
 def rising(values: Array) -> Array:
-    """Never falling: the mean of the running maximum and of the minimum still to come, both the values themselves
-    where these rise.
+    """Never falling along the last axis: the mean of the running maximum and of the minimum still to come, both the
+    values themselves where these rise.
     """
-    reached, to_come = np.maximum.accumulate(values), np.minimum.accumulate(values[::-1])[::-1]
+    reached = np.maximum.accumulate(values, axis=-1)
+    to_come = np.minimum.accumulate(values[..., ::-1], axis=-1)[..., ::-1]
     return (reached + to_come) / 2
 
 

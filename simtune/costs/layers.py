@@ -38,16 +38,16 @@ PRODUCTS = "products"
 class AttentionCosts(NamedTuple):
     """Seconds of the attention of one layer, without its products and small operations unless it includes them."""
 
-    decode: Callable[[int, Array, int], Array]
-    """Of a number of sequences, their mean context and the query tokens of each: 1, or a draft's width."""
+    decode: Callable[[int | Array, Array, int], Array]
+    """Of numbers of sequences, their mean context and the query tokens of each: 1, or a draft's width."""
     prefill: Callable[[Array], Array]
     """Of whole prompts of these lengths, less the overhead of a call."""
     overhead_s: float
     """Of a call for one prefill chunk, however short."""
     past: Callable[[Array], Array]
     """Of what a chunk has to do again for so many cached tokens, before it attends to them."""
-    mixed: Callable[[int, Array, int], Array] | None = None
-    """Of a number of decodes and their mean context in the kernel of a prefill chunk of so many tokens; None where that
+    mixed: Callable[[int | Array, Array, int], Array] | None = None
+    """Of numbers of decodes and their mean context in the kernel of a prefill chunk of so many tokens; None where that
     was not measured, and they are taken to cost what they cost alone."""
     imbalance_s: Callable[[int, bool], float] = lambda num_decodes, with_chunks: 0.0
     """For each token by which the longest context exceeds the mean; in a kernel with a prefill chunk or alone."""
@@ -162,7 +162,7 @@ class _Softmax(AttentionLayer):
         def window(context: Array) -> Array | int:
             return context if self._window is None else self._window
 
-        def decode_s(batch: int, context: Array, width: int) -> Array:
+        def decode_s(batch: int | Array, context: Array, width: int) -> Array:
             call: dict[str, Any] = {"batch": batch, "context": context, "window": window(context), **shape}
             if width == 1:
                 return decode.seconds(**call)
@@ -180,7 +180,7 @@ class _Softmax(AttentionLayer):
         if profile.measured("mixed_attention", dtype, kv_dtype):
             mixed = profile.predictor("mixed_attention", dtype, kv_dtype=kv_dtype)
 
-            def mixed_s(batch: int, context: Array, tokens: int) -> Array:
+            def mixed_s(batch: int | Array, context: Array, tokens: int) -> Array:
                 return mixed.seconds(batch=batch, tokens=tokens, context=context, window=window(context), **shape)
 
         def imbalance_s(num_decodes: int, with_chunks: bool) -> float:
@@ -278,7 +278,7 @@ class _Mla(AttentionLayer):
         if a.index_topk is not None:
             shape |= {"index_heads": a.index_heads, "index_dim": a.index_head_dim, "topk": a.index_topk}
 
-        def decode_s(batch: int, context: Array, width: int) -> Array:
+        def decode_s(batch: int | Array, context: Array, width: int) -> Array:
             alone = decode_block.seconds(batch=batch, context=context, **shape)
             if width == 1:
                 return alone
@@ -304,7 +304,7 @@ class _Mla(AttentionLayer):
         decode = profile.predictor("mla_decode", dtype, kv_dtype=kv_dtype)
         prefill = profile.predictor("mla_prefill", dtype, kv_dtype=kv_dtype)
 
-        def decode_s(batch: int, context: Array, width: int) -> Array:
+        def decode_s(batch: int | Array, context: Array, width: int) -> Array:
             # All heads of all query tokens read the same cache: a draft is so many more heads.
             call = {"heads": heads * width, "latent": a.kv_lora_rank, "rope": a.qk_rope_head_dim}
             return decode.seconds(batch=batch, context=context, **call)
@@ -358,14 +358,14 @@ class _Linear(AttentionLayer):
         before, before_one = (profile.predictor(k, dtype) for k in _CONVOLUTION) if convolved else (None, None)
         conv = {"channels": a.conv_channels, "width": a.conv_width}
 
-        def several(batch: int, tokens: Array | int) -> Array:
+        def several(batch: int | Array, tokens: Array | int) -> Array:
             seconds = prefill.seconds(batch=batch, tokens=np.maximum(tokens, 1), **shape)
             return seconds if before is None else seconds + before.seconds(batch=batch, tokens=tokens, **conv)
 
         # Every chunk fetches and stores the state.
         shortest_s = float(several(1, 1))
 
-        def decode_s(batch: int, context: Array, width: int) -> Array:
+        def decode_s(batch: int | Array, context: Array, width: int) -> Array:
             if width > 1:
                 return np.broadcast_to(several(batch, width), context.shape)
             seconds = decode.seconds(batch=batch, **shape)

@@ -97,8 +97,8 @@ class Deployment:
         for all: under round robin instances do not disturb each other and see the same kind of load, so this differs
         from simulating all of them only in how many requests are watched. Where they do disturb each other (closed
         loops, other routers, several pools, instances that fail) all are run.
-        `stop_when_lost` ends the run once a percentile of the SLO cannot be met any more. `seed` is that of routers and
-        length predictors that draw.
+        `stop_when_lost` ends the run once the SLO cannot be met any more. `seed` is that of routers and length
+        predictors that draw.
         """
         slo, scale, offered_rate_rps = slo or Slo(), 1.0, stream.offered_rate_rps
         instances = self.enough_instances(stream, cores)

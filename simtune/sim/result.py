@@ -28,6 +28,8 @@ from simtune.sim.summing import between_tokens, distribution, instances, prefix_
 from simtune.specs.workload import Slo
 
 METRICS: tuple[Metric, ...] = ("ttft", "tpot", "e2el", "queue", "prefill", "transfer", "decode")
+_ROUNDING = 1e-9
+"""Relative; what adding up may come to."""
 _SHOWN = ("requests", "offered_rate_rps", "request_throughput_rps", "goodput_rps", "slo_attainment", "num_gpus")
 """Numbers that a notebook shows first."""
 
@@ -230,8 +232,9 @@ class Result:
     def _objectives(self) -> list[tuple[int | None, str | None, Slo]]:
         return objectives(self.stream, self.slo)
 
-    def summary(self) -> SimulationSummary:
-        """What it comes to in numbers; None stands for a number that does not exist or is unbounded."""
+    def summary(self, *, noise: bool = True) -> SimulationSummary:
+        """What it comes to in numbers; None stands for a number that does not exist or is unbounded. Without `noise`
+        intervals are left out, which take longer than all the rest."""
         completed, duration = self.completed, self.duration_s
         output = int(self.stream.output_tokens[completed].sum())
         total = output + int(self.stream.prompt_tokens[completed].sum())
@@ -264,7 +267,9 @@ class Result:
             output_tokens_per_s_per_gpu=None if output_rate is None else output_rate / self.num_gpus,
             output_tokens_per_s_per_user=1 / float(tpot.mean()) if len(tpot) and tpot.mean() > 0 else None,
             num_gpus=self.num_gpus,
-            metrics={metric: distribution(self.values(metric), settled=not self.saturated) for metric in METRICS}
+            metrics={
+                metric: distribution(self.values(metric), noise=noise and not self.saturated) for metric in METRICS
+            }
             | {"itl": between_tokens(self.itl)},
             warm_up_requests=warm_up(self.values("ttft")),
             resent=int(self.outcome.resent.sum()),
@@ -325,23 +330,27 @@ def objectives(stream: RequestStream, slo: Slo) -> list[tuple[int | None, str | 
 
 
 class MissBudget:
-    """Tells a run to stop once so many requests are late that a percentile cannot meet its limit any more.
+    """Tells a run to stop once an SLO cannot be met any more.
 
-    The p-th percentile of n values lies above the limit as soon as n - floor((n - 1) p) of them do, so the verdict is
-    the one the whole run would give. Means are not watched: late requests may still be made up for.
+    The p-th percentile of n values lies above the limit as soon as n - floor((n - 1) p) of them do, and their mean as
+    soon as some of them add up to more than n times the limit: so the verdict is the one the whole run would give.
     """
 
     def __init__(self, stream: RequestStream, slo: Slo) -> None:
         self._class_of = stream.class_index.tolist()
         self._gaps = (stream.output_tokens - 1).tolist()
-        self._lines: list[tuple[int | None, str, int]] = []
-        self._left: list[int] = []
+        self._lines: list[tuple[int | None, str, int | None]] = []  # class, metric, limit that few may exceed
+        self._left: list[float] = []  # how many more may exceed it, or how much more all of them may add up to
         for index, _, objective in objectives(stream, slo):
             of_class = np.ones(len(stream), dtype=bool) if index is None else stream.class_index == index
             for metric, statistic, limit in objective.limits():
-                if statistic != "mean":
-                    n = int((of_class & (stream.output_tokens > 1)).sum() if metric == "tpot" else of_class.sum())
-                    self._lines.append((index, metric, math.floor(limit * TICKS_PER_SECOND)))
+                n = int((of_class & (stream.output_tokens > 1)).sum() if metric == "tpot" else of_class.sum())
+                ticks = limit * TICKS_PER_SECOND
+                if statistic == "mean":
+                    self._lines.append((index, metric, None))
+                    self._left.append((ticks * n + 1) * (1 + _ROUNDING))
+                else:
+                    self._lines.append((index, metric, math.floor(ticks)))
                     self._left.append(n - math.floor((n - 1) * float(statistic[1:]) / 100))
 
     def __call__(self, request: int, arrival: int, first_token: int, finish: int) -> bool:
@@ -349,16 +358,19 @@ class MissBudget:
         for line, (index, metric, limit) in enumerate(self._lines):
             if index is not None and index != self._class_of[request]:
                 continue
+            gaps = 1
             if metric == "ttft":
-                late = first_token - arrival > limit
+                took = first_token - arrival
             elif metric == "e2el":
-                late = finish - arrival > limit
+                took = finish - arrival
             else:
-                late = finish - first_token > limit * self._gaps[request]
-            if late:
+                took, gaps = finish - first_token, self._gaps[request]
+            if limit is None:
+                self._left[line] -= took / (gaps or 1)
+            elif took > limit * gaps:
                 self._left[line] -= 1
-                if self._left[line] <= 0:
-                    return True
+            if self._left[line] <= 0:
+                return True
         return False
 
 

@@ -16,8 +16,8 @@ from simtune.sim.statistics import TokenIntervals, batch_means
 from simtune.sim.summary import Distribution, InstanceUse, PrefixCacheUse, Verifications
 
 
-def distribution(values: Array, settled: bool = True) -> Distribution:
-    """Of latencies in seconds, in order of arrival; where they never settle, no noise is told about them."""
+def distribution(values: Array, noise: bool = True) -> Distribution:
+    """Of latencies in seconds, in order of arrival. Of those that never settle there is no `noise` to be told."""
     if not len(values):
         return Distribution(unit="s", count=0)
     p50, p90, p95, p99 = (float(np.percentile(values, p)) for p in (50, 90, 95, 99))
@@ -32,9 +32,7 @@ def distribution(values: Array, settled: bool = True) -> Distribution:
         p95=p95,
         p99=p99,
         max=float(values.max()),
-        ci95={s: ci for s in ("mean", "p50", "p90", "p95", "p99") if (ci := batch_means(values, s))}
-        if settled
-        else None,
+        ci95={s: ci for s in ("mean", "p50", "p90", "p95", "p99") if (ci := batch_means(values, s))} if noise else None,
     )
 
 

@@ -116,6 +116,24 @@ def test_giving_up_early_never_changes_the_verdict(world: Setting, metric: str, 
             assert early.outcome.aborted == late[place]
 
 
+@given(settings(), st.sampled_from(["ttft_s", "tpot_s", "e2el_s"]), st.floats(1e-3, 2.0))
+@hypothesis_settings(max_examples=100, deadline=None)
+def test_a_mean_is_given_up_only_where_it_is_missed(world: Setting, metric: str, limit: float) -> None:
+    slo = Slo(**{metric: {"mean": limit}})
+    whole = Result(world.stream, World(world.make_cores(), world.stream).run(), 1, slo)
+    stop = MissBudget(world.stream, slo)
+    early = World(world.make_cores(), world.stream, stop_when=stop).run()
+    if whole.refused:
+        return
+    mean = whole.statistic(metric.removesuffix("_s"), "mean")
+    if early.aborted:
+        assert mean is not None
+        assert mean > limit
+    else:
+        assert early.finish.tolist() == whole.outcome.finish.tolist()
+        assert mean is None or mean <= limit * (1 + 1e-6)
+
+
 def test_a_summary_has_no_nan_and_no_number_that_does_not_exist() -> None:
     import json
 

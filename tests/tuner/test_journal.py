@@ -43,7 +43,12 @@ def a_finding(seed: int = 0) -> SimulationFinding:
     deployment = deployed(pool())
     result = deployment.simulate(poisson(30, 20.0, 50, 20, seed))
     return SimulationFinding(
-        False, result.summary(), "TTFT p99 is too long", uses(deployment, result) if seed else None
+        met=False,
+        summary=result.summary(),
+        reason="TTFT p99 is too long",
+        used=uses(deployment, result) if seed else None,
+        first_tokens_miss=False,
+        strain=1.25,
     )
 
 

@@ -11,8 +11,8 @@ from simtune.sim.deployment import Deployment, deploy
 from simtune.sim.requests import RequestStream, build_stream
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import Batching, KvCache, KvLink, Parallelism, Plan, Pool, Role
-from simtune.specs.workload import Lognormal, Poisson, Workload
-from simtune.tuner.knobs import tell_apart, uses
+from simtune.specs.workload import Lognormal, Poisson, Slo, Workload
+from simtune.tuner.knobs import first_tokens_miss, tell_apart, uses
 
 MODEL, HARDWARE = load_model("llama-3.1-8b"), load_hardware("h100-sxm")
 COLUMNS = ("scheduled", "first_token", "finish")
@@ -87,3 +87,30 @@ def test_prefill_and_decode_pools() -> None:
 def test_policies_that_look_at_their_limits_tell_nothing() -> None:
     deployment = deployed(pool(64, 1024, 6000, policy="transformers-fifo"))
     assert uses(deployment, deployment.simulate(stream(3.0))) is None
+
+
+@pytest.mark.parametrize("statistic", ["p90", "mean"])
+def test_first_tokens_that_miss_do_so_whatever_decodes(statistic: str) -> None:
+    requests, slo, told = stream(200.0), Slo(ttft_s={statistic: 0.3}, tpot_s={"p99": 10.0}), 0
+    for blocks in (400, 12_000):
+        plans = [
+            deployed(pool(128, 512, blocks, "prefill"), pool(seats, 1024, 6000, "decode")) for seats in (1, 4, 128, 256)
+        ]
+        misses = [
+            first_tokens_miss(plan, plan.simulate(requests, slo, stop_when_lost=stopped))
+            for plan in plans
+            for stopped in (False, True)
+        ]
+        told += sum(misses)
+        if any(misses):
+            ttft = [plan.simulate(requests, slo).statistic("ttft", statistic) for plan in plans]
+            assert all(value is not None and value > 0.3 for value in ttft)
+        assert not any(misses) or blocks == 12_000, "a full decode pool fills a small prefill pool"
+    assert told > 0, "there was to be a prefill pool that misses the SLO alone"
+
+
+def test_mixed_pools_say_nothing_of_first_tokens_alone() -> None:
+    plan, slo = deployed(pool(8, 256, 6000)), Slo(ttft_s={"p90": 0.001})
+    result = plan.simulate(stream(40.0), slo)
+    assert not result.meets_slo
+    assert not first_tokens_miss(plan, result)
