@@ -42,8 +42,8 @@ from simtune.specs.traces import Trace, read_trace
 from simtune.specs.workload import Workload
 from simtune.specs.yamlfile import Document
 from simtune.tuner.drafting import Draft
+from simtune.tuner.front import answer as _search
 from simtune.tuner.question import Question
-from simtune.tuner.search import optimize as _search
 from simtune.tuner.trial import Tuned
 
 Load = str | Workload | Trace | Mapping[str, Any]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from simtune.tuner.question import Question
-from simtune.tuner.space import space_of
+from simtune.tuner.sayable import space_for
 from simtune.tuner.workshop import Refused, Workshop
 
 
@@ -30,22 +30,24 @@ class Census:
 def census(question: Question) -> Census:
     """Count the plans of a study. Raises Infeasible where there are none, and UsageError where it cannot be asked."""
     question.check()
-    space = space_of(question.study)
+    space = space_for(question)
     workshop = Workshop(question, space.candidates)
     left_out = Counter({f"constraint `{text}`": count for text, count in space.left_out.items()})
+    for why, count in space.refused.items():
+        left_out[_words(why)] += count
     shapes, plans = set(), 0
     for candidate in space.candidates:
         settled = workshop.settled(candidate)
         if isinstance(settled, Refused):
-            left_out[_kind(settled)] += 1
+            left_out[_words(settled.reason)] += 1
         else:
             plans += 1
             shapes.add(settled.shape)
     return Census(plans, len(shapes), dict(left_out.most_common()))
 
 
-def _kind(refused: Refused) -> str:
+def _words(reason: str) -> str:
     """A refusal without the numbers that differ from plan to plan."""
-    if "are missing" in refused.reason:
+    if "are missing" in reason:
         return "weights and KV cache do not fit the memory"
-    return re.sub(r"^(model \S+|pool \S+)( on \S+)?:? ", "", refused.reason.split(";")[0])
+    return re.sub(r"^(model \S+|pool \S+)( on \S+)?:? ", "", re.sub(r" \(\d+\)", "", reason).split(";")[0])

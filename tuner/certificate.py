@@ -24,7 +24,7 @@ from simtune.tuner.climb import Simulation, SimulationFinding
 from simtune.tuner.entry import Admission, Entrant
 from simtune.tuner.objectives import Objective, RateObjective
 from simtune.tuner.question import SAMPLED_CORES, Question
-from simtune.tuner.space import space_of
+from simtune.tuner.sayable import space_for
 from simtune.tuner.trial import Trial, Tuned
 from simtune.tuner.workshop import Workshop
 
@@ -187,7 +187,7 @@ class Audit:
         """What does not hold."""
         self.bounds = self.simulations = 0
         """How many were computed."""
-        self._candidates = space_of(question.study).candidates
+        self._candidates = space_for(question).candidates
         self._entry = Admission(question, Workshop(question, self._candidates))
         self._missed: dict[str, tuple[Entrant, float | None, SimulationFinding]] = {}
         """Plans that missed the SLO, at which rate, and what that showed."""

@@ -19,6 +19,9 @@ class PlanFacts:
     """None where a hardware profile names no price; nothing that asks for it is judged then."""
     output_tokens: float
     """Mean of the requests."""
+    idle_j_per_token: float | None = None
+    """What its GPUs would draw from the first arrival to the last if nothing ran, at one request per second; None where
+    a hardware profile names no power."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,8 @@ class Judged:
     output_tokens_per_s: float | None
     e2el_s: float | None
     """Mean."""
+    tokens_per_s_per_user: float | None = None
+    joules_per_token: float | None = None
 
 
 class Objective(ABC):
@@ -40,7 +45,9 @@ class Objective(ABC):
     sign: ClassVar[int] = 1
     searches_rate: ClassVar[bool] = False
     """Whether the highest rate that meets the SLO is looked for; else the load is the workload's."""
+    needs_slo: ClassVar[bool] = False
     needs_prices: ClassVar[bool] = False
+    needs_power: ClassVar[bool] = False
 
     @abstractmethod
     def value(self, plan: PlanFacts, judged: Judged) -> float:
@@ -59,7 +66,7 @@ class Objective(ABC):
 class RateObjective(Objective):
     """The highest request rate within the SLO, times what a request per second is worth on the plan."""
 
-    searches_rate = True
+    searches_rate = needs_slo = True
 
     @abstractmethod
     def worth(self, plan: PlanFacts) -> float:
@@ -171,6 +178,37 @@ class MeanLatency(Objective):
         return floor_e2el_s
 
 
+class JoulesPerToken(Objective):
+    """The energy of an output token at the load it is served at (`simtune.sim.energy`)."""
+
+    name, unit, sign, needs_power = "joules_per_token", "J/output token", -1, True
+
+    def value(self, plan: PlanFacts, judged: Judged) -> float:
+        """As simulated."""
+        return float("inf") if judged.joules_per_token is None else judged.joules_per_token
+
+    def best(self, plan: PlanFacts, rate_bound_rps: float, floor_e2el_s: float) -> float:
+        """Of GPUs that draw no more than idle ones until the last request has come."""
+        assert plan.idle_j_per_token is not None
+        return plan.idle_j_per_token / rate_bound_rps if rate_bound_rps > 0 else 0.0
+
+
+class Pareto(Objective):
+    """The front of tokens/s/user against tokens/s/GPU (`simtune.tuner.front`), of which the point of the greatest
+    power is chosen: throughput over delay (Kleinrock, ICC 1979)."""
+
+    name, unit, searches_rate = "pareto", "tokens/s/user x tokens/s/GPU", True
+
+    def value(self, plan: PlanFacts, judged: Judged) -> float:
+        """The power of a plan at a rate that it keeps up with."""
+        assert judged.rate_rps is not None
+        return judged.rate_rps * plan.output_tokens / plan.num_gpus * (judged.tokens_per_s_per_user or 0.0)
+
+    def best(self, plan: PlanFacts, rate_bound_rps: float, floor_e2el_s: float) -> float:
+        """Points are held against each other at their load; of a plan as a whole nothing is said."""
+        return float("inf")
+
+
 def _usd_per_million(usd_per_hour: float, tokens_per_s: float) -> float:
     return usd_per_hour / 3600 / tokens_per_s * 1e6 if tokens_per_s > 0 else float("inf")
 
@@ -185,6 +223,8 @@ OBJECTIVES: dict[str, Objective] = {
         UsdPerHour(),
         UsdPerMillionTokens(),
         MeanLatency(),
+        JoulesPerToken(),
+        Pareto(),
     )
 }
 """By name; those of `simtune.specs.study.Objective` may be asked for, those of `StudyLimits` may bound what is."""

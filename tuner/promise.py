@@ -20,6 +20,7 @@ from simtune.sim.requests import RequestStream
 from simtune.specs.plan import Role
 from simtune.specs.workload import Slo
 from simtune.tuner.bounds import Capacity, PlanBounds, RateBound, rate_bound
+from simtune.tuner.bounds.windows import ROUNDING
 
 
 class PoolCapacity:
@@ -71,6 +72,15 @@ def least_e2el_s(deployment: Deployment, stream: RequestStream, cores: int | Non
     """The mean end-to-end latency of requests that each have the deployment to themselves."""
     bounds = PlanBounds(*_as_simulated(deployment, stream, cores))
     return float((bounds.ttft_s + bounds.decode_s).mean()) if bounds.known else 0.0
+
+
+def least_tpot_s(deployment: Deployment, stream: RequestStream, cores: int | None = None) -> float:
+    """The mean TPOT of requests that each have the deployment to themselves."""
+    bounds = PlanBounds(*_as_simulated(deployment, stream, cores))
+    decodes = bounds.load.decodes
+    if not bounds.known or not (decodes > 0).any():
+        return 0.0
+    return float((bounds.decode_s[decodes > 0] / decodes[decodes > 0]).mean()) * (1 - ROUNDING)
 
 
 def _as_simulated(deployment: Deployment, stream: RequestStream, cores: int | None) -> tuple[Deployment, RequestStream]:

@@ -84,6 +84,12 @@ class Question:
                         f"{name}: {asked} {objective.name} asks for dollars, and hardware profile {profile} names no "
                         "price; give it device.price_per_hour_usd"
                     )
+                if objective.needs_power and hardware.device.power is None:
+                    raise UsageError(
+                        f"{name}: {asked} {objective.name} asks for energy, and hardware profile {profile} names no "
+                        "power; give it device.power with tdp_w and idle_w"
+                    )
+        self._check_day()
         if not self.searches_rate:
             return
         if isinstance(self.workload.arrivals, ClosedLoop):
@@ -91,8 +97,19 @@ class Question:
                 f"{name}: objective {study.objective} looks for a request rate, but workload "
                 f"{self.workload.name} is a closed loop; use objective e2el or gpus"
             )
-        if not study.slo.limits() and not any(c.slo for c in self.workload.classes):
+        if self.objective.needs_slo and not study.slo.limits() and not any(c.slo for c in self.workload.classes):
             raise UsageError(f"{name}: objective {study.objective} needs an slo with at least one limit")
+
+    def _check_day(self) -> None:
+        day, name = self.study.day, self.study.name
+        if day is None:
+            return
+        if isinstance(self.workload.arrivals, ClosedLoop):
+            raise UsageError(f"{name}: a day has rates, and workload {self.workload.name} is a closed loop")
+        if day.trace_window_h is not None and (self.trace is None or self.trace.arrival_s is None):
+            raise UsageError(
+                f"{name}: day.trace_window_h cuts a trace, and workload {self.workload.name} replays none; give windows"
+            )
 
     def cores_apart(self, candidate: Candidate) -> bool:
         """Whether some cores of a wide deployment can stand for all."""
@@ -105,9 +122,14 @@ class Question:
         requests = self.requests if requests is None else requests
         if not self.cores_apart(candidate):
             return requests
-        (pool,) = candidate.pools
-        simulated = min(pool.instances, -(-SAMPLED_CORES // (pool.shape.pp * pool.shape.attention_dp)))
-        return -(-requests * pool.instances // simulated)
+        return -(-requests * candidate.pools[0].instances // self.simulated_instances(candidate))
+
+    def simulated_instances(self, candidate: Candidate) -> int:
+        """How many instances of its first pool are simulated while searching."""
+        pool = candidate.pools[0]
+        if not self.cores_apart(candidate):
+            return pool.instances
+        return min(pool.instances, -(-SAMPLED_CORES // (pool.shape.pp * pool.shape.attention_dp)))
 
     def stream(self, candidate: Candidate, rate_rps: float | None = None, requests: int | None = None) -> RequestStream:
         """Requests for a candidate, of which `requests` will be simulated: those of the study, or so many of them."""
@@ -148,7 +170,12 @@ class Question:
 
     def facts(self, candidate: Candidate, stream: RequestStream) -> PlanFacts:
         """What objectives have to know of a candidate."""
-        return PlanFacts(candidate.num_gpus, self.usd_per_hour(candidate), float(stream.output_tokens.mean()))
+        return PlanFacts(
+            candidate.num_gpus,
+            self.usd_per_hour(candidate),
+            float(stream.output_tokens.mean()),
+            self.idle_j_per_token(candidate, stream),
+        )
 
     def usd_per_hour(self, candidate: Candidate) -> float | None:
         """Of all its GPUs, each at the price of its kind; None where one of them has no price."""
@@ -157,6 +184,22 @@ class Question:
         if len(known) < len(prices):
             return None
         return sum(price * pool.devices for price, pool in zip(known, candidate.pools, strict=True))
+
+    def idle_j_per_token(self, candidate: Candidate, stream: RequestStream) -> float | None:
+        """What its GPUs would draw from the first arrival to the last if nothing ran, over the output tokens, at one
+        request per second; the least of what is seen where some cores stand for all, and of all. None where the
+        profile of one of its pools names no power."""
+        powers = [self.profiles[pool.shape.gpu].device.power for pool in candidate.pools]
+        known = [power for power in powers if power is not None]
+        if len(known) < len(powers):
+            return None
+        watts = sum(power.idle_w * pool.devices for power, pool in zip(known, candidate.pools, strict=True))
+        instances, simulated = candidate.pools[0].instances, self.simulated_instances(candidate)
+        streams = [(stream, 1.0), (stream.share_of(simulated, instances), simulated / instances)]
+        offered = stream.offered_rate_rps
+        if offered is None:
+            return 0.0
+        return min(watts * part * _span_s(seen) * offered / float(seen.output_tokens.sum()) for seen, part in streams)
 
     def watch(
         self, candidate: Candidate, deployment: Deployment, rate_rps: float | None, requests: int | None = None
@@ -170,3 +213,8 @@ class Question:
         """The same until it cannot meet the SLO any more."""
         stream = self.stream(candidate, rate_rps)
         return deployment.simulate(stream, self.study.slo, cores=SAMPLED_CORES, stop_when_lost=True)
+
+
+def _span_s(stream: RequestStream) -> float:
+    """From the first arrival to the last."""
+    return 0.0 if stream.arrival_s is None else float(stream.arrival_s[-1] - stream.arrival_s[0])

@@ -29,7 +29,8 @@ from simtune.tuner.journal import Ledger
 from simtune.tuner.objectives import RateObjective
 from simtune.tuner.question import Question
 from simtune.tuner.reasons import no_better, praise, ranked, why_none
-from simtune.tuner.space import Candidate, space_of
+from simtune.tuner.sayable import space_for
+from simtune.tuner.space import Candidate
 from simtune.tuner.trial import Attempt, Trial, Tuned
 from simtune.tuner.workshop import Workshop
 
@@ -72,7 +73,7 @@ def optimize(
     (Ctrl-C) ends the search with what it has, marked `interrupted`, or is passed on when no plan has met the SLO yet.
     """
     question.check()
-    space = space_of(question.study)
+    space = space_for(question)
     with executor(jobs, AHEAD) as pool:
         search = BestFirst(question, space.candidates, Evaluator(pool, ledger), progress)
         interrupted = search.run()

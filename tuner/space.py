@@ -18,9 +18,9 @@ from simtune.specs.plan import KvLink, Parallelism, Plan, Pool, Role
 from simtune.specs.speculation import Speculation
 from simtune.specs.study import PoolChoices, Study
 
-PER_DEVICE = ("goodput_per_gpu", "goodput_per_dollar")
+PER_DEVICE = ("goodput_per_gpu", "goodput_per_dollar", "pareto")
 """Objectives of which a ratio of prefill to decode instances says all, however many there are of each."""
-COUNTING = ("gpus", "usd_per_million_tokens")
+COUNTING = ("gpus", "usd_per_million_tokens", "joules_per_token")
 """Objectives for which every number of instances is a plan of its own."""
 
 
@@ -268,6 +268,8 @@ class Space:
     candidates: tuple[Candidate, ...]
     left_out: Mapping[str, int]
     """By constraint, in its own words."""
+    refused: Mapping[str, int] = field(default_factory=dict)
+    """By the reason why the engine would not run them (`simtune.tuner.sayable`)."""
 
     @property
     def shapes(self) -> dict[Shape, list[Candidate]]:

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 from simtune.sim.deployment import Deployment
 from simtune.sim.result import Result
 from simtune.sim.summary import Metric, SimulationSummary
+from simtune.tuner.ladder import Ladder
 from simtune.tuner.objectives import Judged
 from simtune.tuner.question import Question
 from simtune.tuner.space import Candidate
@@ -62,7 +63,9 @@ class Trial:
     def judged(self) -> Judged:
         """What objectives ask of the last simulation."""
         served = None if self.summary is None else self.summary.output_tokens_per_s
-        return Judged(self.rate_rps, served, self.statistic("e2el", "mean"))
+        per_user = None if self.summary is None else self.summary.output_tokens_per_s_per_user
+        joules = None if self.summary is None else self.summary.joules_per_token
+        return Judged(self.rate_rps, served, self.statistic("e2el", "mean"), per_user, joules)
 
 
 @dataclass
@@ -79,6 +82,8 @@ class Tuned:
     """No plan of the space reaches more than this of the objective, under the cost model and within what was simulated
     (a plan that misses the SLO at some rate is taken to miss it above)."""
     interrupted: bool = False
+    ladder: Ladder | None = None
+    """The front, where that was asked for."""
 
     @property
     def chosen(self) -> Trial:

@@ -11,6 +11,7 @@ from simtune.cli.output import json_option, print_json
 
 if TYPE_CHECKING:
     from simtune.tuner.certificate import Audit
+    from simtune.tuner.front_certificate import FrontAudit
     from simtune.tuner.question import Question
 
 OUTSIDE = 4
@@ -29,9 +30,13 @@ def certify(run: Path, study_file: str | None, as_json: bool) -> int:
 
     The study is read where the run's command named it, relative to the present folder, unless --study says where.
     """
-    from simtune.runs.reading import read_certificate
+    from simtune.runs.files import FRONT
+    from simtune.runs.reading import read_certificate, read_front
     from simtune.tuner.certificate import Audit
+    from simtune.tuner.front_certificate import FrontAudit
 
+    if (run / FRONT).is_file():
+        return _certify_front(FrontAudit(read_front(run / FRONT), _question(run, study_file)), as_json)
     certificate = read_certificate(run / "certificate.json")
     audit = Audit(certificate, _question(run, study_file))
     holds = audit.run()
@@ -51,6 +56,30 @@ def certify(run: Path, study_file: str | None, as_json: bool) -> int:
     else:
         _print(audit, holds)
     return 0 if holds else OUTSIDE
+
+
+def _certify_front(audit: FrontAudit, as_json: bool) -> int:
+    """Check a front, and say what is certified of it."""
+    holds, front = audit.run(), audit.certificate
+    facts = {"problems": audit.problems, "bounds": audit.bounds, "simulations": audit.simulations}
+    if as_json:
+        points = [point.to_data() for point in front.points]
+        print_json({"holds": holds, **facts, "plans": len(front.plans), "points": points})
+        return 0 if holds else OUTSIDE
+    click.echo(
+        f"{front.study}: {len(front.plans)} plans at {front.settled} loads, {audit.bounds} ruled out by bounds and "
+        f"{audit.simulations} simulations computed anew"
+    )
+    for problem in audit.problems:
+        click.echo(problem, err=True)
+    if not holds:
+        click.echo("the front does not hold", err=True)
+        return OUTSIDE
+    click.echo(
+        f"At these loads no plan of this space has more tokens/s/user than the {len(front.points)} points of the front "
+        "under this cost model; between them nothing is certified"
+    )
+    return 0
 
 
 def _question(run: Path, study_file: str | None) -> Question:

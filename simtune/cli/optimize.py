@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from simtune.tuner.climb import SimulationFinding
     from simtune.tuner.confidence import Confidence
     from simtune.tuner.journal import SearchJournal
+    from simtune.tuner.ladder import Ladder
     from simtune.tuner.question import Question
     from simtune.tuner.search import SearchCourse
     from simtune.tuner.trial import Trial, Tuned
@@ -96,12 +97,17 @@ def optimize(  # noqa: PLR0913 - one for each option
     from simtune.api import load_question
     from simtune.runs.contents import of_study
     from simtune.runs.files import JOURNAL, claim
-    from simtune.tuner.search import optimize as search
+    from simtune.tuner.front import answer as search
 
     if seed is not None:
         settings = (*settings, f"seed={seed}")
     question = load_question(study_file, settings)
     _check_drafts(question)
+    if question.study.objective == "pareto" and (worlds is not None or robust is not None):
+        raise UsageError(
+            f"{question.study.name}: --worlds and --robust judge one plan against others, and objective pareto asks "
+            "for many; name another objective, or leave them out"
+        )
     if dry_run:
         _print_size(question, as_json)
         return 0
@@ -135,6 +141,8 @@ def optimize(  # noqa: PLR0913 - one for each option
         _print_json(tuned, sure, contents.run.summary.cost_basis, out)
     else:
         _print(tuned, sure, out)
+        for line in () if contents.run.summary.day is None else contents.run.summary.day.lines():
+            click.echo(line)
         print_basis(contents.run.summary.cost_basis)
     if tuned.interrupted:
         click.echo("interrupted: this is the best of what was searched", err=True)
@@ -198,8 +206,10 @@ def _check_drafts(question: Question) -> None:
 
 def _course(now: SearchCourse) -> str:
     """Where a search stands, in a line: the best plan, and how much better another could be."""
-    if now.best is None or now.value is None or now.bound is None:
+    if now.best is None or now.value is None:
         return f"no plan yet, {now.simulations} simulations"
+    if now.bound is None:
+        return f"{now.best.candidate.name}: {now.value:.4g}, {now.simulations} simulations"
     gap = abs(now.bound - now.value) / now.value
     return (
         f"{now.best.candidate.name}: {now.value:.4g}, bound {now.bound:.4g} (gap {gap:.1%}), "
@@ -234,6 +244,7 @@ def _print_json(tuned: Tuned, sure: Confidence | None, basis: CostBasis | None, 
                 "bound": tuned.bound,
                 "gap": tuned.gap,
             },
+            **({} if tuned.ladder is None else {"front": [point.to_data() for point in tuned.ladder.points]}),
             "interrupted": tuned.interrupted,
             "out": str(out),
             "cost_basis": None if basis is None else basis.to_data(),
@@ -256,12 +267,42 @@ def _print(tuned: Tuned, sure: Confidence | None, out: Path) -> None:
         f"{counts['infeasible']} missed it, {counts['pruned']} could not win, {counts['does_not_fit']} do not fit; "
         f"{sum(row.simulations for row in tuned.rows)} simulations"
     )
-    click.echo(f"no plan in this space is more than {tuned.gap:.1%} better under this cost model")
+    if tuned.ladder is None:
+        click.echo(f"no plan in this space is more than {tuned.gap:.1%} better under this cost model")
+    else:
+        _print_front(tuned.ladder)
     for line in () if sure is None else sure.lines():
         click.echo(line)
     launch = out / "engine" / "launch.sh"
     engine = f"engine: {launch}\n" if launch.exists() else ""
     click.echo(f"plan:   {out / 'plan.yaml'}\n{engine}report: {out / 'report.html'}")
+
+
+FRONT_COLUMNS = (
+    "point of the front",
+    "GPUs",
+    "requests/s",
+    "tokens/s/user",
+    "tokens/s/GPU",
+    "delivered",
+    "TPOT p99 ms",
+)
+
+
+def _print_front(ladder: Ladder) -> None:
+    rows = [
+        (
+            point.candidate,
+            str(point.num_gpus),
+            number(point.rate_rps),
+            number(point.output_tokens_per_s_per_user),
+            number(point.output_tokens_per_s_per_gpu),
+            number(point.delivered_tokens_per_s_per_gpu),
+            milliseconds(point.tpot_p99_s),
+        )
+        for point in ladder.points
+    ]
+    print_table(f"front, simulated at {ladder.settled} loads", FRONT_COLUMNS, rows)
 
 
 def _cells(row: Trial) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ import click
 from simtune.cli.output import print_json
 
 SPECS = ("model", "hardware", "device", "workload", "acceptance", "engine", "plan", "study", "systems")
-WRITTEN = ("summary", "candidates", "requests", "manifest", "certificate")
+WRITTEN = ("summary", "candidates", "requests", "manifest", "certificate", "front")
 
 
 @click.command()
@@ -23,6 +23,7 @@ def schema(kind: str) -> None:
     from simtune.runs.schema import CandidateRow, Manifest, RequestRow, Summary
     from simtune.specs.catalog import KINDS
     from simtune.tuner.certificate import Certificate
+    from simtune.tuner.front_certificate import FrontCertificate
 
     kinds: dict[str, type[BaseModel]] = {
         **KINDS,
@@ -31,5 +32,6 @@ def schema(kind: str) -> None:
         "requests": RequestRow,
         "manifest": Manifest,
         "certificate": Certificate,
+        "front": FrontCertificate,
     }
     print_json(kinds[kind].model_json_schema())

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from simtune.emit.emitter import Emitter, Files, Settings
+from simtune.emit.llama_cpp import LlamaCpp
 from simtune.emit.sglang import Sglang
 from simtune.emit.tensorrt_llm import TensorrtLlm
 from simtune.emit.vllm import Vllm
 from simtune.errors import UsageError
 from simtune.plugins import Family, registered
 from simtune.specs.model import Model
-from simtune.specs.plan import Plan
+from simtune.specs.plan import Plan, Pool
 from simtune.specs.speculation import Speculation
 
 __all__ = [
@@ -23,13 +24,14 @@ __all__ = [
     "Files",
     "Settings",
     "drafting_settings",
+    "emitter_of",
     "engine_files",
     "engine_for",
     "engines",
     "why_none",
 ]
 
-ENGINES: dict[str, Emitter] = {emitter.name: emitter for emitter in (Vllm(), Sglang(), TensorrtLlm())}
+ENGINES: dict[str, Emitter] = {emitter.name: emitter for emitter in (Vllm(), Sglang(), TensorrtLlm(), LlamaCpp())}
 """The engines of the package that can be written for, by name."""
 
 ENGINE: Family[Emitter] = Family("engine", "simtune.engines", {name: type(e) for name, e in ENGINES.items()}, Emitter)
@@ -45,6 +47,19 @@ def engines() -> dict[str, Emitter]:
 def engine_for(policy: str) -> Emitter | None:
     """The first engine that has a batching policy; None where none has."""
     return next((emitter for emitter in engines().values() if policy in emitter.policies), None)
+
+
+def emitter_of(pool: Pool) -> Emitter | None:
+    """The engine that a pool is of: that of its preset, else the first one that has its policy; None where none has."""
+    named = next((emitter for emitter in engines().values() if emitter.meant_by(pool)), None)
+    return named or engine_for(pool.batching.policy)
+
+
+def _writer(plan: Plan) -> Emitter | None:
+    """The engine that schedules as a plan does, if one does."""
+    every = engines().values()
+    named = [emitter for emitter in every if all(emitter.meant_by(pool) for pool in plan.pools)]
+    return next((e for e in named or every if all(e.schedules(pool) for pool in plan.pools)), None)
 
 
 def drafting_settings(
@@ -63,7 +78,7 @@ def engine_files(plan: Plan, model: Model, devices_per_node: int, draft_models: 
     Where that engine cannot be told the drafts, the drafting settings of those that can. Raises UsageError where it
     refuses the plan for another reason.
     """
-    emitter = next((e for e in engines().values() if all(e.schedules(pool) for pool in plan.pools)), None)
+    emitter = _writer(plan)
     if emitter is None:
         return {}
     drafting = [
@@ -86,6 +101,6 @@ def why_none(plan: Plan) -> str:
     policies = sorted({p.batching.policy for p in plan.pools if engine_for(p.batching.policy) is None})
     if policies:
         return f"no engine has policy {' or '.join(policies)}"
-    if not any(all(engine.schedules(pool) for pool in plan.pools) for engine in engines().values()):
+    if _writer(plan) is None:
         return "no engine schedules and preempts as the plan does"
     return "no engine can be told its drafts"

@@ -55,6 +55,12 @@ class Emitter(ABC):
     """Settings of a pool that not every engine has, and this one has."""
     policies: ClassVar[Mapping[str, str]] = {}
     """The engine's words for the batching policies that it has."""
+    presets: ClassVar[frozenset[str]] = frozenset()
+    """Presets of an engine whose policy another engine has too: their plans are its own."""
+
+    def meant_by(self, pool: Pool) -> bool:
+        """Whether a pool is of this engine rather than of another one that has its policy."""
+        return pool.engine in self.presets
 
     def schedules(self, pool: Pool) -> bool:
         """Whether the engine has the batching policy of a pool, and preempts as it does."""
@@ -66,6 +72,10 @@ class Emitter(ABC):
         """All that the engine is started with, of a plan that it schedules. `draft_models` are those that draft, by the
         names the plan gives. Raises UsageError, with every reason, where the engine would refuse the plan."""
         raise UsageError(f"{self.title} is told of drafts alone")
+
+    def refusals(self, pool: Pool, model: Model, draft_models: Mapping[str, Model]) -> Iterator[str]:
+        """What of a pool the engine would not start with, or is not told here, key by key."""
+        yield from untold(pool)
 
     def unsaid(self, pool: Pool) -> Iterator[str]:
         """What the plan sets of a pool and the engine cannot be told, key by key, with what it does instead."""

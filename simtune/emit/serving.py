@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from simtune.emit.emitter import Emitter, Files, Settings, untold, with_unsaid
+from simtune.emit.emitter import Emitter, Files, Settings, with_unsaid
 from simtune.emit.launch import Server, launch_script
 from simtune.errors import UsageError
 from simtune.specs import yamlfile
@@ -33,7 +33,7 @@ class ServingEmitter(Emitter):
         """`engine/<engine>-<pool>.yaml` for each pool, and `engine/launch.sh`. See `Emitter.files`."""
         drafts = draft_models or {}
         problems = [
-            f"{plan.name}: pool {pool.name}: {why}" for pool in plan.pools for why in self.refusals(pool, model)
+            f"{plan.name}: pool {pool.name}: {why}" for pool in plan.pools for why in self.refusals(pool, model, drafts)
         ]
         if problems:
             raise UsageError("\n".join(problems))
@@ -64,9 +64,9 @@ class ServingEmitter(Emitter):
             return {}
         return self.speculation(pool.speculation, draft_models.get(pool.speculation.drafter.own_model or ""))
 
-    def refusals(self, pool: Pool, model: Model) -> Iterator[str]:
-        """What the engine would not start with, or is not told here."""
-        yield from untold(pool)
+    def refusals(self, pool: Pool, model: Model, draft_models: Mapping[str, Model]) -> Iterator[str]:
+        """See `Emitter.refusals`."""
+        yield from super().refusals(pool, model, draft_models)
         if pool.batching.policy not in self.policies:
             yield f"batching.policy: {self.title} has no {pool.batching.policy}; it has {', '.join(self.policies)}"
         if pool.kv_cache.preemption == "swap":

@@ -156,9 +156,9 @@ class TensorrtLlm(ServingEmitter):
         settings = super().drafting(pool, draft_models)
         return {"speculative_config": settings} if settings else {}
 
-    def refusals(self, pool: Pool, model: Model) -> Iterator[str]:
+    def refusals(self, pool: Pool, model: Model, draft_models: Mapping[str, Model]) -> Iterator[str]:
         """Its groups with attention of their own have one rank each."""
-        yield from super().refusals(pool, model)
+        yield from super().refusals(pool, model, draft_models)
         if pool.parallelism.attention_dp > 1 and pool.parallelism.tp > 1:
             yield f"parallelism.attention_dp: with it {self.title} gives every rank attention of its own; set tp to 1"
 

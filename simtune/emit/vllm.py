@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from simtune.emit.dynamo import deployment_file
-from simtune.emit.emitter import Emitter, Files, Settings, loaded, untold, with_unsaid
+from simtune.emit.emitter import Emitter, Files, Settings, loaded, with_unsaid
 from simtune.emit.launch import Endpoint, Server, launch_script, router_script
 from simtune.errors import UsageError, suggest
 from simtune.specs import yamlfile
@@ -160,9 +160,7 @@ class Vllm(Emitter):
         """
         drafts = draft_models or {}
         problems = [
-            f"{plan.name}: pool {pool.name}: {why}"
-            for pool in plan.pools
-            for why in self._refusals(pool, model, drafts)
+            f"{plan.name}: pool {pool.name}: {why}" for pool in plan.pools for why in self.refusals(pool, model, drafts)
         ]
         if problems:
             raise UsageError("\n".join(problems))
@@ -182,10 +180,11 @@ class Vllm(Emitter):
         draft = drafts.get(pool.speculation.drafter.own_model or "")
         return json.dumps(self.speculation(pool.speculation, draft))
 
-    def _refusals(self, pool: Pool, model: Model, drafts: Mapping[str, Model]) -> Iterator[str]:
-        """What vLLM would not start with, in its own terms."""
+    def refusals(self, pool: Pool, model: Model, draft_models: Mapping[str, Model]) -> Iterator[str]:
+        """See `Emitter.refusals`; in vLLM's own terms."""
+        yield from super().refusals(pool, model, draft_models)
         try:
-            self._speculative_config(pool, drafts)
+            self._speculative_config(pool, draft_models)
         except UsageError as error:
             yield f"speculation: {error}"
         yield from _drafting_refusals(pool)
@@ -251,7 +250,6 @@ def _drafting_refusals(pool: Pool) -> Iterator[str]:
 
 
 def _memory_refusals(pool: Pool, model: Model) -> Iterator[str]:
-    yield from untold(pool)
     if pool.kv_cache.preemption == "swap":
         yield "kv_cache.preemption: vLLM V1 recomputes what it preempts; it cannot swap"
     if _kv_cache_dtype(pool, model) is None:

@@ -22,7 +22,7 @@ from simtune.report.info import (
     number,
     percent,
 )
-from simtune.runs.schema import Timeline
+from simtune.runs.schema import Summary, Timeline
 from simtune.sim.load import LengthFacts, LoadFacts
 from simtune.sim.summary import InstanceUse
 
@@ -106,6 +106,28 @@ def layout(x: Figure, y: Figure, **more: Any) -> Figure:
         "yaxis": y,
         **more,
     }
+
+
+def front_figure(s: Summary) -> Figure:
+    """Simulated points of a front: offered tokens/s/GPU against tokens/s/user, one line for each plan."""
+    names = list(dict.fromkeys(point.candidate for point in s.front))
+    data = []
+    for i, name in enumerate(names):
+        own = [point for point in s.front if point.candidate == name]
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "name": escape(name),
+                "x": [point.output_tokens_per_s_per_user for point in own],
+                "y": [point.output_tokens_per_s_per_gpu for point in own],
+                "marker": {"size": 10, "color": _colour(i)},
+                "hovertext": [f"{escape(name)}<br>{point.rate_rps:.4g} requests/s" for point in own],
+                "hoverinfo": "text",
+            }
+        )
+    axes = axis("output tokens/s per user"), axis("output tokens/s per GPU")
+    return {"data": data, "layout": layout(*axes, hovermode="closest")}
 
 
 FEW = 3

@@ -126,6 +126,8 @@ def _objective_figure(s: Summary) -> list[tuple[str, str, str]]:
     words = {
         "goodput_per_gpu": "goodput per GPU",
         "goodput_per_dollar": "goodput per dollar",
+        "pareto": "throughput over delay",
+        "joules_per_token": "energy of output",
         "usd_per_million_tokens": "price of output",
         "e2el": "mean E2EL",
         "gpus": "GPUs needed",

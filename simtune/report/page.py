@@ -49,6 +49,8 @@ def _figures(run: Run) -> dict[str, str]:
     pareto, curves, steps = info.pareto(run.candidates), info.sweep_curves(run), info.breakdown(s)
     if pareto.front or pareto.infeasible:
         drawn["pareto"] = (figures.pareto_figure(pareto), 460)
+    if s.front:
+        drawn["front"] = (figures.front_figure(s), 420)
     if curves:
         drawn["sweep"] = (figures.sweep_figure(curves, series), 440)
     for cdf in info.cdfs(run):

@@ -13,7 +13,7 @@ from simtune.errors import Infeasible
 from simtune.parallel import Jobs
 from simtune.runs.breakdown import step_times
 from simtune.runs.engine_files import MAX_NODES, engine_files, launch_of, other_engines, speculation_facts
-from simtune.runs.files import MANIFEST, Files
+from simtune.runs.files import FRONT, MANIFEST, Files
 from simtune.runs.price import price, priced
 from simtune.runs.requests import requests_csv
 from simtune.runs.schema import (
@@ -45,7 +45,9 @@ from simtune.specs.study import Study
 from simtune.specs.workload import Workload
 from simtune.tuner.certificate import certificate_of
 from simtune.tuner.confidence import Confidence
+from simtune.tuner.day import DayHour, day_of
 from simtune.tuner.drafting import Contexts, schedule
+from simtune.tuner.front_certificate import front_certificate_of
 from simtune.tuner.rate_sweep import sweeps
 from simtune.tuner.trial import Trial, Tuned
 
@@ -105,6 +107,11 @@ def of_study(tuned: Tuned, *, jobs: Jobs = None, confidence: Confidence | None =
         asked["draft_schedule"] = DraftSchedule.model_validate({**facts, "load": _drafted_load(of_chosen)})
     if confidence is not None:
         asked["confidence"] = confidence
+    if (day := day_of(tuned, jobs=jobs)) is not None:
+        asked["day"] = day
+        files["day.csv"] = to_csv(columns(DayHour), ([*hour.model_dump().values()] for hour in day.hours))
+    if tuned.ladder is not None:
+        asked["front"] = tuned.ladder.points
     summary = Summary(
         name=study.name,
         seed=study.seed,
@@ -114,8 +121,9 @@ def of_study(tuned: Tuned, *, jobs: Jobs = None, confidence: Confidence | None =
             name=study.objective,
             unit=tuned.question.objective.unit,
             value=tuned.value,
-            bound=tuned.bound,
-            gap=tuned.gap,
+            # Of a front its own file says what is certified.
+            bound=None if tuned.ladder else tuned.bound,
+            gap=None if tuned.ladder else tuned.gap,
         ),
         sweep=tuple(chain(of_chosen, *of_rivals)) or None,
         runners_up=tuple(
@@ -129,7 +137,7 @@ def of_study(tuned: Tuned, *, jobs: Jobs = None, confidence: Confidence | None =
         priced(_candidate(rank, row, study), tuned.question.usd_per_hour(row.candidate))
         for rank, row in enumerate(tuned.rows, start=1)
     )
-    files["certificate.json"] = _json(certificate_of(tuned).to_data())
+    files |= _proof(tuned)
     return Contents(Run(summary, candidates), files)
 
 
@@ -210,6 +218,19 @@ def _hardware(hardware: Hardware, estimated: Sequence[str]) -> HardwareFacts:
     )
 
 
+def _proof(tuned: Tuned) -> Files:
+    """What the search has shown; and of a front the plan of each of its points."""
+    if tuned.ladder is None:
+        return {"certificate.json": _json(certificate_of(tuned).to_data())}
+    files: Files = {FRONT: _json(front_certificate_of(tuned).to_data())}
+    candidates = {row.candidate.name: row.candidate for row in tuned.rows}
+    for number, point in enumerate(tuned.ladder.points, start=1):
+        plan = tuned.question.plan(candidates[point.candidate], tuned.deployment.max_model_len)
+        at = f"Point {number} of the front, for {point.rate_rps:.4g} requests/s."
+        files[f"front/{number:02}.yaml"] = plan.to_yaml(f"{at} Written by simtune; read by simtune simulate.")
+    return files
+
+
 # --- of a study -------------------------------------------------------------------------------------------
 
 
@@ -252,6 +273,7 @@ def _candidate(rank: int, row: Trial, study: Study) -> CandidateRow:
         saturated=None if simulated is None else simulated.saturated,
         simulations=row.simulations,
         finished=None if simulated is None else _finished(simulated),
+        joules_per_token=None if simulated is None else simulated.joules_per_token,
     )
 
 

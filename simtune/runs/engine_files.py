@@ -23,6 +23,8 @@ def speculation_facts(draft: Draft, chosen: Schedule) -> dict[str, Any]:
     """A schedule for drafts in plain data, with what of it every engine can be told."""
     engines = []
     for name, emitter in emit.engines().items():
+        if not emitter.schemes:
+            continue
         projection = chosen.projection_for(emitter.schemes)
         settings, why = None, "drafting pays nowhere"
         if projection.scheme is not None:

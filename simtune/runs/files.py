@@ -16,6 +16,9 @@ from simtune.errors import UsageError
 MANIFEST = "manifest.json"
 """The file by which a folder is known as a run directory of simtune."""
 
+FRONT = "front.json"
+"""What a search for a front leaves in place of a certificate."""
+
 JOURNAL = "journal.jsonl"
 """The file of a search that is under way, or was killed."""
 

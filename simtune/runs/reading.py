@@ -15,6 +15,7 @@ from simtune.specs import yamlfile
 from simtune.specs.base import Record, problems_of
 from simtune.specs.reading import json_document, read_text
 from simtune.tuner.certificate import CERTIFICATE_SCHEMA, Certificate
+from simtune.tuner.front_certificate import FRONT_SCHEMA, FrontCertificate
 
 T = TypeVar("T", bound=Record)
 
@@ -47,6 +48,11 @@ def read_certificate(path: Path) -> Certificate:
     if not path.is_file():
         raise UsageError(f"{path}: no such file; name a run directory that simtune optimize wrote")
     return _read(path, Certificate, CERTIFICATE_SCHEMA)
+
+
+def read_front(path: Path) -> FrontCertificate:
+    """The same of a front."""
+    return _read(path, FrontCertificate, FRONT_SCHEMA)
 
 
 def read_manifest(path: Path) -> Manifest:

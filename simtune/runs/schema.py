@@ -16,6 +16,8 @@ from simtune.specs.base import Count, ErrorAt, NonNegative, Positive, Record, Se
 from simtune.specs.plan import Plan
 from simtune.specs.study import Study
 from simtune.tuner.confidence import Confidence
+from simtune.tuner.day import DayPlan
+from simtune.tuner.ladder import FrontPoint
 
 SUMMARY_SCHEMA: Literal["simtune/summary@1"] = "simtune/summary@1"
 MANIFEST_SCHEMA: Literal["simtune/manifest@1"] = "simtune/manifest@1"
@@ -241,6 +243,8 @@ class Summary(SimulationSummary):
     runners_up: Seq[RunnerUp] | None
     interrupted: bool = Field(False, description="the search was stopped and this is its best so far")
     draft_schedule: DraftSchedule | None = Field(None, description="left out where the study names no drafter")
+    front: Seq[FrontPoint] = Field((), description="the highest load first; left out where no front was asked for")
+    day: DayPlan | None = Field(None, description="left out where the study has none")
     confidence: Confidence | None = Field(None, description="left out where the choice was not judged in other worlds")
     uncertainty: Uncertainty | None = Field(None, description="null where no worlds were redrawn")
     plan: Plan
@@ -326,6 +330,7 @@ class CandidateRow(Record):
         bool | None, _column("whether its last simulation ran to the end, or stopped when a limit was lost")
     ] = None
     usd_per_million_output_tokens: Annotated[float | None, _column("price of its GPUs over its output", "USD")] = None
+    joules_per_token: Annotated[float | None, _column("energy of its GPUs over its output tokens", "J")] = None
 
 
 class RequestRow(Record):

@@ -16,6 +16,7 @@ from simtune.costs.step_files import read_costs
 from simtune.errors import Infeasible, PartError, UsageError
 from simtune.sim import parts
 from simtune.sim.drafting import Drafting, useful_replicas
+from simtune.sim.energy import power_of
 from simtune.sim.feasibility import check
 from simtune.sim.pools import DeployedPool, kv_block_bytes
 from simtune.sim.requests import RequestStream
@@ -123,7 +124,7 @@ class Deployment:
             ).run()
         if brought and not outcome.aborted:
             parts.check_nobody_waits(self.plan, wiring.cores)
-        result = Result(stream, outcome, self.plan.num_devices, slo, offered_rate_rps, scale)
+        result = Result(stream, outcome, self.plan.num_devices, slo, offered_rate_rps, scale, power_of(self.pools))
         self._check_answered(result)
         return result
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from simtune.arrays import Array
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import Tally
+from simtune.sim.energy import Power, energy_j
 from simtune.sim.frames import frame, html_table
 from simtune.sim.outcome import Outcome
 from simtune.sim.requests import RequestStream
@@ -47,6 +48,8 @@ class Result:
     """Mean arrival rate at the deployment; None for a closed loop and for a single instant."""
     scale: float = 1.0
     """How many equal and independent cores each simulated one stands for; throughputs are those of all of them."""
+    power: Power | None = None
+    """What instances draw; None where a hardware profile does not say."""
 
     @cached_property
     def arrival_s(self) -> Array:
@@ -250,6 +253,11 @@ class Result:
             where_it_applies["prefix_cache"] = cached
         if self.drafted.rounds:
             where_it_applies["speculation"] = verifications(self.drafted)
+        used = instances(self.outcome.cores, self.outcome.core[completed], duration)
+        if self.power is not None:
+            energy = energy_j(self.power, used, duration) * self.scale
+            where_it_applies["energy_j"] = energy
+            where_it_applies["joules_per_token"] = energy / (output * self.scale) if output else None
         return SimulationSummary(
             requests=len(completed),
             completed=int(completed.sum()),
@@ -274,7 +282,7 @@ class Result:
             warm_up_requests=warm_up(self.values("ttft")),
             resent=int(self.outcome.resent.sum()),
             transferred_bytes=self.outcome.transferred_bytes,
-            instances=instances(self.outcome.cores, self.outcome.core[completed], duration),
+            instances=used,
             slo=tuple(self.limits),
             **where_it_applies,
         )

@@ -115,6 +115,10 @@ class SimulationSummary(Record):
     total_tokens_per_s: Uncertain[NonNegative | None] = Field(description="of prompts and outputs")
     output_tokens_per_s_per_gpu: Uncertain[NonNegative | None]
     output_tokens_per_s_per_user: Uncertain[NonNegative | None] = Field(description="1 / mean TPOT")
+    energy_j: Uncertain[NonNegative | None] = Field(
+        None, description="of all GPUs while it lasts; left out where a hardware profile names no power"
+    )
+    joules_per_token: Uncertain[NonNegative | None] = Field(None, description="that, over the output tokens")
     num_gpus: Count
     metrics: dict[Metric, Distribution]
     warm_up_requests: Whole = Field(description="requests before the TTFT settles")

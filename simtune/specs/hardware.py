@@ -12,7 +12,7 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from simtune.errors import Problem, SpecError
 from simtune.specs import yamlfile
-from simtune.specs.base import Check, Count, Dtype, Gpus, Name, NonNegative, Part, Positive, Seq, Share, Spec
+from simtune.specs.base import Check, Count, Dtype, ErrorAt, Gpus, Name, NonNegative, Part, Positive, Seq, Share, Spec
 from simtune.specs.reading import read_arrays, read_bytes
 
 if TYPE_CHECKING:
@@ -70,6 +70,20 @@ class Provenance(Part):
     note: str | None = None
 
 
+class DevicePower(Part):
+    """What a device draws, in watts."""
+
+    tdp_w: Positive = Field(description="rated maximum of the board")
+    idle_w: NonNegative = Field(description="while no step runs and the model is loaded")
+    source: str
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.idle_w > self.tdp_w:
+            raise ErrorAt(f"{self.idle_w:g} W is more than the rated maximum, {self.tdp_w:g} W", "idle_w")
+        return self
+
+
 class Device(Part):
     """Data-sheet facts of one device and its price."""
 
@@ -82,6 +96,7 @@ class Device(Part):
     cache_bytes: Positive | None = Field(None, description="last cache that all processors share")
     flops_per_s: dict[Dtype, Positive] = Field(description="dense peak by dtype")
     devices_per_node: Gpus = 8
+    power: DevicePower | None = Field(None, description="asked for where energy is; left out where it is not known")
     price_per_hour_usd: Positive | None = None
     price_source: str | None = None
     source: str

@@ -21,10 +21,12 @@ from simtune.specs.base import (
     Gpus,
     LogSigma,
     Name,
+    NonNegative,
     Options,
     Part,
     Positive,
     Seats,
+    Seconds,
     Seq,
     Spec,
 )
@@ -42,6 +44,8 @@ Objective = Literal[
     "gpus",
     "usd_per_million_tokens",
     "e2el",
+    "joules_per_token",
+    "pareto",
 ]
 
 Choices = Annotated[Seq[Seats], Field(min_length=1, strict=False)]
@@ -122,6 +126,9 @@ class Search(Part):
         description="of decode pools, where they differ; the smallest budget with a token for each seat unless given",
     )
     requests: Count | None = Field(None, description="simulated per evaluation; the workload's own number unless given")
+    front: Annotated[int, Field(ge=2, le=200)] = Field(
+        16, description="loads at which the plans of a front are held against each other, of objective pareto"
+    )
     rate_tolerance: Annotated[float, Field(gt=0, lt=1)] = Field(
         0.02, description="relative width at which the search for the highest rate stops"
     )
@@ -133,6 +140,7 @@ class StudyLimits(Part):
     gpus: Count | None = Field(None, description="at most")
     usd_per_hour: Positive | None = Field(None, description="at most; prices are those of the hardware profiles")
     usd_per_million_tokens: Positive | None = Field(None, description="at most, of output tokens")
+    joules_per_token: Positive | None = Field(None, description="at most, of output tokens")
     goodput: Positive | None = Field(None, description="at least, requests/s")
     goodput_per_gpu: Positive | None = Field(None, description="at least, requests/s")
     goodput_per_dollar: Positive | None = Field(None, description="at least, requests per dollar")
@@ -172,12 +180,41 @@ class DrafterChoice(Part):
         return self.name or self.drafter.label.replace("_", "-")
 
 
+class DayWindow(Part):
+    """A part of a day with one mean rate."""
+
+    hours: Annotated[Positive, Field(le=168)]
+    rate_rps: Annotated[NonNegative, Field(le=1e9)]
+
+
+class Day(Part):
+    """Rates over a day, which repeats: given, or of the workload's trace."""
+
+    startup_s: Seconds = Field(description="from a replica's start until it serves")
+    windows: Annotated[Seq[DayWindow], Field(min_length=1, max_length=1000, strict=False)] | None = Field(
+        None, description="one after the other"
+    )
+    trace_window_h: Positive | None = Field(None, description="the workload's trace, cut into windows of so many hours")
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if (self.windows is None) == (self.trace_window_h is None):
+            raise ValueError("name either windows, or trace_window_h to cut the workload's trace")
+        if self.windows is not None and not any(window.rate_rps for window in self.windows):
+            raise ErrorAt("at least one window must have a rate above zero", "windows")
+        shortest = min(window.hours for window in self.windows) if self.windows else self.trace_window_h
+        if shortest is not None and self.startup_s > shortest * 3600:
+            raise ErrorAt(f"is longer than the shortest window ({shortest:g} h)", "startup_s")
+        return self
+
+
 class Study(Spec):
     """The question put to `simtune optimize`.
 
     objective goodput_per_gpu, goodput and goodput_per_dollar look for the highest request rate that meets the SLO;
-    gpus (fewest devices), usd_per_million_tokens (cheapest output tokens) and e2el (lowest mean end-to-end latency) are
-    judged at the workload's own rate.
+    gpus (fewest devices), usd_per_million_tokens (cheapest output tokens), joules_per_token (least energy) and e2el
+    (lowest mean end-to-end latency) are judged at the workload's own rate. pareto is the front of tokens/s/user
+    against tokens/s/GPU.
     Every candidate is tried without drafts, and with each drafter of `speculation`.
     """
 
@@ -203,6 +240,7 @@ class Study(Spec):
     fixed: Annotated[Seq[Pool], Field(strict=False)] = Field(
         (), description="a prefill or a decode pool that all plans have as it is; the other one is searched"
     )
+    day: Day | None = Field(None, description="how many replicas of the chosen plan each hour of a day needs")
     search: Search = Search()
     seed: Annotated[int, Field(ge=0)] = 0
 

@@ -34,8 +34,8 @@ from simtune.sim.parts import OwnCosts
 from simtune.sim.requests import RequestStream, build_stream
 from simtune.specs.hardware import Hardware
 from simtune.specs.plan import Plan, Pool
+from simtune.tuner.front import answer
 from simtune.tuner.question import Question
-from simtune.tuner.search import optimize
 from simtune.tuner.trial import Tuned
 from simtune.validation.engine_profile import STEPS, profile_engine, write_whole
 from simtune.validation.engines.driving import DrivenRequest, DriverClock, EngineSize, StepDriver, requests_of
@@ -172,7 +172,7 @@ class TuningLoop:
 
     def _optimize(self, number: int) -> dict[str, Any]:
         """The best plan by operators that the engine's steps so far have corrected."""
-        tuned = optimize(replace(self._question, hardware=(self._corrected(number),)), jobs=1)
+        tuned = answer(replace(self._question, hardware=(self._corrected(number),)), jobs=1)
         self._write_run(tuned, self._folder(number) / RUN)
         plan, rate = tuned.deployment.plan, tuned.chosen.rate_rps
         assert rate is not None

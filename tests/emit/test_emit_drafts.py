@@ -35,7 +35,7 @@ BY_BATCH = ByBatch(
 TREE = DynamicTree(steps=4, topk=8, tokens=24)
 DSI = Dsi(tokens=4, replicas=2)
 CHUNKS = Frontier(tokens=4, chunks=2, draft_share=0.5, verify_share=0.5)
-vllm, sglang, tensorrt_llm = ENGINES.values()
+vllm, sglang, tensorrt_llm = (ENGINES[name] for name in ("vllm", "sglang", "tensorrt-llm"))
 
 
 def told(emitter: Emitter, drafter: Drafter, scheme: Scheme) -> dict[str, Any]:

@@ -28,12 +28,12 @@ LAW: dict[str, set[str]] = {
     "profiling": {"arrays", "errors", "specs", "costs"},
     "sim": GROUND | {"engine", "costs"},
     "testing": GROUND | {"engine", "costs", "sim"},
-    "tuner": GROUND | {"engine", "costs", "sim"},
+    "tuner": GROUND | {"engine", "costs", "emit", "sim"},
     "runs": GROUND | {"costs", "emit", "sim", "tuner"},
     "validation": GROUND | {"engine", "costs", "emit", "profiling", "sim", "tuner", "runs"},
     "reproduce": GROUND | {"engine", "costs", "sim"},
     "report": GROUND | {"costs", "sim", "runs", "reproduce", "validation"},
-    "api": GROUND | {"engine", "costs", "sim", "tuner"},
+    "api": GROUND | {"engine", "costs", "emit", "sim", "tuner"},
     "sweep": GROUND | {"sim", "runs", "api"},
     "cli": GROUND
     | {

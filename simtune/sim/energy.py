@@ -1,0 +1,46 @@
+"""Electric energy of a run, by the power that data sheets state and the share of time in which GPUs ran steps.
+
+`E = devices * (idle * T + (tdp - idle) * busy * T)` of each instance: power between idle and the rated maximum, linear
+in utilisation (Fan, Weber and Barroso, ISCA 2007). A GPU counts as used in full while a step of its instance runs,
+which is how NVML counts utilisation. Steps that wait for memory draw less than the rated power, so this is more
+than a meter would show; hosts, switches and cooling are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from simtune.sim.pools import DeployedPool
+from simtune.sim.summary import InstanceUse
+
+
+class InstancePower(NamedTuple):
+    """Of all GPUs of an instance, a drafter's among them."""
+
+    idle_w: float
+    tdp_w: float
+
+
+Power = Mapping[str, InstancePower]
+"""By pool."""
+
+
+def power_of(pools: Iterable[DeployedPool]) -> Power | None:
+    """Of each pool; None where a hardware profile names no power."""
+    power = {}
+    for pool in pools:
+        device, gpus = pool.hardware.device, pool.spec.devices
+        if device.power is None:
+            return None
+        power[pool.spec.name] = InstancePower(device.power.idle_w * gpus, device.power.tdp_w * gpus)
+    return power
+
+
+def energy_j(power: Power, instances: Sequence[InstanceUse], duration_s: float) -> float:
+    """What these instances take in so many seconds."""
+    watts = 0.0
+    for instance in instances:
+        idle, tdp = power[instance.pool]
+        watts += idle + (tdp - idle) * min(1.0, instance.busy)
+    return watts * duration_s

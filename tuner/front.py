@@ -1,0 +1,290 @@
+"""The front of tokens/s/user against tokens/s/GPU: every point of it a plan that was simulated at a rate.
+
+Plans are held against each other at the same loads: a ladder of output tokens/s/GPU, from the highest capacity of any
+plan downwards. At each load the plan with the most tokens/s/user (one over the mean TPOT) that keeps up within the SLO
+is looked for, best floor first. What is asked of a plan is to be better than every point with at least that load: as
+the study's SLO with a mean TPOT below the best so far, so that all bounds of `simtune.tuner.bounds` rule out plans at a
+load unsimulated. Who beats them is simulated once more on all cores, and that is the point. So at the loads of the
+ladder the front is exact under the cost model; between them nothing is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from simtune.errors import Infeasible
+from simtune.parallel import Jobs, executor
+from simtune.sim.deployment import Deployment
+from simtune.sim.result import Result
+from simtune.specs.workload import Slo
+from simtune.tuner.climb import Simulation, SimulationFinding
+from simtune.tuner.entry import Admission, Entrant
+from simtune.tuner.evaluator import Evaluator, Keyed
+from simtune.tuner.journal import Ledger
+from simtune.tuner.knobs import tell_apart
+from simtune.tuner.ladder import FrontPoint, Ladder
+from simtune.tuner.promise import least_tpot_s, slo_bound
+from simtune.tuner.question import SAMPLED_CORES, Question
+from simtune.tuner.reasons import why_none
+from simtune.tuner.sayable import space_for
+from simtune.tuner.search import AHEAD, SearchCourse, SearchProgress, optimize
+from simtune.tuner.space import Candidate
+from simtune.tuner.trial import Attempt, Trial, Tuned
+from simtune.tuner.workshop import Workshop
+
+LOWEST_LOAD = 1 / 64
+"""Of the highest: the load at the foot of the ladder, where requests are all but alone."""
+STRICTLY = 1 - 1e-9
+"""A plan as good as the best so far is not better."""
+
+
+def answer(
+    question: Question,
+    *,
+    jobs: Jobs = None,
+    progress: SearchProgress | None = None,
+    ledger: Ledger[SimulationFinding] | None = None,
+) -> Tuned:
+    """What a study asks for: the front, with its point of the greatest power chosen, or else the best plan. See
+    `simtune.tuner.search.optimize`."""
+    if question.study.objective != "pareto":
+        return optimize(question, jobs=jobs, progress=progress, ledger=ledger)
+    question.check()
+    space = space_for(question)
+    with executor(jobs, AHEAD) as pool:
+        search = FrontSearch(question, space.candidates, Evaluator(pool, ledger), progress)
+        interrupted = search.run()
+    return search.answer(interrupted)
+
+
+@dataclass
+class _Runner:
+    """A plan on the ladder."""
+
+    plan: Entrant
+    least_tpot_s: float
+    """No request mean is below it, at any rate."""
+    points: dict[float, FrontPoint] = field(default_factory=dict)
+    """Where it was the best so far, by load."""
+
+    def rate(self, load: float) -> float:
+        """Requests per second at which its GPUs have a load in output tokens/s each."""
+        return load * self.plan.facts.num_gpus / self.plan.facts.output_tokens
+
+
+class FrontSearch:
+    """The ladder of loads, what was simulated on it, and the points."""
+
+    def __init__(
+        self,
+        question: Question,
+        candidates: Sequence[Candidate],
+        evaluator: Evaluator,
+        progress: SearchProgress | None = None,
+    ) -> None:
+        self.question, self.progress, self.evaluator = question, progress, evaluator
+        self.rows: list[Trial] = []
+        self.points: list[FrontPoint] = []
+        """From the highest load to the lowest."""
+        self.loads: list[float] = []
+        """In output tokens/s/GPU."""
+        self.settled = self.ruled_out = 0
+        """Loads that were decided, and plans at a load that needed no simulation."""
+        self._candidates = candidates
+        self._workshop = Workshop(question, candidates)
+        self._runners: list[_Runner] = []
+        self._decided = 0
+
+    @property
+    def simulations(self) -> int:
+        """How many there were."""
+        return sum(row.simulations for row in self.rows)
+
+    @property
+    def ladder(self) -> Ladder:
+        """What was found."""
+        return Ladder(tuple(self.loads), self.settled, tuple(self.points))
+
+    def run(self, loads: int | None = None) -> bool:
+        """Find the best plan at every load, or at so many; whether an interrupt left some open."""
+        try:
+            self._enter()
+            for load in self.loads[:loads]:
+                self._settle(load)
+                self.settled += 1
+        except KeyboardInterrupt:
+            if not self.points:
+                raise
+            return True
+        return False
+
+    def _enter(self) -> None:
+        entry = Admission(self.question, self._workshop)
+        for candidate in self._candidates:
+            entrant = entry.admitted(candidate)
+            if isinstance(entrant, Trial):
+                self.rows.append(entrant)
+                continue
+            self.rows.append(entrant.row)
+            stream = self._workshop.stream(candidate)
+            self._runners.append(_Runner(entrant, least_tpot_s(entrant.deployment, stream, SAMPLED_CORES)))
+        self._runners.sort(key=lambda runner: (runner.least_tpot_s, runner.plan.order()))
+        facts = [(runner.plan.bound_rps, runner.plan.facts) for runner in self._runners]
+        top = max((rps * known.output_tokens / known.num_gpus for rps, known in facts), default=0.0)
+        steps = self.question.study.search.front
+        self.loads = [top * LOWEST_LOAD ** (step / (steps - 1)) for step in range(steps)] if top else []
+
+    # --- at one load ------------------------------------------------------------------------------------------
+
+    def _settle(self, load: float) -> None:
+        """Find the best plan at a load, unless one at a higher load is better than all could be."""
+        seen: list[tuple[Entrant, SimulationFinding]] = []
+        best: FrontPoint | None = None
+        for number, runner in enumerate(self._runners):
+            self._decided += 1
+            rate, wanted = runner.rate(load), self._wanted(best)
+            if self._hopeless(runner, rate, wanted) or any(_same(runner.plan, *other) for other in seen):
+                self.ruled_out += 1
+                continue
+            finding = self._simulated(runner, rate, wanted, self._next(number, load, wanted))
+            if finding.used is not None:
+                seen.append((runner.plan, finding))
+            if finding.met and (point := self._confirmed(runner, load)) and self._beats(point, best):
+                best = runner.points[load] = point
+            elif not runner.plan.row.reason:
+                runner.plan.row.reason = f"at {rate:.4g} requests/s: {finding.reason or 'no better on all its cores'}"
+            self._report(best)
+        if best is not None:
+            self.points.append(best)
+
+    def _wanted(self, best: FrontPoint | None) -> Slo:
+        """The study's SLO, and to be better than every point that has at least the load."""
+        known = [point.output_tokens_per_s_per_user for point in [*self.points, *([best] if best else [])]]
+        slo = self.question.study.slo
+        if not known:
+            return slo
+        limits = [1 / max(known) * STRICTLY, *([slo.tpot_s["mean"]] if "mean" in slo.tpot_s else [])]
+        return slo.model_copy(update={"tpot_s": {**slo.tpot_s, "mean": min(limits)}})
+
+    def _hopeless(self, runner: _Runner, rate: float, wanted: Slo) -> bool:
+        """Whether bounds say that a plan does not come to what is wanted at a rate."""
+        plan, mean_s = runner.plan, wanted.tpot_s.get("mean", float("inf"))
+        if rate > plan.bound_rps or runner.least_tpot_s > mean_s:
+            return True
+        stream = self._workshop.stream(plan.candidate)
+        return slo_bound(plan.deployment, stream, wanted, SAMPLED_CORES).rps < rate
+
+    def _simulated(self, runner: _Runner, rate: float, wanted: Slo, expected: Iterator[Keyed]) -> SimulationFinding:
+        row, keyed = runner.plan.row, self._keyed(runner, rate, wanted)
+        finding = self.evaluator.finding(*keyed, expected)
+        row.simulations += 1
+        row.tried.append(Attempt(rate, finding.met))
+        return finding
+
+    def _keyed(self, runner: _Runner, rate: float, wanted: Slo) -> Keyed:
+        plan = runner.plan
+        task = Simulation(plan.deployment, self._workshop.stream(plan.candidate), wanted, rate)
+        return (f"{plan.candidate.name} {wanted.tpot_s.get('mean')}", rate), task
+
+    def _next(self, number: int, load: float, wanted: Slo) -> Iterator[Keyed]:
+        """The simulations that come next, unless the best changes."""
+        for runner in self._runners[number + 1 : number + 1 + AHEAD]:
+            rate = runner.rate(load)
+            if not self._hopeless(runner, rate, wanted):
+                yield self._keyed(runner, rate, wanted)
+
+    def _confirmed(self, runner: _Runner, load: float) -> FrontPoint | None:
+        """The point of a plan at a load, on all its cores; None where it misses the SLO or a limit of the study."""
+        plan, rate = runner.plan, runner.rate(load)
+        result = self._on_all_cores(plan.candidate, plan.deployment, rate)
+        plan.row.simulations += 1
+        plan.row.tried.append(Attempt(rate, result.meets_slo, all_cores=True))
+        summary = result.summary()
+        per_user = summary.output_tokens_per_s_per_user
+        if not result.meets_slo or per_user is None:
+            return None
+        last = (plan.row.summary, plan.row.rate_rps)
+        plan.row.take(summary, rate)
+        for limit in self.question.limits:
+            if wrong := limit.violated(limit.objective.value(plan.facts, plan.row.judged)):
+                plan.row.reason, (plan.row.summary, plan.row.rate_rps) = wrong, last
+                return None
+        return FrontPoint(
+            candidate=plan.candidate.name,
+            num_gpus=plan.facts.num_gpus,
+            rate_rps=rate,
+            output_tokens_per_s_per_gpu=load,
+            delivered_tokens_per_s_per_gpu=summary.output_tokens_per_s_per_gpu or 0.0,
+            output_tokens_per_s_per_user=per_user,
+            ttft_p99_s=summary.metrics["ttft"].p99,
+            tpot_p99_s=summary.metrics["tpot"].p99,
+        )
+
+    def _on_all_cores(self, candidate: Candidate, deployment: Deployment, rate: float, record: bool = False) -> Result:
+        return deployment.simulate(self.question.stream(candidate, rate), self.question.study.slo, record=record)
+
+    def _beats(self, point: FrontPoint, best: FrontPoint | None) -> bool:
+        known = [*self.points, *([best] if best else [])]
+        return all(point.output_tokens_per_s_per_user > other.output_tokens_per_s_per_user for other in known)
+
+    def _report(self, best: FrontPoint | None) -> None:
+        if self.progress is None:
+            return
+        known = max([*self.points, *([best] if best else [])], key=lambda point: point.power, default=None)
+        total = len(self._runners) * len(self.loads)
+        row = next((row for row in self.rows if known and row.candidate.name == known.candidate), None)
+        self.progress(
+            SearchCourse(
+                done=self._decided,
+                total=total,
+                best=row,
+                value=None if known is None else known.power,
+                bound=None,
+                open=total - self._decided,
+                simulations=self.simulations,
+            )
+        )
+
+    # --- the end ----------------------------------------------------------------------------------------------
+
+    def answer(self, interrupted: bool) -> Tuned:
+        """The front, with the point of the greatest power as the chosen plan. Raises Infeasible where it is empty."""
+        if not self.points:
+            raise Infeasible(why_none(self.question, self.rows))
+        chosen = max(self.points, key=lambda point: point.power)
+        on_front: dict[str, list[FrontPoint]] = {}
+        for point in self.points:
+            on_front.setdefault(point.candidate, []).append(point)
+        leader = next(runner for runner in self._runners if runner.plan.candidate.name == chosen.candidate)
+        deployment = self.question.deploy(leader.plan.candidate, self._workshop.max_model_len)
+        result = self._on_all_cores(leader.plan.candidate, deployment, chosen.rate_rps, record=True)
+        for runner in self._runners:
+            self._close(runner, on_front.get(runner.plan.candidate.name, []))
+        row = leader.plan.row
+        row.take(result.summary(), chosen.rate_rps)
+        row.status = "chosen"
+        row.reason = f"the greatest throughput over delay of the front; {row.reason}"
+        rank = ("chosen", "feasible", "infeasible", "pruned", "does_not_fit")
+        highest = {name: those[0].output_tokens_per_s_per_gpu for name, those in on_front.items()}
+        rows = sorted(self.rows, key=lambda row: (rank.index(row.status), -highest.get(row.candidate.name, 0.0)))
+        value = chosen.power
+        return Tuned(self.question, rows, deployment, result, value, value, interrupted, self.ladder)
+
+    def _close(self, runner: _Runner, points: Sequence[FrontPoint]) -> None:
+        """Say of a plan what it has of the front."""
+        row = runner.plan.row
+        if points:
+            row.status = "feasible"
+            rates = ", ".join(f"{point.rate_rps:.4g}" for point in points)
+            row.reason = f"on the front at {rates} requests/s"
+        elif runner.points:
+            row.status, row.reason = "feasible", "meets the SLO; at every load another plan has more tokens/s/user"
+        elif not row.reason:
+            row.reason = "at every load another plan has more tokens/s/user than this one could"
+
+
+def _same(plan: Entrant, other: Entrant, finding: SimulationFinding) -> bool:
+    """Whether a plan would do what another one did at the same load: none of the limits that tell them apart is
+    reached."""
+    return plan.kind == other.kind and bool(finding.used) and not tell_apart(plan.deployment, finding.used or ())

@@ -1,0 +1,71 @@
+"""Plans that the study's engine can be told: those that its emitter would refuse are no part of a space."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from simtune.emit import Emitter, emitter_of
+from simtune.errors import Infeasible
+from simtune.sim.deployment import length_limit
+from simtune.tuner.question import Question
+from simtune.tuner.space import PoolChoice, Space, space_of
+
+
+def space_for(question: Question) -> Space:
+    """The space of a question, without the plans that the engine with its policy would not start with or is not told.
+
+    Where no engine has the policy nothing is refused. How pools draft is settled later, and refused where the study is
+    read. Raises Infeasible, naming constraints or refusals, where nothing is left.
+    """
+    space = space_of(question.study)
+    refuser = _Refuser(question, space)
+    kept, refused = [], Counter[str]()
+    for candidate in space.candidates:
+        why = next(filter(None, map(refuser.why, candidate.pools)), "")
+        if why:
+            refused[why] += 1
+        else:
+            kept.append(candidate)
+    if not kept:
+        why, count = refused.most_common(1)[0]
+        raise Infeasible(
+            f"{question.study.name}: the engine refuses all {len(space.candidates):,} plans, {count:,} of them for "
+            f"{why}; allow other choices in search, or another policy"
+        )
+    return Space(tuple(kept), space.left_out, refused)
+
+
+class _Refuser:
+    """Asks the emitter of each pool's policy, once for all pools that are alike but for their number."""
+
+    def __init__(self, question: Question, space: Space) -> None:
+        self._question = question
+        longest = max(space.candidates, key=question.num_requests)
+        self._max_model_len = length_limit(question.model, question.stream(longest))
+        self._settings: dict[str, Mapping[str, Any]] = {}
+        self._emitters: dict[tuple[str | None, str], Emitter | None] = {}
+        self._known: dict[PoolChoice, str] = {}
+
+    def why(self, choice: PoolChoice) -> str:
+        """Why an engine would refuse a pool; empty where it would not."""
+        alone = choice if choice.fixed is not None else replace(choice, instances=1, drafter="")
+        if alone not in self._known:
+            self._known[alone] = self._asked(alone)
+        return self._known[alone]
+
+    def _asked(self, choice: PoolChoice) -> str:
+        question, gpu = self._question, choice.shape.gpu
+        if gpu not in self._settings:
+            self._settings[gpu] = question.settings_on(gpu)
+        pool = choice.pool(question.study, self._max_model_len, self._settings[gpu])
+        key = (pool.engine, pool.batching.policy)
+        if key not in self._emitters:
+            self._emitters[key] = emitter_of(pool)
+        emitter = self._emitters[key]
+        if emitter is None:
+            return ""
+        plain = pool.model_copy(update={"speculation": None})
+        return next((f"{emitter.title}: {why}" for why in emitter.refusals(plain, question.model, {})), "")
