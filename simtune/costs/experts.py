@@ -66,12 +66,13 @@ class Experts:
         self._kernel = profile.predictor("moe", self._weights)
         self._groups, self._tp = parallelism.attention_dp, parallelism.tp
         self._whole = parallelism.expert_parallel
+        self._locality = parallelism.expert_locality or 0.0
         self._ep = self._tp * self._groups if self._whole else 1
 
     def parts(self) -> Iterator[tuple[str, Seconds]]:
         """(kind of `simtune.costs.iteration.KINDS`, seconds of one call in each layer)."""
         yield "moe", self._kernel_s
-        if self._groups > 1:
+        if self._groups > 1 and self._locality < 1:
             yield from self._exchanges()
 
     def _kernel_s(self, tokens: Array) -> Array:
@@ -108,7 +109,7 @@ class Experts:
         )
         nodes = -(-self._ep // self._profile.hardware.device.devices_per_node)
         for kind, width in widths:
-            row_bytes = self._hidden * width
+            row_bytes = self._hidden * width * (1 - self._locality)
             backends = {name: f for name in ("low_latency", "high_throughput") if (f := self._measured(kind, name))}
             if nodes > 1:
                 between = self._profile.predictor(kind, _EXCHANGED, variant="inter_node")

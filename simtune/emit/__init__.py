@@ -79,7 +79,7 @@ def engine_files(plan: Plan, model: Model, devices_per_node: int, draft_models: 
     refuses the plan for another reason.
     """
     emitter = _writer(plan)
-    if emitter is None:
+    if emitter is None or plan.stages:
         return {}
     drafting = [
         (pool.speculation, draft_models.get(pool.speculation.drafter.own_model or ""))
@@ -98,6 +98,8 @@ def engine_files(plan: Plan, model: Model, devices_per_node: int, draft_models: 
 
 def why_none(plan: Plan) -> str:
     """Why there are no settings for any engine."""
+    if plan.stages:
+        return "no engine is told of the stages that its requests go through"
     policies = sorted({p.batching.policy for p in plan.pools if engine_for(p.batching.policy) is None})
     if policies:
         return f"no engine has policy {' or '.join(policies)}"

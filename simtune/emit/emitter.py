@@ -23,7 +23,13 @@ T = TypeVar("T")
 
 def untold(pool: Pool) -> Iterator[str]:
     """What a pool may say to the simulator and no engine is told."""
-    for key, given in (("overlap", pool.overlap), ("runtime", pool.runtime), ("kv_cache.policy", pool.kv_cache.policy)):
+    settings = (
+        ("overlap", pool.overlap),
+        ("runtime", pool.runtime),
+        ("kv_cache.policy", pool.kv_cache.policy),
+        ("parallelism.expert_locality", pool.parallelism.expert_locality),
+    )
+    for key, given in settings:
         if given is not None:
             yield f"{key}: is simulated, and no engine is told of it here; leave it out to have settings written"
 

@@ -11,6 +11,7 @@ from simtune.engine.kv import KvBlocks
 from simtune.engine.policies import (
     DualQueue,
     EarliestDeadlineFirst,
+    LayeredPrefill,
     Orca,
     PriorityLayers,
     Sarathi,
@@ -44,6 +45,7 @@ POLICIES: dict[str, type[Scheduler]] = {
     "dual-queue": DualQueue,
     "skip-join-mlfq": SkipJoinMlfq,
     "priority-layers": PriorityLayers,
+    "layered-prefill": LayeredPrefill,
 }
 
 __all__ = [
@@ -57,6 +59,7 @@ __all__ = [
     "DualQueue",
     "EarliestDeadlineFirst",
     "KvBlocks",
+    "LayeredPrefill",
     "Orca",
     "PrefixCache",
     "PriorityLayers",

@@ -297,6 +297,23 @@ class BatchScheduler(Scheduler):
         self._late.move_all(self.waiting)
         return super().abandon()
 
+    def abort(self, request: Request) -> bool:
+        """See `Scheduler.abort`."""
+        return self._late.remove(request) or super().abort(request)
+
+    def _expel(self, request: Request) -> bool:
+        if self._settling.has_ended(request):
+            return False
+        if request.decoding:
+            self.decoding.leave(request)
+            self._settling.finish(request)
+        elif request in self.prefilling:
+            self.prefilling.remove(request)
+            self._free_request(request, request.computed)
+        else:
+            return False
+        return True
+
     def release(self, request: Request) -> None:
         """Give back the blocks of a request that is held or expected; of one that has ended, when the engine knows."""
         if self._settling.has_ended(request):

@@ -199,6 +199,18 @@ class Scheduler(ABC):
             del self._held[request]
             self.kv.release(request)
 
+    def abort(self, request: Request) -> bool:
+        """Let a request leave that nobody waits for any more, wherever it is; what it delivered stays delivered. False,
+        and nothing is changed, where it is not here. To be called between steps."""
+        assert self._under_way is None, "a step is under way"
+        if request not in self.waiting:
+            return self._expel(request)
+        others = [other for other in self.waiting if other is not request]
+        self.waiting.clear()
+        for other in others:
+            self.waiting.append(other)
+        return True
+
     def withdraw(self) -> list[Request]:
         """Take back all waiting requests, in order of the queue. The residents go on."""
         requests = list(self.waiting)
@@ -293,6 +305,10 @@ class Scheduler(ABC):
     @abstractmethod
     def _enter(self, request: Request) -> None:
         """A request with its prompt computed elsewhere, and blocks for it, becomes a resident."""
+
+    @abstractmethod
+    def _expel(self, request: Request) -> bool:
+        """Take a resident out and give back its blocks; False where it is none."""
 
     @abstractmethod
     def _lose_residents(self) -> list[Request]:

@@ -66,6 +66,8 @@ class Step:
     part: tuple[int, int] = field(default=(0, 1), init=False)
     """(i, n): this is only the i-th, from 0, of n equal parts of the step's layers, and costs so much less. Nothing
     comes out before the last."""
+    decodes_whole: bool = False
+    """Of such a part, whether those that decode run through all layers all the same: only prompts are cut."""
 
     @property
     def verify_tokens(self) -> int:

@@ -95,6 +95,14 @@ class LateArrivals:
             arriving.clear()
         self.number = len(dispatched)
 
+    def remove(self, request: Request) -> bool:
+        """Take out one that is not wanted any more; False where it is not here."""
+        before = self.number
+        self._arriving = [entry for entry in self._arriving if entry[1] is not request]
+        self._dispatched = [other for other in self._dispatched if other is not request]
+        self.number = len(self._arriving) + len(self._dispatched)
+        return self.number < before
+
     def move_all(self, waiting: WaitingQueue) -> None:
         """All of them wait like any other."""
         while self.number:

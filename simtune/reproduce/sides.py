@@ -220,10 +220,12 @@ class Side:
         if metric == "duration":
             return result.duration_s
         if metric == "tokens":
-            return float(result.stream.output_tokens.sum())
+            delivered = result.stream.output_tokens[result.completed].sum()
+            return float(delivered) + sum(result.outcome.stopped.values())
         if metric == "group":
-            size = int(self._side.get("branches", 1))
-            ends = result.finish_s.reshape(-1, size).max(axis=1)
+            graph = result.stream.graph
+            size = int(self._side.get("branches", 1)) if graph is None else graph.size
+            ends = np.nanmax(result.finish_s.reshape(-1, size), axis=1)
             return float((ends - result.arrival_s.reshape(-1, size).min(axis=1)).mean())
         return float(getattr(result.summary(), metric))
 

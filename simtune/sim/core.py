@@ -83,16 +83,23 @@ class Inbox:
     """Those whose KV cache has come; they join before the next step."""
     dropped: list[Request] = field(default_factory=list)
     """Those whose KV cache will never come; their reservation ends before the next step."""
+    aborted: list[Request] = field(default_factory=list)
+    """Those that nobody waits for any more; they leave before the next step."""
 
     def __bool__(self) -> bool:
-        return bool(self.waiting or self.arrived or self.dropped)
+        return bool(self.waiting or self.arrived or self.dropped or self.aborted)
 
-    def settle(self, scheduler: Scheduler) -> None:
-        """Between two steps: let requests join whose KV cache has come, and give up the reservations of others."""
+    def settle(self, scheduler: Scheduler) -> bool:
+        """Between two steps: let requests join whose KV cache has come, and give up the reservations of others. Whether
+        any were aborted, who may have waited."""
         self.release_dropped(scheduler)
         for request in self.arrived:
             scheduler.receive(request)
         self.arrived.clear()
+        aborted, self.aborted = self.aborted, []
+        for request in aborted:
+            scheduler.abort(request)
+        return bool(aborted)
 
     def make_room(self, now: int, scheduler: Scheduler, agenda: Agenda, recorder: Recorder) -> None:
         """Reserve seats and blocks for requests handed over, oldest first, and let their KV caches come."""
@@ -173,8 +180,7 @@ class EngineCore:
     started: int = field(default=0, init=False)
     version: int = field(default=0, init=False)
     """Of the event that ends the running step; an older one is void."""
-    woken: bool = field(default=False, init=False)
-    """Idle, and about to schedule."""
+    woken: bool = field(default=False, init=False)  # idle, and about to schedule
     draining: bool = field(default=False, init=False)
     """Whether it takes nothing new, and somebody waits for it to finish what it has."""
     waiting: int = field(default=0, init=False)
@@ -275,7 +281,8 @@ class EngineCore:
     def plan(self, now: int) -> bool:
         """Schedule the next step and find its time; False when nothing can run. `launch` must follow."""
         if self.inbox:
-            self.inbox.settle(self.scheduler)
+            if self.inbox.settle(self.scheduler):
+                self.count_waiting()
             self.inbox.make_room(now, self.scheduler, self._agenda, self._recorder)
         self.step = step = self.scheduler.schedule()
         if step is None:
@@ -408,8 +415,7 @@ class EngineCore:
         else:
             self._timer.decode(step, step.repeat if self._may_jump(step) else 1, time)
         if step.part != (0, 1):
-            i, n = step.part
-            time.first = time.first // n + (i < time.first % n)
+            time.first = self._timer.of_part(step, time.first)
         if step.swapped_out_blocks or step.swapped_in_blocks:
             time.first += self.swap * (step.swapped_out_blocks + step.swapped_in_blocks)
             time.repetitions = 1  # those that follow do not wait for it

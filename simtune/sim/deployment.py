@@ -21,6 +21,7 @@ from simtune.sim.feasibility import check
 from simtune.sim.pools import DeployedPool, kv_block_bytes
 from simtune.sim.requests import RequestStream
 from simtune.sim.result import MissBudget, Result
+from simtune.sim.stations import passed
 from simtune.sim.wiring import transfer_terms, wire
 from simtune.sim.world import World
 from simtune.specs.engine import EnginePreset
@@ -98,8 +99,7 @@ class Deployment:
         for all: under round robin instances do not disturb each other and see the same kind of load, so this differs
         from simulating all of them only in how many requests are watched. Where they do disturb each other (closed
         loops, other routers, several pools, instances that fail) all are run.
-        `stop_when_lost` ends the run once the SLO cannot be met any more. `seed` is that of routers and length
-        predictors that draw.
+        `stop_when_lost` ends the run once the SLO cannot be met. `seed` is that of routers and predictors.
         """
         slo, scale, offered_rate_rps = slo or Slo(), 1.0, stream.offered_rate_rps
         instances = self.enough_instances(stream, cores)
@@ -107,21 +107,25 @@ class Deployment:
             all_instances = self.pools[0].spec.instances
             scale = all_instances / instances
             stream = stream.share_of(instances, all_instances)
+        through = passed(self.plan, stream)
+        stream = through.stream
         brought = parts.brought(self.plan, [pool.costs for pool in self.pools])
         with parts.blamed(brought):
             wiring = wire(self.plan, self.model, self.pools, stream, slo, seed, instances)
-            outcome = World(
-                wiring.cores,
-                stream,
-                router=wiring.router,
-                decode_router=wiring.decode_router,
-                changes=wiring.changes,
-                predicted_tokens=wiring.predicted_tokens,
-                deadlines=wiring.deadlines,
-                single_steps=single_steps,
-                record=record,
-                stop_when=MissBudget(stream, slo) if stop_when_lost else None,
-            ).run()
+            outcome = through.written(
+                World(
+                    wiring.cores,
+                    stream,
+                    router=wiring.router,
+                    decode_router=wiring.decode_router,
+                    changes=wiring.changes,
+                    predicted_tokens=wiring.predicted_tokens,
+                    deadlines=wiring.deadlines,
+                    single_steps=single_steps,
+                    record=record,
+                    stop_when=MissBudget(stream, slo) if stop_when_lost else None,
+                ).run()
+            )
         if brought and not outcome.aborted:
             parts.check_nobody_waits(self.plan, wiring.cores)
         result = Result(stream, outcome, self.plan.num_devices, slo, offered_rate_rps, scale, power_of(self.pools))
@@ -130,7 +134,8 @@ class Deployment:
 
     def enough_instances(self, stream: RequestStream, cores: int | None) -> int | None:
         """How many instances have so many cores, where these can stand for all and are fewer; see `simulate`."""
-        if cores is None or stream.arrival_s is None or not self.cores_apart:
+        alone = stream.arrival_s is not None and stream.graph is None and not self.plan.stages
+        if cores is None or not (alone and self.cores_apart):
             return None
         instances = -(-cores // self.pools[0].cores_each)
         return instances if instances < self.pools[0].spec.instances else None

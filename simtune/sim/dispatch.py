@@ -34,7 +34,7 @@ class Dispatcher:
         if (self._apart and not self._handover.fits(request.id)) or not core.add(now, asked):
             self._routers.over(now, asked, core)
             self._recorder.refused += 1
-            self._source.answered(now)
+            self._source.refused(now, request.id)
 
     def route_parked(self, now: int) -> None:
         """Cores have come up."""

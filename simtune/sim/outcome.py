@@ -69,6 +69,8 @@ class Outcome:
     """How often it was sent again because an instance failed; those that waited at one that left are not counted."""
     refused: int
     """Requests that no instance takes, for they are too long."""
+    stopped: dict[int, int]
+    """Requests of families that were aborted, by number, and how many tokens had been delivered of each."""
     aborted: bool
     events: int
     steps: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 
 import numpy as np
@@ -43,7 +43,15 @@ class Recorder:
         self._intervals.extend(chain.from_iterable(self.rows))
         self.rows.clear()
 
-    def outcome(self, arrival: array[int], *, aborted: bool, events: int, cores: list[EngineCoreUse]) -> Outcome:
+    def outcome(
+        self,
+        arrival: array[int],
+        *,
+        aborted: bool,
+        events: int,
+        cores: list[EngineCoreUse],
+        stopped: Mapping[int, int] | None = None,
+    ) -> Outcome:
         """All that was written down."""
         self.pack()
         return Outcome(
@@ -57,6 +65,7 @@ class Recorder:
             transferred=_array(self.transferred),
             resent=_array(self.resent),
             refused=self.refused,
+            stopped=dict(stopped or {}),
             aborted=aborted,
             events=events,
             steps=self.steps,

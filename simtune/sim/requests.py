@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from simtune.arrays import Array, Ints
 from simtune.errors import UsageError
+from simtune.sim.graphs import BLOCK_TOKENS, FamilyGraph, compiled
 from simtune.specs import room
 from simtune.specs.base import LONGEST_S
 from simtune.specs.traces import MOONCAKE_BLOCK_TOKENS, Trace
@@ -74,17 +75,20 @@ class RequestStream:
     think_s: float = 0.0
     session: Ints | None = None
     """Which conversation a request belongs to, where the workload knows."""
+    graph: FamilyGraph | None = None
+    """How requests follow one another: each `graph.size` of them are a family, which arrives as one."""
 
     def __len__(self) -> int:
         return len(self.prompt_tokens)
 
     @property
     def offered_rate_rps(self) -> float | None:
-        """Mean arrival rate, one over the mean gap; None for a closed loop and for a single instant."""
+        """Mean arrival rate, of families where there are some; None for a closed loop and for a single instant."""
         if self.arrival_s is None or len(self) < 2:
             return None
         span = float(self.arrival_s[-1] - self.arrival_s[0])
-        return (len(self) - 1) / span if span > 0 else None
+        arrivals = len(self) if self.graph is None else len(self) // self.graph.size
+        return (arrivals - 1) / span if span > 0 else None
 
     def at_rate(self, rate_rps: float) -> RequestStream:
         """The same requests in the same pattern, stretched so that their mean rate is exactly rate_rps.
@@ -133,6 +137,8 @@ class RequestStream:
 def build_stream(workload: Workload, trace: Trace | None, *, requests: int, seed: int) -> RequestStream:
     """The first `requests` requests of a workload, at its own rate; `RequestStream.at_rate` gives them another.
 
+    Of a workload with a request graph they are so many families.
+
     A trace is repeated end to end when more requests are asked for than it has; a repeat shares no prefix
     with the round before. Raises UsageError when the workload needs a trace that is not given or has no
     arrival times.
@@ -143,6 +149,8 @@ def build_stream(workload: Workload, trace: Trace | None, *, requests: int, seed
         raise UsageError(f"the seed must not be negative: {seed}")
     room.need(requests * _REQUEST_BYTES, f"{requests:,} requests", "ask for fewer")
 
+    if workload.graph:
+        return _families(workload, requests, seed)
     classes = workload.classes or (RequestClass(name="default"),)
     class_index = _classes(classes, seed, requests)
     prompts = [c.prompt or workload.prompt for c in classes]
@@ -156,7 +164,7 @@ def build_stream(workload: Workload, trace: Trace | None, *, requests: int, seed
     else:
         added, prompt_tokens = prompt_tokens, _conversations(workload.sessions, prompt_tokens, output_tokens)
         shared = _shared_by_turns(workload, workload.sessions, in_trace, added, prompt_tokens + output_tokens, seed)
-    loop = arrivals if isinstance(arrivals, ClosedLoop) else None
+    users, think_s = _users(arrivals)
     return RequestStream(
         arrival_s=_soon_enough(_arrival_s(arrivals, trace, seed, requests), f"workload {workload.name}"),
         prompt_tokens=prompt_tokens,
@@ -168,8 +176,8 @@ def build_stream(workload: Workload, trace: Trace | None, *, requests: int, seed
         hash_ids=shared.hash_ids,
         block_tokens=shared.block_tokens,
         session=shared.session,
-        users=loop.users if loop else None,
-        think_s=loop.think_s if loop else 0.0,
+        users=users,
+        think_s=think_s,
     )
 
 
@@ -211,6 +219,11 @@ def _arrival_s(arrivals: Arrivals, trace: Trace | None, seed: int, requests: int
     return unit / arrivals.rate_rps
 
 
+def _users(arrivals: Arrivals) -> tuple[int | None, float]:
+    """How many there are in a closed loop, and how long they think."""
+    return (arrivals.users, arrivals.think_s) if isinstance(arrivals, ClosedLoop) else (None, 0.0)
+
+
 def _soon_enough(arrival_s: Array | None, of: str) -> Array | None:
     """Raises UsageError where requests come later than can be simulated; `of` says whose they are."""
     if arrival_s is not None and not arrival_s[-1] <= LONGEST_S:
@@ -244,6 +257,49 @@ def _trace_arrival_s(arrivals: TraceArrivals, trace: Trace, requests: int) -> Ar
     round_, row = np.divmod(np.arange(requests), len(trace))
     times: Array = trace.arrival_s[row] + round_ * (len(trace) / trace.rate_rps)
     return times if wanted is None else times * (trace.rate_rps / wanted)
+
+
+# --- families -----------------------------------------------------------------------------------------------
+
+
+def _families(workload: Workload, families: int, seed: int) -> RequestStream:
+    """So many families of a workload with a graph, each node a class of requests. Samples of one prompt have it in
+    common; answers are drawn for every request."""
+    graph = compiled(workload.graph)
+    nodes = {node.name: node for node in workload.graph}
+    requests = families * graph.size
+    room.need(requests * _REQUEST_BYTES, f"{requests:,} requests", "ask for fewer families")
+    class_index = np.tile(graph.node_of, families)
+    output = _lengths(
+        [nodes[name].output or workload.output for name in graph.names],
+        class_index,
+        _uniforms(seed, _OUTPUT, requests),
+        None,
+        "output",
+    ).reshape(families, graph.size)
+    alike = _uniforms(seed, _PROMPT, requests).reshape(families, graph.size)[:, np.array(graph.begin)[graph.node_of]]
+    asked = [nodes[name].prompt or workload.prompt for name in graph.names]
+    prompts = graph.prompts(
+        _lengths(asked, class_index, alike.reshape(-1), None, "prompt").reshape(output.shape), output
+    )
+    _room_for_names(workload, (prompts + output) // BLOCK_TOKENS)
+    users, think_s = _users(workload.arrivals)
+    arrival_s = _soon_enough(_arrival_s(workload.arrivals, None, seed, families), f"workload {workload.name}")
+    return RequestStream(
+        arrival_s=None if arrival_s is None else np.repeat(arrival_s, graph.size),
+        prompt_tokens=prompts.reshape(-1),
+        output_tokens=output.reshape(-1),
+        class_index=class_index,
+        priority=np.zeros(requests, dtype=np.int64),
+        class_names=graph.names,
+        slos=(None,) * len(graph.names),
+        hash_ids=graph.blocks(prompts, output),
+        block_tokens=BLOCK_TOKENS,
+        session=np.repeat(np.arange(families), graph.size),
+        users=users,
+        think_s=think_s,
+        graph=graph,
+    )
 
 
 # --- lengths ----------------------------------------------------------------------------------------------

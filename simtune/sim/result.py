@@ -133,7 +133,7 @@ class Result:
     @property
     def unserved(self) -> int:
         """Requests left when no instance was up any more to serve them; 0 for a run that was stopped early."""
-        return 0 if self.outcome.aborted else int((~self.completed).sum()) - self.refused
+        return 0 if self.outcome.aborted else int((~self.completed).sum()) - self.refused - len(self.outcome.stopped)
 
     @cached_property
     def duration_s(self) -> float:

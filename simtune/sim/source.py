@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,13 @@ from simtune.sim.requests import RequestStream
 
 LONGEST_S = 2.0**62 / TICKS_PER_SECOND
 """Half of what 64-bit ticks can count: arrivals beyond it are refused, so that their answers still fit."""
+
+
+class Hints(TypedDict):
+    """What policies may go by, of every request."""
+
+    predicted_tokens: Sequence[int] | None
+    deadlines: Sequence[float] | None
 
 
 class RequestSource:
@@ -57,11 +65,20 @@ class RequestSource:
         elif self.arrival:
             self._agenda.post((self.arrival[0], ARRIVAL, 0, 0))
 
+    @property
+    def follows(self) -> bool:
+        """Whether it is to hear of answers, for others follow them."""
+        return not self._open
+
     def arrive(self, number: int) -> Request:
         """The request that arrives now; announces the one after it."""
         after = number + 1
         if self._open and after < len(self.arrival):
             self._agenda.post((self.arrival[after], ARRIVAL, after, 0))
+        return self.made(number)
+
+    def made(self, number: int) -> Request:
+        """A request as an engine sees it."""
         request = Request(number, self._prompt[number], self._output[number], priority=self._priority[number])
         if self._blocks is not None:
             request.blocks = self._blocks[number]
@@ -71,10 +88,18 @@ class RequestSource:
             request.deadline = self._deadlines[number]
         return request
 
-    def answered(self, now: int) -> None:
-        """A request is answered or refused: in a closed loop its user begins to think."""
+    def answered(self, now: int, number: int = -1) -> None:
+        """A request is answered: in a closed loop its user begins to think, whichever it was."""
         if not self._open:
             self._send_next(now + self._think)
+
+    def refused(self, now: int, number: int) -> None:
+        """No core takes a request: its user goes on as with an answer."""
+        self.answered(now, number)
+
+    def stopped(self) -> dict[int, int]:
+        """Tokens that were delivered of each request that was aborted: nobody aborts any here."""
+        return {}
 
     def tokens_of(self, number: int) -> int:
         """Prompt and answer together."""

@@ -86,6 +86,14 @@ class StepTimer(ABC):
     def mixed(self, step: Step, chunks: Chunks, completing: int) -> int:
         """Ticks of a step with prefill chunks, of which `completing` get to the end of their prompt."""
 
+    def of_part(self, step: Step, ticks: int) -> int:
+        """Ticks of one part of a step that takes so many as a whole: all parts together take as long, but for those who
+        decode in each of them."""
+        i, n = step.part
+        alone = self.mixed(step, (), 0) if step.decodes_whole and step.num_decodes else 0
+        rest = max(ticks - alone, 0)
+        return alone + rest // n + (i < rest % n)
+
     @abstractmethod
     def decode(self, step: Step, most: int, time: JumpTime) -> None:
         """Write down the time of a step without chunks, repeated at most `most` times."""

@@ -15,6 +15,7 @@ from simtune.engine.scheduler import Hint
 from simtune.errors import UsageError
 from simtune.sim.availability import Change
 from simtune.sim.core import EngineCore, KvConnector
+from simtune.sim.families import check_graph_runs
 from simtune.sim.link import TransferLink
 from simtune.sim.parts import POLICY, make_router
 from simtune.sim.pools import DeployedPool, kv_block_bytes
@@ -55,6 +56,8 @@ def wire(
 
     Raises UsageError where the plan needs what the requests do not say.
     """
+    if stream.graph is not None:
+        check_graph_runs(plan)
     block_tokens = _hash_block_tokens(pools, stream)
     joining = Counter(event.to for event in plan.events if isinstance(event, Switch))
     by_pool = {

@@ -15,12 +15,13 @@ from simtune.sim.agenda import ARRIVAL, CHANGE, DRAINED, STEP_END, TRANSFER_END,
 from simtune.sim.availability import Availability, Change
 from simtune.sim.core import EngineCore
 from simtune.sim.dispatch import Dispatcher
+from simtune.sim.families import FamilySource
 from simtune.sim.handover import Handover, Routers
 from simtune.sim.outcome import EngineCoreUse, Outcome
 from simtune.sim.recorder import MOST_ROWS, Recorder
 from simtune.sim.requests import RequestStream
 from simtune.sim.router import RoundRobin, Router
-from simtune.sim.source import RequestSource
+from simtune.sim.source import Hints, RequestSource
 
 
 class World:
@@ -57,16 +58,21 @@ class World:
             back=RoundRobin([]) if decode_router is None else decode_router,
         )
         self._agenda, self._recorder = Agenda(), Recorder(len(stream), record)
-        self._source = RequestSource(stream, self._agenda, predicted_tokens=predicted_tokens, deadlines=deadlines)
+        hints: Hints = {"predicted_tokens": predicted_tokens, "deadlines": deadlines}
+        self._source: RequestSource
+        if stream.graph is None:
+            self._source = RequestSource(stream, self._agenda, **hints)
+        else:
+            self._source = FamilySource(stream, self._agenda, cores=self._cores, recorder=self._recorder, **hints)
         self._handover = Handover(self._agenda, self._recorder, self._source, self._routers, self._cores)
         self._dispatcher = Dispatcher(self._recorder, self._source, self._routers, self._handover)
         self._availability = Availability(
             self._agenda, self._recorder, self._routers, self._dispatcher, self._handover, changes
         )
-        self._informed, self._closed = self._routers.front.informed, stream.arrival_s is None
+        self._informed, self._followed = self._routers.front.informed, self._source.follows
         receiving = set(self._routers.back.cores)
         for core in self._cores:
-            runs_ahead = not (single_steps or record or core in receiving)
+            runs_ahead = not (single_steps or record or core in receiving or stream.graph is not None)
             core.wire(self._agenda, self._recorder, single_steps=single_steps, runs_ahead=runs_ahead)
 
     def run(self) -> Outcome:
@@ -91,6 +97,7 @@ class World:
                 gc.enable()
         return self._recorder.outcome(
             self._source.arrival,
+            stopped=self._source.stopped(),
             aborted=self._agenda.stopped,
             events=self._agenda.handled,
             cores=[_use(core) for core in self._cores],
@@ -121,8 +128,8 @@ class World:
                 continue
             number = request.id
             recorder.finish[number] = now
-            if self._closed:
-                self._source.answered(now)
+            if self._followed:
+                self._source.answered(now, number)
             arrival = self._source.arrival[number]
             if self._stop_when is not None and self._stop_when(number, arrival, first_token[number], now):
                 self._agenda.stop()

@@ -30,6 +30,7 @@ from simtune.specs.base import (
 )
 from simtune.specs.parts import PartName
 from simtune.specs.speculation import Speculation
+from simtune.specs.stages import Stage, check_stages
 
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
 KvDtype = Literal["fp32", "bf16", "fp16", "fp8", "int8"]
@@ -49,6 +50,7 @@ POLICY_NAMES = (
     "dual-queue",
     "skip-join-mlfq",
     "priority-layers",
+    "layered-prefill",
 )
 """The policies that are built in; what each does is said in `simtune.engine`."""
 POLICY_GROUP = "simtune.policies"
@@ -68,6 +70,9 @@ class Parallelism(Part):
     expert_parallel: bool = Field(False, description="whole experts on each rank, instead of slices of all of them")
     attention_dp: Gpus = Field(
         1, description="groups of tp ranks with requests of their own, that share the experts: data-parallel attention"
+    )
+    expert_locality: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None, description="share of what ranks would exchange for their experts that placing these well spares"
     )
 
     @property
@@ -391,11 +396,15 @@ class Plan(Spec):
     decode_router: Routing | None = Field(None, description="chooses the decode instance; least_tokens unless given")
     link: KvLink | None = Field(None, description="between prefill and decode instances")
     events: Annotated[Seq[Event], Field(strict=False)] = ()
+    stages: Annotated[Seq[Stage], Field(strict=False)] | None = Field(
+        None, description="services that requests go through before a pool, or beside it"
+    )
 
     @property
     def num_devices(self) -> int:
-        """GPUs of all pools."""
-        return sum(pool.instances * pool.devices for pool in self.pools)
+        """GPUs of all pools and stages."""
+        of_stages = sum(stage.instances * stage.devices for stage in self.stages or ())
+        return of_stages + sum(pool.instances * pool.devices for pool in self.pools)
 
     def pool(self, name: str) -> Pool:
         """The pool of a name that is there."""
@@ -406,6 +415,11 @@ class Plan(Spec):
         names = [pool.name for pool in self.pools]
         if len(set(names)) < len(names):
             raise ValueError(f"pools must have different names: {', '.join(names)}")
+        return self
+
+    @model_validator(mode="after")
+    def _stages_lead_somewhere(self) -> Self:
+        check_stages(self.stages or (), [(pool.name, pool.role) for pool in self.pools])
         return self
 
     @model_validator(mode="after")

@@ -23,19 +23,13 @@ PRIMITIVES: dict[str, str] = {
     "control": "pools that change their size or role by feedback",
     "drift": "acceptance that changes with time, and controllers that follow it",
     "energy": "power by utilisation, joules per token",
-    "fork": "requests that have children, and joins of them, while others run",
     "hierarchy": "drafts that a drafter of their own verifies, or several drafters that share a tree",
-    "kvmod": "a share of the KV cache kept that differs by layer or device, or freed while an answer is made",
-    "layers": "a chunk of prefill with a span of layers",
     "moe": "experts placed, replicated or balanced by load; locality of their traffic",
     "offload": "weights or KV cache in host memory, the processor as a second device",
     "route": "routing by length, speed or backlog, a link for each pair of pools",
     "runtime": "host work of an engine that puts batches in order between rounds",
-    "shared": "re-use of what is no prefix, and a shared prefix read once in the simulator",
     "sp": "one sequence spread over devices: context-parallel prefill, pipelined chunks",
     "split": "two instances on shares of one device",
-    "stages": "services before, after or beside a pool",
-    "stream": "prompts that arrive in parts",
     "tpf": "passes that compute a block or a whole sequence again, and candidates side by side in one pass",
 }
 """What an entry may say it needs and simtune lacks, in words."""
@@ -325,10 +319,10 @@ def workload_of(side: Mapping[str, Any], name: str) -> Workload:
     """The workload of a side; a number of tokens in place of lengths is their fixed length. Raises SpecError."""
     fields = merged(WORKLOAD, side.get("workload", {}))
     fields = {key: _length(value) if key in ("prompt", "output") else value for key, value in fields.items()}
-    if "classes" in fields:
-        fields["classes"] = [
+    for parts in {"classes", "graph"} & set(fields):
+        fields[parts] = [
             {key: _length(value) if key in ("prompt", "output") else value for key, value in one.items()}
-            for one in fields["classes"]
+            for one in fields[parts]
         ]
     return _read(Workload, name, fields)
 

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from simtune.specs.base import (
     LONGEST_S,
     BlockSize,
+    Count,
     ErrorAt,
     Name,
     NonNegative,
@@ -21,6 +22,7 @@ from simtune.specs.base import (
     Spec,
     Tokens,
 )
+from simtune.specs.graph import Branches, check_graph
 
 # --- arrivals ---------------------------------------------------------------------------------------------
 
@@ -141,6 +143,8 @@ class TraceLengths(Part):
 
 
 Lengths = Annotated[FixedLength | Lognormal | Quantiles | TraceLengths, Field(discriminator="kind")]
+DrawnLengths = Annotated[FixedLength | Lognormal | Quantiles, Field(discriminator="kind")]
+"""Those that need no trace."""
 
 # --- service level objectives -----------------------------------------------------------------------------
 
@@ -201,6 +205,25 @@ class Sessions(Part):
     )
 
 
+class GraphNode(Part):
+    """Requests of a family that are sent together, as soon as all those of the nodes in `after` are over."""
+
+    name: Name
+    count: Branches = Field(1, description="requests of it: samples of one prompt, or one to each inherited text")
+    after: Annotated[Seq[Name], Field(strict=False)] = Field((), description="nodes that must be over; none: arrives")
+    delay_s: Seconds = Field(0.0, description="from then until they are sent, as by a tool that is called")
+    from_s: Seconds = Field(0.0, description="not before so long after the family's arrival, as a part that comes late")
+    first: Count | None = Field(None, description="over with so many answers, the others are aborted; all unless given")
+    prompt: DrawnLengths | None = Field(None, description="tokens of its own; those of the workload unless given")
+    output: DrawnLengths | None = None
+    inherits: Name | None = Field(
+        None, description="its prompts go on from the text of this node: of its one request, or each of its own number"
+    )
+    reads: Annotated[Seq[Name], Field(strict=False)] = Field(
+        (), description="nodes all of whose answers are in its prompt besides"
+    )
+
+
 class Workload(Spec):
     """Arrivals x lengths x classes. `requests` is how many are simulated unless the caller says otherwise."""
 
@@ -217,6 +240,23 @@ class Workload(Spec):
         None,
         description="the same; `prompt` is then what a turn adds to the conversation, and groups are drawn for each",
     )
+
+    graph: Annotated[Seq[GraphNode], Field(strict=False)] = Field(
+        (), description="every arrival is a family of requests: forks, joins, and what follows them"
+    )
+
+    @field_validator("graph")
+    @classmethod
+    def _acyclic(cls, graph: tuple[GraphNode, ...]) -> tuple[GraphNode, ...]:
+        check_graph(graph)
+        return graph
+
+    @model_validator(mode="after")
+    def _graph_says_it_all(self) -> Self:
+        for name in ("classes", "shared_prefix", "sessions", "trace"):
+            if self.graph and getattr(self, name):
+                raise ErrorAt("a request graph has its own lengths, classes and texts; leave this out", name)
+        return self
 
     @field_validator("classes")
     @classmethod

@@ -236,6 +236,12 @@ def test_an_urgent_prompt_interrupts_a_step_at_a_layer_boundary() -> None:
     assert steps == [{0: 8}, {1: 4}, {0: 8}, {0: 8}, {0: 1, 2: 4}, {0: 1, 2: 4}, {0: 1, 2: 4}]
 
 
+def test_a_long_prompt_runs_some_layers_in_each_step_beside_those_that_decode() -> None:
+    """1's twelve tokens take three steps of four, in each of which 0 has a token; 2 waits until they are over."""
+    steps = story("layered-prefill", (0, 4, 6), (1, 12, 2), (1, 4, 2), group_tokens=4, max_num_batched_tokens=24)
+    assert steps == [{0: 4}, {0: 1, 1: 12}, {0: 1, 1: 12}, {0: 1, 1: 12}, {0: 1, 1: 1, 2: 4}, {0: 1, 2: 1}]
+
+
 def test_parts_of_a_step_say_which_they_are_and_yield_nothing_before_the_last() -> None:
     scheduler = type("Three", (POLICIES["priority-layers"],), {"PARTS": 3})(
         num_blocks=10, block_size=4, max_num_seqs=2, max_num_batched_tokens=16, max_model_len=16

@@ -88,18 +88,18 @@ def test_an_unknown_name_is_told_the_nearest() -> None:
         ("gain: 2,", "gain: 2, value: 3,", ":9:41: systems.0.claim.value: give a gain or a value, not both"),
         (
             "  base:",
-            "  needs: [forks]\n  base:",
-            ":11:3: systems.0.needs: unknown primitive 'forks', did you mean fork",
+            "  needs: [splits]\n  base:",
+            ":11:3: systems.0.needs: unknown primitive 'splits', did you mean split",
         ),
-        ("  base:", "  needs: [fork]\n  base:", ":6:3: systems.0: give a variant that is run, or what it needs"),
+        ("  base:", "  needs: [split]\n  base:", ":6:3: systems.0: give a variant that is run, or what it needs"),
         (
             "  base:",
-            "  chosen: all\n  needs: [fork]\n  base:",
+            "  chosen: all\n  needs: [split]\n  base:",
             ":6:3: systems.0: give a variant that is run, or what it needs",
         ),
         (
             MINIMAL[MINIMAL.index("  measure") :],
-            "  chosen: all\n  needs: [fork]\n",
+            "  chosen: all\n  needs: [split]\n",
             ":10:3: systems.0.chosen: nothing is run, so nothing was chosen",
         ),
         ("{kind: step}", "{kind: stepp}", ":10:3: systems.0.measure: unknown kind 'stepp': one of"),

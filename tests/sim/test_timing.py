@@ -18,6 +18,27 @@ from simtune.testing.clusters import ImbalancedCosts, stream_of
 from tests.sim.worlds import Kinked, Setting
 
 
+def test_parts_of_a_prompt_take_as_long_together_but_for_the_decodes_of_each() -> None:
+    """(1 - 1/n) decode + mixed / n in each of n steps, to the tick."""
+
+    class Ticks:
+        def decode(self, num_decodes: int, context_tokens: int) -> tuple[int, int, int]:
+            return 7 * num_decodes, 0, 1
+
+        def mixed(self, num_decodes: int, context: int, chunks: Sequence[tuple[int, int]], num_samples: int) -> int:
+            return 7 * num_decodes + sum(11 * new for _, new in chunks)
+
+    timer = PlainTimer(Ticks())
+    for num_decodes, n in ((0, 3), (5, 1), (5, 4)):
+        step = Step(num_decodes, 10 * num_decodes, [], [], decodes_whole=True)
+        whole = timer.mixed(step, [(0, 13)], 1)
+        taken = 0
+        for i in range(n):
+            step.part = (i, n)
+            taken += timer.of_part(step, whole)
+        assert taken == 11 * 13 + n * 7 * num_decodes
+
+
 class TwoMethods:
     """The least that a cost model can be; it derives from nothing."""
 

@@ -1,6 +1,7 @@
 """Batching policies besides vLLM's and transformers' own."""
 
 from simtune.engine.policies.iteration import Orca, Sarathi
+from simtune.engine.policies.layered import LayeredPrefill
 from simtune.engine.policies.layers import PriorityLayers
 from simtune.engine.policies.mlfq import SkipJoinMlfq
 from simtune.engine.policies.order import DualQueue, EarliestDeadlineFirst, ShortestPredictedFirst
@@ -12,6 +13,7 @@ from simtune.engine.policies.vllm_v0 import VllmV0
 __all__ = [
     "DualQueue",
     "EarliestDeadlineFirst",
+    "LayeredPrefill",
     "Orca",
     "PriorityLayers",
     "Sarathi",

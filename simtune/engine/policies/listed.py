@@ -182,6 +182,13 @@ class ListScheduler(Scheduler):
         request.decoding = True
         request.reserved_tokens = self.kv.blocks_for(request.computed) * self.kv.block_size
 
+    def _expel(self, request: Request) -> bool:
+        if request not in self.residents:
+            return False
+        self._leave(request)
+        self.kv.release(request)
+        return True
+
     def _lose_residents(self) -> list[Request]:
         lost = sorted(self.residents, key=attrgetter("decoding"), reverse=True)
         for request in lost:

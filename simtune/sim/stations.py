@@ -1,0 +1,123 @@
+"""Service stages ahead of the engines, or beside them, as processes and resources of simpy.
+
+Stages feed forward: what comes after them does not act upon them. So all requests go through them in one pass, before
+the world begins, at one to three events for each part of a request, and the world's own loop knows nothing of them.
+Parts of equal requests come first come, first served to each server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import simpy
+
+from simtune.arrays import Array, Ints
+from simtune.costs.ticks import TICKS_PER_SECOND
+from simtune.errors import UsageError
+from simtune.sim.outcome import Outcome
+from simtune.sim.requests import RequestStream
+from simtune.specs.plan import Plan
+from simtune.specs.stages import Stage
+
+Process = Generator[simpy.Event, Any, None]
+
+
+class Passed(NamedTuple):
+    """What stages leave to the world."""
+
+    stream: RequestStream
+    """The requests in the order in which they come out of the stages before, at those times."""
+    arrival_s: Array | None = None
+    """When each of them had come to the first stage; None where there is none."""
+    beside_s: Array | None = None
+    """When the stages beside are done with each."""
+
+    def written(self, outcome: Outcome) -> Outcome:
+        """An outcome that counts from the first stage, and lets nothing come out before the stages beside are done."""
+        if self.arrival_s is None or self.beside_s is None:
+            return outcome
+        outcome.arrival = np.where(outcome.arrival >= 0, _ticks(self.arrival_s), outcome.arrival)
+        beside = _ticks(self.beside_s)
+        for column in ("first_token", "finish"):
+            ticks = getattr(outcome, column)
+            setattr(outcome, column, np.where(ticks >= 0, np.maximum(ticks, beside), ticks))
+        return outcome
+
+
+def passed(plan: Plan, stream: RequestStream) -> Passed:
+    """Let all requests through the stages of a plan; without any they come as they are.
+
+    Raises UsageError for requests whose arrival waits for answers: a closed loop, or families.
+    """
+    if not plan.stages:
+        return Passed(stream)
+    if stream.arrival_s is None or stream.graph is not None:
+        raise UsageError(f"plan {plan.name} has stages, through which requests come at known times: use open arrivals")
+    ends = serve(plan.stages, stream.arrival_s, stream.prompt_tokens)
+    before = [ends[stage.name] for stage in plan.stages if stage.place == "before"]
+    beside = [ends[stage.name] for stage in plan.stages if stage.place == "beside"]
+    ready: Array = np.maximum.reduce([stream.arrival_s, *before])
+    done: Array = np.maximum.reduce([np.zeros(len(stream)), *beside])
+    order = np.argsort(ready, kind="stable")
+    return Passed(_reordered(stream, order, ready), stream.arrival_s[order], done[order])
+
+
+def serve(stages: Sequence[Stage], arrival_s: Array, prompt_tokens: Ints) -> dict[str, Array]:
+    """When each request leaves each stage, in seconds."""
+    env = simpy.Environment()
+    servers = {stage.name: simpy.Resource(env, capacity=stage.instances) for stage in stages}
+    ends = {stage.name: np.zeros(len(arrival_s)) for stage in stages}
+
+    def part(number: int, stage: Stage, given: Sequence[simpy.Event], done: simpy.Event, seconds: float) -> Process:
+        yield env.all_of(given)
+        with servers[stage.name].request() as turn:
+            yield turn
+            yield env.timeout(seconds)
+        ends[stage.name][number] = env.now
+        done.succeed()
+
+    def arrivals() -> Process:
+        for number, (at, tokens) in enumerate(zip(arrival_s.tolist(), prompt_tokens.tolist(), strict=True)):
+            if at > env.now:
+                yield env.timeout(at - env.now)
+            done: dict[str, list[simpy.Event]] = {}
+            for stage in stages:
+                done[stage.name] = [env.event() for _ in range(stage.parts)]
+                seconds = (stage.seconds + stage.seconds_per_token * tokens) / stage.parts
+                for p, event in enumerate(done[stage.name]):
+                    env.process(part(number, stage, list(_given(stage, done, p)), event, seconds))
+
+    env.process(arrivals())
+    env.run()
+    return ends
+
+
+def _given(stage: Stage, done: Mapping[str, Sequence[simpy.Event]], part: int) -> Iterator[simpy.Event]:
+    """What a part of a stage waits for: the same part of those it goes on with."""
+    for name in stage.after:
+        yield done[name][part]
+
+
+def _reordered(stream: RequestStream, order: Ints, arrival_s: Array) -> RequestStream:
+    """The same requests in another order, at other times."""
+    if (order[:-1] < order[1:]).all():
+        return replace(stream, arrival_s=arrival_s)
+    blocks = None if stream.hash_ids is None else tuple(stream.hash_ids[i] for i in order.tolist())
+    return replace(
+        stream,
+        arrival_s=arrival_s[order],
+        prompt_tokens=stream.prompt_tokens[order],
+        output_tokens=stream.output_tokens[order],
+        class_index=stream.class_index[order],
+        priority=stream.priority[order],
+        hash_ids=blocks,
+        session=None if stream.session is None else stream.session[order],
+    )
+
+
+def _ticks(seconds: Array) -> Ints:
+    ticks: Ints = np.rint(seconds * TICKS_PER_SECOND).astype(np.int64)
+    return ticks

@@ -1,0 +1,52 @@
+"""Service stages of a plan: what requests go through before their prompt is computed, or beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from simtune.errors import suggest
+from simtune.specs.base import Count, ErrorAt, Name, NonNegative, Part, Seconds, Seq
+
+
+class Stage(Part):
+    """A service with servers of its own: it encodes images, compresses prompts, retrieves documents, ranks answers."""
+
+    name: Name
+    pool: Name = Field(description="the pool whose requests it serves")
+    place: Literal["before", "beside"] = Field(
+        "before", description="before a request is routed; or beside it: no token comes before both are done"
+    )
+    after: Annotated[Seq[Name], Field(strict=False)] = Field((), description="stages whose work it goes on with")
+    instances: Count = Field(
+        1, description="servers; each has one part of a request at a time, first come first served"
+    )
+    devices: Annotated[int, Field(ge=0, le=100_000)] = Field(0, description="GPUs of each")
+    seconds: Seconds = Field(0.0, description="for each request")
+    seconds_per_token: NonNegative = Field(0.0, description="besides, for each token of its prompt")
+    parts: Annotated[int, Field(ge=1, le=4096)] = Field(
+        1, description="equal parts of a request; the stage that goes on has each as soon as it is done"
+    )
+
+
+def check_stages(stages: Sequence[Stage], pools: Sequence[tuple[str, str]]) -> None:
+    """Raises ErrorAt for a stage whose pool (name and role) is not there or takes no new requests, that goes on with
+    what is not there or is listed behind it, or that is cut otherwise than what it goes on with."""
+    taking = [name for name, role in pools if role != "decode"]
+    seen: dict[str, Stage] = {}
+    for i, stage in enumerate(stages):
+        if stage.name in seen:
+            raise ErrorAt(f"two stages are called {stage.name}; give one another name", "stages", i, "name")
+        if stage.pool not in taking:
+            hint = suggest(stage.pool, taking) or f"; those that take new requests: {', '.join(taking)}"
+            raise ErrorAt(f"stage {stage.name} serves no pool: there is no {stage.pool!r}{hint}", "stages", i, "pool")
+        for name in stage.after:
+            if name not in seen:
+                raise ErrorAt(f"{stage.name} goes on with {name!r}, which is no stage before it", "stages", i, "after")
+            if seen[name].parts != stage.parts:
+                raise ErrorAt(f"{name} has {seen[name].parts} parts; give {stage.name} as many", "stages", i, "parts")
+        seen[stage.name] = stage
+    if stages and len(taking) > 1:
+        raise ErrorAt(f"stages go before one pool that takes requests, and there are {len(taking)}", "stages")
