@@ -5,11 +5,12 @@ VLLM := .venv-vllm
 BIN := $(VENV)/bin
 RUN := runs/quickstart
 INPUTS ?= 10000
+MUTANTS ?= 300
 FIRST ?= 0
 REV ?= HEAD~1
 BENCH := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m benchmark_only -s
 
-.PHONY: profiles demo test lint bench bench-store bench-against reproduce picture slow vllm nightly fuzz clean
+.PHONY: profiles demo test lint bench bench-store bench-against reproduce picture slow vllm nightly fuzz coverage mutants kills clean
 
 demo: $(VENV)/.installed
 	$(BIN)/simtune optimize examples/quickstart/study.yaml --out $(RUN) --force
@@ -28,6 +29,18 @@ slow: $(VENV)/.installed-dev
 # A hundred thousand random worlds: jumps against single steps, and laws between worlds.
 nightly: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n auto -m nightly
+
+# Lines and branches that no test reaches; slower than `make test` by about a half.
+coverage: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n auto --cov --cov-branch --cov-report=term-missing:skip-covered
+
+# Mistakes put into the engine and the simulator, one at a time: how many do their tests catch? make mutants MUTANTS=300
+mutants: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.mutants.campaign --mutants $(MUTANTS) --first $(FIRST)
+
+# Each verb that goes on where it was, killed at 50 random moments.
+kills: $(VENV)/.installed-dev
+	SIMTUNE_KILLS=50 $(BIN)/python -m pytest -m slow -s tests/kills
 
 # Mutated files through every verb: make fuzz INPUTS=10000 FIRST=0
 fuzz: $(VENV)/.installed-dev

@@ -19,6 +19,7 @@ from simtune.sim.deployment import NO_HARDWARE, Deployment, default_plan, deploy
 from simtune.sim.drafting import Drafting
 from simtune.sim.requests import RequestStream, build_stream
 from simtune.sim.result import Result
+from simtune.sim.streamed import StreamedLoad, StreamedResult, simulate_streamed
 from simtune.specs.base import override
 from simtune.specs.catalog import (
     beside,
@@ -190,6 +191,27 @@ def set_up(
     stream = build_stream(workload, trace, requests=requests or workload.requests, seed=seed)
     if rate_rps is not None:
         stream = stream.at_rate(rate_rps)
+    return Experiment(_deployed(specs, stream, costs), workload, trace, stream, seed)
+
+
+def stream(
+    specs: Specs,
+    *,
+    costs: parts.Costs | str | Path | None = None,
+    rate_rps: float | None = None,
+    requests: int | None = None,
+    seed: int = 0,
+) -> tuple[Deployment, StreamedResult]:
+    """Simulate a plan under any number of requests in memory that does not grow with them: no columns, and percentiles
+    within `simtune.sim.sketch.ERROR`. See `simulate`; raises UsageError for what needs all requests at once."""
+    workload = specs.workload
+    load = StreamedLoad(workload, specs.trace, requests=requests or workload.requests, seed=seed, rate_rps=rate_rps)
+    deployment = _deployed(specs, load.extremes, costs)
+    return deployment, simulate_streamed(deployment, load, seed=seed)
+
+
+def _deployed(specs: Specs, stream: RequestStream, costs: parts.Costs | str | Path | None) -> Deployment:
+    """The plan, which names what it is deployed on."""
     if isinstance(costs, (str, Path)):
         costs = read_costs(Path(costs))
     own = None if costs is None else parts.OwnCosts(costs)
@@ -198,13 +220,12 @@ def set_up(
     plan = plan.model_copy(update={"model": specs.model.name, "pools": tuple(pools)})
     by_name = {its.name: its for its in hardware}
     try:
-        deployment = deploy(plan, specs.model, by_name, own, drafting=load_drafting(plan))
+        return deploy(plan, specs.model, by_name, own, drafting=load_drafting(plan))
     except Infeasible as error:
         if specs.plan is not None or specs.plan_settings:
             # A plan of the user's own that cannot be is wrong input, not an answer.
             raise UsageError(f"plan {plan.name}: {error}") from None
         raise
-    return Experiment(deployment, workload, trace, stream, seed)
 
 
 def deploy_plan(plan: str | Plan) -> Deployment:
@@ -351,4 +372,5 @@ __all__ = [
     "optimize",
     "set_up",
     "simulate",
+    "stream",
 ]

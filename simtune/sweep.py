@@ -14,6 +14,7 @@ from simtune import __version__
 from simtune.api import load_specs, set_up
 from simtune.errors import Infeasible, UsageError
 from simtune.parallel import executor, ordered_map
+from simtune.runs.journal import RowJournal
 from simtune.runs.price import price
 from simtune.sim.summary import Metric
 
@@ -161,33 +162,8 @@ def _number(what: str, text: str | None, kind: Callable[[str], Any]) -> Any:
     return value
 
 
-class PointJournal:
-    """Points that are done, in a file of JSON lines that grows while a sweep runs."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def read(self) -> dict[str, Row]:
-        """Rows by the name of their point. A last line that was cut off is not there."""
-        if not self.file.exists():
-            return {}
-        rows: dict[str, Row] = {}
-        for line in self.file.read_text(encoding="utf-8").splitlines():
-            try:
-                entry = json.loads(line)
-                rows[entry["point"]] = entry["row"]
-            except (ValueError, KeyError, TypeError):
-                continue
-        return rows
-
-    def add(self, point: Point, row: Row) -> None:
-        """Write a row down at once."""
-        with self.file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"point": point.name, "row": row}, allow_nan=False) + "\n")
-
-
 def sweep(
-    todo: Sequence[Point], journal: PointJournal | None = None, *, jobs: int | None = None
+    todo: Sequence[Point], journal: RowJournal | None = None, *, jobs: int | None = None
 ) -> Iterator[tuple[int, Row]]:
     """(number, row) of every point in order, those of the journal without simulating them again."""
     done = {} if journal is None else journal.read()
@@ -199,5 +175,5 @@ def sweep(
             if row is None:
                 row = next(fresh)
                 if journal is not None:
-                    journal.add(point, row)
+                    journal.add(point.name, row)
             yield number, row

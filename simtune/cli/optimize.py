@@ -133,9 +133,8 @@ def optimize(  # noqa: PLR0913 - one for each option
             note_basis(contents.run.summary.cost_basis)
             inputs = (question.study, question.model, *question.hardware, question.workload)
             write_run(out, contents, inputs, question.trace, question.study.seed)
-        except BaseException:
-            if not resume:
-                journal.discard()
+        except BaseException as error:
+            _leave(journal, error, out, resume)
             raise
     if as_json:
         _print_json(tuned, sure, contents.run.summary.cost_basis, out)
@@ -189,6 +188,16 @@ def _journal(question: Question, path: Path, resume: bool) -> SearchJournal[Simu
     return (SearchJournal if resume and path.exists() else SearchJournal.begin)(
         path, inputs_hash(question), SimulationFinding
     )
+
+
+def _leave(journal: SearchJournal[SimulationFinding], error: BaseException, out: Path, resume: bool) -> None:
+    """What was simulated is kept, and said to be, unless there is nothing or the error is the answer to it."""
+    from simtune.errors import Infeasible, SpecError
+
+    if not resume and (not len(journal) or isinstance(error, (Infeasible, SpecError))):
+        journal.discard()
+    elif len(journal):
+        click.echo(f"{len(journal)} simulations are kept: --resume goes on with them, in {out}", err=True)
 
 
 def _check_drafts(question: Question) -> None:

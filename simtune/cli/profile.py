@@ -12,7 +12,7 @@ import click
 
 from simtune.cli.output import json_option, print_json, print_table, quiet_option, write_profile
 from simtune.errors import UsageError
-from simtune.runs.files import write_file
+from simtune.runs.files import hold, write_file
 
 if TYPE_CHECKING:
     from simtune.profiling.checks import Errors
@@ -130,6 +130,7 @@ def profile(  # noqa: PLR0913 - one for each option
         if error.name != "torch":
             raise
         raise UsageError(INSTALL) from None
+    hold(out)
     rig = TorchRig(device, models)
     try:
         with _live(quiet) as (update, note):
@@ -181,6 +182,7 @@ def _profile_engine(  # noqa: PLR0913 - one for each option
         raise UsageError("--engine vllm needs --vllm-python, the interpreter that has it (`make vllm`); no other does")
     (model,) = _in(catalog.load_model(reference), dtypes[:1])
     hardware = None if kernels is None else catalog.load_hardware(kernels)
+    hold(out)
     try:
         profiled = profile_engine(
             lambda reference_s: driver(engine, model, EngineSize(*sizes), reference_s=reference_s, **options),

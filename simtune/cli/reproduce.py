@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,15 +20,22 @@ if TYPE_CHECKING:
 @click.option("--hardware", default=None, help="Run all of them on this profile instead; nothing is judged then.")
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write one page with a figure.")
 @click.option("--jobs", type=click.IntRange(min=1), default=None, help="Processes, a family each; one per core.")
+@click.option(
+    "--journal",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Keep findings in FILE as they come; the same command goes on from there.",
+)
 @click.option("--list", "only_list", is_flag=True, help="Show what there is and run nothing.")
 @json_option
 @force_option
 @quiet_option
-def reproduce(
+def reproduce(  # noqa: PLR0913 - one for each option
     systems: tuple[str, ...],
     hardware: str | None,
     html: Path | None,
     jobs: int | None,
+    journal: Path | None,
     only_list: bool,
     as_json: bool,
     force: bool,
@@ -38,7 +46,6 @@ def reproduce(
     Without arguments all of them: minutes. A family, a system or a file of your own runs alone.
     """
     from simtune.reproduce import Findings, headline, select
-    from simtune.reproduce import reproduce as run
     from simtune.runs.files import write_file
 
     if html is not None and html.exists() and not force:
@@ -49,7 +56,7 @@ def reproduce(
         return
     findings: list[Finding] = []
     with progress("systems", quiet) as update:
-        for finding in run(entries, hardware=hardware, jobs=jobs):
+        for finding in _run(entries, hardware, jobs, journal):
             findings.append(finding)
             update(len(findings), len(entries), f"{finding.title}: {finding.status}")
     document = Findings.of(findings, hardware)
@@ -64,6 +71,48 @@ def reproduce(
     _print(findings)
     if hardware is None:
         click.echo(headline(findings))
+
+
+def _run(entries: list[Entry], hardware: str | None, jobs: int | None, journal: Path | None) -> Iterator[Finding]:
+    """Findings as they are made; those of families that the journal knows, by all that they depend on, are its own."""
+    from itertools import groupby, islice
+
+    from simtune.reproduce import Finding
+    from simtune.reproduce import reproduce as run
+    from simtune.runs.files import lock
+    from simtune.runs.journal import RowJournal
+
+    if journal is None:
+        yield from run(entries, hardware=hardware, jobs=jobs)
+        return
+    lock(journal)
+    kept = RowJournal(journal)
+    known = kept.read()
+    families = [list(group) for _, group in groupby(entries, key=lambda entry: entry.family.name)]
+    keys = [_key(family, hardware) for family in families]
+    left = [entry for key, family in zip(keys, families, strict=True) if key not in known for entry in family]
+    fresh = run(left, hardware=hardware, jobs=jobs)
+    for key, family in zip(keys, families, strict=True):
+        if key in known:
+            yield from (Finding.model_validate(row) for row in known[key])
+            continue
+        made = list(islice(fresh, len(family)))
+        kept.add(key, [finding.model_dump(mode="json") for finding in made])
+        yield from made
+
+
+def _key(family: list[Entry], hardware: str | None) -> str:
+    """Of all that the findings of some systems of a family depend on."""
+    import hashlib
+    import json
+
+    from simtune import __version__
+    from simtune.specs.catalog import load_hardware
+
+    systems = [entry.system.name for entry in family]
+    profile = None if hardware is None else load_hardware(hardware).to_data()
+    told = json.dumps([__version__, family[0].family.to_data(), systems, profile], sort_keys=True, default=str)
+    return hashlib.sha256(told.encode()).hexdigest()[:32]
 
 
 def _list(entries: list[Entry]) -> None:

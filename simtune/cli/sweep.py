@@ -53,8 +53,10 @@ def sweep(  # noqa: PLR0913 - one for each option
     plan.pools.0.batching.max_num_seqs or workload.arrivals.cv. A sweep that was stopped goes on in the same folder.
     """
     from simtune.report.sweep import table
+    from simtune.runs.files import hold
+    from simtune.runs.journal import RowJournal
     from simtune.runs.sweep_files import write_sweep
-    from simtune.sweep import Base, Point, PointJournal, axis, points
+    from simtune.sweep import Base, Point, axis, points
     from simtune.sweep import sweep as run
 
     if parquet and out is None:
@@ -63,10 +65,10 @@ def sweep(  # noqa: PLR0913 - one for each option
     base = Base(model, hardware, workload, plan, rate, requests, seed)
     todo = [Point(base, values, settings) for values in points(axes, zipped)]
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
+        hold(out)
     rows = []
     with progress("points", quiet) as update:
-        for number, row in run(todo, PointJournal(out / "points.jsonl") if out else None, jobs=jobs):
+        for number, row in run(todo, RowJournal(out / "points.jsonl") if out else None, jobs=jobs):
             rows.append(row)
             update(number + 1, len(todo), "")
     if all(row["error"] for row in rows):

@@ -13,6 +13,10 @@ from simtune.sim.result import Result
 from simtune.specs.plan import Pool
 
 
+DIGITS = 9
+"""Significant digits of a part's seconds: further ones depend on how wide the processor's registers are."""
+
+
 def step_times(deployment: Deployment, result: Result) -> tuple[StepTime, ...]:
     """A typical decode step of each pool, and one that also carries a full budget of prompt tokens.
 
@@ -29,7 +33,9 @@ def step_times(deployment: Deployment, result: Result) -> tuple[StepTime, ...]:
         provenance = _provenance(pool, model)
         for label, batch in _typical(pool.spec, _decode_batch(result, pool.spec.name), context, longest):
             parts = tuple(
-                StepPart(operator=kind, seconds=seconds, provenance=provenance.get(kind, "assumed"))
+                StepPart(
+                    operator=kind, seconds=float(f"{seconds:.{DIGITS}g}"), provenance=provenance.get(kind, "assumed")
+                )
                 for kind, seconds in model.breakdown(batch).items()
             )
             steps.append(StepTime(step=f"pool {pool.spec.name}, {label}" if several else label, parts=parts))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import os
+import re
 import shutil
 import socket
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from simtune.errors import UsageError
@@ -24,6 +27,9 @@ JOURNAL = "journal.jsonl"
 
 Files = dict[str, str | bytes]
 
+_PART = re.compile(r"part-[a-z0-9_]{8}")
+"""How the names of what is being written end, after `.NAME.`."""
+
 
 def claim(out: Path, force: bool, resume: bool = False) -> None:
     """Check, before any work, that a run directory can be written at `out`. Raises UsageError if not.
@@ -31,6 +37,8 @@ def claim(out: Path, force: bool, resume: bool = False) -> None:
     A folder that exists is only replaced with `force`, and only if it is empty or an earlier run; with `resume` also
     where it holds a search to go on with.
     """
+    if lock(out):
+        _clear(out)
     if out.exists() or out.is_symlink():
         if not out.is_dir():
             raise UsageError(f"{out}: is a file; name a folder for the run")
@@ -38,15 +46,51 @@ def claim(out: Path, force: bool, resume: bool = False) -> None:
             raise UsageError(f"{out}: is in use and cannot be replaced as a whole; name a folder inside it")
         if any(out.iterdir()):
             _may_replace(out, force, resume)
-    _lock(out)
     folder = out.absolute().parent
     while not folder.exists():
         folder = folder.parent
     try:
-        with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=folder):
+        with tempfile.TemporaryDirectory(prefix=_prefix(out), dir=folder):
             pass
     except OSError as error:
         raise UsageError(f"{out}: cannot be written ({error.strerror}); name a folder you may write to") from None
+
+
+def hold(out: Path) -> None:
+    """Make a folder that is written into while work goes on, and keep others from it until this process ends.
+
+    Raises UsageError where it is a file, cannot be made, or is another process's.
+    """
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"{out}: is a file; name a folder")
+    lock(out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=_prefix(out), dir=out):
+            pass
+    except OSError as error:
+        raise UsageError(f"{out}: cannot be written ({error.strerror}); name a folder you may write to") from None
+
+
+def _prefix(path: Path) -> str:
+    return f".{path.name}.part-"
+
+
+def _clear(out: Path) -> None:
+    """Remove what a process that was killed left of `out` half-written beside it; an earlier run that it had set aside
+    is put back. Nobody else writes `out` meanwhile."""
+    parent, begins = out.absolute().parent, f".{out.name}."
+    for path in sorted(parent.glob(f"{glob.escape(begins)}part-*")):
+        if not _PART.fullmatch(path.name.removeprefix(begins)) or path.is_symlink() or not path.is_dir():
+            continue
+        with suppress(OSError):
+            if (path / _ASIDE).is_dir() and not out.exists():
+                (path / _ASIDE).rename(out)
+            shutil.rmtree(path)
+
+
+_ASIDE = ".earlier"
+"""The name of an earlier run while another takes its place."""
 
 
 def _may_replace(out: Path, force: bool, resume: bool) -> None:
@@ -63,22 +107,26 @@ def _may_replace(out: Path, force: bool, resume: bool) -> None:
 _LOCKS: dict[Path, int] = {}  # descriptors held by this process, by the run directory they stand for
 
 
-def _lock(out: Path) -> None:
-    """Keep others from claiming `out` until this process ends, however it does. Raises UsageError if one has it.
+def lock(out: Path) -> bool:
+    """Keep others from claiming `out` until this process ends, however it does; whether that can be done here. Raises
+    UsageError if one has it.
 
     The lock is a name that Linux gives to one socket at a time and forgets with its owner; elsewhere there is none.
     """
     folder = out.absolute()
-    if sys.platform != "linux" or folder in _LOCKS:
-        return
+    if sys.platform != "linux":
+        return False
+    if folder in _LOCKS:
+        return True
     name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()
-    lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    held = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
-        lock.bind(f"\0simtune-{name}")
+        held.bind(f"\0simtune-{name}")
     except OSError:
-        lock.close()
+        held.close()
         raise UsageError(f"{out}: another simtune is writing it; wait for it, or name another folder") from None
-    _LOCKS[folder] = lock.detach()
+    _LOCKS[folder] = held.detach()
+    return True
 
 
 def write(out: Path, files: Mapping[str, str | bytes]) -> None:
@@ -86,7 +134,7 @@ def write(out: Path, files: Mapping[str, str | bytes]) -> None:
     parent = out.absolute().parent
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=parent))
+        folder = Path(tempfile.mkdtemp(prefix=_prefix(out), dir=parent))
         try:
             for name, content in files.items():
                 path = folder / name
@@ -108,7 +156,7 @@ def write_file(path: Path, content: str | bytes) -> None:
     parent = path.absolute().parent
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=parent)
+        handle, name = tempfile.mkstemp(prefix=_prefix(path), dir=parent)
         try:
             with open(handle, "wb") as file:
                 file.write(_encoded(content))
@@ -130,8 +178,8 @@ def _take_place(folder: Path, out: Path) -> None:
     if not out.exists():
         folder.rename(out)
         return
-    aside = Path(tempfile.mkdtemp(prefix=f".{out.name}-old-", dir=folder.parent))
-    old = aside / "run"
+    aside = Path(tempfile.mkdtemp(prefix=_prefix(out), dir=folder.parent))
+    old = aside / _ASIDE
     try:
         out.rename(old)
         folder.rename(out)

@@ -33,7 +33,7 @@ class Dispatcher:
         self._recorder.core[request.id] = core.number
         if (self._apart and not self._handover.fits(request.id)) or not core.add(now, asked):
             self._routers.over(now, asked, core)
-            self._recorder.refused += 1
+            self._recorder.refuse(request.id)
             self._source.refused(now, request.id)
 
     def route_parked(self, now: int) -> None:

@@ -43,6 +43,10 @@ class Recorder:
         self._intervals.extend(chain.from_iterable(self.rows))
         self.rows.clear()
 
+    def refuse(self, number: int) -> None:
+        """No instance takes this request."""
+        self.refused += 1
+
     def outcome(
         self,
         arrival: array[int],

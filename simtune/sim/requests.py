@@ -151,22 +151,44 @@ def build_stream(workload: Workload, trace: Trace | None, *, requests: int, seed
 
     if workload.graph:
         return _families(workload, requests, seed)
+    return draw(workload, trace, Span(0, requests), seed)
+
+
+class Span(NamedTuple):
+    """Requests by number, from `first` up to but not including `end`."""
+
+    first: int
+    end: int
+    unit: float = 0.0
+    """When the request before came, at rate 1."""
+
+    @property
+    def numbers(self) -> Ints:
+        """Of all of them."""
+        return np.arange(self.first, self.end)
+
+
+def draw(workload: Workload, trace: Trace | None, span: Span, seed: int) -> RequestStream:
+    """Some of the requests of a workload, the same whatever is drawn before them; `first` is a multiple of four.
+
+    Only the first requests of a workload with `sessions` can be drawn. Raises UsageError as `build_stream` does.
+    """
     classes = workload.classes or (RequestClass(name="default"),)
-    class_index = _classes(classes, seed, requests)
+    class_index = _classes(classes, seed, span)
     prompts = [c.prompt or workload.prompt for c in classes]
     outputs = [c.output or workload.output for c in classes]
     arrivals = workload.arrivals
-    prompt_tokens = _lengths(prompts, class_index, _uniforms(seed, _PROMPT, requests), trace, "prompt")
-    output_tokens = _lengths(outputs, class_index, _uniforms(seed, _OUTPUT, requests), trace, "output")
-    in_trace = _hash_ids(prompts, class_index, trace)
+    prompt_tokens = _lengths(prompts, class_index, _drawn(seed, _PROMPT, span), trace, "prompt", span)
+    output_tokens = _lengths(outputs, class_index, _drawn(seed, _OUTPUT, span), trace, "output", span)
+    in_trace = _hash_ids(prompts, class_index, trace, span)
     if workload.sessions is None:
-        shared = _shared(workload, in_trace, trace, prompt_tokens, seed)
+        shared = _shared(workload, in_trace, trace, prompt_tokens, seed, span)
     else:
         added, prompt_tokens = prompt_tokens, _conversations(workload.sessions, prompt_tokens, output_tokens)
         shared = _shared_by_turns(workload, workload.sessions, in_trace, added, prompt_tokens + output_tokens, seed)
     users, think_s = _users(arrivals)
     return RequestStream(
-        arrival_s=_soon_enough(_arrival_s(arrivals, trace, seed, requests), f"workload {workload.name}"),
+        arrival_s=_soon_enough(_arrival_s(arrivals, trace, seed, span), f"workload {workload.name}"),
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
         class_index=class_index,
@@ -183,14 +205,22 @@ def build_stream(workload: Workload, trace: Trace | None, *, requests: int, seed
 
 def _uniforms(seed: int, purpose: int, requests: int) -> Array:
     """One uniform in [0, 1) per request: draw i of the stream (seed, purpose)."""
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, purpose)))).random(requests)
+    return _drawn(seed, purpose, Span(0, requests))
 
 
-def _classes(classes: Sequence[RequestClass], seed: int, requests: int) -> Ints:
+def _drawn(seed: int, purpose: int, span: Span) -> Array:
+    """The uniforms of some requests."""
+    bits = np.random.Philox(np.random.SeedSequence((seed, purpose)))
+    assert span.first % 4 == 0, "a step of Philox makes four uniforms"
+    bits.advance(span.first // 4)
+    return np.random.Generator(bits).random(span.end - span.first)
+
+
+def _classes(classes: Sequence[RequestClass], seed: int, span: Span) -> Ints:
     if len(classes) == 1:
-        return np.zeros(requests, dtype=np.int64)
+        return np.zeros(span.end - span.first, dtype=np.int64)
     upper = np.cumsum([c.share for c in classes])
-    drawn = _uniforms(seed, _CLASS, requests) * upper[-1]
+    drawn = _drawn(seed, _CLASS, span) * upper[-1]
     index: Ints = np.minimum(np.searchsorted(upper, drawn, side="right"), len(classes) - 1)
     return index
 
@@ -198,25 +228,29 @@ def _classes(classes: Sequence[RequestClass], seed: int, requests: int) -> Ints:
 # --- arrivals ---------------------------------------------------------------------------------------------
 
 
-def _arrival_s(arrivals: Arrivals, trace: Trace | None, seed: int, requests: int) -> Array | None:
+def _arrival_s(arrivals: Arrivals, trace: Trace | None, seed: int, span: Span) -> Array | None:
     """Arrival times at rate 1, divided by the rate: another rate is the same pattern, stretched."""
     if isinstance(arrivals, ClosedLoop):
         return None
     if isinstance(arrivals, TraceArrivals):
-        return _trace_arrival_s(arrivals, _needed(trace), requests)
-    if isinstance(arrivals, Piecewise):
-        return _piecewise(arrivals, np.cumsum(-np.log1p(-_uniforms(seed, _ARRIVALS, requests))))
-    unit: Array
-    match arrivals:
-        case Poisson():
-            unit = np.cumsum(-np.log1p(-_uniforms(seed, _ARRIVALS, requests)))
-        case Gamma(cv=cv):
-            from scipy.special import gammaincinv
+        return _trace_arrival_s(arrivals, _needed(trace), span)
+    unit = unit_arrivals(arrivals, seed, span)
+    return _piecewise(arrivals, unit) if isinstance(arrivals, Piecewise) else unit / arrivals.rate_rps
 
-            unit = np.cumsum(gammaincinv(cv**-2, _uniforms(seed, _ARRIVALS, requests)) * cv**2)
-        case FixedInterval():
-            unit = np.arange(requests, dtype=np.float64)
-    return unit / arrivals.rate_rps
+
+def unit_arrivals(arrivals: Poisson | Gamma | FixedInterval | Piecewise, seed: int, span: Span) -> Array:
+    """When some requests come, at rate 1."""
+    if isinstance(arrivals, FixedInterval):
+        return span.numbers.astype(np.float64)
+    gaps: Array
+    if isinstance(arrivals, Gamma):
+        from scipy.special import gammaincinv
+
+        gaps = np.asarray(gammaincinv(arrivals.cv**-2, _drawn(seed, _ARRIVALS, span)) * arrivals.cv**2, np.float64)
+    else:
+        gaps = -np.log1p(-_drawn(seed, _ARRIVALS, span))
+    gaps[0] += span.unit
+    return np.cumsum(gaps)
 
 
 def _users(arrivals: Arrivals) -> tuple[int | None, float]:
@@ -246,15 +280,15 @@ def _piecewise(arrivals: Piecewise, unit: Array) -> Array:
     return times
 
 
-def _trace_arrival_s(arrivals: TraceArrivals, trace: Trace, requests: int) -> Array:
+def _trace_arrival_s(arrivals: TraceArrivals, trace: Trace, span: Span) -> Array:
     if trace.arrival_s is None:
         raise UsageError(f"{trace.file}: has no arrival times; use arrivals of another kind with its lengths")
     wanted = arrivals.rate_rps
-    if requests <= len(trace) and wanted is None:
-        return trace.arrival_s[:requests]
+    if span.end <= len(trace) and wanted is None:
+        return trace.arrival_s[span.first : span.end]
     if trace.rate_rps is None:
         raise UsageError(f"{trace.file}: all requests come at once, so it can be neither stretched nor repeated")
-    round_, row = np.divmod(np.arange(requests), len(trace))
+    round_, row = np.divmod(span.numbers, len(trace))
     times: Array = trace.arrival_s[row] + round_ * (len(trace) / trace.rate_rps)
     return times if wanted is None else times * (trace.rate_rps / wanted)
 
@@ -305,10 +339,12 @@ def _families(workload: Workload, families: int, seed: int) -> RequestStream:
 # --- lengths ----------------------------------------------------------------------------------------------
 
 
-def _lengths(by_class: Sequence[Lengths], class_index: Ints, uniforms: Array, trace: Trace | None, side: str) -> Ints:
+def _lengths(
+    by_class: Sequence[Lengths], class_index: Ints, uniforms: Array, trace: Trace | None, side: str, span: Span
+) -> Ints:
     if all(lengths is by_class[0] for lengths in by_class):
-        return _sample(by_class[0], uniforms, trace, side)
-    samples = np.stack([_sample(lengths, uniforms, trace, side) for lengths in by_class])
+        return _sample(by_class[0], uniforms, trace, side, span.first)
+    samples = np.stack([_sample(lengths, uniforms, trace, side, span.first) for lengths in by_class])
     tokens: Ints = samples[class_index, np.arange(len(uniforms))]
     return tokens
 
@@ -318,7 +354,7 @@ def lengths_at(lengths: Lengths, levels: Array) -> Ints:
     return _sample(lengths, levels, None, "prompt")
 
 
-def _sample(lengths: Lengths, uniforms: Array, trace: Trace | None, side: str) -> Ints:
+def _sample(lengths: Lengths, uniforms: Array, trace: Trace | None, side: str, first: int = 0) -> Ints:
     match lengths:
         case FixedLength(tokens=tokens):
             return np.full(len(uniforms), tokens, dtype=np.int64)
@@ -332,7 +368,7 @@ def _sample(lengths: Lengths, uniforms: Array, trace: Trace | None, side: str) -
             return np.rint(np.interp(uniforms, levels, quantiles)).astype(np.int64)
         case TraceLengths():
             column = _needed(trace).prompt_tokens if side == "prompt" else _needed(trace).output_tokens
-            return column[np.arange(len(uniforms)) % len(column)]
+            return column[np.arange(first, first + len(uniforms)) % len(column)]
 
 
 class RepeatedBlocks(Sequence[tuple[int, ...]]):
@@ -374,13 +410,13 @@ class RepeatedBlocks(Sequence[tuple[int, ...]]):
         return RepeatedBlocks(self._rows, self._requests[which])
 
 
-def _hash_ids(prompts: Sequence[Lengths], class_index: Ints, trace: Trace | None) -> RepeatedBlocks | None:
+def _hash_ids(prompts: Sequence[Lengths], class_index: Ints, trace: Trace | None, span: Span) -> RepeatedBlocks | None:
     if trace is None or trace.hash_ids is None:
         return None
     from_trace = np.array([isinstance(p, TraceLengths) for p in prompts])
     if not from_trace.any():
         return None
-    return RepeatedBlocks(trace.hash_ids, np.where(from_trace[class_index], np.arange(len(class_index)), -1))
+    return RepeatedBlocks(trace.hash_ids, np.where(from_trace[class_index], span.numbers, -1))
 
 
 class _Shared(NamedTuple):
@@ -392,7 +428,12 @@ class _Shared(NamedTuple):
 
 
 def _shared(
-    workload: Workload, in_trace: RepeatedBlocks | None, trace: Trace | None, prompt_tokens: Ints, seed: int
+    workload: Workload,
+    in_trace: RepeatedBlocks | None,
+    trace: Trace | None,
+    prompt_tokens: Ints,
+    seed: int,
+    span: Span,
 ) -> _Shared:
     """What a trace says, or the leading blocks that each request shares with the group drawn for it.
 
@@ -401,10 +442,10 @@ def _shared(
     prefix = workload.shared_prefix
     if prefix is None:
         block_tokens = trace.block_tokens if trace else MOONCAKE_BLOCK_TOKENS
-        return _Shared(in_trace, block_tokens, _trace_session(workload, trace, len(prompt_tokens)))
+        return _Shared(in_trace, block_tokens, _trace_session(workload, trace, span))
     if in_trace is not None:
         raise UsageError(f"{workload.trace}: says what its prompts share, so the workload needs no shared_prefix")
-    session = (_uniforms(seed, _GROUP, len(prompt_tokens)) * prefix.groups).astype(np.int64)
+    session = (_drawn(seed, _GROUP, span) * prefix.groups).astype(np.int64)
     most = prefix.tokens // prefix.block_tokens
     blocks = np.minimum(most, prompt_tokens // prefix.block_tokens)
     _room_for_names(workload, blocks)
@@ -414,12 +455,12 @@ def _shared(
     return _Shared(hash_ids, prefix.block_tokens, session)
 
 
-def _trace_session(workload: Workload, trace: Trace | None, requests: int) -> Ints | None:
+def _trace_session(workload: Workload, trace: Trace | None, span: Span) -> Ints | None:
     """The conversations of a trace that is replayed as it is; a repeat has conversations of its own."""
     as_it_is = not workload.classes and workload.prompt.kind == workload.output.kind == "trace"
     if trace is None or trace.session is None or not as_it_is:
         return None
-    round_, row = np.divmod(np.arange(requests), len(trace))
+    round_, row = np.divmod(span.numbers, len(trace))
     session: Ints = trace.session[row] + round_ * (int(trace.session.max()) + 1)
     return session
 

@@ -23,7 +23,7 @@ from simtune.sim.energy import Power, energy_j
 from simtune.sim.frames import frame, html_table
 from simtune.sim.outcome import Outcome
 from simtune.sim.requests import RequestStream
-from simtune.sim.statistics import TokenIntervals, warm_up
+from simtune.sim.statistics import TokenIntervals, piles_up, warm_up
 from simtune.sim.summary import LatencyQuantiles, Metric, SimulationSummary, SloLimit
 from simtune.sim.summing import between_tokens, distribution, instances, prefix_cache, quantiles, verifications
 from simtune.specs.workload import Slo
@@ -146,8 +146,7 @@ class Result:
     def saturated(self) -> bool:
         """Whether requests pile up: over the second half of the arrivals the waiting queue grows without turning.
 
-        The second half is cut into ten batches and a line laid through their mean queue lengths; the system counts as
-        saturated when that line rises by more than 2 % of the arrivals and by more than three of its standard errors.
+        The second half is cut into ten batches, whose mean queue lengths are asked (`simtune.sim.statistics.piles_up`).
         A closed loop cannot saturate: its users wait; nor can requests that all come at once: they have no rate. Of a
         run that was stopped early it is not known. Requests that are left when no instance is up pile up for ever.
         """
@@ -157,12 +156,7 @@ class Result:
         if self.stream.offered_rate_rps is None or len(waiting) < 20 or self.outcome.aborted:
             return False
         size = len(waiting) // 10
-        y = waiting[: 10 * size].reshape(10, size).mean(axis=1)
-        x = np.arange(10.0)
-        slope, intercept = np.polyfit(x, y, 1)
-        residual = float(np.sum((y - intercept - slope * x) ** 2))
-        error = math.sqrt(residual / 8 / float(np.sum((x - x.mean()) ** 2)))
-        return bool(slope / size > 0.02 and slope > 3 * error)
+        return piles_up(waiting[: 10 * size].reshape(10, size).mean(axis=1), size)
 
     def values(self, metric: str, request_class: int | None = None) -> Array:
         """Finite values of one of METRICS, of one class or of all."""
@@ -253,7 +247,7 @@ class Result:
             where_it_applies["prefix_cache"] = cached
         if self.drafted.rounds:
             where_it_applies["speculation"] = verifications(self.drafted)
-        used = instances(self.outcome.cores, self.outcome.core[completed], duration)
+        used = instances(self.outcome.cores, self._answered_on(completed), duration)
         if self.power is not None:
             energy = energy_j(self.power, used, duration) * self.scale
             where_it_applies["energy_j"] = energy
@@ -286,6 +280,11 @@ class Result:
             slo=tuple(self.limits),
             **where_it_applies,
         )
+
+    def _answered_on(self, completed: NDArray[np.bool_]) -> list[int]:
+        """How many requests each core answered."""
+        answered: list[int] = np.bincount(self.outcome.core[completed], minlength=len(self.outcome.cores)).tolist()
+        return answered
 
     def to_pandas(self) -> Any:
         """Every request as a row of a `pandas.DataFrame`, times in seconds. Raises UsageError without pandas."""

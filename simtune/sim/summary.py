@@ -121,7 +121,9 @@ class SimulationSummary(Record):
     joules_per_token: Uncertain[NonNegative | None] = Field(None, description="that, over the output tokens")
     num_gpus: Count
     metrics: dict[Metric, Distribution]
-    warm_up_requests: Whole = Field(description="requests before the TTFT settles")
+    warm_up_requests: Whole | None = Field(
+        description="requests before the TTFT settles; null where requests are not kept"
+    )
     resent: Uncertain[Whole] = Field(description="times a request was sent to another instance after a failure")
     transferred_bytes: Uncertain[Whole] = Field(description="KV cache sent from prefill to decode instances")
     instances: Seq[InstanceUse]

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from simtune.arrays import Array
 from simtune.costs.ticks import TICKS_PER_SECOND
@@ -79,14 +78,8 @@ def prefix_cache(cores: Sequence[EngineCoreUse]) -> tuple[PrefixCacheUse, ...]:
     )
 
 
-def instances(
-    cores: Sequence[EngineCoreUse], finished_on: NDArray[np.int64], duration_s: float
-) -> tuple[InstanceUse, ...]:
-    """Every simulated instance; it is as busy as the busiest of its cores.
-
-    `finished_on` holds the number of the core of every request that finished.
-    """
-    answered = np.bincount(finished_on, minlength=len(cores)).tolist()
+def instances(cores: Sequence[EngineCoreUse], answered: Sequence[int], duration_s: float) -> tuple[InstanceUse, ...]:
+    """Every simulated instance; it is as busy as the busiest of its cores, each of which answered so many requests."""
     busy: dict[tuple[str, int], float] = {}
     requests: Counter[tuple[str, int]] = Counter()
     for core, finished in zip(cores, answered, strict=True):

@@ -57,13 +57,8 @@ class World:
             front=RoundRobin(self._cores) if router is None else router,
             back=RoundRobin([]) if decode_router is None else decode_router,
         )
-        self._agenda, self._recorder = Agenda(), Recorder(len(stream), record)
-        hints: Hints = {"predicted_tokens": predicted_tokens, "deadlines": deadlines}
-        self._source: RequestSource
-        if stream.graph is None:
-            self._source = RequestSource(stream, self._agenda, **hints)
-        else:
-            self._source = FamilySource(stream, self._agenda, cores=self._cores, recorder=self._recorder, **hints)
+        self._agenda = Agenda()
+        self._recorder, self._source = self._books(stream, record, predicted_tokens, deadlines)
         self._handover = Handover(self._agenda, self._recorder, self._source, self._routers, self._cores)
         self._dispatcher = Dispatcher(self._recorder, self._source, self._routers, self._handover)
         self._availability = Availability(
@@ -74,6 +69,20 @@ class World:
         for core in self._cores:
             runs_ahead = not (single_steps or record or core in receiving or stream.graph is not None)
             core.wire(self._agenda, self._recorder, single_steps=single_steps, runs_ahead=runs_ahead)
+
+    def _books(
+        self,
+        stream: RequestStream,
+        record: bool,
+        predicted_tokens: Sequence[int] | None,
+        deadlines: Sequence[float] | None,
+    ) -> tuple[Recorder, RequestSource]:
+        """Where requests come from, and where it is written down what becomes of them."""
+        recorder = Recorder(len(stream), record)
+        hints: Hints = {"predicted_tokens": predicted_tokens, "deadlines": deadlines}
+        if stream.graph is None:
+            return recorder, RequestSource(stream, self._agenda, **hints)
+        return recorder, FamilySource(stream, self._agenda, cores=self._cores, recorder=recorder, **hints)
 
     def run(self) -> Outcome:
         """Run until every request is finished or refused, no core is up to serve it, or `stop_when` says so."""

@@ -20,11 +20,12 @@ from simtune.sim.link import TransferLink
 from simtune.sim.outcome import Outcome
 from simtune.sim.requests import RequestStream
 from simtune.sim.router import ROUTERS, LoadAware, Need, Router
-from simtune.sim.stepping import Pipeline
+from simtune.sim.stepping import DpGroup, Pipeline
 from simtune.sim.world import World
 
 BLOCK_BYTES = 1000
 SESSIONS = 5
+EVEN = 5040
 LONGEST = 500
 """Tokens of a prompt and of an answer at most: single steps take their time."""
 COLUMNS = ("arrival", "scheduled", "first_token", "transferred", "finish", "core", "preemptions", "resent")
@@ -54,6 +55,12 @@ def stream_of(
     )
 
 
+def even(seconds: float) -> float:
+    """The nearest multiple of EVEN ticks, as seconds: a multiple of it is one of its ticks too, and stages of a
+    pipeline and parts of a step share it evenly."""
+    return EVEN * round(to_ticks(seconds) / EVEN) / TICKS_PER_SECOND
+
+
 @dataclass(frozen=True)
 class ImbalancedCosts(LinearCosts):
     """Steps take longer the further the longest context is above the mean."""
@@ -75,6 +82,14 @@ class SmallPool:
     seqs: int
     budget: int
     step_s: float
+    dp: int = 1
+    """Cores of an instance that step together, where it has no pipeline."""
+
+    def stepping(self) -> Stepping:
+        """How the cores of an instance share its GPUs."""
+        if self.pp > 1:
+            return Pipeline(self.pp)
+        return DpGroup() if self.dp > 1 else Stepping()
 
 
 class Way(NamedTuple):
@@ -117,6 +132,8 @@ class Cluster:
     """Attributes of the policy's class that are to be smaller here."""
     router_options: Mapping[str, Any] = field(default_factory=dict)
     imbalanced: bool = False
+    slower: float = 1.0
+    """Times of steps and swaps are so many times those of the pools."""
     predicted_tokens: list[int] | None = None
     deadlines: list[float] | None = None
     cores: list[EngineCore] = field(default_factory=list)
@@ -145,17 +162,17 @@ class Cluster:
 
     def _cores(self, pool: SmallPool, name: str) -> list[EngineCore]:
         costs = ImbalancedCosts if self.imbalanced else LinearCosts
-        stepping = [Pipeline(pool.pp) if pool.pp > 1 else Stepping() for _ in range(pool.instances)]
+        stepping = [pool.stepping() for _ in range(pool.instances)]
         return [
             EngineCore(
                 self._scheduler(pool, name),
-                costs(step_s=pool.step_s, per_token_s=2e-5, per_context_s=3e-7),
+                costs(*(self.slower * even(s) for s in (pool.step_s, 2e-5, 3e-7))),
                 instance,
                 name,
                 stepping=stepping[instance],
-                swap=to_ticks(1e-4),
+                swap=to_ticks(self.slower * even(1e-4)),
             )
-            for _ in range(pool.pp)
+            for _ in range(pool.pp * pool.dp)
             for instance in range(pool.instances)
         ]
 

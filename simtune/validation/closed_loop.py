@@ -29,6 +29,7 @@ from simtune.arrays import Array
 from simtune.costs.calibration import Log, TimedStep, calibrate, read_steps, write_steps
 from simtune.costs.engine_steps import engine_costs
 from simtune.errors import UsageError
+from simtune.runs.files import hold, write_file
 from simtune.sim.deployment import Deployment, deploy, length_limit
 from simtune.sim.parts import OwnCosts
 from simtune.sim.requests import RequestStream, build_stream
@@ -37,7 +38,7 @@ from simtune.specs.plan import Plan, Pool
 from simtune.tuner.front import answer
 from simtune.tuner.question import Question
 from simtune.tuner.trial import Tuned
-from simtune.validation.engine_profile import STEPS, profile_engine, write_whole
+from simtune.validation.engine_profile import STEPS, profile_engine
 from simtune.validation.engines.driving import DrivenRequest, DriverClock, EngineSize, StepDriver, requests_of
 from simtune.validation.measured import (
     EngineFacts,
@@ -125,6 +126,7 @@ class TuningLoop:
         self._question, self._out, self._make = question, out, make
         self._settings = settings or LoopSettings()
         self._write_run, self._note = write_run, note
+        hold(out)
         self._state = _State(out / STATE, _digest(question, self._settings))
 
     def run(self) -> list[LoopRound]:
@@ -140,7 +142,7 @@ class TuningLoop:
             if all(v.within(self._settings.tolerance) for v in verdicts):
                 break
         report = [{**r._asdict(), "verdicts": [v._asdict() | {"error": v.error} for v in r.verdicts]} for r in rounds]
-        write_whole(self._out / REPORT, json.dumps({"schema": SCHEMA, "rounds": report}, indent=1) + "\n")
+        write_file(self._out / REPORT, json.dumps({"schema": SCHEMA, "rounds": report}, indent=1) + "\n")
         return rounds
 
     def _stage(self, name: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -191,10 +193,10 @@ class TuningLoop:
                 driven = engine.run(requests_of(stream), settings.clock, repeat)
                 steps += driven.steps
                 run = _measured(stream, driven.requests, engine.facts(), settings.clock, f"round {number}")
-                write_whole(self._folder(number) / f"measured-{repeat}.jsonl", run.to_text())
+                write_file(self._folder(number) / f"measured-{repeat}.jsonl", run.to_text())
         finally:
             engine.close()
-        write_whole(self._folder(number) / STEPS, write_steps(steps, model=self._question.model.name))
+        write_file(self._folder(number) / STEPS, write_steps(steps, model=self._question.model.name))
         return {"steps": len(steps)}
 
     def _compare(self, number: int, tuned: dict[str, Any]) -> dict[str, Any]:
@@ -306,9 +308,8 @@ class _State:
             if data["inputs"] != digest:
                 raise UsageError(f"{path}: is of another study, engine settings or hardware; name another folder")
             self.done = data["done"]
-        path.parent.mkdir(parents=True, exist_ok=True)
 
     def finish(self, stage: str, result: dict[str, Any]) -> None:
         self.done[stage] = json.loads(json.dumps(result))
         data = {"schema": SCHEMA, "inputs": self._digest, "done": self.done}
-        write_whole(self._path, json.dumps(data, indent=1) + "\n")
+        write_file(self._path, json.dumps(data, indent=1) + "\n")

@@ -28,8 +28,9 @@ import numpy as np
 from simtune.costs.calibration import TimedStep, write_steps
 from simtune.costs.engine_steps import EngineSteps, engine_costs
 from simtune.costs.iteration import StepWork
-from simtune.errors import UsageError
+from simtune.errors import SimtuneError, UsageError
 from simtune.profiling.timing import now
+from simtune.runs.files import write_file
 from simtune.specs.model import Model
 from simtune.specs.reading import read_text
 from simtune.validation.engines.driving import DrivenRequest, StepDriver
@@ -219,8 +220,8 @@ def _finish(
         "held_out": {kind: e._asdict() for kind, e in errors.items()},
     }
     for name, fitted in ((STEPS, True), (HELD_OUT, False)):
-        write_whole(out / name, write_steps(steps[fitted], model=summary["model"]))
-    write_whole(out / SUMMARY, json.dumps(summary, indent=1, sort_keys=True, allow_nan=False) + "\n")
+        write_file(out / name, write_steps(steps[fitted], model=summary["model"]))
+    write_file(out / SUMMARY, json.dumps(summary, indent=1, sort_keys=True, allow_nan=False) + "\n")
     return EngineProfile(costs, steps[True], steps[False], errors, summary)
 
 
@@ -228,13 +229,6 @@ def reference_beside(steps: Path) -> float | None:
     """That of the gauge by which the steps of a profile were timed; None for a log from elsewhere."""
     summary = steps.with_name(SUMMARY)
     return float(json.loads(read_text(summary))["reference_s"]) if summary.is_file() else None
-
-
-def write_whole(path: Path, text: str) -> None:
-    """A file is there whole, or as it was."""
-    beside = path.with_name(f".{path.name}.part")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
 
 
 class _SessionJournal:
@@ -280,8 +274,14 @@ class _SessionJournal:
         self.done[round_, session] = [_step(row) for row in rows]
 
     def _write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(line, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise SimtuneError(
+                f"{self._path}: cannot be written ({error.strerror}); its {len(self.done)} sessions are kept: make "
+                "room and give the same command again"
+            ) from None
 
     def close(self) -> None:
         self._file.close()

@@ -104,7 +104,8 @@ def _repeat(tree: Tree, at: Any, key: Any, random: Random) -> None:
 
 def _elsewhere(tree: Tree, at: Any, key: Any, random: Random) -> None:
     other, its = random.choice(_places(tree))
-    at[key] = copy.deepcopy(other[its])
+    with contextlib.suppress(RecursionError):  # what an earlier change nested too deep for it
+        at[key] = copy.deepcopy(other[its])
 
 
 _ON_TREES: tuple[Callable[[Tree, Any, Any, Random], None], ...] = (

@@ -12,7 +12,8 @@ import simtune
 from simtune import sweep as sweeps
 from simtune.cli import main
 from simtune.errors import UsageError
-from simtune.sweep import Axis, Base, Point, PointJournal, axis, points, sweep
+from simtune.runs.journal import RowJournal
+from simtune.sweep import Axis, Base, Point, axis, points, sweep
 
 BASE = Base(model="llama-3.1-8b", hardware="h100-sxm", workload="chat", requests="30")
 
@@ -55,16 +56,15 @@ def test_what_does_not_fit_is_a_row_and_what_is_misspelt_an_error() -> None:
 
 
 def test_points_that_are_done_are_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal = PointJournal(tmp_path / "points.jsonl")
+    journal = RowJournal(tmp_path / "points.jsonl")
     todo = [Point(BASE, {"rate": rate}) for rate in ("2", "3")]
     first = list(sweep(todo[:1], journal, jobs=1))
     with journal.file.open("a") as file:
-        file.write('{"point": "cut o')
+        file.write('{"key": "cut o')
     asked: list[Point] = []
     run = Point.run
     monkeypatch.setattr(sweeps.Point, "run", lambda point: asked.append(point) or run(point))
-    journal.file.write_text(journal.file.read_text().rpartition("{")[0])
-    both = list(sweep(todo, journal, jobs=1))
+    both = list(sweep(todo, RowJournal(journal.file), jobs=1))
     assert asked == todo[1:]
     assert both[0] == first[0]
     assert len(journal.read()) == 2

@@ -20,8 +20,11 @@ from hypothesis import HealthCheck, Phase, given
 from hypothesis import strategies as st
 
 from simtune.engine import POLICIES
+from simtune.sim.drafting import drafting_terms
 from simtune.sim.router import RoundRobin
-from simtune.testing.clusters import COLUMNS, Cluster, check, of_policy
+from simtune.specs.speculation import Speculation
+from simtune.testing.clusters import COLUMNS, Cluster, SmallPool, check, clusters, even, of_policy
+from tests.sim.test_speculative_world import AHEAD, SCHEMES, drafter_for, sampler
 
 SIZE = 100
 PAST = Path(__file__).with_name("seeds.txt")
@@ -29,9 +32,35 @@ RENAMED = 7919
 """Blocks of prompts get other names: n becomes n * RENAMED + 1."""
 
 
-def any_world() -> st.SearchStrategy[Cluster]:
-    """Under any policy with its defaults, prefill and decode apart or not, failing or not."""
-    return st.sampled_from(list(POLICIES.values())).flatmap(of_policy)
+@st.composite
+def any_world(draw: st.DrawFn) -> Cluster:
+    """Under any policy with its defaults, prefill and decode apart or not, failing or not, with drafts, pipelines,
+    data-parallel attention, or one core to an instance."""
+    if draw(st.integers(0, 4)) == 0:
+        return draw(drafting())
+    cluster = draw(st.sampled_from(list(POLICIES.values())).flatmap(of_policy))
+    front, back = (pool and _grouped(draw, pool) for pool in (cluster.front, cluster.back))
+    assert front is not None
+    return replace(cluster, front=front, back=back, cores=[])
+
+
+def _grouped(draw: st.DrawFn, pool: SmallPool) -> SmallPool:
+    return replace(pool, dp=draw(st.sampled_from([1, 1, 2, 3]))) if pool.pp == 1 else pool
+
+
+@st.composite
+def drafting(draw: st.DrawFn) -> Cluster:
+    """Under vLLM's policy, with drafts of any scheme."""
+    cluster = draw(clusters(apart=draw(st.booleans()), failing=draw(st.booleans()), max_pp=2))
+    name = draw(st.sampled_from(list(SCHEMES)))
+    scheme, rates = SCHEMES[name]
+    spec = Speculation(drafter=drafter_for(scheme), scheme=scheme, acceptance="assumed")
+    front, back = (pool and replace(pool, budget=max(8, pool.budget)) for pool in (cluster.front, cluster.back))
+    assert front is not None
+    terms = drafting_terms(spec, sampler(scheme, rates, cluster.stream, draw(st.integers(0, 9))))
+    options = {"speculation": terms, "prefix_caching": draw(st.booleans())}
+    ahead = name in AHEAD and draw(st.booleans())
+    return replace(cluster, front=front, back=back, async_scheduling=ahead, options=options, cores=[])
 
 
 def twice(cluster: Cluster) -> Cluster:
@@ -59,8 +88,8 @@ def twice(cluster: Cluster) -> Cluster:
 def check_twice(cluster: Cluster) -> None:
     """Twice the cards serve twice the load exactly as well, in turn: every instance sees what its like saw."""
     cluster = replace(cluster, router=RoundRobin, incidents=(), cores=[])
-    if cluster.back is not None or cluster.stream.arrival_s is None:
-        return
+    if cluster.back is not None or cluster.stream.arrival_s is None or "speculation" in cluster.options:
+        return  # what is kept of a request's drafts depends on its number
     one, two = cluster.run(), twice(cluster).run()
     for name in ("arrival", "scheduled", "first_token", "finish", "preemptions"):
         for half in (0, 1):
@@ -81,6 +110,37 @@ def check_renamed(cluster: Cluster) -> None:
         assert getattr(one, name).tolist() == getattr(two, name).tolist(), f"{name} differs where blocks are renamed"
 
 
+def slower(cluster: Cluster, times: float) -> Cluster:
+    """The same at another speed: all that takes time takes so many times as long, and requests come as much later."""
+    stream = cluster.stream
+    at = None if stream.arrival_s is None else np.array([times * even(x) for x in stream.arrival_s.tolist()])
+    incidents = tuple(
+        incident._replace(at_s=times * even(incident.at_s), for_s=times * even(incident.for_s))
+        for incident in cluster.incidents
+    )
+    return replace(
+        cluster,
+        slower=times,
+        stream=replace(stream, arrival_s=at, think_s=times * even(stream.think_s)),
+        stale_s=times * even(cluster.stale_s),
+        incidents=incidents,
+        deadlines=cluster.deadlines and [times * even(x) for x in cluster.deadlines],
+        cores=[],
+    )
+
+
+def check_slower(cluster: Cluster) -> None:
+    """At half the speed the same happens, and every time is twice as long to the tick."""
+    if cluster.back is not None or cluster.imbalanced:
+        return  # transfers are rounded to ticks by themselves, and imbalance costs ticks, not seconds
+    one, two = slower(cluster, 1.0).run(), slower(cluster, 2.0).run()
+    for name in ("arrival", "scheduled", "first_token", "finish"):
+        ticks = getattr(one, name)
+        assert np.where(ticks < 0, -1, 2 * ticks).tolist() == getattr(two, name).tolist(), f"{name} at half the speed"
+    assert one.preemptions.tolist() == two.preemptions.tolist()
+    assert one.steps == two.steps
+
+
 def run(number: int, size: int = SIZE) -> None:
     """The worlds of a number. Raises AssertionError, with the smallest world that fails."""
 
@@ -94,6 +154,7 @@ def run(number: int, size: int = SIZE) -> None:
         check(cluster)
         check_twice(cluster)
         check_renamed(cluster)
+        check_slower(cluster)
 
     hold()
 

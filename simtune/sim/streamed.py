@@ -1,0 +1,507 @@
+"""Simulations of any number of requests in memory that does not grow with them.
+
+Requests are drawn a chunk at a time, and forgotten as soon as they are answered: what is summed up of them are counts
+and sketches (`simtune.sim.sketch`). Requests in the system at once are kept, so a saturated system still grows.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from simtune.arrays import Array, Ints
+from simtune.costs.ticks import TICKS_PER_SECOND
+from simtune.engine import Request, Tally
+from simtune.errors import UsageError
+from simtune.sim import parts
+from simtune.sim.agenda import ARRIVAL, Agenda
+from simtune.sim.deployment import Deployment
+from simtune.sim.outcome import EngineCoreUse, Outcome
+from simtune.sim.recorder import Recorder
+from simtune.sim.requests import RequestStream, Span, draw, unit_arrivals
+from simtune.sim.result import METRICS, Result, objectives
+from simtune.sim.sketch import Sketch
+from simtune.sim.source import LONGEST_S, RequestSource
+from simtune.sim.statistics import piles_up
+from simtune.sim.summary import Distribution, Metric, SimulationSummary, SloLimit
+from simtune.sim.summing import instances, prefix_cache, verifications
+from simtune.sim.wiring import wire
+from simtune.sim.world import World
+from simtune.specs.traces import Trace
+from simtune.specs.workload import ClosedLoop, Slo, TraceArrivals, Workload
+
+CHUNK = 1 << 15
+"""Requests that are drawn at once."""
+FOLD = 1 << 12
+"""Requests that are answered and not summed up yet, at most."""
+AT_ONCE = 1 << 20
+"""Times between tokens that are counted at once."""
+
+
+class StreamedLoad:
+    """The requests of a workload, drawn as they are needed: the same as `build_stream` draws."""
+
+    def __init__(
+        self, workload: Workload, trace: Trace | None, *, requests: int, seed: int, rate_rps: float | None = None
+    ) -> None:
+        """Draws all of them once, to know their rate and the longest. Raises UsageError for what cannot be drawn so."""
+        if workload.sessions is not None:
+            raise UsageError(
+                f"workload {workload.name}: turns of a conversation depend on those before, so its requests cannot be "
+                "drawn a few at a time; leave --stream out"
+            )
+        self.workload, self.trace, self.seed = workload, trace, seed
+        self._requests, self._stretch = requests, 1.0
+        first, last, short, long = 0.0, 0.0, None, None
+        for number, chunk in enumerate(self.chunks()):
+            if chunk.arrival_s is not None:
+                first = float(chunk.arrival_s[0]) if number == 0 else first
+                last = float(chunk.arrival_s[-1])
+            tokens = chunk.prompt_tokens + chunk.output_tokens
+            for row in (int(tokens.argmin()), int(tokens.argmax())):
+                total = int(tokens[row])
+                short = (total, _row(chunk, row)) if short is None or total < short[0] else short
+                long = (total, _row(chunk, row)) if long is None or total > long[0] else long
+        assert short is not None
+        assert long is not None
+        self.longest, self.shortest = long[1], short[1]
+        self.head = next(self.chunks())
+        span = last - first
+        self.offered_rate_rps: float | None = None
+        if self.head.arrival_s is not None and requests > 1 and span > 0:
+            self.offered_rate_rps = (requests - 1) / span
+        if rate_rps is not None:
+            self._at_rate(rate_rps, last)
+
+    def _at_rate(self, rate_rps: float, last_s: float) -> None:
+        self.head.at_rate(rate_rps)  # says what is wrong with a rate, or with a load that has none
+        assert self.offered_rate_rps is not None
+        self._stretch = self.offered_rate_rps / rate_rps
+        if last_s * self._stretch > LONGEST_S:
+            raise UsageError(f"rate {rate_rps:g}: the last of {len(self):,} requests comes too late; ask for fewer")
+        self.offered_rate_rps = rate_rps
+
+    def __len__(self) -> int:
+        return self._requests
+
+    def chunks(self) -> Iterator[RequestStream]:
+        """All requests in order, a chunk at a time."""
+        arrivals, unit = self.workload.arrivals, 0.0
+        for first in range(0, self._requests, CHUNK):
+            span = Span(first, min(first + CHUNK, self._requests), unit)
+            chunk = draw(self.workload, self.trace, span, self.seed)
+            if not isinstance(arrivals, (ClosedLoop, TraceArrivals)):
+                unit = float(unit_arrivals(arrivals, self.seed, span)[-1])
+            yield chunk if chunk.arrival_s is None else replace(chunk, arrival_s=chunk.arrival_s * self._stretch)
+
+    @property
+    def extremes(self) -> RequestStream:
+        """The shortest and the longest request: what a plan has to be made for."""
+        prompt, output = np.array([self.shortest, self.longest], dtype=np.int64).T
+        none = np.zeros(2, dtype=np.int64)
+        return RequestStream(None, prompt, output, none, none, self.head.class_names, self.head.slos)
+
+
+def _row(stream: RequestStream, row: int) -> tuple[int, int]:
+    return int(stream.prompt_tokens[row]), int(stream.output_tokens[row])
+
+
+class _Live(dict[int, int]):
+    """A column with entries for those requests only that are in the system; any other has the default."""
+
+    def __init__(self, default: int) -> None:
+        super().__init__()
+        self.default = default
+
+    def __missing__(self, number: int) -> int:
+        return self.default
+
+
+class _Finish(_Live):
+    """Says, too, when enough requests have finished."""
+
+    def __init__(self, recorder: StreamRecorder) -> None:
+        super().__init__(-1)
+        self._recorder = recorder
+
+    def __setitem__(self, number: int, now: int) -> None:
+        if len(self) >= FOLD:
+            self._recorder.fold(list(self))
+        super().__setitem__(number, now)
+
+
+class _Waiting(_Live):
+    """Queue lengths at arrivals, summed over ten batches of the second half."""
+
+    def __init__(self, requests: int) -> None:
+        super().__init__(0)
+        self._from, self.size = requests // 2, (requests - requests // 2) // 10
+        self.sums = [0] * 10
+
+    def __setitem__(self, number: int, waiting: int) -> None:
+        at = number - self._from
+        if 0 <= at < 10 * self.size:
+            self.sums[at // self.size] += waiting
+
+
+class StreamedSource(RequestSource):
+    """Lets requests arrive as they are drawn, and knows those only that are in the system."""
+
+    def __init__(self, load: StreamedLoad, agenda: Agenda) -> None:
+        super().__init__(next(load.chunks()), agenda)
+        self.live = _Live(-1), _Live(0), _Live(0), _Live(0), _Live(0)
+        """Arrival, prompt tokens, output tokens, class and priority of requests in the system."""
+        self.arrival, self._prompt, self._output, self._class, self._priority = self.live  # type: ignore[assignment]
+        self._count = len(load)
+        self._rows = _rows(load)
+        self._ahead = next(self._rows)
+
+    def begin(self) -> None:
+        """Announce the first request; in a closed loop, one of each user."""
+        if self._open:
+            self._announce(0)
+        else:
+            for _ in range(min(self._users, self._count)):
+                self._send_next(0)
+
+    def _announce(self, number: int) -> None:
+        self.arrival[number] = self._ahead[0]
+        self._agenda.post((self._ahead[0], ARRIVAL, number, 0))
+
+    def arrive(self, number: int) -> Request:
+        """The request that arrives now; announces the one after it."""
+        _, self._prompt[number], self._output[number], self._priority[number], kind, blocks = self._ahead
+        if kind:
+            self._class[number] = kind
+        if number + 1 < self._count:
+            self._ahead = next(self._rows)
+            if self._open:
+                self._announce(number + 1)
+        request = Request(number, self._prompt[number], self._output[number], priority=self._priority[number])
+        if blocks is not None:
+            request.blocks = blocks
+        return request
+
+    def forget(self, number: int) -> tuple[int, int, int, int]:
+        """Arrival, prompt tokens, output tokens and class of a request that is over."""
+        arrivals, prompts, outputs, classes, priorities = self.live
+        priorities.pop(number, 0)
+        return arrivals.pop(number, -1), prompts.pop(number, 0), outputs.pop(number, 0), classes.pop(number, 0)
+
+    def _send_next(self, tick: int) -> None:
+        number = self._next
+        if number < self._count:
+            self._next += 1
+            self.arrival[number] = tick
+            self._agenda.post((tick, ARRIVAL, number, 0))
+
+
+def _rows(load: StreamedLoad) -> Iterator[tuple[int, int, int, int, int, tuple[int, ...] | None]]:
+    """Arrival, prompt tokens, output tokens, priority, class and blocks of every request."""
+    for chunk in load.chunks():
+        n = len(chunk)
+        arrival = np.zeros(n) if chunk.arrival_s is None else np.rint(chunk.arrival_s * TICKS_PER_SECOND)
+        columns = (
+            arrival.astype(np.int64),
+            chunk.prompt_tokens,
+            chunk.output_tokens,
+            chunk.priority,
+            chunk.class_index,
+        )
+        blocks = [None] * n if chunk.hash_ids is None else chunk.hash_ids
+        yield from zip(*(column.tolist() for column in columns), blocks, strict=True)
+
+
+@dataclass
+class Totals:
+    """What requests that are over come to."""
+
+    completed: int = 0
+    good: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+    resent: int = 0
+    first_arrival: int | None = None
+    last_finish: int = 0
+    answered: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """By each core."""
+    latencies: dict[str, Sketch] = field(default_factory=lambda: {metric: Sketch() for metric in (*METRICS, "itl")})
+    by_class: dict[tuple[int, str], Sketch] = field(default_factory=dict)
+    """Metrics of classes that have an objective of their own."""
+
+
+class StreamRecorder(Recorder):
+    """Sums requests up as they finish, and forgets them."""
+
+    def __init__(self, load: StreamedLoad, slo: Slo, cores: int) -> None:
+        super().__init__(0)
+        self.live = _Live(-1), _Live(-1), _Live(-1), _Finish(self), _Live(-1), _Live(0), _Live(0)
+        self.scheduled, self.first_token, self.transferred, self.finish = self.live[:4]  # type: ignore[assignment]
+        self.core, self.preemptions, self.resent = self.live[4:]  # type: ignore[assignment]
+        self.queue = _Waiting(len(load))
+        self.waiting_at_arrival = self.queue  # type: ignore[assignment]
+        self.totals = Totals(answered=np.zeros(cores, dtype=np.int64))
+        self.source: StreamedSource | None = None
+        self._objectives = objectives(load.head, slo)
+
+    def refuse(self, number: int) -> None:
+        """No instance takes this request."""
+        super().refuse(number)
+        self._forget(number)
+
+    def _forget(self, number: int) -> tuple[int, ...]:
+        assert self.source is not None
+        row = (*self.source.forget(number), *[column.pop(number, column.default) for column in self.live])
+        if row[0] >= 0:
+            first = self.totals.first_arrival
+            self.totals.first_arrival = row[0] if first is None else min(first, row[0])
+        return row
+
+    def fold(self, numbers: Sequence[int]) -> None:
+        """Sum up requests that are over, and forget them."""
+        if not numbers:
+            return
+        rows = np.array([self._forget(number) for number in numbers], dtype=np.int64).T
+        arrival, prompt, output, kind, scheduled, first, transferred, finish, core, preemptions, resent = rows
+        t, done = self.totals, finish >= 0
+        t.completed += int(done.sum())
+        t.prompt_tokens += int(prompt[done].sum())
+        t.output_tokens += int(output[done].sum())
+        t.preemptions += int(preemptions.sum())
+        t.resent += int(resent.sum())
+        t.last_finish = max(t.last_finish, int(finish.max()))
+        t.answered += np.bincount(core[done], minlength=len(t.answered))
+        latencies = _latencies(arrival, scheduled, first, transferred, finish, output)
+        for metric, values in latencies.items():
+            t.latencies[metric].add(values[np.isfinite(values)])
+        good = done
+        for index, _, slo in self._objectives:
+            its = np.ones(len(kind), dtype=bool) if index is None else kind == index
+            for name in ("ttft", "tpot", "e2el"):
+                limits = [limit for m, _, limit in slo.limits() if m == name]
+                if limits:
+                    good = good & ~(its & (latencies[name] > max(limits) * TICKS_PER_SECOND))
+                if limits and index is not None:
+                    sketch = t.by_class.setdefault((index, name), Sketch())
+                    sketch.add(latencies[name][its & np.isfinite(latencies[name])])
+        t.good += int(good.sum())
+
+    def outcome(self, arrival: array[int], *, aborted: bool, events: int, cores: list[EngineCoreUse]) -> Outcome:
+        """What was written down of the run as a whole, once those too are summed up that are still in the system."""
+        self.pack()
+        self.fold(sorted({*self.finish, *self.first_token, *arrival}))
+        none = np.zeros(0, dtype=np.int64)
+        return Outcome(
+            arrival=none,
+            scheduled=none,
+            first_token=none,
+            finish=none,
+            core=none,
+            preemptions=none,
+            waiting_at_arrival=none,
+            transferred=none,
+            resent=none,
+            refused=self.refused,
+            aborted=aborted,
+            events=events,
+            steps=self.steps,
+            transferred_bytes=self.transferred_bytes,
+            cores=cores,
+            intervals=none.reshape(0, 4),
+        )
+
+    def note_listed(self, ends: Sequence[int], decodes: int) -> None:
+        """Count the intervals of a jump whose steps end after so many ticks each."""
+        at = np.array([0, *ends], dtype=np.int64)
+        values: Ints = at[1:] - at[:-1]
+        self.totals.latencies["itl"].add(values, np.full(len(values), decodes, dtype=np.int64))
+
+    def pack(self) -> None:
+        """Count the latest intervals."""
+        if not self.rows:
+            return
+        first, slope, steps, decodes = np.fromiter(chain.from_iterable(self.rows), dtype=np.int64).reshape(-1, 4).T
+        self.rows.clear()
+        even = (slope == 0) | (steps == 1)
+        itl = self.totals.latencies["itl"]
+        some = even & (decodes > 0)
+        itl.add(first[some], (steps * decodes)[some])
+        rising = np.flatnonzero(~even & (decodes > 0))
+        for some in np.split(rising, np.flatnonzero(np.diff(steps[rising].cumsum() // AT_ONCE)) + 1):
+            n = steps[some]
+            nth = np.arange(n.sum()) - np.repeat(n.cumsum() - n, n)
+            itl.add(np.repeat(first[some], n) + np.repeat(slope[some], n) * nth, np.repeat(decodes[some], n))
+
+
+def _latencies(
+    arrival: Ints, scheduled: Ints, first: Ints, transferred: Ints, finish: Ints, output: Ints
+) -> dict[str, Array]:
+    """Of every request in ticks, NaN where something never came."""
+
+    def known(ticks: Ints) -> Array:
+        return np.where(ticks < 0, np.nan, ticks.astype(np.float64))
+
+    a, s, f, t, e = (known(ticks) for ticks in (arrival, scheduled, first, transferred, finish))
+    gaps = np.where(output > 1, output - 1.0, np.nan)
+    received = np.where(np.isfinite(t), t, f)
+    return {
+        "ttft": f - a, "tpot": (e - f) / gaps, "e2el": e - a, "queue": s - a, "prefill": f - s, "transfer": t - f,
+        "decode": e - received,
+    }  # fmt: skip
+
+
+class StreamedWorld(World):
+    """A deployment under a load of which it keeps what is under way."""
+
+    def __init__(self, load: StreamedLoad, slo: Slo, **wiring: Any) -> None:
+        self._load, self._slo = load, slo
+        super().__init__(stream=load.head, **wiring)
+
+    def _books(self, *_: Any) -> tuple[Recorder, RequestSource]:
+        source = StreamedSource(self._load, self._agenda)
+        self.recorder = StreamRecorder(self._load, self._slo, len(self._cores))
+        self.recorder.source = source
+        return self.recorder, source
+
+
+@dataclass(frozen=True)
+class StreamedResult:
+    """What a streamed simulation says."""
+
+    load: StreamedLoad
+    outcome: Outcome
+    """Without columns."""
+    totals: Totals
+    queue: tuple[list[int], int]
+    """Sums of queue lengths at arrivals, in ten batches of so many."""
+    num_gpus: int
+    slo: Slo
+
+    @property
+    def as_result(self) -> Result:
+        """Of the engine cores alone: a result without requests."""
+        return Result(self.load.head, self.outcome, self.num_gpus, self.slo, self.load.offered_rate_rps)
+
+    @property
+    def unserved(self) -> int:
+        """Requests left when no instance was up any more to serve them."""
+        return len(self.load) - self.totals.completed - self.outcome.refused
+
+    @property
+    def saturated(self) -> bool:
+        """Whether requests pile up, as `Result.saturated` has it."""
+        sums, size = self.queue
+        if self.unserved:
+            return True
+        if self.load.offered_rate_rps is None or len(self.load) - len(self.load) // 2 < 20:
+            return False
+        return piles_up(np.array(sums) / size, size)
+
+    @property
+    def duration_s(self) -> float:
+        """From the first arrival to the last finish; 0 when nothing finished."""
+        if not self.totals.completed:
+            return 0.0
+        return (self.totals.last_finish - (self.totals.first_arrival or 0)) / TICKS_PER_SECOND
+
+    def summary(self) -> SimulationSummary:
+        """What it comes to in numbers; percentiles are within `simtune.sim.sketch.ERROR`."""
+        t, duration = self.totals, self.duration_s
+        attainment = t.good / t.completed if t.completed else None
+        offered = self.load.offered_rate_rps
+
+        def per_second(x: float) -> float | None:
+            return x / duration if duration > 0 else None
+
+        output_rate, tpot = per_second(t.output_tokens), t.latencies["tpot"]
+        further: dict[str, Any] = {}
+        if cached := prefix_cache(self.outcome.cores):
+            further["prefix_cache"] = cached
+        drafted = Tally(*(sum(column) for column in zip(*(c.drafting for c in self.outcome.cores), strict=True)))
+        if drafted.rounds:
+            further["speculation"] = verifications(drafted)
+        return SimulationSummary(
+            requests=len(self.load),
+            completed=t.completed,
+            refused=self.outcome.refused,
+            unserved=self.unserved,
+            preemptions=t.preemptions,
+            duration_s=duration,
+            saturated=self.saturated,
+            offered_rate_rps=offered,
+            request_throughput_rps=per_second(t.completed),
+            goodput_rps=per_second(t.good) if offered is None else offered * (attainment or 0.0),
+            slo_attainment=attainment,
+            output_tokens_per_s=output_rate,
+            total_tokens_per_s=per_second(t.output_tokens + t.prompt_tokens),
+            output_tokens_per_s_per_gpu=None if output_rate is None else output_rate / self.num_gpus,
+            output_tokens_per_s_per_user=1 / tpot.mean_s if tpot.count and tpot.mean_s > 0 else None,
+            num_gpus=self.num_gpus,
+            metrics={metric: t.latencies[metric].distribution() for metric in METRICS} | {"itl": self._itl()},
+            warm_up_requests=None,
+            resent=t.resent,
+            transferred_bytes=self.outcome.transferred_bytes,
+            instances=instances(self.outcome.cores, t.answered.tolist(), duration),
+            slo=tuple(self._limits()),
+            **further,
+        )
+
+    def _itl(self) -> Distribution:
+        """As `simtune.sim.summing.between_tokens` has it."""
+        itl = self.totals.latencies["itl"]
+        own = {f"p{p}": itl.quantile_s(p / 100) for p in (50, 90, 95, 99)} if itl.count else {}
+        return itl.distribution().model_copy(update={"std": None, "min": None, **own})
+
+    def _limits(self) -> Iterator[SloLimit]:
+        for index, name, slo in objectives(self.load.head, self.slo):
+            for metric, statistic, limit in slo.limits():
+                metric_: Metric = metric
+                its = self.totals.latencies[metric_] if index is None else self.totals.by_class[index, metric_]
+                value = its.statistic_s(statistic) if its.count and not self.saturated else None
+                yield SloLimit(
+                    request_class=name, metric=metric, statistic=statistic, limit_s=limit, value_s=value,
+                    met=value is not None and value <= limit,
+                )  # fmt: skip
+
+
+def simulate_streamed(
+    deployment: Deployment, load: StreamedLoad, slo: Slo | None = None, *, seed: int = 0
+) -> StreamedResult:
+    """Run a load through a deployment and keep of it only what is under way.
+
+    Raises UsageError where a part of the plan would have to know all requests before: drafts, policies that go by
+    predicted lengths or deadlines, routers that go by conversations.
+    """
+    plan, slo = deployment.plan, slo or Slo()
+    drafting = [pool.spec.name for pool in deployment.pools if pool.spec.speculation is not None]
+    if drafting:
+        raise UsageError(f"plan {plan.name}: pool {drafting[0]} drafts, whose luck is drawn for all requests at once; "
+                         "leave --stream out")  # fmt: skip
+    brought = parts.brought(plan, [pool.costs for pool in deployment.pools])
+    with parts.blamed(brought):
+        wiring = wire(plan, deployment.model, deployment.pools, load.head, slo, seed)
+        routers = [router for router in (wiring.router, wiring.decode_router) if router is not None]
+        by_session = any("session" in router.needs for router in routers)
+        if wiring.predicted_tokens is not None or wiring.deadlines is not None or by_session:
+            raise UsageError(f"plan {plan.name}: its policy or router goes by what is known of all requests before; "
+                             "leave --stream out")  # fmt: skip
+        world = StreamedWorld(
+            load, slo, cores=wiring.cores, router=wiring.router, decode_router=wiring.decode_router,
+            changes=wiring.changes,
+        )  # fmt: skip
+        outcome = world.run()
+    if brought:
+        parts.check_nobody_waits(plan, wiring.cores)
+    totals, queue = world.recorder.totals, world.recorder.queue
+    if not totals.completed:
+        raise UsageError(
+            f"no request is answered: all are longer than max_model_len ({deployment.max_model_len} tokens), or the "
+            f"events of plan {plan.name} leave no instance"
+        )
+    return StreamedResult(load, outcome, totals, (queue.sums, queue.size), plan.num_devices, slo)

@@ -1,0 +1,101 @@
+"""Runs verbs in forked children of one warm process, and kills them: `python -m tests.kills.forked` reads jobs.
+
+A job is a line of JSON: the verb, the folder to stand in, and after how many seconds to kill it, workers and all (null:
+never). So is its answer: exit code, or minus the signal; how long it ran; and how many processes were left over.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.kills.verbs import VERBS
+
+WALL_S = 300
+NEEDED = (
+    "scipy.special", "simtune.api", "simtune.cli.loop", "simtune.cli.optimize", "simtune.cli.profile",
+    "simtune.cli.reproduce", "simtune.cli.sweep", "simtune.cli.validate", "simtune.profiling.run", "simtune.reproduce",
+    "simtune.report.measured", "simtune.report.page", "simtune.report.published", "simtune.report.sweep",
+    "simtune.report.validation", "simtune.runs.contents", "simtune.runs.sweep_files", "simtune.runs.timeline",
+    "simtune.testing.fake_server", "simtune.tuner.certificate", "simtune.tuner.journal", "simtune.validation.client",
+    "simtune.validation.loads", "simtune.validation.predict", "simtune.validation.session",
+    "tests.profiling.pretended", "tests.validation.pretended_loop",
+)  # fmt: skip
+"""Loaded before the first job, so that kills fall into the work."""
+
+
+def main() -> None:
+    """Answer jobs until stdin ends."""
+    for name in NEEDED:
+        importlib.import_module(name)
+    for line in sys.stdin:
+        print(json.dumps(_forked(json.loads(line))), flush=True)
+
+
+def _forked(job: dict[str, Any]) -> dict[str, Any]:
+    begun = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        _run(job)
+    if job["kill_s"] is not None:
+        while time.monotonic() - begun < job["kill_s"]:
+            if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                break
+            time.sleep(0.001)
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    took = time.monotonic() - begun
+    ended = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+    return {"code": ended, "seconds": took, "orphans": _orphans(child)}
+
+
+def _orphans(session: int) -> int:
+    """Processes of a session that do not end within ten seconds of their parent."""
+    until = time.monotonic() + 10
+    while alive := [pid for pid in os.listdir("/proc") if pid.isdigit() and _session(int(pid)) == session]:
+        if time.monotonic() > until:
+            break
+        time.sleep(0.005)
+    return len(alive)
+
+
+def _session(pid: int) -> int | None:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else int(fields[3])
+
+
+def _run(job: dict[str, Any]) -> None:
+    """In the child; never returns."""
+    code = 70
+    try:
+        os.setsid()
+        os.chdir(job["folder"])
+        for stream, name in ((1, "stdout"), (2, "stderr")):
+            os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(WALL_S)
+        VERBS[job["verb"]].run(Path("out"))
+        code = 0
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Rows that are done stay, whatever happens to the one that is being written."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from simtune.errors import SimtuneError
+from simtune.runs.files import claim, hold, write
+from simtune.runs.journal import RowJournal
+
+FULL = """
+import resource, sys
+from pathlib import Path
+from simtune.errors import SimtuneError
+from simtune.runs.journal import RowJournal
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+journal = RowJournal(Path(sys.argv[1]))
+try:
+    for number in range(100):
+        journal.add(str(number), {"x": number})
+except SimtuneError as error:
+    sys.exit(str(error))
+"""
+
+
+def test_rows_are_read_again(tmp_path: Path) -> None:
+    journal = RowJournal(tmp_path / "a" / "rows.jsonl")
+    assert journal.read() == {}
+    journal.add("one", {"x": 1})
+    journal.add("two", [2])
+    assert RowJournal(journal.file).read() == {"one": {"x": 1}, "two": [2]}
+
+
+@pytest.mark.parametrize("torn", [b'{"key": "two", "ro', b"\xff\xfe", b"[1, 2", b"[" * 5000])
+def test_a_line_that_was_cut_short_takes_no_other_along(tmp_path: Path, torn: bytes) -> None:
+    file = tmp_path / "rows.jsonl"
+    RowJournal(file).add("one", {"x": 1})
+    file.write_bytes(file.read_bytes() + torn)
+    later = RowJournal(file)
+    assert later.read() == {"one": {"x": 1}}
+    later.add("three", {"x": 3})
+    assert RowJournal(file).read() == {"one": {"x": 1}, "three": {"x": 3}}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a limit stands for a full disk")
+def test_a_full_disk_is_named_and_what_was_written_stays(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    done = subprocess.run([sys.executable, "-c", FULL, str(file)], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert f"{file}: cannot be written (" in done.stderr
+    assert done.stderr.count("\n") == 1
+    rows = RowJournal(file).read()
+    assert len(rows) > 20
+    RowJournal(file).add("more", {})
+    assert RowJournal(file).read() == rows | {"more": {}}
+
+
+def test_a_folder_in_the_way_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SimtuneError, match="cannot be read"):
+        RowJournal(tmp_path).read()
+
+
+# --- folders that work goes on in ---------------------------------------------------------------------------
+
+
+def test_a_folder_is_held_until_its_process_ends(tmp_path: Path) -> None:
+    out = tmp_path / "sw"
+    code = "import sys, time; from pathlib import Path; from simtune.runs.files import hold\n" \
+        "hold(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"  # fmt: skip
+    other = subprocess.Popen([sys.executable, "-c", code, str(out)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(SimtuneError, match="sw: another simtune is writing it"):
+            hold(out)
+    finally:
+        other.kill()
+        other.communicate()
+    hold(out)
+    assert out.is_dir()
+    assert not list(out.iterdir())
+    (tmp_path / "file").touch()
+    with pytest.raises(SimtuneError, match="is a file; name a folder"):
+        hold(tmp_path / "file")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="without a lock nobody knows whose it is")
+def test_what_a_killed_process_left_beside_a_run_is_cleared(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    write(out, {"manifest.json": "{}", "plan.yaml": "old"})
+    (tmp_path / ".run.part-abcdefgh").mkdir()
+    aside = tmp_path / ".run.part-12345678"
+    aside.mkdir()
+    out.rename(aside / ".earlier")  # killed just before the new one took its name
+    theirs = tmp_path / ".run.part-of-mine"
+    theirs.mkdir()
+    with pytest.raises(SimtuneError, match="holds an earlier run"):
+        claim(out, force=False)
+    assert (out / "plan.yaml").read_text() == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".run.part-of-mine", "run"]
