@@ -310,15 +310,16 @@ def _families(workload: Workload, families: int, seed: int) -> RequestStream:
         _uniforms(seed, _OUTPUT, requests),
         None,
         "output",
+        Span(0, requests),
     ).reshape(families, graph.size)
     alike = _uniforms(seed, _PROMPT, requests).reshape(families, graph.size)[:, np.array(graph.begin)[graph.node_of]]
     asked = [nodes[name].prompt or workload.prompt for name in graph.names]
     prompts = graph.prompts(
-        _lengths(asked, class_index, alike.reshape(-1), None, "prompt").reshape(output.shape), output
+        _lengths(asked, class_index, alike.reshape(-1), None, "prompt", Span(0, requests)).reshape(output.shape), output
     )
     _room_for_names(workload, (prompts + output) // BLOCK_TOKENS)
     users, think_s = _users(workload.arrivals)
-    arrival_s = _soon_enough(_arrival_s(workload.arrivals, None, seed, families), f"workload {workload.name}")
+    arrival_s = _soon_enough(_arrival_s(workload.arrivals, None, seed, Span(0, families)), f"workload {workload.name}")
     return RequestStream(
         arrival_s=None if arrival_s is None else np.repeat(arrival_s, graph.size),
         prompt_tokens=prompts.reshape(-1),

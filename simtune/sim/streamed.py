@@ -7,7 +7,7 @@ and sketches (`simtune.sim.sketch`). Requests in the system at once are kept, so
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -54,6 +54,11 @@ class StreamedLoad:
             raise UsageError(
                 f"workload {workload.name}: turns of a conversation depend on those before, so its requests cannot be "
                 "drawn a few at a time; leave --stream out"
+            )
+        if workload.graph:
+            raise UsageError(
+                f"workload {workload.name}: requests of a family wait for one another, so they cannot be drawn a few "
+                "at a time; leave --stream out"
             )
         self.workload, self.trace, self.seed = workload, trace, seed
         self._requests, self._stretch = requests, 1.0
@@ -292,7 +297,15 @@ class StreamRecorder(Recorder):
                     sketch.add(latencies[name][its & np.isfinite(latencies[name])])
         t.good += int(good.sum())
 
-    def outcome(self, arrival: array[int], *, aborted: bool, events: int, cores: list[EngineCoreUse]) -> Outcome:
+    def outcome(
+        self,
+        arrival: array[int],
+        *,
+        aborted: bool,
+        events: int,
+        cores: list[EngineCoreUse],
+        stopped: Mapping[int, int] | None = None,
+    ) -> Outcome:
         """What was written down of the run as a whole, once those too are summed up that are still in the system."""
         self.pack()
         self.fold(sorted({*self.finish, *self.first_token, *arrival}))
@@ -308,6 +321,7 @@ class StreamRecorder(Recorder):
             transferred=none,
             resent=none,
             refused=self.refused,
+            stopped={},
             aborted=aborted,
             events=events,
             steps=self.steps,
@@ -483,6 +497,8 @@ def simulate_streamed(
     if drafting:
         raise UsageError(f"plan {plan.name}: pool {drafting[0]} drafts, whose luck is drawn for all requests at once; "
                          "leave --stream out")  # fmt: skip
+    if plan.stages:
+        raise UsageError(f"plan {plan.name}: its stages see all requests at once; leave --stream out")
     brought = parts.brought(plan, [pool.costs for pool in deployment.pools])
     with parts.blamed(brought):
         wiring = wire(plan, deployment.model, deployment.pools, load.head, slo, seed)
