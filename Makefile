@@ -10,7 +10,7 @@ FIRST ?= 0
 REV ?= HEAD~1
 BENCH := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m benchmark_only -s
 
-.PHONY: profiles demo test lint bench bench-store bench-against reproduce picture slow vllm nightly fuzz coverage mutants kills clean
+.PHONY: profiles demo test lint bench bench-store bench-against reproduce picture screens slow vllm nightly fuzz coverage mutants kills clean
 
 demo: $(VENV)/.installed
 	$(BIN)/simtune optimize examples/quickstart/study.yaml --out $(RUN) --force
@@ -73,6 +73,11 @@ reproduce: $(VENV)/.installed-dev
 # docs/report.png, drawn by Chromium from the quickstart's report.
 picture: demo $(VENV)/.installed-dev
 	$(BIN)/python -m benchmarks.picture $(RUN)
+
+# Every page at the width of a desk and of a phone, light, dark and on paper, into runs/screens; what is cut is an error.
+screens: demo $(VENV)/.installed-dev
+	$(BIN)/simtune report $(RUN) $(RUN) --out runs/compared.html --force > /dev/null
+	$(BIN)/python -m benchmarks.screens $(RUN)/report.html runs/compared.html --out runs/screens
 
 # The shipped profiles from published tables: make profiles DATA=../shared/data
 profiles: $(VENV)/.installed-bench

@@ -66,9 +66,11 @@ def mark(png: bytes) -> str | None:
     return next((text.decode("latin-1") for keyword, _, text in texts if keyword == KEYWORD), None)
 
 
-def _browse(browser: str, page: Path, *options: str) -> str:
+def browse(browser: str, page: Path, scheme: int, *options: str) -> str:
+    """What a headless browser says of a page, in a colour scheme: 0 is dark, 1 light."""
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-    command += ["--virtual-time-budget=8000", "--blink-settings=preferredColorScheme=1", *options, page.as_uri()]
+    command += ["--virtual-time-budget=8000", f"--blink-settings=preferredColorScheme={scheme}", *options]
+    command.append(page.resolve().as_uri())
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
 
 
@@ -78,12 +80,12 @@ def draw(run: Path, browser: str) -> bytes:
         page, picture = Path(folder) / "page.html", Path(folder) / "page.png"
         page.write_text((run / "report.html").read_text("utf-8").replace("</body>", SHOWN), "utf-8")
         found = re.search(
-            r'data-height="([\d.]+)"', _browse(browser, page, f"--window-size={WIDTH},2000", "--dump-dom")
+            r'data-height="([\d.]+)"', browse(browser, page, 1, f"--window-size={WIDTH},2000", "--dump-dom")
         )
         if found is None:
             raise RuntimeError(f"{browser} did not say how high the page is")
         height = round(float(found[1])) + 24
-        _browse(browser, page, f"--window-size={WIDTH},{height}", f"--screenshot={picture}")
+        browse(browser, page, 1, f"--window-size={WIDTH},{height}", f"--screenshot={picture}")
         return picture.read_bytes()
 
 

@@ -31,7 +31,7 @@ from simtune.tuner.question import Question
 from simtune.tuner.reasons import no_better, praise, ranked, why_none
 from simtune.tuner.sayable import space_for
 from simtune.tuner.space import Candidate
-from simtune.tuner.trial import Attempt, Trial, Tuned
+from simtune.tuner.trial import Attempt, CoursePoint, Trial, Tuned
 from simtune.tuner.workshop import Workshop
 
 AHEAD = 8
@@ -74,10 +74,31 @@ def optimize(
     """
     question.check()
     space = space_for(question)
+    course = CourseLog(progress)
     with executor(jobs, AHEAD) as pool:
-        search = BestFirst(question, space.candidates, Evaluator(pool, ledger), progress)
+        search = BestFirst(question, space.candidates, Evaluator(pool, ledger), course)
         interrupted = search.run()
-    return search.answer(interrupted)
+    tuned = search.answer(interrupted)
+    tuned.course = tuple(course.points)
+    return tuned
+
+
+class CourseLog:
+    """Keeps where a search stood whenever its best plan or its bound changed, and passes everything on."""
+
+    def __init__(self, listener: SearchProgress | None = None) -> None:
+        self.points: list[CoursePoint] = []
+        self._listener = listener
+
+    def __call__(self, now: SearchCourse) -> None:
+        """A plan was decided."""
+        plan = "" if now.best is None else now.best.candidate.name
+        point = CoursePoint(now.simulations, now.done, plan, now.value, now.bound)
+        if len(self.points) > 1 and all((p.value, p.bound) == (point.value, point.bound) for p in self.points[-2:]):
+            self.points.pop()  # of a time in which nothing changed its two ends are enough
+        self.points.append(point)
+        if self._listener is not None:
+            self._listener(now)
 
 
 @dataclass(order=True)

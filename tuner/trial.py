@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from simtune.sim.deployment import Deployment
+from simtune.sim.frames import PlainCurve, arrow, frame, html_table, plotted
 from simtune.sim.result import Result
 from simtune.sim.summary import Metric, SimulationSummary
 from simtune.tuner.ladder import Ladder
@@ -68,6 +69,20 @@ class Trial:
         return Judged(self.rate_rps, served, self.statistic("e2el", "mean"), per_user, joules)
 
 
+class CoursePoint(NamedTuple):
+    """How far a search had come after so many simulations."""
+
+    simulations: int
+    decided: int
+    """Plans whose fate was known."""
+    plan: str
+    """The best so far; empty where there was none."""
+    value: float | None
+    """Of the best, in the objective's unit."""
+    bound: float | None
+    """What no plan of the space reaches more than."""
+
+
 @dataclass
 class Tuned:
     """The answer of a search: the chosen plan first, then everybody else with the reason it lost."""
@@ -84,6 +99,8 @@ class Tuned:
     interrupted: bool = False
     ladder: Ladder | None = None
     """The front, where that was asked for."""
+    course: tuple[CoursePoint, ...] = ()
+    """The best plan and the bound as the search went on."""
 
     @property
     def chosen(self) -> Trial:
@@ -100,3 +117,49 @@ class Tuned:
     def runners_up(self, most: int = 3) -> list[Trial]:
         """The best candidates that meet the SLO, then the nearest of the others that were simulated."""
         return [row for row in self.rows[1:] if row.status in ("feasible", "infeasible")][:most]
+
+    def to_pandas(self) -> Any:
+        """Every plan that was considered as a row of a `pandas.DataFrame`. Raises UsageError without pandas."""
+        return frame(self._columns())
+
+    def to_arrow(self) -> Any:
+        """The same as a `pyarrow.Table`. Raises UsageError without pyarrow."""
+        return arrow(self._columns())
+
+    def figures(self) -> dict[str, Any]:
+        """As figures of Plotly by name: `course`, the bound and the best plan over the simulations, and the latencies
+        of the chosen plan as `Result` draws them."""
+        simulations = [point.simulations for point in self.course]
+        lines = [
+            PlainCurve("bound", simulations, [point.bound for point in self.course]),
+            PlainCurve("best plan", simulations, [point.value for point in self.course]),
+        ]
+        return {"course": plotted("simulations", self.question.objective.unit, lines), **self.result.figures()}
+
+    def _columns(self) -> dict[str, list[Any]]:
+        """Of all plans, by name; None where the search did not need to know."""
+        rows = self.rows
+        return {
+            "plan": [row.candidate.name for row in rows],
+            "status": [row.status for row in rows],
+            "num_gpus": [row.candidate.num_gpus for row in rows],
+            "best": [row.best for row in rows],
+            "bounded_by": [row.bounded_by for row in rows],
+            "rate_rps": [row.rate_rps for row in rows],
+            "goodput_rps": [None if row.summary is None else row.summary.goodput_rps for row in rows],
+            "ttft_p99_s": [row.statistic("ttft", "p99") for row in rows],
+            "tpot_p99_s": [row.statistic("tpot", "p99") for row in rows],
+            "simulations": [row.simulations for row in rows],
+            "reason": [row.reason for row in rows],
+        }
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        unit = self.question.objective.unit
+        rows = [
+            ("chosen", self.chosen.candidate.name),
+            (self.question.study.objective, f"{self.value:,.4g} {unit}"),
+            ("no plan of the space exceeds", f"{self.bound:,.4g} {unit}, {self.gap:.1%} more"),
+            *((f"{rank}. {row.candidate.name}", row.reason) for rank, row in enumerate(self.runners_up(), 2)),
+        ]
+        return html_table("simtune.Tuned", rows)

@@ -86,7 +86,8 @@ class _Verbs(click.Group):
     "130 interrupted.",
 )
 @click.version_option(__version__, prog_name="simtune")
-def cli() -> None:
+@click.option("--log-json", is_flag=True, help="Progress as JSON lines on stderr, for machines.")
+def cli(log_json: bool) -> None:
     """Which inference schedule should this model run on this hardware under this load?"""
 
 

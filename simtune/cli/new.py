@@ -7,16 +7,17 @@ from pathlib import Path
 
 import click
 
+from simtune.cli.names import HARDWARE, MODEL, WORKLOAD
 from simtune.cli.output import force_option
 from simtune.errors import UsageError
 
 
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path), default="study.yaml")
-@click.option("--model", help="Name, spec, or Hugging Face config.json.")
-@click.option("--hardware", help="Name of a profile; found by nvidia-smi where there is a known card.")
+@click.option("--model", type=MODEL, help="Name, spec, or Hugging Face config.json.")
+@click.option("--hardware", type=HARDWARE, help="Name of a profile; found by nvidia-smi where there is a known card.")
 @click.option("--devices", type=click.IntRange(min=1), help="How many of them.")
-@click.option("--workload", help="Name, spec, or a log as a tool wrote it.")
+@click.option("--workload", type=WORKLOAD, help="Name, spec, or a log as a tool wrote it.")
 @click.option("--ttft", type=click.FloatRange(min=0, min_open=True), help="p99 limit of the time to first token, ms.")
 @click.option(
     "--tpot", type=click.FloatRange(min=0, min_open=True), help="p99 limit of the time per token after it, ms."

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from simtune.cli.pace import Pace
+
 if TYPE_CHECKING:
     from simtune.runs.contents import Contents
     from simtune.sim.deployment import Deployment
@@ -107,7 +109,8 @@ def split_settings(settings: Sequence[str], allowed: Sequence[str]) -> dict[str,
 
 @contextmanager
 def progress(total_of: str, quiet: bool) -> Iterator[Callable[[int, int, str], None]]:
-    """Yields update(done, total, words). Shows nothing unless stderr is a terminal."""
+    """Yields update(done, total, words): a bar on a terminal, elsewhere a line now and then, with `simtune --log-json`
+    a JSON line a second; all on stderr, and nothing when `quiet`."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -118,9 +121,13 @@ def progress(total_of: str, quiet: bool) -> Iterator[Callable[[int, int, str], N
         TimeRemainingColumn,
     )
 
-    console = Console(stderr=True)
-    if quiet or not console.is_terminal:
+    console, context = Console(stderr=True), click.get_current_context(silent=True)
+    as_json = context is not None and bool(context.find_root().params.get("log_json"))
+    if quiet:
         yield lambda done, total, words: None
+        return
+    if as_json or not console.is_terminal:
+        yield Pace(total_of, as_json)
         return
     columns = (
         TextColumn(total_of),

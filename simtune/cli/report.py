@@ -11,7 +11,7 @@ from simtune.cli.output import force_option, json_option, print_json, print_tabl
 from simtune.errors import UsageError
 
 if TYPE_CHECKING:
-    from simtune.report.compare import NamedRun
+    from simtune.report.compare import Compared
 
 
 @click.command()
@@ -22,47 +22,51 @@ if TYPE_CHECKING:
 def report(runs: tuple[Path, ...], out: Path | None, force: bool, as_json: bool) -> None:
     """Draw report.html of a RUN directory again; with several RUNs, one page that puts them side by side (--out).
 
-    A folder of runs gets an index.html of them all.
+    A RUN is the folder of `simulate`, `optimize` or `validate`, or the file of `reproduce --json`. A folder of runs
+    gets an index.html of them all.
     """
+    from simtune.report.sources import read_all
     from simtune.runs.reading import read_run, runs_in
 
     _check(out, force)
     first = runs[0]
     if len(runs) > 1 or (out is not None and not runs_in(first)):
-        _compare(_named(runs), out, as_json)
+        _compare(read_all(runs), out, as_json)
     elif inside := runs_in(first):
         from simtune.report.index import render as render_index
 
-        _write(out or first / "index.html", render_index(first.resolve().name, _named(inside)))
+        _write(out or first / "index.html", render_index(first.resolve().name, read_all(inside).runs))
     else:
         from simtune.report.page import render
 
         _write(first / "report.html", render(read_run(first)))
 
 
-def _named(folders: tuple[Path, ...]) -> list[NamedRun]:
-    from simtune.report.compare import NamedRun, distinct
-    from simtune.runs.reading import read_run
-
-    names = distinct([folder.resolve().name for folder in folders])
-    return [NamedRun(name, read_run(folder)) for name, folder in zip(names, folders, strict=True)]
-
-
-def _compare(runs: list[NamedRun], out: Path | None, as_json: bool) -> None:
+def _compare(compared: Compared, out: Path | None, as_json: bool) -> None:
+    from simtune.report.beside import errors, gains
     from simtune.report.compare import document, numbers, plan_differences, render
 
     if as_json:
-        print_json(document(runs))
+        print_json(document(compared))
     else:
-        names = [each.name for each in runs]
-        print_table("what differs", ("setting", *names), [(key, *values) for key, values in plan_differences(runs)])
-        rows = [
-            (f"{row.what}, {row.unit}".rstrip(", "), *(" ".join(filter(None, cell)) for cell in row.cells))
-            for row in numbers(runs)
-        ]
-        print_table(f"numbers (differences from {names[0]})", ("number", *names), rows)
+        names = [each.name for each in compared.runs]
+        if names:
+            differ = [(key, *values) for key, values in plan_differences(compared.runs)]
+            print_table("what differs", ("setting", *names), differ)
+            rows = [
+                (f"{row.what}, {row.unit}".rstrip(", "), *(" ".join(filter(None, cell)) for cell in row.cells))
+                for row in numbers(compared.runs)
+            ]
+            print_table(f"numbers (differences from {names[0]})", ("number", *names), rows)
+        for title, others, table in (
+            ("predicted over measured", compared.validations, errors(compared.validations)),
+            ("published systems: simulated gain", compared.findings, gains(compared.findings)),
+        ):
+            if others:
+                cells = [(row.what, *(cell for cell, _ in row.cells)) for row in table]
+                print_table(title, ("of", *(each.name for each in others)), cells)
     if out is not None:
-        _write(out, render(runs), words_apart=as_json)
+        _write(out, render(compared), words_apart=as_json)
 
 
 def _check(out: Path | None, force: bool) -> None:

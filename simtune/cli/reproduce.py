@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from simtune.cli.names import HARDWARE
 from simtune.cli.output import force_option, json_option, number, print_json, print_table, progress, quiet_option
 from simtune.errors import UsageError
 
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("systems", nargs=-1, metavar="[FAMILY|SYSTEM|FILE]...")
-@click.option("--hardware", default=None, help="Run all of them on this profile instead; nothing is judged then.")
+@click.option(
+    "--hardware", type=HARDWARE, default=None, help="Run all of them on this profile instead; nothing is judged then."
+)
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write one page with a figure.")
 @click.option("--jobs", type=click.IntRange(min=1), default=None, help="Processes, a family each; one per core.")
 @click.option(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from simtune.cli.names import ANY
 from simtune.cli.output import json_option, print_json, print_table
 from simtune.errors import UsageError
 from simtune.runs.files import write_file
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("reference", metavar="NAME_OR_FILE")
+@click.argument("reference", metavar="NAME_OR_FILE", type=ANY)
 @json_option
 @click.option(
     "--html",

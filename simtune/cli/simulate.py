@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from simtune.cli.names import ENGINE, HARDWARE, MODEL, WORKLOAD
 from simtune.cli.output import (
     force_option,
     json_option,
@@ -38,9 +39,13 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--model", default=None, help="Name, spec, or Hugging Face config.json; the plan's own if not given.")
-@click.option("--hardware", default=None, help="Name of a profile, or its folder; the plan's own if not given.")
-@click.option("--workload", required=True, help="Name, spec, or a trace file as it was published.")
+@click.option(
+    "--model", type=MODEL, default=None, help="Name, spec, or Hugging Face config.json; the plan's own if not given."
+)
+@click.option(
+    "--hardware", type=HARDWARE, default=None, help="Name of a profile, or its folder; the plan's own if not given."
+)
+@click.option("--workload", type=WORKLOAD, required=True, help="Name, spec, or a trace file as it was published.")
 @click.option(
     "--plan",
     "plan_file",
@@ -48,7 +53,10 @@ if TYPE_CHECKING:
     help="plan.yaml; without it one instance on the fewest GPUs that fit.",
 )
 @click.option(
-    "--engine", default=None, help="Preset whose settings hold where there is no plan: `simtune list engines`."
+    "--engine",
+    type=ENGINE,
+    default=None,
+    help="Preset whose settings hold where there is no plan: `simtune list engines`.",
 )
 @click.option(
     "--costs",
@@ -105,6 +113,12 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Keep no request once it is answered: memory does not grow, percentiles are within 0.1 %.",
 )
+@click.option(
+    "--leave-out",
+    multiple=True,
+    type=click.Choice(["requests", "trace", "lanes"]),
+    help="Of --out: write no requests.csv, trace.json.gz or lanes.json.gz; of a week they are hundreds of megabytes.",
+)
 @seed_option
 @set_option
 @out_option
@@ -125,6 +139,7 @@ def simulate(  # noqa: PLR0913 - one for each option
     window: str | None,
     per_request: Path | None,
     streamed: bool,
+    leave_out: tuple[str, ...],
     seed: int | None,
     settings: tuple[str, ...],
     out: Path | None,
@@ -140,7 +155,7 @@ def simulate(  # noqa: PLR0913 - one for each option
     from simtune.sim.basis import cost_basis
 
     by_spec = split_settings(settings, ("model", "hardware", "workload", "plan"))
-    targets = _Targets(out, timeline, _window(window, timeline), per_request)
+    targets = _Targets(out, timeline, _window(window, timeline), per_request, leave_out)
     targets.check(force)
     if streamed:
         targets.need_no_columns(worlds)
@@ -177,6 +192,7 @@ class _Targets:
     timeline: Path | None
     window_s: tuple[float, float] | None
     per_request: Path | None
+    leave_out: tuple[str, ...] = ()
 
     def check(self, force: bool) -> None:
         """Before any work: raises UsageError for what cannot be written."""
@@ -184,6 +200,8 @@ class _Targets:
 
         if self.out is not None:
             claim(self.out, force)
+        elif self.leave_out:
+            raise UsageError("--leave-out says what --out FOLDER lacks; give both")
         for file in (self.timeline, self.per_request):
             if file is not None and file.exists() and not force:
                 raise UsageError(f"{file}: exists; give --force to replace it, or name another file")
@@ -209,7 +227,7 @@ class _Targets:
             deployment, seed = experiment.deployment, experiment.seed
             inputs = (deployment.model, deployment.hardware, experiment.workload, deployment.plan)
             contents = of_simulation(deployment, result, deployment.plan.name, seed, drawn, experiment.workload)
-            write_run(self.out, contents, inputs, experiment.trace, seed)
+            write_run(self.out, contents.without(self.leave_out), inputs, experiment.trace, seed)
         if self.timeline is not None:
             write_file(self.timeline, trace_file(result, self.window_s))
         if self.per_request is not None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from simtune.cli.names import HARDWARE, MODEL
 from simtune.cli.output import json_option, number, print_json, print_table
 from simtune.errors import UsageError
 from simtune.runs.files import write_file
@@ -20,8 +21,10 @@ CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384)
 
 
 @click.command()
-@click.option("--model", required=True, help="Target: a built-in name, a spec, or a Hugging Face config.json.")
-@click.option("--hardware", required=True, help="A hardware profile, by name or file.")
+@click.option(
+    "--model", type=MODEL, required=True, help="Target: a built-in name, a spec, or a Hugging Face config.json."
+)
+@click.option("--hardware", type=HARDWARE, required=True, help="A hardware profile, by name or file.")
 @click.option(
     "--drafter",
     "drafter_text",

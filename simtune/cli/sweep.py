@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from simtune.cli.names import HARDWARE, MODEL, WORKLOAD
 from simtune.cli.output import json_option, print_json, print_table, progress, quiet_option, set_option
 from simtune.errors import UsageError
 
@@ -15,9 +16,9 @@ from simtune.errors import UsageError
     "--over", "texts", multiple=True, required=True, metavar="FIELD=VALUES", help="What to sweep; repeatable."
 )
 @click.option("--zip", "zipped", is_flag=True, help="Take the values of all fields side by side, not all combinations.")
-@click.option("--model", help="Name, spec, or Hugging Face config.json; the plan's own if not given.")
-@click.option("--hardware", help="Name of a profile, or its folder; the plan's own if not given.")
-@click.option("--workload", help="Name, spec, or a log as a tool wrote it.")
+@click.option("--model", type=MODEL, help="Name, spec, or Hugging Face config.json; the plan's own if not given.")
+@click.option("--hardware", type=HARDWARE, help="Name of a profile, or its folder; the plan's own if not given.")
+@click.option("--workload", type=WORKLOAD, help="Name, spec, or a log as a tool wrote it.")
 @click.option("--plan", help="plan.yaml; without it one instance on the fewest GPUs that fit.")
 @click.option("--rate", help="Mean requests per second.")
 @click.option("--requests", help="Requests to simulate.")

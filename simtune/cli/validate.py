@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from simtune.cli.names import HARDWARE, MODEL, WORKLOAD
 from simtune.cli.output import (
     command_line,
     force_option,
@@ -148,7 +149,7 @@ def make_engine(choice: EngineChoice, experiment: Experiment) -> Engine:
 
 @click.command()
 @click.argument("plan_file", metavar="PLAN")
-@click.option("--workload", default=None, help="Load to send; not needed with --from.")
+@click.option("--workload", type=WORKLOAD, default=None, help="Load to send; not needed with --from.")
 @click.option(
     "--engine",
     default=None,
@@ -162,8 +163,8 @@ def make_engine(choice: EngineChoice, experiment: Experiment) -> Engine:
     multiple=True,
     help="Judge what was measured: a run of simtune, of `vllm bench serve --save-detailed`, or of aiperf.",
 )
-@click.option("--model", default=None, help="Another model than the plan's.")
-@click.option("--hardware", default=None, help="Another hardware profile than the plan's.")
+@click.option("--model", type=MODEL, default=None, help="Another model than the plan's.")
+@click.option("--hardware", type=HARDWARE, default=None, help="Another hardware profile than the plan's.")
 @click.option("--requests", type=click.IntRange(min=1), default=None, help="How many, instead of the workload's own.")
 @click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True, help="Runs of every load.")
 @click.option("--rates", default=None, help="Requests per second, e.g. 2,4,8; fractions of the knee otherwise.")

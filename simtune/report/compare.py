@@ -10,8 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from simtune import __version__
-from simtune.report import figures, info, verdict
+from simtune.report import beside, figures, info, verdict
+from simtune.report.beside import NamedFindings, NamedValidation
 from simtune.report.templates import fill, template
+from simtune.report.validation import headline as validated
+from simtune.reproduce import headline as published
 from simtune.runs.schema import Run, Summary
 from simtune.sim.summary import Metric
 
@@ -228,53 +231,89 @@ CAPTIONS = {
     "goodput": "Requests per second within every limit of the chosen plans, over the offered rate; knees are circled.",
     "running": "Requests running over simulated time.",
     "kv": "Used share of the KV blocks over simulated time.",
+    "errors": "Validations: every latency of every load. On the line, prediction and measurement are equal.",
 }
 
 
-def render(runs: Sequence[NamedRun]) -> str:
+class Compared(NamedTuple):
+    """What one page puts side by side; the colours go through all of it in this order."""
+
+    runs: tuple[NamedRun, ...] = ()
+    validations: tuple[NamedValidation, ...] = ()
+    findings: tuple[NamedFindings, ...] = ()
+
+    @property
+    def names(self) -> list[str]:
+        """Of all of them."""
+        named = ([each.name for each in group] for group in (self.runs, self.validations, self.findings))
+        return [name for names in named for name in names]
+
+
+class Told(NamedTuple):
+    """A line of the first table: what it is called, what it says, and what holds it back."""
+
+    name: str
+    says: str
+    bottleneck: str
+
+
+def told(compared: Compared) -> list[Told]:
+    """What each of them says for itself."""
+    return [
+        *(
+            Told(each.name, info.headline(each.run), verdict.bottleneck(each.run.summary) or info.ABSENT)
+            for each in compared.runs
+        ),
+        *(Told(each.name, validated(each.validation), info.ABSENT) for each in compared.validations),
+        *(Told(each.name, published(each.findings.findings), info.ABSENT) for each in compared.findings),
+    ]
+
+
+def render(compared: Compared) -> str:
     """The page; the same bytes for the same runs."""
     from markupsafe import Markup
 
+    runs, validations = compared.runs, compared.validations
     drawn = {name: figures.fragment(figure, name, 360) for name, figure in overlays(runs).items()}
+    if validations:
+        scatter = beside.errors_figure(validations, len(runs))
+        drawn["errors"] = figures.fragment(scatter, "errors", 460)
     return fill(
         "compare.html.j2",
+        told=told(compared),
         runs=runs,
-        colours=[figures.COLOURS[i % len(figures.COLOURS)] for i in range(len(runs))],
+        validations=validations,
+        findings=compared.findings,
+        errors=beside.errors(validations),
+        gains=beside.gains(compared.findings),
+        colours=[figures.COLOURS[i % len(figures.COLOURS)] for i in range(len(compared.names))],
         info=info,
-        verdict=verdict,
         numbers=numbers(runs),
         plan_differences=plan_differences(runs),
         figures={name: Markup(html) for name, html in drawn.items()},
         captions=CAPTIONS,
         version=__version__,
-        numbers_json=Markup(_json(runs)),
+        numbers_json=Markup(json.dumps(document(compared), sort_keys=True, allow_nan=False).replace("<", "\\u003c")),
         style=Markup(template("style.j2")),
         plotly_js=Markup(figures.plotly_js()),
     )
 
 
-def document(runs: Sequence[NamedRun]) -> dict[str, Any]:
+def document(compared: Compared) -> dict[str, Any]:
     """The numbers behind the page: by run, by what they are."""
     return {
-        each.name: {
-            "plan": each.run.summary.plan.to_data(),
-            "saturated": each.run.summary.saturated,
-            **{
-                f"{number.what}, {number.unit}" if number.unit else number.what: _seconds_or_more(
-                    number, each.run.summary
-                )
-                for number in NUMBERS
-            },
-        }
-        for each in runs
+        **{each.name: _numbers_of(each.run.summary) for each in compared.runs},
+        **{each.name: each.validation.to_data() for each in compared.validations},
+        **{each.name: each.findings.to_data() for each in compared.findings},
     }
+
+
+def _numbers_of(s: Summary) -> dict[str, Any]:
+    named = {f"{n.what}, {n.unit}" if n.unit else n.what: _seconds_or_more(n, s) for n in NUMBERS}
+    return {"plan": s.plan.to_data(), "saturated": s.saturated, **named}
 
 
 def _seconds_or_more(number: Number, s: Summary) -> float | None:
     """In the unit of its row."""
     value = number.value(s)
     return value * 1e3 if value is not None and number.unit == "ms" else value
-
-
-def _json(runs: Sequence[NamedRun]) -> str:
-    return json.dumps(document(runs), sort_keys=True, allow_nan=False).replace("<", "\\u003c")

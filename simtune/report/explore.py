@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from simtune.report import info
 from simtune.runs.schema import Run
 
 
@@ -34,8 +35,8 @@ def _point(name: str, gpus: int, rate: float | None, ttft_s: float | None, tpot_
         "name": name,
         "gpus": gpus,
         "rate": rate,
-        "ttft": None if ttft_s is None else ttft_s * 1e3,
-        "tpot": None if tpot_s is None else tpot_s * 1e3,
+        "ttft": _in_ms(ttft_s),
+        "tpot": _in_ms(tpot_s),
     }
 
 
@@ -49,7 +50,35 @@ def limits(run: Run) -> dict[str, float]:
     return first
 
 
+def details(run: Run) -> dict[str, dict[str, Any]]:
+    """What is shown of a candidate that is clicked, by its name: its settings, what came of it, the command that starts
+    it, and quantiles of its latencies in milliseconds at evenly spaced levels, where the run keeps them."""
+    s, known = run.summary, {point["name"] for point in points(run)}
+    quantiles = {r.candidate: (r.ttft_quantiles_s, r.tpot_quantiles_s) for r in s.runners_up or ()}
+    if s.quantiles is not None and not s.saturated:
+        quantiles[info.chosen_name(run)] = (s.quantiles.ttft_s, s.quantiles.tpot_s)
+    shown = {}
+    for c in run.candidates:
+        if c.candidate not in known:
+            continue
+        settings = [(knob, str(value)) for knob in info.KNOBS if (value := getattr(c, knob)) not in (None, "")]
+        ttft, tpot = (tuple(1e3 * x for x in values) for values in quantiles.get(c.candidate, ((), ())))
+        shown[c.candidate] = {
+            "settings": settings,
+            "status": c.status.replace("_", " "),
+            "why": c.reason,
+            "launch": s.launch if c.status == "chosen" else c.launch,
+            "mean": {m: _in_ms(getattr(c, f"{m}_mean_s")) for m in ("ttft", "tpot")},
+            "quantiles": {"ttft": ttft, "tpot": tpot},
+        }
+    return shown
+
+
+def _in_ms(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1e3
+
+
 def document(run: Run) -> str:
-    """Points and limits as JSON that cannot end the script element it stands in."""
-    data = {"points": points(run), "limits": limits(run)}
+    """Points, limits and details as JSON that cannot end the script element it stands in."""
+    data = {"points": points(run), "limits": limits(run), "details": details(run)}
     return json.dumps(data, sort_keys=True, allow_nan=False).replace("<", "\\u003c")

@@ -108,6 +108,10 @@ def layout(x: Figure, y: Figure, **more: Any) -> Figure:
     }
 
 
+MANY = 500
+"""Points of one trace from which on they are drawn by WebGL."""
+
+
 def front_figure(s: Summary) -> Figure:
     """Simulated points of a front: offered tokens/s/GPU against tokens/s/user, one line for each plan."""
     names = list(dict.fromkeys(point.candidate for point in s.front))
@@ -172,6 +176,7 @@ def pareto_figure(info: ParetoInfo) -> Figure:
             axis("output tokens/s per user"),
             axis("output tokens/s per GPU"),
             hovermode="closest",
+            dragmode="select",
         ),
     }
 
@@ -180,13 +185,14 @@ def _points(
     points: Sequence[ParetoPoint], name: str, showlegend: bool = True, opacity: float = 1.0, **marker: Any
 ) -> Figure:
     return {
-        "type": "scatter",
+        "type": "scattergl" if len(points) > MANY else "scatter",
         "mode": "markers",
         "name": name,
         "legendgroup": name,
         "showlegend": showlegend,
         "x": [p.x for p in points],
         "y": [p.y for p in points],
+        "customdata": [p.candidate.candidate for p in points],
         "opacity": opacity,
         "marker": {"line": {"width": 1.5, "color": marker["color"]}, **marker},
         "hovertext": [_hover(p) for p in points],

@@ -87,9 +87,11 @@ def headline(schedule: DraftSchedule) -> str:
     if schedule.gain <= 1:
         return f"Drafting with {schedule.drafter} pays at no batch size and context looked at."
     where = sum(cell.off for cell in cells)
+    fixed = schedule.gain / schedule.fixed.gain - 1
+    beyond = f", {info.percent(fixed)} more than the best single setting," if fixed > 0 else ""
     off = f"; it should be off in {where} of {len(cells)} cells" if where else ""
     return (
-        f"Drafting with {schedule.drafter} gains a factor of {info.number(schedule.gain)} altogether, "
+        f"Drafting with {schedule.drafter} gains a factor of {info.number(schedule.gain)} altogether{beyond or ','} "
         f"{info.number(most)} at best{off}."
     )
 
@@ -143,6 +145,42 @@ def gain_figure(schedule: DraftSchedule) -> Figure:
     x = figures.axis("context, tokens", type="category", showgrid=False)
     y = figures.axis("batch, sequences", type="category", showgrid=False)
     return {"data": data, "layout": figures.layout(x, y, shapes=shapes)}
+
+
+def compared_figure(schedule: DraftSchedule) -> Figure:
+    """Gains over no drafts, altogether: of the best setting everywhere, of the best single one, of what engines can be
+    told."""
+    bars = [
+        ("best for each cell", schedule.gain, figures.COLOURS[0]),
+        (f"best single setting: {schedule.fixed.scheme}", schedule.fixed.gain, figures.COLOURS[1]),
+        *((f"{e.engine}: {e.scheme}", e.gain, figures.COLOURS[2]) for e in schedule.engines),
+    ]
+    rows = list(range(len(bars)))
+    labels = [
+        {"text": escape(what), "x": 0, "xref": "paper", "xanchor": "left", "y": row, "yshift": 12, "yanchor": "bottom"}
+        | {"showarrow": False, "font": {"size": 12}}
+        for row, (what, _, _) in zip(rows, bars, strict=True)
+    ]
+    bar = {
+        "type": "bar",
+        "orientation": "h",
+        "y": rows,
+        "x": [gain for _, gain, _ in bars],
+        "width": 0.4,
+        "marker": {"color": [colour for _, _, colour in bars]},
+        "text": [f"×{gain:.3f}" for _, gain, _ in bars],
+        "textposition": "inside",
+        "insidetextanchor": "start",
+        "textfont": {"color": "#ffffff"},
+        "hoverinfo": "skip",
+    }
+    down = {"visible": False, "range": [len(rows) - 0.5, -0.85], "fixedrange": True}
+    return {
+        "data": [bar],
+        "layout": figures.layout(
+            figures.axis("gain over no drafts", rangemode="tozero"), down, annotations=labels, showlegend=False
+        ),
+    }
 
 
 def tree_figure(draft: DraftShape) -> Figure:
@@ -225,7 +263,10 @@ def yield_figure(
 
 def drawn(schedule: DraftSchedule) -> dict[str, str]:
     """HTML of the figures by name."""
-    shown = {"speculation-gains": (gain_figure(schedule), 150 + 44 * len(schedule.batches))}
+    shown = {
+        "speculation-gains": (gain_figure(schedule), 150 + 44 * len(schedule.batches)),
+        "speculation-compared": (compared_figure(schedule), 90 + 56 * (2 + len(schedule.engines))),
+    }
     if schedule.draft.nodes:
         shown["speculation-draft"] = (
             tree_figure(schedule.draft),

@@ -10,6 +10,8 @@ from pydantic import Field
 
 from simtune.specs.base import Record, Seq
 
+FINDINGS_SCHEMA: Literal["simtune/findings@1"] = "simtune/findings@1"
+
 Status = Literal["reproduced", "assumed", "fitted", "differs", "needs", "not a schedule", "elsewhere", "infeasible"]
 
 WORDS: dict[Status, str] = {
@@ -59,7 +61,7 @@ class Finding(Record):
 class Findings(Record):
     """A file of findings."""
 
-    schema_: Literal["simtune/findings@1"] = Field("simtune/findings@1", alias="schema")
+    schema_: Literal["simtune/findings@1"] = Field(FINDINGS_SCHEMA, alias="schema")
     hardware: str | None
     """What all ran on, where that was asked for."""
     findings: Seq[Finding]
@@ -67,7 +69,7 @@ class Findings(Record):
     @classmethod
     def of(cls, findings: Sequence[Finding], hardware: str | None = None) -> Findings:
         """Of a run that has just been made."""
-        return cls(schema_="simtune/findings@1", hardware=hardware, findings=tuple(findings))
+        return cls(schema_=FINDINGS_SCHEMA, hardware=hardware, findings=tuple(findings))
 
 
 def counts(findings: Sequence[Finding]) -> dict[Status, int]:

@@ -12,7 +12,6 @@ from simtune.sim.pools import DeployedPool
 from simtune.sim.result import Result
 from simtune.specs.plan import Pool
 
-
 DIGITS = 9
 """Significant digits of a part's seconds: further ones depend on how wide the processor's registers are."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, cast
@@ -12,13 +12,16 @@ from simtune.costs.calibration import words
 from simtune.errors import Infeasible
 from simtune.parallel import Jobs
 from simtune.runs.breakdown import step_times
-from simtune.runs.engine_files import MAX_NODES, engine_files, launch_of, other_engines, speculation_facts
+from simtune.runs.engine_files import MAX_NODES, engine_files, launch_like, launch_of, other_engines, speculation_facts
 from simtune.runs.files import FRONT, MANIFEST, Files
+from simtune.runs.lanes import LANES, lanes_of
 from simtune.runs.price import price, priced
 from simtune.runs.requests import requests_csv
 from simtune.runs.schema import (
+    COURSE,
     SUMMARY_SCHEMA,
     CandidateRow,
+    CourseRow,
     DraftedLoad,
     DraftSchedule,
     HardwareFacts,
@@ -43,7 +46,7 @@ from simtune.sim.summary import SimulationSummary, Uncertainty
 from simtune.specs.hardware import Hardware
 from simtune.specs.study import Study
 from simtune.specs.workload import Workload
-from simtune.tuner.certificate import certificate_of
+from simtune.tuner.certificate import Certificate, certificate_of
 from simtune.tuner.confidence import Confidence
 from simtune.tuner.day import DayHour, day_of
 from simtune.tuner.drafting import Contexts, schedule
@@ -60,12 +63,24 @@ class Contents:
     files: Files
     """Those that no report is drawn from: the plan, engine settings, requests, the timeline."""
 
+    def without(self, parts: Collection[str]) -> Contents:
+        """Less of it: of `requests`, `trace` and `lanes` those that are named."""
+        names = {"requests": "requests.csv", "trace": "trace.json.gz"}
+        left_out = {names[part] for part in parts if part in names}
+        run = self.run._replace(lanes=None) if "lanes" in parts else self.run
+        return Contents(run, {name: text for name, text in self.files.items() if name not in left_out})
+
     def complete(self, page: str, manifest: Manifest) -> Files:
         """All files of the directory, with the page that was drawn from `run`."""
         files = {**self.files, "summary.json": _json(self.run.summary.to_data())}
         if self.run.candidates:
             rows = ([*row.model_dump().values()] for row in self.run.candidates)
             files["candidates.csv"] = to_csv(columns(CandidateRow), rows)
+        if self.run.certificate is not None:
+            files["certificate.json"] = _json(self.run.certificate.to_data())
+            files[COURSE] = to_csv(columns(CourseRow), ([*row.model_dump().values()] for row in self.run.course))
+        if self.run.lanes is not None:
+            files[LANES] = self.run.lanes.to_bytes()
         return {**files, "report.html": page, MANIFEST: _json(manifest.to_data())}
 
 
@@ -77,7 +92,7 @@ def of_simulation(
     uncertainty: Uncertainty | None = None,
     workload: Workload | None = None,
 ) -> Contents:
-    """One simulated plan: plan.yaml, engine/, summary.json, requests.csv and trace.json.gz."""
+    """One simulated plan: plan.yaml, engine/, summary.json, requests.csv, trace.json.gz and lanes.json.gz."""
     files = _files(deployment, result)
     summary = Summary(
         name=name,
@@ -89,7 +104,7 @@ def of_simulation(
         uncertainty=uncertainty,
         **_common(deployment, result, files, workload),
     )
-    return Contents(Run(summary, ()), files)
+    return Contents(Run(summary, (), lanes_of(result)), files)
 
 
 def of_study(tuned: Tuned, *, jobs: Jobs = None, confidence: Confidence | None = None) -> Contents:
@@ -134,11 +149,13 @@ def of_study(tuned: Tuned, *, jobs: Jobs = None, confidence: Confidence | None =
         **_common(tuned.deployment, tuned.result, files, tuned.question.workload),
     )
     candidates = tuple(
-        priced(_candidate(rank, row, study), tuned.question.usd_per_hour(row.candidate))
+        _startable(tuned, row, priced(_candidate(rank, row, study), tuned.question.usd_per_hour(row.candidate)))
         for rank, row in enumerate(tuned.rows, start=1)
     )
-    files |= _proof(tuned)
-    return Contents(Run(summary, candidates), files)
+    certificate = None if tuned.ladder else certificate_of(tuned)
+    files |= _proof(tuned, certificate)
+    course = tuple(CourseRow(**point._asdict()) for point in tuned.course)
+    return Contents(Run(summary, candidates, lanes_of(tuned.result), certificate, course), files)
 
 
 # --- what both have ---------------------------------------------------------------------------------------
@@ -218,10 +235,11 @@ def _hardware(hardware: Hardware, estimated: Sequence[str]) -> HardwareFacts:
     )
 
 
-def _proof(tuned: Tuned) -> Files:
+def _proof(tuned: Tuned, certificate: Certificate | None) -> Files:
     """What the search has shown; and of a front the plan of each of its points."""
-    if tuned.ladder is None:
-        return {"certificate.json": _json(certificate_of(tuned).to_data())}
+    if certificate is not None:
+        return {"certificate.json": _json(certificate.to_data())}
+    assert tuned.ladder is not None, "only of a front there is no certificate of one plan"
     files: Files = {FRONT: _json(front_certificate_of(tuned).to_data())}
     candidates = {row.candidate.name: row.candidate for row in tuned.rows}
     for number, point in enumerate(tuned.ladder.points, start=1):
@@ -275,6 +293,15 @@ def _candidate(rank: int, row: Trial, study: Study) -> CandidateRow:
         finished=None if simulated is None else _finished(simulated),
         joules_per_token=None if simulated is None else simulated.joules_per_token,
     )
+
+
+def _startable(tuned: Tuned, row: Trial, known: CandidateRow) -> CandidateRow:
+    """With the command that starts it, where it was simulated and drafts with nothing that the chosen plan does not."""
+    drafter = row.candidate.drafter
+    if row.summary is None or (drafter and drafter != tuned.chosen.candidate.drafter):
+        return known
+    plan = tuned.question.plan(row.candidate, tuned.deployment.max_model_len)
+    return known.model_copy(update={"launch": launch_like(tuned.deployment, plan)})
 
 
 def _router(study: Study, chosen: int) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from simtune import emit
+from simtune.errors import SimtuneError
 from simtune.runs.files import Files
 from simtune.sim.deployment import Deployment
 from simtune.specs.model import Model
@@ -62,10 +63,24 @@ NO_ENGINE = "engine/none.txt"
 def engine_files(deployment: Deployment) -> Files:
     """Settings for the engine that can run the plan; for others as far as drafting goes, where that one cannot; or why
     there are none."""
-    plan, models = deployment.plan, draft_models(deployment)
+    files = _emitted(deployment, deployment.plan)
+    return files if files else {NO_ENGINE: f"No engine settings: {emit.why_none(deployment.plan)}.\n"}
+
+
+def launch_like(deployment: Deployment, plan: Plan) -> str | None:
+    """What to type to start another plan of the same model and models that draft; None where no engine has its policy.
+
+    Raises nothing for what an engine cannot be told: such a plan has no command either.
+    """
+    try:
+        return launch_of(_emitted(deployment, plan), deployment.model.hf)
+    except SimtuneError:
+        return None
+
+
+def _emitted(deployment: Deployment, plan: Plan) -> Files:
     devices_per_node = deployment.hardware.device.devices_per_node
-    files = emit.engine_files(plan, deployment.model, devices_per_node, models)
-    return {**files} if files else {NO_ENGINE: f"No engine settings: {emit.why_none(plan)}.\n"}
+    return {**emit.engine_files(plan, deployment.model, devices_per_node, draft_models(deployment))}
 
 
 def launch_of(files: Files, checkpoint: str | None) -> str | None:

@@ -1,4 +1,5 @@
-"""Reads a run directory: `summary.json`, and `candidates.csv` and `certificate.json` where a search wrote them."""
+"""Reads a run directory: `summary.json`, `candidates.csv` and `certificate.json` where a search wrote them, and
+`lanes.json.gz` where steps were kept."""
 
 from __future__ import annotations
 
@@ -9,11 +10,12 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from simtune.errors import Problem, SpecError, UsageError
-from simtune.runs.schema import MANIFEST_SCHEMA, SUMMARY_SCHEMA, CandidateRow, Manifest, Run, Summary
+from simtune.runs.lanes import LANES, LANES_SCHEMA, Lanes
+from simtune.runs.schema import COURSE, MANIFEST_SCHEMA, SUMMARY_SCHEMA, CandidateRow, CourseRow, Manifest, Run, Summary
 from simtune.runs.tables import read_csv
 from simtune.specs import yamlfile
 from simtune.specs.base import Record, problems_of
-from simtune.specs.reading import json_document, read_text
+from simtune.specs.reading import json_document, read_packed_text
 from simtune.tuner.certificate import CERTIFICATE_SCHEMA, Certificate
 from simtune.tuner.front_certificate import FRONT_SCHEMA, FrontCertificate
 
@@ -27,8 +29,15 @@ def read_run(run: Path) -> Run:
         raise UsageError(f"{run}: no such folder; name the run directory that --out wrote")
     if not (run / "summary.json").is_file():
         raise UsageError(f"{run}: holds no summary.json, so it is not a run directory of simtune")
-    summary, table = read_summary(run / "summary.json"), run / "candidates.csv"
-    return Run(summary, read_csv(table, CandidateRow) if table.exists() else ())
+    summary, table, lanes = read_summary(run / "summary.json"), run / "candidates.csv", run / LANES
+    certificate, course = run / "certificate.json", run / COURSE
+    return Run(
+        summary,
+        read_csv(table, CandidateRow) if table.exists() else (),
+        read_record(lanes, Lanes, LANES_SCHEMA) if lanes.exists() else None,
+        read_certificate(certificate) if certificate.exists() else None,
+        read_csv(course, CourseRow) if course.exists() else (),
+    )
 
 
 def runs_in(folder: Path) -> tuple[Path, ...]:
@@ -40,28 +49,30 @@ def runs_in(folder: Path) -> tuple[Path, ...]:
 
 def read_summary(path: Path) -> Summary:
     """Raises UsageError when the file cannot be read, SpecError when it is damaged or of another version."""
-    return _read(path, Summary, SUMMARY_SCHEMA)
+    return read_record(path, Summary, SUMMARY_SCHEMA)
 
 
 def read_certificate(path: Path) -> Certificate:
     """The same of a certificate."""
     if not path.is_file():
         raise UsageError(f"{path}: no such file; name a run directory that simtune optimize wrote")
-    return _read(path, Certificate, CERTIFICATE_SCHEMA)
+    return read_record(path, Certificate, CERTIFICATE_SCHEMA)
 
 
 def read_front(path: Path) -> FrontCertificate:
     """The same of a front."""
-    return _read(path, FrontCertificate, FRONT_SCHEMA)
+    return read_record(path, FrontCertificate, FRONT_SCHEMA)
 
 
 def read_manifest(path: Path) -> Manifest:
     """The same of a manifest."""
-    return _read(path, Manifest, MANIFEST_SCHEMA)
+    return read_record(path, Manifest, MANIFEST_SCHEMA)
 
 
-def _read(path: Path, kind: type[T], schema: str) -> T:
-    text = read_text(path)
+def read_record(path: Path, kind: type[T], schema: str) -> T:
+    """A file that simtune wrote, JSON plain or gzipped. Raises UsageError when it cannot be read, SpecError when it is
+    damaged or of another version."""
+    text = read_packed_text(path)
     data = json_document(text, str(path))
     if not isinstance(data, dict):
         word = schema.removeprefix("simtune/").partition("@")[0]

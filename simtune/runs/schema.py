@@ -1,4 +1,5 @@
-"""What stands in the files of a run: `summary.json`, `candidates.csv`, `requests.csv`, `manifest.json`.
+"""What stands in the files of a run: `summary.json`, `candidates.csv`, `search.csv`, `requests.csv`,
+`manifest.json`.
 
 Declared once; the same classes are filled in, written, and read again. The numbers of the simulation itself are
 declared where they are computed, in `simtune.sim.summary`. Seconds, bytes, tokens, requests per second.
@@ -10,16 +11,19 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, ValidationInfo, field_serializer, field_validator, model_validator
 
+from simtune.runs.lanes import Lanes
 from simtune.sim.load import LoadFacts
 from simtune.sim.summary import CostBasis, LatencyQuantiles, SimulationSummary, Uncertainty, Whole
 from simtune.specs.base import Count, ErrorAt, NonNegative, Positive, Record, Seq, Share, Spec
 from simtune.specs.plan import Plan
 from simtune.specs.study import Study
+from simtune.tuner.certificate import Certificate
 from simtune.tuner.confidence import Confidence
 from simtune.tuner.day import DayPlan
 from simtune.tuner.ladder import FrontPoint
 
 SUMMARY_SCHEMA: Literal["simtune/summary@1"] = "simtune/summary@1"
+COURSE = "search.csv"
 MANIFEST_SCHEMA: Literal["simtune/manifest@1"] = "simtune/manifest@1"
 
 # --- parts of the summary: what was simulated -------------------------------------------------------------
@@ -331,6 +335,17 @@ class CandidateRow(Record):
     ] = None
     usd_per_million_output_tokens: Annotated[float | None, _column("price of its GPUs over its output", "USD")] = None
     joules_per_token: Annotated[float | None, _column("energy of its GPUs over its output tokens", "J")] = None
+    launch: Annotated[str | None, _column("starts it; empty where it was not simulated or no engine can run it")] = None
+
+
+class CourseRow(Record):
+    """A row of `search.csv`: how far a search had come, whenever its best plan or its bound had changed."""
+
+    simulations: Annotated[Whole, _column("that were done")]
+    decided: Annotated[Whole, _column("plans whose fate was known")]
+    plan: Annotated[str, _column("the best so far; empty where there was none")]
+    value: Annotated[float | None, _column("of the objective, reached by it")]
+    bound: Annotated[float | None, _column("of the objective, that no plan exceeds")]
 
 
 class RequestRow(Record):
@@ -388,3 +403,8 @@ class Run(NamedTuple):
     summary: Summary
     candidates: tuple[CandidateRow, ...]
     """Empty where nothing was searched."""
+    lanes: Lanes | None = None
+    """None where the run kept no steps."""
+    certificate: Certificate | None = None
+    """None where nothing was searched."""
+    course: tuple[CourseRow, ...] = ()

@@ -441,16 +441,7 @@ class EngineCore:
         elif decodes:
             recorder.rows.append((time.first, time.slope, time.repetitions, decodes))
         if recorder.jumps is not None:
+            waiting = self.scheduler.num_waiting + len(self.inbox.waiting)
             recorder.jumps.append(
-                StepRecord(
-                    self.number,
-                    self.started,
-                    end,
-                    time.repetitions,
-                    step.num_decodes,
-                    sum(chunk.tokens for chunk in step.chunks),
-                    step.num_decodes + len(step.chunks),
-                    self.scheduler.num_waiting + len(self.inbox.waiting),
-                    self.scheduler.kv.free,
-                )
+                StepRecord.of(step, self.number, (self.started, end), time.repetitions, waiting, self.scheduler.kv.free)
             )

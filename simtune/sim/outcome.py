@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from simtune.engine import Tally
+from simtune.engine import Step, Tally
 from simtune.sim.sampling import SampledStep
 
 Ticks = NDArray[np.int64]
@@ -26,6 +26,30 @@ class StepRecord(NamedTuple):
     running: int
     waiting: int
     free_blocks: int
+    draft_tokens: int = 0
+    """Drafts that each of the steps verifies."""
+    chunks: tuple[tuple[int, int], ...] = ()
+    """(request, tokens) of the prompts computed."""
+    preempted: tuple[int, ...] = ()
+    """Requests that lost their seat when it was scheduled."""
+
+    @classmethod
+    def of(cls, step: Step, core: int, span: tuple[int, int], steps: int, waiting: int, free: int) -> StepRecord:
+        """So many steps like this one, from the first tick of `span` to the last."""
+        return cls(
+            core=core,
+            start=span[0],
+            end=span[1],
+            steps=steps,
+            num_decodes=step.num_decodes,
+            prefill_tokens=sum(chunk.tokens for chunk in step.chunks),
+            running=step.num_decodes + len(step.chunks),
+            waiting=waiting,
+            free_blocks=free,
+            draft_tokens=step.draft_tokens,
+            chunks=tuple((chunk.request.id, chunk.tokens) for chunk in step.chunks),
+            preempted=tuple(request.id for request in step.preempted),
+        )
 
 
 class EngineCoreUse(NamedTuple):

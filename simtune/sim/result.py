@@ -20,7 +20,7 @@ from simtune.arrays import Array
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import Tally
 from simtune.sim.energy import Power, energy_j
-from simtune.sim.frames import frame, html_table
+from simtune.sim.frames import PlainCurve, arrow, frame, html_table, plotted
 from simtune.sim.outcome import Outcome
 from simtune.sim.requests import RequestStream
 from simtune.sim.statistics import TokenIntervals, piles_up, warm_up
@@ -288,6 +288,25 @@ class Result:
 
     def to_pandas(self) -> Any:
         """Every request as a row of a `pandas.DataFrame`, times in seconds. Raises UsageError without pandas."""
+        return frame(self._columns())
+
+    def to_arrow(self) -> Any:
+        """The same as a `pyarrow.Table`. Raises UsageError without pyarrow."""
+        return arrow(self._columns())
+
+    def figures(self) -> dict[str, Any]:
+        """Distributions of TTFT, TPOT and E2EL as figures of Plotly, by metric; none of what no request has."""
+        drawn = {}
+        for metric in ("ttft", "tpot", "e2el"):
+            values = [1e3 * x for x in quantiles(self.values(metric))]
+            if len(values) > 1:
+                levels = [100 * i / (len(values) - 1) for i in range(len(values))]
+                curve = PlainCurve(metric.upper(), values, levels)
+                drawn[metric] = plotted(f"{metric.upper()}, ms", "requests, %", [curve])
+        return drawn
+
+    def _columns(self) -> dict[str, Any]:
+        """Of all requests, by name."""
         stream, outcome = self.stream, self.outcome
         columns: dict[str, Any] = {
             "class": [stream.class_names[i] for i in stream.class_index.tolist()],
@@ -299,7 +318,7 @@ class Result:
             f"{name}_s": getattr(self, f"{name}_s") for name in ("arrival", "scheduled", "first_token", "finish")
         }
         columns |= {f"{metric}_s": getattr(self, f"{metric}_s") for metric in METRICS}
-        return frame({**columns, "preemptions": outcome.preemptions, "good": self.good})
+        return {**columns, "preemptions": outcome.preemptions, "good": self.good}
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 from pydantic import Field
 
 from simtune.errors import EngineError
+from simtune.sim.frames import PlainCurve, arrow, frame, html_table, plotted
 from simtune.sim.summary import SimulationSummary, Uncertainty, Whole
 from simtune.specs.base import Count, NonNegative, Positive, Record, Seq
 from simtune.validation.measured import MEASURED_METRICS, Clock, EngineFacts, MeasuredMetric, MeasuredRun
@@ -74,6 +75,43 @@ class Validation(Record):
     tolerance: Positive
     loads: Seq[LoadResult]
     within: bool = Field(description="every judged number within the tolerance, or within twice the repeats' noise")
+
+    def to_pandas(self) -> Any:
+        """Every number of every load as a row of a `pandas.DataFrame`. Raises UsageError without pandas."""
+        return frame(self._columns())
+
+    def to_arrow(self) -> Any:
+        """The same as a `pyarrow.Table`. Raises UsageError without pyarrow."""
+        return arrow(self._columns())
+
+    def figures(self) -> dict[str, Any]:
+        """`scatter`: predicted over measured latencies of every load, in milliseconds, as a figure of Plotly."""
+        clouds = []
+        for load in self.loads:
+            known = [c for c in load.comparisons if c.unit == "s" and c.predicted and c.measured]
+            measured, predicted = (
+                [1e3 * (getattr(c, side) or 0.0) for c in known] for side in ("measured", "predicted")
+            )
+            clouds.append(PlainCurve(load.label, measured, predicted, mode="markers"))
+        return {"scatter": plotted("measured, ms", "predicted, ms", clouds)}
+
+    def _columns(self) -> dict[str, list[Any]]:
+        """Of all numbers of all loads, by name."""
+        rows = [(load.label, c) for load in self.loads for c in load.comparisons]
+        columns: dict[str, list[Any]] = {"load": [label for label, _ in rows], "number": [c.name for _, c in rows]}
+        for name in ("unit", "predicted", "low", "high", "measured", "noise", "error", "within"):
+            columns[name] = [getattr(c, name) for _, c in rows]
+        return columns
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the means that were judged."""
+        rows = [
+            (f"{load.label}: {c.name}", f"{c.error:+.1%}, {'within' if c.within else 'outside'}")
+            for load in self.loads
+            for c in load.comparisons
+            if c.within is not None and c.error is not None
+        ]
+        return html_table(f"{self.name} on {self.device}: predicted over measured", rows)
 
 
 def compare(

@@ -22,13 +22,15 @@ from numpy._core import _multiarray_umath as features
 
 import simtune.api  # noqa: F401 (loaded before anything of it is replaced: it keeps what it finds on loading)
 from simtune.report import page
+from simtune.runs.reading import read_run
 from simtune.specs.plan import Plan
 from simtune.tuner import search
-from tests.cli.conftest import ROOT, STUDY
+from tests.cli.conftest import ROOT, STUDY, Desk
 
 FILES = {
     "plan.yaml", "engine/launch.sh", "engine/vllm-mixed.yaml", "engine/dynamo.yaml", "summary.json", "candidates.csv",
     "requests.csv", "trace.json.gz", "report.html", "manifest.json", "certificate.json",
+    "lanes.json.gz", "search.csv",
 }  # fmt: skip
 
 Call = Callable[..., Any]
@@ -330,3 +332,11 @@ def test_ctrl_c_reaches_the_process(start: Call, desk: Any) -> None:
     assert out == ""
     assert err.splitlines()[-1] == "interrupted; nothing was written"
     assert not (desk.folder / "run").exists()
+
+
+def test_a_run_directory_holds_its_lanes(desk: Desk) -> None:
+    assert desk.simulate("--rate", 2, "--requests", 30, "--out", "run").code == 0
+    lanes = read_run(Path("run")).lanes
+    assert lanes is not None
+    assert lanes.to_bytes() == Path("run/lanes.json.gz").read_bytes()
+    assert lanes.requests == 30

@@ -32,7 +32,7 @@ LAW: dict[str, set[str]] = {
     "runs": GROUND | {"costs", "emit", "sim", "tuner"},
     "validation": GROUND | {"engine", "costs", "emit", "profiling", "sim", "tuner", "runs"},
     "reproduce": GROUND | {"engine", "costs", "sim"},
-    "report": GROUND | {"costs", "sim", "runs", "reproduce", "validation"},
+    "report": GROUND | {"costs", "sim", "tuner", "runs", "reproduce", "validation"},
     "api": GROUND | {"engine", "costs", "emit", "sim", "tuner"},
     "sweep": GROUND | {"sim", "runs", "api"},
     "cli": GROUND
@@ -57,6 +57,7 @@ LAW: dict[str, set[str]] = {
 CLOCKS = {"time", "datetime", "sched", "timeit"}
 CLOCK_READERS = {
     "simtune.runs.manifest",  # the time of day for manifest.json
+    "simtune.cli.pace",  # how fast work goes, said on stderr
     "simtune.profiling.timing",  # measuring
     "simtune.validation.clock",  # the real clock beside the simulated one
     *(f"simtune.validation.engines.{name}" for name in ("clocks", "gauge", "vllm_steps")),

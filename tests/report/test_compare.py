@@ -10,9 +10,15 @@ from typing import Any
 
 import pytest
 
-from simtune.report import compare, figures, index
-from simtune.report.compare import NamedRun
+from simtune.errors import SpecError
+from simtune.report import beside, compare, figures, index
+from simtune.report.beside import NamedFindings, NamedValidation
+from simtune.report.compare import Compared, NamedRun
+from simtune.report.sources import read_all
+from simtune.reproduce import Finding, Findings
 from simtune.runs.reading import read_run, runs_in
+from simtune.validation.judge import Comparison, LoadResult, Validation
+from simtune.validation.measured import EngineFacts
 from tests.report.test_report_page import read
 
 RunMaker = Callable[..., Path]
@@ -70,15 +76,15 @@ def test_a_run_keeps_its_colour_through_the_page(make_run: RunMaker, optimized: 
             trace["name"]: trace["line"]["color"] for trace in figure["data"] if trace["name"] in ("today", "tomorrow")
         }
         assert lines == {"today": figures.COLOURS[0], "tomorrow": figures.COLOURS[1]}, name
-    page = compare.render(runs)
+    page = compare.render(Compared(tuple(runs)))
     assert re.findall(r'<i class="dot" style="background: (#\w+)"></i>tomorrow', page) == [figures.COLOURS[1]] * 3
 
 
 def test_ten_runs_fit_into_one_page_that_loads_nothing(make_run: RunMaker) -> None:
     runs = [NamedRun(f"run {i} <b>&", read_run(make_run())) for i in range(10)]
-    page = compare.render(runs)
+    page = compare.render(Compared(tuple(runs)))
     assert len(page.encode()) < MOST_BYTES
-    assert page == compare.render(runs)
+    assert page == compare.render(Compared(tuple(runs)))
     reader = read(page)
     assert reader.headings == ["The runs", "What differs", "Numbers", "Figures"]
     assert not [attrs for tag, attrs in reader.tags if tag == "script" and "src" in attrs]
@@ -106,3 +112,82 @@ def test_an_index_links_to_every_run(make_run: RunMaker, tmp_path: Path) -> None
 @pytest.mark.parametrize(("relative", "shown"), [(0.0004, "="), (0.1234, "+12.3 %"), (-0.5, "−50.0 %")])
 def test_differences_in_words(relative: float, shown: str) -> None:
     assert compare.difference(relative) == shown
+
+
+# --- validations and published systems --------------------------------------------------------------------
+
+HOSTILE = "<img src=x>"
+
+
+def validation(error: float, label: str = HOSTILE) -> Validation:
+    ttft = Comparison(
+        metric="ttft", statistic="mean", unit="s", predicted=0.1 * (1 + error), low=None, high=None, measured=0.1,
+        noise=0.01, error=error, within=abs(error) < 0.1,
+    )  # fmt: skip
+    load = LoadResult(
+        label=label, rate_rps=2.0, requests=10, repeats=3, failed=0, failures={}, saturated=False,
+        lateness_p99_s=None, comparisons=(ttft,),
+    )  # fmt: skip
+    return Validation(
+        schema_id="simtune/validation@1", name="p", model="m", hardware="h", device="d",
+        engine=EngineFacts(engine="vllm", version="1"), clock="wall", tolerance=0.1, loads=(load,),
+        within=abs(error) < 0.1,
+    )  # fmt: skip
+
+
+def finding(simulated: float | None, status: str) -> Finding:
+    return Finding.model_validate(
+        {"family": "f", "system": "s", "title": HOSTILE, "year": 2024, "source": "x", "status": status, "claim": "c"}
+        | {"claimed": 2.0, "band": [1.5, 2.5], "simulated": simulated, "base": 1.0, "variant": 2.0, "metric": "ttft"}
+        | {"reason": None, "assumed": [], "chosen": None, "not_modelled": []}
+    )
+
+
+def test_validations_stand_beside_each_other() -> None:
+    pair = [NamedValidation("one", validation(0.2)), NamedValidation("two", validation(-0.05))]
+    (row,) = beside.errors(pair)
+    assert row == (f"{HOSTILE}: TTFT mean", (("+20.0 %", True), ("−5.0 %", False)))
+    apart = [pair[0], NamedValidation("two", validation(0.0, label="other"))]
+    assert [cell for row in beside.errors(apart) for cell, _ in row.cells] == ["+20.0 %", "–", "–", "+0.0 %"]
+    colours = [trace.get("marker", {}).get("color") for trace in beside.errors_figure(pair, 3)["data"]]
+    assert colours == [figures.COLOURS[3], figures.COLOURS[4], None]
+
+
+def test_published_systems_stand_beside_each_other() -> None:
+    lists = [
+        NamedFindings("then", Findings.of([finding(1.2, "differs")])),
+        NamedFindings("now", Findings.of([finding(2.0, "assumed")])),
+    ]
+    assert beside.gains(lists) == [(HOSTILE, (("1.20 differs", True), ("2.00 assumed", False)))]
+    assert beside.gains([NamedFindings("none", Findings.of([finding(None, "needs")]))]) == []
+
+
+def test_any_mix_makes_one_page(make_run: RunMaker, tmp_path: Path) -> None:
+    run, other, listed = make_run(), tmp_path / "validated", tmp_path / "systems.json"
+    other.mkdir()
+    (other / "validation.json").write_text(json.dumps(validation(0.2).to_data()))
+    listed.write_text(json.dumps(Findings.of([finding(1.2, "differs")]).to_data()))
+    compared = read_all([listed, run, other])
+    assert compared.names == [run.name, "validated", "systems.json"]
+    reader = read(compare.render(compared))
+    assert reader.headings == [
+        "The runs", "What differs", "Numbers", "Predicted over measured", "Published systems", "Figures",
+    ]  # fmt: skip
+    assert "predictions are not within" in reader.words or "outside" in reader.words
+    assert not [tag for tag, _ in reader.tags if tag == "img"]
+    assert reader.words.count(HOSTILE) >= 2
+    alone = read(compare.render(read_all([other])))
+    assert alone.headings == ["The runs", "Predicted over measured", "Figures"]
+    listed.write_text("{}")
+    with pytest.raises(SpecError, match="must be simtune/findings@1"):
+        read_all([listed])
+
+
+def test_a_validation_shows_itself_in_a_notebook() -> None:
+    one = validation(0.2)
+    assert "+20.0%, outside" in one._repr_html_()
+    assert "<img" not in one._repr_html_()
+    (cloud,) = one.figures()["scatter"].data
+    assert (cloud.x, cloud.y) == ((100.0,), (120.0,))
+    pytest.importorskip("pyarrow")
+    assert one.to_arrow().column("error").to_pylist() == [0.2]

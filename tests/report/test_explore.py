@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -60,3 +61,32 @@ def test_the_fragment_of_the_address_moves_the_limits(make_run: RunMaker, tmp_pa
     said = html.unescape(dom.partition('<p id="explored" role="status">')[2].partition("</p>")[0])
     count = len({p["name"] for p in met})
     assert said == f"{best['name']} is best of {count} that meet these limits at a rate that was simulated."
+
+
+def test_a_candidate_is_told_with_its_settings_and_command(make_run: RunMaker) -> None:
+    run = read_run(make_run(launch="vllm serve x --a 'b'"))
+    told = explore.details(run)
+    assert set(told) == {point["name"] for point in explore.points(run)}
+    chosen, second = run.candidates[0], run.candidates[1]
+    assert told[chosen.candidate]["launch"] == "vllm serve x --a 'b'"
+    assert ("tp", str(chosen.tp)) in told[chosen.candidate]["settings"]
+    assert len(told[chosen.candidate]["quantiles"]["ttft"]) == 101
+    assert told[second.candidate]["mean"]["tpot"] == pytest.approx(1e3 * (second.tpot_mean_s or 0))
+    assert told[second.candidate]["launch"] is None
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium to run the page")
+def test_a_candidate_in_the_address_is_shown(make_run: RunMaker, tmp_path: Path) -> None:
+    hostile = "<img src=x onerror=alert(1)>"
+    run = read_run(make_run())
+    first = run.candidates[0].model_copy(update={"candidate": hostile})
+    page = tmp_path / "page.html"
+    page.write_text(render(run._replace(candidates=(first, *run.candidates[1:]))), encoding="utf-8")
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    command += ["--virtual-time-budget=8000", "--dump-dom", f"{page.as_uri()}#candidate={quote(hostile)}"]
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout
+    shown = dom.partition('<div id="candidate"')[2].partition("</section>")[0]
+    assert html.escape(hostile, quote=False) in shown
+    assert "<img" not in shown
+    assert "<dt>max_num_seqs</dt>" in shown
+    assert dom.count("As a table") >= 5

@@ -1,0 +1,81 @@
+"""Long work shows itself: lines now and then, JSON for machines, names that a shell completes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import pytest
+from click.shell_completion import ShellComplete
+
+from simtune.cli import cli, output, pace
+from tests.cli.conftest import Desk, Said
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A clock that stands still until it is set."""
+    now = [0.0]
+    monkeypatch.setattr(pace.time, "monotonic", lambda: now[0])
+    return now
+
+
+def work(clock: list[float], quiet: bool = False) -> None:
+    with output.progress("plans", quiet) as update:
+        for done in range(1, 101):
+            clock[0] += 1.0
+            update(done, 100, "the best")
+
+
+def test_where_nobody_looks_a_line_comes_now_and_then(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    work(clock)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 100 // pace.EVERY_S
+    assert lines[0] == "plans: 20 of 100 in 20 s, 1/s, about 80 s left; the best"
+    work(clock, quiet=True)
+    assert capsys.readouterr().err == ""
+
+
+def test_machines_get_json_lines(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    with click.Context(cli) as context:
+        context.params["log_json"] = True
+        work(clock)
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [line["done"] for line in lines] == [*range(1, 101)]
+    assert lines[49] == {
+        "what": "plans", "done": 50, "total": 100, "words": "the best", "elapsed_s": 50.0, "per_s": 1.0, "left_s": 50.0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("typed", "begun", "found"),
+    [
+        (["simulate", "--model"], "llama-3.1-8", "llama-3.1-8b"),
+        (["simulate", "--hardware"], "h100", "h100-sxm"),
+        (["sweep", "--workload"], "ch", "chat"),
+        (["simulate", "--engine"], "vllm-0.2", "vllm-0.24"),
+        (["show"], "rtx", "rtx-4090"),
+        ([], "opt", "optimize"),
+    ],
+)
+def test_shells_complete_verbs_and_names(typed: list[str], begun: str, found: str) -> None:
+    items = ShellComplete(cli, {}, "simtune", "_SIMTUNE_COMPLETE").get_completions(typed, begun)
+    assert found in [item.value for item in items]
+    assert all(item.value.startswith(begun) for item in items)
+
+
+def test_what_is_too_big_can_be_left_out(desk: Desk, call: Callable[..., Said]) -> None:
+    asked = ("--rate", 2, "--requests", 20, "--out", "run")
+    assert desk.simulate(*asked, "--leave-out", "requests", "--leave-out", "trace", "--leave-out", "lanes").code == 0
+    left = {path.name for path in Path("run").iterdir()}
+    assert "summary.json" in left
+    assert not left & {"requests.csv", "trace.json.gz", "lanes.json.gz"}
+    assert 'id="lane-data"' not in Path("run/report.html").read_text()
+    before = Path("run/report.html").read_bytes()
+    assert call("report", "run").code == 0
+    assert Path("run/report.html").read_bytes() == before
+    said = desk.simulate("--leave-out", "trace")
+    assert said.code == 2
+    assert "give both" in said.err
