@@ -289,7 +289,7 @@ def test_an_interrupted_report_leaves_the_old_page(desk: Any, call: Call, monkey
 
 def test_an_interrupt_before_there_is_a_plan_writes_nothing(desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert desk.optimize().code == 0
-    monkeypatch.setattr("simtune.tuner.search.optimize", breaking(search.optimize, KeyboardInterrupt(), 1))
+    monkeypatch.setattr("simtune.tuner.front.answer", breaking(search.optimize, KeyboardInterrupt(), 1))
     assert desk.refused(desk.optimize, "--force", code=130) == "interrupted; nothing was written"
 
 
@@ -303,7 +303,7 @@ def test_an_interrupt_keeps_the_best_so_far_and_says_so(desk: Any, monkeypatch: 
 
         return whole(*args, progress=stop, **named)
 
-    monkeypatch.setattr("simtune.tuner.search.optimize", interrupted)
+    monkeypatch.setattr("simtune.tuner.front.answer", interrupted)
     said = desk.optimize("--json")
     assert said.code == 130
     assert said.err == "interrupted: this is the best of what was searched\n"
