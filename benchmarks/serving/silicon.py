@@ -5,9 +5,13 @@ origin of the row:
 
 * a public sweep draws both lengths evenly from 0.8 L to L and keeps `concurrency` requests under way, ten times as many
   in all, the first of them at once;
-* of a gap analysis the client is unknown. It is taken to ask as often, with equal requests.
+* of a gap analysis the client is unknown. It is taken to ask as often, with equal requests; with lengths that vary by a
+  tenth in the analyses of SGLang 0.5.6 and TensorRT-LLM 1.0, where requests did not stay in step: first tokens of the
+  one come sooner than that would let them, prompts of the other take as many steps as there are prompts.
 
-Engines run with their presets (`preset_of`, `settings_of`).
+Engines run with their presets (`preset_of`, `settings_of`), and in public sweeps with what their published launch files
+say besides (InferenceMAX, benchmarks/: the all-reduce fused with the norm in all of vLLM's and SGLang's for Blackwell;
+fp8 KV caches and 256 seats in SGLang's).
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ import numpy as np
 
 from simtune.specs.catalog import load_engine, load_hardware, load_model, names
 from simtune.specs.engine import merged
-from simtune.specs.model import Model
+from simtune.specs.model import LayerGroup, Model, MoeFeedForward
 from simtune.specs.plan import Plan
 from simtune.specs.workload import ClosedLoop, FixedLength, Quantiles, Workload
 
@@ -36,6 +40,17 @@ MODELS = {
     "deepseek-ai/DeepSeek-V3": "deepseek-v3",
 }
 HARDWARE = {"h100_sxm": "h100-sxm", "h200_sxm": "h200-sxm", "b200_sxm": "b200"}
+ROUTING_SKEW = 0.7
+"""Zipf exponent of how often experts are chosen. AIConfigurator takes models to route by its `power_law_1.01`: times of
+experts on one rank under it, over those of tokens dealt out, are about those of the experts that exponents of 0.5 to
+0.9 wake, from one to eight rows an expert."""
+OUT_OF_STEP = ("sglang 0.5.6", "trtllm 1.0")
+"""Engines and releases whose gap analysis is taken to have asked with lengths that vary by a tenth."""
+LAUNCHED: dict[str, dict[str, Any]] = {
+    "vllm": {"fused": ["norm"]},
+    "sglang": {"fused": ["norm"], "kv_cache": {"dtype": "fp8"}, "batching": {"max_num_seqs": 256}},
+}
+"""What launch files of the public sweep say by engine on Blackwell, beyond the presets."""
 ROUNDS = 10
 """Requests per client."""
 
@@ -63,6 +78,11 @@ class Run:
         return int(float(value)) if value else default
 
     @property
+    def sweep(self) -> bool:
+        """Whether the row is of the public sweep."""
+        return self.row["origin"] == "public sweep"
+
+    @property
     def concurrency(self) -> int:
         return self.number("concurrency")
 
@@ -80,6 +100,7 @@ def runs(data_dir: Path) -> Iterator[Run]:
 def model_of(run: Run) -> Model:
     """The checkpoint that was served: the model in the formats of the row."""
     model = load_model(run.model)
+    model = model.model_copy(update={"layers": tuple(map(_unevenly_routed, model.layers))})
     if run.model == "gpt-oss-120b":
         # Its 4-bit experts take 8-bit activations on Blackwell: TensorRT-LLM chooses that itself there (TRTLLM-Gen
         # kernels), and public sweeps tell vLLM to (VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8). Elsewhere 16 bits.
@@ -89,20 +110,35 @@ def model_of(run: Run) -> Model:
     return model.model_copy(update={"weight_dtype": run.row["gemm"], "expert_dtype": run.row["moe"]})
 
 
+def _unevenly_routed(layers: LayerGroup) -> LayerGroup:
+    if not isinstance(layers.feed_forward, MoeFeedForward):
+        return layers
+    feed_forward = layers.feed_forward.model_copy(update={"routing_skew": ROUTING_SKEW})
+    return layers.model_copy(update={"feed_forward": feed_forward})
+
+
 def workload_of(run: Run) -> Workload:
     """The load of a row, by its origin."""
-    sweep = run.row["origin"] == "public sweep"
     lengths: dict[str, Any] = {}
     for name, column in (("prompt", "isl"), ("output", "osl")):
-        tokens = run.number(column)
-        drawn = Quantiles(levels=(0.0, 1.0), tokens=(max(1.0, 0.8 * tokens), float(tokens)))
-        lengths[name] = drawn if sweep else FixedLength(tokens=tokens)
+        tokens, (least, most) = run.number(column), spread_of(run)
+        drawn = Quantiles(levels=(0.0, 1.0), tokens=(max(1.0, least * tokens), most * tokens))
+        lengths[name] = drawn if least < most else FixedLength(tokens=tokens)
     return Workload(
         name="silicon",
         requests=ROUNDS * run.concurrency,
         arrivals=ClosedLoop(users=run.concurrency),
         **lengths,
     )
+
+
+def spread_of(run: Run) -> tuple[float, float]:
+    """The shortest and the longest requests of a row, over its lengths."""
+    if run.sweep:
+        return 0.8, 1.0
+    if f"{run.row['engine']} {run.row['engine_version']}".startswith(OUT_OF_STEP):
+        return 0.9, 1.1
+    return 1.0, 1.0
 
 
 def preset_of(run: Run) -> str:
@@ -125,6 +161,8 @@ def settings_of(run: Run, model: Model) -> dict[str, Any]:
     """Of its preset. TensorRT-LLM does not cut prompts unless told, and must then be told how long they are: it is
     taken to have been told both, with room for the longest prompt beside all that decode."""
     settings = load_engine(preset_of(run)).settings(load_hardware(run.hardware).device, model)
+    if run.sweep and run.hardware == "b200":
+        settings = merged(LAUNCHED.get(run.row["engine"], {}), settings)
     if run.row["engine"] != "trtllm":
         return settings
     room = max(settings["batching"]["max_num_batched_tokens"], run.number("isl") + run.concurrency + 64)
@@ -134,14 +172,14 @@ def settings_of(run: Run, model: Model) -> dict[str, Any]:
 def plan_of(run: Run, model: Model) -> Plan:
     """The deployment of a row under the settings of its engine."""
     tp, groups = run.number("tp", 1), max(1, run.number("attention_dp", 1))
-    experts = not run.dense and (groups > 1 or run.number("moe_ep", 1) > 1)
+    experts = not run.dense and run.number("moe_ep", 1) > 1
     parallelism = {"tp": max(1, tp // groups), "attention_dp": groups, "expert_parallel": experts}
     pool = {
         "hardware": run.hardware,
         "instances": 1,
         "parallelism": parallelism,
         "engine": preset_of(run),
-        "max_model_len": run.number("isl") + run.number("osl") + 256,
+        "max_model_len": round(spread_of(run)[1] * (run.number("isl") + run.number("osl"))) + 256,
         **settings_of(run, model),
     }
     return Plan.model_validate({"name": "silicon", "model": model.name, "pools": [pool]})

@@ -240,7 +240,7 @@ def compile_tables(
     contexts = knots(KNOTS_PER_OCTAVE, max_model_len, step_model.windows)
     differs = step_model.correction(True) != step_model.correction(False)
     pure = _token_tables(models, pool, width * seqs, with_chunks=False)
-    mixed = _token_tables(models, pool, width * seqs, with_chunks=True) if differs else pure
+    mixed = _token_tables(models, pool, width * seqs, with_chunks=True) if differs else _launched(pure, models, pool)
     scales = [1.0 if c is None else c.scale for c in (step_model.correction(False), step_model.correction(True))]
     alone = DecodeTable(models, contexts, seqs, 0, scales[False])
     beside: tuple[DecodeTable, ...] = (alone,)
@@ -285,7 +285,6 @@ def _token_tables(models: _Models, pool: Pool, max_samples: int, with_chunks: bo
         if pool.parallelism.attention_dp > 1:
             experts = [0, *whole_ticks(scale * models.dense(lambda model, x: model.routed(x)["moe"], tokens))]
     head = scale * models.dense(lambda model, x: _total(model.head(x)), samples)
-    launch = to_ticks(scale * model.launch_s)
     host = [to_ticks(model.host_s(n)) for n in range(seqs + 1)]
     # A step takes max(GPU, floor) + after: the host hides behind the GPU or comes after it.
     hides = pool.schedules_async and correction is None
@@ -293,10 +292,24 @@ def _token_tables(models: _Models, pool: Pool, max_samples: int, with_chunks: bo
     return TokenTables(
         linear=[0, *whole_ticks(scale * linear)],
         head=[0, *whole_ticks(head)],
-        floor=[max(launch, ticks) if hides else launch for ticks in host],
+        floor=_floors(model, pool, with_chunks),
         after=[0] * (seqs + 1) if hides else after,
         experts=experts,
     )
+
+
+def _launched(pure: TokenTables, models: _Models, pool: Pool) -> TokenTables:
+    """Of steps with chunks, where these differ from others by their launches at most."""
+    return pure._replace(floor=_floors(models.model, pool, with_chunks=True)) if pool.prompt_launch_s else pure
+
+
+def _floors(model: StepModel, pool: Pool, with_chunks: bool) -> list[int]:
+    """The least ticks of a step by its sequences: what its kernels take to launch, and the host where it hides."""
+    correction, seqs = model.correction(with_chunks), pool.batching.max_num_seqs
+    launch = to_ticks((1.0 if correction is None else correction.scale) * model.launch_s[with_chunks])
+    if correction is not None or not pool.schedules_async:
+        return [launch] * (seqs + 1)
+    return [max(launch, to_ticks(model.host_s(n))) for n in range(seqs + 1)]
 
 
 def _chunks(budget: int) -> list[int]:

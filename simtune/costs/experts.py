@@ -24,7 +24,7 @@ from simtune.costs.predict import Predictor, Profile
 from simtune.specs.base import ACTIVATION_BYTES, DTYPE_BYTES
 from simtune.specs.hardware import OperatorKind
 from simtune.specs.model import Model, MoeFeedForward
-from simtune.specs.plan import Parallelism
+from simtune.specs.plan import Pool
 
 LOW_LATENCY_TOKENS = 256
 """Tokens of a rank up to which DeepEP's low-latency kernels exchange them, as in the published tables and by default in
@@ -60,33 +60,38 @@ def received(tokens: Array, experts: int, experts_per_token: int, ep: int) -> Re
 class Experts:
     """Times of one layer's routed experts on the rank that has most to do, and of exchanging tokens with them."""
 
-    def __init__(self, model: Model, feed_forward: MoeFeedForward, profile: Profile, parallelism: Parallelism) -> None:
+    def __init__(self, model: Model, feed_forward: MoeFeedForward, profile: Profile, pool: Pool) -> None:
+        parallelism = pool.parallelism
         self._hidden, self._spec, self._profile = model.hidden_size, feed_forward, profile
         self._dtype, self._weights = model.dtype, model.dtype_of("experts")
         self._kernel = profile.predictor("moe", self._weights)
         self._groups, self._tp = parallelism.attention_dp, parallelism.tp
         self._whole = parallelism.expert_parallel
         self._locality = parallelism.expert_locality or 0.0
-        self._ep = self._tp * self._groups if self._whole else 1
+        self._ranks = self._tp * self._groups
+        self._ep = self._ranks if self._whole else 1
+        self._gathers = self._groups > 1 and (not self._whole or pool.expert_exchange == "all_gather")
 
     def parts(self) -> Iterator[tuple[str, Seconds]]:
         """(kind of `simtune.costs.iteration.KINDS`, seconds of one call in each layer)."""
         yield "moe", self._kernel_s
-        if self._groups > 1 and self._locality < 1:
+        if self._gathers:
+            yield from self._gathering()
+        elif self._groups > 1 and self._locality < 1:
             yield from self._exchanges()
 
     def _kernel_s(self, tokens: Array) -> Array:
         spec, ep = self._spec, self._ep
         everybodys = self._groups * tokens
         load = rank_load(everybodys, spec.experts, spec.experts_per_token, ep, spec.routing_skew)
-        width = spec.intermediate_size if self._whole else spec.intermediate_size // self._tp
+        width = spec.intermediate_size if self._whole else spec.intermediate_size // self._ranks
         shape = {
             "hidden": self._hidden,
             # Measured kernels are gated, with three matrices: two are taken for as many values of narrower three.
             "intermediate": width if spec.gated else 2 * width // 3,
             "skew": spec.routing_skew,
         }
-        if self._groups == 1:
+        if self._groups == 1 or self._gathers:
             routed: dict[str, float] = {
                 "experts_per_token": spec.experts_per_token,
                 "experts": spec.experts,
@@ -96,6 +101,20 @@ class Experts:
         own = received(everybodys * load, spec.experts, spec.experts_per_token, ep)
         routed = {"experts_per_token": own.experts_per_token, "experts": spec.experts / ep, "ep": 1}
         return self._kernel.seconds(tokens=own.tokens, **routed, **shape)
+
+    def _gathering(self) -> Iterator[tuple[str, Seconds]]:
+        """Inputs in the format that the experts read, sums in that of activations, of the tokens of all groups."""
+        values = DTYPE_BYTES[self._dtype]
+        collectives: tuple[tuple[str, OperatorKind, float], ...] = (
+            ("moe_dispatch", "all_gather", min(values, ACTIVATION_BYTES.get(self._weights, values))),
+            ("moe_combine", "reduce_scatter", values),
+        )
+        for kind, part, width in collectives:
+            collective = self._profile.predictor(part, self._dtype)
+            yield kind, partial(self._gathering_s, collective, self._hidden * width)
+
+    def _gathering_s(self, collective: Predictor, row_bytes: float, tokens: Array) -> Array:
+        return collective.seconds(devices=self._ranks, bytes=self._groups * tokens * row_bytes)
 
     def _exchanges(self) -> Iterator[tuple[str, Seconds]]:
         """Dispatch in the format that the experts read, combine in that of activations.

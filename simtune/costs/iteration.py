@@ -9,7 +9,8 @@ token:
 
 summed over all layers and all pipeline stages. The tables were measured under CUDA graphs, so no launch
 cost is added, and token counts up to 512 are padded to the sizes for which vLLM captures graphs. Without
-graphs nothing is padded, and no step is shorter than the launches of its kernels: max(T_gpu, T_launch).
+graphs nothing is padded, and no step is shorter than the launches of its kernels: max(T_gpu, T_launch). The same holds
+of steps with prompts where an engine's graphs are of decode steps only.
 Asynchronous engines hide the host: T = max(T_gpu, T_host); others add it. Where an engine's own log has corrected
 steps of this kind (`simtune.costs.calibration`), T = scale * T_gpu + offset stands for both. With pipeline parallelism
 T_gpu is the latency of one step through all stages and the sends between them.
@@ -114,9 +115,10 @@ def _check_tensor_parallelism(model: Model, parallelism: Parallelism) -> None:
             raise Infeasible(f"{where}: tp must divide the {heads} attention heads")
         if max(shared, tp) % min(shared, tp):
             raise Infeasible(f"{where}: tp must divide the {shared} KV heads or be a multiple of their number")
-        for width in _split_widths(group.feed_forward, parallelism):
-            if width % tp:
-                raise Infeasible(f"{where}: tp must divide the feed-forward width {width}")
+        for width, ranks in _split_widths(group.feed_forward, parallelism):
+            if width % ranks:
+                by = "tp" if ranks == tp else f"tp x attention_dp ({ranks})"
+                raise Infeasible(f"{where}: {by} must divide the feed-forward width {width}")
 
 
 def _check_expert_parallelism(model: Model, parallelism: Parallelism) -> None:
@@ -127,22 +129,23 @@ def _check_expert_parallelism(model: Model, parallelism: Parallelism) -> None:
         raise Infeasible(f"{where}: expert_parallel needs an expert for every rank, and there are {min(experts)}")
     if parallelism.expert_parallel and not experts:
         raise Infeasible(f"model {model.name}: expert_parallel is for mixtures of experts, and it is none")
-    if parallelism.attention_dp > 1 and (not parallelism.expert_parallel or parallelism.pp > 1):
-        raise Infeasible(f"{where}: attention_dp needs expert_parallel, and pp 1; more instances do without")
+    if parallelism.attention_dp > 1 and (not experts or parallelism.pp > 1):
+        raise Infeasible(f"{where}: attention_dp needs experts to share, and pp 1; more instances do without")
 
 
 def _where(model: Model, parallelism: Parallelism) -> str:
     return f"model {model.name} with tp {parallelism.tp}"
 
 
-def _split_widths(feed_forward: FeedForward, parallelism: Parallelism) -> list[int]:
-    """Widths that tp splits."""
+def _split_widths(feed_forward: FeedForward, parallelism: Parallelism) -> list[tuple[int, int]]:
+    """Widths, and among how many ranks each is split."""
+    tp = parallelism.tp
     if isinstance(feed_forward, DenseFeedForward):
-        return [feed_forward.intermediate_size]
+        return [(feed_forward.intermediate_size, tp)]
     if isinstance(feed_forward, NoFeedForward):
         return []
-    experts = [] if parallelism.expert_parallel else [feed_forward.intermediate_size]
-    return [*experts, feed_forward.shared_intermediate_size]
+    sliced = [] if parallelism.expert_parallel else [(feed_forward.intermediate_size, tp * parallelism.attention_dp)]
+    return [*sliced, (feed_forward.shared_intermediate_size, tp)]
 
 
 def padded_tokens(tokens: Array) -> Array:
@@ -153,7 +156,9 @@ def padded_tokens(tokens: Array) -> Array:
 
 
 def _launch_s(model: Model, pool: Pool, kernels: int) -> float:
-    """Seconds of launching so many kernels one by one, or those that the pool's runtime has."""
+    """Seconds of launching so many kernels one by one, or those that the pool's runtime has; 0 under graphs."""
+    if pool.cuda_graphs:
+        return 0.0
     if pool.runtime is None:
         return LAUNCH_S * kernels
     return pool.runtime.kernels_per_layer * model.num_layers * pool.runtime.launch_s
@@ -208,8 +213,10 @@ class StepModel:
         talks = any(part.kind in COMMUNICATION for part in (*self._linear, *self._routed))
         self._overlap = pool.overlap if talks else None
         kernels = model.num_layers + sum(part.times for part in (*self._linear, *self._routed, *self._head))
-        self.launch_s = 0.0 if pool.cuda_graphs else _launch_s(model, pool, kernels)
-        """What launching the kernels of a step takes where no graph does it; no step is shorter."""
+        launch_s = _launch_s(model, pool, kernels)
+        self.launch_s = (launch_s, max(launch_s, (pool.prompt_launch_s or 0.0) * model.num_layers))
+        """What launching the kernels of a step takes where no graph does it, without and with chunks; no step is
+        shorter."""
 
     @property
     def mixes(self) -> bool:
@@ -340,7 +347,7 @@ class StepModel:
 
     def gpu_s(self, batch: StepWork) -> float:
         """Seconds of the kernels and collectives of one step, or of launching them where that takes longer."""
-        return max(sum(self.breakdown(batch).values()), self.launch_s)
+        return max(sum(self.breakdown(batch).values()), self.launch_s[bool(batch.chunks)])
 
     def seconds(self, batch: StepWork) -> float:
         """Seconds of one step, host included."""

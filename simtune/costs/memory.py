@@ -135,7 +135,7 @@ def weights_bytes(model: Model, parallelism: Parallelism, stage: int) -> float:
         total += plain * (norms + group.attention.vectors(hidden) + feed_forward.vectors(hidden) / tp)
         if isinstance(feed_forward, MoeFeedForward):
             ranks = tp * parallelism.attention_dp
-            experts = -(-feed_forward.experts // ranks) if parallelism.expert_parallel else feed_forward.experts / tp
+            experts = -(-feed_forward.experts // ranks) if parallelism.expert_parallel else feed_forward.experts / ranks
             width = experts * feed_forward.intermediate_size
             # Each slice of an expert has all of the last outputs.
             last = hidden * (experts if parallelism.expert_parallel else feed_forward.experts)
@@ -209,14 +209,15 @@ def _activation_bytes(model: Model, pool: Pool, sampler_bytes: float) -> float:
 
 def _widths(group: LayerGroup, hidden: int, pool: Pool) -> tuple[float, float]:
     """Values per token: inside a feed-forward block over all ranks, and in the workspace of experts on one."""
-    feed_forward, tp = group.feed_forward, pool.parallelism.tp
+    feed_forward, tp, groups = group.feed_forward, pool.parallelism.tp, pool.parallelism.attention_dp
     if isinstance(feed_forward, DenseFeedForward):
         return (2 + feed_forward.gated) * feed_forward.intermediate_size, 0.0
     if not isinstance(feed_forward, MoeFeedForward):
         return 0.0, 0.0
     inputs, width = 1 + feed_forward.gated, feed_forward.intermediate_size
-    width = width if pool.parallelism.expert_parallel else width // tp
-    visits = feed_forward.experts_per_token * (1 / tp if pool.parallelism.expert_parallel else 1)
+    whole = pool.parallelism.expert_parallel
+    width = width if whole else width // (tp * groups)
+    visits = feed_forward.experts_per_token * (1 / tp if whole else groups)  # slices see the tokens of all groups
     workspace = visits * (max(inputs * width, hidden) + width)
     return (1 + inputs) * feed_forward.shared_intermediate_size, workspace
 

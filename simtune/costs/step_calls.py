@@ -11,6 +11,7 @@ import numpy as np
 from simtune.arrays import Array
 from simtune.costs.experts import Experts
 from simtune.costs.layers import PRODUCTS, AttentionCosts, AttentionLayer, attention_layer
+from simtune.costs.operators import operator_key
 from simtune.costs.predict import Predictor, Profile
 from simtune.specs.base import ACTIVATION_BYTES, DTYPE_BYTES
 from simtune.specs.hardware import Hardware
@@ -68,6 +69,16 @@ def in_halves(overlap: Overlap, seconds: Callable[[Array], dict[str, Array]], to
     return {kind: 2 * half for kind, half in seconds(np.maximum(1.0, tokens / 2)).items()}
 
 
+_FUSED_MIB: dict[str, dict[int, float]] = {"sm_90": {2: 64, 4: 2, 8: 0.5}, "sm_100": {2: 64, 4: 32, 8: 1}}
+"""MiB up to which an all-reduce of so many ranks holds the norm behind it (vLLM 0.16, allreduce_rms_fusion.py)."""
+
+
+def fused_bytes(architecture: str | None, ranks: int) -> float:
+    """Bytes up to which an all-reduce holds the norm behind it; 0 where no kernel does."""
+    sizes = _FUSED_MIB.get("sm_100" if architecture == "sm_103" else architecture or "", {})
+    return sizes.get(ranks, 0.0) * (1 << 20)
+
+
 class StepCalls:
     """The calls of the steps of one model on the devices of one pool."""
 
@@ -84,6 +95,9 @@ class StepCalls:
         self._profile, self._layers, self._attention = profile, layers, attention
         self._tp = pool.parallelism.tp
         self._row_bytes = model.hidden_size * DTYPE_BYTES[model.dtype]
+        self._fused_tokens = 0.0
+        if "norm" in pool.fused and self._tp > 1:
+            self._fused_tokens = fused_bytes(hardware.device.architecture, self._tp) / self._row_bytes
 
     def linear(self) -> list[StepCall]:
         """Calls by the tokens of a step, routed experts apart."""
@@ -94,7 +108,10 @@ class StepCalls:
             parts += self._feed_forward_parts(feed_forward, count)
             sublayers = count * (bool(attention.products) + (feed_forward.kind != "none"))
             norms = model.norms_per_sublayer * sublayers
-            parts.append(self._elementwise("norm", norms, 4 * model.hidden_size))  # with the residual added
+            own = norms - sublayers if self._fused_tokens else norms
+            parts.append(self._elementwise("norm", own, 4 * model.hidden_size))  # with the residual added
+            if self._fused_tokens:
+                parts.append(self._unless_fused(self._elementwise("norm", sublayers, 4 * model.hidden_size)))
             if tp > 1:
                 parts.append(self._all_reduce(sublayers))
         parts.append(self._elementwise("add", 1, 2 * model.hidden_size))  # embedding: one row read, one written
@@ -111,7 +128,8 @@ class StepCalls:
     def _attention_parts(self, layer: AttentionLayer, layers: int, included: Set[str]) -> list[StepCall]:
         """What runs beside the attention of a layer, less what its times include."""
         dtype = self._model.dtype_of("attention")
-        small = [(variant, width) for variant, width in layer.small if variant not in included]
+        elsewhere = included | (set(self._pool.fused) & {"rope"})
+        small = [(variant, width) for variant, width in layer.small if variant not in elsewhere]
         parts = [self._elementwise(variant, layers, width) for variant, width in small]
         if PRODUCTS in included or not layer.products:
             return parts
@@ -119,7 +137,7 @@ class StepCalls:
         parts = [*(self._gemm(layers, n, k, dtype) for n, k in into), *parts]
         parts.append(self._gemm(layers, *out, dtype, quantises=True))
         if dtype in ACTIVATION_BYTES and not self._quantises(dtype):
-            quantise, width = self._profile.predictor("quantise", dtype), layer.output_width
+            quantise, width = self._quantising(dtype), layer.output_width
             parts.append(StepCall("elementwise", layers, lambda m: quantise.seconds(m=m, k=width)))
         return parts
 
@@ -139,9 +157,7 @@ class StepCalls:
             StepCall(kind, layers.number, seconds)
             for layers in self._layers
             if isinstance(layers.feed_forward, MoeFeedForward)
-            for kind, seconds in Experts(
-                self._model, layers.feed_forward, self._profile, self._pool.parallelism
-            ).parts()
+            for kind, seconds in Experts(self._model, layers.feed_forward, self._profile, self._pool).parts()
         ]
 
     def _dense_parts(self, layers: int, intermediate: int, gated: bool) -> list[StepCall]:
@@ -187,13 +203,19 @@ class StepCalls:
         gemm = self._profile.predictor("gemm", dtype)
         if quantises or not self._quantises(dtype):
             return StepCall("gemm", times, lambda m: gemm.seconds(m=m, n=n, k=k))
-        quantise = self._profile.predictor("quantise", dtype)
+        quantise = self._quantising(dtype)
 
         def seconds(m: Array) -> Array:
             whole = gemm.seconds(m=m, n=n, k=k)
             return np.maximum(whole - quantise.seconds(m=m, k=k), whole / 2)
 
         return StepCall("gemm", times, seconds)
+
+    def _quantising(self, dtype: str) -> Predictor:
+        """Quantising to a format, or to fp8 where only that was measured: the inputs that it reads are the same."""
+        measured = self._profile.hardware.operators
+        known = next((to for to in (dtype, "fp8") if operator_key("quantise", to) in measured), dtype)
+        return self._profile.predictor("quantise", known)
 
     def _quantises(self, dtype: str) -> bool:
         """Whether products of a format were timed with the quantising of their inputs."""
@@ -202,6 +224,10 @@ class StepCalls:
     def _elementwise(self, variant: str, times: int, width: int) -> StepCall:
         operator = self._profile.predictor("elementwise", self._model.dtype, variant=variant)
         return StepCall("elementwise", times, lambda m: operator.seconds(rows=m, width=width))
+
+    def _unless_fused(self, norm: StepCall) -> StepCall:
+        """A norm behind an all-reduce, which has no time of its own where that is small enough to hold it."""
+        return StepCall(norm.kind, norm.times, lambda m: np.where(m <= self._fused_tokens, 0.0, norm.seconds(m)))
 
     def _all_reduce(self, times: int) -> StepCall:
         all_reduce = self._profile.predictor("all_reduce", self._model.dtype)

@@ -170,6 +170,9 @@ class Runtime(Part):
     launch_s: Seconds = Field(description="host seconds that launching each takes without CUDA graphs")
 
 
+FusedKernel = Literal["norm", "rope"]
+ExpertExchange = Literal["deepep", "all_gather"]
+
 Overlap = Literal["two_batches", "split_sequence", "ladder"]
 
 
@@ -189,6 +192,21 @@ class Pool(Part):
     host: HostTimes | None = Field(None, description="as the hardware profile says unless given")
     async_scheduling: bool = True
     cuda_graphs: bool = Field(True, description="false: every kernel is launched on its own, as enforce-eager does")
+    fused: Seq[FusedKernel] = Field(
+        (),
+        description="small operations without a kernel of their own: norm: in the all-reduce before it, where that is "
+        "small; rope: in attention",
+    )
+    expert_exchange: ExpertExchange = Field(
+        "deepep",
+        description="how whole experts get tokens of other groups with data-parallel attention: each sent to the ranks "
+        "it visits (DeepEP), or all gathered by all ranks, whose sums are scattered again; slices take the latter",
+    )
+    prompt_launch_s: Seconds | None = Field(
+        None,
+        description="host seconds per layer of launching the kernels of a step with prompt tokens, of an engine whose "
+        "graphs hold decode steps only; unless given graphs hold these too, or pieces of them",
+    )
     runtime: Runtime | None = Field(None, description="of an engine that is no vLLM; vLLM's kernels unless given")
     overlap: Overlap | None = Field(
         None,

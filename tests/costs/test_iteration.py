@@ -229,10 +229,10 @@ def test_without_graphs_nothing_is_padded_and_no_step_beats_its_launches() -> No
     assert eager.breakdown(batch)["gemm"] < graphs.breakdown(batch)["gemm"], "three tokens are not run as four"
     assert eager.breakdown(StepWork(4, 40, (), 4)) == graphs.breakdown(StepWork(4, 40, (), 4))
     # per layer: 4 products, 2 norms, rope, activation, attention; embedding, last norm, head, sampling
-    assert eager.launch_s == pytest.approx((2 * 9 + 4) * LAUNCH_S)
-    assert graphs.launch_s == 0
+    assert eager.launch_s == pytest.approx(2 * [(2 * 9 + 4) * LAUNCH_S])
+    assert graphs.launch_s == (0, 0)
     gpu = sum(eager.breakdown(batch).values())
-    assert gpu > eager.launch_s, "the made-up device is slow"
+    assert gpu > eager.launch_s[False], "the made-up device is slow"
     assert eager.seconds(batch) == pytest.approx(gpu)
     fast = hardware(bytes_per_s=1e15, overhead_s=1e-9, block_s=1e-12)
     assert StepModel(model(), fast, pool(cuda_graphs=False)).seconds(batch) == pytest.approx(22 * LAUNCH_S)
@@ -434,10 +434,77 @@ def test_the_estimate_between_nodes_is_near_published_times(ranks: int, dispatch
         assert float(seconds) == pytest.approx(measured * US, rel=0.25)
 
 
-@pytest.mark.parametrize("settings", [{"expert_parallel": False}, {"expert_parallel": True, "pp": 2}])
-def test_data_parallel_attention_needs_shared_experts_and_one_stage(settings: dict[str, Any]) -> None:
-    with pytest.raises(Infeasible, match="attention_dp needs expert_parallel, and pp 1"):
-        StepModel(model(feed_forward=moe()), hardware(), pool(attention_dp=2, **settings))
+@pytest.mark.parametrize(
+    ("m", "settings"), [(model(), {}), (model(feed_forward=moe()), {"expert_parallel": True, "pp": 2})]
+)
+def test_data_parallel_attention_needs_experts_to_share_and_one_stage(m: Model, settings: dict[str, Any]) -> None:
+    with pytest.raises(Infeasible, match="attention_dp needs experts to share, and pp 1"):
+        StepModel(m, hardware(), pool(attention_dp=2, **settings))
+
+
+def test_slices_of_experts_must_come_out_even_over_all_groups() -> None:
+    odd = model(feed_forward=moe().model_copy(update={"intermediate_size": 18}))
+    with pytest.raises(Infeasible, match=r"tp x attention_dp \(4\) must divide the feed-forward width 18"):
+        StepModel(odd, hardware(), pool(attention_dp=4))
+
+
+@pytest.mark.parametrize("settings", [{}, {"expert_parallel": True, "expert_exchange": "all_gather"}])
+def test_gathered_tokens_are_those_of_all_groups(settings: dict[str, Any]) -> None:
+    """Ten tokens in each of two groups: both ranks gather twenty, and scatter the sums of as many."""
+    m, device = model(feed_forward=moe()), hardware()
+    collectives = {f"{kind}.bf16": operator(kind) for kind in ("all_gather", "reduce_scatter")}  # type: ignore[arg-type]
+    device = device.model_copy(update={"operators": device.operators | collectives})
+    exchange = settings.get("expert_exchange", "deepep")
+    gathering = pool(attention_dp=2, expert_parallel=bool(settings)).model_copy(update={"expert_exchange": exchange})
+    parts = StepModel(m, device, gathering).routed(np.array([10.0]))
+    sent = 20 * m.hidden_size * 2 / 2  # half of all rows, of 16 bits, come from the other rank
+    for kind in ("moe_dispatch", "moe_combine"):
+        assert parts[kind] == pytest.approx([m.num_layers * call(0, sent, 1)])
+
+
+def test_slices_on_two_groups_are_slices_on_two_ranks() -> None:
+    """As many tokens in all, and half of every expert: the kernel has the same to do."""
+    m = model(feed_forward=moe())
+    groups, ranks = (StepModel(m, hardware(), pool(**p)) for p in ({"attention_dp": 2}, {"tp": 2}))
+    assert groups.routed(np.array([8.0]))["moe"] == ranks.routed(np.array([16.0]))["moe"]
+
+
+def test_prompts_that_no_graph_holds_take_what_launching_them_takes() -> None:
+    eager = pool().model_copy(update={"prompt_launch_s": 0.5})
+    step_model, plain = (StepModel(model(), hardware(), p) for p in (eager, pool()))
+    decodes, prompt = StepWork(3, 30, (), 3), StepWork(3, 30, ((0, 8),), 4)
+    assert step_model.seconds(decodes) == plain.seconds(decodes)
+    assert step_model.seconds(prompt) == 0.5 * model().num_layers > plain.seconds(prompt)
+    costs, without = (compile_costs(model(), hardware(), p, 256) for p in (eager, pool()))
+    assert costs.decode(3, 30) == without.decode(3, 30)
+    assert costs.mixed(3, 30, [(0, 8)], 4) == round(step_model.seconds(prompt) * TICKS_PER_SECOND)
+
+
+def test_a_norm_runs_in_the_all_reduce_before_it_where_that_is_small() -> None:
+    """A megabyte on eight ranks of Blackwell: 8,192 rows of 64 values of 16 bits."""
+    device = hardware()
+    device = device.model_copy(update={"device": device.device.model_copy(update={"architecture": "sm_100"})})
+    wide = model(heads=8, kv_heads=8)
+    fused, plain = (
+        StepModel(wide, device, pool(tp=8, budget=16384).model_copy(update={"fused": names}))
+        for names in (("norm",), ())
+    )
+    for tokens, hidden in ((8192.0, True), (16384.0, False)):
+        less = plain.linear(np.array([tokens]))["elementwise"] - fused.linear(np.array([tokens]))["elementwise"]
+        norms = 2 * wide.num_layers * elementwise(int(tokens), 4 * wide.hidden_size)
+        assert less == pytest.approx([norms * hidden])
+    alone = StepModel(wide, device, pool().model_copy(update={"fused": ("norm",)}))
+    assert alone.linear(np.array([8.0])) == StepModel(wide, device, pool()).linear(np.array([8.0]))
+
+
+def test_rope_runs_in_attention() -> None:
+    fused, plain = (
+        StepModel(model(), hardware(), pool().model_copy(update={"fused": names})).linear(np.array([8.0]))
+        for names in (("rope",), ())
+    )
+    rotated = model().layers[0].attention
+    width = 2 * (rotated.heads + rotated.shared_heads) * rotated.head_dim  # type: ignore[union-attr]
+    assert plain["elementwise"] - fused["elementwise"] == pytest.approx([model().num_layers * elementwise(8, width)])
 
 
 def test_skewed_routing_wakes_fewer_experts() -> None:

@@ -191,7 +191,7 @@ def _study() -> Study:
     return Study(
         name="chat-on-h100",
         model="llama-3.1-8b",
-        hardware=HardwareCount(profile="h100-sxm", devices=8),
+        hardware=(HardwareCount(profile="h100-sxm", devices=8),),
         workload="chat",
         slo=Slo(ttft_s={"p99": SLO["ttft"]}, tpot_s={"p99": SLO["tpot"]}),
         search=Search(pp=(1, 2), max_num_seqs=(32, 64, 128, 256)),

@@ -116,7 +116,7 @@ class RoundModel:
 
     def _step_s(self, model: StepModel, batch: int, context: int, tokens: int, samples: int) -> float:
         gpu = self._rows(model, batch * tokens, batch * samples) + self._attention(model, batch, context, tokens)
-        return max(gpu, model.launch_s)
+        return max(gpu, model.launch_s[False])
 
     def _rows_s(self, model: StepModel, tokens: int, samples: int) -> float:
         """What depends on the numbers of tokens only."""
