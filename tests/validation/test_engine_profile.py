@@ -152,6 +152,7 @@ def test_transformers_is_driven_as_it_schedules() -> None:
         (["--engine", "vllm"], "needs --vllm-python"),
         (["--engine", "torch", "--vllm-python", "x"], "no other does"),
         (["--engine", "torch", "--target", "5%"], "--target cannot be given"),
+        (["--kernels", "h100-sxm"], "give it with --engine"),
     ],
 )
 def test_options_that_do_not_go_together(extra: list[str], words: str, tmp_path: Path) -> None:
