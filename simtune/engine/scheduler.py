@@ -205,9 +205,9 @@ class Scheduler(ABC):
         assert self._under_way is None, "a step is under way"
         if request not in self.waiting:
             return self._expel(request)
-        others = [other for other in self.waiting if other is not request]
+        remaining = [other for other in self.waiting if other is not request]
         self.waiting.clear()
-        for other in others:
+        for other in remaining:
             self.waiting.append(other)
         return True
 

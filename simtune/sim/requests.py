@@ -30,6 +30,7 @@ from simtune.specs.workload import (
     FixedInterval,
     FixedLength,
     Gamma,
+    GraphNode,
     Lengths,
     Lognormal,
     Piecewise,
@@ -150,7 +151,7 @@ def build_stream(workload: Workload, trace: Trace | None, *, requests: int, seed
     room.need(requests * _REQUEST_BYTES, f"{requests:,} requests", "ask for fewer")
 
     if workload.graph:
-        return _families(workload, requests, seed)
+        return _families(workload, workload.graph, requests, seed)
     return draw(workload, trace, Span(0, requests), seed)
 
 
@@ -296,11 +297,11 @@ def _trace_arrival_s(arrivals: TraceArrivals, trace: Trace, span: Span) -> Array
 # --- families -----------------------------------------------------------------------------------------------
 
 
-def _families(workload: Workload, families: int, seed: int) -> RequestStream:
+def _families(workload: Workload, asked_for: Sequence[GraphNode], families: int, seed: int) -> RequestStream:
     """So many families of a workload with a graph, each node a class of requests. Samples of one prompt have it in
     common; answers are drawn for every request."""
-    graph = compiled(workload.graph)
-    nodes = {node.name: node for node in workload.graph}
+    graph = compiled(asked_for)
+    nodes = {node.name: node for node in asked_for}
     requests = families * graph.size
     room.need(requests * _REQUEST_BYTES, f"{requests:,} requests", "ask for fewer families")
     class_index = np.tile(graph.node_of, families)

@@ -241,14 +241,14 @@ class Workload(Spec):
         description="the same; `prompt` is then what a turn adds to the conversation, and groups are drawn for each",
     )
 
-    graph: Annotated[Seq[GraphNode], Field(strict=False)] = Field(
-        (), description="every arrival is a family of requests: forks, joins, and what follows them"
+    graph: Annotated[Seq[GraphNode], Field(strict=False)] | None = Field(
+        None, description="every arrival is a family of requests: forks, joins, and what follows them"
     )
 
     @field_validator("graph")
     @classmethod
-    def _acyclic(cls, graph: tuple[GraphNode, ...]) -> tuple[GraphNode, ...]:
-        check_graph(graph)
+    def _acyclic(cls, graph: tuple[GraphNode, ...] | None) -> tuple[GraphNode, ...] | None:
+        check_graph(graph or ())
         return graph
 
     @model_validator(mode="after")

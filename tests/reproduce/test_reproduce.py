@@ -242,7 +242,7 @@ def test_orders_are_those_of_lengths_and_prefixes() -> None:
 
 def test_the_command_prints_a_table_json_and_one_page(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
-    asked = ["reproduce", "dms", "medusa", "stream2llm", "--jobs", "1"]
+    asked = ["reproduce", "dms", "medusa", "specmquant", "--jobs", "1"]
     done = CliRunner().invoke(cli, [*asked, "--html", str(page)])
     assert done.exit_code == 0, done.output
     assert "0 of 3 reproduced, 0 more within the band on assumed inputs, 1 on inputs chosen" in done.output

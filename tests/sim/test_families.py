@@ -127,7 +127,7 @@ def test_one_node_is_the_workload_without_a_graph() -> None:
     lengths = {"prompt": {"kind": "lognormal", "mean_tokens": 200, "sigma": 1, "max_tokens": 4000}}
     arrivals = {"kind": "poisson", "rate_rps": 3}
     load = workload([{"name": "all"}], arrivals=arrivals, **lengths)
-    plain = load.model_copy(update={"graph": ()})
+    plain = load.model_copy(update={"graph": None})
     one, other = simulated(load, 300, seats=4), simulated(plain, 300, seats=4)
     for name in ("arrival", "scheduled", "first_token", "finish"):
         assert (getattr(one.outcome, name) == getattr(other.outcome, name)).all()
