@@ -26,9 +26,9 @@ from benchmarks.picture import BROWSERS
 from benchmarks.results import Recorder
 from simtune.report import compare, page
 from simtune.report.compare import Compared, NamedRun
-from simtune.runs.lanes import LANES_SCHEMA, CoreLane, Lanes, RequestLife
 from simtune.runs.reading import read_run
 from simtune.runs.schema import Run
+from simtune.runs.swimlanes import SWIMLANES_SCHEMA, CoreLane, RequestLife, Swimlanes
 from tests.runs.made_up import make_run, optimized
 
 __all__ = ["make_run", "optimized"]
@@ -146,21 +146,21 @@ def test_sliders_over_two_thousand_candidates(make_run: Any, record: Recorder) -
 
 
 def test_a_timeline_of_a_hundred_thousand_spans(make_run: Any, record: Recorder) -> None:
-    run = read_run(make_run(searched=False))._replace(lanes=timeline(4, 25_000))
-    act = 'document.querySelector("#lanes [data-do=" + (i % 2 ? "all" : "in") + "]").click();'
+    run = read_run(make_run(searched=False))._replace(swimlanes=timeline(4, 25_000))
+    act = 'document.querySelector("#swimlanes [data-do=" + (i % 2 ? "all" : "in") + "]").click();'
     answer = said(page.render(run), act)[1]
     record("a timeline of 100,000 spans drawn again", answer, "ms", "lower", noise=0.3 * answer)
     assert answer <= MOST_ANSWER_MS
 
 
-def timeline(instances: int, spans: int) -> Lanes:
-    """Lanes that are busy most of the time, and 2,000 lives."""
+def timeline(instances: int, spans: int) -> Swimlanes:
+    """Swimlanes that are busy most of the time, and 2,000 lives."""
     chance = random.Random(1)
     step, busy = 10_000, [chance.randrange(4_000, 10_000) for _ in range(spans)]
     zeros, kinds = [0] * spans, [chance.randrange(3) for _ in range(spans)]
     of = [[b if kind == k else 0 for b, kind in zip(busy, kinds, strict=True)] for k in range(3)]
     running = [chance.randrange(256) for _ in range(spans)]
-    lane = {
+    swimlane = {
         "core": 0, "blocks": 1000, "start_us": (0, *[step] * (spans - 1)), "length_us": busy, "steps": [1] * spans,
         "prefill_us": of[0], "mixed_us": of[1], "draft_us": zeros, "decode_us": of[2], "running_low": running,
         "running_high": running, "waiting_low": zeros, "waiting_high": zeros, "free_blocks_low": running,
@@ -168,14 +168,15 @@ def timeline(instances: int, spans: int) -> Lanes:
     }  # fmt: skip
     lives = [
         RequestLife(
-            request=i, prompt_tokens=100, output_tokens=100, lane=0, arrival_us=i * 100_000, scheduled_us=i * 100_000,
+            request=i, prompt_tokens=100, output_tokens=100, swimlane=0, arrival_us=i * 100_000,
+            scheduled_us=i * 100_000,
             first_token_us=i * 100_000 + 50_000, transferred_us=None, finish_us=i * 100_000 + 4_000_000,
             preempted_us=(), chunks=(),
         )
         for i in range(2_000)
     ]  # fmt: skip
-    return Lanes(
-        schema_id=LANES_SCHEMA, duration_us=step * spans, steps=instances * spans, steps_per_span=1, requests=2_000,
-        lanes=tuple(CoreLane.model_validate({"instance": f"mixed {i}", **lane}) for i in range(instances)),
+    return Swimlanes(
+        schema_id=SWIMLANES_SCHEMA, duration_us=step * spans, steps=instances * spans, steps_per_span=1, requests=2_000,
+        swimlanes=tuple(CoreLane.model_validate({"instance": f"mixed {i}", **swimlane}) for i in range(instances)),
         lives=tuple(lives),
     )  # fmt: skip

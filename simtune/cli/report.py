@@ -58,13 +58,13 @@ def _compare(compared: Compared, out: Path | None, as_json: bool) -> None:
                 for row in numbers(compared.runs)
             ]
             print_table(f"numbers (differences from {names[0]})", ("number", *names), rows)
-        for title, others, table in (
+        for title, columns, table in (
             ("predicted over measured", compared.validations, errors(compared.validations)),
             ("published systems: simulated gain", compared.findings, gains(compared.findings)),
         ):
-            if others:
+            if columns:
                 cells = [(row.what, *(cell for cell, _ in row.cells)) for row in table]
-                print_table(title, ("of", *(each.name for each in others)), cells)
+                print_table(title, ("of", *(each.name for each in columns)), cells)
     if out is not None:
         _write(out, render(compared), words_apart=as_json)
 

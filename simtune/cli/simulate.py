@@ -116,8 +116,8 @@ if TYPE_CHECKING:
 @click.option(
     "--leave-out",
     multiple=True,
-    type=click.Choice(["requests", "trace", "lanes"]),
-    help="Of --out: write no requests.csv, trace.json.gz or lanes.json.gz; of a week they are hundreds of megabytes.",
+    type=click.Choice(["requests", "trace", "swimlanes"]),
+    help="Of --out: write no such file; of a week they are hundreds of megabytes.",
 )
 @seed_option
 @set_option

@@ -94,13 +94,13 @@ def gains(lists: Sequence[NamedFindings]) -> list[BesideRow]:
     known = [{finding.title: finding for finding in each.findings.findings} for each in lists]
     rows = []
     for title in dict.fromkeys(title for table in known for title in table):
-        found = [table.get(title) for table in known]
-        if any(finding is not None and finding.ran for finding in found):
+        judged = [table.get(title) for table in known]
+        if any(finding is not None and finding.ran for finding in judged):
             cells = (
                 (info.ABSENT, False)
                 if finding is None
                 else (f"{info.number(finding.simulated)} {finding.status}", finding.status == "differs")
-                for finding in found
+                for finding in judged
             )
             rows.append(BesideRow(title, tuple(cells)))
     return rows

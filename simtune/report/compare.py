@@ -249,7 +249,7 @@ class Compared(NamedTuple):
         return [name for names in named for name in names]
 
 
-class Told(NamedTuple):
+class RunAccount(NamedTuple):
     """A line of the first table: what it is called, what it says, and what holds it back."""
 
     name: str
@@ -257,15 +257,15 @@ class Told(NamedTuple):
     bottleneck: str
 
 
-def told(compared: Compared) -> list[Told]:
+def accounts(compared: Compared) -> list[RunAccount]:
     """What each of them says for itself."""
     return [
         *(
-            Told(each.name, info.headline(each.run), verdict.bottleneck(each.run.summary) or info.ABSENT)
+            RunAccount(each.name, info.headline(each.run), verdict.bottleneck(each.run.summary) or info.ABSENT)
             for each in compared.runs
         ),
-        *(Told(each.name, validated(each.validation), info.ABSENT) for each in compared.validations),
-        *(Told(each.name, published(each.findings.findings), info.ABSENT) for each in compared.findings),
+        *(RunAccount(each.name, validated(each.validation), info.ABSENT) for each in compared.validations),
+        *(RunAccount(each.name, published(each.findings.findings), info.ABSENT) for each in compared.findings),
     ]
 
 
@@ -280,7 +280,7 @@ def render(compared: Compared) -> str:
         drawn["errors"] = figures.fragment(scatter, "errors", 460)
     return fill(
         "compare.html.j2",
-        told=told(compared),
+        accounts=accounts(compared),
         runs=runs,
         validations=validations,
         findings=compared.findings,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from simtune import __version__
-from simtune.report import explore, figures, info, lanes, load, proof, speculation, verdict
+from simtune.report import explore, figures, info, load, proof, speculation, swimlanes, verdict
 from simtune.report.neighbours import neighbours
 from simtune.report.templates import fill, template
 from simtune.runs.schema import CandidateRow, Run, Summary
@@ -15,7 +15,7 @@ def render(run: Run) -> str:
     """The page of a run of `optimize` or `simulate`: of one that was just made, or read again."""
     from markupsafe import Markup
 
-    s, timeline, proven = run.summary, lanes.section(run), proof.section(run)
+    s, timeline, proven = run.summary, swimlanes.section(run), proof.section(run)
     return fill(
         "report.html.j2",
         s=s,
@@ -24,7 +24,7 @@ def render(run: Run) -> str:
         load_rows=load.load_rows(s.load) if s.load else (),
         verdict=verdict,
         steps=neighbours(run),
-        lanes=Markup(timeline) if timeline else None,
+        swimlanes=Markup(timeline) if timeline else None,
         proof=Markup(proven) if proven else None,
         explorer=Markup(_explorer(run)) if len(explore.points(run)) > 1 else None,
         version=__version__,

@@ -45,11 +45,11 @@ def groups(certificate: Certificate, more_is_better: bool) -> list[FateGroup]:
     by_fate: dict[str, list[PlanFate]] = {}
     for plan in certificate.plans:
         by_fate.setdefault(fate_of(plan, certificate), []).append(plan)
-    found = []
+    fates = []
     for fate, plans in by_fate.items():
         known = [plan.best for plan in plans if plan.best is not None]
-        found.append(FateGroup(fate, tuple(plans), (max if more_is_better else min)(known) if known else None))
-    return sorted(found, key=lambda group: (group.fate != CHOSEN, -len(group.plans), group.fate))
+        fates.append(FateGroup(fate, tuple(plans), (max if more_is_better else min)(known) if known else None))
+    return sorted(fates, key=lambda group: (group.fate != CHOSEN, -len(group.plans), group.fate))
 
 
 def more_is_better(certificate: Certificate) -> bool:
@@ -84,12 +84,12 @@ def course_figure(course: Sequence[CourseRow], unit: str) -> Figure:
     }
 
 
-def fates_figure(certificate: Certificate, found: Sequence[FateGroup]) -> Figure:
+def fates_figure(certificate: Certificate, fates: Sequence[FateGroup]) -> Figure:
     """What each plan could reach at most, best first, coloured by what became of it; the line is the chosen plan."""
     ranked = _ranked(certificate)
     place = {plan.plan: i for i, plan in enumerate(ranked, 1)}
     data: list[Figure] = []
-    for i, group in enumerate(found):
+    for i, group in enumerate(fates):
         plans = sorted((plan for plan in group.plans if plan.best is not None), key=lambda plan: place[plan.plan])
         if plans:
             data.append(
@@ -137,9 +137,9 @@ def _ranked(certificate: Certificate) -> list[PlanFate]:
     return [plan for *_, plan in sorted(known, key=lambda item: item[:2])]
 
 
-def rows(found: Sequence[FateGroup]) -> list[tuple[str, str, str]]:
+def rows(fates: Sequence[FateGroup]) -> list[tuple[str, str, str]]:
     """fate, how many plans, what the best of them could reach at most."""
-    return [(group.fate, info.number(len(group.plans)), info.number(group.best)) for group in found]
+    return [(group.fate, info.number(len(group.plans)), info.number(group.best)) for group in fates]
 
 
 def section(run: Run) -> str | None:
@@ -149,15 +149,15 @@ def section(run: Run) -> str | None:
     certificate = run.certificate
     if certificate is None:
         return None
-    found = groups(certificate, more_is_better(certificate))
-    drawn = {"proof-fates": figures.fragment(fates_figure(certificate, found), "proof-fates", 420)}
+    fates = groups(certificate, more_is_better(certificate))
+    drawn = {"proof-fates": figures.fragment(fates_figure(certificate, fates), "proof-fates", 420)}
     if len(run.course) > 1:
         drawn["proof-course"] = figures.fragment(course_figure(run.course, certificate.unit), "proof-course", 380)
     return fill(
         "proof.html.j2",
         certificate=certificate,
         proof=verdict.proof(run.summary),
-        rows=rows(found),
+        rows=rows(fates),
         number=info.number,
         simulations=run.course[-1].simulations if run.course else None,
         figures={name: Markup(html) for name, html in drawn.items()},

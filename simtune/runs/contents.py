@@ -14,7 +14,6 @@ from simtune.parallel import Jobs
 from simtune.runs.breakdown import step_times
 from simtune.runs.engine_files import MAX_NODES, engine_files, launch_like, launch_of, other_engines, speculation_facts
 from simtune.runs.files import FRONT, MANIFEST, Files
-from simtune.runs.lanes import LANES, lanes_of
 from simtune.runs.price import price, priced
 from simtune.runs.requests import requests_csv
 from simtune.runs.schema import (
@@ -36,6 +35,7 @@ from simtune.runs.schema import (
     Summary,
     SweepPoint,
 )
+from simtune.runs.swimlanes import SWIMLANES, swimlanes_of
 from simtune.runs.tables import columns, to_csv
 from simtune.runs.timeline import sampled, trace_file
 from simtune.sim.basis import cost_basis
@@ -64,10 +64,10 @@ class Contents:
     """Those that no report is drawn from: the plan, engine settings, requests, the timeline."""
 
     def without(self, parts: Collection[str]) -> Contents:
-        """Less of it: of `requests`, `trace` and `lanes` those that are named."""
+        """Less of it: of `requests`, `trace` and `swimlanes` those that are named."""
         names = {"requests": "requests.csv", "trace": "trace.json.gz"}
         left_out = {names[part] for part in parts if part in names}
-        run = self.run._replace(lanes=None) if "lanes" in parts else self.run
+        run = self.run._replace(swimlanes=None) if "swimlanes" in parts else self.run
         return Contents(run, {name: text for name, text in self.files.items() if name not in left_out})
 
     def complete(self, page: str, manifest: Manifest) -> Files:
@@ -79,8 +79,8 @@ class Contents:
         if self.run.certificate is not None:
             files["certificate.json"] = _json(self.run.certificate.to_data())
             files[COURSE] = to_csv(columns(CourseRow), ([*row.model_dump().values()] for row in self.run.course))
-        if self.run.lanes is not None:
-            files[LANES] = self.run.lanes.to_bytes()
+        if self.run.swimlanes is not None:
+            files[SWIMLANES] = self.run.swimlanes.to_bytes()
         return {**files, "report.html": page, MANIFEST: _json(manifest.to_data())}
 
 
@@ -92,7 +92,7 @@ def of_simulation(
     uncertainty: Uncertainty | None = None,
     workload: Workload | None = None,
 ) -> Contents:
-    """One simulated plan: plan.yaml, engine/, summary.json, requests.csv, trace.json.gz and lanes.json.gz."""
+    """One simulated plan: plan.yaml, engine/, summary.json, requests.csv, trace.json.gz and swimlanes.json.gz."""
     files = _files(deployment, result)
     summary = Summary(
         name=name,
@@ -104,7 +104,7 @@ def of_simulation(
         uncertainty=uncertainty,
         **_common(deployment, result, files, workload),
     )
-    return Contents(Run(summary, (), lanes_of(result)), files)
+    return Contents(Run(summary, (), swimlanes_of(result)), files)
 
 
 def of_study(tuned: Tuned, *, jobs: Jobs = None, confidence: Confidence | None = None) -> Contents:
@@ -155,7 +155,7 @@ def of_study(tuned: Tuned, *, jobs: Jobs = None, confidence: Confidence | None =
     certificate = None if tuned.ladder else certificate_of(tuned)
     files |= _proof(tuned, certificate)
     course = tuple(CourseRow(**point._asdict()) for point in tuned.course)
-    return Contents(Run(summary, candidates, lanes_of(tuned.result), certificate, course), files)
+    return Contents(Run(summary, candidates, swimlanes_of(tuned.result), certificate, course), files)
 
 
 # --- what both have ---------------------------------------------------------------------------------------

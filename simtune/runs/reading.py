@@ -1,5 +1,5 @@
 """Reads a run directory: `summary.json`, `candidates.csv` and `certificate.json` where a search wrote them, and
-`lanes.json.gz` where steps were kept."""
+`swimlanes.json.gz` where steps were kept."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from simtune.errors import Problem, SpecError, UsageError
-from simtune.runs.lanes import LANES, LANES_SCHEMA, Lanes
 from simtune.runs.schema import COURSE, MANIFEST_SCHEMA, SUMMARY_SCHEMA, CandidateRow, CourseRow, Manifest, Run, Summary
+from simtune.runs.swimlanes import SWIMLANES, SWIMLANES_SCHEMA, Swimlanes
 from simtune.runs.tables import read_csv
 from simtune.specs import yamlfile
 from simtune.specs.base import Record, problems_of
@@ -29,12 +29,12 @@ def read_run(run: Path) -> Run:
         raise UsageError(f"{run}: no such folder; name the run directory that --out wrote")
     if not (run / "summary.json").is_file():
         raise UsageError(f"{run}: holds no summary.json, so it is not a run directory of simtune")
-    summary, table, lanes = read_summary(run / "summary.json"), run / "candidates.csv", run / LANES
+    summary, table, swimlanes = read_summary(run / "summary.json"), run / "candidates.csv", run / SWIMLANES
     certificate, course = run / "certificate.json", run / COURSE
     return Run(
         summary,
         read_csv(table, CandidateRow) if table.exists() else (),
-        read_record(lanes, Lanes, LANES_SCHEMA) if lanes.exists() else None,
+        read_record(swimlanes, Swimlanes, SWIMLANES_SCHEMA) if swimlanes.exists() else None,
         read_certificate(certificate) if certificate.exists() else None,
         read_csv(course, CourseRow) if course.exists() else (),
     )

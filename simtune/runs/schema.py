@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, ValidationInfo, field_serializer, field_validator, model_validator
 
-from simtune.runs.lanes import Lanes
+from simtune.runs.swimlanes import Swimlanes
 from simtune.sim.load import LoadFacts
 from simtune.sim.summary import CostBasis, LatencyQuantiles, SimulationSummary, Uncertainty, Whole
 from simtune.specs.base import Count, ErrorAt, NonNegative, Positive, Record, Seq, Share, Spec
@@ -403,7 +403,7 @@ class Run(NamedTuple):
     summary: Summary
     candidates: tuple[CandidateRow, ...]
     """Empty where nothing was searched."""
-    lanes: Lanes | None = None
+    swimlanes: Swimlanes | None = None
     """None where the run kept no steps."""
     certificate: Certificate | None = None
     """None where nothing was searched."""

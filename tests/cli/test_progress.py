@@ -68,11 +68,13 @@ def test_shells_complete_verbs_and_names(typed: list[str], begun: str, found: st
 
 def test_what_is_too_big_can_be_left_out(desk: Desk, call: Callable[..., Said]) -> None:
     asked = ("--rate", 2, "--requests", 20, "--out", "run")
-    assert desk.simulate(*asked, "--leave-out", "requests", "--leave-out", "trace", "--leave-out", "lanes").code == 0
+    assert (
+        desk.simulate(*asked, "--leave-out", "requests", "--leave-out", "trace", "--leave-out", "swimlanes").code == 0
+    )
     left = {path.name for path in Path("run").iterdir()}
     assert "summary.json" in left
-    assert not left & {"requests.csv", "trace.json.gz", "lanes.json.gz"}
-    assert 'id="lane-data"' not in Path("run/report.html").read_text()
+    assert not left & {"requests.csv", "trace.json.gz", "swimlanes.json.gz"}
+    assert 'id="swimlane-data"' not in Path("run/report.html").read_text()
     before = Path("run/report.html").read_bytes()
     assert call("report", "run").code == 0
     assert Path("run/report.html").read_bytes() == before

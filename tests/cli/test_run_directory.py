@@ -30,7 +30,7 @@ from tests.cli.conftest import ROOT, STUDY, Desk
 FILES = {
     "plan.yaml", "engine/launch.sh", "engine/vllm-mixed.yaml", "engine/dynamo.yaml", "summary.json", "candidates.csv",
     "requests.csv", "trace.json.gz", "report.html", "manifest.json", "certificate.json",
-    "lanes.json.gz", "search.csv",
+    "swimlanes.json.gz", "search.csv",
 }  # fmt: skip
 
 Call = Callable[..., Any]
@@ -336,7 +336,7 @@ def test_ctrl_c_reaches_the_process(start: Call, desk: Any) -> None:
 
 def test_a_run_directory_holds_its_lanes(desk: Desk) -> None:
     assert desk.simulate("--rate", 2, "--requests", 30, "--out", "run").code == 0
-    lanes = read_run(Path("run")).lanes
-    assert lanes is not None
-    assert lanes.to_bytes() == Path("run/lanes.json.gz").read_bytes()
-    assert lanes.requests == 30
+    swimlanes = read_run(Path("run")).swimlanes
+    assert swimlanes is not None
+    assert swimlanes.to_bytes() == Path("run/swimlanes.json.gz").read_bytes()
+    assert swimlanes.requests == 30

@@ -1,4 +1,4 @@
-"""The lanes of a run: every tick in one span, nothing averaged, and each request's life as it was simulated."""
+"""The swimlanes of a run: every tick in one span, nothing averaged, and each request's life as it was simulated."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from simtune.api import load_specs, set_up
 from simtune.costs.ticks import TICKS_PER_SECOND
-from simtune.runs.lanes import KINDS, Lanes, lanes_of
+from simtune.runs.swimlanes import KINDS, Swimlanes, swimlanes_of
 from simtune.sim.result import Result
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,49 +24,49 @@ def result() -> Result:
     return set_up(specs, rate_rps=40, requests=150, seed=0).run(record=True)
 
 
-def whole(result: Result, **cut: int) -> Lanes:
-    lanes = lanes_of(result, **cut)
-    assert lanes is not None
-    return lanes
+def whole(result: Result, **cut: int) -> Swimlanes:
+    swimlanes = swimlanes_of(result, **cut)
+    assert swimlanes is not None
+    return swimlanes
 
 
 def test_a_span_is_one_jump_and_its_time_has_one_kind(result: Result) -> None:
-    lanes = whole(result)
+    swimlanes = whole(result)
     records = result.outcome.records
-    assert lanes.steps_per_span == 1
-    assert sum(len(lane.length_us) for lane in lanes.lanes) == len(records)
-    for number, lane in enumerate(lanes.lanes):
+    assert swimlanes.steps_per_span == 1
+    assert sum(len(swimlane.length_us) for swimlane in swimlanes.swimlanes) == len(records)
+    for number, swimlane in enumerate(swimlanes.swimlanes):
         mine = [r for r in records if r.core == number]
-        starts = [sum(lane.start_us[: i + 1]) for i in range(len(mine))]
+        starts = [sum(swimlane.start_us[: i + 1]) for i in range(len(mine))]
         assert starts == [round(r.start * US) for r in mine]
         for i, r in enumerate(mine):
-            spent = [getattr(lane, f"{kind}_us")[i] for kind in KINDS]
-            assert sum(spent) == lane.length_us[i]
+            spent = [getattr(swimlane, f"{kind}_us")[i] for kind in KINDS]
+            assert sum(spent) == swimlane.length_us[i]
             assert sum(x > 0 for x in spent) == 1
-            assert lane.running_low[i] == lane.running_high[i] == r.running
-    assert [lane.instance for lane in lanes.lanes] == ["prefill 0", "prefill 1", "decode 0"]
-    assert not any(lanes.lanes[0].decode_us)
-    assert not any(lanes.lanes[2].draft_us)
+            assert swimlane.running_low[i] == swimlane.running_high[i] == r.running
+    assert [swimlane.instance for swimlane in swimlanes.swimlanes] == ["prefill 0", "prefill 1", "decode 0"]
+    assert not any(swimlanes.swimlanes[0].decode_us)
+    assert not any(swimlanes.swimlanes[2].draft_us)
 
 
 def test_many_jumps_are_few_spans_with_their_least_and_most(result: Result) -> None:
     exact, coarse = whole(result), whole(result, most_spans=40)
     assert coarse.steps_per_span == -(-len(result.outcome.records) // 40)
-    for fine, lane in zip(exact.lanes, coarse.lanes, strict=True):
-        assert sum(lane.steps) == sum(fine.steps)
+    for fine, swimlane in zip(exact.swimlanes, coarse.swimlanes, strict=True):
+        assert sum(swimlane.steps) == sum(fine.steps)
         for kind in KINDS:
-            assert lane.share(kind, 1) == fine.share(kind, 1)
+            assert swimlane.share(kind, 1) == fine.share(kind, 1)
         for what in ("running", "waiting", "free_blocks"):
-            assert min(getattr(lane, f"{what}_low")) == min(getattr(fine, f"{what}_low"))
-            assert max(getattr(lane, f"{what}_high")) == max(getattr(fine, f"{what}_high"))
-        assert all(low <= high for low, high in zip(lane.running_low, lane.running_high, strict=True))
+            assert min(getattr(swimlane, f"{what}_low")) == min(getattr(fine, f"{what}_low"))
+            assert max(getattr(swimlane, f"{what}_high")) == max(getattr(fine, f"{what}_high"))
+        assert all(low <= high for low, high in zip(swimlane.running_low, swimlane.running_high, strict=True))
 
 
 def test_a_life_is_what_happened_to_the_request(result: Result) -> None:
-    lanes, outcome = whole(result), result.outcome
-    assert len(lanes.lives) == lanes.requests == 150
-    assert sum(len(life.preempted_us) for life in lanes.lives) == outcome.preemptions.sum() > 0
-    for life in lanes.lives:
+    swimlanes, outcome = whole(result), result.outcome
+    assert len(swimlanes.lives) == swimlanes.requests == 150
+    assert sum(len(life.preempted_us) for life in swimlanes.lives) == outcome.preemptions.sum() > 0
+    for life in swimlanes.lives:
         i = life.request
         times = (life.arrival_us, life.scheduled_us, life.first_token_us, life.transferred_us, life.finish_us)
         columns = (outcome.arrival, outcome.scheduled, outcome.first_token, outcome.transferred, outcome.finish)
@@ -75,8 +75,8 @@ def test_a_life_is_what_happened_to_the_request(result: Result) -> None:
         assert sum(tokens for *_, tokens in first) == life.prompt_tokens
         assert life.scheduled_us == first[0][1]
         assert abs(first[-1][1] + first[-1][2] - (life.first_token_us or 0)) <= 1
-        assert life.lane == 2
-        received = lanes.lanes[2].transfer_us
+        assert life.swimlane == 2
+        received = swimlanes.swimlanes[2].transfer_us
         assert any(begin <= (life.transferred_us or 0) <= end for begin, end in received)
 
 
@@ -89,4 +89,4 @@ def test_of_many_requests_the_slowest_are_kept(result: Result) -> None:
 
 def test_steps_that_were_not_recorded_leave_no_lanes() -> None:
     specs = load_specs("llama-3.1-8b", "h100-sxm", "chat", None, {}, None)
-    assert lanes_of(set_up(specs, rate_rps=2, requests=5, seed=0).run(record=False)) is None
+    assert swimlanes_of(set_up(specs, rate_rps=2, requests=5, seed=0).run(record=False)) is None

@@ -1,6 +1,6 @@
 """What every engine core did over time, and the lives of requests: what the timeline of a report is drawn from.
 
-`lanes.json.gz` holds as much as a page can carry. Where there are more steps than `MOST_SPANS`, neighbours are one
+`swimlanes.json.gz` holds as much as a page can carry. Where there are more steps than `MOST_SPANS`, neighbours are one
 span, with the time that went to each kind of step and the least and most of what was counted; nothing is averaged.
 """
 
@@ -20,8 +20,8 @@ from simtune.sim.outcome import Outcome, StepRecord
 from simtune.sim.result import Result
 from simtune.specs.base import Record, Seq
 
-LANES_SCHEMA: Literal["simtune/lanes@1"] = "simtune/lanes@1"
-LANES = "lanes.json.gz"
+SWIMLANES_SCHEMA: Literal["simtune/swimlanes@1"] = "simtune/swimlanes@1"
+SWIMLANES = "swimlanes.json.gz"
 MOST_SPANS = 100_000
 """Of all cores together."""
 MOST_LIVES = 2_000
@@ -60,7 +60,7 @@ class CoreLane(Record):
     def _aligned(self) -> Self:
         lengths = {len(getattr(self, name)) for name in (*_SPAN_COLUMNS, "start_us")}
         if len(lengths) > 1:
-            raise ValueError("all columns of a lane must be equally long")
+            raise ValueError("all columns of a swimlane must be equally long")
         return self
 
     def share(self, kind: str, duration_us: int) -> float:
@@ -80,34 +80,34 @@ class RequestLife(Record):
     request: int
     prompt_tokens: int
     output_tokens: int
-    lane: int | None = Field(description="number of the lane on which it was answered")
+    swimlane: int | None = Field(description="number of the swimlane on which it was answered")
     arrival_us: int
     scheduled_us: int | None
     first_token_us: int | None
     transferred_us: int | None
     finish_us: int | None
     preempted_us: Seq[int] = Field(description="when it lost its seat")
-    chunks: Seq[Seq[int]] = Field(description="(lane, start, length, tokens) of the steps that computed its prompt")
+    chunks: Seq[Seq[int]] = Field(description="(swimlane, start, length, tokens) of the steps that computed its prompt")
 
 
-class Lanes(Record):
-    """`lanes.json.gz`."""
+class Swimlanes(Record):
+    """`swimlanes.json.gz`."""
 
-    schema_id: Literal["simtune/lanes@1"] = Field(alias="schema")
+    schema_id: Literal["simtune/swimlanes@1"] = Field(alias="schema")
     duration_us: int
     steps: int = Field(description="that were simulated")
     steps_per_span: int = Field(description="jumps that one span stands for, at most")
     requests: int = Field(description="that were simulated")
-    lanes: Seq[CoreLane]
+    swimlanes: Seq[CoreLane]
     lives: Seq[RequestLife]
 
     def to_bytes(self) -> bytes:
-        """The file; the same bytes for the same lanes."""
+        """The file; the same bytes for the same swimlanes."""
         text = json.dumps(self.to_data(), separators=(",", ":"), sort_keys=True, allow_nan=False)
         return gzip.compress(text.encode(), mtime=0)
 
 
-def lanes_of(result: Result, most_spans: int = MOST_SPANS, most_lives: int = MOST_LIVES) -> Lanes | None:
+def swimlanes_of(result: Result, most_spans: int = MOST_SPANS, most_lives: int = MOST_LIVES) -> Swimlanes | None:
     """Of a simulation that recorded its steps; None of one that did not."""
     outcome = result.outcome
     if not outcome.records:
@@ -117,7 +117,7 @@ def lanes_of(result: Result, most_spans: int = MOST_SPANS, most_lives: int = MOS
         by_core[record.core].append(record)
     together = -(-len(outcome.records) // most_spans)
     duration = max(int(_us(max(r.end for r in outcome.records))), 1)
-    lanes = [
+    swimlanes = [
         CoreLane(
             instance=f"{core.pool} {core.instance}",
             core=core.virtual_engine,
@@ -127,13 +127,13 @@ def lanes_of(result: Result, most_spans: int = MOST_SPANS, most_lives: int = MOS
         )
         for number, core in enumerate(outcome.cores)
     ]
-    return Lanes(
-        schema_id=LANES_SCHEMA,
+    return Swimlanes(
+        schema_id=SWIMLANES_SCHEMA,
         duration_us=duration,
         steps=outcome.steps,
         steps_per_span=together,
         requests=len(result.stream),
-        lanes=tuple(lanes),
+        swimlanes=tuple(swimlanes),
         lives=_lives(result, _kept(result, most_lives)),
     )
 
@@ -144,7 +144,7 @@ def _us(ticks: int | Ints) -> Ints:
 
 
 def _spans(records: Sequence[StepRecord], together: int) -> dict[str, tuple[int, ...]]:
-    """Columns of a lane, each row of so many records."""
+    """Columns of a swimlane, each row of so many records."""
     if not records:
         return dict.fromkeys((*_SPAN_COLUMNS, "start_us"), ())
     start, end, steps = _us(_column(records, "start")), _us(_column(records, "end")), _column(records, "steps")
@@ -221,7 +221,7 @@ def _lives(result: Result, kept: Iterable[int]) -> tuple[RequestLife, ...]:
             request=i,
             prompt_tokens=int(stream.prompt_tokens[i]),
             output_tokens=int(stream.output_tokens[i]),
-            lane=int(outcome.core[i]) if outcome.core[i] >= 0 else None,
+            swimlane=int(outcome.core[i]) if outcome.core[i] >= 0 else None,
             arrival_us=at(outcome.arrival, i) or 0,
             scheduled_us=at(outcome.scheduled, i),
             first_token_us=at(outcome.first_token, i),
