@@ -74,8 +74,9 @@ class Workshop:
         q, hardware = self.question, self.question.profiles[choice.shape.gpu]
         draft, pool = q.draft(choice.drafter), self.pool(choice)
         try:
+            # What does not fit without drafts does not with them, and how to draft takes long to choose.
+            self._memories[choice] = check(pool, q.model, hardware)
             if draft is None:
-                self._memories[choice] = check(pool, q.model, hardware)
                 return choice
             stream = self.stream(candidate)
             speculation = speculation_on(draft, q.model, hardware, pool, stream)

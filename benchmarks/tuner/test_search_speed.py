@@ -16,9 +16,11 @@ import pytest
 
 from benchmarks.results import Recorder
 from simtune.api import load_question
-from simtune.specs.study import HardwareCount, Search, Study
+from simtune.specs.drafters import Eagle
+from simtune.specs.study import DrafterChoice, HardwareCount, Search, Study
 from simtune.specs.workload import Slo
 from simtune.tuner.search import SearchCourse, optimize
+from simtune.tuner.trial import Tuned
 
 pytestmark = pytest.mark.benchmark_only
 
@@ -60,12 +62,37 @@ def study(model: str, devices: int, slo: Slo, *layouts: Any) -> Study:
     )
 
 
+def wide_experts() -> Study:
+    """DeepSeek-V3 with its own drafter, experts and attention spread over up to 16 of 32 GPUs."""
+    acceptance = Path(__file__).with_name("mtp-deepseek-v3.yaml")
+    return Study(
+        name="deepseek-v3-32",
+        model="deepseek-v3",
+        hardware=(HardwareCount(profile="h200-sxm", devices=32),),
+        workload="chat",
+        slo=Slo(ttft_s={"p99": 5.0}, tpot_s={"p99": 0.1}),
+        speculation=(DrafterChoice(name="mtp", drafter=Eagle(method="mtp"), acceptance=str(acceptance)),),
+        search=Search(
+            layouts=("mixed", "prefill-decode"),
+            tp=(1, 8),
+            pp=(1,),
+            attention_dp=(1, 8, 16),
+            expert_parallel=(False, True),
+            max_num_seqs=(64, 128, 256, 512),
+            max_num_batched_tokens=(2048, 8192),
+            requests=2000,
+            rate_tolerance=0.05,
+        ),
+    )
+
+
 CASES: dict[str, str | Study] = {"quickstart, 8 x H100": str(QUICKSTART)} | {
     f"{model} on {devices} x H200, {' and '.join(layouts)}, {statistic}": study(model, devices, slo, *layouts)
     for model, devices in (("llama-3.1-70b", 8), ("qwen3-32b", 8), ("qwen3-32b", 16))
     for statistic, slo in LIMITS.items()
     for layouts in (("mixed",), ("mixed", "prefill-decode"))
 }
+CASES["deepseek-v3 with its drafter on 32 x H200, mixed and prefill-decode, p99"] = wide_experts()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -82,9 +109,18 @@ def test_search(name: str, record: Recorder) -> None:
     simulated = sum(row.simulations > 0 for row in tuned.rows)
     record(f"{name}: first plan", first[0] / unit, "units", "lower")
     record(f"{name}: certified", whole / unit, "units", "lower")
+    record(f"{name}: output tokens", _tokens_per_gpu(tuned), "tokens/s/GPU", "higher")
     record(f"{name}: plans simulated", simulated / len(tuned.rows), "of all", "lower")
     print(
         f"{name}: first plan {first[0] / unit:.1f} units, all {whole / unit:.1f}, gap {tuned.gap:.1%}; "
         f"{simulated} of {len(tuned.rows)} plans, {sum(row.simulations for row in tuned.rows)} simulations; "
-        f"{tuned.chosen.candidate.name}: {tuned.value:.4g} {tuned.question.objective.unit}"
+        f"{tuned.chosen.candidate.name}: {tuned.value:.4g} {tuned.question.objective.unit}, "
+        f"{_tokens_per_gpu(tuned):,.0f} output tokens/s/GPU"
     )
+
+
+def _tokens_per_gpu(tuned: Tuned) -> float:
+    """Output tokens of the requests that come in a second at the chosen rate."""
+    candidate, rate = tuned.chosen.candidate, tuned.chosen.rate_rps
+    assert rate is not None
+    return rate * tuned.question.facts(candidate, tuned.question.stream(candidate)).output_tokens / candidate.num_gpus
