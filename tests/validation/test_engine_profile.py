@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from simtune.costs.calibration import read_steps
 from simtune.costs.engine_steps import read_engine_costs
 from simtune.errors import UsageError
 from simtune.validation.engine_profile import HELD_OUT, SESSIONS, STEPS, SUMMARY, EngineProfile, design, profile_engine
+from simtune.validation.engines import vllm_steps
 from simtune.validation.engines.driving import (
     DrivenRequest,
     DrivenTimes,
@@ -107,6 +111,17 @@ def test_engines_and_models_that_cannot_be_driven_are_named() -> None:
         driver("vllm", tiny(), EngineSize(), python="/nowhere/python")
     assert llama_config(tiny())["num_key_value_heads"] == 2
     assert len(stream_of(design(4, 64, 256)[0].requests)) == 1
+
+
+def test_an_engine_that_nobody_waits_for_does_not_start() -> None:
+    """Whoever asked was killed while the interpreter was starting: its end of the pipe is closed."""
+    read, write = os.pipe()
+    os.write(write, b"{}\n")
+    os.close(write)
+    script = Path(vllm_steps.__file__)
+    done = subprocess.run([sys.executable, "-P", str(script)], stdin=read, capture_output=True, check=False)
+    os.close(read)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b""), "it would have looked for vLLM"
 
 
 def test_the_command_profiles_the_torch_engine(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import ctypes
 import importlib.util
 import json
 import os
+import select
 import signal
 import sys
 import time
@@ -194,6 +195,10 @@ def end_with_parent() -> None:
     """Who asked may be killed at any time; then nobody needs the engine, whatever it is doing."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    asked = select.poll()
+    asked.register(0, 0)
+    if any(event & select.POLLHUP for _, event in asked.poll(0)):  # killed before it could be said
+        sys.exit(0)
 
 
 def main() -> None:
