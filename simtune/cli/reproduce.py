@@ -114,8 +114,8 @@ def _key(family: list[Entry], hardware: str | None) -> str:
 
     systems = [entry.system.name for entry in family]
     profile = None if hardware is None else load_hardware(hardware).to_data()
-    told = json.dumps([__version__, family[0].family.to_data(), systems, profile], sort_keys=True, default=str)
-    return hashlib.sha256(told.encode()).hexdigest()[:32]
+    question = json.dumps([__version__, family[0].family.to_data(), systems, profile], sort_keys=True, default=str)
+    return hashlib.sha256(question.encode()).hexdigest()[:32]
 
 
 def _list(entries: list[Entry]) -> None:

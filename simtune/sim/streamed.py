@@ -62,24 +62,16 @@ class StreamedLoad:
             )
         self.workload, self.trace, self.seed = workload, trace, seed
         self._requests, self._stretch = requests, 1.0
-        first, last, short, long = 0.0, 0.0, None, None
-        for number, chunk in enumerate(self.chunks()):
-            if chunk.arrival_s is not None:
-                first = float(chunk.arrival_s[0]) if number == 0 else first
-                last = float(chunk.arrival_s[-1])
-            tokens = chunk.prompt_tokens + chunk.output_tokens
-            for row in (int(tokens.argmin()), int(tokens.argmax())):
-                total = int(tokens[row])
-                short = (total, _row(chunk, row)) if short is None or total < short[0] else short
-                long = (total, _row(chunk, row)) if long is None or total > long[0] else long
-        assert short is not None
-        assert long is not None
-        self.longest, self.shortest = long[1], short[1]
         self.head = next(self.chunks())
-        span = last - first
-        self.offered_rate_rps: float | None = None
-        if self.head.arrival_s is not None and requests > 1 and span > 0:
-            self.offered_rate_rps = (requests - 1) / span
+        self.shortest = self.longest = _row(self.head, 0)
+        last = 0.0
+        for chunk in self.chunks():
+            last = 0.0 if chunk.arrival_s is None else float(chunk.arrival_s[-1])
+            tokens = chunk.prompt_tokens + chunk.output_tokens
+            self.shortest = min(self.shortest, _row(chunk, int(tokens.argmin())), key=sum)
+            self.longest = max(self.longest, _row(chunk, int(tokens.argmax())), key=sum)
+        span = 0.0 if self.head.arrival_s is None else last - float(self.head.arrival_s[0])
+        self.offered_rate_rps = (requests - 1) / span if span > 0 else None
         if rate_rps is not None:
             self._at_rate(rate_rps, last)
 

@@ -311,6 +311,25 @@ def test_an_interrupt_keeps_the_best_so_far_and_says_so(desk: Any, monkeypatch: 
     assert json.loads((desk.folder / "run" / "summary.json").read_text())["interrupted"] is True
 
 
+@pytest.mark.parametrize(
+    ("error", "code"), [(OSError(errno.ENOSPC, "No space left on device"), 2), (KeyboardInterrupt(), 130)]
+)
+def test_a_finished_search_is_kept_where_it_cannot_be_written(
+    desk: Any, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int
+) -> None:
+    """As where the winner is confirmed, drawn or written."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", breaking(Path.rename, error, 1))
+        said = desk.optimize()
+    assert said.code == code
+    assert "simulations are kept: --resume goes on with them, in run" in said.err
+    assert [path.name for path in desk.folder.joinpath("run").iterdir()] == ["journal.jsonl"]
+    asked: list[Any] = []
+    monkeypatch.setattr("simtune.tuner.climb.Simulation.run", lambda task: asked.append(task))
+    assert desk.optimize("--resume").code == 0
+    assert asked == [], "nothing is simulated again"
+
+
 def test_ctrl_c_reaches_the_process(start: Call, desk: Any) -> None:
     """The study names a policy whose module never comes to its end, so the process is known to be waiting for it."""
     Path("endless.py").write_text("import time\nopen('begun', 'w').close()\ntime.sleep(600)\n")
