@@ -293,7 +293,7 @@ class Audit:
         self.bounds += 1
         if fate.same_as in self._missed:
             other, rate, finding = self._missed[fate.same_as]
-            if entrant.told_by(other, finding):
+            if entrant.ruled_out_by(other, finding):
                 self._no_more(fate, self._after(entrant, rate, finding, entrant.best))
                 return
         self.problems.append(f"{fate.plan} need not miss the SLO because {fate.same_as} does")

@@ -98,9 +98,9 @@ def day_of(tuned: Tuned, *, jobs: Jobs = None) -> DayPlan | None:
     rate = tuned.chosen.rate_rps if question.searches_rate else None
     each = None if rate is None else rate / _times(tuned.chosen.candidate, unit)
     windows = windows_of(day, question.trace)
-    tasks = [_Task(question, unit, window, tuned.deployment.max_model_len, each) for window in windows]
+    tasks = [_WindowTask(question, unit, window, tuned.deployment.max_model_len, each) for window in windows]
     with executor(jobs, len(tasks)) as pool:
-        hours = tuple(ordered_map(pool, _Task.run, tasks))
+        hours = tuple(ordered_map(pool, _WindowTask.run, tasks))
     return _summed(question, unit, day, hours)
 
 
@@ -145,7 +145,7 @@ def windows_of(day: Day, trace: Trace | None) -> list[_Window]:
 
 
 @dataclass(frozen=True)
-class _Task:
+class _WindowTask:
     """The fewest replicas for one window. What workers are sent."""
 
     question: Question

@@ -67,7 +67,7 @@ class Entrant:
         prefill = self.candidate.prefilling
         return [self.kind] if prefill is None else [self.kind, (prefill, self.candidate.router)]
 
-    def told_by(self, other: Entrant, finding: SimulationFinding) -> str:
+    def ruled_out_by(self, other: Entrant, finding: SimulationFinding) -> str:
         """Why this plan misses the SLO where another one did, at a rate no lower; nothing where it might meet it."""
         name = other.candidate.name
         if other.kind == self.kind and finding.used and not tell_apart(self.deployment, finding.used):

@@ -53,18 +53,19 @@ def sweeps(tuned: Tuned, *, jobs: Jobs = None) -> list[RateSweep]:
     requests = min(question.requests, max(LEAST, question.requests // SHORTER))
     own = tuned.chosen.rate_rps if question.searches_rate else None
     tasks = [
-        _Task(question, row, tuned.deployment.max_model_len, rates, requests) for row in [tuned.chosen, *rivals(tuned)]
+        _SweepTask(question, row, tuned.deployment.max_model_len, rates, requests)
+        for row in [tuned.chosen, *rivals(tuned)]
     ]
     tasks[0] = replace(tasks[0], rates=tuple(rate for rate in rates if rate != own), judged=False)
     with executor(jobs, len(tasks)) as pool:
-        chosen, *others = ordered_map(pool, _Task.run, tasks)
+        chosen, *of_rivals = ordered_map(pool, _SweepTask.run, tasks)
     known = () if own is None else ((own, tuned.result.summary()),)
     points = tuple(sorted((*chosen.points, *known), key=lambda point: point[0]))
-    return [replace(chosen, points=points, judged=tuned.result.latency_quantiles()), *others]
+    return [replace(chosen, points=points, judged=tuned.result.latency_quantiles()), *of_rivals]
 
 
 @dataclass(frozen=True)
-class _Task:
+class _SweepTask:
     question: Question
     row: Trial
     max_model_len: int

@@ -214,10 +214,10 @@ class BestFirst:
                 self._push([plan], "all there is")
             return
         low = self._low(plan)
-        if (told := self._told(plan, low)) is None:
+        if (known := self._known_from_another(plan, low)) is None:
             self._judge(plan, low)
             return
-        (other, rate, finding), reason = told
+        (other, rate, finding), reason = known
         row, objective = plan.row, self.question.objective
         row.status, row.summary, row.rate_rps, row.reason = "infeasible", finding.summary, rate, reason
         row.same_as, row.best = other.candidate.name, None
@@ -264,7 +264,7 @@ class BestFirst:
             (plan,) = item.plans
             low = self._low(plan)
             rate = Climb(plan.ceiling_rps, self.step, low).rate_rps if self.question.searches_rate else None
-            if self._told(plan, low) is None:
+            if self._known_from_another(plan, low) is None:
                 yield (plan.candidate.name, rate), self._task(plan, rate)
 
     def _take(self, plan: Entrant, rate: float | None, finding: SimulationFinding) -> None:
@@ -306,21 +306,19 @@ class BestFirst:
 
     def _low(self, plan: Entrant) -> float | None:
         """The rate at which a plan would beat the best one; None while there is none."""
-        objective, rates = self.question.objective, []
-        if not isinstance(objective, RateObjective):
+        objective = self.question.objective
+        if self.best is None or not isinstance(objective, RateObjective):
             return None
-        if self.best is not None:
-            rates.append(objective.rate_for(plan.facts, self.value(self.best)) * self.step)
-        return max(rates, default=None)
+        return objective.rate_for(plan.facts, self.value(self.best)) * self.step
 
-    def _told(self, plan: Entrant, low: float | None) -> tuple[_Seen, str] | None:
+    def _known_from_another(self, plan: Entrant, low: float | None) -> tuple[_Seen, str] | None:
         """A plan that missed the SLO at a rate no higher, where this one must as well, and why it must."""
         for seen in (seen for kin in plan.kin for seen in self._seen.get(kin, ())):
             if low is None:
                 no_higher = seen.rate_rps is None
             else:
                 no_higher = seen.rate_rps is None or seen.rate_rps <= low * (1 + 1e-12)
-            if no_higher and (reason := plan.told_by(seen.plan, seen.finding)):
+            if no_higher and (reason := plan.ruled_out_by(seen.plan, seen.finding)):
                 return seen, reason
         return None
 

@@ -209,9 +209,9 @@ def rows(outcome: Outcome) -> Iterator[tuple[str, str, float, float, float]]:
             noise = (max(counts) - min(counts)) / 2 / middle
             yield load, "tokens per verification", summary.speculation.tokens_per_round, middle, noise
         if summary.prefix_cache:
-            found_tokens = [run.found_tokens for run in runs]
-            middle = median(found_tokens)
-            noise = (max(found_tokens) - min(found_tokens)) / 2 / middle
+            hit_tokens = [run.hit_tokens for run in runs]
+            middle = median(hit_tokens)
+            noise = (max(hit_tokens) - min(hit_tokens)) / 2 / middle
             yield load, "prefix hits", summary.prefix_cache[0].hit_tokens, middle, noise
 
 

@@ -240,11 +240,9 @@ class BatchScheduler(Scheduler):
         progress, batch, settling = Progress(), self.decoding, self._settling
         if settling.pending:
             settling.settle(batch.end_discarded() if step.discarded else ())
-        # The first repetition's blocks were taken with the step, those of the others are taken now.
-        more_blocks = batch.blocks_for(repetitions - 1, 1) if repetitions > 1 else 0
+        if repetitions > 1:  # the first one's blocks were taken with the step
+            self.kv.take(batch.blocks_for(repetitions - 1, 1))
         finished = batch.advance(repetitions)
-        if more_blocks:
-            self.kv.take(more_blocks)
         for chunk in step.chunks:
             request = chunk.request
             request.computed += chunk.tokens - chunk.padding

@@ -339,13 +339,13 @@ class TorchRig:
             between()
             around()
 
-        found = [(1, measure(timer, [step]))]
+        parts = [(1, measure(timer, [step]))]
         if isinstance(attention, FullAttention):
             heads = attention.heads, attention.kv_heads, attention.head_dim
             within = kernels.around_layer(rows, *heads, self._operands, model.dtype)
-            found.append((model.num_layers, measure(timer, [within])))
-        every = {name: sum(n * getattr(m, name) for n, m in found) for name in ("seconds", "mad", "p10", "p90")}
-        return replace(found[0][1], **every)
+            parts.append((model.num_layers, measure(timer, [within])))
+        every = {name: sum(n * getattr(m, name) for n, m in parts) for name in ("seconds", "mad", "p10", "p90")}
+        return replace(parts[0][1], **every)
 
     def _group(self, task: MeasurementTask) -> Group:
         """The processes of the size a collective asks for; the last ones are kept."""

@@ -79,16 +79,16 @@ class AmongOthers:
     shortest_s = 0.0
     warm_up_s = 0.0
 
-    def __init__(self, timer: Timer, others: Sequence[Call], renew: Callable[[Call], object] = id) -> None:
-        """`others` are made in turns, one ahead of every call that `timer` times; then `renew` reads what of the call's
+    def __init__(self, timer: Timer, beside: Sequence[Call], renew: Callable[[Call], object] = id) -> None:
+        """`beside` are made in turns, one ahead of every call that `timer` times; then `renew` reads what of the call's
         operands was made just now."""
-        self.name, self._timer, self._others, self._renew = timer.name, timer, cycle(others), renew
+        self.name, self._timer, self._beside, self._renew = timer.name, timer, cycle(beside), renew
 
     def sample(self, calls: Sequence[Call], first: int, count: int) -> Sample:
         """See `Timer`."""
         samples = []
         for i in range(first, first + count):
-            next(self._others)()
+            next(self._beside)()
             self._renew(calls[i % len(calls)])
             samples.append(self._timer.sample(calls, i, 1))
         return Sample(sum(s.seconds for s in samples) / count, all(s.clean for s in samples))
@@ -154,7 +154,7 @@ class CpuWall:
 
 
 class CpuThread:
-    """Processor time of this thread alone, which others that want the core do not lengthen."""
+    """Processor time of this thread alone, which beside that want the core do not lengthen."""
 
     name = "thread"
     shortest_s = 3e-4

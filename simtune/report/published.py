@@ -34,7 +34,7 @@ COLOUR: dict[Status, str] = {
 # --- computed ---------------------------------------------------------------------------------------------
 
 
-class Compared(NamedTuple):
+class ClaimRow(NamedTuple):
     """One row of a figure."""
 
     label: str
@@ -51,7 +51,7 @@ class FamilyFigure(NamedTuple):
 
     name: str
     title: str
-    compared: list[Compared]
+    compared: list[ClaimRow]
     rows: list[Row]
 
 
@@ -78,7 +78,7 @@ def families(findings: Findings, entries: Sequence[Entry]) -> list[FamilyFigure]
             low, high = finding.band
             label = _short(finding.title)
             section.compared.append(
-                Compared(label, low, high, finding.claimed, finding.simulated, finding.status, anchor)
+                ClaimRow(label, low, high, finding.claimed, finding.simulated, finding.status, anchor)
             )
     return list(sections.values())
 
@@ -90,7 +90,7 @@ def _short(title: str) -> str:
 # --- drawn ------------------------------------------------------------------------------------------------
 
 
-def gains_figure(compared: Sequence[Compared]) -> Figure:
+def gains_figure(compared: Sequence[ClaimRow]) -> Figure:
     """A row for each system: its band as a bar, the claim as a tick, what was simulated as a dot; a log axis."""
     numbers = list(range(len(compared)))
     bars = {
@@ -117,7 +117,7 @@ def gains_figure(compared: Sequence[Compared]) -> Figure:
     return {"data": [bars, claims, *_dots(compared)], "layout": _frame(compared)}
 
 
-def _dots(compared: Sequence[Compared]) -> list[Figure]:
+def _dots(compared: Sequence[ClaimRow]) -> list[Figure]:
     dots: list[Figure] = []
     for status, colour in COLOUR.items():
         of = [i for i, c in enumerate(compared) if c.status == status]
@@ -137,7 +137,7 @@ def _dots(compared: Sequence[Compared]) -> list[Figure]:
     return dots
 
 
-def _frame(compared: Sequence[Compared]) -> Figure:
+def _frame(compared: Sequence[ClaimRow]) -> Figure:
     values = [x for c in compared for x in (c.low, c.high, c.simulated)]
     labels = [f'<a href="#{c.anchor}">{escape(c.label)}</a>' for c in compared]
     x = figures.axis(

@@ -48,7 +48,7 @@ from simtune.specs.study import Study
 from simtune.specs.workload import Workload
 from simtune.tuner.certificate import Certificate, certificate_of
 from simtune.tuner.confidence import Confidence
-from simtune.tuner.day import DayHour, day_of
+from simtune.tuner.day import DayHour, DayPlan, day_of
 from simtune.tuner.drafting import Contexts, schedule
 from simtune.tuner.front_certificate import front_certificate_of
 from simtune.tuner.rate_sweep import sweeps
@@ -116,17 +116,10 @@ def of_study(tuned: Tuned, *, jobs: Jobs = None, confidence: Confidence | None =
     facts = _draft_facts(tuned)
     if facts is not None and tuned.chosen.candidate.speculation is not None:
         files |= other_engines(facts, tuned.deployment.plan)
-    # What was not asked for has no key in the summary.
-    asked: dict[str, Any] = {}
-    if facts is not None:
-        asked["draft_schedule"] = DraftSchedule.model_validate({**facts, "load": _drafted_load(of_chosen)})
-    if confidence is not None:
-        asked["confidence"] = confidence
-    if (day := day_of(tuned, jobs=jobs)) is not None:
-        asked["day"] = day
-        files["day.csv"] = to_csv(columns(DayHour), ([*hour.model_dump().values()] for hour in day.hours))
-    if tuned.ladder is not None:
-        asked["front"] = tuned.ladder.points
+    drafts = None if facts is None else {**facts, "load": _drafted_load(of_chosen)}
+    asked = _asked_for(tuned, drafts, confidence, day_of(tuned, jobs=jobs))
+    if "day" in asked:
+        files["day.csv"] = to_csv(columns(DayHour), ([*hour.model_dump().values()] for hour in asked["day"].hours))
     summary = Summary(
         name=study.name,
         seed=study.seed,
@@ -156,6 +149,19 @@ def of_study(tuned: Tuned, *, jobs: Jobs = None, confidence: Confidence | None =
     files |= _proof(tuned, certificate)
     course = tuple(CourseRow(**point._asdict()) for point in tuned.course)
     return Contents(Run(summary, candidates, swimlanes_of(tuned.result), certificate, course), files)
+
+
+def _asked_for(
+    tuned: Tuned, drafts: Mapping[str, Any] | None, confidence: Confidence | None, day: DayPlan | None
+) -> dict[str, Any]:
+    """Fields of the summary by name; what was not asked for has no key."""
+    asked = {
+        "draft_schedule": None if drafts is None else DraftSchedule.model_validate(drafts),
+        "confidence": confidence,
+        "day": day,
+        "front": None if tuned.ladder is None else tuned.ladder.points,
+    }
+    return {name: value for name, value in asked.items() if value is not None}
 
 
 # --- what both have ---------------------------------------------------------------------------------------

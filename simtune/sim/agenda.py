@@ -32,6 +32,8 @@ Handler = Callable[[int, int, int], None]
 
 NEVER: Event = (1 << 63, 0, 0, 0)
 """Comes after every event."""
+STOP: Event = (-1, 0, 0, 0)
+"""Comes before every event; nothing is handled any more."""
 
 
 class Agenda:
@@ -86,3 +88,4 @@ class Agenda:
     def stop(self) -> None:
         """Let the event under way be the last."""
         self.stopped = True
+        self.post(STOP)

@@ -366,7 +366,7 @@ class EngineCore:
                 time.repetitions = repetitions
                 now += repetitions * time.first + time.slope * (repetitions * (repetitions - 1) // 2)
             event = now, STEP_END, self.number, version
-            if agenda.stopped or heap[0] < event:
+            if heap[0] < event:  # or the run was stopped
                 agenda.held = event
                 return
             agenda.handled += 1

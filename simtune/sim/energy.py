@@ -44,3 +44,11 @@ def energy_j(power: Power, instances: Sequence[InstanceUse], duration_s: float) 
         idle, tdp = power[instance.pool]
         watts += idle + (tdp - idle) * min(1.0, instance.busy)
     return watts * duration_s
+
+
+def energy_of(
+    power: Power, instances: Sequence[InstanceUse], duration_s: float, output_tokens: int, scale: float
+) -> dict[str, float | None]:
+    """Fields of the summary, where the instances seen are one in `scale` of all."""
+    energy = energy_j(power, instances, duration_s) * scale
+    return {"energy_j": energy, "joules_per_token": energy / (output_tokens * scale) if output_tokens else None}

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from simtune.arrays import Array
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import Tally
-from simtune.sim.energy import Power, energy_j
+from simtune.sim.energy import Power, energy_of
 from simtune.sim.frames import PlainCurve, arrow, frame, html_table, plotted
 from simtune.sim.outcome import Outcome
 from simtune.sim.requests import RequestStream
@@ -232,26 +232,22 @@ class Result:
     def summary(self, *, noise: bool = True) -> SimulationSummary:
         """What it comes to in numbers; None stands for a number that does not exist or is unbounded. Without `noise`
         intervals are left out, which take longer than all the rest."""
-        completed, duration = self.completed, self.duration_s
+        completed, duration, tpot = self.completed, self.duration_s, self.values("tpot")
         output = int(self.stream.output_tokens[completed].sum())
         total = output + int(self.stream.prompt_tokens[completed].sum())
-        tpot = self.values("tpot")
 
         def per_second(x: float) -> float | None:
             return x * self.scale / duration if duration > 0 else None
 
         output_rate = per_second(output)
-        # What does not apply is not set, so that it is left out of the file.
-        where_it_applies: dict[str, Any] = {}
+        where_it_applies: dict[str, Any] = {}  # the rest is left out of the file
         if cached := prefix_cache(self.outcome.cores):
             where_it_applies["prefix_cache"] = cached
         if self.drafted.rounds:
             where_it_applies["speculation"] = verifications(self.drafted)
         used = instances(self.outcome.cores, self._answered_on(completed), duration)
         if self.power is not None:
-            energy = energy_j(self.power, used, duration) * self.scale
-            where_it_applies["energy_j"] = energy
-            where_it_applies["joules_per_token"] = energy / (output * self.scale) if output else None
+            where_it_applies |= energy_of(self.power, used, duration, output, self.scale)
         return SimulationSummary(
             requests=len(completed),
             completed=int(completed.sum()),
@@ -269,9 +265,7 @@ class Result:
             output_tokens_per_s_per_gpu=None if output_rate is None else output_rate / self.num_gpus,
             output_tokens_per_s_per_user=1 / float(tpot.mean()) if len(tpot) and tpot.mean() > 0 else None,
             num_gpus=self.num_gpus,
-            metrics={
-                metric: distribution(self.values(metric), noise=noise and not self.saturated) for metric in METRICS
-            }
+            metrics={m: distribution(self.values(m), noise=noise and not self.saturated) for m in METRICS}
             | {"itl": between_tokens(self.itl)},
             warm_up_requests=warm_up(self.values("ttft")),
             resent=int(self.outcome.resent.sum()),
@@ -283,8 +277,7 @@ class Result:
 
     def _answered_on(self, completed: NDArray[np.bool_]) -> list[int]:
         """How many requests each core answered."""
-        answered: list[int] = np.bincount(self.outcome.core[completed], minlength=len(self.outcome.cores)).tolist()
-        return answered
+        return list(np.bincount(self.outcome.core[completed], minlength=len(self.outcome.cores)).tolist())
 
     def to_pandas(self) -> Any:
         """Every request as a row of a `pandas.DataFrame`, times in seconds. Raises UsageError without pandas."""

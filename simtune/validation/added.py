@@ -35,7 +35,7 @@ class Added(NamedTuple):
 
 def added(steps: Sequence[TimedStep], kernels: StepModel) -> list[Added]:
     """What steps take beside their kernels, by kind; kinds without steps are left out."""
-    found = []
+    by_kind = []
     kinds: tuple[Kind, ...] = ("decode", "prefill")
     for kind in kinds:
         of_kind = [step for step in steps if step.kind == kind]
@@ -47,5 +47,5 @@ def added(steps: Sequence[TimedStep], kernels: StepModel) -> list[Added]:
         terms = np.column_stack([np.ones_like(sequences), sequences])
         (per_step, per_sequence), *_ = np.linalg.lstsq(terms, measured - summed, rcond=None)
         means = float(measured.mean()), float(summed.mean())
-        found.append(Added(kind, len(of_kind), *means, float(per_step), float(per_sequence)))
-    return found
+        by_kind.append(Added(kind, len(of_kind), *means, float(per_step), float(per_sequence)))
+    return by_kind

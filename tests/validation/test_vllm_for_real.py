@@ -77,7 +77,7 @@ def test_every_token_is_in_a_step(started: Callable[..., Any]) -> None:
     engine = started(arguments={"enable_prefix_caching": True})
     prompt = tuple(range(3, 103))
     driven = engine.run([DrivenRequest(0, 100, 5, prompt), DrivenRequest(20, 100, 3, prompt)])
-    assert driven.found_tokens == 96, "three blocks of 32"
+    assert driven.hit_tokens == 96, "three blocks of 32"
     new = sum(tokens for step in driven.steps for _, tokens in step.batch.chunks)
     assert new == 2 * 100 - 96
     assert sum(step.batch.num_decodes for step in driven.steps) == 4 + 2

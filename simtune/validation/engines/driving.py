@@ -79,7 +79,7 @@ class Driven(NamedTuple):
     requests: list[DrivenTimes]
     drafts: Verified | None = None
     """None where nothing drafts."""
-    found_tokens: int = 0
+    hit_tokens: int = 0
     """Prompt tokens that were in the prefix cache."""
     preemptions: int = 0
 

@@ -111,7 +111,7 @@ def measured(stream: RequestStream, driven: Driven, facts: Mapping[str, Any], la
         engine=EngineFacts(engine=facts["engine"], version=facts.get("version"), model=plan.model, device="cpu"),
         clock="cpu",
         preemptions=driven.preemptions,
-        prefix_hit_rate=driven.found_tokens / int(stream.prompt_tokens.sum()) if caches else None,
+        prefix_hit_rate=driven.hit_tokens / int(stream.prompt_tokens.sum()) if caches else None,
         drafts=None if drafts is None else MeasuredDrafts(**_counted(drafts)),
     )
     return MeasuredRun(of_run, requests)

@@ -59,7 +59,7 @@ class SteppedEngine:
         core.scheduler.schedule, core.scheduler.update_from_output = self._watched, self._counted
         self._vocab = settings["vocab"]
         self._scheduled: dict[str, Any] | None = None
-        self._number = self._found = self._preemptions = 0
+        self._number = self._hit_tokens = self._preemptions = 0
         self._drafts = [0, 0, 0, 0]
         self._gauge = _gauge()(settings.get("reference_s"))
         blocks = core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks
@@ -69,7 +69,7 @@ class SteppedEngine:
         out = self._schedule(*args, **options)
         if out.total_num_scheduled_tokens:
             self._scheduled = self._batch(out.num_scheduled_tokens)
-            self._found += sum(new.num_computed_tokens for new in out.scheduled_new_reqs)
+            self._hit_tokens += sum(new.num_computed_tokens for new in out.scheduled_new_reqs)
             self._preemptions += len(out.preempted_req_ids or ())
         return out
 
@@ -103,7 +103,7 @@ class SteppedEngine:
     def run(self, session: dict[str, Any]) -> dict[str, Any]:
         """One session from its first request to its last token."""
         clock = _Clock(session["clock"])
-        self._drafts, self._found, self._preemptions = [0, 0, 0, 0], 0, 0
+        self._drafts, self._hit_tokens, self._preemptions = [0, 0, 0, 0], 0, 0
         pending = sorted((at, number) for number, (at, *_) in enumerate(session["requests"]))[::-1]
         noted: list[list[Any]] = [[None, None, None, []] for _ in session["requests"]]
         names: dict[str, int] = {}
@@ -127,7 +127,7 @@ class SteppedEngine:
                 steps.append({**self._scheduled, "cpu_s": cpu / slow, "wall_s": wall})
             for output in outputs:
                 _note(noted[names[output.request_id]], output, clock.now())
-        counts = {"drafts": self._drafts, "found": self._found, "preemptions": self._preemptions}
+        counts = {"drafts": self._drafts, "found": self._hit_tokens, "preemptions": self._preemptions}
         return {"steps": steps, "requests": noted, **counts}
 
     def _add(self, request: list[Any], seed: int) -> str:
