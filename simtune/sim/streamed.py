@@ -21,6 +21,7 @@ from simtune.errors import UsageError
 from simtune.sim import parts
 from simtune.sim.agenda import ARRIVAL, Agenda
 from simtune.sim.deployment import Deployment
+from simtune.sim.energy import Power, energy_of, power_of
 from simtune.sim.outcome import EngineCoreUse, Outcome
 from simtune.sim.recorder import Recorder
 from simtune.sim.requests import RequestStream, Span, draw, unit_arrivals
@@ -388,6 +389,8 @@ class StreamedResult:
     """Sums of queue lengths at arrivals, in ten batches of so many."""
     num_gpus: int
     slo: Slo
+    power: Power | None = None
+    """Of each pool, where all profiles name it."""
 
     @property
     def as_result(self) -> Result:
@@ -432,6 +435,9 @@ class StreamedResult:
         drafted = Tally(*(sum(column) for column in zip(*(c.drafting for c in self.outcome.cores), strict=True)))
         if drafted.rounds:
             further["speculation"] = verifications(drafted)
+        used = instances(self.outcome.cores, t.answered.tolist(), duration)
+        if self.power is not None:
+            further |= energy_of(self.power, used, duration, t.output_tokens, 1.0)
         return SimulationSummary(
             requests=len(self.load),
             completed=t.completed,
@@ -453,7 +459,7 @@ class StreamedResult:
             warm_up_requests=None,
             resent=t.resent,
             transferred_bytes=self.outcome.transferred_bytes,
-            instances=instances(self.outcome.cores, t.answered.tolist(), duration),
+            instances=used,
             slo=tuple(self._limits()),
             **further,
         )
@@ -512,4 +518,6 @@ def simulate_streamed(
             f"no request is answered: all are longer than max_model_len ({deployment.max_model_len} tokens), or the "
             f"events of plan {plan.name} leave no instance"
         )
-    return StreamedResult(load, outcome, totals, (queue.sums, queue.size), plan.num_devices, slo)
+    return StreamedResult(
+        load, outcome, totals, (queue.sums, queue.size), plan.num_devices, slo, power_of(deployment.pools)
+    )

@@ -103,7 +103,8 @@ def test_a_core_gets_the_timer_its_costs_call_for(
 
 def test_imbalance_comes_on_top_with_chunks_or_without() -> None:
     timer, plain, time = (*(timer_for(kind(1e-3), False) for kind in (ImbalancedCosts, LinearCosts)), JumpTime())
-    step = Step(2, 100, [], [], repeat=7, longest_context=60)
+    step = Step(2, 100, [], [], repeat=7)
+    step.longest_context = 60
     timer.decode(step, 7, time)
     base = JumpTime()
     plain.decode(step, 7, base)

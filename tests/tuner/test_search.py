@@ -18,6 +18,7 @@ from simtune.tuner import rate_sweep
 from simtune.tuner.bounds import Capacity
 from simtune.tuner.question import Question
 from simtune.tuner.robust import robust
+from simtune.tuner.sayable import space_for
 from simtune.tuner.search import SearchCourse, optimize
 from simtune.tuner.space import Candidate, space_of
 
@@ -73,13 +74,17 @@ def test_finds_what_exhaustive_trial_finds() -> None:
 def test_every_candidate_is_kept_with_a_reason() -> None:
     q = question(max_num_seqs=(8, 64, 1024))
     tuned = optimize(q, jobs=1)
-    assert sorted(r.candidate.name for r in tuned.rows) == sorted(c.name for c in candidates(q))
+    space = space_for(q)
+    assert sorted(r.candidate.name for r in tuned.rows) == sorted(c.name for c in space.candidates)
     assert all(r.reason for r in tuned.rows)
     assert [r.status for r in tuned.rows].count("chosen") == 1
     assert tuned.rows[0].status == "chosen"
     # 1,024 seats do not go with a budget of 512 tokens: an engine would refuse it.
-    refused = [r for r in tuned.rows if r.status == "does_not_fit"]
-    assert {r.candidate.decoding.max_num_batched_tokens for r in refused} == {512}
+    assert sum(space.refused.values()) == len(candidates(q)) - len(space.candidates) > 0
+    seats = [
+        r.candidate.decoding.max_num_seqs for r in tuned.rows if r.candidate.decoding.max_num_batched_tokens == 512
+    ]
+    assert set(seats) == {8, 64}
     for row in tuned.rows:
         if row.status in ("chosen", "feasible"):
             assert row.rate_rps is not None
