@@ -1,4 +1,4 @@
-"""The examples and the README are run, not believed."""
+"""The examples, the README and the page of commands are run, not believed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ from simtune.tuner.space import space_of
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted(path.parent.name for path in (ROOT / "examples").glob("*/study.yaml"))
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+README, COMMANDS, INPUTS, ACCURACY = (
+    (ROOT / name).read_text(encoding="utf-8")
+    for name in ("README.md", "docs/commands.md", "docs/inputs.md", "docs/accuracy.md")
+)
 
 
 def optimize(example: str, out: Path, *more: str, requests: int = 400) -> None:
@@ -120,7 +123,7 @@ def test_a_70b_model_does_not_fit_one_gpu(tmp_path: Path) -> None:
 
 
 def test_prefill_and_decode_apart_with_a_failure(tmp_path: Path) -> None:
-    """The plan that the README simulates: nobody is lost with the instance, and all that is sent arrives."""
+    """The plan that docs/inputs.md simulates: nobody is lost with the instance, and all that is sent arrives."""
     run = tmp_path / "run"
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "simtune", "simulate", "--plan", "examples/prefill-decode/plan.yaml",
@@ -156,58 +159,48 @@ def test_prefill_and_decode_apart_with_a_failure(tmp_path: Path) -> None:
     assert {x["pool"] for x in summary["instances"]} == {"prefill", "decode"}
 
 
-# --- README -----------------------------------------------------------------------------------------------
+# --- README and the pages that it begins with ---------------------------------------------------------------
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
-def typed(tool: str) -> list[str]:
-    """Commands of the shell blocks that begin with `tool`."""
-    lines = [line for block in (*blocks("sh"), *blocks("console")) for line in block.splitlines()]
-    return [line.removeprefix("$ ") for line in lines if line.removeprefix("$ ").startswith(tool + " ")]
+def typed(text: str, tool: str) -> list[str]:
+    """Commands of the shell blocks that begin with `tool`. That they are understood is tested in tests/docs."""
+    return [line for block in blocks(text, "sh") for line in block.splitlines() if line.startswith(tool + " ")]
 
 
-def mentioned() -> list[str]:
-    """`simtune ...` within the text, as far as it exists: one section says what does not."""
-    text = re.sub(r"^## What is not there yet\n.*?(?=^## )", "", README, flags=re.DOTALL | re.MULTILINE)
+def mentioned(text: str) -> list[str]:
+    """`simtune ...` within the text."""
     return re.findall(r"`(simtune [^`]+)`", text)
 
 
-def command(verb: str) -> click.Command:
-    found = cli.get_command(click.Context(cli), verb)
-    assert found is not None, f"there is no verb {verb}"
-    return found
-
-
-@pytest.mark.parametrize("line", typed("simtune"))
-def test_a_command_of_the_readme_is_understood(line: str) -> None:
-    """Parsed in full, not run: every option exists and takes what it is given."""
-    verb, *args = shlex.split(line)[1:]
-    context = command(verb).make_context(verb, args)
-    assert context.params
-
-
-@pytest.mark.parametrize("line", mentioned())
+@pytest.mark.parametrize("line", [line for text in (README, COMMANDS, INPUTS, ACCURACY) for line in mentioned(text)])
 def test_a_command_in_passing_exists(line: str) -> None:
     verb, *args = shlex.split(line)[1:]
-    options = {option for parameter in command(verb).params for option in parameter.opts}
+    command = cli.get_command(click.Context(cli), verb)
+    assert command is not None, f"there is no verb {verb}"
+    options = {option for parameter in command.params for option in parameter.opts}
     assert {arg for arg in args if arg.startswith("--")} <= options
 
 
-def test_the_readme_shows_every_verb() -> None:
-    assert {shlex.split(line)[1] for line in (*typed("simtune"), *mentioned())} == set(VERBS)
+def test_the_readme_is_short_and_shows_the_commands_that_matter() -> None:
+    assert len(README.splitlines()) < 150
+    assert [shlex.split(line)[1] for line in typed(README, "simtune")] == ["profile", "optimize", "report", "validate"]
+
+
+def test_the_page_of_commands_shows_every_verb() -> None:
+    assert {shlex.split(line)[1] for line in (*typed(COMMANDS, "simtune"), *mentioned(COMMANDS))} == set(VERBS)
 
 
 @pytest.mark.slow
-def test_the_first_commands_of_the_readme_run_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a checkout in which nothing was run before; those that bring files of the reader's own come later."""
+def test_the_commands_run_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a checkout in which nothing was run before; not those of the README that need torch or a server."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
-    own_part, _ = README.split("\n## Bring your own\n")
-    (first,) = [line for line in mentioned() if line.startswith("simtune optimize examples/quickstart")]
-    for line in (first, *(line for line in typed("simtune") if line in own_part)):
+    first = [line for line in typed(README, "simtune") if line.split()[1] not in ("profile", "validate")]
+    for line in dict.fromkeys((*first, *typed(COMMANDS, "simtune"))):
         typed_words = [sys.executable, "-m", *shlex.split(line, comments=True)]
         said = subprocess.run(typed_words, capture_output=True, text=True, check=False)
         assert said.returncode == 0, (line, said.stderr)
@@ -215,17 +208,11 @@ def test_the_first_commands_of_the_readme_run_in_their_order(tmp_path: Path, mon
 
 def test_the_make_targets_of_the_readme_exist() -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = {line.split()[1] for line in typed("make")} | set(re.findall(r"`make ([a-z]+)`", README))
+    named = {line.split()[1] for line in typed(README, "make")} | set(re.findall(r"`make ([a-z]+)`", README))
     assert {"demo", "test"} <= named <= targets
 
 
-def test_the_links_of_the_readme_lead_somewhere() -> None:
-    links = [link for link in re.findall(r"\]\(([^)#]+)\)", README) if "://" not in link]
-    assert links
-    assert [link for link in links if not (ROOT / link).exists()] == []
-
-
-def test_the_python_of_the_readme_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_python_of_the_page_of_commands_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """As written, with fewer requests and one process."""
     simulate, optimize = simtune.simulate, simtune.optimize
     monkeypatch.setattr(simtune, "simulate", lambda *a, **n: simulate(*a, **n, requests=200), raising=False)
@@ -233,8 +220,8 @@ def test_the_python_of_the_readme_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         simtune, "optimize", lambda *a, **n: optimize(*a, **n, jobs=1, settings=["search.requests=200"]), raising=False
     )
     monkeypatch.chdir(ROOT)
-    (source,) = blocks("python")
+    (source,) = blocks(COMMANDS, "python")
     names: dict[str, Any] = {}
-    exec(compile(source, "README.md", "exec"), names)
+    exec(compile(source, "docs/commands.md", "exec"), names)
     assert len(names["result"].ttft_s) == 200
     assert names["tuned"].value > 0
