@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import simpy
 
 from simtune.arrays import Array, Ints
 from simtune.costs.ticks import TICKS_PER_SECOND
@@ -22,7 +21,10 @@ from simtune.sim.requests import RequestStream
 from simtune.specs.plan import Plan
 from simtune.specs.stages import Stage
 
-Process = Generator[simpy.Event, Any, None]
+if TYPE_CHECKING:
+    import simpy
+
+    Process = Generator[simpy.Event, Any, None]
 
 
 class Passed(NamedTuple):
@@ -67,6 +69,8 @@ def passed(plan: Plan, stream: RequestStream) -> Passed:
 
 def serve(stages: Sequence[Stage], arrival_s: Array, prompt_tokens: Ints) -> dict[str, Array]:
     """When each request leaves each stage, in seconds."""
+    import simpy  # a tenth of a second, for plans with stages alone
+
     env = simpy.Environment()
     servers = {stage.name: simpy.Resource(env, capacity=stage.instances) for stage in stages}
     ends = {stage.name: np.zeros(len(arrival_s)) for stage in stages}
