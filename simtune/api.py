@@ -20,6 +20,7 @@ from simtune.sim.drafting import Drafting
 from simtune.sim.requests import RequestStream, build_stream
 from simtune.sim.result import Result
 from simtune.sim.streamed import StreamedLoad, StreamedResult, simulate_streamed
+from simtune.sim.watch import Watch
 from simtune.specs.base import override
 from simtune.specs.catalog import (
     beside,
@@ -110,9 +111,9 @@ class Experiment:
     stream: RequestStream
     seed: int
 
-    def run(self, *, record: bool = False) -> Result:
-        """Simulate it; `record` keeps every step for timelines."""
-        return self.deployment.simulate(self.stream, record=record, seed=self.seed)
+    def run(self, *, record: bool = False, watch: Watch | None = None) -> Result:
+        """Simulate it; `record` keeps every step for timelines, `watch` is told now and then how far it is."""
+        return self.deployment.simulate(self.stream, record=record, seed=self.seed, watch=watch)
 
 
 def load_specs(
@@ -201,13 +202,14 @@ def stream(
     rate_rps: float | None = None,
     requests: int | None = None,
     seed: int = 0,
+    watch: Watch | None = None,
 ) -> tuple[Deployment, StreamedResult]:
     """Simulate a plan under any number of requests in memory that does not grow with them: no columns, and percentiles
     within `simtune.sim.sketch.ERROR`. See `simulate`; raises UsageError for what needs all requests at once."""
     workload = specs.workload
     load = StreamedLoad(workload, specs.trace, requests=requests or workload.requests, seed=seed, rate_rps=rate_rps)
     deployment = _deployed(specs, load.extremes, costs)
-    return deployment, simulate_streamed(deployment, load, seed=seed)
+    return deployment, simulate_streamed(deployment, load, seed=seed, watch=watch)
 
 
 def _deployed(specs: Specs, stream: RequestStream, costs: parts.Costs | str | Path | None) -> Deployment:

@@ -6,13 +6,13 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from simtune.cli.pace import Pace
+from simtune.cli.pace import Bar, Pace
 
 if TYPE_CHECKING:
     from simtune.runs.contents import Contents
@@ -108,38 +108,20 @@ def split_settings(settings: Sequence[str], allowed: Sequence[str]) -> dict[str,
 
 
 @contextmanager
-def progress(total_of: str, quiet: bool) -> Iterator[Callable[[int, int, str], None]]:
-    """Yields update(done, total, words): a bar on a terminal, elsewhere a line now and then, with `simtune --log-json`
-    a JSON line a second; all on stderr, and nothing when `quiet`."""
+def progress(total_of: str, quiet: bool, patience_s: float = 0.0) -> Iterator[Callable[[int, int, str], None]]:
+    """Yields update(done, total, words): a bar on a terminal from `patience_s` on, elsewhere a line now and then, with
+    `simtune --log-json` a JSON line a second; all on stderr, and nothing when `quiet`."""
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
 
     console, context = Console(stderr=True), click.get_current_context(silent=True)
     as_json = context is not None and bool(context.find_root().params.get("log_json"))
     if quiet:
         yield lambda done, total, words: None
-        return
-    if as_json or not console.is_terminal:
+    elif as_json or not console.is_terminal:
         yield Pace(total_of, as_json)
-        return
-    columns = (
-        TextColumn(total_of),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}"),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, total, words: bar.update(task, completed=done, total=total, description=words)
+    else:
+        with closing(Bar(total_of, console, patience_s)) as bar:
+            yield bar
 
 
 def milliseconds(seconds: float | None) -> str:

@@ -1,11 +1,15 @@
-"""How far long work is, said where nobody looks at a terminal."""
+"""How far long work is: a bar on a terminal, lines where nobody looks at one."""
 
 from __future__ import annotations
 
 import json
 import time
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 EVERY_S = 20.0
 """Between two lines about work under way, where nobody looks at a terminal."""
@@ -36,3 +40,39 @@ class Pace:
             pace = "" if rate is None or left is None else f", {rate:,.3g}/s, about {left:,.0f} s left"
             line = f"{self.what}: {done:,} of {total:,} in {passed:,.0f} s{pace}; {words}".rstrip("; ")
         click.echo(line, err=True)
+
+
+class Bar:
+    """A bar on a terminal that is gone when it is closed: how many of how many, how fast, how much longer."""
+
+    def __init__(self, what: str, console: Console, patience_s: float = 0.0) -> None:
+        """It is drawn at the first call after `patience_s`; at once where that is 0."""
+        from rich import progress
+
+        self._bar = progress.Progress(
+            progress.TextColumn(what),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TextColumn("{task.fields[rate]}"),
+            progress.TimeElapsedColumn(),
+            progress.TimeRemainingColumn(),
+            progress.TextColumn("{task.description}"),
+            console=console,
+            transient=True,
+        )
+        self._task = self._bar.add_task("", total=None, rate="")
+        self._began, self._patience_s = time.monotonic(), patience_s
+        if not patience_s:
+            self._bar.start()
+
+    def __call__(self, done: int, total: int, words: str) -> None:
+        """So much is done."""
+        passed = time.monotonic() - self._began
+        rate = f"{done / passed:,.3g}/s" if done and passed > 0 else ""
+        self._bar.update(self._task, completed=done, total=total, description=words, rate=rate)
+        if passed >= self._patience_s and not self._bar.live.is_started:
+            self._bar.start()
+
+    def close(self) -> None:
+        """Take it away."""
+        self._bar.stop()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +23,8 @@ from simtune.cli.output import (
     print_basis,
     print_json,
     print_table,
+    progress,
+    quiet_option,
     seed_option,
     set_option,
     split_settings,
@@ -35,6 +39,7 @@ if TYPE_CHECKING:
     from simtune.sim.result import Result
     from simtune.sim.streamed import StreamedResult
     from simtune.sim.summary import CostBasis, Distribution, SimulationSummary, Uncertainty
+    from simtune.sim.watch import Watch
     from simtune.specs.plan import Plan
 
 
@@ -123,6 +128,7 @@ if TYPE_CHECKING:
 @set_option
 @out_option
 @force_option
+@quiet_option
 @json_option
 def simulate(  # noqa: PLR0913 - one for each option
     model: str | None,
@@ -144,6 +150,7 @@ def simulate(  # noqa: PLR0913 - one for each option
     settings: tuple[str, ...],
     out: Path | None,
     force: bool,
+    quiet: bool,
     as_json: bool,
 ) -> int:
     """Simulate one plan under one load and print what its users would see.
@@ -161,18 +168,17 @@ def simulate(  # noqa: PLR0913 - one for each option
         targets.need_no_columns(worlds)
     specs = load_specs(model, hardware, workload, plan_file, by_spec, engine)
     if streamed:
-        return _say(*stream(specs, costs=costs_file, rate_rps=rate, requests=requests, seed=seed or 0), as_json)
+        with _watched(quiet) as watch:
+            answer = stream(specs, costs=costs_file, rate_rps=rate, requests=requests, seed=seed or 0, watch=watch)
+        return _say(*answer, as_json)
     experiment = set_up(specs, costs=costs_file, rate_rps=rate, requests=requests, seed=seed or 0)
-    result = experiment.run(record=out is not None or timeline is not None)
+    with _watched(quiet) as watch:
+        result = experiment.run(record=out is not None or timeline is not None, watch=watch)
     note_cut(experiment.workload, experiment.trace, len(experiment.stream))
     note_estimates(experiment.deployment)
     basis = cost_basis(experiment.deployment, result)
     note_basis(basis)
-    drawn = None
-    if worlds is not None:
-        from simtune.sim.uncertainty import uncertainty
-
-        drawn = uncertainty(experiment.deployment, result.stream, count=worlds, seed=seed or 0, jobs=jobs)
+    drawn = None if worlds is None else _drawn(experiment, result, worlds, jobs, quiet)
     targets.write(experiment, result, drawn)
     if as_json:
         _print_json(experiment.deployment.plan, result.summary(), basis, drawn)
@@ -182,6 +188,30 @@ def simulate(  # noqa: PLR0913 - one for each option
         if out is not None:
             click.echo(f"report: {out / 'report.html'}")
     return 3 if result.saturated else 0
+
+
+PATIENCE_S = 3.0
+"""A simulation that is over sooner draws no bar."""
+
+
+@contextmanager
+def _watched(quiet: bool) -> Iterator[Watch]:
+    """What shows how far a simulation is."""
+    from simtune.specs.trace_cut import in_words
+
+    with progress("requests", quiet, PATIENCE_S) as update:
+        yield lambda done, total, now_s: update(done, total, f"{in_words(now_s)} simulated")
+
+
+def _drawn(experiment: Experiment, result: Result, worlds: int, jobs: int | None, quiet: bool) -> Uncertainty:
+    """The same requests in so many redrawn worlds."""
+    from simtune.sim.uncertainty import uncertainty
+
+    with progress("worlds", quiet, PATIENCE_S) as update:
+        return uncertainty(
+            experiment.deployment, result.stream, count=worlds, seed=experiment.seed, jobs=jobs,
+            each=lambda done: update(done, worlds, ""),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -299,6 +329,9 @@ def _print(name: str, summary: SimulationSummary, drawn: Uncertainty | None, pri
     if price is not None:
         million = number(price.per_million_output_tokens_usd)
         click.echo(f"{'price':30} {number(price.per_hour_usd)} USD an hour, {million} USD per million output tokens")
+    if summary.power_w is not None:
+        energy = f"{number(summary.joules_per_token)}{_between(drawn.of('joules_per_token') if drawn else None)}"
+        click.echo(f"{'power':30} {number(summary.power_w)} W, {energy} J per output token")
     if summary.unserved:
         click.echo("NOT SERVED: requests were left when no instance was up any more")
     elif summary.saturated:

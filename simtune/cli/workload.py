@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from simtune.cli.output import force_option, json_option, print_json, print_table
+from simtune.cli.output import force_option, json_option, milliseconds, print_json, print_table
 from simtune.errors import UsageError
 
 if TYPE_CHECKING:
     from simtune.sim.load import LoadFacts
     from simtune.sim.load_fit import FittedLoad
+    from simtune.specs.scrapes import Scrape
+    from simtune.specs.traces import Trace
 
 
 @click.command()
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
 @click.option(
     "--rate", type=click.FloatRange(min=0, min_open=True), help="Requests per second of lengths without times."
 )
+@click.option("--span", metavar="TIME", help="From the first to the last scrape, or until the only one: 30m.")
 @click.option(
     "--out", type=click.Path(path_type=Path), metavar="FILE", help="A spec (.yaml), or the trace (.csv, .jsonl)."
 )
@@ -61,6 +65,7 @@ def workload(  # noqa: PLR0913 - one for each option
     characters_per_token: float,
     part: int | None,
     rate: float | None,
+    span: str | None,
     out: Path | None,
     html: Path | None,
     force: bool,
@@ -69,16 +74,24 @@ def workload(  # noqa: PLR0913 - one for each option
     """Say what the requests in trace FILEs are, cut or scale them, and fit a spec to them.
 
     What vllm bench serve, aiperf, guidellm, genai-perf, ShareGPT, gateways, Azure and Mooncake write is read as it is.
+    Scrapes of vLLM's /metrics, one or several of a server, become a spec: rates between them, lengths by histograms.
     """
     from simtune.report.load import render
     from simtune.sim.load import load_facts
     from simtune.sim.load_fit import fit_workload
+    from simtune.specs.scrapes import is_scrape_file, read_scrape
     from simtune.specs.trace_cut import Cut, merged
     from simtune.specs.trace_formats import LogReading
-    from simtune.specs.trace_write import trace_text
     from simtune.specs.traces import read_trace
 
     _check(out, html, force)
+    if any(is_scrape_file(file) for file in files):
+        asked = {"--from": begin, "--to": end, "--peak": peak, "--scale": scale, "--part": part, "--html": html}
+        _need_no_requests(files, asked, out)
+        _scraped([read_scrape(file) for file in files], span, rate, out, as_json)
+        return
+    if span is not None:
+        raise UsageError("--span goes with scrapes of a server's metrics, and these files are traces")
     cut = Cut(begin, end, utc_offset, peak, scale)
     reading = LogReading(zero_output, characters_per_token, part)  # type: ignore[arg-type]  # click has looked
     trace = cut.of(merged([read_trace(file, reading) for file in files]))
@@ -86,9 +99,7 @@ def workload(  # noqa: PLR0913 - one for each option
     facts = load_facts(trace)
     spec = out is not None and out.suffix == ".yaml"
     fitted = fit_workload(trace, name, rate) if spec or rate is not None or trace.rate_rps is not None else None
-    lost = fitted.lost if fitted is not None else ()
-    for note in (*trace.notes, *(f"not in a spec: {what}" for what in lost)):
-        click.echo(f"note: {note}", err=True)
+    _note(trace, fitted)
     if as_json:
         print_json({"files": [str(file) for file in files], "notes": list(trace.notes), **_document(facts, fitted)})
     else:
@@ -96,10 +107,24 @@ def workload(  # noqa: PLR0913 - one for each option
     if html is not None:
         _write(html, render(name, facts, trace.notes, fitted))
     if out is not None:
-        text = (
-            fitted.workload.to_yaml("Fitted by simtune workload.") if spec and fitted else trace_text(trace, out.name)
-        )
-        _write(out, text)
+        _write(out, _text(trace, fitted, out.name))
+
+
+FITTED = "Fitted by simtune workload."
+
+
+def _text(trace: Trace, fitted: FittedLoad | None, name: str) -> str:
+    """Of a file of this name: the spec, or the trace."""
+    from simtune.specs.trace_write import trace_text
+
+    return fitted.workload.to_yaml(FITTED) if fitted is not None and name.endswith(".yaml") else trace_text(trace, name)
+
+
+def _note(trace: Trace, fitted: FittedLoad | None) -> None:
+    """What was left out on the way, and what a spec has not."""
+    lost = fitted.lost if fitted is not None else ()
+    for note in (*trace.notes, *(f"not in a spec: {what}" for what in lost)):
+        click.echo(f"note: {note}", err=True)
 
 
 def _document(facts: LoadFacts, fitted: FittedLoad | None) -> dict[str, Any]:
@@ -115,6 +140,43 @@ def _print(name: str, facts: LoadFacts, fitted: FittedLoad | None) -> None:
     if fitted is not None:
         title = f"as a spec: {fitted.workload.arrivals.kind} arrivals"
         print_table(title, ("number", "recorded", "drawn"), agreement_rows(fitted))
+
+
+def _need_no_requests(files: Sequence[Path], asked: Mapping[str, object], out: Path | None) -> None:
+    """Raises UsageError for what scrapes do not hold enough for."""
+    from simtune.specs.scrapes import is_scrape_file
+
+    if others := [str(file) for file in files if not is_scrape_file(file)]:
+        raise UsageError(f"{others[0]}: is no scrape, and others of these files are; look at them apart")
+    if given := [name for name, value in asked.items() if value is not None]:
+        raise UsageError(f"a scrape counts requests and holds none, which {' and '.join(given)} would need")
+    if out is not None and out.suffix != ".yaml":
+        raise UsageError(f"{out}: a scrape becomes a spec; end the name in .yaml")
+
+
+def _scraped(scrapes: Sequence[Scrape], span: str | None, rate: float | None, out: Path | None, as_json: bool) -> None:
+    """Say what a server's metrics come to, and write the spec."""
+    from simtune.report.info import number
+    from simtune.sim.scrape_fit import STATISTICS, fit_scrapes
+    from simtune.specs.trace_cut import duration_s
+
+    name = Path(scrapes[0].file).name.split(".")[0]
+    load = fit_scrapes(scrapes, name, span_s=None if span is None else duration_s(span), rate_rps=rate)
+    for note in load.notes:
+        click.echo(f"note: {note}", err=True)
+    if as_json:
+        seen = {metric: dict(zip((s for s, _ in STATISTICS), of, strict=True)) for metric, of in load.latencies}
+        agreement = [a._asdict() for a in load.agreements]
+        document = {"files": [s.file for s in scrapes], "notes": list(load.notes), "latencies_s": seen}
+        print_json({**document, "spec": load.workload.to_data(), "agreement": agreement})
+    else:
+        title = f"{name}: {load.workload.arrivals.kind} arrivals"
+        rows = [(a.what, number(a.recorded), number(a.drawn)) for a in load.agreements]
+        print_table(title, ("number", "scraped", "drawn"), rows)
+        cells = [(metric, *(milliseconds(x) for x in of)) for metric, of in load.latencies]
+        print_table("what users saw, in ms", ("metric", *(s for s, _ in STATISTICS)), cells)
+    if out is not None:
+        _write(out, load.workload.to_yaml(FITTED))
 
 
 def _check(out: Path | None, html: Path | None, force: bool) -> None:

@@ -120,6 +120,8 @@ NUMBERS: tuple[Number, ...] = (
     _usd("per_hour_usd", "price", "USD an hour"),
     _usd("per_million_output_tokens_usd", "output tokens", "USD per million"),
     _usd("per_thousand_requests_usd", "requests", "USD per thousand"),
+    Number("power", "W, mean of all GPUs", lambda s: s.power_w, lambda s: None, info.number),
+    _field("joules_per_token", "energy", "J per output token"),
     _field("preemptions", "preemptions", ""),
 )
 
@@ -168,7 +170,8 @@ def plan_differences(runs: Sequence[NamedRun]) -> list[tuple[str, tuple[str, ...
     for each in runs:
         s = each.run.summary
         table = {"model": s.model, "hardware": s.hardware.device, "engine": s.hardware.engine}
-        table |= {"load": s.load_source or info.ABSENT, "seed": str(s.seed)}
+        table |= {"load": s.load_source or info.ABSENT, "offered, requests/s": info.number(s.offered_rate_rps)}
+        table |= {"seed": str(s.seed)}
         tables.append(table | dict(info.settings(s.plan)))
     keys = dict.fromkeys(key for table in tables for key in table if key != "name")
     rows = [(key, tuple(table.get(key, info.ABSENT) for table in tables)) for key in keys]

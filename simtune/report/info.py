@@ -155,6 +155,8 @@ def key_figures(s: Summary) -> list[tuple[str, str, str]]:
         *((f"{METRIC_NAMES[x]} p99", ms(s.metrics[x].p99), "ms") for x in latencies if x in s.metrics),
         ("GPUs", number(s.num_gpus), devices(s)),
         *_prices(s),
+        ("power", number(s.power_w), "W, mean of all GPUs"),
+        ("energy", number(s.joules_per_token), "J per output token"),
         *_certainty(s),
         ("simulated", number(s.requests), "requests"),
         ("preemptions", number(s.preemptions), ""),

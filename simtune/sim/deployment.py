@@ -22,6 +22,7 @@ from simtune.sim.pools import DeployedPool, kv_block_bytes
 from simtune.sim.requests import RequestStream
 from simtune.sim.result import MissBudget, Result
 from simtune.sim.stations import passed
+from simtune.sim.watch import StopWhen, Watch, watched
 from simtune.sim.wiring import transfer_terms, wire
 from simtune.sim.world import World
 from simtune.specs.engine import EnginePreset
@@ -91,6 +92,7 @@ class Deployment:
         record: bool = False,
         single_steps: bool = False,
         seed: int = 0,
+        watch: Watch | None = None,
     ) -> Result:
         """Run one stream of requests through the deployment. Raises UsageError if no request fits max_model_len, and
         PartError where a policy, router or cost model brought from outside fails.
@@ -98,15 +100,14 @@ class Deployment:
         `cores` runs only so many cores (in whole instances), on their share of an open-loop stream, and lets them stand
         for all: under round robin instances do not disturb each other and see the same kind of load, so this differs
         from simulating all of them only in how many requests are watched. Where they do disturb each other (closed
-        loops, other routers, several pools, instances that fail) all are run.
-        `stop_when_lost` ends the run once the SLO cannot be met. `seed` is that of routers and predictors.
+        loops, other routers, several pools, instances that fail) all are run. `stop_when_lost` ends the run once the
+        SLO cannot be met. `seed` is that of routers and predictors. `watch` is told now and then how far it is.
         """
         slo, scale, offered_rate_rps = slo or Slo(), 1.0, stream.offered_rate_rps
         instances = self.enough_instances(stream, cores)
         if instances is not None:
             all_instances = self.pools[0].spec.instances
-            scale = all_instances / instances
-            stream = stream.share_of(instances, all_instances)
+            scale, stream = all_instances / instances, stream.share_of(instances, all_instances)
         through = passed(self.plan, stream)
         stream = through.stream
         brought = parts.brought(self.plan, [pool.costs for pool in self.pools])
@@ -123,7 +124,7 @@ class Deployment:
                     deadlines=wiring.deadlines,
                     single_steps=single_steps,
                     record=record,
-                    stop_when=MissBudget(stream, slo) if stop_when_lost else None,
+                    stop_when=_stop_when(stream, slo, stop_when_lost, watch),
                 ).run()
             )
         if brought and not outcome.aborted:
@@ -150,6 +151,11 @@ class Deployment:
             f"every request is longer than max_model_len ({self.max_model_len} tokens); raise it in the plan, "
             "or use a model with a longer context"
         )
+
+
+def _stop_when(stream: RequestStream, slo: Slo, when_lost: bool, watch: Watch | None) -> StopWhen | None:
+    """What is asked at every finished request, if anything."""
+    return watched(watch, len(stream), MissBudget(stream, slo) if when_lost else None)
 
 
 def deploy(

@@ -9,7 +9,7 @@ than a meter would show; hosts, switches and cooling are not counted.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 from simtune.sim.pools import DeployedPool
 from simtune.sim.summary import InstanceUse
@@ -37,6 +37,21 @@ def power_of(pools: Iterable[DeployedPool]) -> Power | None:
     return power
 
 
+class Energy(TypedDict, total=False):
+    """As a summary has it; empty where power is not known."""
+
+    energy_j: float
+    joules_per_token: float | None
+
+
+def energy_of(power: Power | None, used: Sequence[InstanceUse], duration_s: float, tokens: int, scale: float) -> Energy:
+    """Of these instances, which put out so many tokens and stand for `scale` times as many."""
+    if power is None:
+        return {}
+    joules = energy_j(power, used, duration_s)
+    return {"energy_j": joules * scale, "joules_per_token": joules / tokens if tokens else None}
+
+
 def energy_j(power: Power, instances: Sequence[InstanceUse], duration_s: float) -> float:
     """What these instances take in so many seconds."""
     watts = 0.0
@@ -44,11 +59,3 @@ def energy_j(power: Power, instances: Sequence[InstanceUse], duration_s: float) 
         idle, tdp = power[instance.pool]
         watts += idle + (tdp - idle) * min(1.0, instance.busy)
     return watts * duration_s
-
-
-def energy_of(
-    power: Power, instances: Sequence[InstanceUse], duration_s: float, output_tokens: int, scale: float
-) -> dict[str, float | None]:
-    """Fields of the summary, where the instances seen are one in `scale` of all."""
-    energy = energy_j(power, instances, duration_s) * scale
-    return {"energy_j": energy, "joules_per_token": energy / (output_tokens * scale) if output_tokens else None}

@@ -31,6 +31,7 @@ from simtune.sim.source import LONGEST_S, RequestSource
 from simtune.sim.statistics import piles_up
 from simtune.sim.summary import Distribution, Metric, SimulationSummary, SloLimit
 from simtune.sim.summing import instances, prefix_cache, verifications
+from simtune.sim.watch import Watch, watched
 from simtune.sim.wiring import wire
 from simtune.sim.world import World
 from simtune.specs.traces import Trace
@@ -390,7 +391,7 @@ class StreamedResult:
     num_gpus: int
     slo: Slo
     power: Power | None = None
-    """Of each pool, where all profiles name it."""
+    """Of its instances, where their hardware profiles say."""
 
     @property
     def as_result(self) -> Result:
@@ -436,8 +437,7 @@ class StreamedResult:
         if drafted.rounds:
             further["speculation"] = verifications(drafted)
         used = instances(self.outcome.cores, t.answered.tolist(), duration)
-        if self.power is not None:
-            further |= energy_of(self.power, used, duration, t.output_tokens, 1.0)
+        further |= energy_of(self.power, used, duration, t.output_tokens, 1.0)
         return SimulationSummary(
             requests=len(self.load),
             completed=t.completed,
@@ -483,9 +483,10 @@ class StreamedResult:
 
 
 def simulate_streamed(
-    deployment: Deployment, load: StreamedLoad, slo: Slo | None = None, *, seed: int = 0
+    deployment: Deployment, load: StreamedLoad, slo: Slo | None = None, *, seed: int = 0, watch: Watch | None = None
 ) -> StreamedResult:
-    """Run a load through a deployment and keep of it only what is under way.
+    """Run a load through a deployment and keep of it only what is under way. `watch` is told now and then how far
+    it is.
 
     Raises UsageError where a part of the plan would have to know all requests before: drafts, policies that go by
     predicted lengths or deadlines, routers that go by conversations.
@@ -507,7 +508,7 @@ def simulate_streamed(
                              "leave --stream out")  # fmt: skip
         world = StreamedWorld(
             load, slo, cores=wiring.cores, router=wiring.router, decode_router=wiring.decode_router,
-            changes=wiring.changes,
+            changes=wiring.changes, stop_when=watched(watch, len(load)),
         )  # fmt: skip
         outcome = world.run()
     if brought:

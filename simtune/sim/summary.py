@@ -131,6 +131,11 @@ class SimulationSummary(Record):
     speculation: Verifications | None = Field(None, description="left out where nobody drafts")
     slo: Seq[SloLimit]
 
+    @property
+    def power_w(self) -> float | None:
+        """Mean over its duration, of all GPUs; None where no energy is known."""
+        return None if self.energy_j is None or not self.duration_s else self.energy_j / self.duration_s
+
 
 class LatencyQuantiles(Record):
     """Latencies at evenly spaced levels from 0 to 1; empty where nothing was counted."""

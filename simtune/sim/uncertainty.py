@@ -14,7 +14,7 @@ model leaves out: another engine release, noise of the machine, or a load that i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -122,10 +122,12 @@ def uncertainty(
     count: int,
     seed: int,
     jobs: Jobs = None,
+    each: Callable[[int], None] | None = None,
 ) -> Uncertainty:
     """Simulate the same requests in `count` redrawn worlds; `jobs` processes, the answer does not depend on it.
 
-    Where drafts are verified, how often they are kept is off too: by one multiple of its standard errors per world.
+    `each` is told how many worlds are done. Where drafts are verified, how often they are kept is off too: by one
+    multiple of its standard errors per world.
     Raises UsageError where the costs of a pool were brought from outside: what their operators take is not known.
     """
     blueprint = Blueprint.of(deployment)
@@ -136,7 +138,11 @@ def uncertainty(
         for factors, off in zip(worlds(log_sd, count, seed), errors, strict=True)
     ]
     with executor(jobs, count) as pool:
-        verdicts = list(ordered_map(pool, _World.run, tasks))
+        verdicts = []
+        for verdict in ordered_map(pool, _World.run, tasks):
+            verdicts.append(verdict)
+            if each is not None:
+                each(len(verdicts))
     summaries = [summary for summary, _ in verdicts]
     return Uncertainty(
         worlds=count,

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from simtune.arrays import Array, Ints
 from simtune.errors import Problem, SpecError
 from simtune.specs.reading import JsonError, csv_rows, decoded, numbered_lines, parse_json, read_bytes, unpacked
+from simtune.specs.scrapes import is_scrape
 from simtune.specs.trace_formats import AS_IT_IS, SHARED_BLOCK_TOKENS, LogReading, LogRequests, TraceFormat, recognised
 from simtune.specs.workload import MAX_TOKENS
 
@@ -91,6 +92,11 @@ def read_trace(path: Path, reading: LogReading = AS_IT_IS) -> Trace:
     problems = _Problems(str(path))
     text = decoded(path, unpacked(path, raw))
     start = text.lstrip()[:1]
+    if is_scrape(text):
+        problems.stop(
+            "looks like a scrape of a server's metrics, which counts requests and holds none; make a load of it: "
+            "simtune workload FILE... --out load.yaml", 1,
+        )  # fmt: skip
     if start == "":
         problems.stop("the file is empty; a trace has one request per line", None)
     known = recognised(text)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import click
 import pytest
 from click.shell_completion import ShellComplete
+from rich.console import Console
 
 from simtune.cli import cli, output, pace
 from tests.cli.conftest import Desk, Said
@@ -47,6 +50,40 @@ def test_machines_get_json_lines(clock: list[float], capsys: pytest.CaptureFixtu
     assert lines[49] == {
         "what": "plans", "done": 50, "total": 100, "words": "the best", "elapsed_s": 50.0, "per_s": 1.0, "left_s": 50.0,
     }  # fmt: skip
+
+
+def test_a_bar_waits_until_work_is_long_and_says_how_fast_it_goes(clock: list[float]) -> None:
+    shown = Console(file=io.StringIO(), force_terminal=True, width=120)
+    with closing(pace.Bar("requests", shown, patience_s=3.0)) as bar:
+        clock[0] = 1.0
+        bar(250, 1000, "2 h simulated")
+        assert shown.file.getvalue() == ""  # type: ignore[attr-defined]
+        clock[0] = 5.0
+        bar(500, 1000, "5 h simulated")
+    line = shown.file.getvalue()  # type: ignore[attr-defined]
+    assert "500/1000" in line
+    assert "100/s" in line
+    assert "5 h simulated" in line
+
+
+@pytest.mark.parametrize("more", [(), ("--stream",)])
+def test_a_simulation_says_how_far_it_is(desk: Desk, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]) -> None:
+    monkeypatch.setattr(pace, "EVERY_S", 0.0)
+    asked = ("--rate", 20, "--requests", 600, *more)
+    said = desk.simulate(*asked)
+    lines = [line for line in said.err.splitlines() if line.startswith("requests: ")]
+    assert [line.split(" in ")[0] for line in lines] == [f"requests: {n} of 600" for n in (256, 512, 600)]
+    assert all(line.endswith(" s simulated") for line in lines)
+    quiet = desk.simulate(*asked, "--quiet")
+    assert "requests: " not in quiet.err
+    assert (quiet.code, quiet.out) == (said.code, said.out)
+
+
+def test_redrawn_worlds_are_counted(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "EVERY_S", 0.0)
+    said = desk.simulate("--rate", 2, "--requests", 20, "--uncertainty", 20, "--jobs", 1)
+    lines = [line.split(" in ")[0] for line in said.err.splitlines() if line.startswith("worlds: ")]
+    assert lines == [f"worlds: {n} of 20" for n in range(1, 21)]
 
 
 @pytest.mark.parametrize(

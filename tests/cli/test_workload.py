@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
+import pytest
 import yaml
 
 from tests.cli.conftest import Desk, Said
+from tests.specs.test_scrapes import scrape
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
     f"2023-11-16 {9 + i // 120:02}:{i // 2 % 60:02}:{30 * (i % 2):02}.5,{100 + i},{1 + i % 40}\n" for i in range(240)
@@ -54,3 +56,24 @@ def test_a_benchmark_of_today_is_simulated_as_it_is(desk: Desk, call: Callable[.
     assert "looks like vllm bench serve" in desk.refused(
         call, "simulate", "--model", "./bench.json", "--hardware", "h100-sxm", "--workload", "chat"
     )
+
+
+def test_scrapes_of_a_server_become_a_spec_that_simulates(desk: Desk, call: Callable[..., Said]) -> None:
+    for count in (50, 250):
+        scrape(desk.folder, f"at{count}.prom", [100, 300] * (count // 2), [20] * count)
+    asked = ("workload", "at50.prom", "at250.prom")
+    assert "by --span 30m, or --rate" in desk.refused(call, *asked)
+    assert "which --peak would need" in desk.refused(call, *asked, "--peak", "1m")
+    assert "end the name in .yaml" in desk.refused(call, *asked, "--out", "t.csv")
+    said = call(*asked, "--span", "100s", "--out", "load.yaml")
+    assert said.code == 0, said
+    assert "prompt tokens, mean" in said.out
+    assert "TTFT" in said.out
+    document = call(*asked, "--span", "100s", "--json").json
+    assert document["agreement"][0]["recorded"] == 2.0
+    assert document["latencies_s"]["TTFT"]["mean"] == pytest.approx(0.125)
+    model = ("--model", "llama-3.1-8b", "--hardware", "h100-sxm")
+    assert call("simulate", *model, "--workload", "load.yaml", "--json").json["requests"] == 200
+    desk.write("azure.csv", AZURE)
+    assert "azure.csv: is no scrape" in desk.refused(call, "workload", "at50.prom", "azure.csv")
+    assert "--span goes with scrapes" in desk.refused(call, "workload", "azure.csv", "--span", "1m")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from simtune.errors import SpecError
-from simtune.report import beside, compare, figures, index
+from simtune.report import beside, compare, figures, index, info
 from simtune.report.beside import NamedFindings, NamedValidation
 from simtune.report.compare import Compared, NamedRun
 from simtune.report.sources import read_all
@@ -47,6 +47,8 @@ def test_only_what_differs_is_listed(make_run: RunMaker, optimized: Any) -> None
         ("pools.0.batching.max_num_seqs", ("256", "512")),
     ]
     assert compare.plan_differences([runs[0], runs[0]]) == []
+    busier = NamedRun("busier", read_run(make_run(offered_rate_rps=2 * optimized[0]["offered_rate_rps"])))
+    assert [key for key, _ in compare.plan_differences([runs[0], busier])] == ["offered, requests/s"]
 
 
 def test_numbers_stand_beside_those_of_the_first_run(make_run: RunMaker, optimized: Any) -> None:
@@ -59,6 +61,20 @@ def test_numbers_stand_beside_those_of_the_first_run(make_run: RunMaker, optimiz
     assert rows["output tokens"].cells[0].difference == ""
     assert rows["output tokens"].cells[1] == ("1.50", "", "−25.0 %")
     assert "P(SLO holds)" not in rows  # of neither run worlds were redrawn
+
+
+def test_watts_and_joules_stand_among_the_numbers(make_run: RunMaker, optimized: Any) -> None:
+    duration = optimized[0]["duration_s"]
+    measured = [make_run(energy_j=watts * duration, joules_per_token=watts / 1000) for watts in (500.0, 550.0)]
+    runs = [NamedRun(str(i), read_run(folder)) for i, folder in enumerate(measured)]
+    rows = {row.what: row for row in compare.numbers(runs)}
+    assert rows["power"].cells == (("500", "", ""), ("550", "", "+10.0 %"))
+    assert rows["energy"].cells == (("0.500", "", ""), ("0.550", "", "+10.0 %"))
+    shown = {unit: value for _, value, unit in info.key_figures(runs[0].run.summary)}
+    assert (shown["W, mean of all GPUs"], shown["J per output token"]) == ("500", "0.500")
+    unknown = pair(make_run, optimized[0])
+    assert not {"power", "energy"} & {row.what for row in compare.numbers(unknown)}
+    assert "power" not in {label for label, _, _ in info.key_figures(unknown[0].run.summary)}
 
 
 def test_a_saturated_run_has_no_latency_and_no_curve(make_run: RunMaker, optimized: Any) -> None:
