@@ -78,9 +78,16 @@ class RequestStream:
     """Which conversation a request belongs to, where the workload knows."""
     graph: FamilyGraph | None = None
     """How requests follow one another: each `graph.size` of them are a family, which arrives as one."""
+    of_load: Ints | None = None
+    """Which requests of a load these are, counted from 0; None where they are all of it."""
 
     def __len__(self) -> int:
         return len(self.prompt_tokens)
+
+    @property
+    def numbers(self) -> Ints:
+        """How many requests of the load come before each."""
+        return np.arange(len(self)) if self.of_load is None else self.of_load
 
     @property
     def offered_rate_rps(self) -> float | None:
@@ -118,6 +125,7 @@ class RequestStream:
             priority=self.priority[seen],
             hash_ids=self._blocks_of(seen),
             session=None if self.session is None else self.session[seen],
+            of_load=self.numbers[seen],
         )
 
     def _blocks_of(self, seen: NDArray[np.bool_]) -> Sequence[tuple[int, ...]] | None:

@@ -6,7 +6,9 @@ anything else a real one could not. Cores that are down are never chosen. Ties g
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from typing import ClassVar, Literal
@@ -165,6 +167,32 @@ class LeastTokens(LoadAware):
         return request.prompt_tokens
 
 
+class ByLength(LeastTokens):
+    """Prompts go to the pools for their length, and there to the core with the fewest tokens.
+
+    `longest` says up to how many tokens the prompts of a pool have; one that is not named takes the longest. A prompt
+    goes to the pools with the lowest limit that it is within, one beyond all limits to those with the highest. Where
+    none of their cores is up, it goes on to the next higher limit, in the end to lower ones.
+    """
+
+    def __init__(
+        self, cores: Sequence[EngineCore], *, longest: Mapping[str, int] | None = None, stale_s: float = 0.0
+    ) -> None:
+        super().__init__(cores, stale_s=stale_s)
+        limits = [(longest or {}).get(core.pool, math.inf) for core in self.cores]
+        self._limits = sorted(set(limits))
+        self._within = [[i for i, limit in enumerate(limits) if limit == one] for one in self._limits]
+
+    def best(self, request: Request, now: int) -> int | None:
+        """The one with the fewest tokens of the first pools in turn that have one up."""
+        at = bisect_left(self._limits, request.prompt_tokens)
+        for within in (*self._within[at:], *reversed(self._within[:at])):
+            up = [i for i in within if self.cores[i].up]
+            if up:
+                return min(up, key=self.load.__getitem__)
+        return None
+
+
 class PowerOfTwo(LoadAware):
     """The less loaded of two cores drawn for this request (Mitzenmacher 2001)."""
 
@@ -316,6 +344,7 @@ ROUTERS: dict[str, type[Router]] = {
     "round_robin": RoundRobin,
     "least_outstanding": LeastOutstanding,
     "least_tokens": LeastTokens,
+    "by_length": ByLength,
     "power_of_two": PowerOfTwo,
     "session_affinity": SessionAffinity,
     "prefix_aware": PrefixAware,

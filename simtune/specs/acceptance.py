@@ -6,9 +6,11 @@ import math
 from itertools import pairwise
 from typing import Annotated, ClassVar, Literal, Self
 
+import numpy as np
 from pydantic import Field, field_validator, model_validator
 
-from simtune.specs.base import Name, NonNegative, Part, Positive, Seq, Spec
+from simtune.arrays import Array
+from simtune.specs.base import ErrorAt, Name, NonNegative, Part, Positive, Seq, Spec
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 
@@ -186,6 +188,98 @@ def _probability(x: float) -> float:
 
 
 Rates = Annotated[PerPosition | PerRank | BetaMixture | Revealed, Field(discriminator="kind")]
+FixedRates = Annotated[PerPosition | PerRank, Field(discriminator="kind")]
+
+# --- drift ------------------------------------------------------------------------------------------------
+
+Over = Annotated[
+    Literal["requests", "seconds"],
+    Field(description="requests: how many came before in the load; seconds: when a request arrives"),
+]
+
+
+class DriftPoint(Part):
+    """Where a drift has come to."""
+
+    at: Positive = Field(description="requests or seconds from the start of the load")
+    rates: FixedRates
+
+
+class LinearDrift(Part):
+    """From one point to the next in straight lines, beginning with the rates that the drift belongs to; after the last
+    point nothing changes any more.
+
+    A request keeps the acceptance with which it arrives. What goes in a straight line is how likely at least so many
+    drafts are kept, so the tokens of a round do too.
+    """
+
+    kind: Literal["linear"] = "linear"
+    over: Over = "requests"
+    points: Annotated[Seq[DriftPoint], Field(min_length=1)]
+
+    @field_validator("points")
+    @classmethod
+    def _ascending(cls, points: tuple[DriftPoint, ...]) -> tuple[DriftPoint, ...]:
+        for a, b in pairwise(points):
+            if b.at <= a.at:
+                raise ValueError(f"points must ascend: {b.at:g} comes after {a.at:g}")
+        return points
+
+    @property
+    def later(self) -> tuple[PerPosition | PerRank, ...]:
+        """The rates it comes to, one after the other."""
+        return tuple(point.rates for point in self.points)
+
+    def shares(self, since: Array) -> Array:
+        """(n, 1 + later): how much of the first rates and of each of the later holds, so long since the start."""
+        at = [0.0, *(point.at for point in self.points)]
+        return np.stack([np.interp(since, at, row) for row in np.eye(len(at))], axis=1)
+
+    def shifted(self, errors: float) -> Self:
+        """See `PerPosition.shifted`."""
+        points = tuple(p.model_copy(update={"rates": p.rates.shifted(errors)}) for p in self.points)
+        return self.model_copy(update={"points": points})
+
+
+class ExponentialDrift(Part):
+    """Towards other rates, of whose distance 1 / e is left after every `constant` of requests or seconds.
+
+    A request keeps the acceptance with which it arrives; see `LinearDrift`.
+    """
+
+    kind: Literal["exponential"] = "exponential"
+    over: Over = "requests"
+    to: FixedRates
+    constant: Positive = Field(description="requests or seconds")
+
+    @property
+    def later(self) -> tuple[PerPosition | PerRank, ...]:
+        """The rates it goes to."""
+        return (self.to,)
+
+    def shares(self, since: Array) -> Array:
+        """See `LinearDrift.shares`."""
+        left = np.exp(-since / self.constant)
+        return np.stack([left, 1 - left], axis=1)
+
+    def shifted(self, errors: float) -> Self:
+        """See `PerPosition.shifted`."""
+        return self.model_copy(update={"to": self.to.shifted(errors)})
+
+
+Drift = Annotated[LinearDrift | ExponentialDrift, Field(discriminator="kind")]
+
+
+_DRIFT = Field(None, description="how the rates change while a load is served; without it they stay as they are")
+
+
+def _check_drift(rates: Rates, drift: Drift | None) -> None:
+    if drift is not None and not isinstance(rates, PerPosition | PerRank):
+        raise ErrorAt(
+            f"rates of kind {rates.kind} cannot drift, for each request or token has an acceptance of its own there; "
+            "give them per_position or per_rank",
+            "drift",
+        )
 
 
 class Condition(Part):
@@ -194,16 +288,21 @@ class Condition(Part):
     request_class: Name | None = None
     temperature: NonNegative | None = None
     rates: Rates
+    drift: Drift | None = _DRIFT
 
     @model_validator(mode="after")
     def _of_something(self) -> Self:
+        _check_drift(self.rates, self.drift)
         if self.request_class is None and self.temperature is None:
             raise ValueError("give a request_class, a temperature or both; what holds for all stands in `rates`")
         return self
 
 
 class Acceptance(Spec):
-    """How often a target keeps what a drafter proposes: `rates` in general, `conditions` where it is known better."""
+    """How often a target keeps what a drafter proposes: `rates` in general, `conditions` where it is known better.
+
+    Rates that drift are those at the start of a load, and those that draft lengths are chosen by.
+    """
 
     KIND: ClassVar[str] = "acceptance"
     origin: Literal["measured", "published", "assumed"]
@@ -211,7 +310,13 @@ class Acceptance(Spec):
     target: str | None = None
     drafter: str | None = None
     rates: Rates
+    drift: Drift | None = _DRIFT
     conditions: Seq[Condition] = ()
+
+    @model_validator(mode="after")
+    def _can_drift(self) -> Self:
+        _check_drift(self.rates, self.drift)
+        return self
 
     @field_validator("conditions")
     @classmethod
@@ -223,26 +328,46 @@ class Acceptance(Spec):
 
     def rates_for(self, request_class: str | None = None, temperature: float | None = None) -> Rates:
         """The rates of the condition that says most about such a request, or those that hold in general."""
+        return self._for(request_class, temperature)[0]
+
+    def drift_for(self, request_class: str | None = None, temperature: float | None = None) -> Drift | None:
+        """How those of `rates_for` change; None where they stay."""
+        return self._for(request_class, temperature)[1]
+
+    def _for(self, request_class: str | None, temperature: float | None) -> tuple[Rates, Drift | None]:
         fitting = [
             c
             for c in self.conditions
             if c.request_class in (None, request_class) and c.temperature in (None, temperature)
         ]
         if not fitting:
-            return self.rates
-        return max(fitting, key=lambda c: (c.request_class is not None, c.temperature is not None)).rates
+            return self.rates, self.drift
+        best = max(fitting, key=lambda c: (c.request_class is not None, c.temperature is not None))
+        return best.rates, best.drift
 
     def shifted(self, errors: float) -> Self:
         """All rates higher by so many of their standard errors, to draw a world in which they are off together."""
-        conditions = tuple(c.model_copy(update={"rates": c.rates.shifted(errors)}) for c in self.conditions)
-        return self.model_copy(update={"rates": self.rates.shifted(errors), "conditions": conditions})
+        conditions = tuple(c.model_copy(update=_shifted(c, errors)) for c in self.conditions)
+        return self.model_copy(update={**_shifted(self, errors), "conditions": conditions})
 
     def notices(self) -> list[str]:
         """What a user of these rates should be told."""
-        rates = [("rates", self.rates), *((f"conditions.{i}.rates", c.rates) for i, c in enumerate(self.conditions))]
-        return [
-            f"{self.name}: {where}: a later rank is likelier than an earlier one, as in noisy measurements; trees are "
-            "chosen by dynamic programming, which needs no order"
-            for where, one in rates
-            if isinstance(one, PerRank) and not one.falling
+        rated: list[tuple[str, Acceptance | Condition]] = [
+            ("", self),
+            *((f"conditions.{i}.", c) for i, c in enumerate(self.conditions)),
         ]
+        return [
+            f"{self.name}: {where}rates: a later rank is likelier than an earlier one, as in noisy measurements; trees "
+            "are chosen by dynamic programming, which needs no order"
+            for where, one in rated
+            if isinstance(one.rates, PerRank) and not one.rates.falling
+        ] + [
+            f"{self.name}: {where}drift: drafts are chosen by the rates at the start; what they drift to is simulated"
+            for where, one in rated
+            if one.drift is not None
+        ]
+
+
+def _shifted(rated: Condition | Acceptance, errors: float) -> dict[str, Rates | Drift | None]:
+    drift = rated.drift
+    return {"rates": rated.rates.shifted(errors), "drift": None if drift is None else drift.shifted(errors)}

@@ -290,6 +290,15 @@ class LeastTokensRouting(_StaleRouting):
     kind: Literal["least_tokens"] = "least_tokens"
 
 
+class ByLengthRouting(_StaleRouting):
+    """Prompts go to the pools for their length: of these the instance with the fewest prompt tokens under way."""
+
+    kind: Literal["by_length"] = "by_length"
+    longest: dict[str, Count] = Field(
+        {}, description="up to how many tokens the prompts of a pool have, by name; a pool left out takes the longest"
+    )
+
+
 class PowerOfTwoRouting(_StaleRouting):
     """Of two instances drawn at random, the one with fewer requests under way."""
 
@@ -333,6 +342,7 @@ Routing = Annotated[
     Annotated[RoundRobinRouting, Tag("round_robin")]
     | Annotated[LeastOutstandingRouting, Tag("least_outstanding")]
     | Annotated[LeastTokensRouting, Tag("least_tokens")]
+    | Annotated[ByLengthRouting, Tag("by_length")]
     | Annotated[PowerOfTwoRouting, Tag("power_of_two")]
     | Annotated[SessionAffinityRouting, Tag("session_affinity")]
     | Annotated[PrefixAwareRouting, Tag("prefix_aware")]
@@ -463,11 +473,14 @@ class Plan(Spec):
         return self
 
     @model_validator(mode="after")
-    def _weights_of_pools(self) -> Self:
+    def _pools_of_routers(self) -> Self:
         for key, router in (("router", self.router), ("decode_router", self.decode_router)):
             if isinstance(router, RoundRobinRouting):
                 for name in router.weights:
                     self._named(name, "the router gives a weight to", key, "weights", name)
+            elif isinstance(router, ByLengthRouting):
+                for name in router.longest:
+                    self._named(name, "the router gives prompts up to a length to", key, "longest", name)
         return self
 
     @model_validator(mode="after")

@@ -21,15 +21,14 @@ S = TypeVar("S", bound=Spec)
 PRIMITIVES: dict[str, str] = {
     "afd": "attention and feed-forward on different devices",
     "control": "pools that change their size or role by feedback",
-    "drift": "acceptance that changes with time, and controllers that follow it",
     "energy": "power by utilisation, joules per token",
     "hierarchy": "drafts that a drafter of their own verifies, or several drafters that share a tree",
     "moe": "experts placed, replicated or balanced by load; locality of their traffic",
     "offload": "weights or KV cache in host memory, the processor as a second device",
-    "route": "routing by length, speed or backlog, a link for each pair of pools",
     "runtime": "host work of an engine that puts batches in order between rounds",
     "sp": "one sequence spread over devices: context-parallel prefill, pipelined chunks",
     "split": "two instances on shares of one device",
+    "steps": "drafts of whole steps of reasoning, which are judged, kept or written anew as one",
     "tpf": "passes that compute a block or a whole sequence again, and candidates side by side in one pass",
 }
 """What an entry may say it needs and simtune lacks, in words."""

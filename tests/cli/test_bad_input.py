@@ -471,6 +471,12 @@ APART = MINE.replace("{name: a,", "{name: a, role: prefill,").replace("{name: b,
             id="a weight for a pool that is not there",
         ),
         pytest.param(
+            MINE + "router: {kind: by_length, longest: {c: 2000}}\n",
+            "plan.yaml:9:37: router.longest.c: the router gives prompts up to a length to pool 'c', which is not "
+            "there; pools: a, b",
+            id="a length for a pool that is not there",
+        ),
+        pytest.param(
             MINE + "events: [{kind: failure, at_s: 5, pool: c, instance: 0}]\n",
             "plan.yaml:9:35: events.0.pool: the failure names pool 'c', which is not there; pools: a, b",
             id="a failure in a pool that is not there",

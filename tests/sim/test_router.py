@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,6 +14,7 @@ from simtune.engine import Request, VllmFcfs
 from simtune.sim.core import EngineCore
 from simtune.sim.router import (
     ROUTERS,
+    ByLength,
     LeastOutstanding,
     LeastTokens,
     PowerOfTwo,
@@ -21,9 +23,11 @@ from simtune.sim.router import (
     Router,
     SessionAffinity,
 )
+from simtune.sim.world import World
 from simtune.testing import RouterSuite
+from simtune.testing.clusters import stream_of
 
-GO_BY_LOAD = {"round_robin", "least_outstanding", "least_tokens", "prefix_aware"}
+GO_BY_LOAD = {"round_robin", "least_outstanding", "least_tokens", "by_length", "prefix_aware"}
 
 for kind, router in ROUTERS.items():
     facts = {"router": router, "first_of_equals": kind in GO_BY_LOAD, "__module__": __name__}
@@ -33,6 +37,11 @@ for kind, router in ROUTERS.items():
 class TestWeighted(RouterSuite):
     router = RoundRobin
     options = {"weights": {"pool0": 0.5, "pool1": 3.0}}  # noqa: RUF012
+
+
+class TestByLength(RouterSuite):
+    router = ByLength
+    options = {"longest": {"pool0": 3, "pool1": 20}}  # noqa: RUF012
 
 
 class TestStale(RouterSuite):
@@ -73,6 +82,60 @@ def test_round_robin_passes_over_those_that_are_down() -> None:
     for core in up:
         core.up = False
     assert chosen(router, [ask(0)]) == [None]
+
+
+def in_pools(names: str) -> list[EngineCore]:
+    """Cores, one for each letter, of the pool of that name."""
+    found = cores(len(names))
+    for core, pool in zip(found, names, strict=True):
+        core.pool = pool
+    return found
+
+
+def test_prompts_go_to_the_pools_for_their_length() -> None:
+    """Short ones to s up to 10 tokens, others to m up to 100, the rest to the two of l in turn."""
+    up = in_pools("lsml")
+    router = ByLength(up, longest={"s": 10, "m": 100})
+    lengths = [10, 11, 100, 101, 5000, 1, 200]
+    assert chosen(router, [ask(i, n) for i, n in enumerate(lengths)]) == [1, 2, 2, 0, 3, 1, 0]
+    up[1].up = False
+    assert chosen(router, [ask(9, 5)]) == [2], "the next longer"
+    up[2].up = False
+    assert chosen(router, [ask(10, 5)]) == [0], "of those the one with fewer tokens"
+    up[0].up = up[3].up = False
+    up[1].up = True
+    assert chosen(router, [ask(11, 5000)]) == [1], "rather there than nowhere"
+    up[1].up = False
+    assert chosen(router, [ask(12)]) == [None]
+
+
+def test_a_prompt_beyond_all_limits_goes_where_the_limit_is_highest() -> None:
+    router = ByLength(in_pools("sm"), longest={"s": 10, "m": 100})
+    assert chosen(router, [ask(0, 1000), ask(1, 5)]) == [1, 0]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(1, 8)), min_size=1, max_size=30), st.integers(0, 8), st.booleans()
+)
+def test_pools_that_share_no_lengths_are_two_worlds(load: list[tuple[int, int]], limit: int, single: bool) -> None:
+    """Each request ends when it would if the others had never come, to the tick."""
+    arrival, lengths = np.cumsum([gap for gap, _ in load]).astype(float), np.array([n for _, n in load])
+    both = in_pools("sl")
+    router = ByLength(both, longest={"s": limit})
+    together = World(both, stream_of(arrival, lengths, [3] * len(load)), router=router, single_steps=single).run()
+    for of_side in (lengths <= limit, lengths > limit):
+        if of_side.any():
+            its = stream_of(arrival[of_side], lengths[of_side], [3] * int(of_side.sum()))
+            alone = World(cores(1), its, single_steps=single).run()
+            assert together.finish[of_side].tolist() == alone.finish.tolist()
+
+
+@given(st.lists(st.integers(1, 50), max_size=30), st.integers(50, 100))
+def test_a_length_that_divides_nothing_leaves_the_fewest_tokens(lengths: list[int], limit: int) -> None:
+    asked = [ask(i, n) for i, n in enumerate(lengths)]
+    plain = chosen(LeastTokens(in_pools("aab")), asked)
+    assert chosen(ByLength(in_pools("aab")), asked) == plain
+    assert chosen(ByLength(in_pools("aab"), longest={"a": limit, "b": limit}), asked) == plain
 
 
 def test_weights_are_interleaved_smoothly() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from simtune.arrays import Array, Ints, Mask
-from simtune.errors import Infeasible
+from simtune.errors import Infeasible, UsageError
 from simtune.sim.drafting.uniform import uniform
 from simtune.sim.requests import RequestStream
-from simtune.specs.acceptance import Acceptance, BetaMixture
+from simtune.specs.acceptance import Acceptance, BetaMixture, Drift
 from simtune.specs.schemes import Scheme
 
 _EQUAL = 1e-12
@@ -21,16 +23,27 @@ class Survival:
     """P(at least d drafts are kept) of the requests of a stream under one scheme, d = 1 ... `depth`.
 
     It is that of a request's class; where that is a distribution over requests, each is given an acceptance of its own
-    by the quantile of a number that belongs to it. Raises Infeasible where the scheme drafts what the acceptance does
-    not know.
+    by the quantile of a number that belongs to it, and where that drifts, each has what it has come to when it arrives.
+    Raises Infeasible where the scheme drafts what the acceptance does not know, UsageError where rates drift by the
+    clock and requests come when others have ended.
     """
 
     def __init__(self, scheme: Scheme, acceptance: Acceptance, stream: RequestStream, seed: int) -> None:
         self.depth = scheme.shape.depth
         self.class_of = stream.class_index  # of each request
         self.rates = [acceptance.rates_for(name) for name in stream.class_names]
+        drifts = [acceptance.drift_for(name) for name in stream.class_names]
         try:
             self._of_class = np.array([scheme.survival(rates) for rates in self.rates])
+            self._drifting = {
+                index: _Drifting(
+                    drift,
+                    [scheme.survival(one) for one in (self.rates[index], *drift.later)],
+                    _since_the_start(drift, acceptance, stream),
+                )
+                for index, drift in enumerate(drifts)
+                if drift is not None
+            }
         except ValueError as error:
             raise Infeasible(f"acceptance {acceptance.name}: {error}; draft less, or measure more") from None
         self._own = self._own_acceptance(seed, len(stream))
@@ -44,6 +57,9 @@ class Survival:
                 of_class = classes == index
                 own = self._own[requests[of_class]]
                 columns[of_class] = own[:, None] ** np.arange(1, self.depth + 1)
+        for index, drifting in self._drifting.items():
+            of_class = classes == index
+            columns[of_class] = drifting.columns(requests[of_class])
         return columns
 
     def drafts_above(self, least: float, requests: Ints) -> Ints:
@@ -62,6 +78,29 @@ class Survival:
                 quantiles = uniform(seed, of_class, np.zeros_like(of_class), _OWN)
                 own[of_class] = betaincinv(rates.a, rates.b, quantiles)
         return own
+
+
+class _Drifting:
+    """Survival of the requests of a class whose acceptance drifts."""
+
+    def __init__(self, drift: Drift, survivals: Sequence[tuple[float, ...]], since: Array) -> None:
+        self._drift, self._survivals, self._since = drift, np.array(survivals), since
+
+    def columns(self, requests: Ints) -> Array:
+        """(requests, depth)."""
+        columns: Array = self._drift.shares(self._since[requests]) @ self._survivals
+        return columns
+
+
+def _since_the_start(drift: Drift, acceptance: Acceptance, stream: RequestStream) -> Array:
+    if drift.over == "requests":
+        return stream.numbers.astype(np.float64)
+    if stream.arrival_s is None:
+        raise UsageError(
+            f"acceptance {acceptance.name}: drifts over seconds, and in a closed loop it depends on the plan when a "
+            "request comes; make it `over: requests`, or take arrivals of another kind"
+        )
+    return stream.arrival_s
 
 
 def at_least(survival: Array, least: float) -> Mask:
