@@ -57,7 +57,7 @@ class Entrant:
     @property
     def kind(self) -> tuple[object, ...]:
         """What plans have in common that differ in limits alone: seats, token budgets, KV blocks."""
-        pools = tuple((pool.prefix_caching, pool.drafter) for pool in self.candidate.pools)
+        pools = tuple((pool.prefix_caching, pool.drafter, pool.weight) for pool in self.candidate.pools)
         speculation = None if self.candidate.speculation is None else self.candidate.speculation.model_dump_json()
         return self.candidate.shape, self.candidate.router, pools, speculation
 

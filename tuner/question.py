@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from simtune.costs.protocol import StepCosts
 from simtune.errors import UsageError
@@ -13,6 +13,7 @@ from simtune.sim.drafting import Drafting
 from simtune.sim.parts import ROUTER
 from simtune.sim.requests import RequestStream, build_stream
 from simtune.sim.result import Result
+from simtune.specs.base import Dtype
 from simtune.specs.catalog import is_path
 from simtune.specs.engine import EnginePreset
 from simtune.specs.hardware import Hardware
@@ -23,7 +24,7 @@ from simtune.specs.traces import Trace
 from simtune.specs.workload import ClosedLoop, Workload
 from simtune.tuner.drafting import Draft
 from simtune.tuner.objectives import OBJECTIVES, Limit, Objective, PlanFacts
-from simtune.tuner.space import Candidate
+from simtune.tuner.space import Candidate, PoolShape
 
 SAMPLED_CORES = 4
 """Of wide deployments this many cores are simulated while searching; the chosen plan is confirmed on all of them."""
@@ -137,18 +138,19 @@ class Question:
         stream = build_stream(self.workload, self.trace, requests=number, seed=self.study.seed)
         return stream if rate_rps is None else stream.at_rate(rate_rps)
 
-    def settings_on(self, gpu: str) -> Mapping[str, Any]:
-        """What pools on a hardware profile have in common: its name, or that of the one with the kernels of the study's
-        engine, and the settings of that engine."""
-        hardware = self.profiles[gpu]
-        named = {"hardware": gpu if is_path(gpu) else hardware.name}
+    def settings_of(self, shape: PoolShape) -> Mapping[str, Any]:
+        """What pools of a hardware profile and a dtype of weights have in common: the profile's name, or that of the
+        one with the kernels of the study's engine, and the settings of that engine."""
+        hardware = self.profiles[shape.gpu]
+        named = {"hardware": shape.gpu if is_path(shape.gpu) else hardware.name}
         if self.engine is None:
             return named
-        return {**named, "engine": self.study.engine, **self.engine.settings(hardware.device, self.model)}
+        served = self.model.with_weights(cast(Dtype, shape.weight_dtype) or None)
+        return {**named, "engine": self.study.engine, **self.engine.settings(hardware.device, served)}
 
     def plan(self, candidate: Candidate, max_model_len: int) -> Plan:
         """The plan that a candidate stands for."""
-        return candidate.plan(self.study, max_model_len, self.settings_on)
+        return candidate.plan(self.study, max_model_len, self.settings_of)
 
     def draft(self, label: str) -> Draft | None:
         """The drafter of a label."""
@@ -156,8 +158,8 @@ class Question:
 
     def drafting(self, candidate: Candidate) -> dict[str, Drafting]:
         """What the speculation of each pool that has one names, by the pool's name."""
-        labels = {pool.shape.role: self.draft(pool.drafter) for pool in candidate.pools}
-        return {role: draft.drafting for role, draft in labels.items() if draft is not None}
+        labels = {pool.pool_name: self.draft(pool.drafter) for pool in candidate.pools}
+        return {name: draft.drafting for name, draft in labels.items() if draft is not None}
 
     def deploy(
         self, candidate: Candidate, max_model_len: int, costs: Mapping[str, StepCosts] | None = None

@@ -8,13 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import product
+from itertools import combinations, product
 from typing import Any
 
 from simtune.errors import Infeasible
 from simtune.specs.constraints import Constraint
 from simtune.specs.engine import merged
-from simtune.specs.plan import KvLink, Parallelism, Plan, Pool, Role
+from simtune.specs.plan import KvLink, Parallelism, Plan, Pool, Role, RoundRobinRouting, Routing
 from simtune.specs.speculation import Speculation
 from simtune.specs.study import PoolChoices, Study
 
@@ -22,6 +22,11 @@ PER_DEVICE = ("goodput_per_gpu", "goodput_per_dollar", "pareto")
 """Objectives of which a ratio of prefill to decode instances says all, however many there are of each."""
 COUNTING = ("gpus", "usd_per_million_tokens", "joules_per_token")
 """Objectives for which every number of instances is a plan of its own."""
+
+
+def gpu_word(profile: str) -> str:
+    """A hardware profile as names have it."""
+    return re.sub(r"[^A-Za-z0-9.]+", "-", profile).strip("-")
 
 
 @dataclass(frozen=True, order=True)
@@ -37,6 +42,8 @@ class PoolShape:
     kv_dtype: str = ""
     """Empty: the engine's or the model's own."""
     role: Role = "mixed"
+    weight_dtype: str = ""
+    """Empty: as in the model's checkpoint."""
 
     @property
     def parallelism(self) -> Parallelism:
@@ -52,6 +59,7 @@ class PoolShape:
     def name(self) -> str:
         """E.g. tp2-pp1, with what else is not as usual."""
         more = [f"dp{self.attention_dp}"] * (self.attention_dp > 1) + ["ep"] * self.expert_parallel
+        more += [f"w-{self.weight_dtype}"] if self.weight_dtype else []
         return "-".join([f"tp{self.tp}-pp{self.pp}", *more, *([f"kv-{self.kv_dtype}"] if self.kv_dtype else [])])
 
 
@@ -71,6 +79,10 @@ class PoolChoice:
     """How it drafts, which follows from all else."""
     fixed: Pool | None = field(default=None, compare=False)
     """The pool itself, where the study gives it whole."""
+    own_name: str = field(default="", compare=False)
+    """Of the pool, where another one has its role as well."""
+    weight: float | None = field(default=None, compare=False)
+    """Of each of its cores in round robin beside another pool, which follows from all else."""
 
     @property
     def devices(self) -> int:
@@ -99,6 +111,11 @@ class PoolChoice:
         caching = {None: "", True: "-cached", False: "-uncached"}[self.prefix_caching]
         return name + caching + (f"-{self.drafter}" if self.drafter else "")
 
+    @property
+    def pool_name(self) -> str:
+        """Of the pool in a plan, where the study does not give it whole."""
+        return self.own_name or self.shape.role
+
     @cached_property
     def names(self) -> Mapping[str, Any]:
         """What constraints call its settings (`simtune.specs.constraints.POOL_NAMES`)."""
@@ -110,6 +127,7 @@ class PoolChoice:
             "pp": shape.pp,
             "attention_dp": shape.attention_dp,
             "expert_parallel": shape.expert_parallel,
+            "weight_dtype": shape.weight_dtype,
             "kv_dtype": shape.kv_dtype,
             "instances": self.instances,
             "devices": self.devices,
@@ -127,7 +145,7 @@ class PoolChoice:
         if self.prefix_caching is not None:
             kv_cache["prefix_caching"] = self.prefix_caching
         own = {
-            "name": self.shape.role,
+            "name": self.pool_name,
             "role": self.shape.role,
             "instances": self.instances,
             "parallelism": self.shape.parallelism,
@@ -138,6 +156,7 @@ class PoolChoice:
             },
             "max_model_len": max_model_len,
             "speculation": self.speculation,
+            **({"weight_dtype": self.shape.weight_dtype} if self.shape.weight_dtype else {}),
             **({"kv_cache": kv_cache} if kv_cache else {}),
         }
         return Pool.model_validate(merged(own, {"hardware": self.shape.gpu, **engine}))
@@ -149,7 +168,7 @@ Shape = tuple[tuple[PoolShape, int], ...]
 
 @dataclass(frozen=True)
 class Candidate:
-    """One point of the search space: a mixed pool, or a prefill and a decode pool."""
+    """One point of the search space: a mixed pool, two of different hardware, or a prefill and a decode pool."""
 
     pools: tuple[PoolChoice, ...]
     router: int = 0
@@ -208,7 +227,12 @@ class Candidate:
     @property
     def prefilling(self) -> PoolChoice | None:
         """The prefill pool, where prompts have one."""
-        return self.pools[0] if len(self.pools) > 1 else None
+        return self.pools[0] if len(self.pools) > 1 and not self.of_kinds else None
+
+    @property
+    def of_kinds(self) -> bool:
+        """Whether mixed pools of several kinds of hardware share the requests."""
+        return len(self.pools) > 1 and self.pools[0].shape.role == "mixed"
 
     @property
     def cut(self) -> tuple[PoolShape, ...]:
@@ -236,26 +260,33 @@ class Candidate:
 
     def gpu_label(self, pool: PoolChoice) -> str:
         """The GPU in a name, where there are several."""
-        return re.sub(r"[^A-Za-z0-9.]+", "-", pool.shape.gpu).strip("-") + "-" if self.gpu_labels else ""
+        return gpu_word(pool.shape.gpu) + "-" if self.gpu_labels else ""
 
     def with_pools(self, pools: Iterable[PoolChoice]) -> Candidate:
         """The same plan with its pools settled."""
         return replace(self, pools=tuple(pools))
 
     def plan(
-        self, study: Study, max_model_len: int, engine: Callable[[str], Mapping[str, Any]] = lambda gpu: {}
+        self, study: Study, max_model_len: int, engine: Callable[[PoolShape], Mapping[str, Any]] = lambda shape: {}
     ) -> Plan:
-        """The plan it stands for. `engine` are the settings of the study's engine on a hardware profile."""
-        pools = tuple(pool.pool(study, max_model_len, engine(pool.shape.gpu)) for pool in self.pools)
-        apart = len(pools) > 1
+        """The plan it stands for. `engine` are the settings of the study's engine for instances of a shape."""
+        pools = tuple(pool.pool(study, max_model_len, engine(pool.shape)) for pool in self.pools)
+        apart = self.prefilling is not None
         return Plan(
             name=self.name,
             model=study.model,
             pools=pools,
-            router=study.routers[self.router],
+            router=self._weighted(study.routers[self.router]),
             decode_router=study.decode_router if apart else None,
             link=(study.link or KvLink()) if apart else None,
         )
+
+    def _weighted(self, router: Routing) -> Routing:
+        """Round robin with the weights of its pools, where they have some; any other router as it is."""
+        weights = {pool.pool_name: pool.weight for pool in self.pools if pool.weight is not None}
+        if not weights or not isinstance(router, RoundRobinRouting):
+            return router
+        return RoundRobinRouting(weights=weights)
 
 
 # --- the space --------------------------------------------------------------------------------------------
@@ -312,6 +343,8 @@ class _Verdicts:
     def holds(self, text: str, candidate: Candidate) -> bool:
         constraint = self._constraints[text]
         plan = {"num_gpus": candidate.num_gpus, "router": self._study.routers[candidate.router].kind}
+        if candidate.of_kinds:
+            return all(constraint.holds_for_plan({"mixed": pool.names}, plan) for pool in candidate.pools)
         if constraint.roles:
             return constraint.holds_for_plan({pool.shape.role: pool.names for pool in candidate.pools}, plan)
         return all(constraint.holds(pool.names, plan) for pool in candidate.pools)
@@ -337,6 +370,7 @@ def candidates(study: Study) -> Iterator[Candidate]:
     pools: set[tuple[PoolChoice, ...]] = set()
     if "mixed" in study.search.layouts and not study.fixed:
         pools |= {(pool,) for pool in _mixed(study)}
+        pools |= set(_of_kinds(study)) if study.search.mixed_kinds else set()
     if "prefill-decode" in study.search.layouts:
         pools |= set(_disaggregated(study))
     several, routers = len(study.hardware) > 1, range(len(study.routers))
@@ -356,6 +390,21 @@ def _mixed(study: Study) -> Iterator[PoolChoice]:
             counts = [most] if most else []
         for instances in counts:
             yield from _settings(study, shape, instances)
+
+
+def _of_kinds(study: Study) -> Iterator[tuple[PoolChoice, ...]]:
+    """Two mixed pools of different hardware, in the study's order."""
+    for first, second in combinations(_pool_shapes(study, "mixed"), 2):
+        if first.gpu != second.gpu:
+            for counts in _counts(study, first, second):
+                sides = zip((first, second), counts, strict=True)
+                yield from product(*(_named_settings(study, shape, n) for shape, n in sides))
+
+
+def _named_settings(study: Study, shape: PoolShape, instances: int) -> list[PoolChoice]:
+    """The settings searched of a pool that is named by its hardware."""
+    name = f"mixed-{gpu_word(shape.gpu)}"
+    return [replace(choice, own_name=name) for choice in _settings(study, shape, instances)]
 
 
 def _most(study: Study, shape: PoolShape) -> int:
@@ -382,8 +431,9 @@ def _disaggregated(study: Study) -> Iterator[tuple[PoolChoice, ...]]:
 def _fixed_choice(pool: Pool) -> PoolChoice:
     cut, batching = pool.parallelism, pool.batching
     shape = PoolShape(
-        pool.hardware, cut.tp, cut.pp, cut.attention_dp, cut.expert_parallel, pool.kv_cache.dtype or "", pool.role
-    )
+        pool.hardware, cut.tp, cut.pp, cut.attention_dp, cut.expert_parallel, pool.kv_cache.dtype or "", pool.role,
+        pool.weight_dtype or "",
+    )  # fmt: skip
     return PoolChoice(
         shape,
         pool.instances,
@@ -458,8 +508,9 @@ def _pool_shapes(study: Study, role: Role) -> Iterator[PoolShape]:
     choices = _choices(study, role)
     gpus = choices.gpus or [entry.profile for entry in study.hardware]
     cuts = (choices.tp or (), choices.pp or (), choices.attention_dp or (), choices.expert_parallel or ())
-    for gpu, tp, pp, dp, ep, kv_dtype in product(gpus, *cuts, choices.kv_dtype or ("",)):
-        yield PoolShape(gpu, tp, pp, dp, ep, kv_dtype, role)
+    dtypes = (choices.kv_dtype or ("",), choices.weight_dtype or ("",))
+    for gpu, tp, pp, dp, ep, kv_dtype, weight_dtype in product(gpus, *cuts, *dtypes):
+        yield PoolShape(gpu, tp, pp, dp, ep, kv_dtype, role, weight_dtype)
 
 
 def _settings(study: Study, shape: PoolShape, instances: int) -> Iterator[PoolChoice]:

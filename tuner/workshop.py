@@ -20,6 +20,9 @@ from simtune.tuner.promise import PoolCapacity
 from simtune.tuner.question import Question
 from simtune.tuner.space import Candidate, PoolChoice, PoolShape
 
+DIGITS = 4
+"""Significant ones of a router's weights."""
+
 
 @dataclass(frozen=True)
 class Refused:
@@ -68,7 +71,19 @@ class Workshop:
             pools.append(replace(choice, speculation=settled.speculation))
         whole = candidate.with_pools(pools)
         refusal = self._too_many(whole) or self._no_way(whole)
-        return Refused("does_not_fit", refusal) if refusal else whole
+        if refusal:
+            return Refused("does_not_fit", refusal)
+        return self._weighted(whole) if whole.of_kinds else whole
+
+    def _weighted(self, candidate: Candidate) -> Candidate:
+        """The same with a weight for each pool: requests per second that one of its cores sustains, over those of the
+        first pool's."""
+        stream, each = self.stream(candidate), []
+        for choice in candidate.pools:
+            each.append(self._sustains(choice, stream) / (choice.shape.pp * choice.shape.attention_dp))
+        weights = [float(f"{rps / each[0]:.{DIGITS}g}") for rps in each]
+        pools = zip(candidate.pools, weights, strict=True)
+        return candidate.with_pools(replace(choice, weight=weight) for choice, weight in pools)
 
     def _settle(self, choice: PoolChoice, candidate: Candidate) -> PoolChoice | Refused:
         q, hardware = self.question, self.question.profiles[choice.shape.gpu]
@@ -111,7 +126,7 @@ class Workshop:
     def pool(self, choice: PoolChoice) -> Pool:
         """The pool that a choice stands for."""
         study = self.question.study
-        return choice.pool(study, self.max_model_len, self.question.settings_on(choice.shape.gpu))
+        return choice.pool(study, self.max_model_len, self.question.settings_of(choice.shape))
 
     # --- what it costs, and could reach -----------------------------------------------------------------------
 
@@ -149,12 +164,16 @@ class Workshop:
         bounds = []
         for choice in candidate.pools:
             where = "" if choice.shape.role == "mixed" else f" of the {choice.shape.role} pool"
-            alone = _alone(choice)
-            key = (alone, len(stream))
-            if key not in self._sustained:
-                self._sustained[key] = self._capacity(alone, stream).rps(self._deployed(alone)) / alone.instances
-            bounds.append(RateBound(self._sustained[key] * choice.instances, f"capacity{where}"))
-        return min(bounds)
+            bounds.append(RateBound(self._sustains(choice, stream) * choice.instances, f"capacity{where}"))
+        return RateBound(sum(bound.rps for bound in bounds), "capacity") if candidate.of_kinds else min(bounds)
+
+    def _sustains(self, choice: PoolChoice, stream: RequestStream) -> float:
+        """Requests per second that an instance could sustain at most."""
+        alone = _alone(choice)
+        key = (alone, len(stream))
+        if key not in self._sustained:
+            self._sustained[key] = self._capacity(alone, stream).rps(self._deployed(alone)) / alone.instances
+        return self._sustained[key]
 
     def _deployed(self, choice: PoolChoice) -> DeployedPool:
         pool, hardware = self.pool(choice), self.question.profiles[choice.shape.gpu]

@@ -181,6 +181,7 @@ class StepModel:
         factors: Mapping[str, float] | None = None,
         profile: Profile | None = None,
     ) -> None:
+        model = model.with_weights(pool.weight_dtype)
         check_parallelism(model, pool.parallelism)
         if pool.parallelism.tp > hardware.device.devices_per_node:
             raise Infeasible(

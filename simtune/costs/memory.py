@@ -237,6 +237,7 @@ def kv_capacity(
     `extra_kv_bytes_per_token` beside the model's. `version` is that of the vLLM that counts. Raises Infeasible
     when not even one block is left for requests, saying how much is missing and what would help.
     """
+    model = model.with_weights(pool.weight_dtype)
     check_parallelism(model, pool.parallelism)
     last = pool.parallelism.pp - 1
     ranks = []

@@ -34,6 +34,11 @@ def untold(pool: Pool) -> Iterator[str]:
             yield f"{key}: is simulated, and no engine is told of it here; leave it out to have settings written"
 
 
+def quantised(pool: Pool, model: Model) -> bool:
+    """Whether a pool has weights in another dtype than their checkpoint."""
+    return model.with_weights(pool.weight_dtype) is not model
+
+
 class Emitter(ABC):
     """Says in an engine's own words what a plan says.
 
@@ -59,6 +64,8 @@ class Emitter(ABC):
     no_drafter: ClassVar[str] = "{title} {version} has no {drafter} drafter"
     knows: ClassVar[frozenset[str]] = frozenset()
     """Settings of a pool that not every engine has, and this one has."""
+    quantizations: ClassVar[Mapping[str, str]] = {}
+    """The engine's words for dtypes to which it quantises the weights of a checkpoint as it loads them."""
     policies: ClassVar[Mapping[str, str]] = {}
     """The engine's words for the batching policies that it has."""
     presets: ClassVar[frozenset[str]] = frozenset()
@@ -82,6 +89,16 @@ class Emitter(ABC):
     def refusals(self, pool: Pool, model: Model, draft_models: Mapping[str, Model]) -> Iterator[str]:
         """What of a pool the engine would not start with, or is not told here, key by key."""
         yield from untold(pool)
+        if quantised(pool, model) and pool.weight_dtype not in self.quantizations:
+            has = f"it is told of {' and '.join(self.quantizations)}; " if self.quantizations else ""
+            yield (
+                f"weight_dtype: {self.title} is not told here to quantise weights to {pool.weight_dtype}; {has}leave "
+                "it out, or name a checkpoint with such weights as model"
+            )
+
+    def quantization(self, pool: Pool, model: Model) -> str | None:
+        """The engine's word for what it quantises weights to, None where they stay as the checkpoint has them."""
+        return self.quantizations[str(pool.weight_dtype)] if quantised(pool, model) else None
 
     def unsaid(self, pool: Pool) -> Iterator[str]:
         """What the plan sets of a pool and the engine cannot be told, key by key, with what it does instead."""

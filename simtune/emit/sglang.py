@@ -116,6 +116,7 @@ class Sglang(ServingEmitter):
         "mem-fraction-static": float,
         "max-total-tokens": int,
         "page-size": int,
+        "quantization": str,
         "kv-cache-dtype": str,
         "schedule-policy": str,
         "schedule-conservativeness": float,
@@ -125,6 +126,7 @@ class Sglang(ServingEmitter):
         "disaggregation-mode": str,
         "disaggregation-transfer-backend": str,
     }
+    quantizations: ClassVar[Mapping[str, str]] = {"fp8": "fp8"}
     kv_dtypes: ClassVar[Mapping[str, str]] = {"fp8": "fp8_e4m3", "bf16": "bf16"}
     takes = "it drafts one chain or one EAGLE-2 tree for all loads: Schedule.dynamic_tree()"
 
@@ -145,6 +147,7 @@ class Sglang(ServingEmitter):
             "mem-fraction-static": cache.memory_utilization,
             "max-total-tokens": None if blocks is None else blocks * cache.block_size,
             "page-size": cache.block_size,
+            "quantization": self.quantization(pool, model),
             "kv-cache-dtype": self.kv_dtype(pool, model),
             "schedule-policy": self.policies[batching.policy],
             "schedule-conservativeness": own_options(pool).get("schedule_conservativeness"),

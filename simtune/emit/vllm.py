@@ -29,6 +29,7 @@ OPTIONS: dict[str, type] = {
     "gpu-memory-utilization": float,
     "num-gpu-blocks-override": int,
     "block-size": int,
+    "quantization": str,
     "kv-cache-dtype": str,
     "scheduling-policy": str,
     "enable-chunked-prefill": bool,
@@ -135,6 +136,7 @@ class Vllm(Emitter):
     }
     takes = "it drafts chains, of one length or by batch size: Schedule.by_batch()"
     knows = frozenset({"watermark", "long_prefill_token_threshold", "scheduler_reserve_full_isl"})
+    quantizations: ClassVar[Mapping[str, str]] = {"fp8": "fp8"}
     policies: ClassVar[Mapping[str, str]] = {"vllm-fcfs": "fcfs", "vllm-priority": "priority"}
 
     def problems(self, settings: Settings) -> list[str]:
@@ -214,6 +216,7 @@ class Vllm(Emitter):
             "gpu-memory-utilization": pool.kv_cache.memory_utilization,
             "num-gpu-blocks-override": pool.kv_cache.num_blocks,
             "block-size": pool.kv_cache.block_size,
+            "quantization": self.quantization(pool, model),
             "kv-cache-dtype": _kv_cache_dtype(pool, model),
             "scheduling-policy": self.policies[pool.batching.policy],
             "watermark": pool.kv_cache.watermark or None,

@@ -307,8 +307,8 @@ _OBJECTIVES: dict[str, tuple[str, str, bool]] = {
 
 
 KNOBS = (
-    "gpu", "tp", "pp", "attention_dp", "expert_parallel", "kv_dtype", "instances", "prefill", "max_num_seqs",
-    "max_num_batched_tokens", "prefix_caching", "router", "speculation",
+    "gpu", "tp", "pp", "attention_dp", "expert_parallel", "weight_dtype", "kv_dtype", "instances", "prefill", "beside",
+    "max_num_seqs", "max_num_batched_tokens", "prefix_caching", "router", "speculation",
 )  # fmt: skip
 """Columns of a candidate that plans of a search may differ in."""
 RESULTS = (

@@ -74,14 +74,21 @@ class Contents:
         """All files of the directory, with the page that was drawn from `run`."""
         files = {**self.files, "summary.json": _json(self.run.summary.to_data())}
         if self.run.candidates:
-            rows = ([*row.model_dump().values()] for row in self.run.candidates)
-            files["candidates.csv"] = to_csv(columns(CandidateRow), rows)
+            files["candidates.csv"] = _table(self.run.candidates)
         if self.run.certificate is not None:
             files["certificate.json"] = _json(self.run.certificate.to_data())
             files[COURSE] = to_csv(columns(CourseRow), ([*row.model_dump().values()] for row in self.run.course))
         if self.run.swimlanes is not None:
             files[SWIMLANES] = self.run.swimlanes.to_bytes()
         return {**files, "report.html": page, MANIFEST: _json(manifest.to_data())}
+
+
+def _table(candidates: Sequence[CandidateRow]) -> str:
+    """`candidates.csv`, without the columns that may lack where they are empty."""
+    rows = [row.model_dump() for row in candidates]
+    empty = {name for name in CandidateRow.MAY_LACK if all(row[name] is None for row in rows)}
+    header = [name for name in columns(CandidateRow) if name not in empty]
+    return to_csv(header, ([row[name] for name in header] for row in rows))
 
 
 def of_simulation(
@@ -270,11 +277,13 @@ def _candidate(rank: int, row: Trial, study: Study) -> CandidateRow:
         pp=pool.shape.pp,
         attention_dp=pool.shape.attention_dp,
         expert_parallel=pool.shape.expert_parallel,
+        weight_dtype=pool.shape.weight_dtype or None,
         kv_dtype=pool.shape.kv_dtype or None,
         prefix_caching=pool.prefix_caching,
         router=_router(study, candidate.router),
         instances=pool.instances,
         prefill=None if prefill is None else f"{prefill.shape.gpu} {prefill.name}",
+        beside=f"{candidate.pools[0].shape.gpu} {candidate.pools[0].name}" if candidate.of_kinds else None,
         num_gpus=num_gpus,
         max_num_seqs=pool.max_num_seqs,
         max_num_batched_tokens=pool.max_num_batched_tokens,

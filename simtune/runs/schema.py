@@ -7,7 +7,7 @@ declared where they are computed, in `simtune.sim.summary`. Seconds, bytes, toke
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, ValidationInfo, field_serializer, field_validator, model_validator
 
@@ -295,6 +295,7 @@ Status = Literal["chosen", "feasible", "infeasible", "pruned", "does_not_fit"]
 class CandidateRow(Record):
     """A row of `candidates.csv`: a plan that was considered. A cell is empty where the search did not need to know."""
 
+    MAY_LACK: ClassVar[frozenset[str]] = frozenset({"weight_dtype", "beside"})
     rank: Annotated[int | None, _column("place in the list, the chosen plan first")]
     candidate: Annotated[str, Field(min_length=1, description="name of the plan")]
     gpu: Annotated[str | None, _column("hardware profile of the pool that decodes")] = None
@@ -302,11 +303,17 @@ class CandidateRow(Record):
     pp: Annotated[Count, _column("its pipeline stages")]
     attention_dp: Annotated[Count | None, _column("its groups of ranks with requests of their own")] = None
     expert_parallel: Annotated[bool | None, _column("whether its ranks have whole experts")] = None
+    weight_dtype: Annotated[
+        str | None, _column("what its weights are quantised to; there only where a plan of the table names one")
+    ] = None
     kv_dtype: Annotated[str | None, _column("format of its KV cache; empty for the engine's or the model's own")] = None
     prefix_caching: Annotated[bool | None, _column("empty where it stands as the engine sets it")] = None
     router: Annotated[str | None, _column("how requests are routed; numbered where the study names several")] = None
     instances: Annotated[Count, _column("its engine instances")]
     prefill: Annotated[str | None, _column("the prefill pool; empty where one pool does all")] = None
+    beside: Annotated[
+        str | None, _column("the mixed pool of other hardware; there only where a plan of the table has one")
+    ] = None
     num_gpus: Annotated[Count, _column("of all instances together", "GPUs")]
     max_num_seqs: Annotated[Count, _column("largest batch of the pool that decodes", "requests")]
     max_num_batched_tokens: Annotated[Count, _column("its token budget of a step", "tokens")]

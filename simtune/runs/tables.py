@@ -41,7 +41,7 @@ def read_csv(path: Path, row: type[R]) -> tuple[R, ...]:
     lists, lines = csv_rows(read_text(path), str(path))
     header = lists[0] if lists else []
     known = columns(row)
-    missing = [name for name in known if name not in header]
+    missing = [name for name in known if name not in header and name not in row.MAY_LACK]
     if missing:
         raise SpecError(Problem(str(path), f"lacks the columns {', '.join(missing)}", "", 1))
     rows: list[R] = []
@@ -67,7 +67,7 @@ def _parsed(row: type[R], cells: dict[str, str]) -> R:
     values: dict[str, str | None] = {}
     for name, field in row.model_fields.items():
         key = field.alias or name
-        values[key] = cells[key] or (None if type(None) in get_args(field.annotation) else "")
+        values[key] = cells.get(key) or (None if type(None) in get_args(field.annotation) else "")
     return row.model_validate(values, strict=False)
 
 

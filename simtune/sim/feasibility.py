@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from simtune.costs.drafting import DraftMemory, draft_memory, drafting_parallelism
+from simtune.costs.drafting import DraftMemory, draft_memory, drafting_pool
 from simtune.costs.memory import GIB, Memory, kv_capacity
+from simtune.costs.predict import Profile
 from simtune.costs.protocol import UNBOUNDED
 from simtune.engine import POLICIES
 from simtune.engine.scheduler import Feature
@@ -14,7 +15,7 @@ from simtune.errors import Infeasible
 from simtune.sim.drafting import Drafting, check_drafting
 from simtune.sim.parts import POLICY
 from simtune.specs.hardware import Hardware
-from simtune.specs.model import Model
+from simtune.specs.model import Model, MoeFeedForward
 from simtune.specs.plan import Pool
 
 
@@ -30,6 +31,7 @@ def check(pool: Pool, model: Model, hardware: Hardware, drafting: Drafting | Non
     for refusal in _refusals(pool):
         raise Infeasible(f"pool {pool.name}: {refusal}")
     _check_seats_and_budget(pool, max_model_len)
+    _check_weights(pool, model, hardware)
     memory = _memory(pool, model, hardware, drafting, max_model_len)
     pp = pool.parallelism.pp
     blocks, needed = memory.num_blocks // pp, -(-max_model_len // pool.kv_cache.block_size)
@@ -92,6 +94,22 @@ def _check_seats_and_budget(pool: Pool, max_model_len: int) -> None:
         )
 
 
+def _check_weights(pool: Pool, model: Model, hardware: Hardware) -> None:
+    """An engine quantises what a checkpoint has in 16 or 32 bits, to what the device has kernels for."""
+    served = model.with_weights(pool.weight_dtype)
+    if served is model:
+        return
+    if model.layer_dtypes != {model.dtype}:
+        raise Infeasible(
+            f"pool {pool.name}: weight_dtype {pool.weight_dtype}: the checkpoint of {model.name} is quantised already "
+            f"({', '.join(sorted(model.layer_dtypes))}); leave weight_dtype out, or name another checkpoint as model"
+        )
+    profile = Profile(hardware)
+    profile.predictor("gemm", served.weight_dtype)
+    if any(isinstance(group.feed_forward, MoeFeedForward) for group in served.layers):
+        profile.predictor("moe", served.dtype_of("experts"))
+
+
 def _memory(pool: Pool, model: Model, hardware: Hardware, drafting: Drafting | None, max_model_len: int) -> Memory:
     """The memory of an instance; a drafter on GPUs of its own bounds the blocks, any other takes of the target's."""
     extra, most = DraftMemory(0.0, 0.0), UNBOUNDED
@@ -110,5 +128,5 @@ def _alone(draft: Model | None, pool: Pool, hardware: Hardware) -> Memory:
     """The memory of the pool's draft model on devices of its own."""
     assert draft is not None
     assert pool.speculation is not None
-    parallelism = drafting_parallelism(pool.speculation.drafter, pool)
-    return kv_capacity(draft, hardware, pool.model_copy(update={"parallelism": parallelism, "speculation": None}))
+    its_own = drafting_pool(pool.speculation.drafter, pool)
+    return kv_capacity(draft, hardware, its_own.model_copy(update={"speculation": None}))

@@ -117,6 +117,8 @@ class Record(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False, populate_by_name=True)
+    MAY_LACK: ClassVar[frozenset[str]] = frozenset()
+    """Of rows of a table: columns that stand there only where some row fills them."""
 
     def to_data(self) -> dict[str, Any]:
         """Plain data by the names in the file."""

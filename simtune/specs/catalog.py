@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from simtune.errors import Problem, SpecError, UsageError, suggest
 from simtune.specs import hf, yamlfile
 from simtune.specs.acceptance import Acceptance
-from simtune.specs.base import Check, Spec, override
+from simtune.specs.base import Check, Dtype, Spec, override
 from simtune.specs.columns import replay
 from simtune.specs.engine import EnginePreset, merged
 from simtune.specs.hardware import Facts, Hardware
@@ -139,7 +139,8 @@ def _with_engine(pool: Any, model: Any) -> Any:
     engine, hardware = pool.get("engine"), pool.get("hardware")
     if not (isinstance(engine, str) and isinstance(hardware, str) and isinstance(model, str)):
         return pool
-    return merged(pool, load_engine(engine).settings(load_hardware(hardware).device, load_model(model)))
+    served = load_model(model).with_weights(next((d for d in get_args(Dtype) if d == pool.get("weight_dtype")), None))
+    return merged(pool, load_engine(engine).settings(load_hardware(hardware).device, served))
 
 
 def kernels_of(hardware: str, engine: str | None) -> str:

@@ -22,6 +22,7 @@ POOL_NAMES = (
     "pp",
     "attention_dp",
     "expert_parallel",
+    "weight_dtype",
     "kv_dtype",
     "instances",
     "devices",
@@ -30,8 +31,8 @@ POOL_NAMES = (
     "prefix_caching",
     "drafter",
 )
-"""Settings of a pool: `gpu` is its hardware profile, `devices` are those of all its instances; `kv_dtype` and `drafter`
-are '' where the plan names none."""
+"""Settings of a pool: `gpu` is its hardware profile, `devices` are those of all its instances; `weight_dtype`,
+`kv_dtype` and `drafter` are '' where the plan names none."""
 PLAN_NAMES = ("num_gpus", "router")
 """Settings of a whole plan."""
 ROLES = ("mixed", "prefill", "decode")

@@ -367,6 +367,17 @@ class Model(Spec):
         return own.get(module) or self.weight_dtype
 
     @property
+    def layer_dtypes(self) -> frozenset[Dtype]:
+        """What the matrices inside its layers are kept in."""
+        return frozenset((self.weight_dtype, self.dtype_of("attention"), self.dtype_of("experts")))
+
+    def with_weights(self, dtype: Dtype | None) -> Model:
+        """The same with all matrices inside its layers in a dtype, those of the head as they are; itself for None."""
+        if dtype is None or self.layer_dtypes == {dtype}:
+            return self
+        return self.model_copy(update={"weight_dtype": dtype, "attention_dtype": None, "expert_dtype": None})
+
+    @property
     def num_layers(self) -> int:
         """Layers of all groups."""
         return sum(group.count for group in self.layers)

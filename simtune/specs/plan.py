@@ -14,6 +14,7 @@ from simtune.specs.base import (
     BlockSize,
     Context,
     Count,
+    Dtype,
     ErrorAt,
     Gpus,
     LogSigma,
@@ -187,6 +188,11 @@ class Pool(Part):
     )
     instances: Gpus
     parallelism: Parallelism = Parallelism()
+    weight_dtype: Dtype | None = Field(
+        None,
+        description="what the engine quantises the matrices inside the layers to as it loads them; as in the model's "
+        "checkpoint unless given; drafters keep theirs",
+    )
     batching: Batching
     kv_cache: KvCache = KvCache()
     host: HostTimes | None = Field(None, description="as the hardware profile says unless given")

@@ -17,6 +17,7 @@ from pydantic_core import CoreSchema
 
 from simtune.specs.base import (
     Count,
+    Dtype,
     ErrorAt,
     Gpus,
     LogSigma,
@@ -51,6 +52,7 @@ Objective = Literal[
 Choices = Annotated[Seq[Seats], Field(min_length=1, strict=False)]
 Switch = Annotated[Seq[bool], Field(min_length=1, strict=False)]
 KvDtypes = Annotated[Seq[KvDtype], Field(min_length=1, strict=False)]
+WeightDtypes = Annotated[Seq[Dtype], Field(min_length=1, strict=False)]
 Labels = Annotated[Seq[str], Field(min_length=1, strict=False)]
 
 
@@ -92,6 +94,7 @@ class PoolChoices(Part):
     pp: Choices | None = None
     attention_dp: Choices | None = None
     expert_parallel: Switch | None = None
+    weight_dtype: WeightDtypes | None = None
     kv_dtype: KvDtypes | None = None
     instances: Choices | None = None
     max_num_seqs: Choices | None = None
@@ -106,10 +109,18 @@ class Search(Part):
     layouts: Annotated[Seq[Literal["mixed", "prefill-decode"]], Field(min_length=1, strict=False)] = Field(
         ("mixed",), description="prefill-decode: a pool of prefill and one of decode instances, in all ratios that fit"
     )
+    mixed_kinds: bool | None = Field(
+        None,
+        description="also mixed pools of two kinds of hardware behind one router; round robin weighs each by the rate "
+        "that it could sustain",
+    )
     tp: Choices = (1, 2, 4, 8)
     pp: Choices = (1, 2, 4)
     attention_dp: Choices = (1,)
     expert_parallel: Switch = (False,)
+    weight_dtype: WeightDtypes | None = Field(
+        None, description="what the engine quantises weights to as it loads them; as in the checkpoint unless given"
+    )
     kv_dtype: KvDtypes | None = Field(None, description="the engine's or the model's own unless given")
     max_num_seqs: Choices = (64, 128, 256, 512)
     max_num_batched_tokens: Choices = (1024, 2048, 4096, 8192)
@@ -293,6 +304,18 @@ class Study(Spec):
                     if name not in known:
                         named = ", ".join(repr(one) for one in known)
                         raise ErrorAt(f"{name!r} is none of the study's: {named}", "search", role, key, i)
+        return self
+
+    @model_validator(mode="after")
+    def _several_kinds(self) -> Self:
+        if not self.search.mixed_kinds:
+            return self
+        if len(self.hardware) < 2 or "mixed" not in self.search.layouts or self.fixed:
+            raise ErrorAt(
+                "needs two kinds of hardware or more, layouts with mixed, and no fixed pool", "search", "mixed_kinds"
+            )
+        if self.day is not None:
+            raise ErrorAt("a day is followed by pools of one kind of hardware; leave mixed_kinds out", "day")
         return self
 
     @model_validator(mode="after")

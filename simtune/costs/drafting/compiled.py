@@ -44,7 +44,7 @@ import numpy as np
 from simtune.arrays import Array, Ints
 from simtune.costs.compiled import StepTables, compile_tables
 from simtune.costs.drafting.lines import TickLine
-from simtune.costs.drafting.memory import drafting_parallelism
+from simtune.costs.drafting.memory import drafting_pool
 from simtune.costs.drafting.orders import order_of
 from simtune.costs.drafting.passes import Chunks, DraftPasses, TargetPasses
 from simtune.costs.knots import sizes, whole_ticks
@@ -82,7 +82,7 @@ class CompiledRounds:
         draft_tables: StepTables | None = None
         network = drafter.network(model, draft)
         if network is not None:
-            draft_pool = pool.model_copy(update={"parallelism": drafting_parallelism(drafter, pool)})
+            draft_pool = drafting_pool(drafter, pool)
             width = max(shape.depth + 1, shape.width)
             draft_tables = compile_tables(network, hardware, draft_pool, max_model_len, factors, width)
         gemm = _Gemm(hardware, model, factors)

@@ -46,3 +46,9 @@ def draft_memory(drafter: Drafter, target: Model, pool: Pool, draft: Model | Non
 def drafting_parallelism(drafter: Drafter, pool: Pool) -> Parallelism:
     """Of the drafter, on one pipeline stage."""
     return Parallelism(tp=drafter.ranks(pool.parallelism.tp), expert_parallel=False)
+
+
+def drafting_pool(drafter: Drafter, pool: Pool) -> Pool:
+    """The pool as the drafter's own network runs in it: on one pipeline stage, with the weights of its checkpoint."""
+    update = {"parallelism": drafting_parallelism(drafter, pool), "weight_dtype": None}
+    return pool.model_copy(update=update)

@@ -26,7 +26,7 @@ from functools import cache
 
 import numpy as np
 
-from simtune.costs.drafting.memory import drafting_parallelism
+from simtune.costs.drafting.memory import drafting_pool
 from simtune.costs.iteration import StepModel
 from simtune.costs.predict import Profile
 from simtune.specs.drafters import Drafter
@@ -52,7 +52,7 @@ class RoundModel:
         network = drafter.network(target, draft)
         self._draft: StepModel | None = None
         if network is not None:
-            draft_pool = pool.model_copy(update={"parallelism": drafting_parallelism(drafter, pool)})
+            draft_pool = drafting_pool(drafter, pool)
             self._draft = StepModel(network, hardware, draft_pool)
         self._joining = cache(self._joining_s)
         self._heads = cache(self._heads_s)

@@ -50,6 +50,7 @@ def check(deployment: Deployment) -> None:
     wrong = {
         "several pools or instances": deployment.num_cores > 1 or deployment.plan.pools[0].devices > 1,
         "speculation": pool.speculation is not None,
+        "weight_dtype": pool.weight_dtype is not None,
         "prefix_caching": pool.kv_cache.prefix_caching,
         "preemption: swap": pool.kv_cache.preemption == "swap",
         "async_scheduling (set it to false)": pool.schedules_async,

@@ -40,6 +40,7 @@ def check_plan(deployment: Deployment) -> None:
     wrong = {
         "several pools or instances": deployment.num_cores > 1 or deployment.plan.pools[0].devices > 1,
         "speculation": pool.speculation is not None,
+        "weight_dtype": pool.weight_dtype is not None,
         "async_scheduling (set it to false)": pool.schedules_async,
         f"batching.policy {pool.batching.policy} (name {' or '.join(SCHEDULERS)})": (
             pool.batching.policy not in SCHEDULERS

@@ -42,6 +42,7 @@ def check_plan(plan: Plan) -> None:
     pool = plan.pools[0]
     wrong = {
         "several pools or instances": len(plan.pools) > 1 or pool.instances > 1 or pool.devices > 1,
+        "weight_dtype": pool.weight_dtype is not None,
         "async_scheduling (set it to false)": pool.schedules_async,
         "no max_model_len (give it one)": pool.max_model_len is None,
     }
