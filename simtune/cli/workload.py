@@ -146,8 +146,8 @@ def _need_no_requests(files: Sequence[Path], asked: Mapping[str, object], out: P
     """Raises UsageError for what scrapes do not hold enough for."""
     from simtune.specs.scrapes import is_scrape_file
 
-    if strangers := [str(file) for file in files if not is_scrape_file(file)]:
-        raise UsageError(f"{strangers[0]}: is no scrape, and others of these files are; look at them apart")
+    if traces := [str(file) for file in files if not is_scrape_file(file)]:
+        raise UsageError(f"{traces[0]}: is no scrape, and others of these files are; look at them apart")
     if given := [name for name, value in asked.items() if value is not None]:
         raise UsageError(f"a scrape counts requests and holds none, which {' and '.join(given)} would need")
     if out is not None and out.suffix != ".yaml":
