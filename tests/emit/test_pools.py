@@ -17,7 +17,8 @@ from simtune.specs.plan import Plan, Pool
 
 MODEL = load_model("llama-3.1-8b")
 POLICIES = {"vllm": "vllm-fcfs", "sglang": "sglang", "tensorrt-llm": "tensorrt-llm"}
-FAKE = '#!/bin/sh\nprintf "%s|" "$(basename "$0")" "$@" >> "$CALLS"; echo >> "$CALLS"\n'
+# A line at once, for instances may be started at the same time.
+FAKE = '#!/bin/sh\nline=$(printf "%s|" "$(basename "$0")" "$@"); printf "%s\\n" "$line" >> "$CALLS"\n'
 
 
 def pools_of(engine: str, prefill: int = 1, decode: int = 2, tp: int = 2, **more: Any) -> Plan:

@@ -63,4 +63,5 @@ def test_what_stops_is_the_last() -> None:
         agenda.post((tick, ARRIVAL, 0, 0))
     agenda.run({ARRIVAL: stop})
     assert log == [3]
-    assert agenda.has_more_at(3)
+    assert agenda.handled == 1
+    assert (3, WAKE, 0, 0) in agenda.heap, "it is left where it was"
