@@ -349,8 +349,7 @@ def calibrate(model: Model, hardware: Hardware, pool: Pool, log: Log, source: Pa
         if count >= FEWEST:
             steps = [step for step in log.steps if step.kind == kind]
             predicted_s = np.array([plain.gpu_s(step.batch) for step in steps])
-            corrections[kind] = _correction(predicted_s, np.array([step.seconds for step in steps]))
-            _plausible(source, kind, corrections[kind])
+            corrections[kind] = _correction(source, kind, predicted_s, np.array([step.seconds for step in steps]))
     if not corrections:
         held = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "none"
         raise SpecError(Problem(str(source), f"at least {FEWEST} decode or prefill steps are needed; it holds {held}"))
@@ -359,25 +358,27 @@ def calibrate(model: Model, hardware: Hardware, pool: Pool, log: Log, source: Pa
     )
 
 
-def _plausible(source: Path, kind: str, correction: Correction) -> None:
-    if not 1 / LARGEST_SCALE <= correction.scale <= LARGEST_SCALE:
-        message = f"{kind} steps would be scaled by {correction.scale:.3g}: " + (
+def _check_usable(source: Path, kind: str, scale: float, median_after: float) -> None:
+    """Raises SpecError for a correction that nobody should use."""
+    if not 1 / LARGEST_SCALE <= scale <= LARGEST_SCALE:
+        message = f"{kind} steps would be scaled by {scale:.3g}: " + (
             "this is a log of another device or model than the profile is used for, or its times are in another unit"
-            if correction.scale > 1
+            if scale > 1
             else "its steps take the same whatever is in them, so that nothing follows for larger ones, or its times "
             "are in another unit; give a log with batches of many sizes"
         )
         raise SpecError(Problem(str(source), message))
-    if correction.median_after > LARGEST_ERROR:
+    if median_after > LARGEST_ERROR:
         message = (
-            f"{kind} steps would still be {correction.median_after:.0%} off at the median: a scale and an offset do "
+            f"{kind} steps would still be {median_after:.0%} off at the median: a scale and an offset do "
             "not describe this log"
         )
         raise SpecError(Problem(str(source), message))
 
 
-def _correction(predicted_s: Array, measured_s: Array) -> Correction:
-    """Fitted on all steps; its errors are those of fits on either half of them, on the other half."""
+def _correction(source: Path, kind: str, predicted_s: Array, measured_s: Array) -> Correction:
+    """Fitted on all steps; its errors are those of fits on either half of them, on the other half. Raises SpecError for
+    one that nobody should use."""
     halves = np.array_split(np.random.default_rng(0).permutation(len(predicted_s)), 2)
     errors = []
     for fitted, held in (halves, halves[::-1]):
@@ -385,6 +386,7 @@ def _correction(predicted_s: Array, measured_s: Array) -> Correction:
         errors.append(np.abs((scale * predicted_s[held] + offset_s) / measured_s[held] - 1))
     before, after = np.abs(predicted_s / measured_s - 1), np.concatenate(errors)
     scale, offset_s = two_numbers(predicted_s, measured_s)
+    _check_usable(source, kind, scale, float(np.median(after)))
     return Correction(
         scale=_short(scale),
         offset_s=_short(offset_s),

@@ -6,7 +6,7 @@ import csv
 import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -84,6 +84,8 @@ def _kind(annotation: Any) -> str:
     if type(None) in get_args(annotation):
         (present,) = (kind for kind in get_args(annotation) if kind is not type(None))
         return "true, false or empty" if present is bool else f"{_kind(present)} or empty"
+    if get_origin(annotation) is Annotated:
+        return _kind(get_args(annotation)[0])
     if get_origin(annotation) is Literal:
         return "one of " + ", ".join(get_args(annotation))
     return {int: "a whole number", float: "a number", bool: "true or false", str: "a name"}[annotation]

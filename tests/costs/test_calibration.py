@@ -112,7 +112,9 @@ class TestFit:
         with pytest.raises(SpecError, match=r"x\.csv.*at least 8 .* it holds 7 prefill"):
             calibrate(model(), hardware(), pool(), Log(few), Path("x.csv"))
 
-    @pytest.mark.parametrize(("factor", "words"), [(1e3, "another device"), (1e-3, "another unit")])
+    @pytest.mark.parametrize(
+        ("factor", "words"), [(1e3, "another device"), (1e-3, "another unit"), (1e-30, "another unit")]
+    )
     def test_another_unit_or_device_is_refused(self, factor: float, words: str) -> None:
         steps = [TimedStep(b, factor * engine_s(b)) for b in batches() if not b.chunks]
         with pytest.raises(SpecError, match=rf"ms\.csv: decode steps would be scaled by .*{words}"):

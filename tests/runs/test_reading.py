@@ -156,6 +156,7 @@ def test_a_summary_that_is_no_mapping(make_run: RunMaker) -> None:
         ("tp", "", "must be a whole number, not ''"),
         ("tp", "0", "must be 1 or more, not '0'"),
         ("goodput_rps", "nan", "must be a number or empty, not 'nan'"),
+        ("attention_dp", "two", "must be a whole number or empty, not 'two'"),
         ("saturated", "maybe", "must be true, false or empty"),
         ("candidate", "", "must be a name"),
     ],
