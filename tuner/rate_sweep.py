@@ -48,10 +48,9 @@ def sweeps(tuned: Tuned, *, jobs: Jobs = None) -> list[RateSweep]:
     The chosen plan's own rate is that of the search; all else is a shorter load, the beginning of the same one.
     """
     question = tuned.question
-    chosen_rate = tuned.chosen.rate_rps if question.searches_rate else None
-    rates = tuple(fraction * chosen_rate for fraction in FRACTIONS) if chosen_rate is not None else ()
-    requests = min(question.requests, max(LEAST, question.requests // SHORTER))
     own = tuned.chosen.rate_rps if question.searches_rate else None
+    rates = () if own is None else tuple(fraction * own for fraction in FRACTIONS)
+    requests = min(question.requests, max(LEAST, question.requests // SHORTER))
     tasks = [
         _SweepTask(question, row, tuned.deployment.max_model_len, rates, requests)
         for row in [tuned.chosen, *rivals(tuned)]
