@@ -54,6 +54,17 @@ class AttentionRow(NamedTuple):
     slopes: list[int]  # ticks per context token from each knot on
 
 
+class DecodeRow(NamedTuple):
+    """Ticks of pure decode steps of so many sequences, by context tokens: on the GPU as in an `AttentionRow`, at least
+    `floor`, and `after` that."""
+
+    starts: list[int]
+    values: list[int]
+    slopes: list[int]
+    floor: int
+    after: int
+
+
 class TokenTables(NamedTuple):
     """What steps of one kind take, in ticks, corrected where the profile is; attention apart."""
 
@@ -357,8 +368,7 @@ class CompiledCosts:
         self._compiled_from: tuple[Any, ...] = (model, hardware, pool, max_model_len, factors)
         self.tables = tables = compile_tables(model, hardware, pool, max_model_len, factors)
         # Looked up in every step: taken out of the tables for speed.
-        self._steps: list[AttentionRow | None] = [None] * (tables.max_num_seqs + 1)  # pure decode steps, by decodes
-        self._decode_floor, self._decode_after = tables.pure.floor, tables.pure.after
+        self._steps: list[DecodeRow | None] = [None] * (tables.max_num_seqs + 1)  # pure decode steps, by decodes
         self._mixed, self._beside = tables.mixed, tables.beside
         self._prefill, self._cached, self._chunk = tables.prefill, tables.cached, tables.chunk
 
@@ -372,24 +382,25 @@ class CompiledCosts:
 
     def decode(self, num_decodes: int, context_tokens: int) -> tuple[int, int, int]:
         """See `simtune.costs.protocol.StepCosts.decode`."""
-        starts, values, slopes = self._steps[num_decodes] or self._make_step(num_decodes)
+        starts, values, slopes, floor, after = self._steps[num_decodes] or self._make_step(num_decodes)
         at = bisect_right(starts, context_tokens, 1)
         start, per_token = starts[at - 1], slopes[at - 1]
         ticks = values[at - 1] + per_token * (context_tokens - start)
         span = -((context_tokens - starts[at]) // num_decodes)
-        floor, after = self._decode_floor[num_decodes], self._decode_after[num_decodes]
         if ticks >= floor:
-            return ticks + after if after else ticks, per_token * num_decodes, span
+            return ticks + after, per_token * num_decodes, span
         if per_token:
             span = min(span, (floor - ticks) // (per_token * num_decodes) + 1)
         return floor + after, 0, span
 
-    def _make_step(self, num_decodes: int) -> AttentionRow:
+    def _make_step(self, num_decodes: int) -> DecodeRow:
         """The row of attention, everything else that a pure decode step takes on the GPU added."""
         alone, pure = self.tables.alone, self.tables.pure
         starts, values, slopes = alone.rows[num_decodes] or alone.make(num_decodes)
         rest = pure.linear[num_decodes] + pure.head[num_decodes]
-        row = self._steps[num_decodes] = AttentionRow(starts, [ticks + rest for ticks in values], slopes)
+        row = self._steps[num_decodes] = DecodeRow(
+            starts, [ticks + rest for ticks in values], slopes, pure.floor[num_decodes], pure.after[num_decodes]
+        )
         return row
 
     def mixed(self, num_decodes: int, context_tokens: int, chunks: Sequence[tuple[int, int]], num_samples: int) -> int:

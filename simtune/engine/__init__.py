@@ -25,7 +25,7 @@ from simtune.engine.policies import (
 from simtune.engine.prefix import PrefixCache, hit_rate
 from simtune.engine.request import Request
 from simtune.engine.scheduler import Scheduler
-from simtune.engine.step import Chunk, Progress, Step
+from simtune.engine.step import NO_PROGRESS, Chunk, Progress, Step
 from simtune.engine.transformers import TransformersFifo, TransformersPrefillFirst
 from simtune.engine.vllm import VllmFcfs, VllmPriority
 
@@ -49,6 +49,7 @@ POLICIES: dict[str, type[Scheduler]] = {
 }
 
 __all__ = [
+    "NO_PROGRESS",
     "POLICIES",
     "AsyncDraftingBatch",
     "Batch",

@@ -287,8 +287,10 @@ class DecodeBatch:
         count, blocks = self.count, self._residues[-self.steps % self._block_size]
         if blocks > free or count > budget:
             return None
-        limit = self.steps_to_completion()
-        # Asked here as well, for it is the usual answer.
+        done, admission, request = self._completions[0]
+        # Asked here as well, for these are the usual answers.
+        here = request.admission == admission and request in self._members
+        limit = done - self.steps if here else self.steps_to_completion()
         repeat = limit if free // count * self._block_size >= limit else self.steps_that_fit(free, limit)
         return Step(count, self.context_tokens + count, [], [], repeat), blocks
 

@@ -23,8 +23,10 @@ from simtune.engine.prefix import PrefixCache
 from simtune.engine.request import Request
 from simtune.engine.scheduler import Scheduler, Settings
 from simtune.engine.settling import OneStepLate, Settling, Synchronous
-from simtune.engine.step import Chunk, Progress, Step
+from simtune.engine.step import NO_PROGRESS, Chunk, Progress, Step
 from simtune.engine.waiting import LateArrivals
+
+NOBODY: Sequence[Request] = ()
 
 
 class BatchSettings(Settings, total=False):
@@ -108,12 +110,11 @@ class BatchScheduler(Scheduler):
         here = self.decoding.count + len(self.prefilling) + len(self._reserved)
         return here + len(self._settling.ended) + len(self._left_out)
 
-    @property
-    def _num_seated(self) -> int:
-        """Those of them that have not ended."""
+    def _has_seat(self) -> bool:
+        """Whether a newcomer would find a seat once those that have ended have left theirs."""
         batch = self.decoding
         here = batch.count - len(batch.discarded) + len(self.prefilling) + len(self._reserved)
-        return here + len(self._left_out)
+        return here + len(self._left_out) < self.max_num_seqs
 
     @property
     def _comes_back(self) -> bool:
@@ -196,7 +197,8 @@ class BatchScheduler(Scheduler):
             self.kv.take(new_blocks)
         if self._needs.lookahead or padding:  # else they are those that will be computed
             prompt.reserved_tokens = max(prompt.reserved_tokens, self._needs.slots(prompt.computed, num_tokens))
-        self.kv.name(prompt, prompt.computed + num_tokens - padding)
+        if self.kv.caches:
+            self.kv.name(prompt, prompt.computed + num_tokens - padding)
         return Chunk(prompt, prompt.computed, num_tokens, padding)
 
     def _preempt(self, victim: Request, tokens: int = 0) -> None:
@@ -222,7 +224,7 @@ class BatchScheduler(Scheduler):
                 ended = self._settling.has_ended(request)
                 self.decoding.leave(request)
                 if ended:
-                    self._settling.finish(request)
+                    self._settling.finish([request])
                 else:
                     self._left_out.append(request)
 
@@ -237,42 +239,31 @@ class BatchScheduler(Scheduler):
         step, self._under_way = self._under_way, None
         assert step is not None
         assert 1 <= repetitions <= step.repeat
-        progress, batch, settling = Progress(), self.decoding, self._settling
+        batch, settling = self.decoding, self._settling
         if settling.pending:
             settling.settle(batch.end_discarded() if step.discarded else ())
         if repetitions > 1:  # the first one's blocks were taken with the step
             self.kv.take(batch.blocks_for(repetitions - 1, 1))
-        finished = batch.advance(repetitions)
-        for chunk in step.chunks:
-            request = chunk.request
-            request.computed += chunk.tokens - chunk.padding
-            if request.computed < request.prompt_tokens + request.emitted:
-                continue
-            self.prefilling.remove(request)
-            request.emitted += 1
-            if request.emitted == 1:
-                progress.first_token.append(request)
-            batch.join(request, chunk.padding)
-            if request.emitted == request.output_tokens:
-                batch.leave(request)
-                finished = [*finished, request]
+        finished, first_token = batch.advance(repetitions), NOBODY
+        if step.chunks:
+            first_token, also_finished = _end_chunks(step.chunks, self.prefilling, batch)
+            finished = [*finished, *also_finished] if also_finished else finished
         if finished:
-            progress.finished += self._settle_in_order(finished)
+            if self._overtakes:  # in order of admission, the order of blocks to be found
+                finished = sorted(finished, key=attrgetter("seat"))
+            settling.finish(finished)
         if self._left_out:
             self._rejoin()
         if self._late.number:
             self._late.move(self.waiting, repetitions)
         if self.drafting:
-            for request in batch.draft(step.num_decodes + len(step.chunks)):
-                settling.ended.remove(request)  # it is in the next step all the same
-        return progress
+            self._draft(step)
+        return Progress(first_token, finished) if first_token or finished else NO_PROGRESS
 
-    def _settle_in_order(self, finished: Sequence[Request]) -> Sequence[Request]:
-        """Requests that have left the batch are complete: in order of admission, the order of blocks to be found."""
-        in_order = sorted(finished, key=attrgetter("seat")) if self._overtakes else finished
-        for request in in_order:
-            self._settling.finish(request)
-        return in_order
+    def _draft(self, step: Step) -> None:
+        """Those that decode make drafts beside the others of a step that is over."""
+        for request in self.decoding.draft(step.num_decodes + len(step.chunks)):
+            self._settling.ended.remove(request)  # it is in the next step all the same
 
     # --- requests come and go ---------------------------------------------------------------------------------
 
@@ -304,7 +295,7 @@ class BatchScheduler(Scheduler):
             return False
         if request.decoding:
             self.decoding.leave(request)
-            self._settling.finish(request)
+            self._settling.finish([request])
         elif request in self.prefilling:
             self.prefilling.remove(request)
             self._free_request(request, request.computed)
@@ -337,3 +328,25 @@ class BatchScheduler(Scheduler):
         lost += self.prefilling
         self.prefilling = []
         return lost
+
+
+def _end_chunks(
+    chunks: Sequence[Chunk], prefilling: list[Request], batch: Batch
+) -> tuple[list[Request], list[Request]]:
+    """Prompts are so much further, and those that are complete begin to decode: (who has its first token, who
+    needs no more)."""
+    first_token, finished = [], []
+    for chunk in chunks:
+        request = chunk.request
+        request.computed += chunk.tokens - chunk.padding
+        if request.computed < request.prompt_tokens + request.emitted:
+            continue
+        prefilling.remove(request)
+        request.emitted += 1
+        if request.emitted == 1:
+            first_token.append(request)
+        batch.join(request, chunk.padding)
+        if request.emitted == request.output_tokens:
+            batch.leave(request)
+            finished.append(request)
+    return first_token, finished

@@ -27,6 +27,8 @@ class KvBlocks:
 
     __slots__ = ("block_size", "free", "total")
 
+    caches = False
+    """Whether anything is found again: where it is not, `find`, `hold` and `name` need not be called."""
     queried_tokens = 0
     """Tokens of all requests that were looked up in the prefix cache when they were admitted for the first time."""
     hit_tokens = 0

@@ -26,6 +26,7 @@ from simtune.engine.request import CachedRun, Request
 class PrefixCache(KvBlocks):
     """KV blocks that can be found again by what they contain."""
 
+    caches = True
     __slots__ = ("_blank", "_cached", "_drops", "_hash_blocks", "_idle", "hit_tokens", "queried_tokens")
 
     def __init__(self, total: int, block_size: int, hash_block_tokens: int, drops_last_hit: bool = False) -> None:

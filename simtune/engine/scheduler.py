@@ -314,9 +314,9 @@ class Scheduler(ABC):
     def _lose_residents(self) -> list[Request]:
         """Take out all that decode or are in prefill, in order of admission; their blocks are cleared afterwards."""
 
-    def _finish(self, request: Request, progress: Progress) -> None:
+    def _finish(self, request: Request, finished: list[Request]) -> None:
         """A request that is no resident any more is complete: its blocks are free, unless it is held."""
-        progress.finished.append(request)
+        finished.append(request)
         self._free_request(request)
 
     def _free_request(self, request: Request, named_tokens: int | None = None) -> None:

@@ -38,8 +38,8 @@ class Settling(Protocol):
     def has_ended(self, request: Request) -> bool:
         """Whether a resident is complete and the engine does not know it."""
 
-    def finish(self, request: Request) -> None:
-        """A request that has left the batch is complete."""
+    def finish(self, requests: Sequence[Request]) -> None:
+        """Requests that have left the batch are complete."""
 
     def settle(self, discarded: Sequence[Request] = ()) -> None:
         """The engine learns what came of the step before the latest; for these the latest was discarded."""
@@ -68,10 +68,11 @@ class Synchronous:
         """Nobody."""
         return False
 
-    def finish(self, request: Request) -> None:
-        """Its blocks are given back at once."""
-        past = self._batch.past_of(request)
-        self._free_request(request, past + 1 if past >= 0 else request.computed)
+    def finish(self, requests: Sequence[Request]) -> None:
+        """Their blocks are given back at once."""
+        for request in requests:
+            past = self._batch.past_of(request)
+            self._free_request(request, past + 1 if past >= 0 else request.computed)
 
     def settle(self, discarded: Sequence[Request] = ()) -> None:
         """Nothing is left to learn."""
@@ -111,9 +112,9 @@ class OneStepLate:
         """Whether it finished in the latest step, or is discarded in the next."""
         return request in self.ended or request in self._batch.discarded
 
-    def finish(self, request: Request) -> None:
-        """It keeps seat and blocks until the engine settles."""
-        self.ended.append(request)
+    def finish(self, requests: Sequence[Request]) -> None:
+        """They keep seats and blocks until the engine settles."""
+        self.ended += requests
         self.pending = True
 
     def settle(self, discarded: Sequence[Request] = ()) -> None:

@@ -80,6 +80,10 @@ class Progress:
 
     __slots__ = ("finished", "first_token")
 
-    def __init__(self) -> None:
-        self.first_token: list[Request] = []
-        self.finished: list[Request] = []
+    def __init__(self, first_token: Sequence[Request], finished: Sequence[Request]) -> None:
+        self.first_token = first_token
+        self.finished = finished
+
+
+NO_PROGRESS = Progress((), ())
+"""What comes of most steps."""

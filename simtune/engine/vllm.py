@@ -30,6 +30,7 @@ from operator import attrgetter
 from typing import NamedTuple, Unpack
 
 from simtune.engine.batched import BatchScheduler, BatchSettings
+from simtune.engine.kv import NO_HIT
 from simtune.engine.request import Request
 from simtune.engine.step import Chunk, Step
 from simtune.engine.waiting import PriorityQueue, urgency
@@ -215,38 +216,52 @@ class VllmFcfs(BatchScheduler):
 
     def _schedule_waiting(self, chunks: list[Chunk], token_budget: int) -> int:
         """Admit waiting requests in order, and add their chunks to those of residents; returns how many."""
-        kv, needs, num_running = self.kv, self._needs, self.num_running
+        waiting, kv, needs, num_running = self.waiting, self.kv, self._needs, self.num_running
+        caches, block_size, extra_slots, hit, hit_blocks, idle = (
+            kv.caches,
+            kv.block_size,
+            needs.extra_slots,
+            NO_HIT,
+            0,
+            0,
+        )
         num_residents = len(chunks)
-        while self.waiting and token_budget > needs.extra_slots and num_running < self.max_num_seqs:
-            request = self.waiting[0]
-            known, hit = request.known_tokens, kv.find(request)
-            _, _, hit_blocks, idle = hit
-            whole = kv.blocks_for(known)
+        while waiting and token_budget > extra_slots and num_running < self.max_num_seqs:
+            request = waiting[0]
+            known = request.known_tokens
+            if caches:
+                hit = kv.find(request)
+                _, _, hit_blocks, idle = hit
+            whole = -(-known // block_size)
             room = kv.free + hit_blocks - idle - (self.watermark_blocks if num_running else 0)
             if whole * self.scheduler_reserve_full_isl > room:
                 break
-            past = request.computed + hit_blocks * kv.block_size
+            past = request.computed + hit_blocks * block_size
             num_tokens, padding = min(known - past, self._longest_chunk), 0
-            if num_tokens == 1 and not num_residents and (past or self.decoding.count):
-                padding = needs.padding_after(past)
+            if num_tokens == 1 and not num_residents:
+                padding = self._padding_after(past)
                 num_tokens += padding
-            if num_tokens > token_budget - needs.extra_slots:
+            if num_tokens > token_budget - extra_slots:
                 if padding or not self.chunked_prefill:
                     break
-                num_tokens = token_budget - needs.extra_slots
+                num_tokens = token_budget - extra_slots
             as_whole = past + num_tokens + needs.lookahead == known
             blocks = whole if as_whole else kv.blocks_for(needs.slots(past, num_tokens))
             if blocks > room:
                 break
-            self.waiting.popleft()
+            waiting.popleft()
             self._seats += 1
             request.seat = self._seats
             self.prefilling.append(request)
             kv.hold(request, hit)
             chunks.append(self._allocate(request, num_tokens, blocks - hit_blocks, padding))
-            token_budget -= num_tokens + needs.extra_slots
+            token_budget -= num_tokens + extra_slots
             num_running += 1
         return len(chunks) - num_residents
+
+    def _padding_after(self, past: int) -> int:
+        """Drafts that nobody made beside the one token that a newcomer has left to compute."""
+        return self._needs.padding_after(past) if past or self.decoding.count else 0
 
     def _enter(self, request: Request) -> None:
         self._seats += 1
@@ -259,7 +274,7 @@ class VllmFcfs(BatchScheduler):
 
     def would_notice(self) -> bool:
         """Whether a newcomer could take a seat; behind others that wait it cannot."""
-        return not self.waiting and self._num_seated < self.max_num_seqs
+        return not self.waiting and self._has_seat()
 
 
 class VllmPriority(VllmFcfs):
@@ -272,7 +287,7 @@ class VllmPriority(VllmFcfs):
 
     def would_notice(self) -> bool:
         """Whether a seat is free: a newcomer may come before others that wait."""
-        return self._num_seated < self.max_num_seqs
+        return self._has_seat()
 
     def _victim(self, running: dict[Request, None]) -> Request:
         return max(running, key=urgency)

@@ -72,38 +72,34 @@ class LateArrivals:
     def __init__(self) -> None:
         self.number = 0
         """How many there are."""
-        self._arriving: list[tuple[int, Request]] = []  # and the repetition of the step under way in which they came
-        self._dispatched: list[Request] = []  # those that came before it, when it was scheduled already
+        self._requests: list[tuple[int, Request]] = []  # and the repetition of the step under way in which they came,
+        # 0 for those that came before it, when it was scheduled already
 
     def add(self, request: Request, repetition: int) -> None:
         """One came during this repetition, from 1, of the step under way, or with 0 while none was."""
-        if repetition:
-            self._arriving.append((repetition, request))
-        else:
-            self._dispatched.append(request)
+        self._requests.append((repetition, request))
         self.number += 1
 
     def move(self, waiting: WaitingQueue, repetitions: int) -> None:
         """The step is over, run so often: whoever came before the next was dispatched waits like any other."""
-        dispatched, arriving = self._dispatched, self._arriving
-        for request in dispatched:
-            waiting.append(request)
-        dispatched.clear()
-        if arriving:
-            for at, request in arriving:
-                (waiting if at < repetitions else dispatched).append(request)
-            arriving.clear()
+        dispatched = []
+        for at, request in self._requests:
+            if at < repetitions:
+                waiting.append(request)
+            else:
+                dispatched.append((0, request))
+        self._requests = dispatched
         self.number = len(dispatched)
 
     def remove(self, request: Request) -> bool:
         """Take out one that is not wanted any more; False where it is not here."""
         before = self.number
-        self._arriving = [entry for entry in self._arriving if entry[1] is not request]
-        self._dispatched = [other for other in self._dispatched if other is not request]
-        self.number = len(self._arriving) + len(self._dispatched)
+        self._requests = [entry for entry in self._requests if entry[1] is not request]
+        self.number = len(self._requests)
         return self.number < before
 
     def move_all(self, waiting: WaitingQueue) -> None:
         """All of them wait like any other."""
-        while self.number:
-            self.move(waiting, 0)
+        for _, request in self._requests:
+            waiting.append(request)
+        self._requests, self.number = [], 0

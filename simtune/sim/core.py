@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from simtune.costs.protocol import StepCosts
-from simtune.engine import Progress, Request, Scheduler, Step
+from simtune.engine import NO_PROGRESS, Progress, Request, Scheduler, Step
 from simtune.sim.agenda import DRAINED, STEP_END, TRANSFER_START, WAKE, Agenda
 from simtune.sim.link import TransferLink
 from simtune.sim.outcome import StepRecord
@@ -225,17 +225,18 @@ class EngineCore:
 
     def add(self, now: int, request: Request) -> bool:
         """Queue a new request; False when the scheduler refuses it."""
-        scheduler, busy = self.scheduler, self.step is not None
-        jumping = busy and self.time.repetitions > 1
-        notices = jumping and scheduler.would_notice()
-        repetition = self.time.reaching(now - self.started)[0] if jumping else int(busy)
-        # At the instant when a step ends, the step that follows is dispatched already.
-        late = scheduler.async_scheduling and (busy or self._ended == now)
+        scheduler, time, notices, repetition = self.scheduler, self.time, False, 0
+        if self.step is not None:
+            late, repetition = scheduler.async_scheduling, 1
+            if time.repetitions > 1:
+                notices, repetition = scheduler.would_notice(), time.reaching(now - self.started)[0]
+        else:  # at the instant when a step ends, the step that follows is dispatched already
+            late = scheduler.async_scheduling and self._ended == now
         if not (scheduler.add_late(request, repetition) if late else scheduler.add(request)):
             return False
         self._recorder.waiting += 1
         self.waiting += 1
-        if not busy:
+        if not repetition:
             self.wake(now)
         elif notices:  # if late, after the step that was dispatched, which is this one once more
             self.stepping.cut(now, self, repetition + (late and not self.stepping.shared))
@@ -342,7 +343,7 @@ class EngineCore:
                 note((time.first, time.slope, repetitions, decodes))
             progress = complete(repetitions)
             self.step, self._ended = None, now
-            if progress.first_token or progress.finished:
+            if progress is not NO_PROGRESS:
                 deliver(now, self, progress)
             if heap[0][0] == now:
                 self.wake(now)
@@ -355,7 +356,7 @@ class EngineCore:
             self.version = version = self.version + 1
             if step.chunks or step.preempted or step.swapped_in_blocks:  # not `only_decodes`
                 self._find_time(now, step)
-                now += time.total
+                now += time.first if time.repetitions == 1 else time.total
             elif decode is None:
                 timer.decode(step, step.repeat, time)
                 now += time.total

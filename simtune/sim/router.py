@@ -77,9 +77,7 @@ class RoundRobin(Router):
         cores = self.cores
         for _ in cores:
             core = cores[self._next]
-            self._next += 1
-            if self._next == len(cores):
-                self._next = 0
+            self._next = (self._next + 1) % len(cores)
             if core.up:
                 return core
         return None

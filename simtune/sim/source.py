@@ -43,6 +43,7 @@ class RequestSource:
         self._output = _compact(stream.output_tokens)
         self._priority = _compact(stream.priority)
         self._blocks, self._predicted, self._deadlines = stream.hash_ids, predicted_tokens, deadlines
+        self._plain = stream.hash_ids is None and predicted_tokens is None and deadlines is None
         self._think = round(stream.think_s * TICKS_PER_SECOND)
         self._users = stream.users or 1
         self._open = stream.arrival_s is not None
@@ -79,7 +80,9 @@ class RequestSource:
 
     def made(self, number: int) -> Request:
         """A request as an engine sees it."""
-        request = Request(number, self._prompt[number], self._output[number], priority=self._priority[number])
+        request = Request(number, self._prompt[number], self._output[number], self._priority[number])
+        if self._plain:
+            return request
         if self._blocks is not None:
             request.blocks = self._blocks[number]
         if self._predicted is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 
-from simtune.engine import PrefixCache, Progress
+from simtune.engine import PrefixCache, Progress, Request
 from simtune.sim.agenda import ARRIVAL, CHANGE, DRAINED, STEP_END, TRANSFER_END, TRANSFER_START, WAKE, Agenda
 from simtune.sim.availability import Availability, Change
 from simtune.sim.core import EngineCore
@@ -65,6 +65,7 @@ class World:
             self._agenda, self._recorder, self._routers, self._dispatcher, self._handover, changes
         )
         self._informed, self._followed = self._routers.front.informed, self._source.follows
+        self._unheard = not (self._informed or self._followed) and self._stop_when is None
         receiving = set(self._routers.back.cores)
         for core in self._cores:
             runs_ahead = not (single_steps or record or core in receiving or stream.graph is not None)
@@ -130,20 +131,28 @@ class World:
         for request in progress.first_token:
             if first_token[request.id] < 0:
                 first_token[request.id] = now
-        for request in progress.finished:
-            if self._informed:
-                self._routers.over(now, request, core)
-            if core.connector is not None and self._handover.take(now, core, request):
-                continue
-            number = request.id
-            recorder.finish[number] = now
-            if self._followed:
-                self._source.answered(now, number)
-            arrival = self._source.arrival[number]
-            if self._stop_when is not None and self._stop_when(number, arrival, first_token[number], now):
-                self._agenda.stop()
+        if self._unheard and core.connector is None:
+            for request in progress.finished:
+                recorder.finish[request.id] = now
+        else:
+            for request in progress.finished:
+                self._finish(now, core, request)
         if len(recorder.rows) > MOST_ROWS:
             recorder.pack()
+
+    def _finish(self, now: int, core: EngineCore, request: Request) -> None:
+        """A core is done with a request, and whoever wants to know hears of it."""
+        if self._informed:
+            self._routers.over(now, request, core)
+        if core.connector is not None and self._handover.take(now, core, request):
+            return
+        number, recorder = request.id, self._recorder
+        recorder.finish[number] = now
+        if self._followed:
+            self._source.answered(now, number)
+        arrival = self._source.arrival[number]
+        if self._stop_when is not None and self._stop_when(number, arrival, recorder.first_token[number], now):
+            self._agenda.stop()
 
 
 def _use(core: EngineCore) -> EngineCoreUse:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -70,7 +71,16 @@ def load_model(reference: str, settings: Sequence[str] = ()) -> Model:
 def load_hardware(reference: str, settings: Sequence[str] = ()) -> Hardware:
     """A hardware profile by name, from profile.yaml, or from the folder that holds it."""
     path = _locate("hardware", reference)
-    return _read(Hardware, path / "profile.yaml" if path.is_dir() else path, settings)
+    path = path / "profile.yaml" if path.is_dir() else path
+    if settings:
+        return _read(Hardware, path, settings)
+    return _hardware(read_text(path), str(path)).reopened()
+
+
+@lru_cache(maxsize=16)
+def _hardware(text: str, file: str) -> Hardware:
+    """A profile's file is long and often asked for: it is parsed once as long as it says the same."""
+    return Hardware.from_document(yamlfile.parse(text, file))
 
 
 def load_workload(reference: str, settings: Sequence[str] = ()) -> tuple[Workload, Trace | None]:

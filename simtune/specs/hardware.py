@@ -341,6 +341,10 @@ class Arrays(Mapping[str, "NDArray[Any]"]):
         self._path, self._digest = path, digest
         self._content = None if content is None else {name: _frozen(array) for name, array in content.items()}
 
+    def reopened(self) -> Arrays:
+        """The same, to be read anew from their file if they came from one."""
+        return Arrays(self._content if self._path is None else None, self._path, self._digest)
+
     def _read(self) -> dict[str, NDArray[Any]]:
         if self._content is None:
             assert self._path is not None
@@ -446,6 +450,10 @@ class Hardware(Spec):
     def arrays(self) -> Arrays:
         """Points and weights of the residuals; see `Residual`."""
         return self._arrays
+
+    def reopened(self) -> Self:
+        """A copy that reads its arrays anew when they are needed."""
+        return self.with_arrays(self._arrays.reopened())
 
     def with_arrays(self, arrays: Arrays) -> Self:
         """A copy with these arrays."""

@@ -112,7 +112,7 @@ class PolicySuite:
         scheduler = self.make()
         asked = [Request(i, 8, 4, priority=-i) for i in range(8)]
         assert all(scheduler.add(request) for request in asked)
-        done = []
+        done: list[Request] = []
         for _ in range(steps):
             assert scheduler.schedule() is not None
             done += scheduler.complete().finished

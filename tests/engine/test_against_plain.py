@@ -195,7 +195,7 @@ def follow(world: World) -> None:
         step += 1
     while (given := ours.schedule()) is not None:  # to be discarded
         assert [(r.id, n) for r, n in ours.composition().items()] == list(plain.step().scheduled.items())
-        assert ours.complete().finished == []
+        assert not ours.complete().finished
     assert ours.kv.free == ours.kv.total == world.blocks
 
 

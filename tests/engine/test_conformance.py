@@ -253,7 +253,7 @@ def test_parts_of_a_step_say_which_they_are_and_yield_nothing_before_the_last() 
         step = scheduler.schedule()
         assert step is not None
         progress = scheduler.complete()
-        seen.append((step.part, progress.first_token, progress.finished))
+        seen.append((step.part, [*progress.first_token], [*progress.finished]))
     assert seen == [((0, 3), [], []), ((1, 3), [], []), ((2, 3), [request], []), ((0, 1), [], [request])]
 
 

@@ -7,7 +7,7 @@ from typing import Unpack
 from simtune.engine.policies.listed import ScheduledTokens, StallFree
 from simtune.engine.request import Request
 from simtune.engine.scheduler import Settings
-from simtune.engine.step import Progress, Step
+from simtune.engine.step import NO_PROGRESS, Progress, Step
 
 
 class PriorityLayers(StallFree):
@@ -72,7 +72,7 @@ class PriorityLayers(StallFree):
         assert repetitions == 1
         self._under_way, self._scheduled, self._halted = None, {}, self._scheduled
         self._done += 1
-        return Progress()
+        return NO_PROGRESS
 
     def _lose_residents(self) -> list[Request]:
         self._halted = {}

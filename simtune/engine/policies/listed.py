@@ -131,7 +131,8 @@ class ListScheduler(Scheduler):
         step, self._under_way = self._under_way, None
         assert step is not None
         assert 1 <= repetitions <= step.repeat
-        progress = Progress()
+        first_token: list[Request] = []
+        finished: list[Request] = []
         for request, tokens in self._scheduled.items():
             request.computed += tokens * repetitions
             if request.decoding:
@@ -141,13 +142,13 @@ class ListScheduler(Scheduler):
                 request.decoding = True
                 request.emitted += 1
                 if request.emitted == 1:
-                    progress.first_token.append(request)
+                    first_token.append(request)
             else:
                 continue
             if not self.remaining(request):
                 self._leave(request)
-                self._finish(request, progress)
-        return progress
+                self._finish(request, finished)
+        return Progress(first_token, finished)
 
     def missing_blocks(self, requests: Iterable[Request], tokens: int) -> int:
         """Blocks these need, beyond those they hold, for `tokens` tokens more each."""

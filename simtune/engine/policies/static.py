@@ -79,12 +79,13 @@ class StaticBatching(ListScheduler):
         step, self._under_way = self._under_way, None
         assert step is not None
         assert 1 <= repetitions <= step.repeat
-        progress = Progress()
+        first_token: list[Request] = []
+        finished: list[Request] = []
         for request in self.residents:
             if step.chunks:
                 request.decoding, request.computed = True, request.known_tokens
                 request.emitted += 1
-                progress.first_token.append(request)
+                first_token.append(request)
             else:
                 tokens = min(repetitions, self.remaining(request))
                 request.computed += tokens
@@ -94,9 +95,9 @@ class StaticBatching(ListScheduler):
         if not any(self.remaining(request) for request in self.residents):
             for request in list(self.residents):
                 self._leave(request)
-                self._finish(request, progress)
+                self._finish(request, finished)
             self._width = 0
-        return progress
+        return Progress(first_token, finished)
 
     def _lose_residents(self) -> list[Request]:
         self._width = 0
