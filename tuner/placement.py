@@ -13,12 +13,12 @@ as can be: a dynamic programme over (layers done, devices of each kind used).
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, combinations, product
 from typing import NamedTuple
 
+from simtune.costs.replicas import spread
 from simtune.errors import Infeasible, UsageError
 from simtune.tuner.programmes import TOLERANCE, solve
 
@@ -76,21 +76,7 @@ def greedy_experts(load: Sequence[float], gpus: int, slots: int) -> ExpertPlacem
     where the slots are too few for all experts.
     """
     _check_slots(load, gpus, slots)
-    replicas = [1] * len(load)
-    by_weight = [(-whole, e) for e, whole in enumerate(load)]
-    heapq.heapify(by_weight)
-    for _ in range(gpus * slots - len(load)):
-        _, e = by_weight[0]
-        replicas[e] += 1
-        heapq.heapreplace(by_weight, (-load[e] / replicas[e], e))
-    items = sorted(((load[e] / n, e) for e, n in enumerate(replicas) for _ in range(n)), key=lambda i: (-i[0], i[1]))
-    loads, room = [0.0] * gpus, [slots] * gpus
-    on: list[list[int]] = [[] for _ in load]
-    for weight, e in items:
-        g = min((g for g in range(gpus) if room[g]), key=lambda g: loads[g])
-        loads[g] += weight
-        room[g] -= 1
-        on[e].append(g)
+    on, loads = spread(load, gpus, slots)
     return ExpertPlacement(tuple(map(tuple, on)), max(loads), sum(load) / gpus, False)
 
 

@@ -141,11 +141,20 @@ def _print(findings: list[Finding]) -> None:
     for finding in findings:
         if finding.reason and len(findings) <= MOST_REASONS:
             click.echo(f"{finding.title}: {finding.reason}")
-        if len(findings) <= MOST_REASONS and (finding.assumed or finding.not_modelled):
-            click.echo(f"  assumed: {', '.join(finding.assumed) or 'nothing'}; "
-                       f"not modelled: {', '.join(finding.not_modelled) or 'nothing'}")  # fmt: skip
+        if len(findings) <= MOST_REASONS:
+            _print_inputs(finding)
         if len(findings) <= MOST_REASONS and finding.chosen:
             click.echo(f"  chosen knowing the claim: {finding.chosen}")
+
+
+def _print_inputs(finding: Finding) -> None:
+    """What it stands on, with the sources, and what is left out."""
+    for one in finding.inputs:
+        where = f" ({one.where})" if one.where else ""
+        ends = f"; otherwise {', '.join(number(gain) for gain in one.gains)}" if one.gains else ""
+        click.echo(f"  {one.source}: {one.what}{where}{ends}")
+    if finding.not_modelled:
+        click.echo(f"  not modelled: {', '.join(finding.not_modelled)}")
 
 
 COLUMNS = ("system", "status", "claimed", "band", "simulated", "of")

@@ -92,7 +92,9 @@ class _Models(NamedTuple):
     @classmethod
     def of(cls, model: Model, hardware: Hardware, pool: Pool, factors: Mapping[str, float] | None) -> _Models:
         step_model = StepModel(model, hardware, pool, factors=factors)
-        if not any(operator.residual or operator.curves for operator in hardware.operators.values()):
+        corrected = any(operator.residual or operator.curves for operator in hardware.operators.values())
+        # Where another device is waited for, attention may take no time more: no ratio interpolates that.
+        if not corrected or pool.parallelism.afd is not None:
             return cls(step_model, step_model)
         nothing = {"residual": None, "curves": ()}
         operators = {key: operator.model_copy(update=nothing) for key, operator in hardware.operators.items()}

@@ -21,6 +21,7 @@ from simtune.arrays import Array
 from simtune.costs.operators import operator_key
 from simtune.costs.operators.moe import rank_load
 from simtune.costs.predict import Predictor, Profile
+from simtune.costs.replicas import busiest_share
 from simtune.specs.base import ACTIVATION_BYTES, DTYPE_BYTES
 from simtune.specs.hardware import OperatorKind
 from simtune.specs.model import Model, MoeFeedForward
@@ -57,6 +58,13 @@ def received(tokens: Array, experts: int, experts_per_token: int, ep: int) -> Re
     return Received(tokens * (1 - missed), experts_per_token / ep / (1 - missed))
 
 
+def _placed(spec: MoeFeedForward, replicas: int | None, ep: int) -> float | None:
+    """Rows of the busiest rank over the mean where experts are placed by their load; None where they are not."""
+    if replicas is None:
+        return None
+    return busiest_share(spec.experts, spec.experts_per_token, ep, spec.routing_skew, replicas)
+
+
 class Experts:
     """Times of one layer's routed experts on the rank that has most to do, and of exchanging tokens with them."""
 
@@ -70,6 +78,7 @@ class Experts:
         self._locality = parallelism.expert_locality or 0.0
         self._ranks = self._tp * self._groups
         self._ep = self._ranks if self._whole else 1
+        self._placed = _placed(feed_forward, parallelism.expert_replicas, self._ep)
         self._gathers = self._groups > 1 and (not self._whole or pool.expert_exchange == "all_gather")
 
     def parts(self) -> Iterator[tuple[str, Seconds]]:
@@ -83,7 +92,7 @@ class Experts:
     def _kernel_s(self, tokens: Array) -> Array:
         spec, ep = self._spec, self._ep
         everybodys = self._groups * tokens
-        load = rank_load(everybodys, spec.experts, spec.experts_per_token, ep, spec.routing_skew)
+        load = rank_load(everybodys, spec.experts, spec.experts_per_token, ep, spec.routing_skew, self._placed)
         width = spec.intermediate_size if self._whole else spec.intermediate_size // self._ranks
         shape = {
             "hidden": self._hidden,

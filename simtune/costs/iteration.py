@@ -37,13 +37,17 @@ from functools import partial
 import numpy as np
 
 from simtune.arrays import Array
-from simtune.costs.layers import under_policy
+from simtune.costs.afd import FeedForwardDevices, Part, attention_side
+from simtune.costs.context_parallel import Ranks, across_ranks
+from simtune.costs.layers import AttentionCosts, AttentionLayer, under_policy
+from simtune.costs.offload import HostWork, floor_s
 from simtune.costs.predict import Profile
+from simtune.costs.sharding import check_parallelism
 from simtune.costs.step_calls import COMMUNICATION, StepCall, StepCalls, equal_layers, exposed, in_halves
 from simtune.errors import Infeasible
 from simtune.specs.hardware import Correction, Hardware
-from simtune.specs.model import DenseFeedForward, FeedForward, Model, MoeFeedForward, NoFeedForward
-from simtune.specs.plan import Parallelism, Pool
+from simtune.specs.model import Model
+from simtune.specs.plan import Pool
 
 CAPTURE_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 """Token counts for which vLLM captures CUDA graphs; a smaller step runs as the next larger one."""
@@ -98,56 +102,6 @@ class StepWork:
         return self.num_decodes + len(self.chunks)
 
 
-def check_parallelism(model: Model, parallelism: Parallelism) -> None:
-    """Raises Infeasible where vLLM would refuse to shard this model this way."""
-    if parallelism.pp > model.num_layers:
-        raise Infeasible(f"model {model.name}: pp {parallelism.pp} exceeds its {model.num_layers} layers")
-    _check_tensor_parallelism(model, parallelism)
-    _check_expert_parallelism(model, parallelism)
-
-
-def _check_tensor_parallelism(model: Model, parallelism: Parallelism) -> None:
-    """Heads and feed-forward widths must come out even; KV heads may be fewer than ranks, and are then repeated."""
-    tp, where = parallelism.tp, _where(model, parallelism)
-    for group in model.layers:
-        heads, shared = group.attention.heads, group.attention.shared_heads
-        if heads % tp:
-            raise Infeasible(f"{where}: tp must divide the {heads} attention heads")
-        if max(shared, tp) % min(shared, tp):
-            raise Infeasible(f"{where}: tp must divide the {shared} KV heads or be a multiple of their number")
-        for width, ranks in _split_widths(group.feed_forward, parallelism):
-            if width % ranks:
-                by = "tp" if ranks == tp else f"tp x attention_dp ({ranks})"
-                raise Infeasible(f"{where}: {by} must divide the feed-forward width {width}")
-
-
-def _check_expert_parallelism(model: Model, parallelism: Parallelism) -> None:
-    where = _where(model, parallelism)
-    experts = [g.feed_forward.experts for g in model.layers if isinstance(g.feed_forward, MoeFeedForward)]
-    ranks = parallelism.tp * parallelism.attention_dp
-    if parallelism.expert_parallel and min(experts, default=ranks) < ranks:
-        raise Infeasible(f"{where}: expert_parallel needs an expert for every rank, and there are {min(experts)}")
-    if parallelism.expert_parallel and not experts:
-        raise Infeasible(f"model {model.name}: expert_parallel is for mixtures of experts, and it is none")
-    if parallelism.attention_dp > 1 and (not experts or parallelism.pp > 1):
-        raise Infeasible(f"{where}: attention_dp needs experts to share, and pp 1; more instances do without")
-
-
-def _where(model: Model, parallelism: Parallelism) -> str:
-    return f"model {model.name} with tp {parallelism.tp}"
-
-
-def _split_widths(feed_forward: FeedForward, parallelism: Parallelism) -> list[tuple[int, int]]:
-    """Widths, and among how many ranks each is split."""
-    tp = parallelism.tp
-    if isinstance(feed_forward, DenseFeedForward):
-        return [(feed_forward.intermediate_size, tp)]
-    if isinstance(feed_forward, NoFeedForward):
-        return []
-    sliced = [] if parallelism.expert_parallel else [(feed_forward.intermediate_size, tp * parallelism.attention_dp)]
-    return [*sliced, (feed_forward.shared_intermediate_size, tp)]
-
-
 def padded_tokens(tokens: Array) -> Array:
     """Token counts as a CUDA graph runs them: the next capture size up to 512, unchanged above."""
     sizes = np.array(CAPTURE_SIZES, dtype=np.float64)
@@ -183,6 +137,7 @@ class StepModel:
     ) -> None:
         model = model.with_weights(pool.weight_dtype)
         check_parallelism(model, pool.parallelism)
+        whole, model = model, attention_side(model, pool)
         if pool.parallelism.tp > hardware.device.devices_per_node:
             raise Infeasible(
                 f"tp {pool.parallelism.tp} on {hardware.name}: a node has {hardware.device.devices_per_node} "
@@ -192,16 +147,9 @@ class StepModel:
         self._factors = factors or {}
         self._profile = profile or Profile(hardware)
         layers = equal_layers(model, pool.parallelism.tp)
-        kv_dtype = pool.kv_cache.dtype or model.kv_dtype or model.dtype
-        self._attention = [
-            (
-                equal.number,
-                under_policy(
-                    equal.attention.costs(self._profile, model.dtype, kv_dtype), pool.kv_cache.policy, kv_dtype
-                ),
-            )
-            for equal in layers
-        ]
+        self._cp = pool.parallelism.context_ranks
+        self._attention = [(equal.number, self._attention_costs(equal.attention)) for equal in layers]
+        self._apart = FeedForwardDevices.of(whole, hardware, pool, self._profile)
         calls = StepCalls(model, hardware, pool, self._profile, layers, self._attention)
         self._linear, self._routed, self._head = calls.linear(), calls.routed(), calls.head()
         windows = {equal.attention.window for equal in layers}
@@ -213,11 +161,21 @@ class StepModel:
         """What each prefill chunk costs besides its share of `prefill` and its `past`."""
         talks = any(part.kind in COMMUNICATION for part in (*self._linear, *self._routed))
         self._overlap = pool.overlap if talks else None
+        self._host = HostWork.of(model, hardware, pool)
         kernels = model.num_layers + sum(part.times for part in (*self._linear, *self._routed, *self._head))
-        launch_s = _launch_s(model, pool, kernels)
+        launch_s = max(_launch_s(model, pool, kernels), floor_s(self._host))
         self.launch_s = (launch_s, max(launch_s, (pool.prompt_launch_s or 0.0) * model.num_layers))
-        """What launching the kernels of a step takes where no graph does it, without and with chunks; no step is
-        shorter."""
+        """What launching the kernels of a step takes where no graph does it, or what the host sends and computes beside
+        them, without and with chunks; no step is shorter."""
+
+    def _attention_costs(self, layer: AttentionLayer) -> AttentionCosts:
+        """Of one layer under the pool's policy for the cache, and over the ranks that share a sequence."""
+        model, pool = self._model, self._pool
+        kv_dtype = pool.kv_cache.dtype or model.kv_dtype or model.dtype
+        costs = under_policy(layer.costs(self._profile, model.dtype, kv_dtype), pool.kv_cache.policy, kv_dtype)
+        if self._cp == 1:
+            return costs
+        return across_ranks(costs, layer, Ranks.of(pool.parallelism, self._profile, model.dtype, kv_dtype))
 
     @property
     def mixes(self) -> bool:
@@ -226,8 +184,8 @@ class StepModel:
 
     @property
     def routes(self) -> bool:
-        """Whether any layer has routed experts."""
-        return bool(self._routed)
+        """Whether any layer has routed experts, or feed-forward blocks on devices of their own."""
+        return bool(self._routed) or self._apart is not None
 
     @property
     def estimated(self) -> set[str]:
@@ -240,16 +198,23 @@ class StepModel:
 
     def padded(self, num_tokens: Array) -> dict[str, Array]:
         """Of `linear`, the kinds whose calls are as large as the CUDA graph of the step."""
+        if self._apart is not None:
+            of_part = self._by_kind(self._linear, self._graph_tokens(self._of_part(num_tokens)))
+            return {kind: self._apart.parts * seconds for kind, seconds in of_part.items()}
         by_kind, tokens = partial(self._by_kind, self._linear), self._graph_tokens(num_tokens)
         return by_kind(tokens) if self._overlap is None else exposed(in_halves(self._overlap, by_kind, tokens))[0]
 
     def _graph_tokens(self, num_tokens: Array) -> Array:
         tokens = np.asarray(num_tokens, dtype=np.float64)
+        if self._cp > 1:
+            tokens = np.ceil(tokens / self._cp)  # each rank has its share of the tokens
         return padded_tokens(tokens) if self._pool.cuda_graphs else tokens
 
     def routed(self, num_tokens: Array) -> dict[str, Array]:
         """Of `linear`, the kinds that no padding makes longer: routed experts and what is exchanged with them."""
         tokens = np.asarray(num_tokens, dtype=np.float64)
+        if self._apart is not None:
+            return self._waited(self._apart, tokens)
         if self._overlap is None or not self._routed:
             return self._by_kind(self._routed, tokens)
         beside = in_halves(self._overlap, partial(self._by_kind, self._linear), self._graph_tokens(tokens))
@@ -271,6 +236,48 @@ class StepModel:
         the others reads while it starts (START_KEYS).
         """
         context = np.asarray(mean_context, dtype=np.float64)
+        if self._apart is not None:
+            return self._apart_decode_s(self._apart, num_decodes, context, width, chunk)
+        if self._host is not None and self._host.per_context_s:
+            own = np.maximum(1.0, self._host.on_device * context)
+            attention = self._decode_s(num_decodes, own, width, chunk)
+            return np.maximum(attention, self._host.beyond(num_decodes, context, self._room(num_decodes, width)))
+        return self._decode_s(num_decodes, context, width, chunk)
+
+    def _of_part(self, num_tokens: int | Array) -> Array:
+        assert self._apart is not None
+        return np.maximum(1.0, np.asarray(num_tokens, dtype=np.float64) / self._apart.parts)
+
+    def _part(self, apart: FeedForwardDevices, num_tokens: int | Array, attention_s: Array | float = 0.0) -> Part:
+        """One part of a step, whose decodes attend for so long."""
+        tokens = self._of_part(num_tokens)
+        linear = self._by_kind(self._linear, self._graph_tokens(tokens))
+        own: Array = np.sum(list(linear.values()), axis=0) + attention_s
+        return apart.part(own, tokens)
+
+    def _waited(self, apart: FeedForwardDevices, tokens: Array) -> dict[str, Array]:
+        """Seconds by which a step outlasts its attention devices: for the other devices, and for the way."""
+        part = self._part(apart, tokens)
+        beyond = part.step_s(apart.parts) - apart.parts * part.attention
+        computing = np.clip(apart.parts * (part.feed_forward - part.attention), 0.0, beyond)
+        return {"moe": self._factor("moe") * computing, "send": self._factor("send") * (beyond - computing)}
+
+    def _apart_decode_s(
+        self, apart: FeedForwardDevices, num_decodes: int | Array, context: Array, width: int, chunk: int
+    ) -> Array:
+        """By how much attention makes a step of decodes longer than its products do."""
+        decodes = np.asarray(num_decodes, dtype=np.float64)
+        attends = self._decode_s(np.maximum(1.0, decodes / apart.parts), context, width, chunk)
+        with_it = self._part(apart, decodes * width, attends).step_s(apart.parts)
+        return with_it - self._part(apart, decodes * width).step_s(apart.parts)
+
+    def _room(self, num_decodes: int | Array, width: int) -> Array:
+        """Seconds of a step of decodes alone beside their attention, in which another device may attend."""
+        rows = np.asarray(num_decodes, dtype=np.float64) * width
+        total: Array = np.sum([*self.linear(rows).values(), *self.head(rows).values()], axis=0)
+        return total
+
+    def _decode_s(self, num_decodes: int | Array, context: Array, width: int, chunk: int) -> Array:
         total = np.zeros_like(context)
         for layers, costs in self._attention:
             if chunk and costs.mixed is not None:

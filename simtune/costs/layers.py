@@ -124,12 +124,15 @@ class _Softmax(AttentionLayer):
         self._heads, self._head_dim = attention.heads // tp, attention.head_dim
         # KV heads are repeated where there are fewer of them than ranks.
         self._kv_heads = max(1, attention.kv_heads // tp)
-        self._gate, self._norm = attention.output_gate, attention.qk_norm
+        self._gate, self._norm, self._q_rank = attention.output_gate, attention.qk_norm, attention.q_lora_rank
         self._window = attention.window if isinstance(attention, SlidingAttention) else None
 
     @property
     def products(self) -> list[tuple[int, int]]:
         q, kv = self._heads * self._head_dim, self._kv_heads * self._head_dim
+        if self._q_rank is not None:
+            into = [(self._q_rank + q * self._gate + 2 * kv, self._hidden), (q, self._q_rank)]
+            return [*into, (self._hidden, q)]
         return [(q * (1 + self._gate) + 2 * kv, self._hidden), (self._hidden, q)]
 
     @property
@@ -138,6 +141,8 @@ class _Softmax(AttentionLayer):
         small = [("rope", rotated)]
         if self._norm:
             small.append(("norm", rotated))
+        if self._q_rank is not None:
+            small.append(("norm", 2 * self._q_rank))
         if self._gate:
             small.append(("activation", 3 * self.output_width))
         return small

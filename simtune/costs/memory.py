@@ -14,11 +14,11 @@ better of the two.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from simtune.costs.iteration import check_parallelism
 from simtune.costs.layers import attention_layer
+from simtune.costs.sharding import check_parallelism
 from simtune.errors import Infeasible
 from simtune.specs.base import DTYPE_BYTES, Dtype
 from simtune.specs.hardware import Hardware
@@ -135,7 +135,8 @@ def weights_bytes(model: Model, parallelism: Parallelism, stage: int) -> float:
         total += plain * (norms + group.attention.vectors(hidden) + feed_forward.vectors(hidden) / tp)
         if isinstance(feed_forward, MoeFeedForward):
             ranks = tp * parallelism.attention_dp
-            experts = -(-feed_forward.experts // ranks) if parallelism.expert_parallel else feed_forward.experts / ranks
+            held = feed_forward.experts + (parallelism.expert_replicas or 0)
+            experts = -(-held // ranks) if parallelism.expert_parallel else held / ranks
             width = experts * feed_forward.intermediate_size
             # Each slice of an expert has all of the last outputs.
             last = hidden * (experts if parallelism.expert_parallel else feed_forward.experts)
@@ -197,7 +198,7 @@ def _activation_bytes(model: Model, pool: Pool, sampler_bytes: float) -> float:
 
     Kernels for experts keep their workspace: both products of every token and expert.
     """
-    tokens, tp = pool.batching.max_num_batched_tokens, pool.parallelism.tp
+    tokens, tp = pool.batching.max_num_batched_tokens / pool.parallelism.context_ranks, pool.parallelism.tp
     per_value, hidden = DTYPE_BYTES[model.dtype], model.hidden_size
     widths = [_widths(group, hidden, pool) for group in model.layers]
     inside = per_value * tokens * (max(width for width, _ in widths) / tp + 2 * hidden)
@@ -241,9 +242,10 @@ def kv_capacity(
     check_parallelism(model, pool.parallelism)
     last = pool.parallelism.pp - 1
     ranks = []
+    own = model if pool.parallelism.afd is None else model.without_feed_forward()
     for stage in range(pool.parallelism.pp):
-        other = other_bytes(model, pool, last_stage=stage == last, version=version)
-        weights = weights_bytes(model, pool.parallelism, stage) + extra_weights_bytes
+        other = other_bytes(own, pool, last_stage=stage == last, version=version)
+        weights = _on_device(model, pool) * weights_bytes(own, pool.parallelism, stage) + extra_weights_bytes
         ranks.append(_rank(model, hardware, pool, stage, (weights, other), extra_kv_bytes_per_token))
     tightest = min(ranks, key=lambda rank: rank.num_blocks)
     if tightest.num_blocks < 1:
@@ -272,12 +274,33 @@ def _rank(
     longest = pool.max_model_len or model.max_position
     kv_dtype = pool.kv_cache.dtype or model.kv_dtype or model.dtype
     held = 1.0 if pool.kv_cache.policy is None else pool.kv_cache.policy.held(kv_dtype)
+    held /= pool.parallelism.context_ranks  # each rank has its share of every sequence
+    at_host = 0.0 if pool.offload is None else pool.offload.kv_cache
+    held *= 1 - at_host
     counted = {_cache(model, pool.parallelism, stage, kv_dtype, limit, held) for limit in (None, longest)}
     ranks = [
         _counted(hardware, pool, longest, taken, per_token + extra_per_token, per_sequence)
         for per_token, per_sequence in counted
     ]
-    return max(ranks, key=lambda rank: (rank.num_blocks, rank.kv_bytes))
+    rank = max(ranks, key=lambda rank: (rank.num_blocks, rank.kv_bytes))
+    return _within_host(rank, pool, at_host) if at_host else rank
+
+
+def _on_device(model: Model, pool: Pool) -> float:
+    """Bytes of weights on a device over all of them, with room for two layers of those that are sent."""
+    if pool.offload is None:
+        return 1.0
+    sent = pool.offload.weights * (1 - pool.offload.computed)
+    return min(1.0, 1 - pool.offload.weights + 2 * sent / model.num_layers)
+
+
+def _within_host(rank: Memory, pool: Pool, at_host: float) -> Memory:
+    """No more blocks than the host has memory for its part of them, which all ranks put there."""
+    assert pool.offload is not None
+    assert pool.offload.memory_gib is not None
+    ranks = pool.parallelism.devices // pool.parallelism.pp
+    block_bytes = ranks * rank.block_size * rank.kv_bytes_per_token * at_host / (1 - at_host)
+    return replace(rank, num_blocks=min(rank.num_blocks, int(pool.offload.memory_gib * GIB // block_bytes)))
 
 
 def _counted(

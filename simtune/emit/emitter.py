@@ -27,6 +27,10 @@ def untold(pool: Pool) -> Iterator[str]:
         ("overlap", pool.overlap),
         ("runtime", pool.runtime),
         ("kv_cache.policy", pool.kv_cache.policy),
+        ("offload", pool.offload),
+        ("parallelism.afd", pool.parallelism.afd),
+        ("parallelism.cp", pool.parallelism.cp),
+        ("parallelism.expert_replicas", pool.parallelism.expert_replicas),
         ("parallelism.expert_locality", pool.parallelism.expert_locality),
     )
     for key, given in settings:

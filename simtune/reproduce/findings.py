@@ -9,14 +9,15 @@ from typing import Literal
 from pydantic import Field
 
 from simtune.specs.base import Record, Seq
+from simtune.specs.systems import InputSource
 
 FINDINGS_SCHEMA: Literal["simtune/findings@1"] = "simtune/findings@1"
 
 Status = Literal["reproduced", "assumed", "fitted", "differs", "needs", "not a schedule", "elsewhere", "infeasible"]
 
 WORDS: dict[Status, str] = {
-    "reproduced": "within the band, nothing assumed",
-    "assumed": "within the band, on what is not published",
+    "reproduced": "within the band, and nothing that decides it is assumed",
+    "assumed": "within the band, decided by what is not published",
     "fitted": "within the band, on inputs chosen knowing the claim",
     "differs": "outside the band",
     "needs": "needs what simtune cannot say yet",
@@ -25,6 +26,18 @@ WORDS: dict[Status, str] = {
     "infeasible": "does not fit on that hardware",
 }
 """What each status means."""
+
+
+class FoundInput(Record):
+    """An input of an entry, and what comes of it otherwise."""
+
+    what: str
+    source: InputSource
+    where: str | None
+    gains: Seq[float]
+    """At the ends of what an assumed input could be instead."""
+    decides: bool
+    """Whether the band is missed at one of them, or it is not varied though it is assumed."""
 
 
 class Finding(Record):
@@ -47,7 +60,10 @@ class Finding(Record):
     metric: str | None
     reason: str | None
     """Where it differs: the parts of the time that do; else what is needed, or why nothing is run."""
+    inputs: Seq[FoundInput]
+    """All that the result stands on, with the sources; those under `assumed` among them."""
     assumed: Seq[str]
+    """Those of them that nobody published and that decide the verdict."""
     chosen: str | None
     """What was chosen with the claim or a result in sight."""
     not_modelled: Seq[str]

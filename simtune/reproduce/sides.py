@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -56,6 +56,10 @@ class SideResult:
     """What of `best_of` was best, or that the system is saturated."""
     tokens_per_round: float = 1.0
     """Of a request, where it drafts."""
+    per: str = "token"
+    """What the parts are of: an output token, or a request."""
+    by_formula: Mapping[str, float] = field(default_factory=dict)
+    """What published formulas make of the requests; their ratio between two sides is the gain that they say."""
 
 
 class Runner:
@@ -207,7 +211,13 @@ class Side:
         value = self._value(result, measure)
         gpus = result.num_gpus if measure.per_gpu else 1
         note = "saturated" if result.saturated else ""
-        return SideResult(value / gpus, self._parts(result), in_words(measure), note, per_round(result))
+        if measure.metric == "ttft":
+            seconds = {name: result.values(name) for name in ("queue", "prefill", "transfer")}
+            waits = {name: float(values.mean()) for name, values in seconds.items() if len(values)}
+            return SideResult(value / gpus, waits, in_words(measure), note, per="request")
+        formulas = by_formula(result, self.pool.batching.max_num_seqs)
+        parts = self._parts(result)
+        return SideResult(value / gpus, parts, in_words(measure), note, per_round(result), by_formula=formulas)
 
     def _value(self, result: Result, measure: UnderLoad) -> float:
         metric = measure.metric
@@ -248,11 +258,12 @@ class Side:
         """Seconds of one step over the tokens that it delivers."""
         spec = OneStep.model_validate(self._side.get("step", {}), strict=False)
         model = StepModel(self.model, self.hardware[self.pool.hardware], self.pool)
-        decodes = spec.decodes if isinstance(spec.decodes, int) else self._capacity(spec.context)
-        chunks = [(past, new) for past, new in spec.chunks]
-        context = round(decodes * spec.context)
-        work = StepWork(decodes, context, chunks, decodes + len(chunks), shared_tokens=spec.shared_prefix)
+        most = spec.decodes if isinstance(spec.decodes, int) else self._capacity(spec.context)
+        decodes = most if measure.within_s is None else self._most_within(model, spec, most, measure.within_s)
+        work = _work(spec, decodes)
         delivers = spec.delivers or work.num_seqs
+        if measure.per_gpu:
+            delivers *= self.pool.parallelism.attention_dp / self.pool.devices
         breakdown = model.breakdown(work)
         if measure.only:
             breakdown = {kind: seconds for kind, seconds in breakdown.items() if kind in measure.only}
@@ -261,6 +272,16 @@ class Side:
             seconds = model.seconds(work)
         parts = {kind: part / delivers for kind, part in breakdown.items()}
         return SideResult(seconds / delivers, parts, in_words(measure), f"{decodes} decodes" if decodes else "")
+
+    def _most_within(self, model: StepModel, spec: OneStep, most: int, within_s: float) -> int:
+        """The most decodes, up to so many, whose step is no longer than that."""
+        if model.seconds(_work(spec, 1)) > within_s:
+            raise Infeasible(f"a step of one decode already takes longer than {within_s:g} s")
+        low, high = 1, most + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if model.seconds(_work(spec, middle)) <= within_s else (low, middle)
+        return low
 
     def _capacity(self, context: float) -> int:
         memory = self._memory(self.pool)
@@ -344,10 +365,35 @@ class Side:
         return max(1, min(pool.spec.batching.max_num_seqs, round(decoding)))
 
 
+def _work(spec: OneStep, decodes: int) -> StepWork:
+    chunks = [(past, new) for past, new in spec.chunks]
+    return StepWork(
+        decodes, round(decodes * spec.context), chunks, decodes + len(chunks), shared_tokens=spec.shared_prefix
+    )
+
+
 def per_round(result: Result) -> float:
     """Tokens that a round of a request delivers, where it drafts; else one."""
     tally = result.drafted
     return 1 + tally.accepted / tally.rounds if tally.rounds else 1.0
+
+
+def by_formula(result: Result, seats: int) -> dict[str, float]:
+    """Of batches of so many prompts the tokens when padded, and the mean wait of an M/G/1 queue (Pollaczek, Khinchine).
+
+    Real tokens stand for a side whose batches are not padded: the formula's gain is of a padded base over its tokens.
+    """
+    prompts = result.stream.prompt_tokens
+    longest = np.maximum.reduceat(prompts, np.arange(0, len(prompts), seats))
+    sizes = np.diff([*range(0, len(prompts), seats), len(prompts)])
+    formulas = {"padded_tokens": float((longest * sizes).sum() / prompts.sum())}
+    service, arrival = result.e2el_s - result.queue_s, result.arrival_s
+    if len(arrival) > 1 and arrival[-1] > arrival[0]:
+        rate = (len(arrival) - 1) / float(arrival[-1] - arrival[0])
+        busy = rate * float(np.nanmean(service))
+        if busy < 1:
+            formulas["pollaczek_khinchine"] = rate * float(np.nanmean(service**2)) / (2 * (1 - busy))
+    return formulas
 
 
 def verified(model: StepModel, batch: int, context: float, width: int) -> dict[str, float]:

@@ -25,6 +25,7 @@ class FullAttention(Part):
     output_bias: bool = Field(False, description="the projection out of attention has a bias")
     qk_norm: bool = Field(False, description="queries and keys are normed by head")
     sinks: bool = Field(False, description="a learned score for each head that takes part in its softmax")
+    q_lora_rank: Width | None = Field(None, description="queries come by way of so many values, which no rank shares")
 
     @property
     def shared_heads(self) -> int:
@@ -33,12 +34,16 @@ class FullAttention(Part):
 
     def matrices(self, hidden: int) -> int:
         """Parameters of its matrices in a model of this hidden size."""
-        return hidden * (self._projected + self.heads * self.head_dim)
+        if self.q_lora_rank is None:
+            return hidden * (self._projected + self.heads * self.head_dim)
+        queries = self.heads * self.head_dim
+        into = hidden * (self.q_lora_rank + self._projected - queries)
+        return into + (self.q_lora_rank + hidden) * queries
 
     def vectors(self, hidden: int) -> int:
         """Parameters of its biases, norms and sinks."""
         biases = self.qkv_bias * self._projected + self.output_bias * hidden
-        return biases + self.qk_norm * 2 * self.head_dim + self.sinks * self.heads
+        return biases + self.qk_norm * 2 * self.head_dim + self.sinks * self.heads + (self.q_lora_rank or 0)
 
     @property
     def _projected(self) -> int:
@@ -370,6 +375,11 @@ class Model(Spec):
     def layer_dtypes(self) -> frozenset[Dtype]:
         """What the matrices inside its layers are kept in."""
         return frozenset((self.weight_dtype, self.dtype_of("attention"), self.dtype_of("experts")))
+
+    def without_feed_forward(self) -> Model:
+        """The same with attention alone in its layers."""
+        layers = tuple(group.model_copy(update={"feed_forward": NoFeedForward()}) for group in self.layers)
+        return self.model_copy(update={"layers": layers})
 
     def with_weights(self, dtype: Dtype | None) -> Model:
         """The same with all matrices inside its layers in a dtype, those of the head as they are; itself for None."""

@@ -63,23 +63,58 @@ MOST_GPUS = 1_000_000
 """Of a deployment."""
 
 
+class Afd(Part):
+    """Attention and feed-forward blocks on GPUs of their own (AFD): tokens go from one to the other in every layer."""
+
+    ffn_devices: Gpus = Field(description="that share the feed-forward blocks: whole experts on each")
+    batches: Annotated[int, Field(ge=1, le=16)] = Field(
+        3, description="parts of the batch that are under way at a time, so that neither side waits"
+    )
+
+
 class Parallelism(Part):
-    """GPUs of one instance: tp * pp * attention_dp."""
+    """GPUs of one instance: tp * pp * attention_dp * cp, and those of `afd`."""
 
     tp: Gpus = 1
     pp: Gpus = 1
+    cp: Gpus | None = Field(
+        None,
+        description="context parallelism: groups of tp ranks that share every sequence, each with its part of the "
+        "tokens of a step and of the KV cache",
+    )
+    cp_ring: Literal["one_way", "both_ways"] | None = Field(
+        None, description="how keys and values go round the groups of cp; one way unless given"
+    )
     expert_parallel: bool = Field(False, description="whole experts on each rank, instead of slices of all of them")
     attention_dp: Gpus = Field(
         1, description="groups of tp ranks with requests of their own, that share the experts: data-parallel attention"
+    )
+    expert_replicas: Annotated[int, Field(ge=0, le=100_000)] | None = Field(
+        None, description="whole experts placed by their load as EPLB does, with so many replicas over all ranks"
+    )
+    afd: Afd | None = Field(
+        None, description="feed-forward blocks on GPUs of their own; where attention is unless given"
     )
     expert_locality: Annotated[float, Field(ge=0, le=1)] | None = Field(
         None, description="share of what ranks would exchange for their experts that placing these well spares"
     )
 
+    @model_validator(mode="after")
+    def _places_whole_experts(self) -> Self:
+        if self.expert_replicas is not None and not self.expert_parallel:
+            raise ErrorAt("whole experts are placed; set expert_parallel, or leave it out", "expert_replicas")
+        return self
+
+    @property
+    def context_ranks(self) -> int:
+        """Groups of ranks that share every sequence: 1 unless `cp` says more."""
+        return self.cp or 1
+
     @property
     def devices(self) -> int:
         """GPUs of one instance."""
-        return self.tp * self.pp * self.attention_dp
+        own = self.tp * self.pp * self.attention_dp * self.context_ranks
+        return own if self.afd is None else own + self.afd.ffn_devices
 
 
 class Batching(Part):
@@ -171,6 +206,36 @@ class Runtime(Part):
     launch_s: Seconds = Field(description="host seconds that launching each takes without CUDA graphs")
 
 
+class Offload(Part):
+    """What stands in the memory of the host, and what the processor computes there."""
+
+    weights: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.0, description="share of the weights; in every step they are sent to the devices, but for those `computed`"
+    )
+    computed: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.0, description="share of these weights that the processor multiplies where they stand"
+    )
+    kv_cache: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0, description="share of the keys and values; the processor attends to them beside the devices"
+    )
+    bytes_per_s: Positive | None = Field(
+        None, description="rate at which the processor reads the host's memory; needed where it computes or attends"
+    )
+    memory_gib: Positive | None = Field(
+        None, description="of the host for keys and values; needed where some stand there"
+    )
+
+    @model_validator(mode="after")
+    def _says_what_the_host_has(self) -> Self:
+        if (self.computed or self.kv_cache) and self.bytes_per_s is None:
+            raise ErrorAt("the processor computes: say how fast it reads its memory", "bytes_per_s")
+        if self.kv_cache and self.memory_gib is None:
+            raise ErrorAt("keys and values stand in the host's memory: say how much it has for them", "memory_gib")
+        if self.computed and not self.weights:
+            raise ErrorAt("no weights stand in the host's memory: give weights a share, or leave it out", "computed")
+        return self
+
+
 FusedKernel = Literal["norm", "rope"]
 ExpertExchange = Literal["deepep", "all_gather"]
 
@@ -214,6 +279,7 @@ class Pool(Part):
         "graphs hold decode steps only; unless given graphs hold these too, or pieces of them",
     )
     runtime: Runtime | None = Field(None, description="of an engine that is no vLLM; vLLM's kernels unless given")
+    offload: Offload | None = Field(None, description="what stands in host memory; nothing unless given")
     overlap: Overlap | None = Field(
         None,
         description="communication of a step beside its products: two_batches: of one half of the batch beside those "
@@ -240,6 +306,14 @@ class Pool(Part):
                     "kv_cache",
                     "num_blocks",
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _goes_with_afd(self) -> Self:
+        if self.parallelism.afd is not None:
+            for key in ("overlap", "offload"):
+                if getattr(self, key) is not None:
+                    raise ErrorAt("afd overlaps its own parts, and both its sides stand on GPUs; leave it out", key)
         return self
 
     @model_validator(mode="after")

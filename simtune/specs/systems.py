@@ -19,16 +19,11 @@ from simtune.specs.yamlfile import Document
 S = TypeVar("S", bound=Spec)
 
 PRIMITIVES: dict[str, str] = {
-    "afd": "attention and feed-forward on different devices",
     "control": "pools that change their size or role by feedback",
-    "energy": "power by utilisation, joules per token",
+    "device": "a profile of a device that is neither a GPU nor a processor",
     "hierarchy": "drafts that a drafter of their own verifies, or several drafters that share a tree",
-    "moe": "experts placed, replicated or balanced by load; locality of their traffic",
-    "offload": "weights or KV cache in host memory, the processor as a second device",
-    "runtime": "host work of an engine that puts batches in order between rounds",
-    "sp": "one sequence spread over devices: context-parallel prefill, pipelined chunks",
+    "sp": "chunks or rounds of one sequence that follow one another through the stages of a pipeline",
     "split": "two instances on shares of one device",
-    "steps": "drafts of whole steps of reasoning, which are judged, kept or written anew as one",
     "tpf": "passes that compute a block or a whole sequence again, and candidates side by side in one pass",
 }
 """What an entry may say it needs and simtune lacks, in words."""
@@ -39,6 +34,8 @@ OWN_BAND = "a band: no figure is published"
 LatencyMetric = Literal["ttft", "tpot", "e2el", "queue", "prefill", "transfer", "decode"]
 LoadMetric = Literal[LatencyMetric, "output_tokens_per_s", "total_tokens_per_s", "duration", "group", "tokens"]
 LATENCIES: tuple[str, ...] = get_args(LatencyMetric)
+Formula = Literal["padded_tokens", "pollaczek_khinchine"]
+InputSource = Literal["published", "derived", "substitute", "assumed"]
 
 # --- what is measured -------------------------------------------------------------------------------------
 
@@ -83,6 +80,10 @@ class StepSeconds(Part):
     only: Seq[str] = Field(
         (), description="kinds of `StepModel.breakdown` that count; all, with the host, unless given"
     )
+    within_s: Positive | None = Field(
+        None, description="as many decodes as a step of this length allows, and no more than the step has"
+    )
+    per_gpu: bool = Field(False, description="seconds of all GPUs of the instance, over the tokens of all its groups")
 
 
 class MemoryHeld(Part):
@@ -161,8 +162,16 @@ class Claim(Part):
         None, description="of the variant over the base; left out where no figure is published"
     )
     value: Positive | None = Field(None, description="in place of a gain: the variant's own number")
+    formula: Formula | None = Field(
+        None,
+        description="in place of a gain, what a published formula makes of these requests: padded_tokens: of batches "
+        "in order of arrival, each padded to its longest prompt, over the prompts themselves; pollaczek_khinchine: the "
+        "mean wait of an M/G/1 queue with the service times of the base, over that with those of the variant",
+    )
     band: Annotated[Seq[Positive], Field(min_length=2, max_length=2)] | None = Field(
-        None, description="of the gain, or of the variant's number over `value`; needed where a variant is run"
+        None,
+        description="of the gain, of the variant's number over `value`, or of the gain over what the formula makes of "
+        "it; needed where a variant is run",
     )
 
     @field_validator("band")
@@ -174,13 +183,58 @@ class Claim(Part):
 
     @property
     def has_figure(self) -> bool:
-        """Whether a gain or a value is published."""
-        return self.gain is not None or self.value is not None
+        """Whether a gain, a value or a formula is published."""
+        return any(x is not None for x in (self.gain, self.value, self.formula))
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Self:
         if self.gain is not None and self.value is not None:
             raise ErrorAt("give a gain or a value, not both", "value")
+        if self.formula is not None and (self.gain, self.value) != (None, None):
+            raise ErrorAt("a formula takes the place of a gain or a value; give one of them", "formula")
+        return self
+
+
+class Otherwise(Part):
+    """What both sides have in place of an assumed input, and each of them besides."""
+
+    setup: Setup = Setup()
+    base: Setup = Setup()
+    variant: Setup = Setup()
+
+
+class Probe(Otherwise):
+    """One thing otherwise, that shows where a difference comes from."""
+
+    what: str
+    measure: Measure | None = Field(None, description="in place of the entry's own")
+
+
+class Input(Part):
+    """What the result stands on, and who says so."""
+
+    what: str
+    source: InputSource = Field(
+        description="published: by what makes the claim, or with it; derived: follows from what is published; "
+        "substitute: stands for what simtune lacks; assumed: nobody says it"
+    )
+    where: str | None = Field(None, description="where it is published, what it follows from, what it stands for")
+    otherwise: Seq[Otherwise] = Field(
+        (),
+        description="of what is assumed: the ends of what it could be instead; it decides nothing where the band holds "
+        "at all of them",
+    )
+
+    @model_validator(mode="after")
+    def _sourced(self) -> Self:
+        if self.source != "assumed" and self.where is None:
+            raise ErrorAt(f"{self.source}: say where it is published, what it follows from or stands for", "where")
+        if (self.source == "assumed") != bool(self.otherwise):
+            raise ErrorAt(
+                "the ends of what it could be are given of what is assumed, and of nothing else; a guess that is not "
+                "varied stands under the entry's `assumed`",
+                "otherwise",
+            )
         return self
 
 
@@ -196,6 +250,7 @@ class PublishedSystem(Part):
     setup: Setup = Setup()
     base: Setup = Setup()
     variant: Setup | None = None
+    inputs: Seq[Input] = Field((), description="what the result stands on: all with their sources")
     assumed: Seq[str] = Field((), description="inputs that decide the result and are not published")
     chosen: str | None = Field(
         None, description="what was chosen with the claim or a result in sight: being within the band is no evidence"
@@ -203,6 +258,7 @@ class PublishedSystem(Part):
     not_modelled: Seq[str] = Field((), description="what the variant has besides, and is left out")
     needs: Seq[str] = Field((), description="primitives that simtune lacks")
     not_a_schedule: str | None = Field(None, description="why the headline is nothing a schedule decides")
+    probes: Seq[Probe] = Field((), description="of a difference: what is run besides, to measure where it comes from")
     because: str | None = Field(None, description="what is known of a difference beside what is measured")
 
     @field_validator("needs")
@@ -263,6 +319,14 @@ class Systems(Spec):
         """One that stands in the file."""
         fields = self.acceptance.get(name)
         return None if fields is None else _read(Acceptance, name, fields)
+
+    def varied(self, system: PublishedSystem, otherwise: Otherwise) -> dict[str, dict[str, Any]]:
+        """`sides`, with an assumed input otherwise."""
+        shared = _given(otherwise.setup)
+        return {
+            side: merged(merged(whole, shared), _given(getattr(otherwise, side)))
+            for side, whole in self.sides(system).items()
+        }
 
     def sides(self, system: PublishedSystem) -> dict[str, dict[str, Any]]:
         """Base and variant of a system that is run, each whole."""
@@ -346,9 +410,7 @@ def _all_problems(systems: Systems) -> Iterator[tuple[Sequence[str | int], str]]
     for name in systems.acceptance:
         yield from _problems(("acceptance", name), partial(systems.own_acceptance, name))
     for i, system in enumerate(systems.systems):
-        for side, whole in systems.sides(system).items():
-            places: dict[tuple[Any, ...], Setup] = {("systems", i, side): getattr(system, side)}
-            places |= {("systems", i, "setup"): system.setup, ("setup",): systems.setup}
+        for places, whole in _placed(systems, system, i):
             settings = {at: _given(setup) for at, setup in places.items()}
             for one in unfolded(whole):
                 for keys, message in _problems((), partial(plan_of, one, "plan")):
@@ -356,6 +418,25 @@ def _all_problems(systems: Systems) -> Iterator[tuple[Sequence[str | int], str]]
                 if "step" not in one and system.measure.kind in ("load", "highest_rate"):
                     for keys, message in _problems((), partial(workload_of, one, "workload")):
                         yield _place(settings, ("workload", *keys)), message
+
+
+def _placed(
+    systems: Systems, system: PublishedSystem, i: int
+) -> Iterator[tuple[dict[tuple[Any, ...], Setup], dict[str, Any]]]:
+    """Each setup that is run of a system, and by their keys the settings that it is made of, its own first."""
+    shared: dict[tuple[Any, ...], Setup] = {("systems", i, "setup"): system.setup, ("setup",): systems.setup}
+    for side, whole in systems.sides(system).items():
+        yield {("systems", i, side): getattr(system, side), **shared}, whole
+    varied: dict[tuple[Any, ...], Otherwise] = {
+        ("systems", i, "inputs", n, "otherwise", k): otherwise
+        for n, one in enumerate(system.inputs)
+        for k, otherwise in enumerate(one.otherwise)
+    }
+    varied |= {("systems", i, "probes", n): probe for n, probe in enumerate(system.probes)}
+    for at, otherwise in varied.items():
+        for side, whole in systems.varied(system, otherwise).items():
+            own = {(*at, side): getattr(otherwise, side), (*at, "setup"): otherwise.setup}
+            yield {**own, ("systems", i, side): getattr(system, side), **shared}, whole
 
 
 def _place(settings: Mapping[tuple[Any, ...], Mapping[str, Any]], keys: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -395,6 +476,9 @@ def _problems(at: tuple[str | int, ...], make: Any) -> Iterator[tuple[Sequence[s
 
 __all__ = [
     "Claim",
+    "Input",
+    "Otherwise",
+    "Probe",
     "PublishedSystem",
     "Setup",
     "Systems",

@@ -102,6 +102,22 @@ def test_an_unknown_name_is_told_the_nearest() -> None:
             "  chosen: all\n  needs: [split]\n",
             ":10:3: systems.0.chosen: nothing is run, so nothing was chosen",
         ),
+        (
+            "  base:",
+            "  inputs: [{what: x, source: published}]\n  base:",
+            ":11:12: systems.0.inputs.0: published: say where",
+        ),
+        (
+            "  base:",
+            "  inputs: [{what: x, source: assumed}]\n  base:",
+            ":11:12: systems.0.inputs.0: the ends of what it could be",
+        ),
+        (
+            "  base:",
+            "  inputs: [{what: x, source: derived, where: y, otherwise: [{}]}]\n  base:",
+            "systems.0.inputs.0.otherwise: the ends of what it could be",
+        ),
+        ("gain: 2,", "gain: 2, formula: padded_tokens,", ":9:41: systems.0.claim.formula: a formula takes the place"),
         ("{kind: step}", "{kind: stepp}", ":10:3: systems.0.measure: unknown kind 'stepp': one of"),
         ("max_model_len: 2048", "max_length: 2048", ":4:57: setup.pool.max_length: unknown key"),
         ("{decodes: 2,", "{decode: 2,", ":12:20: systems.0.variant.step.decode: unknown key, did you mean decodes"),
@@ -119,6 +135,17 @@ def test_a_setting_of_an_entry_is_found_wrong_where_it_stands(tmp_path: Path) ->
     wrong = MINIMAL.replace("variant: {step", "variant: {pool: {kv_cache: {policy: {kept: 2}}}, step")
     (tmp_path / "mine.yaml").write_text(wrong)
     with pytest.raises(SpecError, match=r"mine.yaml:12:40: systems.0.variant.pool.kv_cache.policy.kept: must be less"):
+        read(tmp_path / "mine.yaml")
+
+
+def test_a_setting_of_what_could_be_otherwise_is_found_wrong_where_it_stands(tmp_path: Path) -> None:
+    wrong = MINIMAL.replace(
+        "  base:",
+        "  inputs: [{what: x, source: assumed, otherwise: [{base: {pool: {kv_cache: {policy: {kept: 2}}}}}]}]\n  base:",
+    )
+    (tmp_path / "mine.yaml").write_text(wrong)
+    at = r"mine.yaml:11:86: systems.0.inputs.0.otherwise.0.base.pool.kv_cache.policy.kept: must be less"
+    with pytest.raises(SpecError, match=at):
         read(tmp_path / "mine.yaml")
 
 

@@ -23,7 +23,7 @@ from simtune.reproduce.sides import Runner, bisected, grouped, order_of
 from simtune.sim.requests import build_stream
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import Pool
-from simtune.specs.systems import Systems, merged, workload_of
+from simtune.specs.systems import StepSeconds, Systems, merged, plan_of, workload_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Findings.model_validate(json.loads((folder() / STORED).read_text(encoding="utf-8")))
@@ -50,7 +50,10 @@ def entry(**fields: object) -> Entry:
 def test_the_stored_results_are_of_this_collection() -> None:
     assert [finding.system for finding in RESULTS.findings] == [entry.system.name for entry in select([])]
     for finding, one in zip(RESULTS.findings, select([]), strict=True):
-        assert finding.assumed == one.system.unpublished
+        if finding.ran:
+            told = [one.what for one in one.system.inputs]
+            assert [found.what for found in finding.inputs] == [*told, *one.system.unpublished]
+            assert set(one.system.unpublished) <= set(finding.assumed) <= {*told, *one.system.unpublished}
         assert finding.chosen == one.system.chosen
         assert finding.ran == (one.system.variant is not None)
         if finding.simulated is not None and finding.band is not None:
@@ -145,13 +148,90 @@ def test_a_number_of_its_own_is_held_against_the_claimed_one() -> None:
     assert finding.status == "differs"
 
 
+ALONE = {"policy": "static", "max_num_seqs": 1, "max_num_batched_tokens": 4096, "chunked_prefill": False}
+
+
+def test_a_formula_says_what_gain_is_claimed() -> None:
+    """M/D/1: the mean wait is rate x service^2 / (2 (1 - rate x service))."""
+    load = {"arrivals": {"kind": "poisson", "rate_rps": 0.5}, "requests": 1500, "prompt": 32}
+    by_formula = entry(
+        measure={"kind": "load", "metric": "queue"},
+        claim={"says": "x", "formula": "pollaczek_khinchine", "band": [0.9, 1.1]},
+        setup={"workload": load, "pool": {"batching": ALONE}},
+        base={"workload": {"output": 600}},
+        variant={"workload": {"output": 300}},
+    )
+    (finding,) = reproduce([by_formula], jobs=1)
+    assert finding.status == "reproduced"
+    assert finding.claimed == 1
+    runner, sides = Runner(), by_formula.family.sides(by_formula.system)
+    done = {name: runner.measure(by_formula.family, side, by_formula.system.measure) for name, side in sides.items()}
+    stream = build_stream(workload_of(sides["base"], "base"), None, requests=1500, seed=0)
+    rate = 1499 / (stream.arrival_s[-1] - stream.arrival_s[0])  # type: ignore[index]
+    wait = done["base"].by_formula["pollaczek_khinchine"]
+    service = (np.sqrt((2 * wait * rate) ** 2 + 8 * wait * rate) - 2 * wait * rate) / (2 * rate)
+    assert done["base"].value == pytest.approx(wait, rel=0.1)
+    assert 0.9 < service / (600 * runner.measure(*_one_decode(by_formula)).value) < 1.1
+
+
+def _one_decode(of: Entry) -> tuple[Systems, dict[str, object], StepSeconds]:
+    side = of.family.sides(of.system)["base"]
+    return of.family, {**side, "step": {"decodes": 1, "context": 332}}, StepSeconds()
+
+
+def test_a_formula_that_does_not_hold_is_told() -> None:
+    load = {"arrivals": {"kind": "poisson", "rate_rps": 5}, "requests": 200, "prompt": 32, "output": 600}
+    overloaded = entry(
+        measure={"kind": "load", "metric": "queue"},
+        claim={"says": "x", "formula": "pollaczek_khinchine", "band": [0.9, 1.1]},
+        setup={"workload": load, "pool": {"batching": ALONE}},
+    )
+    with pytest.raises(UsageError, match="pollaczek_khinchine says nothing of these requests"):
+        list(reproduce([overloaded], jobs=1))
+
+
+def test_a_difference_is_probed_and_what_is_no_difference_is_not() -> None:
+    probe = {"what": "with a context of 65,536 in the base", "base": {"step": {"context": 65536}}}
+    for band, said in (([4, 6], True), ([1, 4], False)):
+        claim = {"says": "x", "gain": band[0], "band": band}
+        (finding,) = reproduce([entry(measure=STEP, claim=claim, probes=[probe], **ONE_AND_TWO)], jobs=1)
+        assert ("with a context of 65,536 in the base" in (finding.reason or "")) == said
+
+
+def test_as_many_decodes_as_a_step_allows() -> None:
+    """And no more; seconds of all GPUs over the tokens of all groups."""
+    step = {"decodes": 64, "context": 512}
+    most = entry(measure={"kind": "step", "within_s": 0.003, "per_gpu": True}, variant={"step": step})
+    side = most.family.sides(most.system)["variant"]
+    result = Runner().measure(most.family, side, most.system.measure)
+    decodes = int(result.note.split()[0])
+    model = StepModel(load_model("llama-3.2-1b"), load_hardware("h100-sxm"), plan_of(side, "x").pools[0])
+    assert model.seconds(StepWork(decodes, decodes * 512, (), decodes)) <= 0.003
+    assert decodes == 64 or model.seconds(StepWork(decodes + 1, (decodes + 1) * 512, (), decodes + 1)) > 0.003
+    assert result.value == pytest.approx(model.seconds(StepWork(decodes, decodes * 512, (), decodes)) / decodes)
+
+
 STEP = {"kind": "step"}
 ONE_AND_TWO = {"base": {"step": {"decodes": 1, "context": 64}}, "variant": {"step": {"decodes": 2, "context": 64}}}
+
+
+def guessed(*contexts: int) -> dict[str, object]:
+    """An input that could be otherwise: the base has contexts of so many tokens."""
+    ends = [{"base": {"step": {"context": context}}} for context in contexts]
+    return {"inputs": [{"what": "a context", "source": "assumed", "otherwise": ends}]}
+
+
+PUBLISHED = {"inputs": [{"what": "a context", "source": "published", "where": "the paper"}]}
 
 
 @pytest.mark.parametrize(
     ("fields", "claim", "status"),
     [
+        (PUBLISHED, {"gain": 2, "band": [1, 4]}, "reproduced"),
+        (guessed(32, 128), {"gain": 2, "band": [1, 4]}, "reproduced"),
+        (guessed(32, 1_000_000), {"gain": 2, "band": [1, 4]}, "assumed"),
+        ({**guessed(32, 128), "chosen": "the context"}, {"gain": 2, "band": [1, 4]}, "fitted"),
+        (guessed(1_000_000), {"gain": 5, "band": [4, 6]}, "differs"),
         ({}, {"gain": 2, "band": [1, 4]}, "reproduced"),
         ({"assumed": ["an input"]}, {"gain": 2, "band": [1, 4]}, "assumed"),
         ({}, {"band": [1, 4]}, "assumed"),
@@ -168,6 +248,7 @@ def test_reproduced_is_only_what_assumes_nothing(
     (finding,) = reproduce([entry(measure=STEP, claim={"says": "x", **claim}, **ONE_AND_TWO, **fields)], jobs=1)
     assert finding.status == status
     assert ("a band: no figure is published" in finding.assumed) == ("gain" not in claim)
+    assert all(one.decides == (one.what in finding.assumed) for one in finding.inputs)
     assert finding.chosen == fields.get("chosen")
 
 

@@ -83,12 +83,15 @@ def visit_probabilities(experts: int, experts_per_token: float, skew: float) -> 
     return probabilities
 
 
-def rank_load(tokens: Array, experts: int, experts_per_token: int, ep: int, skew: float) -> Array:
+def rank_load(
+    tokens: Array, experts: int, experts_per_token: int, ep: int, skew: float, placed: float | None = None
+) -> Array:
     """Rows on the busiest of `ep` ranks over the mean: what a step of expert parallelism waits for.
 
     Random routing alone gives about 1 + sqrt(2 ln(ep) / mean), with mean = tokens x k / ep rows a rank. Under
     skew the rank that holds the busiest expert has an average share of the others beside it. The two are
-    added; no rank gets more than all tokens on every expert it may hold.
+    added; no rank gets more than all tokens on every expert it may hold. Where experts were placed by their load,
+    `placed` is what that leaves of the busiest rank over the mean, and takes the place of the first.
     """
     if ep == 1:
         return np.ones_like(tokens)
@@ -96,7 +99,8 @@ def rank_load(tokens: Array, experts: int, experts_per_token: int, ep: int, skew
     busiest = float(visit_probabilities(experts, experts_per_token, skew)[0])
     companions = (experts_per_token - busiest) / (experts - 1) * (local - 1)
     mean = tokens * experts_per_token / ep
-    load = (busiest + companions) * ep / experts_per_token + np.sqrt(2 * np.log(ep) / mean)
+    imbalance = (busiest + companions) * ep / experts_per_token if placed is None else placed
+    load = imbalance + np.sqrt(2 * np.log(ep) / mean)
     most = min(local, experts_per_token) * ep / experts_per_token
     capped: Array = np.minimum(load, most)
     return capped

@@ -1,0 +1,91 @@
+"""Whether a model can be split over the ranks of a plan as engines split it."""
+
+from __future__ import annotations
+
+from simtune.errors import Infeasible
+from simtune.specs.model import (
+    DenseFeedForward,
+    FeedForward,
+    FullAttention,
+    MlaAttention,
+    Model,
+    MoeFeedForward,
+    NoAttention,
+    NoFeedForward,
+)
+from simtune.specs.plan import Afd, Parallelism
+
+
+def check_parallelism(model: Model, parallelism: Parallelism) -> None:
+    """Raises Infeasible where vLLM would refuse to shard this model this way."""
+    if parallelism.pp > model.num_layers:
+        raise Infeasible(f"model {model.name}: pp {parallelism.pp} exceeds its {model.num_layers} layers")
+    if parallelism.afd is not None:
+        _check_apart(model, parallelism, parallelism.afd)
+        return
+    _check_tensor_parallelism(model, parallelism)
+    _check_expert_parallelism(model, parallelism)
+    if parallelism.context_ranks > 1:
+        _check_context_parallelism(model, parallelism)
+
+
+def _check_apart(model: Model, parallelism: Parallelism, afd: Afd) -> None:
+    """Attention is split as without experts; every device for feed-forward blocks needs an expert."""
+    where = f"model {model.name} with afd"
+    _check_tensor_parallelism(model.without_feed_forward(), parallelism)
+    if parallelism.pp > 1 or parallelism.context_ranks > 1:
+        raise Infeasible(f"{where}: attention devices are groups of tp ranks; set pp and cp to 1")
+    experts = [g.feed_forward.experts for g in model.layers if isinstance(g.feed_forward, MoeFeedForward)]
+    if min(experts, default=afd.ffn_devices) < afd.ffn_devices:
+        raise Infeasible(f"{where}: {afd.ffn_devices} ffn_devices need an expert each, and there are {min(experts)}")
+
+
+def _check_context_parallelism(model: Model, parallelism: Parallelism) -> None:
+    """Windows and states go from rank to rank, experts are woken by all ranks together: neither is modelled."""
+    where = f"model {model.name} with cp {parallelism.cp}"
+    if any(type(group.attention) not in (FullAttention, MlaAttention, NoAttention) for group in model.layers):
+        raise Infeasible(f"{where}: ranks share sequences of full attention only; set cp to 1")
+    if any(isinstance(group.feed_forward, MoeFeedForward) for group in model.layers):
+        raise Infeasible(f"{where}: ranks that share a sequence are modelled for dense models only; set cp to 1")
+
+
+def _check_tensor_parallelism(model: Model, parallelism: Parallelism) -> None:
+    """Heads and feed-forward widths must come out even; KV heads may be fewer than ranks, and are then repeated."""
+    tp, where = parallelism.tp, _where(model, parallelism)
+    for group in model.layers:
+        heads, shared = group.attention.heads, group.attention.shared_heads
+        if heads % tp:
+            raise Infeasible(f"{where}: tp must divide the {heads} attention heads")
+        if max(shared, tp) % min(shared, tp):
+            raise Infeasible(f"{where}: tp must divide the {shared} KV heads or be a multiple of their number")
+        for width, ranks in _split_widths(group.feed_forward, parallelism):
+            if width % ranks:
+                by = "tp" if ranks == tp else f"tp x attention_dp ({ranks})"
+                raise Infeasible(f"{where}: {by} must divide the feed-forward width {width}")
+
+
+def _check_expert_parallelism(model: Model, parallelism: Parallelism) -> None:
+    where = _where(model, parallelism)
+    experts = [g.feed_forward.experts for g in model.layers if isinstance(g.feed_forward, MoeFeedForward)]
+    ranks = parallelism.tp * parallelism.attention_dp
+    if parallelism.expert_parallel and min(experts, default=ranks) < ranks:
+        raise Infeasible(f"{where}: expert_parallel needs an expert for every rank, and there are {min(experts)}")
+    if parallelism.expert_parallel and not experts:
+        raise Infeasible(f"model {model.name}: expert_parallel is for mixtures of experts, and it is none")
+    if parallelism.attention_dp > 1 and (not experts or parallelism.pp > 1):
+        raise Infeasible(f"{where}: attention_dp needs experts to share, and pp 1; more instances do without")
+
+
+def _where(model: Model, parallelism: Parallelism) -> str:
+    return f"model {model.name} with tp {parallelism.tp}"
+
+
+def _split_widths(feed_forward: FeedForward, parallelism: Parallelism) -> list[tuple[int, int]]:
+    """Widths, and among how many ranks each is split."""
+    tp = parallelism.tp
+    if isinstance(feed_forward, DenseFeedForward):
+        return [(feed_forward.intermediate_size, tp)]
+    if isinstance(feed_forward, NoFeedForward):
+        return []
+    sliced = [] if parallelism.expert_parallel else [(feed_forward.intermediate_size, tp * parallelism.attention_dp)]
+    return [*sliced, (feed_forward.shared_intermediate_size, tp)]
