@@ -11,9 +11,7 @@ class Sealed(Request):
     """Its output length may be read where an engine sees that an answer is over, and by nobody who chooses."""
 
     __slots__ = ("_true",)
-    MAY_READ = frozenset(
-        {"Scheduler.outgrows", "DecodeBatch.join", "BatchScheduler.complete", "ListScheduler.remaining"}
-    )
+    MAY_READ = frozenset({"Scheduler.outgrows", "DecodeBatch.join", "_end_chunks", "ListScheduler.remaining"})
     CHOOSING = frozenset(
         {
             "choose", "key", "admit", "reservation", "steady_steps", "decode_all", "serve_prompts", "would_notice",
