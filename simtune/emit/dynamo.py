@@ -74,10 +74,12 @@ def _unsaid(plan: Plan, model: Model) -> Iterator[str]:
         yield "router: its options are Dynamo's own"
     if plan.decode_router is not None:
         yield "decode_router: Dynamo chooses the decode instance by its own rule"
-    if plan.link is not None and plan.link.model_fields_set:
+    if plan.links or (plan.link is not None and plan.link.model_fields_set):
         yield "link: Dynamo sends KV caches by NIXL over what there is"
     if plan.events:
         yield "events: what happens to instances is not a setting"
+    if plan.control is not None:
+        yield "control: instances keep their roles; Dynamo's planner scales pools by rules of its own"
     if len({pool.hardware for pool in plan.pools}) > 1:
         yield "hardware: give the pods of each pool a node selector for its GPUs"
     if model.hf is None:

@@ -93,6 +93,8 @@ class Emitter(ABC):
     def refusals(self, pool: Pool, model: Model, draft_models: Mapping[str, Model]) -> Iterator[str]:
         """What of a pool the engine would not start with, or is not told here, key by key."""
         yield from untold(pool)
+        if pool.share is not None:
+            yield f"share: {self.title} is not told of shares of a GPU; leave it out, or split GPUs by CUDA MPS"
         if quantised(pool, model) and pool.weight_dtype not in self.quantizations:
             has = f"it is told of {' and '.join(self.quantizations)}; " if self.quantizations else ""
             yield (

@@ -160,6 +160,7 @@ def key_figures(s: Summary) -> list[tuple[str, str, str]]:
         *_certainty(s),
         ("simulated", number(s.requests), "requests"),
         ("preemptions", number(s.preemptions), ""),
+        *([] if s.role_switches is None else [("role switches", number(s.role_switches), "")]),
         *_drafted(s),
         *(
             (f"prefix cache{f' of {x.pool}' * (len(s.plan.pools) > 1)}", percent(x.hit_rate), "of prompt tokens found")

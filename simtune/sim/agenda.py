@@ -5,7 +5,7 @@ loop:
 
 1. steps end (in order of cores), requests finish or are handed over, closed-loop users begin to think;
 2. transfers begin (in order of requests) and end (in order of links);
-3. instances start, fail, recover and change roles (as listed in the plan);
+3. instances start, fail, recover and change roles (as listed in the plan), then a controller looks at the queues;
 4. requests arrive, in order of their number, and are routed;
 5. idle cores schedule their next step (in order of cores), seeing all of the above.
 
@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from heapq import heappop, heappush
 
-STEP_END, TRANSFER_START, TRANSFER_END, CHANGE, DRAINED, ARRIVAL, WAKE = range(7)
+STEP_END, TRANSFER_START, TRANSFER_END, CHANGE, LOOK, DRAINED, ARRIVAL, WAKE = range(8)
 """The phases of an instant. A core is found to be drained only when it has nothing to schedule, so nothing else of that
 instant is left but other cores to wake."""
 

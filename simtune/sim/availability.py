@@ -45,7 +45,7 @@ class Availability:
         self._changes: list[Change] = []
         self._draining: dict[int, tuple[EngineCore, Change]] = {}  # cores that finish what they have, by number
         for change in changes:
-            self._announce(change)
+            self.announce(change)
 
     def change(self, now: int, number: int, version: int) -> None:
         """The change of this number happens."""
@@ -70,9 +70,10 @@ class Availability:
         del self._draining[number]
         core.draining = False
         if change.then and not any(other.draining for other in change.cores):
-            self._announce(Change(now + change.delay, change.then, up=True))
+            self.announce(Change(now + change.delay, change.then, up=True))
 
-    def _announce(self, change: Change) -> None:
+    def announce(self, change: Change) -> None:
+        """Let a change happen at its tick, which is not over."""
         self._agenda.post((change.tick, CHANGE, len(self._changes), 0))
         self._changes.append(change)
 

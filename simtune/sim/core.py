@@ -9,8 +9,9 @@ arrival or a KV cache, cuts such a jump at the end of the step in which it falls
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from simtune.costs.protocol import StepCosts
 from simtune.engine import NO_PROGRESS, Progress, Request, Scheduler, Step
@@ -22,9 +23,20 @@ from simtune.sim.sampling import StepSampler
 from simtune.sim.timing import JumpTime, StepTimer, timer_for
 
 
+class Connector(Protocol):
+    """The way out of a prefill instance, which may depend on where it leads."""
+
+    @property
+    def links(self) -> Sequence[TransferLink]:
+        """All that it sends over."""
+
+    def towards(self, target: EngineCore) -> KvConnector:
+        """How it sends a KV cache to a decode core."""
+
+
 @dataclass(slots=True, frozen=True)
 class KvConnector:
-    """How a prefill instance sends a KV cache of whole blocks."""
+    """How a prefill instance sends a KV cache of whole blocks, wherever it goes."""
 
     link: TransferLink
     block_bytes: int
@@ -35,6 +47,15 @@ class KvConnector:
     """Ticks per block besides its bytes."""
     layers: int = 1
     """With more than one, all but the last layer are sent while the prompt is computed, as far as the link can."""
+
+    @property
+    def links(self) -> Sequence[TransferLink]:
+        """Its one link."""
+        return (self.link,)
+
+    def towards(self, target: EngineCore) -> KvConnector:
+        """Itself."""
+        return self
 
     def left_to_send(self, blocks: int, computing: int) -> int:
         """Bytes to send after the prompt is done, when computing it took so many ticks."""
@@ -63,9 +84,10 @@ class KvTransfer:
 
     @property
     def connector(self) -> KvConnector:
-        """The way it is sent."""
+        """The way it is sent to its target."""
         assert self.source.connector is not None
-        return self.source.connector
+        assert self.target is not None
+        return self.source.connector.towards(self.target)
 
     @property
     def blocks(self) -> int:
@@ -161,7 +183,7 @@ class EngineCore:
     costs: StepCosts
     instance: int = 0
     pool: str = "mixed"
-    connector: KvConnector | None = None
+    connector: Connector | None = None
     """The way out of a prefill instance: its requests are handed over when their prompt is done."""
     stepping: Stepping = field(default_factory=Stepping)
     """Shared with the other cores of the instance."""

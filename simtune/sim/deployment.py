@@ -12,6 +12,7 @@ from simtune.costs.drafting import CompiledRounds
 from simtune.costs.iteration import StepModel
 from simtune.costs.memory import GIB, Memory
 from simtune.costs.protocol import StepCosts
+from simtune.costs.share import share_of
 from simtune.costs.step_files import read_costs
 from simtune.errors import Infeasible, PartError, UsageError
 from simtune.sim import parts
@@ -24,7 +25,6 @@ from simtune.sim.result import MissBudget, Result
 from simtune.sim.stations import passed
 from simtune.sim.watch import StopWhen, Watch, watched
 from simtune.sim.wiring import transfer_terms, wire
-from simtune.sim.world import World
 from simtune.specs.engine import EnginePreset
 from simtune.specs.hardware import Device, Hardware, Host, Provenance
 from simtune.specs.model import Model
@@ -114,14 +114,8 @@ class Deployment:
         with parts.blamed(brought):
             wiring = wire(self.plan, self.model, self.pools, stream, slo, seed, instances)
             outcome = through.written(
-                World(
-                    wiring.cores,
+                wiring.world(
                     stream,
-                    router=wiring.router,
-                    decode_router=wiring.decode_router,
-                    changes=wiring.changes,
-                    predicted_tokens=wiring.predicted_tokens,
-                    deadlines=wiring.deadlines,
                     single_steps=single_steps,
                     record=record,
                     stop_when=_stop_when(stream, slo, stop_when_lost, watch),
@@ -221,7 +215,7 @@ def _deployed(
     factors: Mapping[str, float] | None,
     drafting: Drafting | Mapping[str, Drafting] | None,
 ) -> DeployedPool:
-    its = hardware if isinstance(hardware, Hardware) else hardware[pool.hardware]
+    its = _hardware_of(pool, hardware)
     max_model_len = pool.max_model_len or model.max_position
     drafts = drafting if drafting is None or isinstance(drafting, Drafting) else drafting.get(pool.name)
     memory = check(pool, model, its, drafts)
@@ -236,9 +230,21 @@ def _deployed(
     compiled = compiled_costs(pool, model, its, max_model_len, drafts, factors) if costs is None else costs
     deployed = DeployedPool(pool, its, memory, compiled, max_model_len, kv_block_bytes(model, pool), drafts)
     if pool.role == "prefill":
-        assert plan.link is not None
-        transfer_terms([model], deployed, plan.link)
+        _check_ways(plan, model, deployed)
     return deployed
+
+
+def _hardware_of(pool: Pool, hardware: Hardware | Mapping[str, Hardware]) -> Hardware:
+    """What an instance of a pool runs on: its devices, or its share of them."""
+    its = hardware if isinstance(hardware, Hardware) else hardware[pool.hardware]
+    return its if pool.share is None else share_of(its, pool.share.processors, pool.share.bandwidth)
+
+
+def _check_ways(plan: Plan, model: Model, pool: DeployedPool) -> None:
+    """Raises Infeasible where the hardware of a prefill pool has no link that the plan lays from it."""
+    for other in plan.pools:
+        if other.role == "decode":
+            transfer_terms([model], pool, plan.way(pool.spec.name, other.name))
 
 
 def _as_run(

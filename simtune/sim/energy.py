@@ -30,7 +30,8 @@ def power_of(pools: Iterable[DeployedPool]) -> Power | None:
     """Of each pool; None where a hardware profile names no power."""
     power = {}
     for pool in pools:
-        device, gpus = pool.hardware.device, pool.spec.devices
+        device, share = pool.hardware.device, pool.spec.share
+        gpus = pool.spec.devices * (1.0 if share is None else share.processors)
         if device.power is None:
             return None
         power[pool.spec.name] = InstancePower(device.power.idle_w * gpus, device.power.tdp_w * gpus)

@@ -27,6 +27,11 @@ class Routers(NamedTuple):
     back: Router
     """Among those that only decode, if there are any."""
 
+    @property
+    def informed(self) -> bool:
+        """Whether any of them wants to hear of requests that are over."""
+        return self.front.informed or self.back.informed
+
     def over(self, now: int, request: Request, core: EngineCore) -> None:
         """Tell whoever sent a request to a core that it is there no more: finished, or lost with it."""
         router = self.back if self.back.cores and core.connector is None else self.front
@@ -45,8 +50,8 @@ class Handover:
         self._transfers: dict[int, KvTransfer] = {}  # by request
         self._unroutable: list[KvTransfer] = []  # no decode core is up
         self._serial = 0
-        links = (core.connector.link for core in cores if core.connector is not None)
-        self._links = {link.number: link for link in links}
+        connectors = (core.connector for core in cores if core.connector is not None)
+        self._links = {link.number: link for connector in connectors for link in connector.links}
         self._longest = min((core.scheduler.max_model_len for core in routers.back.cores), default=0)
 
     def fits(self, number: int) -> bool:

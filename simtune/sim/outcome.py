@@ -104,3 +104,10 @@ class Outcome:
     """Times between tokens, without a value per token, for a jump's are an arithmetic progression. A row (first, slope,
     steps, decodes) stands for `steps` steps of `decodes` tokens, the k-th taking first + k * slope ticks."""
     records: list[StepRecord] = field(default_factory=list)
+    role_switches: int | None = None
+    """Instances that took the other role, where a controller lets them."""
+
+    @property
+    def controlled(self) -> dict[str, int]:
+        """What a controller did, by its name in a summary; nothing where there is none."""
+        return {} if self.role_switches is None else {"role_switches": self.role_switches}

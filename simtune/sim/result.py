@@ -246,7 +246,7 @@ class Result:
         if self.drafted.rounds:
             where_it_applies["speculation"] = verifications(self.drafted)
         used = instances(self.outcome.cores, self._answered_on(completed), duration)
-        where_it_applies |= energy_of(self.power, used, duration, output, self.scale)
+        where_it_applies |= self.outcome.controlled | energy_of(self.power, used, duration, output, self.scale)
         return SimulationSummary(
             requests=len(completed),
             completed=int(completed.sum()),

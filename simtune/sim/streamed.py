@@ -437,7 +437,7 @@ class StreamedResult:
         if drafted.rounds:
             further["speculation"] = verifications(drafted)
         used = instances(self.outcome.cores, t.answered.tolist(), duration)
-        further |= energy_of(self.power, used, duration, t.output_tokens, 1.0)
+        further |= self.outcome.controlled | energy_of(self.power, used, duration, t.output_tokens, 1.0)
         return SimulationSummary(
             requests=len(self.load),
             completed=t.completed,
@@ -508,7 +508,7 @@ def simulate_streamed(
                              "leave --stream out")  # fmt: skip
         world = StreamedWorld(
             load, slo, cores=wiring.cores, router=wiring.router, decode_router=wiring.decode_router,
-            changes=wiring.changes, stop_when=watched(watch, len(load)),
+            changes=wiring.changes, control=wiring.control, stop_when=watched(watch, len(load)),
         )  # fmt: skip
         outcome = world.run()
     if brought:

@@ -126,6 +126,9 @@ class SimulationSummary(Record):
     )
     resent: Uncertain[Whole] = Field(description="times a request was sent to another instance after a failure")
     transferred_bytes: Uncertain[Whole] = Field(description="KV cache sent from prefill to decode instances")
+    role_switches: Uncertain[Whole | None] = Field(
+        None, description="instances that took the other role; left out where no controller lets them"
+    )
     instances: Seq[InstanceUse]
     prefix_cache: Seq[PrefixCacheUse] = Field((), description="pools that keep what prompts share")
     speculation: Verifications | None = Field(None, description="left out where nobody drafts")

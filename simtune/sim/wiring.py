@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -14,13 +15,15 @@ from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine.scheduler import Hint
 from simtune.errors import UsageError
 from simtune.sim.availability import Change
+from simtune.sim.control import RoleController, Side
 from simtune.sim.core import EngineCore, KvConnector
 from simtune.sim.families import check_graph_runs
-from simtune.sim.link import TransferLink
 from simtune.sim.parts import POLICY, make_router
 from simtune.sim.pools import DeployedPool, kv_block_bytes
 from simtune.sim.requests import RequestStream
 from simtune.sim.router import Router
+from simtune.sim.ways import ForkedConnector, Links
+from simtune.sim.world import World
 from simtune.specs.model import Model
 from simtune.specs.plan import Failure, KvLink, LeastTokensRouting, Plan, Role, Start, Switch
 from simtune.specs.workload import Slo
@@ -37,10 +40,25 @@ class Wiring:
     router: Router
     decode_router: Router | None
     changes: Sequence[Change]
+    control: RoleController | None
     predicted_tokens: Sequence[int] | None
     """Of every request, where a policy goes by them."""
     deadlines: Sequence[float] | None
     """The same."""
+
+    def world(self, stream: RequestStream, **how: Any) -> World:
+        """Its world under a stream of requests; `how` it runs are further arguments of `World`."""
+        return World(
+            self.cores,
+            stream,
+            router=self.router,
+            decode_router=self.decode_router,
+            changes=self.changes,
+            control=self.control,
+            predicted_tokens=self.predicted_tokens,
+            deadlines=self.deadlines,
+            **how,
+        )
 
 
 def wire(
@@ -59,7 +77,7 @@ def wire(
     if stream.graph is not None:
         check_graph_runs(plan)
     block_tokens = _hash_block_tokens(pools, stream)
-    joining = Counter(event.to for event in plan.events if isinstance(event, Switch))
+    joining = _joining(plan)
     by_pool = {
         p.spec.name: p.cores(
             (instances or p.spec.instances) + joining[p.spec.name], block_tokens, p.speculation(stream, seed)
@@ -78,6 +96,7 @@ def wire(
         router=make_router(plan.router, _of_roles(by_pool, pools, "mixed", "prefill"), stream, seed),
         decode_router=decode_router,
         changes=changes,
+        control=_controller(plan, by_pool),
         predicted_tokens=_predicted_tokens(pools, stream, seed),
         deadlines=_deadlines(stream, slo) if _reading(pools, "deadline") else None,
     )
@@ -162,28 +181,27 @@ def transfer_terms(sent: Sequence[Model], pool: DeployedPool, link: KvLink) -> T
 
 
 def _connect(plan: Plan, model: Model, pools: Sequence[DeployedPool], by_pool: ByPool) -> None:
-    """Give every prefill instance its way out."""
-    way = plan.link
-    assert way is not None
-    links: list[TransferLink] = []
+    """Give every prefill instance its way out: to all decode pools, unless links of their own lead to some."""
+    links = Links()
     for pool in pools:
         if pool.spec.role != "prefill":
             continue
         sent = _sent(plan, model, pool)
-        kv = transfer_terms(sent, pool, way)
-        by_instance: dict[int, TransferLink] = {}
+        block_bytes, layers = sum(kv_block_bytes(m, pool.spec) for m in sent), sum(m.num_layers for m in sent)
+        ways = {other.name: plan.way(pool.spec.name, other.name) for other in plan.pools if other.role == "decode"}
+        terms = {to: transfer_terms(sent, pool, way) for to, way in ways.items()}
         for core in by_pool[pool.spec.name]:
-            if core.instance not in by_instance:
-                if not (way.shared and links):
-                    links.append(TransferLink(kv.bytes_per_s, len(links)))
-                by_instance[core.instance] = links[-1]
-            core.connector = KvConnector(
-                by_instance[core.instance],
-                block_bytes=sum(kv_block_bytes(model, pool.spec) for model in sent),
-                setup=round(kv.setup_s * TICKS_PER_SECOND),
-                descriptors=round(kv.block_s * TICKS_PER_SECOND),
-                layers=sum(model.num_layers for model in sent) if way.layerwise else 1,
-            )
+            by_target = {
+                to: KvConnector(
+                    links.out_of(core, way, terms[to].bytes_per_s),
+                    block_bytes=block_bytes,
+                    setup=round(terms[to].setup_s * TICKS_PER_SECOND),
+                    descriptors=round(terms[to].block_s * TICKS_PER_SECOND),
+                    layers=layers if way.layerwise else 1,
+                )
+                for to, way in ways.items()
+            }
+            core.connector = next(iter(by_target.values())) if plan.links is None else ForkedConnector(by_target)
 
 
 def _sent(plan: Plan, model: Model, pool: DeployedPool) -> list[Model]:
@@ -201,6 +219,33 @@ def _sent(plan: Plan, model: Model, pool: DeployedPool) -> list[Model]:
 
 
 # --- what happens to instances ----------------------------------------------------------------------------
+
+
+def _joining(plan: Plan) -> Counter[str]:
+    """Instances that each pool may get from others, by its name."""
+    if plan.control is not None:
+        one, other = plan.pools
+        return Counter({one.name: other.instances, other.name: one.instances})
+    return Counter(event.to for event in plan.events if isinstance(event, Switch))
+
+
+def _controller(plan: Plan, by_pool: ByPool) -> RoleController | None:
+    """What lets instances take the other role: the places that a pool has beyond its own instances are those of the
+    other pool."""
+    control = plan.control
+    if control is None:
+        return None
+    prefill, decode = (next(pool for pool in plan.pools if pool.role == role) for role in ("prefill", "decode"))
+    both = prefill.instances + decode.instances
+    prefilling = [_of_instance(by_pool[prefill.name], place) for place in range(both)]
+    decoding = [_of_instance(by_pool[decode.name], (place - prefill.instances) % both) for place in range(both)]
+    return RoleController(
+        Side(control.prefill, prefilling),
+        Side(control.decode, decoding),
+        every=round(control.every_s * TICKS_PER_SECOND),
+        patience=control.patience,
+        delay=round(control.switch_s * TICKS_PER_SECOND),
+    )
 
 
 def _changes(plan: Plan, by_pool: ByPool) -> list[Change]:

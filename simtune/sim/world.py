@@ -8,11 +8,23 @@ instances come and go, and the `Recorder` writes down what becomes of it all.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from simtune.engine import PrefixCache, Progress, Request
-from simtune.sim.agenda import ARRIVAL, CHANGE, DRAINED, STEP_END, TRANSFER_END, TRANSFER_START, WAKE, Agenda
+from simtune.sim.agenda import (
+    ARRIVAL,
+    CHANGE,
+    DRAINED,
+    LOOK,
+    STEP_END,
+    TRANSFER_END,
+    TRANSFER_START,
+    WAKE,
+    Agenda,
+    Handler,
+)
 from simtune.sim.availability import Availability, Change
+from simtune.sim.control import RoleController
 from simtune.sim.core import EngineCore
 from simtune.sim.dispatch import Dispatcher
 from simtune.sim.families import FamilySource
@@ -35,6 +47,7 @@ class World:
         router: Router | None = None,
         decode_router: Router | None = None,
         changes: Sequence[Change] = (),
+        control: RoleController | None = None,
         predicted_tokens: Sequence[int] | None = None,
         deadlines: Sequence[float] | None = None,
         single_steps: bool = False,
@@ -43,6 +56,7 @@ class World:
     ) -> None:
         """`cores` are all cores of the deployment. `router` chooses among those that take new requests (all of them,
         one after the other, unless given), `decode_router` among those that take over from cores with a `connector`.
+        `control` moves instances between the two.
 
         `single_steps` takes every step as an event of its own: slow, and the oracle for jumps. `record` keeps every
         jump for timelines.
@@ -57,6 +71,8 @@ class World:
             front=RoundRobin(self._cores) if router is None else router,
             back=RoundRobin([]) if decode_router is None else decode_router,
         )
+        if control is not None:
+            self._routers = control.counted(self._routers)
         self._agenda = Agenda()
         self._recorder, self._source = self._books(stream, record, predicted_tokens, deadlines)
         self._handover = Handover(self._agenda, self._recorder, self._source, self._routers, self._cores)
@@ -64,7 +80,8 @@ class World:
         self._availability = Availability(
             self._agenda, self._recorder, self._routers, self._dispatcher, self._handover, changes
         )
-        self._informed, self._followed = self._routers.front.informed, self._source.follows
+        self._control = control
+        self._informed, self._followed = self._routers.informed, self._source.follows
         self._unheard = not (self._informed or self._followed) and self._stop_when is None
         receiving = set(self._routers.back.cores)
         for core in self._cores:
@@ -88,30 +105,40 @@ class World:
     def run(self) -> Outcome:
         """Run until every request is finished or refused, no core is up to serve it, or `stop_when` says so."""
         self._source.begin()
+        handlers = self._handlers()
         collects = gc.isenabled()
         gc.disable()  # requests come and go by the million, and none of them refers to itself
         try:
-            self._agenda.run(
-                {
-                    STEP_END: self._end_step,
-                    TRANSFER_START: self._handover.start,
-                    TRANSFER_END: self._handover.end,
-                    CHANGE: self._availability.change,
-                    DRAINED: self._availability.drained,
-                    ARRIVAL: self._dispatcher.arrive,
-                    WAKE: self._start_step,
-                }
-            )
+            self._agenda.run(handlers)
         finally:
             if collects:
                 gc.enable()
-        return self._recorder.outcome(
+        outcome = self._recorder.outcome(
             self._source.arrival,
             stopped=self._source.stopped(),
             aborted=self._agenda.stopped,
             events=self._agenda.handled,
             cores=[_use(core) for core in self._cores],
         )
+        if self._control is not None:
+            outcome.role_switches = self._control.switches
+        return outcome
+
+    def _handlers(self) -> Mapping[int, Handler]:
+        """Who is called, by the phase of an event."""
+        handlers = {
+            STEP_END: self._end_step,
+            TRANSFER_START: self._handover.start,
+            TRANSFER_END: self._handover.end,
+            CHANGE: self._availability.change,
+            DRAINED: self._availability.drained,
+            ARRIVAL: self._dispatcher.arrive,
+            WAKE: self._start_step,
+        }
+        if self._control is not None:
+            self._control.begin(self._agenda, self._availability)
+            handlers[LOOK] = self._control.look
+        return handlers
 
     def _start_step(self, now: int, number: int, version: int) -> None:
         self._cores[number].start(now)

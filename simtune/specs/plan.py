@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -29,7 +30,9 @@ from simtune.specs.base import (
     Spec,
     TokenBudget,
 )
+from simtune.specs.control import RoleControl, check_control
 from simtune.specs.parts import PartName
+from simtune.specs.shares import DeviceShare, check_shares
 from simtune.specs.speculation import Speculation
 from simtune.specs.stages import Stage, check_stages
 
@@ -288,6 +291,7 @@ class Pool(Part):
     )
     max_model_len: Context | None = Field(None, description="longest prompt + output; the model's limit unless given")
     speculation: Speculation | None = Field(None, description="how it drafts; every token by itself unless given")
+    share: DeviceShare | None = Field(None, description="of its GPUs; it has them to itself unless given")
     costs: str | None = Field(
         None,
         description="measured whole steps in place of operators: a table (CSV, Parquet) or a log (.jsonl)",
@@ -494,6 +498,13 @@ class KvLink(Part):
     shared: bool = Field(False, description="true: all prefill instances share one link; false: each has its own")
 
 
+class PairLink(KvLink):
+    """The way from one prefill pool to one decode pool, in place of the one between all."""
+
+    source: str = Field(alias="from", description="the prefill pool, by name")
+    to: str = Field(description="the decode pool")
+
+
 class Plan(Spec):
     """A deployment with every knob set."""
 
@@ -503,16 +514,22 @@ class Plan(Spec):
     router: Routing = RoundRobinRouting()
     decode_router: Routing | None = Field(None, description="chooses the decode instance; least_tokens unless given")
     link: KvLink | None = Field(None, description="between prefill and decode instances")
+    links: Annotated[Seq[PairLink], Field(strict=False)] | None = Field(
+        None, description="links of their own between pools, by pair; the others have the one above"
+    )
     events: Annotated[Seq[Event], Field(strict=False)] = ()
     stages: Annotated[Seq[Stage], Field(strict=False)] | None = Field(
         None, description="services that requests go through before a pool, or beside it"
+    )
+    control: RoleControl | None = Field(
+        None, description="lets instances of the prefill and the decode pool take the other role; none do unless given"
     )
 
     @property
     def num_devices(self) -> int:
         """GPUs of all pools and stages."""
         of_stages = sum(stage.instances * stage.devices for stage in self.stages or ())
-        return of_stages + sum(pool.instances * pool.devices for pool in self.pools)
+        return of_stages + sum(p.instances * p.devices for p in self.pools if p.share is None or p.share.beside is None)
 
     def pool(self, name: str) -> Pool:
         """The pool of a name that is there."""
@@ -531,6 +548,20 @@ class Plan(Spec):
         return self
 
     @model_validator(mode="after")
+    def _shares_add_up(self) -> Self:
+        for i, pool in enumerate(self.pools):
+            if pool.share is not None and pool.share.beside is not None:
+                self._named(pool.share.beside, "it is to be beside", "pools", i, "share", "beside")
+        check_shares(self.pools)
+        return self
+
+    @model_validator(mode="after")
+    def _equal_instances_controlled(self) -> Self:
+        if self.control is not None:
+            check_control(self.control, self.pools, bool(self.events))
+        return self
+
+    @model_validator(mode="after")
     def _of_some_size(self) -> Self:
         if self.num_devices > MOST_GPUS:
             largest = max(range(len(self.pools)), key=lambda i: self.pools[i].instances * self.pools[i].devices)
@@ -546,11 +577,34 @@ class Plan(Spec):
             (there,) = roles
             missing = "decode" if there == "prefill" else "prefill"
             raise ValueError(f"a {there} pool needs a {missing} pool beside it; add one, or make the role mixed")
-        if roles == {"prefill", "decode"} and self.link is None:
+        if roles == {"prefill", "decode"} and self.link is None and self.links is None:
             raise ValueError(
                 "prefill and decode pools need a link between them; write `link: {}` for the hardware's inter_node link"
             )
         return self
+
+    @model_validator(mode="after")
+    def _links_between_pools(self) -> Self:
+        pairs: set[tuple[str, str]] = set()
+        for i, link in enumerate(self.links or ()):
+            for key, name, role in (("from", link.source, "prefill"), ("to", link.to, "decode")):
+                self._named(name, "the link names", "links", i, key)
+                if self.pool(name).role != role:
+                    raise ErrorAt(f"pool {name} is a {self.pool(name).role} pool; give a {role} pool", "links", i, key)
+            if (link.source, link.to) in pairs:
+                raise ErrorAt(f"there are two links from {link.source} to {link.to}; leave one out", "links", i)
+            pairs.add((link.source, link.to))
+        if self.links is not None and self.link is None:
+            for source, to in product(*([p.name for p in self.pools if p.role == r] for r in ("prefill", "decode"))):
+                if (source, to) not in pairs:
+                    raise ErrorAt(f"nothing leads from {source} to {to}; add a link, or one for all (`link`)", "links")
+        return self
+
+    def way(self, source: str, to: str) -> KvLink:
+        """The link from a prefill to a decode pool."""
+        own = next((link for link in self.links or () if (link.source, link.to) == (source, to)), self.link)
+        assert own is not None
+        return own
 
     @model_validator(mode="after")
     def _pools_of_routers(self) -> Self:

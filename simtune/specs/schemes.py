@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, repeat
 from operator import mul
 from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
@@ -12,8 +12,9 @@ from pydantic import Field, field_validator, model_validator
 
 from simtune.plugins import Family
 from simtune.specs.acceptance import Rates
-from simtune.specs.base import Drafts, Part, Seats, Seq
+from simtune.specs.base import Drafts, ErrorAt, Part, Seats, Seq
 from simtune.specs.drafters import Drafter, DraftModel, Eagle
+from simtune.specs.feedback import Rule
 from simtune.specs.kinds import OneOf, by_kind
 from simtune.specs.trees import Node, Ranks, at_least, depth_of, dynamic, width_of
 
@@ -79,6 +80,8 @@ class Scheme(Part):
     the scheme. Else scheduling is synchronous, whatever the host's work costs."""
     varies_with_batch: ClassVar[bool] = False
     """Whether `tokens_for` depends on the batch."""
+    adapts: ClassVar[bool] = False
+    """Whether a request's draft lengths follow from what became of its drafts before: `lengths` says how."""
     needs: ClassVar[tuple[type[Drafter], ...]] = ()
     """The drafters it goes with; all unless given."""
     needs_because: ClassVar[str] = "does not go with drafter {drafter}"
@@ -103,7 +106,7 @@ class Scheme(Part):
 
     @property
     def _may_be_fewer(self) -> bool:
-        return self.varies_with_batch or self.stops_below is not None or self.batch_tokens is not None
+        return self.varies_with_batch or self.adapts or self.stops_below is not None or self.batch_tokens is not None
 
     @property
     def shortest(self) -> int:
@@ -113,6 +116,11 @@ class Scheme(Part):
     def tokens_for(self, batch: int) -> int:
         """Draft tokens of each request at this running batch."""
         return self.shape.drafts
+
+    def lengths(self, kept: Iterator[int]) -> Iterator[int]:
+        """Drafts made in each round of a request that adapts, given how many would be kept of each were all made; each
+        is asked for before what becomes of it is looked at."""
+        return repeat(self.shape.depth)
 
     def in_words(self) -> str:
         """For a cell of a table."""
@@ -236,6 +244,43 @@ class Threshold(Scheme):
     def stops_below(self) -> float:
         """The probability of some rejection turned round."""
         return 1 - self.stop_at
+
+
+class Adaptive(Scheme):
+    """A chain whose length each request's own rounds decide, by a rule that looks at how many drafts were kept."""
+
+    kind: Literal["adaptive"] = "adaptive"
+    start: Drafts = Field(description="draft tokens of the first round")
+    min_tokens: Drafts = 1
+    max_tokens: Drafts
+    rule: Rule
+
+    words: ClassVar[str] = "chain of {min_tokens} to {max_tokens}, by acceptance ({rule.kind})"
+    adapts: ClassVar[bool] = True
+
+    @model_validator(mode="after")
+    def _within(self) -> Self:
+        if not self.min_tokens <= self.start <= self.max_tokens:
+            raise ErrorAt(
+                f"start ({self.start}) must lie between min_tokens ({self.min_tokens}) and max_tokens "
+                f"({self.max_tokens})",
+                "start",
+            )
+        return self
+
+    @property
+    def shape(self) -> RoundShape:
+        """That of the longest chain."""
+        return _chain(self.max_tokens)
+
+    @property
+    def shortest(self) -> int:
+        """That of the rule's worst round."""
+        return self.min_tokens
+
+    def lengths(self, kept: Iterator[int]) -> Iterator[int]:
+        """As the rule says."""
+        return self.rule.lengths(self.start, self.min_tokens, self.max_tokens, kept)
 
 
 class TreeScheme(Scheme):
@@ -459,7 +504,7 @@ class Frontier(Scheme):
 
 
 SCHEMES: dict[str, type[Scheme]] = by_kind(
-    Chain, ByBatch, Threshold, StaticTree, DynamicTree, TokenBudget, Pearl, Dsi, Frontier
+    Chain, ByBatch, Threshold, Adaptive, StaticTree, DynamicTree, TokenBudget, Pearl, Dsi, Frontier
 )
 """The schemes of the package by the `kind` in a spec."""
 

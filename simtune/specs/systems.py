@@ -19,11 +19,9 @@ from simtune.specs.yamlfile import Document
 S = TypeVar("S", bound=Spec)
 
 PRIMITIVES: dict[str, str] = {
-    "control": "pools that change their size or role by feedback",
     "device": "a profile of a device that is neither a GPU nor a processor",
     "hierarchy": "drafts that a drafter of their own verifies, or several drafters that share a tree",
     "sp": "chunks or rounds of one sequence that follow one another through the stages of a pipeline",
-    "split": "two instances on shares of one device",
     "tpf": "passes that compute a block or a whole sequence again, and candidates side by side in one pass",
 }
 """What an entry may say it needs and simtune lacks, in words."""

@@ -15,13 +15,16 @@ from simtune.costs.compiled import LinearCosts
 from simtune.costs.ticks import TICKS_PER_SECOND, to_ticks
 from simtune.engine import Scheduler, VllmFcfs
 from simtune.sim.availability import Change
+from simtune.sim.control import RoleController, Side
 from simtune.sim.core import EngineCore, KvConnector, Stepping
 from simtune.sim.link import TransferLink
 from simtune.sim.outcome import Outcome
 from simtune.sim.requests import RequestStream
 from simtune.sim.router import ROUTERS, LoadAware, Need, Router
 from simtune.sim.stepping import DpGroup, Pipeline
+from simtune.sim.ways import ForkedConnector
 from simtune.sim.world import World
+from simtune.specs.control import Pressure
 
 BLOCK_BYTES = 1000
 SESSIONS = 5
@@ -100,6 +103,8 @@ class Way(NamedTuple):
     block_s: float
     layers: int
     shared: bool
+    forked: bool = False
+    """Half of the decode instances are a pool with a link of its own, twice as fast."""
 
 
 class Incident(NamedTuple):
@@ -110,6 +115,16 @@ class Incident(NamedTuple):
     pool: int
     instance: int
     for_s: float
+
+
+class Moves(NamedTuple):
+    """How instances of the two pools, which are all equal, take each other's role."""
+
+    prefill: Pressure
+    decode: Pressure
+    every_s: float
+    patience: int
+    delay_s: float
 
 
 @dataclass(frozen=True)
@@ -136,6 +151,7 @@ class Cluster:
     """Times of steps and swaps are so many times those of the pools."""
     predicted_tokens: list[int] | None = None
     deadlines: list[float] | None = None
+    moves: Moves | None = None
     cores: list[EngineCore] = field(default_factory=list)
     """Those of the latest run."""
 
@@ -143,10 +159,13 @@ class Cluster:
         """Simulate it from the beginning."""
         front = self._cores(self.front, "front")
         back = [] if self.back is None else self._cores(self.back, "back")
+        control = self._control(front, back)
         self.cores[:] = front + back
         for number, core in enumerate(self.cores):
             core.number = number
         if back:
+            for core in back[: len(back) // 2 if self.way.forked else 0]:
+                core.pool = "near"
             self._connect(front)
         return World(
             self.cores,
@@ -154,11 +173,30 @@ class Cluster:
             router=self._router(front),
             decode_router=self._router(back) if back else None,
             changes=[change for incident in self.incidents for change in _changes(incident, front, back)],
+            control=control,
             predicted_tokens=self.predicted_tokens,
             deadlines=self.deadlines,
             single_steps=single_steps,
             record=record,
         ).run()
+
+    def _control(self, front: list[EngineCore], back: list[EngineCore]) -> RoleController | None:
+        """With moves the second half of the instances of each pool are those of the other, in this pool's role."""
+        if self.moves is None or self.back is None:
+            return None
+        for pool, cores in ((self.front, front), (self.back, back)):
+            for core in cores:
+                core.up = core.instance < pool.instances // 2
+        sides = [_by_instance(front, self.front.instances), _by_instance(back, self.back.instances)]
+        own = self.back.instances // 2
+        sides[1] = sides[1][own:] + sides[1][:own]
+        return RoleController(
+            Side(self.moves.prefill, sides[0]),
+            Side(self.moves.decode, sides[1]),
+            every=to_ticks(self.moves.every_s),
+            patience=self.moves.patience,
+            delay=to_ticks(self.moves.delay_s),
+        )
 
     def _cores(self, pool: SmallPool, name: str) -> list[EngineCore]:
         costs = ImbalancedCosts if self.imbalanced else LinearCosts
@@ -207,14 +245,17 @@ class Cluster:
     def _connect(self, front: Sequence[EngineCore]) -> None:
         way = self.way
         links = [TransferLink(way.bytes_per_s, 0 if way.shared else i) for i in range(self.front.instances)]
+        near = TransferLink(2 * way.bytes_per_s, len(links))
+        setup, block = round(way.setup_s * TICKS_PER_SECOND), round(way.block_s * TICKS_PER_SECOND)
         for core in front:
-            core.connector = KvConnector(
-                links[0 if way.shared else core.instance],
-                BLOCK_BYTES,
-                round(way.setup_s * TICKS_PER_SECOND),
-                round(way.block_s * TICKS_PER_SECOND),
-                way.layers,
-            )
+            far = KvConnector(links[0 if way.shared else core.instance], BLOCK_BYTES, setup, block, way.layers)
+            core.connector = far
+            if way.forked:
+                core.connector = ForkedConnector({"back": far, "near": KvConnector(near, BLOCK_BYTES, 0, block)})
+
+
+def _by_instance(cores: Sequence[EngineCore], instances: int) -> list[list[EngineCore]]:
+    return [[core for core in cores if core.instance == instance] for instance in range(instances)]
 
 
 def _changes(incident: Incident, front: list[EngineCore], back: list[EngineCore]) -> list[Change]:
@@ -274,6 +315,7 @@ def clusters(draw: st.DrawFn, apart: bool, failing: bool, max_pp: int = 3) -> Cl
             draw(st.sampled_from([0.0, 2e-3])),
             draw(st.sampled_from([0.0, 1e-6])),
             draw(st.sampled_from([1, 4])),
+            draw(st.booleans()),
             draw(st.booleans()),
         ),
         async_scheduling=draw(st.booleans()),
@@ -336,6 +378,34 @@ def of_policy(
     )
 
 
+@st.composite
+def controlled(draw: st.DrawFn) -> Cluster:
+    """Prefill and decode apart, and instances that take the other role."""
+    cluster = draw(clusters(apart=True, failing=False, max_pp=2))
+    assert cluster.back is not None
+    instances = 2 * draw(st.integers(1, 3))
+    pressures = st.builds(
+        Pressure,
+        watch=st.sampled_from(["waiting", "under_way"]),
+        low=st.sampled_from([0.0, 1.0, 2.0]),
+        high=st.sampled_from([2.5, 3.0, 6.0]),
+        least=st.just(1),
+    )
+    return replace(
+        cluster,
+        front=replace(cluster.front, instances=instances),
+        back=replace(cluster.back, instances=instances),
+        moves=Moves(
+            draw(pressures),
+            draw(pressures),
+            draw(st.sampled_from([1e-3, 3.3e-3, 0.017])),
+            draw(st.integers(1, 3)),
+            draw(st.sampled_from([0.0, 4e-3, 0.05])),
+        ),
+        cores=[],
+    )
+
+
 # --- what must hold ---------------------------------------------------------------------------------------
 
 
@@ -357,6 +427,9 @@ def check(cluster: Cluster) -> None:
         ends[record.core] = record.end
     event(f"resent: {min(3, int(jumped.resent.sum()))}+")
     event(f"preempted: {min(3, int(jumped.preemptions.sum()))}+")
+    if cluster.moves is not None:
+        assert jumped.role_switches == stepped.role_switches == flown.role_switches
+        event(f"role switches: {min(3, jumped.role_switches or 0)}+")
 
 
 def _check_nothing_is_left(cluster: Cluster) -> None:
@@ -382,6 +455,6 @@ def _check_transfers(cluster: Cluster, outcome: Outcome) -> None:
     assert (sent == (cluster.stream.output_tokens > 1))[whole].all(), "who has more than one token is sent"
     assert (outcome.first_token[sent] <= outcome.transferred[sent]).all(), "sent before the prompt was done"
     assert (outcome.transferred[sent & whole] < outcome.finish[sent & whole]).all(), "finished before it was sent"
-    if whole.all() and not any(incident.what == "switch" for incident in cluster.incidents):
+    if whole.all() and cluster.moves is None and not any(i.what == "switch" for i in cluster.incidents):
         blocks = -(-cluster.stream.prompt_tokens[sent] // cluster.block_size)
         assert outcome.transferred_bytes == BLOCK_BYTES * int(blocks.sum()), "bytes are lost or doubled on the way"

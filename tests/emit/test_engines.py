@@ -23,10 +23,12 @@ from simtune.specs.drafters import (
     ParallelDecoder,
     Suffix,
 )
+from simtune.specs.feedback import StepRule
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan, Pool
 from simtune.specs.schemes import (
     SCHEMES,
+    Adaptive,
     BatchRange,
     ByBatch,
     Chain,
@@ -46,6 +48,7 @@ ONE_OF_EACH: list[Scheme] = [
     Chain(tokens=3),
     ByBatch(max_tokens=3, ranges=(BatchRange(first=1, last=8, tokens=3),)),
     Threshold(max_tokens=3, stop_at=0.5),
+    Adaptive(start=2, max_tokens=3, rule=StepRule(up=2, down=1)),
     StaticTree(nodes=((1,), (2,))),
     DynamicTree(steps=2, topk=2, tokens=4),
     TokenBudget(tokens=9, max_tokens=3),

@@ -12,6 +12,7 @@ import yaml
 
 from simtune.emit import ENGINES
 from simtune.emit.dynamo import kubernetes_name, service_name
+from simtune.errors import UsageError
 from simtune.specs.catalog import load_model
 from simtune.specs.plan import Plan, Pool
 
@@ -217,3 +218,14 @@ def test_names_are_those_of_kubernetes() -> None:
     assert kubernetes_name("_" * 9) == "plan"
     assert len(kubernetes_name("a" * 100)) == 63
     assert service_name(pools_of("vllm").pools[1]) == "BackEndWorker"
+
+
+@pytest.mark.parametrize("engine", POLICIES)
+def test_shares_of_a_gpu_are_refused_by_name(engine: str) -> None:
+    plan = pools_of(engine).model_dump(mode="json", exclude_none=True)
+    plan["pools"][0] |= {"instances": 2, "share": {"processors": 0.5, "bandwidth": 0.5}}
+    plan["pools"][1]["share"] = {"processors": 0.5, "bandwidth": 0.5, "beside": "front"}
+    for pool in plan["pools"]:
+        pool["kv_cache"]["memory_utilization"] = 0.45
+    with pytest.raises(UsageError, match=r"pool back\.end: share: .* is not told of shares of a GPU"):
+        ENGINES[engine].files(Plan.model_validate(plan, strict=False), MODEL)

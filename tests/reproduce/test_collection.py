@@ -88,18 +88,18 @@ def test_an_unknown_name_is_told_the_nearest() -> None:
         ("gain: 2,", "gain: 2, value: 3,", ":9:41: systems.0.claim.value: give a gain or a value, not both"),
         (
             "  base:",
-            "  needs: [splits]\n  base:",
-            ":11:3: systems.0.needs: unknown primitive 'splits', did you mean split",
+            "  needs: [hierarchys]\n  base:",
+            ":11:3: systems.0.needs: unknown primitive 'hierarchys', did you mean hierarchy",
         ),
-        ("  base:", "  needs: [split]\n  base:", ":6:3: systems.0: give a variant that is run, or what it needs"),
+        ("  base:", "  needs: [hierarchy]\n  base:", ":6:3: systems.0: give a variant that is run, or what it needs"),
         (
             "  base:",
-            "  chosen: all\n  needs: [split]\n  base:",
+            "  chosen: all\n  needs: [hierarchy]\n  base:",
             ":6:3: systems.0: give a variant that is run, or what it needs",
         ),
         (
             MINIMAL[MINIMAL.index("  measure") :],
-            "  chosen: all\n  needs: [split]\n",
+            "  chosen: all\n  needs: [hierarchy]\n",
             ":10:3: systems.0.chosen: nothing is run, so nothing was chosen",
         ),
         (

@@ -19,7 +19,7 @@ def played(agenda: Agenda) -> list[Event]:
     def note(phase: int, tick: int, subject: int, version: int) -> None:
         log.append((tick, phase, subject, version))
 
-    agenda.run({phase: partial(note, phase) for phase in range(7)})
+    agenda.run({phase: partial(note, phase) for phase in range(8)})
     return log
 
 

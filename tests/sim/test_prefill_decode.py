@@ -283,3 +283,16 @@ def test_requests_that_nobody_is_left_to_serve_are_not_refused_but_pile_up() -> 
         deploy(
             whole.model_copy(update={"events": at_once}), load_model("llama-3.1-8b"), load_hardware("h100-sxm")
         ).simulate(stream)
+
+
+def test_a_decode_router_hears_of_answers_whatever_chooses_the_prefill_instance() -> None:
+    """A long prompt, answered long ago, does not weigh on its decode instance: of two idle ones the first is taken."""
+    world, costs = Apart(bytes_per_s=1e6), LinearCosts(step_s=1.0)
+    front = EngineCore(world.engine(PLENTY, 1), costs, connector=KvConnector(TransferLink(1e6), 100, 0, 0))
+    back = [EngineCore(world.engine(PLENTY, 8), costs, instance, "decode") for instance in range(2)]
+    stream = stream_of([0.0, 1.0, 100.0], [20, 5, 5], [3, 3, 3])
+    cores = [front, *back]
+    for number, core in enumerate(cores):
+        core.number = number
+    outcome = World(cores, stream, router=RoundRobin([front]), decode_router=LeastTokens(back)).run()
+    assert outcome.core.tolist() == [1, 2, 1]

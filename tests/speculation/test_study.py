@@ -16,8 +16,10 @@ from simtune.sim.requests import build_stream
 from simtune.specs.acceptance import Acceptance, PerPosition, PerRank
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.drafters import DraftModel, Eagle, Medusa
+from simtune.specs.feedback import StepRule
 from simtune.specs.plan import Batching, Parallelism, Plan, Pool
 from simtune.specs.schemes import (
+    Adaptive,
     BatchRange,
     ByBatch,
     Chain,
@@ -172,6 +174,8 @@ def test_yield_and_waste_add_up_to_what_is_verified() -> None:
         (ByBatch(max_tokens=2, ranges=(BatchRange(first=1, last=7, tokens=4), BatchRange(first=8, last=64, tokens=0))),
          "chain of 2 to batch 7, 0 to batch 64", "≤2"),
         (Threshold(max_tokens=8, stop_at=0.4), "chain of 8 at most, stopped at 0.4", "≤8"),
+        (Adaptive(start=2, max_tokens=6, rule=StepRule(up=1, down_times=0.5)), "chain of 1 to 6, by acceptance (steps)",
+         "≤6"),
         (StaticTree(nodes=((1,), (2,), (1, 1))), "tree of 3, 2 deep", "T3"),
         (DynamicTree(steps=3, topk=4, tokens=9), "EAGLE-2 tree of 9: 3 steps, topk 4", "T9"),
         (DynamicTree(steps=3, topk=1, tokens=3), "chain of 3", "3"),

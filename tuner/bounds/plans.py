@@ -60,7 +60,7 @@ class PlanBounds:
         self.front: list[PoolWork] = []
         self.back: list[PoolWork] = []
         """The pools where requests come in, and those that only decode."""
-        self.known = not deployment.plan.events
+        self.known = not deployment.plan.events and deployment.plan.control is None
         for pool in deployment.pools:
             least = least_costs(pool.costs)
             if least is None:
@@ -130,7 +130,9 @@ class PlanBounds:
     def ways(self) -> list[PlanWay]:
         """Of KV caches from prefill to decode instances, where there are such."""
         plan = self.deployment.plan
-        return ways_of(self.deployment.model, plan.link, self.front) if self.back and plan.link is not None else []
+        if not self.back or plan.link is None or plan.links is not None:
+            return []
+        return ways_of(self.deployment.model, plan.link, self.front)
 
     @cached_property
     def way_s(self) -> Array:

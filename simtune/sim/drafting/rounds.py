@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, islice, pairwise
 from operator import getitem
 from typing import Any, NamedTuple
@@ -37,17 +37,18 @@ class RoundDrawer:
     def __init__(self, scheme: Scheme, survival: Survival, output_tokens: Ints, seed: int) -> None:
         self._shape, self._shortest, self._stops_below = scheme.shape, scheme.shortest, scheme.stops_below
         self._survival, self._output, self._seed = survival, output_tokens, seed
+        self._lengths = scheme.lengths if scheme.adapts else None
 
     @property
     def varies(self) -> bool:
         """Whether a drafter that stops by itself may do so elsewhere in every round."""
         revealed = any(isinstance(rates, Revealed) for rates in self._survival.rates)
-        return self._stops_below is not None and revealed
+        return self._lengths is not None or (self._stops_below is not None and revealed)
 
     @property
     def from_the_first(self) -> bool:
         """Whether a request's rounds must be drawn from its first, because each depends on those before."""
-        return self._shape.overlapped
+        return self._shape.overlapped or self._lengths is not None
 
     def enough(self, requests: Ints) -> Ints:
         """Rounds that each of the requests may need, all but a few of them."""
@@ -74,6 +75,8 @@ class RoundDrawer:
             self._by_confidence(requests, counts, rounds, bits, accepted, stops)
         if self._shape.overlapped:
             accepted, stops = overlapped(accepted, starts, self._shape.depth, self._shape.replicas)
+        if self._lengths is not None:
+            accepted, stops = adapted(accepted, starts, self._lengths)
         tokens = accepted.cumsum(dtype=np.int64)
         tokens += np.arange(1, len(tokens) + 1)
         return DrawnRounds(starts, accepted, stops, tokens)
@@ -116,6 +119,18 @@ class RoundDrawer:
             accepted += number < alive
             made += at_least(alive, self._stops_below or 0.0)
         return accepted, made
+
+
+def adapted(
+    right: Counts, starts: Sequence[int], lengths: Callable[[Iterator[int]], Iterator[int]]
+) -> tuple[Counts, Counts]:
+    """(drafts kept, drafts made) in rounds of requests that begin at `starts`, given how many of the drafts are right
+    in each round, and how lengths follow from those."""
+    drawn, made = right.tolist(), list[int]()
+    for begin, end in pairwise(starts):
+        made += islice(lengths(iter(drawn[begin:end])), end - begin)
+    stops = np.array(made, dtype=np.int64)
+    return np.minimum(right, stops), stops
 
 
 def overlapped(right: Counts, starts: Sequence[int], window: int, replicas: int) -> tuple[Counts, Counts]:

@@ -1,0 +1,102 @@
+"""Two pools on the same GPUs: what a plan says of the share of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Protocol
+
+from pydantic import Field
+
+from simtune.specs.base import ErrorAt, Part
+
+PositiveShare = Annotated[float, Field(gt=0, le=1)]
+_ROUNDING = 1e-9
+
+
+class DeviceShare(Part):
+    """What an instance has of each of its GPUs, which instances of two pools share. It keeps its share while the other
+    is idle; memory is shared out by `kv_cache.memory_utilization`, and each holds the weights.
+    """
+
+    processors: PositiveShare = Field(description="share of the processors")
+    bandwidth: PositiveShare = Field(description="share of the memory bandwidth")
+    beside: str | None = Field(
+        None, description="the pool whose instances are on the same GPUs; given by the other one of the two"
+    )
+
+
+class _OfGpus(Protocol):
+    """What an instance takes of its GPUs."""
+
+    @property
+    def devices(self) -> int: ...
+
+
+class _OfMemory(Protocol):
+    """The same of their memory."""
+
+    @property
+    def memory_utilization(self) -> float: ...
+
+
+class _SharingPool(Protocol):
+    """What is asked of a pool here."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def hardware(self) -> str: ...
+    @property
+    def instances(self) -> int: ...
+    @property
+    def devices(self) -> int: ...
+    @property
+    def costs(self) -> str | None: ...
+    @property
+    def share(self) -> DeviceShare | None: ...
+    @property
+    def parallelism(self) -> _OfGpus: ...
+    @property
+    def kv_cache(self) -> _OfMemory: ...
+
+
+def check_shares(pools: Sequence[_SharingPool]) -> None:
+    """Raises ErrorAt where pools that share GPUs are not two and two, differ in what they run on, or take more of it
+    than there is. The pools that are named are there."""
+    by_name = {pool.name: pool for pool in pools}
+    for i, pool in enumerate(pools):
+        at, share = ("pools", i, "share"), pool.share
+        if share is None:
+            continue
+        if pool.costs is not None:
+            raise ErrorAt("measured whole steps are those of a whole GPU; leave `share` out", *at)
+        if share.beside is not None:
+            _check_beside(i, pool, share, by_name[share.beside])
+        elif sum(other.share is not None and other.share.beside == pool.name for other in pools) != 1:
+            raise ErrorAt(f"one pool, and one alone, must be `beside: {pool.name}`, or it has its GPUs to itself", *at)
+
+
+def _check_beside(i: int, pool: _SharingPool, own: DeviceShare, other: _SharingPool) -> None:
+    at = ("pools", i, "share")
+    if other.share is None or other.share.beside is not None:
+        raise ErrorAt(f"pool {other.name} has its GPUs to itself; give it a share without `beside`", *at, "beside")
+    kinds = [(p.hardware, p.instances, p.parallelism.devices, p.devices) for p in (pool, other)]
+    if kinds[0] != kinds[1] or pool.devices != pool.parallelism.devices:
+        raise ErrorAt(
+            f"pools {other.name} and {pool.name} share GPUs: give them the same hardware, instances and parallelism, "
+            "and no drafter with GPUs of its own",
+            *at,
+            "beside",
+        )
+    for what in ("processors", "bandwidth"):
+        both = getattr(own, what) + getattr(other.share, what)
+        if both > 1 + _ROUNDING:
+            raise ErrorAt(f"shares of {other.name} and {pool.name} come to {both:g}, more than all", *at, what)
+    held = pool.kv_cache.memory_utilization + other.kv_cache.memory_utilization
+    if held > 1 + _ROUNDING:
+        raise ErrorAt(
+            f"{other.name} and {pool.name} take {held:g} of the memory of their GPUs; lower memory_utilization",
+            "pools",
+            i,
+            "kv_cache",
+        )

@@ -1,0 +1,103 @@
+"""Two pools on shares of the same GPUs: what a share takes, what both take together, and what makes no sense."""
+
+from __future__ import annotations
+
+import pytest
+
+from simtune.costs.compiled import CompiledCosts, compile_costs
+from simtune.costs.share import share_of
+from simtune.errors import SpecError
+from simtune.sim.deployment import deploy
+from simtune.sim.energy import power_of
+from simtune.specs.catalog import load_hardware, load_model
+from simtune.specs.plan import Plan, Pool
+from simtune.testing.clusters import stream_of
+
+MODEL, HARDWARE = load_model("llama-3.1-8b"), load_hardware("a100-sxm-80g")
+ALONE = {"max_model_len": 8192, "batching": {"max_num_seqs": 64, "max_num_batched_tokens": 8192}}
+PROMPT = [(0, 4096)]
+
+
+def costs(processors: float, bandwidth: float) -> CompiledCosts:
+    pool = Pool.model_validate({"hardware": HARDWARE.name, "instances": 1, **ALONE}, strict=False)
+    return compile_costs(MODEL, share_of(HARDWARE, processors, bandwidth), pool, 8192)
+
+
+def text_of(first: str, second: str, more: str = "instances: 1") -> str:
+    common = f"hardware: a100-sxm-80g, max_model_len: 8192, {more}"
+    batching = "batching: {max_num_seqs: 64, max_num_batched_tokens: 8192}"
+    return (
+        "schema: simtune/plan@1\nname: split\nmodel: llama-3.1-8b\nlink: {}\npools:\n"
+        f"- {{name: p, role: prefill, {common}, {batching}, kv_cache: {{memory_utilization: 0.4}}, {first}}}\n"
+        f"- {{name: d, role: decode, {common}, {batching}, kv_cache: {{memory_utilization: 0.5}}, {second}}}\n"
+    )
+
+
+SHARED = ("share: {processors: 0.6, bandwidth: 0.4}", "share: {processors: 0.4, bandwidth: 0.6, beside: p}")
+
+
+def test_a_step_is_as_long_as_the_resource_it_waits_for() -> None:
+    """A prompt of 4,096 tokens waits for the processors, a decode of one sequence for the memory."""
+    whole, few, slow = costs(1, 1), costs(0.5, 1), costs(1, 0.5)
+    assert few.mixed(0, 0, PROMPT, 1) / whole.mixed(0, 0, PROMPT, 1) == pytest.approx(2, rel=0.12)
+    assert slow.mixed(0, 0, PROMPT, 1) / whole.mixed(0, 0, PROMPT, 1) < 1.2
+    assert few.decode(1, 1000)[0] / whole.decode(1, 1000)[0] == pytest.approx(1, abs=0.05)
+    assert slow.decode(1, 1000)[0] / whole.decode(1, 1000)[0] == pytest.approx(2, rel=0.12)
+
+
+def test_a_smaller_share_is_never_faster_and_never_slower_than_its_smallest_part() -> None:
+    whole = costs(1, 1)
+    for processors, bandwidth in ((0.8, 0.8), (0.5, 0.9), (0.3, 0.3)):
+        share = costs(processors, bandwidth)
+        least = min(processors, bandwidth)
+        for chunks in (PROMPT, [(0, 64)], [(2000, 512)]):
+            ratio = share.mixed(0, 0, chunks, 1) / whole.mixed(0, 0, chunks, 1)
+            assert 0.98 < ratio < 1.02 / least
+        for batch in (1, 32, 64):
+            ratio = share.decode(batch, 1000 * batch)[0] / whole.decode(batch, 1000 * batch)[0]
+            assert 0.98 < ratio < 1.02 / least
+
+
+def test_gpus_and_watts_of_two_pools_on_the_same_ones_are_counted_once() -> None:
+    plan = Plan.from_text(text_of(*SHARED, "instances: 2"))
+    assert plan.num_devices == 2
+    deployment = deploy(plan, MODEL, HARDWARE)
+    power = power_of(deployment.pools)
+    assert power is not None
+    assert HARDWARE.device.power is not None
+    assert sum(of_pool.tdp_w for of_pool in power.values()) == pytest.approx(HARDWARE.device.power.tdp_w)
+    result = deployment.simulate(stream_of([0.0, 0.1, 0.2], [2000] * 3, [50] * 3))
+    assert result.completed.all()
+    assert result.num_gpus == 2
+
+
+def test_jumps_are_single_steps_to_the_tick() -> None:
+    deployment = deploy(Plan.from_text(text_of(*SHARED)), MODEL, HARDWARE)
+    stream = stream_of([0.02 * i for i in range(30)], [300 + 37 * i for i in range(30)], [20 + i for i in range(30)])
+    jumped, stepped = deployment.simulate(stream), deployment.simulate(stream, single_steps=True)
+    for column in ("scheduled", "first_token", "transferred", "finish"):
+        assert getattr(jumped.outcome, column).tolist() == getattr(stepped.outcome, column).tolist()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (SHARED[0], "", "pools.0.share: one pool, and one alone, must be `beside: p`"),
+        ("", SHARED[1], "pools.1.share.beside: pool p has its GPUs to itself; give it a share without `beside`"),
+        (SHARED[0], SHARED[1].replace("0.4", "0.5"), "pools.1.share.processors: shares of p and d come to 1.1"),
+        (SHARED[0], SHARED[1].replace("0.6", "0.7"), "pools.1.share.bandwidth: shares of p and d come to 1.1"),
+        (SHARED[0], SHARED[1].replace("p}", "q}"), "pools.1.share.beside: it is to be beside pool 'q'"),
+        (SHARED[0], f"{SHARED[1]}, parallelism: {{tp: 2}}", "share GPUs: give them the same hardware, instances and"),
+        (SHARED[0], f"{SHARED[1]}, costs: steps.csv", "pools.1.share: measured whole steps are those of a whole GPU"),
+    ],
+)
+def test_shares_that_make_no_sense_are_refused_with_their_place(first: str, second: str, message: str) -> None:
+    with pytest.raises(SpecError) as error:
+        Plan.from_text(text_of(first, second).replace(", }", "}"), "p.yaml")
+    assert message in str(error.value)
+
+
+def test_pools_that_take_more_memory_than_there_is_are_refused() -> None:
+    text = text_of(*SHARED).replace("memory_utilization: 0.5", "memory_utilization: 0.7")
+    with pytest.raises(SpecError, match=r"pools\.1\.kv_cache: p and d take 1\.1 of the memory of their GPUs"):
+        Plan.from_text(text, "p.yaml")
