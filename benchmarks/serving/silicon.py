@@ -5,13 +5,12 @@ origin of the row:
 
 * a public sweep draws both lengths evenly from 0.8 L to L and keeps `concurrency` requests under way, ten times as many
   in all, the first of them at once;
-* of a gap analysis the client is unknown. It is taken to ask as often, with equal requests; with lengths that vary by a
-  tenth in the analyses of SGLang 0.5.6 and TensorRT-LLM 1.0, where requests did not stay in step: first tokens of the
-  one come sooner than that would let them, prompts of the other take as many steps as there are prompts.
+* a gap analysis asks as often, with equal requests (genai-perf as in src/aiconfigurator/eval of
+  ai-dynamo/aiconfigurator: ten requests for each user, no deviation of lengths); only those of `OUT_OF_STEP` with
+  lengths that vary by a tenth.
 
-Engines run with their presets (`preset_of`, `settings_of`), and in public sweeps with what their published launch files
-say besides (InferenceMAX, benchmarks/: the all-reduce fused with the norm in all of vLLM's and SGLang's for Blackwell;
-fp8 KV caches and 256 seats in SGLang's).
+Engines run with their presets (`preset_of`, `settings_of`), and with what their launch files say besides
+(`benchmarks.serving.launches`).
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.serving.launches import Launch, analysed, swept
 from simtune.specs.catalog import load_engine, load_hardware, load_model, names
 from simtune.specs.engine import merged
 from simtune.specs.model import LayerGroup, Model, MoeFeedForward
@@ -44,13 +44,8 @@ ROUTING_SKEW = 0.7
 """Zipf exponent of how often experts are chosen. AIConfigurator takes models to route by its `power_law_1.01`: times of
 experts on one rank under it, over those of tokens dealt out, are about those of the experts that exponents of 0.5 to
 0.9 wake, from one to eight rows an expert."""
-OUT_OF_STEP = ("sglang 0.5.6", "trtllm 1.0")
-"""Engines and releases whose gap analysis is taken to have asked with lengths that vary by a tenth."""
-LAUNCHED: dict[str, dict[str, Any]] = {
-    "vllm": {"fused": ["norm"]},
-    "sglang": {"fused": ["norm"], "kv_cache": {"dtype": "fp8"}, "batching": {"max_num_seqs": 256}},
-}
-"""What launch files of the public sweep say by engine on Blackwell, beyond the presets."""
+OUT_OF_STEP = "llama-3.1-8b"
+"""The model whose gap analyses are taken to have asked with lengths that vary by a tenth."""
 ROUNDS = 10
 """Requests per client."""
 
@@ -136,18 +131,19 @@ def spread_of(run: Run) -> tuple[float, float]:
     """The shortest and the longest requests of a row, over its lengths."""
     if run.sweep:
         return 0.8, 1.0
-    if f"{run.row['engine']} {run.row['engine_version']}".startswith(OUT_OF_STEP):
+    if run.model == OUT_OF_STEP:
         return 0.9, 1.1
     return 1.0, 1.0
 
 
 def preset_of(run: Run) -> str:
-    """The engine preset of a row: the newest release that is not newer, or the oldest there is; where the row tells no
-    release, the newest."""
+    """The engine preset of a row: the newest release that is not newer, or the oldest there is. Where the row tells no
+    release, the newest; of vLLM the oldest, for all those rows are of 2025."""
     family = run.row["engine"]
     releases = sorted(_release(name) for name in names("engine") if load_engine(name).family == family)
     version = run.row["engine_version"]
-    measured = _release(f"-{version}") if version[:1].isdigit() else releases[-1]
+    untold = releases[0] if family == "vllm" else releases[-1]
+    measured = _release(f"-{version}") if version[:1].isdigit() else untold
     fitting = [release for release in releases if release <= measured] or releases[:1]
     return f"{family}-{'.'.join(map(str, fitting[-1]))}"
 
@@ -158,15 +154,32 @@ def _release(name: str) -> tuple[int, ...]:
 
 
 def settings_of(run: Run, model: Model) -> dict[str, Any]:
-    """Of its preset. TensorRT-LLM does not cut prompts unless told, and must then be told how long they are: it is
-    taken to have been told both, with room for the longest prompt beside all that decode."""
+    """Of its preset, and what its launch file says besides."""
     settings = load_engine(preset_of(run)).settings(load_hardware(run.hardware).device, model)
-    if run.sweep and run.hardware == "b200":
-        settings = merged(LAUNCHED.get(run.row["engine"], {}), settings)
-    if run.row["engine"] != "trtllm":
-        return settings
-    room = max(settings["batching"]["max_num_batched_tokens"], run.number("isl") + run.concurrency + 64)
-    return merged({"batching": {"chunked_prefill": True, "max_num_batched_tokens": room}}, settings)
+    launch = launch_of(run)
+    return merged(swept(launch) if run.sweep else analysed(launch), settings)
+
+
+def launch_of(run: Run) -> Launch:
+    """What its launch file goes by."""
+    return Launch(
+        engine=run.row["engine"],
+        release=run.row["engine_version"],
+        weights=run.row["gemm"],
+        model=run.model,
+        hardware=run.hardware,
+        tp=run.number("tp", 1),
+        isl=run.number("isl"),
+        osl=run.number("osl"),
+        concurrency=run.concurrency,
+        sweep=run.sweep,
+        longest=longest(run),
+    )
+
+
+def longest(run: Run) -> int:
+    """Tokens of the longest request of a row."""
+    return round(spread_of(run)[1] * (run.number("isl") + run.number("osl"))) + 2
 
 
 def plan_of(run: Run, model: Model) -> Plan:
@@ -179,7 +192,7 @@ def plan_of(run: Run, model: Model) -> Plan:
         "instances": 1,
         "parallelism": parallelism,
         "engine": preset_of(run),
-        "max_model_len": round(spread_of(run)[1] * (run.number("isl") + run.number("osl"))) + 256,
+        "max_model_len": launch_of(run).max_model_len,
         **settings_of(run, model),
     }
     return Plan.model_validate({"name": "silicon", "model": model.name, "pools": [pool]})

@@ -98,10 +98,9 @@ class Deployment:
         PartError where a policy, router or cost model brought from outside fails.
 
         `cores` runs only so many cores (in whole instances), on their share of an open-loop stream, and lets them stand
-        for all: under round robin instances do not disturb each other and see the same kind of load, so this differs
-        from simulating all of them only in how many requests are watched. Where they do disturb each other (closed
-        loops, other routers, several pools, instances that fail) all are run. `stop_when_lost` ends the run once the
-        SLO cannot be met. `seed` is that of routers and predictors. `watch` is told now and then how far it is.
+        for all: under round robin instances do not disturb each other, and only the number of requests watched differs.
+        Where they do (closed loops, other routers, several pools, instances that fail) all are run. `stop_when_lost`
+        ends the run once the SLO cannot be met. `seed` is that of routers and predictors. `watch` hears how far it is.
         """
         slo, scale, offered_rate_rps = slo or Slo(), 1.0, stream.offered_rate_rps
         instances = self.enough_instances(stream, cores)

@@ -5,23 +5,45 @@ from __future__ import annotations
 from collections import deque
 
 from simtune.engine import Request
+from simtune.sim.agenda import ARRIVAL, Agenda
+from simtune.sim.front_end import FrontEnd
 from simtune.sim.handover import Handover, Routers
 from simtune.sim.recorder import Recorder
 from simtune.sim.source import RequestSource
 
 
 class Dispatcher:
-    """Sends each request where the router says, or keeps it until a core is up."""
+    """Sends each request, once it is through the front end, where the router says, or keeps it until a core is up."""
 
-    def __init__(self, recorder: Recorder, source: RequestSource, routers: Routers, handover: Handover) -> None:
+    def __init__(
+        self,
+        agenda: Agenda,
+        recorder: Recorder,
+        source: RequestSource,
+        routers: Routers,
+        handover: Handover,
+        front_end: FrontEnd | None,
+    ) -> None:
+        self._agenda, self._front_end = agenda, front_end
         self._recorder, self._source, self._routers, self._handover = recorder, source, routers, handover
+        self._passing: dict[int, Request] = {}  # in the front end
         self._apart = bool(routers.back.cores)
         self._parked: deque[Request] = deque()  # no core is up
 
     def arrive(self, now: int, number: int, version: int) -> None:
-        """A new request is here."""
+        """A new request is here, or with version 1 is through the front end."""
+        if version:
+            request = self._passing.pop(number)
+            if not self._source.gave_up(number):
+                self.route(now, request)
+            return
         self._recorder.waiting_at_arrival[number] = self._recorder.waiting
-        self.route(now, self._source.arrive(number))
+        request = self._source.arrive(number)
+        if self._front_end is None:
+            self.route(now, request)
+        else:
+            self._passing[number] = request
+            self._agenda.post((self._front_end.passed(now, request.prompt_tokens), ARRIVAL, number, 1))
 
     def route(self, now: int, request: Request) -> None:
         """Send a request to a core, which may refuse it; where decode cores are apart, its prompt only."""

@@ -88,6 +88,10 @@ class FamilySource(RequestSource):
         if not (family.wanted[node] and family.left[node]):
             self._is_over(now, number // self._size, node)
 
+    def gave_up(self, number: int) -> bool:
+        """Whether a request was aborted before any core had it."""
+        return number in self._aborted
+
     def refused(self, now: int, number: int) -> None:
         """No core takes a request: a node of which nothing else is to come is over all the same."""
         del self._here[number]
@@ -147,6 +151,8 @@ class FamilySource(RequestSource):
         request = self._here.pop(number, None)
         if request is not None:
             self._aborted[number] = request
+            if self._recorder.core[number] < 0:
+                return  # it is in the front end
             core = self._cores[self._recorder.core[number]]
             core.inbox.aborted.append(request)
             core.notify(now)

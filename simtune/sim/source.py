@@ -96,6 +96,10 @@ class RequestSource:
         if not self._open:
             self._send_next(now + self._think)
 
+    def gave_up(self, number: int) -> bool:
+        """Whether a request was aborted before any core had it: nobody aborts any here."""
+        return False
+
     def refused(self, now: int, number: int) -> None:
         """No core takes a request: its user goes on as with an answer."""
         self.answered(now, number)

@@ -508,7 +508,8 @@ def simulate_streamed(
                              "leave --stream out")  # fmt: skip
         world = StreamedWorld(
             load, slo, cores=wiring.cores, router=wiring.router, decode_router=wiring.decode_router,
-            changes=wiring.changes, control=wiring.control, stop_when=watched(watch, len(load)),
+            front_end=wiring.front_end, changes=wiring.changes, control=wiring.control,
+            stop_when=watched(watch, len(load)),
         )  # fmt: skip
         outcome = world.run()
     if brought:

@@ -18,6 +18,7 @@ from simtune.sim.availability import Change
 from simtune.sim.control import RoleController, Side
 from simtune.sim.core import EngineCore, KvConnector
 from simtune.sim.families import check_graph_runs
+from simtune.sim.front_end import FrontEnd
 from simtune.sim.parts import POLICY, make_router
 from simtune.sim.pools import DeployedPool, kv_block_bytes
 from simtune.sim.requests import RequestStream
@@ -39,6 +40,7 @@ class Wiring:
     cores: Sequence[EngineCore]
     router: Router
     decode_router: Router | None
+    front_end: FrontEnd | None
     changes: Sequence[Change]
     control: RoleController | None
     predicted_tokens: Sequence[int] | None
@@ -53,6 +55,7 @@ class Wiring:
             stream,
             router=self.router,
             decode_router=self.decode_router,
+            front_end=self.front_end,
             changes=self.changes,
             control=self.control,
             predicted_tokens=self.predicted_tokens,
@@ -95,6 +98,7 @@ def wire(
         cores=_of_roles(by_pool, pools, "mixed", "prefill", "decode"),
         router=make_router(plan.router, _of_roles(by_pool, pools, "mixed", "prefill"), stream, seed),
         decode_router=decode_router,
+        front_end=FrontEnd.of((pool.spec, instances or pool.spec.instances) for pool in pools),
         changes=changes,
         control=_controller(plan, by_pool),
         predicted_tokens=_predicted_tokens(pools, stream, seed),

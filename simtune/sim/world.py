@@ -28,6 +28,7 @@ from simtune.sim.control import RoleController
 from simtune.sim.core import EngineCore
 from simtune.sim.dispatch import Dispatcher
 from simtune.sim.families import FamilySource
+from simtune.sim.front_end import FrontEnd
 from simtune.sim.handover import Handover, Routers
 from simtune.sim.outcome import EngineCoreUse, Outcome
 from simtune.sim.recorder import MOST_ROWS, Recorder
@@ -46,6 +47,7 @@ class World:
         *,
         router: Router | None = None,
         decode_router: Router | None = None,
+        front_end: FrontEnd | None = None,
         changes: Sequence[Change] = (),
         control: RoleController | None = None,
         predicted_tokens: Sequence[int] | None = None,
@@ -56,7 +58,7 @@ class World:
     ) -> None:
         """`cores` are all cores of the deployment. `router` chooses among those that take new requests (all of them,
         one after the other, unless given), `decode_router` among those that take over from cores with a `connector`.
-        `control` moves instances between the two.
+        `control` moves instances between the two; `front_end` is what requests pass before they are sent to one.
 
         `single_steps` takes every step as an event of its own: slow, and the oracle for jumps. `record` keeps every
         jump for timelines.
@@ -76,7 +78,9 @@ class World:
         self._agenda = Agenda()
         self._recorder, self._source = self._books(stream, record, predicted_tokens, deadlines)
         self._handover = Handover(self._agenda, self._recorder, self._source, self._routers, self._cores)
-        self._dispatcher = Dispatcher(self._recorder, self._source, self._routers, self._handover)
+        self._dispatcher = Dispatcher(
+            self._agenda, self._recorder, self._source, self._routers, self._handover, front_end
+        )
         self._availability = Availability(
             self._agenda, self._recorder, self._routers, self._dispatcher, self._handover, changes
         )

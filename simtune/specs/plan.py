@@ -201,6 +201,14 @@ class HostTimes(Part):
     per_sequence_s: Seconds
 
 
+class FrontEndTimes(Part):
+    """What an instance's front end takes for each request before its engine sees it, one request after the other: HTTP,
+    chat template, tokeniser, the way to the engine's process."""
+
+    request_s: Seconds
+    token_s: Seconds = Field(description="besides, for each token of its prompt")
+
+
 class Runtime(Part):
     """What an engine launches that is no vLLM: more and smaller kernels than the operators of the cost model."""
 
@@ -264,6 +272,10 @@ class Pool(Part):
     batching: Batching
     kv_cache: KvCache = KvCache()
     host: HostTimes | None = Field(None, description="as the hardware profile says unless given")
+    front_end: FrontEndTimes | None = Field(
+        None,
+        description="what requests pass before an engine sees them, and times to first token hold; none unless given",
+    )
     async_scheduling: bool = True
     cuda_graphs: bool = Field(True, description="false: every kernel is launched on its own, as enforce-eager does")
     fused: Seq[FusedKernel] = Field(

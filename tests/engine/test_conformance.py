@@ -29,20 +29,29 @@ def no_excuse(suite: PolicySuite, scheduler: Scheduler, in_step: int) -> bool:
     return False
 
 
-def suite_of(name: str) -> type[PolicySuite]:
-    """The suite of a policy of the package."""
+def suite_of(name: str, options: dict[str, Any] | None = None) -> type[PolicySuite]:
+    """The suite of a policy of the package, with options of its own."""
     facts: dict[str, Any] = {
         "policy": POLICIES[name],
         "constants": SMALL,
         "pads": name == "static",
         "conserves_work": name in CONSERVE_WORK,
+        "options": options or {},
     }
     if name == "skip-join-mlfq":
         facts["idle_seats"] = no_excuse
-    return type(f"Test_{name.replace('-', '_')}", (PolicySuite,), {**facts, "__module__": __name__})
+    suffix = "_with_options" if options else ""
+    return type(f"Test_{name.replace('-', '_')}{suffix}", (PolicySuite,), {**facts, "__module__": __name__})
 
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "sglang": {"enable_mixed_chunk": True, "max_prefill_tokens": 6, "scheduler_recv_interval": 3},
+    "tensorrt-llm": {"batch_wait_timeout_iters": 3, "batch_wait_max_tokens_ratio": 0.8},
+}
+"""Of policies whose steps are repeated otherwise with them."""
 
 globals().update({suite.__name__: suite for suite in map(suite_of, POLICIES)})
+globals().update({suite.__name__: suite for suite in (suite_of(*item) for item in OPTIONS.items())})
 
 
 def made(policy: str, **change: Any) -> Scheduler:
@@ -308,3 +317,45 @@ def test_sglang_admits_by_what_it_guesses_and_retracts_who_delivered_least() -> 
     short = ((0, 8, 6), (0, 8, 6))
     bold = story("sglang", *short, **memory | {"max_new_tokens": 6}, schedule_conservativeness=0.1)
     assert bold == [{0: 8}, {1: 8}, *[{0: 1, 1: 1}] * 4, {0: 1}, {1: 8}, {1: 5}]
+
+
+def test_sglang_looks_for_newcomers_now_and_then() -> None:
+    """1 comes while 0 decodes, and is seen before the fourth step that decodes."""
+    steps = story("sglang", (0, 4, 6), (2, 4, 1), scheduler_recv_interval=4, max_new_tokens=8)
+    assert steps == [{0: 4}, {0: 1}, {0: 1}, {0: 1}, {0: 1}, {1: 4}, {0: 1}]
+
+
+def test_sglang_may_decode_beside_prompts() -> None:
+    steps = story("sglang", (0, 4, 4), (2, 9, 2), enable_mixed_chunk=True, max_new_tokens=8)
+    assert steps == [{0: 4}, {0: 1}, {1: 4, 0: 1}, {1: 5, 0: 1}, {1: 1}]
+
+
+def test_sglang_ends_a_step_of_prompts_where_they_are_many() -> None:
+    steps = story("sglang", (0, 3, 1), (0, 2, 1), (0, 1, 1), max_prefill_tokens=4, max_new_tokens=8)
+    assert steps == [{0: 3, 1: 2}, {2: 1}]
+
+
+def test_tensorrt_llm_may_hold_prompts_back_for_more_to_come() -> None:
+    """1 waits three steps; 3 makes enough tokens of it and 2 at once."""
+    waits = {"batch_wait_timeout_iters": 3, "batch_wait_max_tokens_ratio": 0.9, "max_new_tokens": 8}
+    alone = story("tensorrt-llm", (0, 4, 8), (2, 4, 1), **waits)
+    assert alone == [{0: 4}, *[{0: 1}] * 4, {0: 1, 1: 4}, *[{0: 1}] * 2]
+    many = story("tensorrt-llm", (0, 4, 5), (2, 4, 1), (3, 3, 1), **waits)
+    assert many == [{0: 4}, {0: 1}, {0: 1}, {0: 1, 1: 4, 2: 3}, {0: 1}]
+
+
+@pytest.mark.parametrize("policy", ["tensorrt-llm", "sglang"])
+def test_under_overlap_a_newcomer_waits_for_the_step_that_was_dispatched(policy: str) -> None:
+    scheduler = made(policy, async_scheduling=True)
+    first, second = Request(0, 4, 8), Request(1, 4, 1)
+    assert scheduler.add(first)
+    assert scheduler.schedule() is not None
+    assert scheduler.add_late(second, 1)
+    assert (scheduler.num_waiting, scheduler.has_work) == (1, True)
+    steps = []
+    for _ in range(2):
+        scheduler.complete()
+        assert scheduler.schedule() is not None
+        steps.append({request.id for request in scheduler.composition()})
+    assert steps[0] == {0}
+    assert 1 in steps[1]

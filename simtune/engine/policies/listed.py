@@ -5,6 +5,9 @@ A resident holds a seat and KV blocks, from its admission until it is finished o
 the same for all and stands here once: the step, its repetitions, tokens delivered, blocks given back. A step costs
 O(residents).
 
+With asynchronous scheduling, where a policy offers it, the step after the one under way is dispatched before a newcomer
+is seen. That the end of an answer is known one step late as well is left out.
+
 `StallFree` is the shape that most policies share: everyone who decodes goes on, and prompts get what is left.
 
 Policies override `choose`, `key`, `steady_steps`, and of `StallFree` also `decode_all`, `serve_prompts`, `admit` and
@@ -23,6 +26,7 @@ from typing import Any, Unpack
 from simtune.engine.request import Request
 from simtune.engine.scheduler import Scheduler, Settings
 from simtune.engine.step import Chunk, Progress, Step
+from simtune.engine.waiting import LateArrivals
 
 ScheduledTokens = dict[Request, int]
 """Tokens of each request in a step, in the order in which they were given."""
@@ -33,8 +37,10 @@ class ListScheduler(Scheduler):
 
     waiting: deque[Request]
 
-    def __init__(self, **settings: Unpack[Settings]) -> None:
+    def __init__(self, *, async_scheduling: bool = False, **settings: Unpack[Settings]) -> None:
         super().__init__(**settings)
+        self.async_scheduling = async_scheduling
+        self._late = LateArrivals()
         self.residents: dict[Request, None] = {}
         self._scheduled: ScheduledTokens = {}
         self._preempted: list[Request] = []  # since the latest step
@@ -55,6 +61,16 @@ class ListScheduler(Scheduler):
         """Requests that hold a seat: residents, and those that are expected."""
         return len(self.residents) + len(self._reserved)
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a seat, those that the engine does not see yet among them."""
+        return len(self.waiting) + self._late.number
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anybody waits or holds a seat."""
+        return self.num_waiting > 0 or self.num_running > 0
+
     def emitted(self, request: Request) -> int:
         """Output tokens delivered so far: always up to date here."""
         return request.emitted
@@ -72,6 +88,29 @@ class ListScheduler(Scheduler):
         insort_right(self.waiting, request, key=self.key)
         return True
 
+    def add_late(self, request: Request, repetition: int) -> bool:
+        """See `Scheduler.add_late`."""
+        if not self.async_scheduling:
+            return self.add(request)
+        if self.outgrows(request):
+            return False
+        self._late.add(request, repetition)
+        return True
+
+    def withdraw(self) -> list[Request]:
+        """See `Scheduler.withdraw`."""
+        self._late.move_all(self.waiting)
+        return super().withdraw()
+
+    def abandon(self) -> list[Request]:
+        """See `Scheduler.abandon`."""
+        self._late.move_all(self.waiting)
+        return super().abandon()
+
+    def abort(self, request: Request) -> bool:
+        """See `Scheduler.abort`."""
+        return self._late.remove(request) or super().abort(request)
+
     def would_notice(self) -> bool:
         """True while a seat is free: a newcomer may be put before those that wait, and fit where they do not."""
         return self.num_running < self.max_num_seqs
@@ -79,6 +118,8 @@ class ListScheduler(Scheduler):
     def schedule(self) -> Step | None:
         """The step that `_choose` makes, repeated as long as that would choose the same."""
         self._begin()
+        if not (self.residents or self.waiting):
+            self._late.move_all(self.waiting)  # nothing was dispatched before they came
         if not (self.residents or self.waiting):
             return None
         before = set(self.residents)
@@ -100,7 +141,7 @@ class ListScheduler(Scheduler):
             preempted,
         )
         step.longest_context = max([request.computed + 1 for request in decoding], default=0)
-        if not step.chunks and not preempted:
+        if not step.chunks and not preempted and not self._late.number:  # else newcomers are seen after it
             limit = self.steady_steps(decoding)
             if limit > 1:
                 completion = min(map(self.remaining, decoding))
@@ -148,6 +189,8 @@ class ListScheduler(Scheduler):
             if not self.remaining(request):
                 self._leave(request)
                 self._finish(request, finished)
+        if self._late.number:
+            self._late.move(self.waiting, repetitions)
         return Progress(first_token, finished)
 
     def missing_blocks(self, requests: Iterable[Request], tokens: int) -> int:

@@ -25,12 +25,17 @@ class SglangScheduler(ListScheduler):
     steps of the others fit; they go to the end of the queue, to be computed again. The ratio is then what the others
     have delivered, those steps included, of what they may. An engine with nothing to do begins anew.
 
-    `max_new_tokens` is what users ask for, which the engine is told with each request; up to max_model_len unless
-    given. Facts: schedule_policy.py, schedule_batch.py and scheduler.py of SGLang 0.5. Left out: the radix cache and
-    the orders of the queue that go by it, mixed chunks, and that under overlap an end is known one step late.
+    *Options.* Prompts of a step end also where `max_prefill_tokens` are reached. With `enable_mixed_chunk` everybody
+    decodes beside prompts, in the same budget. The engine looks for newcomers before every
+    `scheduler_recv_interval`-th step that decodes, and after every one with prompts. Under overlap (`async_scheduling`)
+    a newcomer waits for one more dispatched step. `max_new_tokens` is what users ask for, which the engine is told with
+    each request; up to max_model_len unless given.
+
+    Facts: schedule_policy.py, schedule_batch.py, scheduler.py and scheduler_recv_skipper.py of SGLang 0.5. Left out:
+    the radix cache and the orders of the queue that go by it, and that under overlap an end is known one step late.
     """
 
-    offers = frozenset()
+    offers = frozenset({"async_scheduling"})
     INIT_NEW_TOKEN_RATIO = 0.7
     MIN_NEW_TOKEN_RATIO_FACTOR = 0.14
     DECAY_STEPS = 600
@@ -38,15 +43,26 @@ class SglangScheduler(ListScheduler):
     CLIP_MAX_NEW_TOKENS = 4096
 
     def __init__(
-        self, *, schedule_conservativeness: float = 1.0, max_new_tokens: int | None = None, **settings: Unpack[Settings]
+        self,
+        *,
+        schedule_conservativeness: float = 1.0,
+        max_new_tokens: int | None = None,
+        max_prefill_tokens: int = 16384,
+        enable_mixed_chunk: bool = False,
+        scheduler_recv_interval: int = 1,
+        **settings: Unpack[Settings],
     ) -> None:
-        """Raises ValueError for a conservativeness that is not above 0."""
+        """Raises ValueError for a conservativeness or an interval that is not above 0."""
         super().__init__(**settings)
+        if scheduler_recv_interval < 1:
+            raise ValueError(f"scheduler_recv_interval ({scheduler_recv_interval}) must be at least 1")
         if schedule_conservativeness <= 0:
             raise ValueError(f"schedule_conservativeness ({schedule_conservativeness}) must be above 0")
         self._initial = min(self.INIT_NEW_TOKEN_RATIO * schedule_conservativeness, 1.0)
         self._least = self._initial * self.MIN_NEW_TOKEN_RATIO_FACTOR
         self._max_new_tokens = self.max_model_len if max_new_tokens is None else max_new_tokens
+        self._max_prefill_tokens, self._mixes = max_prefill_tokens, enable_mixed_chunk
+        self._interval = self._unpolled = scheduler_recv_interval  # steps since the engine looked for newcomers
         self._page = min(self.kv.block_size, self.max_num_batched_tokens)  # a budget below a page counts as one
         self._begin_anew()
 
@@ -65,7 +81,15 @@ class SglangScheduler(ListScheduler):
 
     def choose(self, preempted: list[Request]) -> ScheduledTokens:
         """Prompts, if there are any to run; else everybody decodes."""
-        return self._prefill() or self._decode(preempted)
+        prompts = self._prefill()
+        if not prompts or not self._mixes:
+            return prompts or self._decode(preempted)
+        decoding = [request for request in self.residents if request.decoding]
+        if self.missing_blocks(decoding, 1) > self.kv.free:
+            return prompts
+        for request in decoding:
+            self.allocate(request, request.computed + 1)
+        return prompts | dict.fromkeys(decoding, 1)
 
     def complete(self, repetitions: int = 1) -> Progress:
         """Deliver tokens; the ratio falls with each step that decoded, and a batch that has shrunk is not full."""
@@ -74,6 +98,7 @@ class SglangScheduler(ListScheduler):
         progress = super().complete(repetitions)
         if not step.chunks:
             self._decoded += repetitions
+        self._unpolled = self._interval if step.chunks else self._unpolled + repetitions
         if progress.finished:
             self._full = False
         if not self.has_work:
@@ -88,6 +113,7 @@ class SglangScheduler(ListScheduler):
     def _begin_anew(self) -> None:
         self._ratio, self._decoded = self._initial, 0
         self._full = False  # seats or memory were short, and the batch has not shrunk since
+        self._unpolled = self._interval
 
     def _to_come(self, request: Request) -> int:
         """Tokens that a request may still deliver."""
@@ -96,21 +122,33 @@ class SglangScheduler(ListScheduler):
 
     def _prefill(self) -> ScheduledTokens:
         budget = self.max_num_batched_tokens
+        if self._mixes:
+            budget -= sum(request.decoding for request in self.residents)
+        least = budget - self._max_prefill_tokens
         scheduled: ScheduledTokens = {}
-        under_way = [request for request in self.residents if not request.decoding]
-        for request in under_way:
-            scheduled[request] = min(request.known_tokens - request.computed, budget)
-            budget -= scheduled[request]
-        if self._full:
-            return scheduled
-        ratio, clip = self.new_token_ratio, self.CLIP_MAX_NEW_TOKENS
-        spare: float = self.kv.free * self.kv.block_size
-        spare -= sum(min(self._to_come(r), clip) * ratio for r in self.residents if r.decoding)
-        spare -= sum(min(self._to_come(r), clip) for r in under_way)
-        while self.waiting and budget:
+        for request in self.residents:
+            if not request.decoding:
+                scheduled[request] = min(request.known_tokens - request.computed, budget)
+                budget -= scheduled[request]
+        if not self._full and self._polls():
+            self._admit(scheduled, budget, max(least, 0))
+        return scheduled
+
+    def _spare(self) -> float:
+        """Tokens that find room beside what all residents are taken to need."""
+        needed = sum(
+            min(self._to_come(request), self.CLIP_MAX_NEW_TOKENS) * (self.new_token_ratio if request.decoding else 1)
+            for request in self.residents
+        )
+        return self.kv.free * self.kv.block_size - needed
+
+    def _admit(self, scheduled: ScheduledTokens, budget: int, least: int) -> None:
+        """Prompts of newcomers, as long as more than `least` of the budget is left."""
+        spare = self._spare()
+        while self.waiting and budget > least:
             request = self.waiting[0]
             tokens = request.known_tokens
-            needed = tokens + min(self._to_come(request), clip)
+            needed = tokens + min(self._to_come(request), self.CLIP_MAX_NEW_TOKENS)
             if self.num_running >= self.max_num_seqs or not self._has_room(request, needed, spare):
                 self._full = True
                 break
@@ -125,7 +163,21 @@ class SglangScheduler(ListScheduler):
             scheduled[request] = tokens
             budget -= tokens
             spare -= request.reserved_tokens + needed - request.known_tokens
-        return scheduled
+
+    def _polls(self) -> bool:
+        """Whether the engine looks for newcomers before this step: the first of every so many that decode."""
+        if not any(request.decoding for request in self.residents):
+            self._unpolled = self._interval
+        self._unpolled = (self._unpolled - 1) % self._interval + 1
+        if self._unpolled < self._interval:
+            return False
+        self._unpolled = 0
+        return True
+
+    def steady_steps(self, decoding: list[Request]) -> int:
+        """While somebody waits who was not looked at, until the engine looks."""
+        steps = super().steady_steps(decoding)
+        return min(steps, self._interval - self._unpolled) if self.waiting and not self._full else steps
 
     def _has_room(self, request: Request, needed: int, spare: float) -> bool:
         """Whether a newcomer fits by the estimate; the only one needs no estimate."""

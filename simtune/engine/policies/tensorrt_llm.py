@@ -7,6 +7,7 @@ from typing import Literal, Unpack
 from simtune.engine.policies.listed import ScheduledTokens, StallFree
 from simtune.engine.request import Request
 from simtune.engine.scheduler import Settings
+from simtune.engine.step import Progress
 
 CapacityPolicy = Literal["GUARANTEED_NO_EVICT", "MAX_UTILIZATION"]
 ChunkingPolicy = Literal["FIRST_COME_FIRST_SERVED", "EQUAL_PROGRESS"]
@@ -26,11 +27,16 @@ class TensorRtLlmScheduler(StallFree):
     rest of the prompt; EQUAL_PROGRESS gives all prompts one block after another in turn. One that gets no tokens has
     not been started, and holds nothing.
 
-    Facts: capacityScheduler.cpp and microBatchScheduler.cpp of TensorRT-LLM 1.x. Left out: blocks for a second step
-    that MAX_UTILIZATION asks for under the overlap scheduler, re-use of blocks, and encoders.
+    *Waiting.* While others decode, prompts are held back for up to `batch_wait_timeout_iters` steps as long as the step
+    would have fewer tokens with them than `batch_wait_max_tokens_ratio` of the budget.
+
+    Under the overlap scheduler (`async_scheduling`) a newcomer waits for one more dispatched step.
+
+    Facts: capacityScheduler.cpp, microBatchScheduler.cpp and py_executor.py of TensorRT-LLM 1.x. Left out: blocks for a
+    second step that MAX_UTILIZATION asks for under the overlap scheduler, re-use of blocks, and encoders.
     """
 
-    offers = frozenset()
+    offers = frozenset({"async_scheduling"})
 
     def __init__(
         self,
@@ -38,6 +44,8 @@ class TensorRtLlmScheduler(StallFree):
         capacity_scheduler_policy: CapacityPolicy = "GUARANTEED_NO_EVICT",
         context_chunking_policy: ChunkingPolicy = "FIRST_COME_FIRST_SERVED",
         max_new_tokens: int | None = None,
+        batch_wait_timeout_iters: int = 0,
+        batch_wait_max_tokens_ratio: float = 0.0,
         **settings: Unpack[Settings],
     ) -> None:
         """Raises ValueError for policies that it does not have."""
@@ -50,6 +58,9 @@ class TensorRtLlmScheduler(StallFree):
         self._in_turn = context_chunking_policy == "EQUAL_PROGRESS"
         self._unit = min(self.kv.block_size, self.max_num_batched_tokens)  # a budget below a block counts as one
         self._max_new_tokens = self.max_model_len if max_new_tokens is None else max_new_tokens
+        self._wait_steps, self._wait_tokens = batch_wait_timeout_iters, batch_wait_max_tokens_ratio
+        self._waited = 0  # steps for which prompts were held back
+        self._holding = False  # in the step under way
 
     def reservation(self, request: Request) -> int:
         """All that it may ever need, or what is known of it."""
@@ -64,6 +75,11 @@ class TensorRtLlmScheduler(StallFree):
         newcomers = self._with_room() if admitting else []
         share = self._whole if not self.chunked_prefill else self._equally if self._in_turn else self._one_by_one
         given = share([*prompts, *newcomers], budget)
+        self._holding = self._too_few(given, len(scheduled))
+        if self._holding:
+            return
+        if given:
+            self._waited = 0
         for request, tokens in given.items():
             scheduled[request] = tokens
             if request not in self.residents:
@@ -73,6 +89,27 @@ class TensorRtLlmScheduler(StallFree):
             rest = [request for request in self.waiting if request not in given]
             self.waiting.clear()
             self.waiting.extend(rest)
+
+    def _too_few(self, given: ScheduledTokens, decodes: int) -> bool:
+        """Whether prompts of so few tokens are held back, for more to come, while others decode."""
+        if not (given and decodes) or self._waited >= self._wait_steps:
+            return False
+        return decodes + sum(given.values()) < self._wait_tokens * self.max_num_batched_tokens
+
+    def steady_steps(self, decoding: list[Request]) -> int:
+        """While prompts are held back, until they have waited long enough."""
+        steps = super().steady_steps(decoding)
+        return min(steps, self._wait_steps - self._waited) if self._holding else steps
+
+    def complete(self, repetitions: int = 1) -> Progress:
+        """Deliver tokens; prompts that are held back have waited so much longer."""
+        if self._holding:
+            self._waited += repetitions
+        return super().complete(repetitions)
+
+    def _lose_residents(self) -> list[Request]:
+        self._waited, self._holding = 0, False
+        return super()._lose_residents()
 
     def _with_room(self) -> list[Request]:
         """Waiting requests that find a seat and blocks beside those before them."""

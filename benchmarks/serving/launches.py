@@ -1,0 +1,125 @@
+"""How servers of measured runs were launched, beyond the defaults of their release: by rule and never by row.
+
+* Public sweeps (InferenceMAX, now SemiAnalysisAI/InferenceX): its launch files in benchmarks/, of about the day of the
+  run, by model, engine and card: 70b_*, gptoss_fp4_*, dsr1_fp4_*, dsr1_fp8_*.
+* Gap analyses (ai-dynamo/aiconfigurator): settings as its generator writes them for a batch of as many requests as
+  there are users (src/aiconfigurator/generator: rule_plugin/, config/backend_templates/).
+
+One number no file tells: `SEATS_SHORT`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from simtune.specs.engine import merged
+
+Settings = dict[str, Any]
+
+SEATS_SHORT = {("trtllm", "llama-3.1-8b"): 1}
+"""Seats fewer than users, in gap analyses of an engine and model: one request was waiting at all times there (by
+Little's law: what first tokens come later than of all at once, times requests per second, is 0.9 to 1.1 in most of 54
+runs). Chosen on these runs; no file tells why."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launch file goes by."""
+
+    engine: str
+    release: str
+    weights: str
+    model: str
+    hardware: str
+    tp: int
+    isl: int
+    osl: int
+    concurrency: int
+    sweep: bool
+    longest: int
+    """Tokens of the longest request that is asked."""
+
+    @property
+    def blackwell(self) -> bool:
+        return self.hardware == "b200"
+
+    @property
+    def thousands(self) -> tuple[int, int]:
+        """Lengths as launch files tell cases apart."""
+        return self.isl // 1024, self.osl // 1024
+
+    @property
+    def max_model_len(self) -> int:
+        """As sweeps reckon it; of an analysis the longest request."""
+        if self.sweep:
+            return self.isl + self.osl + (20 if self.thousands == (1, 1) else 200)
+        return self.longest + (0 if self.engine == "trtllm" else 256)
+
+
+def analysed(launch: Launch) -> Settings:
+    """Of a gap analysis."""
+    users, batching = launch.concurrency, Settings()
+    if launch.engine == "trtllm":
+        batching["max_num_seqs"] = users - SEATS_SHORT.get((launch.engine, launch.model), 0)
+        # The generator of today writes 1,500 where this has 64, with which two prompts of 1,024 tokens would share a
+        # step: on the runs they do not.
+        batching["max_num_batched_tokens"] = max(users + launch.isl + 64, launch.max_model_len)
+        batching["chunked_prefill"] = False
+    elif launch.engine == "vllm":
+        batching["max_num_seqs"], batching["max_num_batched_tokens"] = users, users + launch.isl + 1500
+    elif launch.release.startswith("0.5.6"):
+        batching["options"] = {"max_prefill_tokens": launch.isl + 1500, "enable_mixed_chunk": True}
+    return {"batching": batching}
+
+
+def swept(launch: Launch) -> Settings:
+    """Of a public sweep."""
+    return SWEPT[launch.engine](launch)
+
+
+def _vllm(launch: Launch) -> Settings:
+    settings: Settings = {
+        "async_scheduling": True,
+        "batching": {"max_num_batched_tokens": 8192},
+        "kv_cache": {"memory_utilization": 0.9, "prefix_caching": False},
+    }
+    if launch.blackwell:
+        settings |= {"fused": ["norm"]}
+    if launch.model == "llama-3.1-70b":
+        settings = merged({"kv_cache": {"dtype": "fp8"}}, settings)
+        if launch.blackwell:  # FULL_DECODE_ONLY
+            settings |= {"prompt_launch_s": PROMPT_LAUNCH_S}
+    return settings
+
+
+PROMPT_LAUNCH_S = 0.0007
+"""Of a layer launched kernel by kernel: as of TensorRT-LLM's."""
+
+
+def _sglang(launch: Launch) -> Settings:
+    polls = {"scheduler_recv_interval": 30 if launch.concurrency >= 16 else 10}
+    return {
+        "fused": ["norm"],
+        "kv_cache": {"dtype": "fp8", "memory_utilization": 0.85},
+        "batching": {"max_num_seqs": 256, "max_num_batched_tokens": 16384, "options": polls},
+    }
+
+
+def _trtllm(launch: Launch) -> Settings:
+    batching: Settings = {"chunked_prefill": True}
+    if launch.model == "llama-3.1-70b":
+        of_b200_fp8 = launch.blackwell and launch.weights == "fp8"
+        batching["max_num_batched_tokens"] = 16384 if of_b200_fp8 else launch.max_model_len
+        if launch.thousands == (1, 1) and launch.tp < 8:
+            batching["options"] = {"batch_wait_max_tokens_ratio": 0.9, "batch_wait_timeout_iters": 20}
+    elif launch.model == "gpt-oss-120b":
+        batching["max_num_batched_tokens"] = 20000
+        batching["max_num_seqs"] = 512 if launch.blackwell else launch.concurrency
+    else:
+        batching["max_num_batched_tokens"] = max(8192, -(-(launch.concurrency + launch.isl + 64) // 64) * 64)
+    return {"batching": batching}
+
+
+SWEPT: dict[str, Callable[[Launch], Settings]] = {"vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm}
