@@ -139,6 +139,25 @@ def allocate(
     return replace(best, lp_bound=bound, proven=all(a.proven for a in answers))
 
 
+def shadow_prices(
+    fleet: Fleet, rates: Sequence[InstanceRate], *, demand_rps: float | None = None, time_limit_s: float = TIME_LIMIT_S
+) -> dict[str, float]:
+    """Dual values of the relaxation that `allocate` bounds its answers by: what a request per second more is worth of
+    each role (`prefill`, `decode`, `mixed`) and of the `demand`, and what one more of the `budget`.
+
+    Raises as `allocate` does.
+    """
+    _check(fleet, rates, 0.0, demand_rps)
+    asked = _AllocationQuestion(_merged(fleet), 0.0, demand_rps, time_limit_s)
+    columns = [column for nodes in asked.fleet.nodes for column in _columns(nodes, rates)]
+    if not columns:
+        raise Infeasible("no kind of instance fits any node of the fleet; allow smaller ones, or whole nodes of it")
+    try:
+        return _Programme(asked, columns, demand_rps).shadow_prices()
+    except Unsolvable:
+        raise Infeasible(f"the fleet does not serve {demand_rps:g} requests/s") from None
+
+
 def _check(fleet: Fleet, rates: Sequence[InstanceRate], kv_bytes: float, demand_rps: float | None) -> None:
     """Raises UsageError for what makes no sense, all of it at once."""
     wrong = [*_wrong_rates(fleet, rates), *_wrong_fleet(fleet)]
@@ -291,9 +310,9 @@ class _Programme:
         price = pulp.lpSum(c.price * z for c, z in zip(columns, self._z, strict=True))
         problem += rate if least_rps is None else price
         if least_rps is not None:
-            problem += rate >= least_rps
+            problem += rate >= least_rps, "demand"
         if math.isfinite(asked.fleet.budget_per_hour):
-            problem += price <= asked.fleet.budget_per_hour
+            problem += price <= asked.fleet.budget_per_hour, "budget"
         for nodes in asked.fleet.nodes:
             taken = [c.takes * z for c, z in zip(columns, self._z, strict=True) if c.nodes is nodes]
             if taken:
@@ -322,9 +341,9 @@ class _Programme:
             else:
                 served |= {"prefill": capacity["prefill"], "decode": capacity["decode"]}
             total = {role: total[role] + served[role] for role in ROLES}
-        problem += self._prefill_decode <= total["prefill"]
-        problem += self._prefill_decode <= total["decode"]
-        problem += self._mixed <= total["mixed"]
+        problem += self._prefill_decode <= total["prefill"], "prefill"
+        problem += self._prefill_decode <= total["decode"], "decode"
+        problem += self._mixed <= total["mixed"], "mixed"
         link = self._asked.kv_rate(fleet.link_bytes_per_s)
         if math.isfinite(link):
             problem += self._prefill_decode <= link
@@ -335,6 +354,12 @@ class _Programme:
 
         solve(self.problem, whole=False, time_limit_s=self._asked.time_limit_s)
         return float(pulp.value(self.problem.objective))
+
+    def shadow_prices(self) -> dict[str, float]:
+        """What one more of each limit is worth if a fraction of a node could be filled, by the name of its row."""
+        self.relaxed()
+        rows = {name: self.problem.get_constraint_by_name(name) for name in (*ROLES, "budget", "demand")}
+        return {name: abs(row.pi or 0.0) for name, row in rows.items() if row is not None}
 
     def solved(self) -> tuple[list[tuple[_Column, int]], bool]:
         """How often each column is taken, and whether that is proved best."""

@@ -20,13 +20,17 @@ from pydantic import Field
 from simtune import __version__
 from simtune.specs.base import Record, Seq, Spec
 from simtune.specs.hardware import Hardware
+from simtune.specs.plan import Role
+from simtune.tuner.classes import PlanClass, PlanClasses
 from simtune.tuner.climb import Simulation, SimulationFinding
 from simtune.tuner.entry import Admission, Entrant
 from simtune.tuner.objectives import Objective, RateObjective
 from simtune.tuner.question import SAMPLED_CORES, Question
+from simtune.tuner.relaxation import Worths
 from simtune.tuner.sayable import space_for
+from simtune.tuner.space import Candidate
 from simtune.tuner.trial import Trial, Tuned
-from simtune.tuner.workshop import Workshop
+from simtune.tuner.workshop import Refused, Workshop
 
 CERTIFICATE_SCHEMA: Literal["simtune/certificate@1"] = "simtune/certificate@1"
 SAME = 1e-9
@@ -49,7 +53,36 @@ class PlanFate(Record):
     best: float | None = Field(description="the objective at most; null where it cannot do what is asked")
     by: str = Field(description="the bound that says so, or why it cannot do what is asked")
     simulated: Seq[Tried]
-    same_as: str = Field(description="a plan that misses the SLO, so that this one must as well; or empty")
+    same_as: str = Field(description="a plan that was simulated, of which this one must do the same; or empty")
+    allocation: str = Field(description="a class of plans that was ruled out as a whole, this one in it; or empty")
+
+
+class AllocationBound(Record):
+    """A class of plans, or a part of one: all allocations of the GPUs to instances of these roles and types. The bound
+    follows from the worths whatever made them (`simtune.tuner.relaxation`)."""
+
+    name: str
+    best: float | None = Field(description="the objective at most; null where it cannot do what is asked")
+    roles: dict[Role, float] = Field(description="what a request per second of each role is worth, in any scale")
+    of_cost: float = Field(description="what a unit of cost is worth, where there is a budget")
+    of_demand: float = Field(description="what a request per second of the demand is worth, where that is to be met")
+
+    @classmethod
+    def of(cls, group: PlanClass) -> AllocationBound:
+        """As the search found it."""
+        worths = group.worths
+        return cls(
+            name=group.name,
+            best=group.best,
+            roles=dict(worths.roles),
+            of_cost=worths.of_cost,
+            of_demand=worths.of_demand,
+        )
+
+    @property
+    def worths(self) -> Worths:
+        """What proves it."""
+        return Worths(self.roles, self.of_cost, self.of_demand)
 
 
 class Incumbent(Record):
@@ -75,6 +108,7 @@ class Certificate(Record):
     gap: float = Field(description="from the incumbent to the bound, as a share of its value")
     interrupted: bool
     plans: Seq[PlanFate]
+    allocations: Seq[AllocationBound]
     digest: str = Field(description="sha256 of all the rest")
 
     @classmethod
@@ -110,6 +144,7 @@ def certificate_of(tuned: Tuned) -> Certificate:
         gap=gap,
         interrupted=tuned.interrupted,
         plans=tuple(plans),
+        allocations=tuple(AllocationBound.of(group) for group in tuned.classes),
     )
 
 
@@ -165,6 +200,7 @@ def _fate(row: Trial) -> PlanFate:
         by=row.bounded_by if best is not None else row.reason,
         simulated=tuple(Tried(**attempt._asdict()) for attempt in row.tried),
         same_as=row.same_as,
+        allocation=row.allocation,
     )
 
 
@@ -185,12 +221,15 @@ class Audit:
         self.certificate, self.question = certificate, question
         self.problems: list[str] = []
         """What does not hold."""
-        self.bounds = self.simulations = 0
+        self.bounds = self.simulations = self.allocations = 0
         """How many were computed."""
         self._candidates = space_for(question).candidates
-        self._entry = Admission(question, Workshop(question, self._candidates))
-        self._missed: dict[str, tuple[Entrant, float | None, SimulationFinding]] = {}
-        """Plans that missed the SLO, at which rate, and what that showed."""
+        self._workshop = Workshop(question, self._candidates)
+        self._entry = Admission(question, self._workshop)
+        self._closed: dict[str, tuple[set[str], float | None]] = {}
+        """The plans of each class that has a bound, and that bound."""
+        self._seen: dict[str, tuple[Entrant, float | None, SimulationFinding]] = {}
+        """Plans that missed the SLO, at which rate, and what that showed; where the load is given, all."""
 
     def run(self) -> bool:
         """Whether everything holds; `problems` says what does not."""
@@ -202,6 +241,8 @@ class Audit:
         self._same("unit", certificate.unit, self.question.objective.unit)
         self._same("seed", certificate.seed, study.seed)
         self._same("study", certificate.study, study.name)
+        if not self.problems:
+            self._check_allocations()
         if not self.problems:
             self._check_plans()
         if not self.problems:
@@ -217,6 +258,33 @@ class Audit:
                 how = "is not the one" if name in own and name in its else "is not there, or was not there"
                 self.problems.append(f"{name} {how} that the search was made with")
 
+    def _check_allocations(self) -> None:
+        """That every class reaches no more than the worths that are given for it prove; no solver is asked."""
+        classes = PlanClasses(self.question, self._workshop)
+        plans = classes.named(self._candidates)
+        for claimed in self.certificate.allocations:
+            those = plans.get(claimed.name)
+            if those is None:
+                self.problems.append(f"{claimed.name} is no class of plans of this space")
+                continue
+            group = classes.bounded_by(claimed.name, those, classes.programme(those), claimed.worths)
+            self._same(f"allocations of {claimed.name}: bound", claimed.best, group.best)
+            self._closed[claimed.name] = {candidate.name for candidate in those}, group.best
+            self.allocations += 1
+
+    def _check_unopened(self, candidate: Candidate, fate: PlanFate) -> None:
+        """That a plan is in the class that was ruled out with it."""
+        name, settled = candidate.name, self._workshop.settled(candidate)
+        plans, best = self._closed.get(fate.allocation, (set(), None))
+        if name not in plans:
+            self.problems.append(f"{name} is not in {fate.allocation}, or that has no bound")
+        elif name == self.certificate.incumbent.plan or fate.simulated or fate.same_as:
+            self.problems.append(f"{name} was looked at, and ruled out with {fate.allocation} unseen")
+        else:
+            gpus = candidate.num_gpus if isinstance(settled, Refused) else settled.num_gpus
+            self._same(f"{name}: GPUs", fate.num_gpus, gpus)
+            self._same(f"{name}: bound", fate.best, best)
+
     def _check_plans(self) -> None:
         """Every plan of the space: those whose claim rests on another plan's simulation come last."""
         claimed = {fate.plan: fate for fate in self.certificate.plans}
@@ -224,6 +292,10 @@ class Audit:
             self.problems.append("a plan is named twice")
         later: list[tuple[Entrant, PlanFate]] = []
         for candidate in self._candidates:
+            known = claimed.get(candidate.name)
+            if known is not None and known.allocation:
+                self._check_unopened(candidate, claimed.pop(candidate.name))
+                continue
             entrant = self._entry.admitted(candidate)
             name = (entrant if isinstance(entrant, Trial) else entrant.row).candidate.name
             fate = claimed.pop(name, None)
@@ -268,8 +340,9 @@ class Audit:
     ) -> float | None:
         """What a plan can reach when it is known what a simulation shows."""
         objective, entrant.row.rate_rps = self.question.objective, rate
+        if not finding.met or rate is None:
+            self._seen[entrant.candidate.name] = entrant, rate, finding
         if not finding.met:
-            self._missed[entrant.candidate.name] = entrant, rate, finding
             if rate is None or not isinstance(objective, RateObjective):
                 return None
             return rate * objective.worth(entrant.facts)
@@ -288,15 +361,15 @@ class Audit:
         return next((wrong for limit, value in limits if (wrong := limit.violated(value))), "")
 
     def _check_twin(self, entrant: Entrant, fate: PlanFate) -> None:
-        """That a plan misses the SLO because another one did."""
+        """That a plan does what another one did."""
         self._same(f"{fate.plan}: GPUs", fate.num_gpus, entrant.candidate.num_gpus)
         self.bounds += 1
-        if fate.same_as in self._missed:
-            other, rate, finding = self._missed[fate.same_as]
+        if fate.same_as in self._seen:
+            other, rate, finding = self._seen[fate.same_as]
             if entrant.ruled_out_by(other, finding):
                 self._no_more(fate, self._after(entrant, rate, finding, entrant.best))
                 return
-        self.problems.append(f"{fate.plan} need not miss the SLO because {fate.same_as} does")
+        self.problems.append(f"{fate.plan} need not do what {fate.same_as} does")
 
     def _simulate(self, entrant: Entrant, tried: Tried) -> SimulationFinding:
         self.simulations += 1

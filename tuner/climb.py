@@ -109,7 +109,9 @@ class Climb:
             return None
         if high <= low * self.step**2 or self.tried >= GUESSES:
             return math.sqrt(low * high)
-        return min(max(self._guess(low, high), low * self.step), high / self.step)
+        guess = max(self._guess(low, high), low * self.step)
+        # So near below a rate that is missed, a step below it is as good a guess, and the last if it is met.
+        return high / self.step if guess * self.step**1.5 >= high else guess
 
     def _lower(self) -> float | None:
         """While no rate is known that meets the SLO."""

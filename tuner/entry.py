@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from simtune.sim.deployment import Deployment
+from simtune.tuner.classes import PlanClass
 from simtune.tuner.climb import SimulationFinding
 from simtune.tuner.knobs import tell_apart
 from simtune.tuner.objectives import PlanFacts
@@ -15,6 +16,9 @@ from simtune.tuner.question import SAMPLED_CORES, Question
 from simtune.tuner.space import Candidate
 from simtune.tuner.trial import Trial
 from simtune.tuner.workshop import Refused, Workshop
+
+ALLOCATION = "allocation"
+"""What bounds a plan of a class that was not opened."""
 
 
 @dataclass
@@ -104,13 +108,37 @@ class Admission:
         self._weigh(entrant)
         return row if row.reason else entrant
 
+    def sorted_by_kind(self, candidates: Iterable[Candidate]) -> tuple[list[Trial], list[Entrant], list[list[Entrant]]]:
+        """(the rows of candidates, those that may be the best, the same by kinds that differ in limits alone)."""
+        rows, plans, kinds = [], [], dict[tuple[object, ...], list[Entrant]]()
+        for candidate in candidates:
+            entrant = self.admitted(candidate)
+            if isinstance(entrant, Trial):
+                rows.append(entrant)
+            else:
+                rows.append(entrant.row)
+                plans.append(entrant)
+                kinds.setdefault(entrant.kind, []).append(entrant)
+        return rows, plans, [*kinds.values()]
+
+    def unopened(self, candidate: Candidate, group: PlanClass, reason: str) -> Trial:
+        """The fate of a candidate whose class as a whole was ruled out, or of one that could not do what is asked."""
+        settled = self.workshop.settled(candidate)
+        if isinstance(settled, Refused):
+            return Trial(candidate, settled.status, settled.reason)
+        blocks = self.workshop.memory(settled.pools[0]).num_blocks
+        row = Trial(settled, "pruned", reason, blocks, bounded_by=ALLOCATION, best=group.best)
+        row.allocation = group.name
+        return row
+
     def refine(self, entrants: Sequence[Entrant]) -> bool:
         """Bound plans of one kind by their SLO, at the most favourable of their limits. Whether that lowers a bound; a
         plan that is then known to be of no use has a reason in its row."""
         first = entrants[0]
         deployments = [entrant.deployment for entrant in entrants]
         stream, slo = self.workshop.stream(first.candidate), self.question.study.slo
-        bound = slo_bound(most_favourable(deployments), stream, slo, SAMPLED_CORES)
+        known = max(entrant.bound_rps for entrant in entrants)
+        bound = slo_bound(most_favourable(deployments), stream, slo, SAMPLED_CORES, below_rps=known)
         lowered = [entrant for entrant in entrants if bound.rps < entrant.bound_rps]
         for entrant in lowered:
             entrant.row.rate_bound_rps, entrant.row.bounded_by = bound.rps, bound.by

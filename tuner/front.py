@@ -173,7 +173,7 @@ class FrontSearch:
         if rate > plan.bound_rps or runner.least_tpot_s > mean_s:
             return True
         stream = self._workshop.stream(plan.candidate)
-        return slo_bound(plan.deployment, stream, wanted, SAMPLED_CORES).rps < rate
+        return slo_bound(plan.deployment, stream, wanted, SAMPLED_CORES, below_rps=rate).rps < rate
 
     def _simulated(self, runner: _Runner, rate: float, wanted: Slo, expected: Iterator[Keyed]) -> SimulationFinding:
         row, keyed = runner.plan.row, self._keyed(runner, rate, wanted)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 from simtune.specs.study import StudyLimits
+from simtune.tuner.relaxation import Aim
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,9 @@ class Objective(ABC):
     needs_slo: ClassVar[bool] = False
     needs_prices: ClassVar[bool] = False
     needs_power: ClassVar[bool] = False
+    aim: ClassVar[Aim | None] = None
+    """What it asks of an allocation of GPUs to instances (`simtune.tuner.relaxation`); None where rates and costs of
+    instances do not say."""
 
     @abstractmethod
     def value(self, plan: PlanFacts, judged: Judged) -> float:
@@ -57,6 +62,10 @@ class Objective(ABC):
     def best(self, plan: PlanFacts, rate_bound_rps: float, floor_e2el_s: float) -> float:
         """No worse than anything the plan can reach: it serves at most so many requests per second, and its mean
         end-to-end latency is at least so long."""
+
+    def of_allocation(self, amount: float, tokens_per_s: float) -> float:
+        """The objective where `aim` comes to so much; so many output tokens are offered in a second."""
+        return amount
 
     def better(self, a: float, b: float, tolerance: float = 0.0) -> bool:
         """Whether one value is better than another by more than a relative tolerance."""
@@ -89,7 +98,7 @@ class RateObjective(Objective):
 class Goodput(RateObjective):
     """Requests per second."""
 
-    name, unit = "goodput", "requests/s"
+    name, unit, aim = "goodput", "requests/s", "most"
 
     def worth(self, plan: PlanFacts) -> float:
         """One."""
@@ -99,7 +108,7 @@ class Goodput(RateObjective):
 class GoodputPerGpu(RateObjective):
     """Requests per second and GPU."""
 
-    name, unit = "goodput_per_gpu", "requests/s/GPU"
+    name, unit, aim = "goodput_per_gpu", "requests/s/GPU", "per cost"
 
     def worth(self, plan: PlanFacts) -> float:
         """Shared by all GPUs."""
@@ -109,18 +118,22 @@ class GoodputPerGpu(RateObjective):
 class GoodputPerDollar(RateObjective):
     """Requests per dollar of the hardware's price."""
 
-    name, unit, needs_prices = "goodput_per_dollar", "requests/USD", True
+    name, unit, needs_prices, aim = "goodput_per_dollar", "requests/USD", True, "per cost"
 
     def worth(self, plan: PlanFacts) -> float:
         """Requests of an hour over the price of an hour."""
         assert plan.usd_per_hour is not None
         return 3600 / plan.usd_per_hour
 
+    def of_allocation(self, amount: float, tokens_per_s: float) -> float:
+        """Costs are those of an hour."""
+        return amount * 3600
+
 
 class Gpus(Objective):
     """The fewest devices on which the workload's own load meets the SLO."""
 
-    name, unit, sign = "gpus", "GPUs", -1
+    name, unit, sign, aim = "gpus", "GPUs", -1, "least cost"
 
     def value(self, plan: PlanFacts, judged: Judged) -> float:
         """As many as it has."""
@@ -129,6 +142,10 @@ class Gpus(Objective):
     def best(self, plan: PlanFacts, rate_bound_rps: float, floor_e2el_s: float) -> float:
         """The same."""
         return float(plan.num_gpus)
+
+    def of_allocation(self, amount: float, tokens_per_s: float) -> float:
+        """Of whole GPUs."""
+        return float(math.ceil(amount * (1 - 1e-6)))
 
 
 class UsdPerHour(Objective):
@@ -150,7 +167,7 @@ class UsdPerHour(Objective):
 class UsdPerMillionTokens(Objective):
     """What a million output tokens cost at the load they are served at."""
 
-    name, unit, sign, needs_prices = "usd_per_million_tokens", "USD/1M output tokens", -1, True
+    name, unit, sign, needs_prices, aim = "usd_per_million_tokens", "USD/1M output tokens", -1, True, "least cost"
 
     def value(self, plan: PlanFacts, judged: Judged) -> float:
         """Price of a second over the output tokens of a second: those offered, or in a closed loop those served."""
@@ -162,6 +179,10 @@ class UsdPerMillionTokens(Objective):
         """At the highest rate it could serve."""
         assert plan.usd_per_hour is not None
         return _usd_per_million(plan.usd_per_hour, rate_bound_rps * plan.output_tokens)
+
+    def of_allocation(self, amount: float, tokens_per_s: float) -> float:
+        """Of the price of an hour."""
+        return _usd_per_million(amount, tokens_per_s)
 
 
 class MeanLatency(Objective):

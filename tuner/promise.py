@@ -57,14 +57,21 @@ class PoolCapacity:
         return replicas * pool.num_cores / busy_s if busy_s > 0 else float("inf")
 
 
-def slo_bound(deployment: Deployment, stream: RequestStream, slo: Slo, cores: int | None = None) -> RateBound:
+def slo_bound(
+    deployment: Deployment,
+    stream: RequestStream,
+    slo: Slo,
+    cores: int | None = None,
+    *,
+    below_rps: float = float("inf"),
+) -> RateBound:
     """The highest rate at which a simulation of a deployment could meet its SLO; with `cores`, one that samples them as
-    `Deployment.simulate` does."""
+    `Deployment.simulate` does. Infinite where it is not below another bound that is known."""
     sampled, seen = _as_simulated(deployment, stream, cores)
-    bound = rate_bound(sampled, seen, slo)
     offered, of_seen = stream.offered_rate_rps, seen.offered_rate_rps
     if seen is stream or offered is None or of_seen is None:
-        return bound
+        return rate_bound(sampled, seen, slo, below_rps=below_rps)
+    bound = rate_bound(sampled, seen, slo, below_rps=below_rps / offered * of_seen)
     return bound._replace(rps=bound.rps / of_seen * offered)
 
 

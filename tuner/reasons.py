@@ -34,6 +34,13 @@ def no_better(question: Question, row: Trial, best: float, leader: Trial | None,
     return f"cannot exceed {row.rate_bound_rps:.4g} requests/s ({row.bounded_by}); {reached}"
 
 
+def no_allocation(question: Question, name: str, best: float | None, leader: Trial | None, value: float) -> str:
+    """Of the plans of a class that was not opened because of the best that any allocation of it could reach."""
+    objective = question.objective
+    reached = "no plan met the SLO" if leader is None else f"{leader.candidate.name} comes to {value:.4g}"
+    return f"no allocation of {name} is better than {best or 0.0:.4g} {objective.unit}; {reached}"
+
+
 def ranked(rows: list[Trial], best: Trial, question: Question, values: Mapping[int, float]) -> list[Trial]:
     """The chosen row first, then the others that meet the SLO, the best first, then the rest by their bound.
 

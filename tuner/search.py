@@ -7,6 +7,9 @@ SLO there is bisected up to its own bound. The search is over when no bound beat
 tolerance. Plans that differ from one that was simulated only in limits that nobody reached are told what they would do
 (`simtune.tuner.knobs`).
 
+Plans of several pools come in classes, all divisions of the GPUs among instances of the same kind, and stay unopened
+where no allocation of these beats the best plan (`simtune.tuner.classes`).
+
 Plans are decided one after the other. Several processes work ahead of that, on the plans that will come next unless
 the best plan changes; what changes it makes void is done again. So the answer does not depend on how many there are.
 """
@@ -14,7 +17,7 @@ the best plan changes; what changes it makes void is done again. So the answer d
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -22,14 +25,16 @@ from simtune.errors import Infeasible
 from simtune.parallel import Jobs, executor
 from simtune.sim.deployment import Deployment
 from simtune.sim.result import Result
+from simtune.tuner.classes import PlanClasses, UnopenedClasses
 from simtune.tuner.climb import LOWEST, Climb, Simulation, SimulationFinding, violation
 from simtune.tuner.entry import Admission, Entrant
 from simtune.tuner.evaluator import Evaluator, Keyed
 from simtune.tuner.journal import Ledger
 from simtune.tuner.objectives import RateObjective
 from simtune.tuner.question import Question
-from simtune.tuner.reasons import no_better, praise, ranked, why_none
+from simtune.tuner.reasons import no_allocation, no_better, praise, ranked, why_none
 from simtune.tuner.sayable import space_for
+from simtune.tuner.seen import SeenPlans
 from simtune.tuner.space import Candidate
 from simtune.tuner.trial import Attempt, CoursePoint, Trial, Tuned
 from simtune.tuner.workshop import Workshop
@@ -114,14 +119,6 @@ class _Open:
     known: Known = field(compare=False)
 
 
-class _Seen(NamedTuple):
-    """A plan that missed its SLO at a rate."""
-
-    plan: Entrant
-    rate_rps: float | None
-    finding: SimulationFinding
-
-
 class BestFirst:
     """What is open, what is decided, and the best so far."""
 
@@ -138,6 +135,8 @@ class BestFirst:
         self.entry = Admission(question, self.workshop)
         self.step = 1 + question.study.search.rate_tolerance
         self.rows: list[Trial] = []
+        self._looked_at: dict[int, Trial] = {}
+        """Of plans that were simulated, or compared with one that was."""
         self.plans: list[Entrant] = []
         self.best: Entrant | None = None
         self.confirmed: tuple[Deployment, Result] | None = None
@@ -145,12 +144,13 @@ class BestFirst:
         self._candidates = candidates
         self._open: list[_Open] = []
         self._pushed = 0
-        self._seen: dict[tuple[object, ...], list[_Seen]] = {}
+        self._seen = SeenPlans()
+        self._classes = UnopenedClasses(PlanClasses(question, self.workshop), self._candidates)
 
     def run(self) -> bool:
         """Decide all plans; whether an interrupt left some open."""
         try:
-            self._enter()
+            self._admit(self._classes.alone)
             self._decide_all()
             while not self._confirm():
                 self._reopen()
@@ -167,9 +167,16 @@ class BestFirst:
 
     def _decide_all(self) -> None:
         """All of which the best might be better than the best so far."""
-        while self._open and self._could_be_better(self._open[0].best):
-            self._decide(heapq.heappop(self._open))
+        while (best := self._most_promising()) is not None and self._could_be_better(best):
+            if self._open and self._open[0].best == best:
+                self._decide(heapq.heappop(self._open))
+            else:
+                self._admit(self._classes.opened())
             self._report()
+
+    def _most_promising(self) -> float | None:
+        """The best that anything open, or a class of plans, could reach."""
+        return self._best_of([self._open[0].best if self._open else None, self._classes.best])
 
     def _reopen(self) -> None:
         """When the best plan turns out to be less good: those that were only not better than it was."""
@@ -179,19 +186,13 @@ class BestFirst:
                 plan.best = best
                 self._push([plan], "all there is")
 
-    def _enter(self) -> None:
-        """Sort all candidates into kinds of plans that differ in limits alone, and those that need no more."""
-        kinds: dict[tuple[object, ...], list[Entrant]] = {}
-        for candidate in self._candidates:
-            entrant = self.entry.admitted(candidate)
-            if isinstance(entrant, Trial):
-                self.rows.append(entrant)
-            else:
-                self.rows.append(entrant.row)
-                self.plans.append(entrant)
-                kinds.setdefault(entrant.kind, []).append(entrant)
-        for plans in kinds.values():
-            self._push(plans, "as it came")
+    def _admit(self, candidates: Iterable[Candidate]) -> None:
+        """Open the kinds of plans that there are among candidates."""
+        rows, plans, kinds = self.entry.sorted_by_kind(candidates)
+        self.rows += rows
+        self.plans += plans
+        for kind in kinds:
+            self._push(kind, "as it came")
 
     def _push(self, plans: Sequence[Entrant], known: Known) -> None:
         """Open a kind of plans, or a plan, by the best that is in it."""
@@ -202,30 +203,35 @@ class BestFirst:
     def _decide(self, item: _Open) -> None:
         """Say more exactly what a kind of plans, or a plan, could reach; or else simulate it."""
         if item.known == "as it came":
-            # Plans of one kind are asked each for itself only where their SLO says more than their capacity.
-            lowered = self.entry.refine(item.plans)
+            self.entry.refine(item.plans)
             for plan in [plan for plan in item.plans if not plan.row.reason]:
-                self._push([plan], "as one of its kind" if lowered and len(item.plans) > 1 else "all there is")
+                self._push([plan], "as one of its kind" if len(item.plans) > 1 else "all there is")
             return
         (plan,) = item.plans
-        if item.known == "as one of its kind":
+        low = self._low(plan)
+        if (known := self._seen.tell(plan, low)) is None:
+            if item.known == "all there is":
+                self._judge(plan, low)
+                return
             self.entry.refine([plan])
             if not plan.row.reason:
                 self._push([plan], "all there is")
             return
-        low = self._low(plan)
-        if (known := self._known_from_another(plan, low)) is None:
-            self._judge(plan, low)
-            return
+        self._looked_at[id(plan.row)] = plan.row
         (other, rate, finding), reason = known
         row, objective = plan.row, self.question.objective
+        row.same_as = other.candidate.name
+        if finding.met:
+            self._take(plan, rate, finding)
+            return
         row.status, row.summary, row.rate_rps, row.reason = "infeasible", finding.summary, rate, reason
-        row.same_as, row.best = other.candidate.name, None
+        row.best = None
         if rate is not None and isinstance(objective, RateObjective):
             plan.missed_rps, row.best = rate, rate * objective.worth(plan.facts)
 
     def _judge(self, plan: Entrant, low: float | None) -> None:
         """Simulate a plan until it is known whether it is better than the best one, and by how much."""
+        self._looked_at[id(plan.row)] = plan.row
         climb = Climb(plan.ceiling_rps, self.step, low)
         objective = self.question.objective
         if not objective.searches_rate:
@@ -241,7 +247,7 @@ class BestFirst:
             if finding.met or climb.met is None:
                 self._take(plan, rate, finding)
             else:
-                self._remember(plan, rate, finding)
+                self._seen.remember(plan, rate, finding)
         if climb.met is not None and plan.row.status == "infeasible":
             plan.row.best = None  # it meets the SLO, and no limit of the study
 
@@ -264,7 +270,7 @@ class BestFirst:
             (plan,) = item.plans
             low = self._low(plan)
             rate = Climb(plan.ceiling_rps, self.step, low).rate_rps if self.question.searches_rate else None
-            if self._known_from_another(plan, low) is None:
+            if self._seen.tell(plan, low) is None:
                 yield (plan.candidate.name, rate), self._task(plan, rate)
 
     def _take(self, plan: Entrant, rate: float | None, finding: SimulationFinding) -> None:
@@ -272,13 +278,15 @@ class BestFirst:
         row, objective = plan.row, self.question.objective
         row.take(finding.summary, rate)
         if not finding.met:
-            self._remember(plan, rate, finding)
+            self._seen.remember(plan, rate, finding)
             at = f"at {rate:.4g} requests/s: " if rate is not None else ""
             row.status, row.reason = "infeasible", at + finding.reason
             row.best = row.best if objective.searches_rate else None
             return
         value = objective.value(plan.facts, row.judged)
-        row.best = row.best if objective.searches_rate else value
+        if not objective.searches_rate:
+            self._seen.remember(plan, rate, finding)
+            row.best = value
         for limit in self.question.limits:
             if wrong := limit.violated(limit.objective.value(plan.facts, row.judged)):
                 row.status, row.reason = "infeasible", wrong
@@ -287,12 +295,6 @@ class BestFirst:
         if self.best is None or objective.better(value, self.value(self.best)):
             self.best = plan
         self._report()
-
-    def _remember(self, plan: Entrant, rate: float | None, finding: SimulationFinding) -> None:
-        """Keep what a plan that missed its SLO says of others."""
-        if finding.used is not None or finding.first_tokens_miss:
-            for kin in plan.kin:
-                self._seen.setdefault(kin, []).append(_Seen(plan, rate, finding))
 
     def value(self, plan: Entrant) -> float:
         """The objective of a plan that met its SLO."""
@@ -310,17 +312,6 @@ class BestFirst:
         if self.best is None or not isinstance(objective, RateObjective):
             return None
         return objective.rate_for(plan.facts, self.value(self.best)) * self.step
-
-    def _known_from_another(self, plan: Entrant, low: float | None) -> tuple[_Seen, str] | None:
-        """A plan that missed the SLO at a rate no higher, where this one must as well, and why it must."""
-        for seen in (seen for kin in plan.kin for seen in self._seen.get(kin, ())):
-            if low is None:
-                no_higher = seen.rate_rps is None
-            else:
-                no_higher = seen.rate_rps is None or seen.rate_rps <= low * (1 + 1e-12)
-            if no_higher and (reason := plan.ruled_out_by(seen.plan, seen.finding)):
-                return seen, reason
-        return None
 
     def _show(self, label: str) -> None:
         """Judge the most promising plan with a drafter for itself, unless one is known to meet the SLO."""
@@ -341,13 +332,16 @@ class BestFirst:
                 if not plan.row.reason and plan.row.status == "pruned":
                     plan.row.reason = why + no_better(self.question, plan.row, plan.best, leader, value)
         self._open.clear()
+        for group in self._classes.closed():
+            reason = group.reason or why + no_allocation(self.question, group.name, group.best, leader, value)
+            self.rows += [self.entry.unopened(candidate, group, reason) for candidate in group.candidates]
 
     def _report(self) -> None:
         if self.progress is None:
             return
-        could = [item for item in self._open if self._could_be_better(item.best)]
-        left = sum(len(item.plans) for item in could)
         value = None if self.best is None else self.value(self.best)
+        left = sum(len(item.plans) for item in self._open if self._could_be_better(item.best))
+        left += sum(len(g.candidates) for g in self._classes if g.best is not None and self._could_be_better(g.best))
         self.progress(
             SearchCourse(
                 done=self.total - left,
@@ -356,15 +350,17 @@ class BestFirst:
                 value=value,
                 bound=self._bound(value),
                 open=left,
-                simulations=sum(row.simulations for row in self.rows),
+                simulations=sum(row.simulations for row in self._looked_at.values()),
             )
         )
 
     def _bound(self, value: float | None) -> float | None:
         """What no plan exceeds: the best of all bounds, and of the plan that is known."""
+        return self._best_of([self._most_promising(), value, *(row.best for row in self._looked_at.values())])
+
+    def _best_of(self, known: Iterable[float | None]) -> float | None:
         sign = self.question.objective.sign
-        bounds = [row.best for row in self.rows if row.best is not None] + ([] if value is None else [value])
-        return max(bounds, key=lambda best: sign * best, default=None)
+        return max((best for best in known if best is not None), key=lambda best: sign * best, default=None)
 
     def answer(self, interrupted: bool) -> Tuned:
         """The best plan, confirmed on all its cores. Raises Infeasible where none meets the SLO."""
@@ -376,11 +372,12 @@ class BestFirst:
             raise Infeasible(why_none(self.question, self.rows))
         deployment, result = self.confirmed
         value = self.value(best)
-        bound = self._bound(value)
+        bound = self._best_of([value, *(row.best for row in self.rows)])
         assert bound is not None
         rows = ranked(self.rows, best.row, self.question, {id(p.row): self.value(p) for p in self._feasible()})
         best.row.status, best.row.reason = "chosen", praise(best.row, self.question, value)
-        return Tuned(self.question, rows, deployment, result, value, bound, interrupted)
+        classes = tuple(self._classes.bounded)
+        return Tuned(self.question, rows, deployment, result, value, bound, interrupted, classes=classes)
 
     def _feasible(self) -> list[Entrant]:
         return [plan for plan in self.plans if plan.row.status == "feasible"]

@@ -9,6 +9,7 @@ from simtune.sim.deployment import Deployment
 from simtune.sim.frames import PlainCurve, arrow, frame, html_table, plotted
 from simtune.sim.result import Result
 from simtune.sim.summary import Metric, SimulationSummary
+from simtune.tuner.classes import PlanClass
 from simtune.tuner.ladder import Ladder
 from simtune.tuner.objectives import Judged
 from simtune.tuner.question import Question
@@ -45,7 +46,9 @@ class Trial:
     tried: list[Attempt] = field(default_factory=list)
     """How it was simulated, in this order."""
     same_as: str = ""
-    """Another plan that misses the SLO, so that this one must as well, by its name."""
+    """Another plan that was simulated, of which this one must do the same, by its name."""
+    allocation: str = ""
+    """The class of plans that was ruled out as a whole, by its name (`simtune.tuner.classes`)."""
     best: float | None = None
     """What it can reach of the objective at most, by its bound and by what was simulated."""
 
@@ -99,6 +102,8 @@ class Tuned:
     interrupted: bool = False
     ladder: Ladder | None = None
     """The front, where that was asked for."""
+    classes: tuple[PlanClass, ...] = ()
+    """With what no allocation exceeds: all classes of plans, and the parts of them that were ruled out whole."""
     course: tuple[CoursePoint, ...] = ()
     """The best plan and the bound as the search went on."""
 

@@ -48,6 +48,8 @@ class Workshop:
         self._streams: dict[int, RequestStream] = {}
         self._costs: dict[tuple[object, ...], CompiledCosts | CompiledRounds] = {}
         self._capacities: dict[tuple[object, ...], PoolCapacity] = {}
+        self._known: dict[PoolChoice, DeployedPool] = {}
+        """Pools that were deployed before: another number of instances has all but that in common."""
 
     def stream(self, candidate: Candidate) -> RequestStream:
         """The requests of a candidate, at the workload's own rate."""
@@ -62,10 +64,7 @@ class Workshop:
         """The same with its drafts settled, or why an engine would refuse it or drafting would not pay."""
         pools = []
         for choice in candidate.pools:
-            alone = _alone(choice)
-            if alone not in self._settled:
-                self._settled[alone] = self._settle(alone, candidate)
-            settled = self._settled[alone]
+            settled = self._settled_alone(_alone(choice), candidate)
             if isinstance(settled, Refused):
                 return settled
             pools.append(replace(choice, speculation=settled.speculation))
@@ -74,6 +73,11 @@ class Workshop:
         if refusal:
             return Refused("does_not_fit", refusal)
         return self._weighted(whole) if whole.of_kinds else whole
+
+    def _settled_alone(self, alone: PoolChoice, candidate: Candidate) -> PoolChoice | Refused:
+        if alone not in self._settled:
+            self._settled[alone] = self._settle(alone, candidate)
+        return self._settled[alone]
 
     def _weighted(self, candidate: Candidate) -> Candidate:
         """The same with a weight for each pool: requests per second that one of its cores sustains, over those of the
@@ -151,8 +155,18 @@ class Workshop:
 
     def deployment(self, candidate: Candidate) -> Deployment:
         """A settled candidate, with step costs that others share."""
+        known = [self._known.get(_alone(choice)) for choice in candidate.pools]
+        pools = [pool for pool in known if pool is not None]
+        if len(pools) == len(known):
+            plan = self.question.plan(candidate, self.max_model_len)
+            own = (replace(pool, spec=spec) for pool, spec in zip(pools, plan.pools, strict=True))
+            return Deployment(plan, self.question.model, tuple(own))
         costs = {self.pool(choice).name: self.costs(choice) for choice in candidate.pools}
-        return self.question.deploy(candidate, self.max_model_len, costs)
+        deployment = self.question.deploy(candidate, self.max_model_len, costs)
+        for choice, pool in zip(candidate.pools, deployment.pools, strict=True):
+            if choice.speculation is None and choice.fixed is None:
+                self._known[_alone(choice)] = pool
+        return deployment
 
     def memory(self, choice: PoolChoice) -> Memory:
         """Of an instance of a settled pool."""
@@ -166,6 +180,15 @@ class Workshop:
             where = "" if choice.shape.role == "mixed" else f" of the {choice.shape.role} pool"
             bounds.append(RateBound(self._sustains(choice, stream) * choice.instances, f"capacity{where}"))
         return RateBound(sum(bound.rps for bound in bounds), "capacity") if candidate.of_kinds else min(bounds)
+
+    def instance_rate(self, choice: PoolChoice, candidate: Candidate) -> tuple[int, float] | None:
+        """(GPUs of an instance of one of a candidate's pools, requests per second that it could sustain at most);
+        None where an engine would refuse it."""
+        alone = _alone(choice)
+        settled = self._settled_alone(alone, candidate)
+        if isinstance(settled, Refused):
+            return None
+        return settled.devices, self._sustains(settled, self.stream(candidate))
 
     def _sustains(self, choice: PoolChoice, stream: RequestStream) -> float:
         """Requests per second that an instance could sustain at most."""

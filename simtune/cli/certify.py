@@ -47,6 +47,7 @@ def certify(run: Path, study_file: str | None, as_json: bool) -> int:
                 "problems": audit.problems,
                 "bounds": audit.bounds,
                 "simulations": audit.simulations,
+                "allocations": audit.allocations,
                 "plans": len(certificate.plans),
                 "incumbent": certificate.incumbent.to_data(),
                 "bound": certificate.bound,
@@ -105,6 +106,7 @@ def _print(audit: Audit, holds: bool) -> None:
     click.echo(
         f"{certificate.study}: {len(certificate.plans)} plans enumerated, {audit.bounds} bounds and "
         f"{audit.simulations} simulations computed anew"
+        + (f", {audit.allocations} bounds of allocations checked" if audit.allocations else "")
     )
     for problem in audit.problems:
         click.echo(problem, err=True)

@@ -278,6 +278,11 @@ def _print(tuned: Tuned, sure: Confidence | None, out: Path) -> None:
     )
     if tuned.ladder is None:
         click.echo(f"no plan in this space is more than {tuned.gap:.1%} better under this cost model")
+        if unseen := Counter(row.allocation for row in tuned.rows if row.allocation):
+            click.echo(
+                f"{unseen.total():,} of the plans were ruled out unseen, in {len(unseen)} classes of which no "
+                "allocation of GPUs to instances is better"
+            )
     else:
         _print_front(tuned.ladder)
     for line in () if sure is None else sure.lines():

@@ -16,13 +16,13 @@ HOSTILE = "<img src=x>"
 
 def fate(plan: str, best: float | None, by: str = "capacity", met: bool | None = None, same_as: str = "") -> PlanFate:
     tried = () if met is None else (Tried(rate_rps=1.0, met=met, all_cores=True),)
-    return PlanFate(plan=plan, num_gpus=1, best=best, by=by, simulated=tried, same_as=same_as)
+    return PlanFate(plan=plan, num_gpus=1, best=best, by=by, simulated=tried, same_as=same_as, allocation="")
 
 
 def certificate(*plans: PlanFate, bound: float = 12.0) -> Certificate:
     return Certificate.sealed(
         simtune="0", study="s", objective="goodput", unit=f"requests/s {HOSTILE}", seed=0, inputs={},
-        incumbent=Incumbent(plan="a", value=10.0, rate_rps=10.0), bound=bound, gap=0.2, interrupted=False, plans=plans,
+        incumbent=Incumbent(plan="a", value=10.0, rate_rps=10.0), bound=bound, gap=0.2, interrupted=False, plans=plans, allocations=(),
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from simtune.specs.workload import Lognormal, Poisson, SharedPrefix, Slo, Worklo
 from simtune.testing.clusters import stream_of
 from simtune.tuner.bounds import PlanBounds, attainment_bound, rate_bound
 from simtune.tuner.bounds.limits import of_statistics
-from simtune.tuner.bounds.windows import Jobs, first_come
+from simtune.tuner.bounds.windows import Jobs, first_come, of_each
 from simtune.tuner.space import Candidate
 from tests.sim.test_data_parallel import EXPERTS
 from tests.sim.test_data_parallel import hardware as experts_hardware
@@ -314,7 +314,7 @@ def test_who_says_so_keeps_the_order_of_arrival(policy: str) -> None:
 
 def test_one_after_the_other() -> None:
     arrival_s, works = np.array([0.0, 1.0, 1.0, 10.0]), np.array([3.0, 5.0, 1.0, 1.0])
-    assert first_come(arrival_s, works, np.array([0, 0, 1, 0])).tolist() == [3.0, 8.0, 2.0, 11.0]
+    assert first_come(arrival_s, works, of_each(np.array([0, 0, 1, 0]))).tolist() == [3.0, 8.0, 2.0, 11.0]
 
 
 def test_a_window_drops_its_largest_works() -> None:

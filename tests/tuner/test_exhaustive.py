@@ -15,9 +15,12 @@ from simtune.specs.hardware import Hardware
 from simtune.specs.plan import KvLink
 from simtune.specs.study import HardwareCount, Search, Study
 from simtune.specs.workload import Lognormal, Poisson, Slo, Workload
+from simtune.tuner.climb import SimulationFinding
+from simtune.tuner.entry import Entrant
 from simtune.tuner.objectives import Judged, RateObjective
-from simtune.tuner.question import Question
-from simtune.tuner.search import optimize
+from simtune.tuner.promise import slo_bound
+from simtune.tuner.question import SAMPLED_CORES, Question
+from simtune.tuner.search import BestFirst, optimize
 from simtune.tuner.space import Candidate, space_of
 from simtune.tuner.trial import Tuned
 from simtune.tuner.workshop import Refused, Workshop
@@ -134,6 +137,43 @@ def _not_better(q: Question, tuned: Tuned, candidate: Candidate, deployment: Dep
 def test_no_plan_is_better_than_the_search_says(seed: int) -> None:
     simulated = check(random_question(seed, 4))
     assert simulated is None or simulated[0] <= simulated[1]
+
+
+class Needless:
+    """Counts simulations that a bound of the plan, or another simulation, could have told the result of."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.simulations, self.told = 0, list[str]()
+        self._seen: list[tuple[Entrant, float | None, SimulationFinding]] = []
+        simulated = BestFirst._simulated
+
+        def counted(search: BestFirst, plan: Entrant, rate: float | None) -> SimulationFinding:
+            finding = simulated(search, plan, rate)
+            self._count(search, plan, rate, finding)
+            return finding
+
+        monkeypatch.setattr(BestFirst, "_simulated", counted)
+
+    def _count(self, search: BestFirst, plan: Entrant, rate: float | None, finding: SimulationFinding) -> None:
+        q, stream = search.question, search.workshop.stream(plan.candidate)
+        offered = stream.offered_rate_rps if rate is None else rate
+        bound = slo_bound(plan.deployment, stream, q.study.slo, SAMPLED_CORES)
+        assert offered is not None
+        if bound.rps < offered:
+            self.told.append(f"{plan.candidate.name} at {offered:.4g}: {bound}")
+        if any(r == rate and other is not plan and plan.ruled_out_by(other, f) for other, r, f in self._seen):
+            self.told.append(f"{plan.candidate.name} at {offered:.4g}: another plan")
+        self._seen.append((plan, rate, finding))
+        self.simulations += 1
+
+
+@pytest.mark.parametrize("seed", [1014, 1053, 1056])
+def test_nothing_is_simulated_that_could_have_been_told(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a plan's own SLO says more than that of its kind, and where the latencies of several plans are the same."""
+    needless = Needless(monkeypatch)
+    optimize(random_question(seed, 16), jobs=1)
+    assert needless.simulations
+    assert needless.told == []
 
 
 @pytest.mark.slow

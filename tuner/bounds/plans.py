@@ -25,7 +25,7 @@ from simtune.specs.workload import Slo
 from simtune.tuner.bounds.limits import MeanLimit, SloLimits, of_one_request, of_statistics
 from simtune.tuner.bounds.load import BoundLoad
 from simtune.tuner.bounds.ways import PlanWay, ways_of
-from simtune.tuner.bounds.windows import ROUNDING, Jobs, first_come, first_come_seated
+from simtune.tuner.bounds.windows import ROUNDING, Jobs, first_come, first_come_seated, of_each
 from simtune.tuner.bounds.work import PoolWork
 
 CLOSE = 1e-4
@@ -41,9 +41,12 @@ class RateBound(NamedTuple):
     where the rate is infinite, as where the objective leaves open when anything must be done."""
 
 
-def rate_bound(deployment: Deployment, stream: RequestStream, slo: Slo) -> RateBound:
-    """The highest rate at which `deployment` could meet every line of `slo` on these requests."""
-    return PlanBounds(deployment, stream).rate(slo)
+def rate_bound(
+    deployment: Deployment, stream: RequestStream, slo: Slo, *, below_rps: float = float("inf")
+) -> RateBound:
+    """The highest rate at which `deployment` could meet every line of `slo` on these requests; infinite where that is
+    not below another bound that is known."""
+    return PlanBounds(deployment, stream).rate(slo, below_rps)
 
 
 def attainment_bound(deployment: Deployment, stream: RequestStream, slo: Slo) -> float:
@@ -70,7 +73,7 @@ class PlanBounds:
 
     # --- the answers ------------------------------------------------------------------------------------------
 
-    def rate(self, slo: Slo) -> RateBound:
+    def rate(self, slo: Slo, below_rps: float = float("inf")) -> RateBound:
         """See `rate_bound`."""
         if not self.load.fits.all():
             return RateBound(0.0, "length")
@@ -78,21 +81,20 @@ class PlanBounds:
         if not self.known:
             return RateBound(float("inf"), "nothing")
         lines, means = of_statistics(self.stream, slo)
-        if any(self._late_alone(line).sum() > line.allowed for line in lines) or any(map(self._mean_missed, means)):
+        late = [self._late_alone(line) for line in lines]
+        missed = (int(alone.sum()) > line.allowed for alone, line in zip(late, lines, strict=True))
+        if any(missed) or any(map(self._mean_missed, means)):
             return RateBound(0.0, "floor")
         if offered is None:
             return RateBound(float("inf"), "nothing")
-        bounds = [RateBound(float("inf"), "nothing")]
-        for line in lines:
-            alone = self._late_alone(line)
-            bounds += [
-                RateBound(float(offered * jobs.highest_rate(line.allowed - int(alone.sum()))), by)
-                for by, jobs in self._jobs(line, ~alone)
-            ]
-        best = min(bounds)
+        best = RateBound(below_rps, "nothing")
+        for line, alone in zip(lines, late, strict=True):
+            for by, jobs in self._jobs(line, ~alone):
+                factor = jobs.highest_rate(line.allowed - int(alone.sum()), below=best.rps / offered)
+                best = min(best, RateBound(float(offered * factor), by))
         if self.first_come:
             best = self._lower_by_order(best, offered, lines, means)
-        return best
+        return best if best.rps < below_rps else RateBound(float("inf"), "nothing")
 
     def attainment(self, slo: Slo) -> float:
         """See `attainment_bound`."""
@@ -213,8 +215,8 @@ class PlanBounds:
         return self.known and dealt and self.stream.arrival_s is not None and all(in_order)
 
     @cached_property
-    def _cores(self) -> tuple[Ints, Array, Array]:
-        """(the core that each request is dealt, the work of its prompt there, when at the earliest after the first
+    def _cores(self) -> tuple[list[Ints], Array, Array]:
+        """(the requests that each core is dealt, the work of its prompt there, when at the earliest after the first
         arrival those before it leave it a seat)."""
         n = len(self.stream)
         turns = np.arange(n) % sum(pool.pool.num_cores for pool in self.front)
@@ -227,14 +229,15 @@ class PlanBounds:
             if not self.back:
                 totals[:, here] = np.array(pool.total_s(everybody, np.inf))[:, here] / pool.rounds.replicas
             before += pool.pool.num_cores
-        return turns, prompts, first_come_seated([*totals], turns, seats)
+        dealt = of_each(turns)
+        return dealt, prompts, first_come_seated([*totals], dealt, seats)
 
     def _ttft_in_order(self, stretched: float) -> Array:
         """The least TTFT of each request with all gaps between arrivals so many times as long."""
         assert self.stream.arrival_s is not None
         arrival_s = self.stream.arrival_s * stretched
-        turns, prompts, seated_s = self._cores
-        done_s = np.maximum(first_come(arrival_s, prompts, turns), arrival_s[0] + seated_s)
+        dealt, prompts, seated_s = self._cores
+        done_s = np.maximum(first_come(arrival_s, prompts, dealt), arrival_s[0] + seated_s)
         least: Array = np.maximum(self.ttft_s, done_s - arrival_s)
         return least
 
@@ -243,22 +246,24 @@ class PlanBounds:
     ) -> RateBound:
         """The bound by first come, first served, where it is lower. Waiting grows with the rate, so it is bisected."""
 
+        apart = [self._late_alone(replace(line, ttft_s=np.full(len(self.stream), np.inf))) for line in lines]
+
         def fails(rps: float) -> bool:
-            ttft_s = self._ttft_in_order(offered / rps)
-            return self._fails_in_order(ttft_s, lines, means)
+            return self._fails_in_order(self._ttft_in_order(offered / rps), lines, apart, means)
 
         high = best.rps if np.isfinite(best.rps) else offered * 2.0**40
         return _bisected(fails, min(offered, high), high, best)
 
-    def _fails_in_order(self, ttft_s: Array, lines: list[SloLimits], means: list[MeanLimit]) -> bool:
-        late = (
-            (ttft_s > line.ttft_s * (1 + ROUNDING) + ROUNDING)
-            | (ttft_s + self.decode_s > line.e2el_s * (1 + ROUNDING) + ROUNDING)
-            | self._late_alone(replace(line, ttft_s=np.full(len(ttft_s), np.inf)))
-            for line in lines
-        )
-        if any(int(each.sum()) > line.allowed for each, line in zip(late, lines, strict=True)):
-            return True
+    def _fails_in_order(
+        self, ttft_s: Array, lines: list[SloLimits], apart: list[NDArray[np.bool_]], means: list[MeanLimit]
+    ) -> bool:
+        """Whether these first tokens miss a line; `apart` is who is late whenever they come."""
+        for line, late in zip(lines, apart, strict=True):
+            late = late | (ttft_s > line.ttft_s * (1 + ROUNDING) + ROUNDING)
+            if np.isfinite(line.e2el_s).any():
+                late = late | (ttft_s + self.decode_s > line.e2el_s * (1 + ROUNDING) + ROUNDING)
+            if int(late.sum()) > line.allowed:
+                return True
         return any(self._mean_missed(mean, ttft_s) for mean in means)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from simtune.arrays import Array
+from simtune.arrays import Array, Ints
 
 GRID = 16
 """Points between which windows lie at a given load."""
@@ -52,8 +52,9 @@ class Jobs:
         points = np.linspace(float(release.min()), last, GRID)
         return max(_best_family(release, due, work, self.speed, points) for work in self.works)
 
-    def highest_rate(self, allowed: int) -> float:
-        """The factor by which arrivals may come faster, or slower, until more than `allowed` are late in some window.
+    def highest_rate(self, allowed: int, below: float = float("inf")) -> float:
+        """The factor by which arrivals may come faster, or slower, until more than `allowed` are late in some window;
+        infinite where it is not below another one that is known.
 
         Windows from the arrival of one request to the limit of another one: those between them stay between them at
         any rate, and their time shrinks as the rate grows, so that every window says exactly from which rate on it is
@@ -62,13 +63,16 @@ class Jobs:
         n = len(self.arrival_s)
         if n <= allowed or n < 2:
             return float("inf")
-        factor = float("inf")
-        works = np.array(self.works)
+        factor, works = below, np.array(self.works)
+        finite = bool(np.isfinite(works).all())
         for inside, span_s, slack_s in self._nested():
+            whole = float((works @ inside).max()) / self.speed if finite else float("inf")
+            if whole <= slack_s or span_s / (whole - slack_s) > factor * (1 + ROUNDING):
+                continue  # it says no more without its largest works
             kept = without_largest(works[:, inside], allowed).max() / self.speed * (1 - ROUNDING) - ROUNDING
             if kept > slack_s:
                 factor = min(factor, span_s / (kept - slack_s))
-        return factor
+        return factor if factor < below else float("inf")
 
     def _nested(self) -> Iterator[tuple[NDArray[np.bool_], float, float]]:
         """(who is in a window, seconds between its first and last arrival, seconds that it is longer than that)."""
@@ -119,32 +123,36 @@ def _best_family(release: Array, due: Array, work: Array, speed: float, points: 
     return best[-1]
 
 
-def first_come(arrival_s: Array, works: Array, core: NDArray[np.integer]) -> Array:
+def of_each(core: NDArray[np.integer]) -> list[Ints]:
+    """The requests of each core, in their order."""
+    order = np.argsort(core, kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(core[order])) + 1)
+
+
+def first_come(arrival_s: Array, works: Array, cores: Sequence[Ints]) -> Array:
     """When the prompts of each core are done, one after the other in order of arrival: the earliest that each can be.
 
     For any k <= i on a core the prompts k ... i are computed in steps that begin at a_k or later and are over when i is
     done: C_i = max(C_(i-1), a_i) + w_i, unrolled to a running maximum.
     """
     done = np.empty(len(arrival_s))
-    for number in np.unique(core):
-        of_core = np.flatnonzero(core == number)
+    for of_core in cores:
         total = np.cumsum(works[of_core])
         start = np.maximum.accumulate(arrival_s[of_core] - total + works[of_core])
         done[of_core] = start + total
     return done
 
 
-def first_come_seated(works: Sequence[Array], core: NDArray[np.integer], seats: Array) -> Array:
+def first_come_seated(works: Sequence[Array], cores: Sequence[Ints], seats: Array) -> Array:
     """How long after the first arrival each prompt is done at the earliest, where only so many `seats` of a core hold
     requests that are neither new nor finished.
 
     When i has its first token, all before it on its core are finished but those in the seats: their works, less the
     largest, lie between. First tokens come in order, so that what holds of some holds of those after them.
     """
-    least = np.zeros(len(core))
+    least = np.zeros(len(seats))
     stacked = np.array(works)
-    for number in np.unique(core):
-        of_core = np.flatnonzero(core == number)
+    for of_core in cores:
         unfinished = int(seats[of_core[0]])
         ends = (
             np.unique(np.linspace(unfinished, len(of_core) - 1, CUTS).astype(int)) if len(of_core) > unfinished else ()

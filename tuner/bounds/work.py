@@ -100,8 +100,11 @@ class PoolWork:
     # --- floors -----------------------------------------------------------------------------------------------
 
     def _linear_s(self, steps: Array, tokens: Array) -> Array:
-        """The linear part of so many steps with so many tokens."""
-        linear: Array = np.max([line.start_s * steps + line.token_s * tokens for line in self.lines], axis=0)
+        """The linear part of so many steps with so many tokens: the highest line at as many tokens as a step has."""
+        start_s, token_s, _ = np.array(self.lines).T
+        meet = np.maximum.accumulate((start_s[:-1] - start_s[1:]) / (token_s[1:] - token_s[:-1]))
+        highest = np.searchsorted(meet, tokens / np.maximum(steps, 1))
+        linear: Array = start_s[highest] * steps + token_s[highest] * tokens
         return linear
 
     @cached_property
@@ -121,10 +124,13 @@ class PoolWork:
         rounds = np.ceil(load.decodes / self.rounds.most)
         one = np.ones(1, dtype=np.int64)
         shortest = min(least.attention_s, float(least.prefill_s(one, one - 1)[0]))  # or it is recomputed
+        steepest: dict[float, float] = {}
+        for line in self.lines:
+            steepest[line.context_s] = max(steepest.get(line.context_s, 0.0), line.start_s + line.token_s)
         linear = np.max(
             [
-                (line.start_s + line.token_s) * rounds + np.maximum(shortest * rounds, line.context_s * self._context)
-                for line in self.lines
+                round_s * rounds + np.maximum(shortest * rounds, context_s * self._context)
+                for context_s, round_s in steepest.items()
             ],
             axis=0,
         )
@@ -160,11 +166,25 @@ class PoolWork:
         private = np.maximum(self._context - decodes * self._shared, 0.0)
         fixed = self.least.head_s * load.decodes + (self.attention_s if self.prefills else 0.0)
         counts = [tokens / self.budget, decodes / self.seats, private / self.kv_tokens]
-        works = [[self._along(line, steps, tokens) for line in self.lines] for steps in counts]
+        of_tokens, of_context = float(tokens[counted].sum()), float(self._context[counted].sum())
+        rest = [(line, line.token_s * of_tokens + line.context_s * of_context) for line in self.lines]
+        works = []
+        for steps in counts:
+            of_steps = float(steps[counted].sum())
+            _, at = max((line.start_s * of_steps + more, at) for at, (line, more) in enumerate(rest))
+            works.append(self._along(self.lines[at], steps, tokens))
         if np.isfinite(tpot_s) and counted.any():
-            step_s = tpot_s * most * self.rounds.replicas
-            works.append([self._along(line, self._steps(line, step_s, counted), tokens) for line in self.lines])
-        return [fixed + max(by_line, key=lambda work: float(work[counted].sum())) for by_line in works]
+            of_decodes = float(decodes[counted].sum())
+            step_s, shortest = tpot_s * most * self.rounds.replicas, float(load.prompt[counted].min())
+            shares = [self._share(line, step_s, shortest) for line in self.lines]
+            _, at = max(
+                (line.start_s * (share * of_decodes if of_decodes else 0.0) + more, at)
+                for at, (share, (line, more)) in enumerate(zip(shares, rest, strict=True))
+            )
+            decoding = np.where(decodes > 0, decodes, 0.0)
+            steps = shares[at] * decoding if np.isfinite(shares[at]) else np.where(decodes > 0, np.inf, 0.0)
+            works.append(self._along(self.lines[at], steps, tokens))
+        return [fixed + work for work in works]
 
     @property
     def _shared(self) -> Ints:
@@ -174,13 +194,9 @@ class PoolWork:
         work: Array = line.start_s * steps + line.token_s * tokens + line.context_s * self._context
         return work
 
-    def _steps(self, line: CostLine, step_s: float, counted: NDArray[np.bool_]) -> Array:
-        """W2: the share in steps that a request has at least where the mean step takes no longer than `step_s`."""
-        decodes = self.load.decodes / self.rounds.most
-        shortest = float(self.load.prompt[counted].min())
+    def _share(self, line: CostLine, step_s: float, shortest: float) -> float:
+        """W2: the share in a step that a decode has at least where the mean step takes no longer than `step_s` and no
+        prompt is shorter; infinite where none is so fast."""
         per_decode = line.token_s + line.context_s * shortest + self.least.head_s
         left = step_s - line.start_s
-        if left <= 0:
-            never: Array = np.where(decodes > 0, np.inf, 0.0)
-            return never
-        return decodes * (per_decode / left)
+        return per_decode / left if left > 0 else float("inf")

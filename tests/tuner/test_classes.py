@@ -1,0 +1,255 @@
+"""Classes of plans: what no allocation exceeds, who is ruled out with it, and that changed numbers are refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simtune.errors import Infeasible
+from simtune.specs.study import StudyLimits
+from simtune.tuner import relaxation
+from simtune.tuner.allocation import allocate
+from simtune.tuner.certificate import Audit, Certificate, certificate_of
+from simtune.tuner.classes import PlanClasses
+from simtune.tuner.question import Question
+from simtune.tuner.relaxation import Aim, Relaxation, Worths
+from simtune.tuner.search import optimize
+from simtune.tuner.space import Candidate, space_of
+from simtune.tuner.trial import Tuned
+from simtune.tuner.workshop import Workshop
+from tests.tuner.test_allocation import FLEET, KV, RATES, some_rates
+from tests.tuner.test_exhaustive import random_question
+
+LINKED = replace(FLEET, link_bytes_per_s=math.inf)
+
+
+def random_worths(rng: random.Random) -> Worths:
+    roles = {role: rng.uniform(0, 1) for role in ("prefill", "decode", "mixed")}
+    return Worths(roles, rng.choice([0.0, rng.uniform(0, 0.3)]), rng.uniform(0, 12))  # type: ignore[arg-type]
+
+
+# --- the programme ----------------------------------------------------------------------------------------
+
+
+def test_the_oracles_instance_is_bounded(oracle_dir: Path) -> None:
+    """milp.json: 11.8 requests/s, and 9 for 56 an hour; dual values come within what a fraction of a node is worth."""
+    oracle = json.loads((oracle_dir / "milp.json").read_text())
+    most = Relaxation(FLEET, RATES, "most")
+    assert oracle["allocation_max_rate"]["rate"] <= most.bound(most.best(solver=True))
+    demand, price = (oracle["allocation_min_cost"][name] for name in ("demand", "price"))
+    cheapest = Relaxation(FLEET, RATES, "least cost", demand)
+    assert 0.85 * price < cheapest.bound(cheapest.best(solver=True)) <= price
+
+
+@pytest.mark.parametrize("aim", ["most", "per cost", "least cost"])
+def test_no_allocation_passes_a_bound_whatever_the_worths(aim: Aim) -> None:
+    rng = random.Random(7)
+    for _ in range(8):
+        rates, budget = some_rates(rng), rng.choice([math.inf, 30.0, 50.0])
+        fleet, demand = replace(LINKED, budget_per_hour=budget), rng.uniform(2.0, 7.0)
+        programme = Relaxation(fleet if aim == "most" else LINKED, tuple(rates), aim, demand)
+        every = [programme.solved(), *programme.balanced(), *(random_worths(rng) for _ in range(20))]
+        bounds = [programme.bound(worths) for worths in every]
+        best = programme.bound(programme.best(solver=True))
+        if aim == "least cost":
+            answer = allocate(LINKED, rates, kv_bytes_per_request=KV, demand_rps=demand)
+            assert max(bounds) <= answer.value
+            assert best >= answer.lp_bound * (1 - 1e-5), "as the linear relaxation, or nearer"
+        else:
+            answer = allocate(programme.fleet, rates, kv_bytes_per_request=KV)
+            reached = answer.rate_rps if aim == "most" else answer.rate_rps / answer.price_per_hour
+            assert min(bounds) >= reached
+            assert aim == "per cost" or best <= answer.lp_bound * (1 + 1e-5)
+
+
+def test_worths_that_prove_nothing() -> None:
+    most, cheapest = Relaxation(LINKED, RATES, "most"), Relaxation(LINKED, RATES, "least cost", 5.0)
+    for worths in (Worths({}), Worths({"prefill": -1.0, "decode": 1.0}), Worths({"prefill": 1.0}, -1.0)):
+        assert most.bound(worths) == math.inf
+        assert cheapest.bound(worths) == 0.0
+    assert most.bound(Worths({"prefill": 2.0, "decode": 6.0})) == most.bound(Worths({"prefill": 1.0, "decode": 3.0}))
+
+
+def test_where_one_of_each_is_needed_it_is_counted() -> None:
+    """A little load takes a GPU for each role, however little of it is used."""
+    small = Relaxation(replace(LINKED, nodes=LINKED.nodes[:1]), RATES[:2] + RATES[3:4], "least cost", 0.01)
+    assert small.bound(small.best(solver=True)) < 1.0
+    both = replace(small, one_of_each=True)
+    assert both.bound(both.best(solver=True)) == pytest.approx((2 + 2) * 4.0)
+
+
+def test_a_solver_that_says_nothing_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> dict[str, float]:
+        raise Infeasible("no")
+
+    alone = Relaxation(LINKED, RATES[:1] + RATES[4:5], "per cost")
+    solved = alone.bound(alone.solved())
+    monkeypatch.setattr(relaxation, "shadow_prices", fails)
+    assert alone.bound(alone.best(solver=True)) == pytest.approx(solved)
+
+
+# --- the classes of a study -------------------------------------------------------------------------------
+
+
+def several(seed: int, most_devices: int = 6, **given: Any) -> Question:
+    """A random study with pools of two kinds beside one another."""
+    asked = random_question(seed, most_devices)
+    search = {"layouts": ("mixed", "prefill-decode")} | ({"mixed_kinds": True} if len(asked.study.hardware) > 1 else {})
+    study = asked.study.model_copy(update={"search": asked.study.search.model_copy(update=search), **given})
+    return replace(asked, study=study)
+
+
+OBJECTIVES = ("goodput", "goodput_per_gpu", "goodput_per_dollar", "gpus", "usd_per_million_tokens")
+
+
+@pytest.mark.parametrize(("seed", "objective"), [*enumerate(OBJECTIVES, 20)])
+def test_no_plan_could_reach_more_than_its_class(seed: int, objective: str) -> None:
+    asked = several(seed, objective=objective)
+    every = space_of(asked.study).candidates
+    workshop = Workshop(asked, every)
+    classes = PlanClasses(asked, workshop)
+    _, whole = classes.sorted_out(every)
+    groups = classes.bounded_all(whole)
+    groups += [part for group in groups for part in classes.split(group)]
+    assert {group.name for group in groups} <= classes.named(every).keys()
+    compared = 0
+    for group in groups:
+        for candidate in map(workshop.settled, group.candidates):
+            if not isinstance(candidate, Candidate):
+                continue
+            stream, capacity = workshop.stream(candidate), workshop.capacity(candidate).rps
+            offered = stream.offered_rate_rps
+            assert offered is not None
+            if not asked.searches_rate and capacity < offered:
+                continue
+            rate = capacity if asked.searches_rate else offered
+            best = asked.objective.best(asked.facts(candidate, stream), rate, 0.0)
+            assert group.best is not None, candidate.name
+            assert not asked.objective.better(best, group.best), (candidate.name, group.name)
+            compared += 1
+    assert compared
+
+
+def test_what_was_ruled_out_whole_is_not_better_when_it_is_simulated() -> None:
+    asked = several(1004, objective="goodput")
+    tuned = optimize(asked, jobs=1)
+    unseen = [row for row in tuned.rows if row.allocation]
+    assert unseen
+    assert all(row.simulations == 0 and row.status == "pruned" for row in unseen)
+    assert all(row.best is not None and row.best <= tuned.bound for row in unseen)
+    assert "no allocation of" in unseen[0].reason
+    workshop = Workshop(asked, space_of(asked.study).candidates)
+    for row in unseen[:: max(1, len(unseen) // 6)]:
+        settled = workshop.settled(row.candidate)
+        assert isinstance(settled, Candidate)
+        capacity = workshop.capacity(settled).rps
+        rate = tuned.bound * 1.001
+        assert capacity < rate or not asked.judge(settled, workshop.deployment(settled), rate).meets_slo
+
+
+@pytest.mark.parametrize("given", [{"objective": "e2el"}, {"objective": "joules_per_token"}])
+def test_where_rates_and_costs_do_not_say_there_are_none(given: dict[str, Any]) -> None:
+    asked = several(20, **given)
+    every = space_of(asked.study).candidates
+    assert PlanClasses(asked, Workshop(asked, every)).sorted_out(every) == ([*every], {})
+
+
+def test_out_of_reach_is_said() -> None:
+    asked = several(1004, objective="gpus")
+    load = asked.workload.model_copy(
+        update={"arrivals": asked.workload.arrivals.model_copy(update={"rate_rps": 9000.0})}
+    )
+    asked = replace(asked, workload=load)
+    every = space_of(asked.study).candidates
+    classes = PlanClasses(asked, Workshop(asked, every))
+    groups = classes.bounded_all(classes.sorted_out(every)[1])
+    assert groups
+    assert all(group.best is None and "are offered" in group.reason for group in groups)
+    with pytest.raises(Infeasible):
+        optimize(asked, jobs=1)
+
+
+def test_a_budget_bounds_a_class() -> None:
+    bounds = []
+    for limits in (StudyLimits(), StudyLimits(usd_per_hour=3.0)):
+        asked = several(1004, objective="goodput", limits=limits)
+        every = space_of(asked.study.model_copy(update={"limits": StudyLimits()})).candidates
+        classes = PlanClasses(asked, Workshop(asked, every))
+        bounds.append({group.name: group.best for group in classes.bounded_all(classes.sorted_out(every)[1])})
+    free, tight = bounds
+    assert all(0 < (tight[name] or 0) <= (free[name] or 0) for name in free)
+    # 3 dollars are one H100, or three L40S of which there are two.
+    assert (tight["mixed h100-sxm + mixed l40s"] or 0) < 0.5 * (free["mixed h100-sxm + mixed l40s"] or 0)
+    assert tight["prefill l40s + decode l40s"] == free["prefill l40s + decode l40s"]
+
+
+# --- the certificate --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tuned() -> Tuned:
+    return optimize(several(1004, objective="goodput"), jobs=1)
+
+
+def audited(certificate: Certificate, asked: Question) -> Audit:
+    audit = Audit(certificate, asked)
+    assert audit.run() == (not audit.problems)
+    return audit
+
+
+def test_the_certificate_holds_without_a_solver(tuned: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
+    certificate = certificate_of(tuned)
+    monkeypatch.setattr(relaxation, "shadow_prices", None)
+    audit = audited(certificate, tuned.question)
+    assert audit.problems == []
+    assert audit.allocations == len(certificate.allocations) == len(tuned.classes) > 1
+    ruled_out = {fate.allocation for fate in certificate.plans} - {""}
+    assert ruled_out < {bound.name for bound in certificate.allocations}
+
+
+def changes_of(data: dict[str, Any]) -> dict[str, Callable[[dict[str, Any]], object]]:
+    fates, bounds = data["plans"], data["allocations"]
+    plan = next(i for i, fate in enumerate(fates) if fate["allocation"])
+    at = next(i for i, bound in enumerate(bounds) if bound["name"] == fates[plan]["allocation"])
+    pair = next(i for i, bound in enumerate(bounds) if all(bound["roles"].values()) and bound["roles"])
+    elsewhere = next(bound["name"] for bound in bounds if bound["name"] != fates[plan]["allocation"])
+    tried = {"rate_rps": 1.0, "met": False, "all_cores": False}
+    return {
+        "a lower bound of a class": lambda d: d["allocations"][at].update(best=bounds[at]["best"] * 0.9),
+        "a higher one": lambda d: d["allocations"][at].update(best=bounds[at]["best"] * 1.1),
+        "no bound": lambda d: d["allocations"][at].update(best=None),
+        "a worth below 0": lambda d: d["allocations"][pair]["roles"].update(prefill=-1.0),
+        "another worth": lambda d: d["allocations"][pair]["roles"].update(decode=2 * bounds[pair]["roles"]["decode"]),
+        "a worth of money": lambda d: d["allocations"][at].update(of_cost=-0.5),
+        "a class less": lambda d: d["allocations"].pop(at),
+        "a class that is none": lambda d: d["allocations"][at].update(name="mixed tpu"),
+        "a plan in another class": lambda d: d["plans"][plan].update(allocation=elsewhere),
+        "a plan in no class": lambda d: d["plans"][plan].update(allocation=""),
+        "another bound of a plan": lambda d: d["plans"][plan].update(best=fates[plan]["best"] * 0.9),
+        "other GPUs": lambda d: d["plans"][plan].update(num_gpus=fates[plan]["num_gpus"] + 1),
+        "a simulation": lambda d: d["plans"][plan].update(simulated=[tried]),
+        "a plan less": lambda d: d["plans"].pop(plan),
+        "chosen and unseen": lambda d: d["incumbent"].update(plan=fates[plan]["plan"]),
+    }
+
+
+def test_whatever_is_changed_is_refused(tuned: Tuned) -> None:
+    """Also by whoever knows to make a new digest."""
+    claimed = certificate_of(tuned).to_data()
+    for name, change in changes_of(claimed).items():
+        data = json.loads(json.dumps(claimed))
+        change(data)
+        changed = Certificate.model_validate_json(json.dumps(data))
+        sealed = changed.model_copy(update={"digest": changed.expected_digest})
+        problems = audited(sealed, tuned.question).problems
+        if name == "a plan in no class":  # its own bound is as low
+            assert not problems or "could reach" in problems[0]
+        else:
+            assert problems, name
