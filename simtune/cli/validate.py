@@ -450,11 +450,12 @@ def _decide(given: _Given, count: int, choice: EngineChoice, asked: _Asked, out:
     chosen = given.experiment(asked.seed)
     rates = asked.rates or (0.9 * knee_rps(chosen.deployment, chosen.stream, asked.seed),)
     (load,) = loads(chosen.deployment, chosen.stream, rates[:1], asked.seed)
+    engine = make_engine(choice, chosen)
+    engine.check(chosen.deployment.plan)
     tried = [
         (given.experiment(asked.seed, plan).deployment, load._replace(label=plan.name))
-        for plan in around(chosen.deployment.plan, count)
+        for plan in around(chosen.deployment.plan, count, engine.check)
     ]
-    engine = make_engine(choice, chosen)
     folder = _folder(chosen, asked, [count, *_identity(choice)], out)
     how = Round(asked.repeats, asked.most_late, asked.seed)
     with closing(engine), progress("runs", asked.quiet) as update:

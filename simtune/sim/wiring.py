@@ -6,12 +6,14 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from simtune.costs.predict import Profile
 from simtune.costs.ticks import TICKS_PER_SECOND
+from simtune.costs.transfers import read_transfer_fit
 from simtune.engine.scheduler import Hint
 from simtune.errors import UsageError
 from simtune.sim.availability import Change
@@ -169,11 +171,15 @@ class Transfer:
 
 
 def transfer_terms(sent: Sequence[Model], pool: DeployedPool, link: KvLink) -> Transfer:
-    """The plan's own numbers, and those of the profile's KV transfer operator where it gives none; for the keys and
-    values of so many models, the target first.
+    """The plan's own numbers, and where it gives none those of its log of transfers, or else of the profile's operator;
+    for the keys and values of so many models, the target first.
 
-    Raises Infeasible when the hardware has no link of that name.
+    Raises Infeasible when the hardware has no link of that name, and SpecError for a log that is none.
     """
+    if link.costs is not None:
+        fit = read_transfer_fit(Path(link.costs))
+        setup_s = fit.setup_s if link.setup_s is None else link.setup_s
+        return Transfer(link.bytes_per_s or fit.bytes_per_s, setup_s, link.descriptor_s or 0.0)
     kv_dtype = pool.spec.kv_cache.dtype or sent[0].kv_dtype or sent[0].dtype
     base = Profile(pool.hardware).predictor("kv_transfer", kv_dtype, variant=link.path).operator.base
     pieces = 1 if link.packed else 2 * sum(model.num_layers for model in sent)

@@ -498,7 +498,7 @@ Event = Annotated[Start | Failure | Switch, Field(discriminator="kind")]
 class KvLink(Part):
     """The way of a KV cache from a prefill to a decode instance.
 
-    Rates are those of the prefill hardware's link `path`, over all GPUs of the instance, unless given here.
+    Rates are those of the prefill hardware's link `path`, over all GPUs of the instance, unless given or measured.
     """
 
     path: str = "inter_node"
@@ -507,6 +507,9 @@ class KvLink(Part):
     descriptor_s: NonNegative | None = Field(None, description="for each piece of memory; blocks x layers x 2 of them")
     packed: bool = Field(False, description="one descriptor per block instead")
     layerwise: bool = Field(False, description="each layer is sent while the next is computed")
+    costs: str | None = Field(
+        None, description="measured transfers in place of the link's rates: a log of `simtune profile --transfers`"
+    )
     shared: bool = Field(False, description="true: all prefill instances share one link; false: each has its own")
 
 

@@ -129,11 +129,23 @@ class FakeServer:
         if wrong == "whole":
             await _respond(writer, "200 OK", '{"choices": []}')
             return True
+        if not request.get("stream"):
+            await self._prefill(request, writer)
+            return True
         self._running += 1
         try:
             return await self._stream(request, wrong, writer)
         finally:
             self._running -= 1
+
+    async def _prefill(self, request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        """A prompt alone; where its KV cache is, if that is asked for."""
+        number = len(self.requests)
+        await asyncio.sleep(self.first_token_s)
+        answer: dict[str, Any] = {"choices": [{"index": 0, "text": " t1", "finish_reason": "length"}]}
+        if request.get("kv_transfer_params", {}).get("do_remote_decode"):
+            answer["kv_transfer_params"] = {"do_remote_prefill": True, "remote_request_id": str(number)}
+        await _respond(writer, "200 OK", json.dumps(answer))
 
     async def _stream(self, request: dict[str, Any], wrong: Misbehaviour | None, writer: asyncio.StreamWriter) -> bool:
         tokens, half = request["max_tokens"], request["max_tokens"] // 2

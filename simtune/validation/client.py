@@ -10,7 +10,7 @@ import gc
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,11 +18,12 @@ import numpy as np
 from simtune.errors import EngineError
 from simtune.sim.requests import RequestStream
 from simtune.validation.clock import Echo, Ticker, now
-from simtune.validation.exchange import Exchange, Piece, Response, ServerAddress, ask, fetch, look_up, read_response
+from simtune.validation.exchange import Exchange, Piece, ServerAddress, ask, fetch, look_up, read_response
 from simtune.validation.measured import Lateness, MeasuredRequest
 from simtune.validation.prometheus import MetricsReading
 from simtune.validation.prompts import Prompts
-from simtune.validation.streaming import Answer, quoted
+from simtune.validation.relay import Direct, Relay, Way
+from simtune.validation.streaming import Answer
 
 LEAD_S = 0.2
 """Between the last preparation and the first request."""
@@ -49,15 +50,22 @@ class Traffic(NamedTuple):
 
 
 def send(
-    server: ServerAddress, model: str, stream: RequestStream, prompts: Prompts, patience: Patience | None = None
+    server: ServerAddress,
+    model: str,
+    stream: RequestStream,
+    prompts: Prompts,
+    patience: Patience | None = None,
+    decode: ServerAddress | None = None,
 ) -> Traffic:
     """Send every request of a stream to a model, by the server's name for it, and wait for all answers.
 
-    Open loop where the stream has arrival times, counted from its first; else a closed loop of its users. A request
-    that fails is kept with its error. Raises EngineError where there is no such host.
+    With `decode` the first server only computes prompts, and the other one answers (`simtune.validation.relay`). Open
+    loop where the stream has arrival times, counted from its first; else a closed loop of its users. A request that
+    fails is kept with its error. Raises EngineError where there is no such host.
     """
     bodies = [_body(model, stream, prompts, i) for i in range(len(stream))]
-    drive = _Drive(server, stream, bodies, patience or Patience())
+    way = Direct(server, bodies) if decode is None else Relay(server, decode, bodies)
+    drive = _Drive(way, stream, patience or Patience())
     with _no_collection():
         asyncio.run(drive.run())
     return drive.traffic()
@@ -72,7 +80,7 @@ def served_model(server: ServerAddress) -> str:
         raise EngineError(f"{server.url}: does not say which models it serves (/v1/models)") from None
 
 
-def _body(model: str, stream: RequestStream, prompts: Prompts, request: int) -> bytes:
+def _body(model: str, stream: RequestStream, prompts: Prompts, request: int) -> dict[str, Any]:
     body: dict[str, Any] = {
         "model": model,
         "prompt": prompts[request],
@@ -84,7 +92,7 @@ def _body(model: str, stream: RequestStream, prompts: Prompts, request: int) -> 
     }
     if stream.priority.any():
         body["priority"] = int(stream.priority[request])
-    return json.dumps(body, separators=(",", ":")).encode()
+    return body
 
 
 @contextmanager
@@ -107,30 +115,28 @@ class _Sent:
     request: int
     due_s: float | None
     sent_s: float
-    exchange: Exchange | None = None
+    exchanges: list[Exchange] = field(default_factory=list)
+    """One with each server that it was sent to, in order; the last may be under way."""
     error: str | None = None
 
 
 class _Drive:
     """One load while it is sent."""
 
-    def __init__(
-        self, server: ServerAddress, stream: RequestStream, bodies: Sequence[bytes], patience: Patience
-    ) -> None:
-        self._server, self._stream, self._patience = server, stream, patience
-        self._requests = [server.request("POST", "/v1/completions", body) for body in bodies]
+    def __init__(self, way: Way, stream: RequestStream, patience: Patience) -> None:
+        self._way, self._stream, self._patience = way, stream, patience
         self._sent: list[_Sent] = []
         self._under_way: set[_Sent] = set()
-        self._scrapes: list[tuple[float, list[Piece]]] = []
+        self._scrapes: list[tuple[float, list[list[Piece]]]] = []
         self._start = 0.0
 
     async def run(self) -> None:
         """Send all, wait for all."""
-        self._address = await look_up(self._server)
+        self._addresses = [await look_up(server) for server in self._way.servers]
         await self._read_metrics()
         beside = [asyncio.create_task(self._scrape()), asyncio.create_task(self._look())]
         try:
-            with Echo(by_kernel=not self._server.tls) as self._echo:
+            with Echo(by_kernel=not any(server.tls for server in self._way.servers)) as self._echo:
                 await (self._closed_loop() if self._stream.arrival_s is None else self._open_loop())
         finally:
             for task in beside:
@@ -162,7 +168,7 @@ class _Drive:
                 task.cancel()
 
     async def _closed_loop(self) -> None:
-        coming = iter(range(len(self._requests)))
+        coming = iter(range(len(self._stream)))
         self._start = now()
 
         async def user() -> None:
@@ -171,32 +177,39 @@ class _Drive:
                 if self._stream.think_s:
                     await asyncio.sleep(self._stream.think_s)
 
-        await asyncio.gather(*(user() for _ in range(min(self._stream.users or 1, len(self._requests)))))
+        await asyncio.gather(*(user() for _ in range(min(self._stream.users or 1, len(self._stream)))))
 
     async def _one(self, request: int, due_s: float | None) -> None:
         sent = _Sent(request, due_s, now())
         self._sent.append(sent)
-        try:
-            sent.exchange = await self._address.open(self._requests[request])
-        except OSError as error:
-            sent.error = f"cannot be reached: {error.strerror or error}"
-            return
+        for address in self._addresses:
+            message = self._way.message(request, sent.exchanges)
+            if message is None or sent.error is not None:
+                return
+            try:
+                sent.exchanges.append(await address.open(message))
+            except OSError as error:
+                sent.error = f"cannot be reached: {error.strerror or error}"
+                return
+            await self._closed(sent)
+
+    async def _closed(self, sent: _Sent) -> None:
+        exchange = sent.exchanges[-1]
         self._under_way.add(sent)
         try:
-            await sent.exchange.closed
+            await exchange.closed
         finally:
             self._under_way.discard(sent)
-            sent.exchange.abort()
+            exchange.abort()
 
     async def _look(self) -> None:
         """End what is silent for too long."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             limit = now() - self._patience.silence_s
-            for sent in [s for s in self._under_way if s.exchange is not None and s.exchange.last_s < limit]:
-                assert sent.exchange is not None
+            for sent in [s for s in self._under_way if s.exchanges[-1].last_s < limit]:
                 sent.error = f"silent for {self._patience.silence_s:g} s"
-                sent.exchange.abort()
+                sent.exchanges[-1].abort()
 
     async def _scrape(self) -> None:
         while True:
@@ -204,7 +217,8 @@ class _Drive:
             await self._read_metrics()
 
     async def _read_metrics(self) -> None:
-        self._scrapes.append((now(), await fetch(self._address, "/metrics", self._patience.silence_s)))
+        every = (fetch(address, "/metrics", self._patience.silence_s) for address in self._addresses)
+        self._scrapes.append((now(), list(await asyncio.gather(*every))))
 
     # --- when all is over ---------------------------------------------------------------------------------
 
@@ -212,18 +226,15 @@ class _Drive:
         """What came, read and counted."""
         rows = sorted((self._row(sent) for sent in self._sent), key=lambda row: row.request)
         late_s = [sent.sent_s - sent.due_s for sent in self._sent if sent.due_s is not None]
-        readings = []
-        for at_s, pieces in self._scrapes:
-            response = read_response(pieces)
-            if response is not None and response.status == 200 and response.complete:
-                readings.append(MetricsReading(at_s - self._start, response.text.decode("utf-8", "replace")))
+        scrapes = ((at_s - self._start, _metrics(answers)) for at_s, answers in self._scrapes)
+        readings = [MetricsReading(at_s, text) for at_s, text in scrapes if text is not None]
         return Traffic(tuple(rows), _lateness(late_s, self._echo.delays_s), tuple(readings))
 
     def _row(self, sent: _Sent) -> MeasuredRequest:
         answer = Answer(int(self._stream.output_tokens[sent.request]))
         error = sent.error
-        if sent.exchange is not None:
-            why = _read_answer(answer, read_response(sent.exchange.pieces))
+        if sent.exchanges:
+            why = self._way.read(answer, sent.exchanges)
             error = why if error is None else f"{error}, {answer.so_far}"
         times = tuple(at_s - self._start for at_s in answer.times_s)
         return MeasuredRequest(
@@ -239,21 +250,15 @@ class _Drive:
         )
 
 
-def _read_answer(answer: Answer, response: Response | None) -> str | None:
-    """Feed an answer with what came; why it is no whole one, or None."""
-    if response is None:
-        return f"the connection was closed, {answer.so_far}"
-    if 300 <= response.status < 400:
-        return f"answered {response.status}, a redirect to {response.headers.get('location')}, which is not followed"
-    if response.status != 200:
-        return f"answered {response.status}: {quoted(response.text)}"
-    if response.content_type != "text/event-stream":
-        return f"does not stream: its answer is {response.content_type or 'of no type'}"
-    for at_s, data in response.body:
-        answer.feed(data, at_s)
-    if answer.problem is None and not response.complete:
-        return f"the connection was closed, {answer.so_far}"
-    return answer.end()
+def _metrics(answers: Sequence[Sequence[Piece]]) -> str | None:
+    """What all servers say, one after the other; None where one of them says nothing."""
+    texts = []
+    for pieces in answers:
+        response = read_response(pieces)
+        if response is None or response.status != 200 or not response.complete:
+            return None
+        texts.append(response.text.decode("utf-8", "replace"))
+    return "\n".join(texts)
 
 
 def _lateness(late_s: Sequence[float], loop_s: Sequence[float]) -> Lateness:

@@ -7,9 +7,11 @@ that holds 90 % of bootstrap samples, in which each plan's repeats are drawn wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import reduce
 from itertools import combinations
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
@@ -59,28 +61,36 @@ class Ranking(Record):
         return self.plans[0]
 
 
-def around(plan: Plan, count: int) -> list[Plan]:
-    """The plan and its neighbours, `count` in all: one setting changed, then two, of the first pool.
+class Turn(NamedTuple):
+    """One knob of a pool, turned."""
 
-    Seats and token budget by a factor of two, chunked prefill and prefix caching the other way, a chain of drafts one
-    token longer or shorter; without those that vLLM refuses. Raises UsageError where there are fewer.
+    words: str
+    knob: str
+    of: Callable[[Pool], Pool]
+
+
+def around(plan: Plan, count: int, check: Callable[[Plan], None] = lambda plan: None) -> list[Plan]:
+    """The plan and its neighbours, `count` in all: one setting of the first pool changed, then two.
+
+    Every knob is turned once before any is turned the other way: seats and token budget by a factor of two, a chain of
+    drafts one token shorter or longer (one of a single token: none), prefix caching and chunked prefill on or off,
+    whole prompts with a budget that holds the longest. Left out are those that vLLM refuses, and those for which
+    `check` (`Engine.check`) raises UsageError. Raises UsageError where there are fewer.
     """
     plans = [plan.model_copy(update={"name": f"{plan.name}.chosen"})]
     pool, singles = plan.pools[0], list(_changes(plan.pools[0]))
-    sets: list[tuple[tuple[str, str, str, Any], ...]] = [(single,) for single in singles]
-    sets += [pair for pair in combinations(singles, 2) if pair[0][2] != pair[1][2]]
+    sets: list[tuple[Turn, ...]] = [(single,) for single in singles]
+    sets += [pair for pair in combinations(singles, 2) if pair[0].knob != pair[1].knob]
     for changes in sets:
         if len(plans) == count:
             break
-        settings: dict[str, dict[str, Any]] = {}
-        for _, field, key, value in changes:
-            settings.setdefault(field, {})[key] = value
-        parts = {field: getattr(pool, field).model_copy(update=values) for field, values in settings.items()}
-        other = pool.model_copy(update=parts)
-        if _runs(other):
-            name = "-".join(words for words, *_ in changes)
-            pools = (other, *plan.pools[1:])
-            plans.append(plan.model_copy(update={"name": f"{plan.name}.{name}", "pools": pools}))
+        other = reduce(lambda changed, change: change.of(changed), changes, pool)
+        name, pools = "-".join(change.words for change in changes), (other, *plan.pools[1:])
+        if _runs(other) and other not in (known.pools[0] for known in plans):
+            tried = plan.model_copy(update={"name": f"{plan.name}.{name}", "pools": pools})
+            with suppress(UsageError):
+                check(tried)
+                plans.append(tried)
     if len(plans) < count:
         raise UsageError(f"--plans {count}: there are only {len(plans)} plans around {plan.name}")
     return plans
@@ -93,26 +103,47 @@ def _runs(pool: Pool) -> bool:
     return batching.max_num_batched_tokens >= max(least, batching.max_num_seqs)
 
 
-def _changes(pool: Pool) -> Iterator[tuple[str, str, str, Any]]:
-    """(in words, part of the pool, field, value)."""
+def _changes(pool: Pool) -> Iterator[Turn]:
+    """One of every knob, then those the other way."""
     batching, cache = pool.batching, pool.kv_cache
     seats, budget = batching.max_num_seqs, batching.max_num_batched_tokens
     if seats > 1:
-        yield f"seats{seats // 2}", "batching", "max_num_seqs", seats // 2
-    yield f"budget{budget // 2}", "batching", "max_num_batched_tokens", max(1, budget // 2)
-    yield f"seats{2 * seats}", "batching", "max_num_seqs", 2 * seats
-    yield f"budget{2 * budget}", "batching", "max_num_batched_tokens", 2 * budget
-    yield _switch("chunked", "batching", "chunked_prefill", batching.chunked_prefill)
-    yield _switch("prefix", "kv_cache", "prefix_caching", cache.prefix_caching)
-    if pool.speculation is not None and isinstance(pool.speculation.scheme, Chain):
-        tokens = pool.speculation.scheme.tokens
-        for n in (tokens + 1, tokens - 1):
-            if n > 0:
-                yield f"draft{n}", "speculation", "scheme", Chain(tokens=n)
+        yield _set(f"seats{seats // 2}", "batching", "max_num_seqs", seats // 2)
+    yield _set(f"budget{budget // 2}", "batching", "max_num_batched_tokens", max(1, budget // 2))
+    longer, shorter = _other_drafts(pool)
+    yield from shorter
+    yield Turn("no-chunked" if batching.chunked_prefill else "chunked", "chunked_prefill", _other_chunking)
+    prefix = "no-prefix" if cache.prefix_caching else "prefix"
+    yield _set(prefix, "kv_cache", "prefix_caching", not cache.prefix_caching)
+    yield _set(f"seats{2 * seats}", "batching", "max_num_seqs", 2 * seats)
+    yield _set(f"budget{2 * budget}", "batching", "max_num_batched_tokens", 2 * budget)
+    yield from longer
 
 
-def _switch(words: str, part: str, key: str, now: bool) -> tuple[str, str, str, bool]:
-    return f"{'no-' if now else ''}{words}", part, key, not now
+def _other_drafts(pool: Pool) -> tuple[list[Turn], list[Turn]]:
+    """A chain one token longer, and one token shorter, which may be none at all; nothing without a chain."""
+    if pool.speculation is None or not isinstance(pool.speculation.scheme, Chain):
+        return [], []
+    tokens = pool.speculation.scheme.tokens
+    longer = _set(f"draft{tokens + 1}", "speculation", "scheme", Chain(tokens=tokens + 1))
+    if tokens > 1:
+        return [longer], [_set(f"draft{tokens - 1}", "speculation", "scheme", Chain(tokens=tokens - 1))]
+    return [longer], [Turn("no-draft", "scheme", lambda changed: changed.model_copy(update={"speculation": None}))]
+
+
+def _set(words: str, part: str, key: str, value: Any) -> Turn:
+    def of(pool: Pool) -> Pool:
+        return pool.model_copy(update={part: getattr(pool, part).model_copy(update={key: value})})
+
+    return Turn(words, key, of)
+
+
+def _other_chunking(pool: Pool) -> Pool:
+    """Prompts in chunks, or whole."""
+    batching = pool.batching
+    budget = max(batching.max_num_batched_tokens, pool.max_model_len or 0 if batching.chunked_prefill else 0)
+    changed = {"chunked_prefill": not batching.chunked_prefill, "max_num_batched_tokens": budget}
+    return pool.model_copy(update={"batching": batching.model_copy(update=changed)})
 
 
 def decide(outcomes: Sequence[PlanOutcome], rate_rps: float | None, seed: int = 0) -> Ranking:

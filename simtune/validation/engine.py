@@ -26,6 +26,10 @@ class Engine(Protocol):
         """
         ...
 
+    def check(self, plan: Plan) -> None:
+        """Raises UsageError where the engine cannot be told the plan, or lacks what it asks for."""
+        ...
+
     def close(self) -> None:
         """Stop what was started, whatever state it is in. May be called twice."""
         ...

@@ -54,24 +54,30 @@ class DesignedSession(NamedTuple):
     fitted: bool = True
 
 
-def design(seats: int, budget: int, longest: int, seed: int = 0) -> list[DesignedSession]:
-    """Sessions for an engine of so many seats, token budget and longest request."""
-    rng = np.random.default_rng(seed)
-    room = longest - DECODES - 2
+def design(seats: int, budget: int, longest: int, seed: int = 0, drafts: int = 0) -> list[DesignedSession]:
+    """Sessions for an engine of so many seats, token budget and longest request, that verifies so many drafts at once.
+
+    Answers are long enough for the steps that are wanted if all drafts are accepted.
+    """
+    rng, most = np.random.default_rng(seed), 1 + drafts
+    count = max(1, min(DECODES, longest // 2 // most))
+    room = longest - most * count - 2
     contexts = np.unique(np.geomspace(min(16, room), room, 5).round().astype(int)).tolist()
     tokens = sorted({*_octaves(budget), budget})
     mixed = [
-        _mixed(batch, context, [new for new in tokens[2::2] if new < longest], budget, room)
+        _mixed(_Steps(batch, context, count, most), [new for new in tokens[2::2] if new < longest], budget, room)
         for batch in sorted({2, max(1, seats // 2), max(1, seats - 1)})
         for context in (contexts[len(contexts) // 2], contexts[-2])
     ]
-    ladder = tuple(DrivenRequest(0, max(1, longest // 4), 3 + 3 * i) for i in range(seats) if 3 + 3 * i < longest // 2)
+    answers = [most * (3 + 3 * i) for i in range(seats)]
+    ladder = tuple(DrivenRequest(0, max(1, longest // 4), answer) for answer in answers if answer < longest // 2)
     random = [
         DesignedSession(_random(rng, round(_RANDOM_REQUESTS * seats), spacing, longest), fitted=fitted)
         for fitted in (True, True, True, False)
         for spacing in _SPACING
     ]
-    decodes = _decodes(sorted({*_octaves(seats), seats}), contexts, budget)
+    batches = sorted({*_octaves(seats), seats})
+    decodes = _decodes([_Steps(batch, context, count, most) for batch in batches for context in contexts], budget)
     return [*decodes, *_chunks(tokens, budget, longest), *mixed, DesignedSession(ladder), *random]
 
 
@@ -84,19 +90,28 @@ def _octaves(most: int) -> list[int]:
     return [2**i for i in range(most.bit_length()) if 2**i < most]
 
 
-def _decodes(batches: Sequence[int], contexts: Sequence[int], budget: int) -> list[DesignedSession]:
+class _Steps(NamedTuple):
+    """Decode steps that are wanted: of which batch and context, how many, and the most tokens a request gets in one."""
+
+    batch: int
+    context: int
+    steps: int
+    most: int
+
+
+def _decodes(sessions: Sequence[_Steps], budget: int) -> list[DesignedSession]:
     """Requests that decode together, each with about the same context by the time when the last prompt is done."""
     return [
-        DesignedSession(tuple(_resident(batch - 1 - i, context, budget - batch) for i in range(batch)))
-        for batch in batches
-        for context in contexts
+        DesignedSession(tuple(_resident(wanted, i, budget - wanted.most * wanted.batch) for i in range(wanted.batch)))
+        for wanted in sessions
     ]
 
 
-def _resident(behind: int, context: int, tokens: int) -> DrivenRequest:
-    """A request that decodes while so many prompts behind it are computed, so many tokens a step."""
-    waits = min(context - 1, -(-behind * context // max(1, tokens)))
-    return DrivenRequest(0, context - waits, waits + DECODES + 1)
+def _resident(wanted: _Steps, number: int, tokens: int) -> DrivenRequest:
+    """A request that decodes while the prompts behind it are computed, so many tokens a step."""
+    behind = wanted.batch - 1 - number
+    waits = min((wanted.context - 1) // wanted.most, -(-behind * wanted.context // max(1, tokens)))
+    return DrivenRequest(0, wanted.context - wanted.most * waits, wanted.most * (waits + wanted.steps) + 1)
 
 
 def _chunks(tokens: Sequence[int], budget: int, longest: int) -> list[DesignedSession]:
@@ -110,11 +125,12 @@ def _chunks(tokens: Sequence[int], budget: int, longest: int) -> list[DesignedSe
     ]
 
 
-def _mixed(batch: int, context: int, late: Sequence[int], budget: int, room: int) -> DesignedSession:
+def _mixed(wanted: _Steps, late: Sequence[int], budget: int, room: int) -> DesignedSession:
     """Prompts of so many tokens that come one after the other while a batch decodes."""
+    batch, context, _, most = wanted
     filled = -(-batch * context // budget) + 2
     comers = tuple(DrivenRequest(filled + 2 * i, new, 2) for i, new in enumerate(late))
-    answer = max(2, min(room - context, 2 * len(late) + 8))
+    answer = max(2, min(room - context, most * (2 * len(late) + 8)))
     return DesignedSession(tuple(DrivenRequest(0, context, answer) for _ in range(batch)) + comers)
 
 
@@ -182,11 +198,12 @@ def profile_engine(
     try:
         facts = {**engine.facts(), "model": model.to_data(), "size": list(engine.size), "seed": seed}
         journal.open(facts)
-        sessions = design(engine.size.max_num_seqs, engine.size.max_num_batched_tokens, engine.size.max_model_len, seed)
+        seats, tokens, longest, _ = engine.size
+        sessions = design(seats, tokens, longest, seed, facts.get("draft_tokens", 0))
         order = [
             (r, int(i)) for r in range(rounds) for i in np.random.default_rng((seed, r)).permutation(len(sessions))
         ]
-        engine.run(warm_up(engine.size.max_num_batched_tokens, engine.size.max_model_len))
+        engine.run(warm_up(tokens, longest))
         for r, i in order:
             if (r, i) in journal.done:
                 continue

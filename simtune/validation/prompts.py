@@ -13,6 +13,15 @@ FIRST_TOKEN = 3
 """Ids below are commonly padding and the begin and end of a text."""
 
 
+def prompt_seed(seed: int, run: str) -> int:
+    """The seed of the prompts of a run, of 63 bits: runs of other names share no prompt with it."""
+    return _digest(f"{seed} run {run}", 8) >> 1
+
+
+def _digest(text: str, size: int) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=size).digest(), "big")
+
+
 class Prompts:
     """Token ids of every request of a stream, drawn when asked for: a function of seed and request alone.
 
@@ -41,7 +50,7 @@ class Prompts:
         return tokens[:length]
 
     def _drawn(self, name: str, count: int) -> list[int]:
-        key = int.from_bytes(hashlib.blake2b(f"{self._seed} {name}".encode(), digest_size=16).digest(), "big")
+        key = _digest(f"{self._seed} {name}", 16)
         generator = np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
         drawn: list[int] = generator.integers(FIRST_TOKEN, self._vocab_size, count).tolist()
         return drawn

@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
-import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -23,12 +20,16 @@ from simtune.specs.plan import Plan
 from simtune.validation import guard
 from simtune.validation.client import Patience, Traffic, send, served_model
 from simtune.validation.clock import now, pause
+from simtune.validation.engines.ports import free_ports, side_channel
 from simtune.validation.exchange import ServerAddress, ask
 from simtune.validation.loads import warm_up
 from simtune.validation.measured import EngineFacts, MeasuredFacts, MeasuredRun
 from simtune.validation.prometheus import engine_facts
-from simtune.validation.prompts import Prompts
+from simtune.validation.prompts import Prompts, prompt_seed
 
+SERVED = (["mixed"], ["prefill", "decode"])
+"""Roles of the pools that are started here."""
+ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
 LOG_LINES = 15
 """Of what a server said last, in the error when it does not start."""
 
@@ -37,10 +38,16 @@ class ServerEngine:
     """A server that runs already. What it was started with is its owner's affair; it is not told the plan."""
 
     def __init__(
-        self, server: ServerAddress, model: Model, patience: Patience | None = None, name: str = "server"
+        self,
+        server: ServerAddress,
+        model: Model,
+        patience: Patience | None = None,
+        name: str = "server",
+        decode: ServerAddress | None = None,
     ) -> None:
-        """`model` is what it serves, for the vocabulary; `name` is what kind of server it is."""
-        self._server, self._model, self._name = server, model, name
+        """`model` is what it serves, for the vocabulary; `name` is what kind of server it is. With `decode` it computes
+        prompts, and that one the answers."""
+        self._server, self._model, self._name, self._decode = server, model, name, decode
         self._patience = patience or Patience()
         self._served: str | None = None
 
@@ -48,7 +55,7 @@ class ServerEngine:
         """See `Engine.run`."""
         if self._served is None:
             self._served = served_model(self._server)
-            self._send(warm_up(stream), seed)
+            self._send(warm_up(stream), prompt_seed(seed, "warm-up"))
         traffic = self._send(stream, seed)
         facts = MeasuredFacts(
             label=label,
@@ -58,13 +65,16 @@ class ServerEngine:
         )
         return MeasuredRun(facts, traffic.requests)
 
+    def check(self, plan: Plan) -> None:
+        """It is not told any."""
+
     def close(self) -> None:
         """The server is not ours to stop."""
 
     def _send(self, stream: RequestStream, seed: int) -> Traffic:
         assert self._served is not None
         prompts = Prompts(stream, self._model.vocab_size, seed)
-        return send(self._server, self._served, stream, prompts, self._patience)
+        return send(self._server, self._served, stream, prompts, self._patience, self._decode)
 
     def _version(self) -> str | None:
         """As vLLM tells; other servers need not."""
@@ -89,11 +99,71 @@ class VllmCommand:
     """How long it may take until it is healthy."""
 
 
-class VllmEngine:
-    """`vllm serve` with the settings that are emitted for a plan, on a free port of the loopback under a random key.
+class VllmServer:
+    """One `vllm serve` on a free port of the loopback under a random key, for one pool of a plan.
 
-    One instance of a plan with one pool; started at the first run of a plan and stopped with all its processes at
-    `close`, at another plan, and when this process ends in whatever way (`simtune.validation.guard`).
+    It ends with all its processes at `stop`, and when this process ends in whatever way (`simtune.validation.guard`).
+    """
+
+    def __init__(self, command: VllmCommand, settings: str, folder: Path, name: str) -> None:
+        """Starts it; `settings` is the text of the file that it is given, which is kept with its log in `folder`."""
+        self._command, self._log = command, folder / f"{name}.log"
+        path = folder / f"{name}.yaml"
+        path.write_text(settings, encoding="utf-8")
+        yamlfile.parse(settings, str(path))
+        (port,) = free_ports(1)
+        key = os.urandom(16).hex()
+        self.address = ServerAddress(f"http://127.0.0.1:{port}", key)
+        words = [command.python, "-m", "vllm.entrypoints.cli.main", "serve", str(command.weights.absolute())]
+        words += ["--config", str(path), "--host", "127.0.0.1", "--port", str(port), *self._weights_arguments()]
+        environment = {
+            **os.environ,
+            **(command.environment or {}),
+            **ENVIRONMENT,
+            **side_channel(),
+            "VLLM_API_KEY": key,
+        }
+        environment.pop("PYTHONPATH", None)  # of this environment, not of vLLM's
+        with self._log.open("wb") as log:
+            self._process = guard.start([*words, *command.arguments], environment, log)
+
+    @property
+    def pid(self) -> int:
+        """Of the process that guards it."""
+        return self._process.pid
+
+    def wait(self) -> None:
+        """Until it is healthy. Raises EngineError where it ends before, or is not within its time."""
+        deadline = now() + self._command.start_s
+        while now() < deadline:
+            if self._process.poll() is not None:
+                raise EngineError(f"vLLM ended before it was ready; it said last:\n{self._said()}")
+            with contextlib.suppress(EngineError):
+                ask(self.address, "/health", 5.0)
+                return
+            pause(0.25)
+        raise EngineError(f"vLLM was not ready after {self._command.start_s:g} s; it said last:\n{self._said()}")
+
+    def stop(self) -> None:
+        """End it with all its processes."""
+        guard.stop(self._process)
+
+    def _weights_arguments(self) -> Sequence[str]:
+        folder = self._command.weights
+        arguments = [] if any(folder.glob("*.safetensors")) else ["--load-format", "dummy"]
+        tokenized = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+        return arguments if tokenized else [*arguments, "--skip-tokenizer-init"]
+
+    def _said(self) -> str:
+        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return "\n".join(lines[-LOG_LINES:]) or "(nothing)"
+
+
+class VllmEngine:
+    """`vllm serve` with the settings that are emitted for a plan.
+
+    One instance of a plan with one pool, or one of a prefill and one of a decode pool, between which vLLM's connector
+    sends KV caches; started at the first run of a plan and stopped at `close`, and at another plan.
     """
 
     def __init__(
@@ -109,7 +179,7 @@ class VllmEngine:
         self._command, self._model, self._patience = command, model, patience
         self._draft_models = dict(draft_models or {})
         self._plan: Plan | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._servers: list[VllmServer] = []
         self._inner: ServerEngine | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="simtune-vllm-")
 
@@ -117,88 +187,48 @@ class VllmEngine:
         """See `Engine.run`. Raises EngineError where vLLM does not start or has ended, with what it said last."""
         if plan != self._plan:
             self._stop()
-            self._start(plan)
-            self._plan = plan
+            self._inner, self._plan = self._started(plan), plan
         assert self._inner is not None
         return self._inner.run(plan, stream, label=label, seed=seed)
 
+    def check(self, plan: Plan) -> None:
+        """See `Engine.check`."""
+        self._settings(plan)
+
     def close(self) -> None:
-        """Stop the server and all its processes."""
+        """Stop the servers and all their processes."""
         self._stop()
         self._folder.cleanup()
 
-    def _start(self, plan: Plan) -> None:
+    def _started(self, plan: Plan) -> ServerEngine:
         settings = self._settings(plan)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        key = os.urandom(16).hex()
-        server = ServerAddress(f"http://127.0.0.1:{port}", key)
-        command = [self._command.python, "-m", "vllm.entrypoints.cli.main", "serve"]
-        command += [
-            str(self._command.weights.absolute()),
-            "--config",
-            str(settings),
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(port),
-            *self._weights_arguments(),
-        ]
-        command += self._command.arguments
-        environment = {**os.environ, **(self._command.environment or {}), "VLLM_API_KEY": key}
-        environment |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
-        environment.pop("PYTHONPATH", None)  # of this environment, not of vLLM's
-        with self._log.open("wb") as log:
-            self._process = guard.start(command, environment, log)
-        self._wait(server)
-        self._inner = ServerEngine(server, self._model, self._patience, "vllm")
+        for name, text in settings.items():
+            self._servers.append(VllmServer(self._command, text, Path(self._folder.name), name))
+        try:
+            for server in self._servers:
+                server.wait()
+        except EngineError:
+            self._stop()
+            raise
+        first, *rest = (server.address for server in self._servers)
+        return ServerEngine(first, self._model, self._patience, "vllm", *rest)
 
-    def _settings(self, plan: Plan) -> Path:
-        """The file that vLLM is given. Raises UsageError for plans of several pools or instances, and where vLLM cannot
-        be told."""
-        if len(plan.pools) != 1 or plan.pools[0].instances != 1:
+    def _settings(self, plan: Plan) -> dict[str, str]:
+        """Texts of the files that servers are given, by pool, in the order of a request's way. Raises UsageError for
+        plans of several instances, and where vLLM cannot be told."""
+        pools = sorted(plan.pools, key=lambda pool: pool.role != "prefill")
+        if any(pool.instances != 1 for pool in pools) or [p.role for p in pools] not in SERVED:
             raise UsageError(
-                f"plan {plan.name}: has several instances; start them behind a router and give its address as --engine"
+                f"plan {plan.name}: has several instances of a kind; start them behind a router and give its address "
+                "as --engine"
             )
         files = ENGINES["vllm"].files(plan, self._model, plan.num_devices, self._draft_models)
-        (text,) = (text for name, text in files.items() if re.fullmatch(r"engine/vllm-.*\.yaml", name))
-        path = Path(self._folder.name) / "vllm.yaml"
-        path.write_text(text, encoding="utf-8")
-        yamlfile.parse(text, str(path))
-        return path
-
-    def _weights_arguments(self) -> Sequence[str]:
-        folder = self._command.weights
-        arguments = [] if any(folder.glob("*.safetensors")) else ["--load-format", "dummy"]
-        tokenized = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
-        return arguments if tokenized else [*arguments, "--skip-tokenizer-init"]
-
-    @property
-    def _log(self) -> Path:
-        return Path(self._folder.name) / "vllm.log"
-
-    def _wait(self, server: ServerAddress) -> None:
-        assert self._process is not None
-        deadline = now() + self._command.start_s
-        while now() < deadline:
-            if self._process.poll() is not None:
-                raise EngineError(f"vLLM ended before it was ready; it said last:\n{self._said()}")
-            with contextlib.suppress(EngineError):
-                ask(server, "/health", 5.0)
-                return
-            pause(0.25)
-        self._stop()
-        raise EngineError(f"vLLM was not ready after {self._command.start_s:g} s; it said last:\n{self._said()}")
-
-    def _said(self) -> str:
-        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
-        return "\n".join(lines[-LOG_LINES:]) or "(nothing)"
+        return {pool.name: files[f"engine/vllm-{pool.name}.yaml"] for pool in pools}
 
     def _stop(self) -> None:
-        if self._process is not None:
-            guard.stop(self._process)
-        self._process, self._plan, self._inner = None, None, None
+        for server in self._servers:
+            server.stop()
+        self._servers, self._plan, self._inner = [], None, None
 
 
 def vllm_python(given: str | None) -> str:

@@ -35,6 +35,7 @@ from simtune.validation.formats import EXPORTS
 from simtune.validation.judge import check_client
 from simtune.validation.loads import Load
 from simtune.validation.measured import MeasuredRun, read_measured
+from simtune.validation.prompts import prompt_seed
 
 QUESTION = "question.json"
 
@@ -141,12 +142,17 @@ class Round:
 Progress = Callable[[int, int, str], None]
 
 
-def run_once(engine: Engine, plan: Plan, load: Load, repeat: int, how: Round, folder: ValidationFolder) -> MeasuredRun:
-    """One run, unless it is there already, and kept. Raises EngineError where the client was too late."""
+def run_once(
+    engine: Engine, plan: Plan, load: Load, repeat: int, how: Round, folder: ValidationFolder, prompts: str
+) -> MeasuredRun:
+    """One run, unless it is there already, and kept; `prompts` and the repeat name the prompts that are sent.
+
+    Raises EngineError where the client was too late.
+    """
     run = folder.finished(load, repeat)
     if run is not None:
         return run
-    run = engine.run(plan, load.stream, label=load.label, seed=how.seed)
+    run = engine.run(plan, load.stream, label=load.label, seed=prompt_seed(how.seed, f"{prompts} {repeat}"))
     failed = bool(run.failed)
     try:
         if not failed:
@@ -161,7 +167,8 @@ def run_once(engine: Engine, plan: Plan, load: Load, repeat: int, how: Round, fo
 def run_plans(
     engine: Engine, plans: Sequence[tuple[Plan, Load]], how: Round, folder: ValidationFolder, progress: Progress
 ) -> dict[str, list[MeasuredRun]]:
-    """Every plan under its load so many times, by the load's label; an engine is started once for each plan.
+    """Every plan under its load so many times, by the load's label; an engine is started once for each plan, and all
+    plans get the same prompts, in every repeat others.
 
     Raises EngineError where requests failed: an order of plans that did not serve the same requests means nothing.
     """
@@ -169,7 +176,7 @@ def run_plans(
     for done, (plan, load) in enumerate(plans):
         for repeat in range(how.repeats):
             progress(done * how.repeats + repeat, len(plans) * how.repeats, plan.name)
-            run = run_once(engine, plan, load, repeat, how, folder)
+            run = run_once(engine, plan, load, repeat, how, folder, "every plan")
             if run.failed:
                 why = run.failed[0].error
                 raise EngineError(f"plan {plan.name}: {len(run.failed)} requests failed, the first because: {why}")
@@ -182,7 +189,8 @@ def run_loads(
 ) -> dict[str, list[MeasuredRun]]:
     """Every load so many times, by its label; all loads in turn, so that a machine's drift meets all of them.
 
-    The first load is repeated before the others: what repeats differ by is known first. Ends early at a run with failed
+    The first load is repeated before the others: what repeats differ by is known first. Every run has prompts of its
+    own, so that an engine's prefix cache holds nothing of an earlier one. Ends early at a run with failed
     requests, which is the last of its load. Raises EngineError where the client was too late for its times to count.
     """
     first, *rest = loads
@@ -191,7 +199,7 @@ def run_loads(
     runs: dict[str, list[MeasuredRun]] = {}
     for done, (load, repeat) in enumerate(turns):
         progress(done, len(turns), f"{load.label}, repeat {repeat + 1}")
-        run = run_once(engine, plan, load, repeat, how, folder)
+        run = run_once(engine, plan, load, repeat, how, folder, load.label)
         runs.setdefault(load.label, []).append(run)
         if run.failed:
             break

@@ -6,6 +6,7 @@ from scipy import stats
 
 from simtune.errors import UsageError
 from simtune.specs.plan import Batching, Plan, Pool
+from simtune.specs.schemes import Chain
 from simtune.validation.decision import PlanOutcome, around, decide, kendall
 
 PLAN = Plan(
@@ -26,7 +27,7 @@ def test_neighbours_differ_by_one_setting_then_by_two() -> None:
     assert len({plan.pools[0].model_dump_json() for plan in plans}) == 12
     assert plans[0].pools == PLAN.pools
     names = [plan.name.removeprefix("p.") for plan in plans]
-    assert names[:5] == ["chosen", "seats32", "budget256", "seats128", "budget1024"]
+    assert names[:7] == ["chosen", "seats32", "budget256", "no-chunked", "prefix", "seats128", "budget1024"]
     by_name = dict(zip(names, plans, strict=True))
     assert by_name["seats32"].pools[0].batching.max_num_seqs == 32
     assert by_name["seats32-budget256"].pools[0].batching.max_num_batched_tokens == 256
@@ -34,6 +35,45 @@ def test_neighbours_differ_by_one_setting_then_by_two() -> None:
     assert switched.batching.chunked_prefill is False
     with pytest.raises(UsageError, match="there are only"):
         around(PLAN, 1000)
+
+
+CHAIN = {"drafter": {"kind": "draft_model", "model": "d"}, "scheme": {"kind": "chain", "tokens": 2}}
+
+
+def drafting(tokens: int) -> Plan:
+    chain = {**CHAIN, "scheme": {"kind": "chain", "tokens": tokens}, "acceptance": "a"}
+    pool = PLAN.pools[0].model_copy(update={"max_model_len": 2048})
+    return PLAN.model_copy(update={"pools": (pool.model_validate({**pool.model_dump(), "speculation": chain}),)})
+
+
+def test_of_every_knob_of_the_plan_there_is_one_among_the_first() -> None:
+    plans = {plan.name.removeprefix("p."): plan.pools[0] for plan in around(drafting(2), 6)}
+    assert list(plans) == ["chosen", "seats32", "budget256", "draft1", "no-chunked", "prefix"]
+    assert plans["draft1"].speculation is not None
+    assert plans["draft1"].speculation.scheme == Chain(tokens=1)
+    assert plans["prefix"].kv_cache.prefix_caching is True
+    whole = plans["no-chunked"].batching
+    assert (whole.chunked_prefill, whole.max_num_batched_tokens) == (False, 2048), "room for the longest prompt"
+
+
+def test_one_draft_less_than_one_is_none() -> None:
+    plans = {plan.name.removeprefix("p."): plan.pools[0] for plan in around(drafting(1), 9)}
+    assert plans["no-draft"].speculation is None
+    assert plans["draft2"].speculation is not None
+
+
+def test_what_the_engine_refuses_is_left_out() -> None:
+    def check(plan: Plan) -> None:
+        if plan.pools[0].kv_cache.prefix_caching or not plan.pools[0].batching.chunked_prefill:
+            raise UsageError("has it not")
+
+    names = [plan.name.removeprefix("p.") for plan in around(drafting(2), 6, check)]
+    assert names == ["chosen", "seats32", "budget256", "draft1", "seats128", "budget1024"]
+
+
+def test_no_plan_is_there_twice() -> None:
+    plans = around(drafting(2), 24)
+    assert len({plan.pools[0].model_dump_json() for plan in plans}) == 24
 
 
 def test_tau_is_that_of_scipy() -> None:

@@ -16,7 +16,16 @@ from simtune.cli.profile import profile
 from simtune.costs.calibration import read_steps
 from simtune.costs.engine_steps import read_engine_costs
 from simtune.errors import UsageError
-from simtune.validation.engine_profile import HELD_OUT, SESSIONS, STEPS, SUMMARY, EngineProfile, design, profile_engine
+from simtune.validation.engine_profile import (
+    HELD_OUT,
+    SESSIONS,
+    STEPS,
+    SUMMARY,
+    DesignedSession,
+    EngineProfile,
+    design,
+    profile_engine,
+)
 from simtune.validation.engines import vllm_steps
 from simtune.validation.engines.driving import (
     DrivenRequest,
@@ -64,6 +73,44 @@ def test_what_was_held_out_is_foretold(tmp_path: Path) -> None:
     for step in result.held_out[:20]:
         assert again.seconds(step.batch) == pytest.approx(result.costs.seconds(step.batch))
     assert len(read_steps(tmp_path / HELD_OUT).steps) == result.summary["steps_held_out"]
+
+
+def accepting(session: DesignedSession, tokens: float, seats: int, budget: int, drafts: int) -> list[int]:
+    """Decodes of every step without a prompt, where each request gets so many tokens a step."""
+    waiting, running, pure = [[r.prompt_tokens, r.output_tokens] for r in session.requests], [], []
+    while waiting or running:
+        left, chunks = budget - (1 + drafts) * len(running), 0
+        decoding = list(running)
+        while waiting and len(running) < seats and left > 0:
+            took = min(left, waiting[0][0])
+            waiting[0][0], left, chunks = waiting[0][0] - took, left - took, chunks + 1
+            if waiting[0][0]:
+                break
+            running.append([waiting.pop(0)[1] - 1])
+        if decoding and not chunks:
+            pure.append(len(decoding))
+        for request in decoding:
+            request[0] -= tokens
+        running = [request for request in running if request[0] > 0]
+    return pure
+
+
+@pytest.mark.parametrize("kept", [1.0, 2.5, 4.0])
+def test_an_engine_that_drafts_has_all_its_seats_decode_for_some_steps(kept: float) -> None:
+    def full(drafts: int) -> int:
+        sessions = [s for s in design(8, 128, 512, drafts=drafts) if all(r.at == 0 for r in s.requests)]
+        return sum(accepting(session, kept, 8, 128, 3).count(8) for session in sessions)
+
+    assert full(3) >= 5 * 3, "five contexts, three steps of each at least"
+    assert full(3) >= full(0)
+
+
+@pytest.mark.parametrize("size", [(2, 16, 64), (8, 128, 512), (16, 256, 1024)])
+@pytest.mark.parametrize("drafts", [0, 3, 8])
+def test_no_request_of_a_session_is_too_long(size: tuple[int, int, int], drafts: int) -> None:
+    requests = [r for session in design(*size, drafts=drafts) for r in session.requests]
+    assert all(r.prompt_tokens + r.output_tokens <= size[2] for r in requests)
+    assert all(r.prompt_tokens > 0 and r.output_tokens > 0 for r in requests)
 
 
 def test_sessions_cover_seats_budget_and_length() -> None:

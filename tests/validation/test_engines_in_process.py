@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,9 +14,12 @@ import pytest
 from simtune.costs.compiled import LinearCosts
 from simtune.engine import Request
 from simtune.errors import UsageError
+from simtune.report.validation import curves, queues_figure
+from simtune.runs.timeline import sampled
 from simtune.sim.deployment import NO_HARDWARE, Deployment, deploy
 from simtune.sim.parts import OwnCosts
 from simtune.sim.requests import RequestStream
+from simtune.sim.result import Result
 from simtune.specs.model import DenseFeedForward, FullAttention, LayerGroup, Model
 from simtune.specs.plan import Batching, KvCache, Plan, Pool
 from simtune.testing.clusters import stream_of
@@ -24,7 +28,7 @@ from simtune.validation.engines import transformers as transformers_engine
 from simtune.validation.engines.serving import Share
 from simtune.validation.engines.torch import TorchEngine
 from simtune.validation.engines.transformers import TransformersEngine
-from simtune.validation.measured import Clock
+from simtune.validation.measured import Clock, MeasuredRun
 from simtune.validation.weights import write_weights
 from tests.validation.served_steps import PretendedClock, PretendedExecutor
 
@@ -106,6 +110,34 @@ def test_what_is_measured_by_a_clock_that_costs_move_is_what_is_simulated(gap_s:
     assert machine.started == 1
     engine.close()
     engine.close()
+
+
+@pytest.mark.parametrize("gap_s", [0.004, 0.0])
+def test_so_many_run_and_wait_as_are_simulated_to(gap_s: float) -> None:
+    its, machine, stream = deployed(plan(blocks=17)), PretendedMachine(), load(gap_s)
+    engine = TorchEngine(its, clocks={"cpu": machine.clocks}, make=machine.executor)
+    run = engine.run(its.plan, stream, label="light")
+    queues = run.facts.queues
+    assert queues is not None
+    result = its.simulate(stream, record=True)
+    timeline = sampled(result)
+    end = max(timeline.t_s)
+    inside = [i for i, at in enumerate(timeline.t_s) if 0 < at < end]
+    at = np.searchsorted(queues.t_s, np.array(timeline.t_s)[inside], side="right") - 1
+    same = np.array(queues.running)[at] == np.array(timeline.running)[inside]
+    assert same.mean() > 0.98, "but where a point of one falls on a step of the other"
+    same = np.array(queues.waiting)[at] == np.array(timeline.waiting)[inside]
+    assert same.mean() > 0.85, "a simulation notes who has come to wait when its next jump begins"
+    assert (queues.running[-1], queues.waiting[-1]) == (0, 0)
+    assert max(queues.running) > 1
+    page = render_of(run, result)
+    assert "running, predicted" in page
+    assert "waiting, measured" in page
+
+
+def render_of(run: MeasuredRun, result: Result) -> str:
+    figure = queues_figure(curves("light", result, [run], sampled(result)))
+    return json.dumps(figure)
 
 
 def test_another_plan_is_another_engine() -> None:

@@ -137,8 +137,8 @@ def test_vllm_is_started_with_the_plans_settings_and_stopped(pretending: Path) -
     try:
         first = engine.run(PLAN, load.stream, label="light")
         again = engine.run(PLAN, load.stream, label="light")
-        assert engine._process is not None
-        guarding = engine._process.pid
+        (server,) = engine._servers
+        guarding = server.pid
     finally:
         engine.close()
     assert not alive(guarding)

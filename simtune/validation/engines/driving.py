@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,7 @@ from simtune.validation.engines import torch as torch_engine
 from simtune.validation.engines import transformers
 from simtune.validation.engines.clocks import EngineClock, ProcessorClock, WallClock, processor_s, wall_s
 from simtune.validation.engines.in_process import version_of
+from simtune.validation.engines.ports import side_channel
 from simtune.validation.engines.serving import EngineLoop, Executor, Share
 from simtune.validation.prompts import Prompts
 from simtune.validation.weights import write_weights
@@ -49,6 +51,8 @@ class DrivenRequest(NamedTuple):
     output_tokens: int
     prompt: tuple[int, ...] = ()
     """Its token ids; some are drawn where it is empty."""
+    kv: Mapping[str, Any] | None = None
+    """What the engine is told of its KV cache (`kv_transfer_params`), where another one computes or fetches it."""
 
 
 class DrivenTimes(NamedTuple):
@@ -59,6 +63,8 @@ class DrivenTimes(NamedTuple):
     finish: float
     times: tuple[float, ...] = ()
     """Of all its tokens, where the engine says so; those that came together have one."""
+    kept: Mapping[str, Any] | None = None
+    """What the engine says of the KV cache that it keeps for another one."""
 
 
 class Verified(NamedTuple):
@@ -82,6 +88,8 @@ class Driven(NamedTuple):
     hit_tokens: int = 0
     """Prompt tokens that were in the prefix cache."""
     preemptions: int = 0
+    queues: Sequence[tuple[float, float, float]] = ()
+    """(time, running, waiting) by the session's clock, where the engine says so."""
 
 
 class StepDriver(Protocol):
@@ -90,7 +98,8 @@ class StepDriver(Protocol):
     size: EngineSize
 
     def facts(self) -> dict[str, Any]:
-        """What runs: engine, version, device, reference_s of its gauge, and num_blocks of its KV cache."""
+        """What runs: engine, version, device, reference_s of its gauge, num_blocks of its KV cache, and where it drafts
+        the draft_tokens that it verifies at once."""
         ...
 
     def run(self, requests: Sequence[DrivenRequest], clock: DriverClock = "steps", seed: int = 0) -> Driven:
@@ -343,16 +352,19 @@ class VllmDriver:
                 stdout=subprocess.PIPE,
                 stderr=self._log,
                 text=True,
+                env={**os.environ, **side_channel()},
             )
         except OSError as error:
             self._log.close()
             self._folder.cleanup()
             raise UsageError(f"{python}: cannot be started ({error.strerror}); name an interpreter with vLLM") from None
         self._facts = self._ask(settings)
+        speculative = (arguments or {}).get("speculative_config")
+        self._drafts = {} if speculative is None else {"draft_tokens": int(speculative["num_speculative_tokens"])}
 
     def facts(self) -> dict[str, Any]:
         """See `StepDriver`."""
-        return {"engine": "vllm", **self._facts}
+        return {"engine": "vllm", **self._facts, **self._drafts}
 
     def run(self, requests: Sequence[DrivenRequest], clock: DriverClock = "steps", seed: int = 0) -> Driven:
         """See `StepDriver`. Raises SimtuneError where the engine ends."""
@@ -360,8 +372,9 @@ class VllmDriver:
         seconds = "wall_s" if clock == "wall" else "cpu_s"
         steps = [TimedStep(_work(step), step[seconds]) for step in answer["steps"]]
         drafts = Verified(*answer["drafts"])
-        times = [DrivenTimes(sent, first, last, tuple(all_)) for sent, first, last, all_ in answer["requests"]]
-        return Driven(steps, times, drafts if drafts.rounds else None, answer["found"], answer["preemptions"])
+        times = [DrivenTimes(sent, first, last, tuple(all_), kv) for sent, first, last, all_, kv in answer["requests"]]
+        counts = answer["found"], answer["preemptions"], [tuple(row) for row in answer["queues"]]
+        return Driven(steps, times, drafts if drafts.rounds else None, *counts)
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None

@@ -11,9 +11,21 @@ from simtune.errors import UsageError
 from simtune.sim.deployment import Deployment, deploy
 from simtune.sim.requests import RequestStream
 from simtune.specs.plan import Plan
-from simtune.validation.measured import Clock, MeasuredFacts, MeasuredRequest, MeasuredRun
+from simtune.validation.measured import Clock, MeasuredFacts, MeasuredRequest, MeasuredRun, QueueSamples
 
 REFUSED = "longer than the engine can hold"
+MOST_SAMPLES = 2000
+"""Of how many requests run and wait."""
+
+
+def queue_samples(queues: Sequence[tuple[float, float, float]]) -> QueueSamples | None:
+    """(time, running, waiting) as a run keeps them, at most MOST_SAMPLES of them evenly spread; None of none."""
+    every = max(1, -(-len(queues) // MOST_SAMPLES))
+    kept = queues[::every]
+    if not kept:
+        return None
+    t_s, running, waiting = zip(*kept, strict=True)
+    return QueueSamples(t_s=t_s, running=running, waiting=waiting)
 
 
 class TokenTimes:

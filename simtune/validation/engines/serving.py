@@ -64,12 +64,21 @@ class MeasuredStep(NamedTuple):
         return TimedStep(self.work, self.cpu_s if clock == "cpu" else self.wall_s)
 
 
+class QueueLength(NamedTuple):
+    """How many requests run and wait, from a moment on."""
+
+    at_s: float
+    running: int
+    waiting: int
+
+
 @dataclass(frozen=True)
 class Served:
     """What became of a stream of requests."""
 
     outcome: Outcome
     steps: list[MeasuredStep]
+    queues: list[QueueLength]
 
 
 class EngineLoop:
@@ -83,6 +92,7 @@ class EngineLoop:
         self._agenda, self._recorder = Agenda(), Recorder(len(stream))
         self._source = RequestSource(stream, self._agenda)
         self._steps: list[MeasuredStep] = []
+        self._queues: list[QueueLength] = []
         self._busy = 0
 
     def run(self) -> Served:
@@ -93,12 +103,17 @@ class EngineLoop:
             self._arrive(now)
             if not self._step(now):
                 upcoming = self._agenda.heap[0]
+                self._note_queues(now)
                 if upcoming == NEVER:
-                    return Served(self._outcome(), self._steps)
+                    return Served(self._outcome(), self._steps, self._queues)
                 self._clock.wait_until(upcoming[0] / TICKS_PER_SECOND)
 
     def _now(self) -> int:
         return to_ticks(self._clock.now())
+
+    def _note_queues(self, now: int) -> None:
+        scheduler = self._scheduler
+        self._queues.append(QueueLength(now / TICKS_PER_SECOND, scheduler.num_running, scheduler.num_waiting))
 
     def _arrive(self, now: int) -> None:
         """Add the requests that are due."""
@@ -124,6 +139,7 @@ class EngineLoop:
             self._recorder.preemptions[request.id] += 1
             self._executor.release(request)
         work, waiting, free = _work(step, shares), scheduler.num_waiting, scheduler.kv.free
+        self._note_queues(now)
         execute = processor_s()
         self._executor.run(shares)
         execute = processor_s() - execute

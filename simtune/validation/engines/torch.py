@@ -15,8 +15,8 @@ from simtune.sim.result import Result
 from simtune.specs.plan import Plan
 from simtune.specs.workload import Slo
 from simtune.validation.engines.clocks import CLOCKS, EngineClock, ProcessorClock
-from simtune.validation.engines.in_process import TokenTimes, check_clock, redeployed, version_of
-from simtune.validation.engines.serving import EngineLoop, Executor, MeasuredStep, Share
+from simtune.validation.engines.in_process import TokenTimes, check_clock, queue_samples, redeployed, version_of
+from simtune.validation.engines.serving import EngineLoop, Executor, MeasuredStep, QueueLength, Share
 from simtune.validation.loads import warm_up
 from simtune.validation.measured import Clock, EngineFacts, MeasuredFacts, MeasuredRun
 
@@ -29,6 +29,7 @@ class MeasuredServing:
 
     result: Result
     steps: list[MeasuredStep]
+    queues: list[QueueLength]
 
 
 def executor(deployment: Deployment, device: str = "cpu", **options: Any) -> Executor:
@@ -76,7 +77,7 @@ def serve(
     (core,) = deployment.pools[0].cores(1, None)
     served = EngineLoop(core.scheduler, executor, clock or ProcessorClock(), stream).run()
     rate = stream.offered_rate_rps
-    return MeasuredServing(Result(stream, served.outcome, 1, slo or Slo(), rate), served.steps)
+    return MeasuredServing(Result(stream, served.outcome, 1, slo or Slo(), rate), served.steps, served.queues)
 
 
 class TorchEngine:
@@ -120,8 +121,13 @@ class TorchEngine:
             ),
             clock=self._clock,
             preemptions=int(outcome.preemptions.sum()),
+            queues=queue_samples(serving.queues),
         )
         return times.measured(stream, outcome.arrival.tolist(), facts)
+
+    def check(self, plan: Plan) -> None:
+        """See `Engine.check`."""
+        check(redeployed(plan, self._deployment))
 
     def close(self) -> None:
         """Forget weights, keys and values."""

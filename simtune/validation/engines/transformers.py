@@ -24,7 +24,7 @@ from simtune.sim.requests import RequestStream
 from simtune.sim.source import RequestSource
 from simtune.specs.plan import Plan
 from simtune.validation.engines.clocks import CLOCKS, EngineClock, processor_s
-from simtune.validation.engines.in_process import TokenTimes, check_clock, redeployed, version_of
+from simtune.validation.engines.in_process import TokenTimes, check_clock, queue_samples, redeployed, version_of
 from simtune.validation.loads import warm_up
 from simtune.validation.measured import Clock, EngineFacts, MeasuredFacts, MeasuredRun
 from simtune.validation.prompts import Prompts
@@ -86,8 +86,9 @@ class TransformersEngine:
         check_plan(deployment)
         if self._model is None:
             self._model = load(self._weights, self._device)
-            self._serve(deployment, warm_up(stream), seed)
-        times, arrival = self._serve(deployment, stream, seed)
+            self._session(deployment, warm_up(stream), seed).run()
+        session = self._session(deployment, stream, seed)
+        times, arrival = session.run()
         facts = MeasuredFacts(
             label=label,
             engine=EngineFacts(
@@ -97,16 +98,21 @@ class TransformersEngine:
                 device=self._device,
             ),
             clock=self._clock,
+            queues=queue_samples(session.queues),
         )
         return times.measured(stream, arrival, facts)
+
+    def check(self, plan: Plan) -> None:
+        """See `Engine.check`."""
+        check_plan(redeployed(plan, self._deployment))
 
     def close(self) -> None:
         """Forget the weights."""
         self._model = None
 
-    def _serve(self, deployment: Deployment, stream: RequestStream, seed: int) -> tuple[TokenTimes, list[int]]:
+    def _session(self, deployment: Deployment, stream: RequestStream, seed: int) -> Session:
         prompts = Prompts(stream, self._deployment.model.vocab_size, seed)
-        return Session(manager_of(self._model, deployment), deployment, stream, prompts, self._make_clock()).run()
+        return Session(manager_of(self._model, deployment), deployment, stream, prompts, self._make_clock())
 
 
 def load(weights: Path, device: str) -> Any:
@@ -166,6 +172,7 @@ class Session:
         self._seconds, self._stepped = seconds, stepped
         self._times = TokenTimes(len(stream))
         self.steps: list[TimedStep] = []
+        self.queues: list[tuple[float, int, int]] = []
 
     def run(self) -> tuple[TokenTimes, list[int]]:
         """Times of tokens, and the tick at which each request came. Raises EngineError where transformers gives up."""
@@ -175,6 +182,7 @@ class Session:
                 slow = self._clock.gauge()
                 self._arrive(to_ticks(self._clock.now()))
                 if not self._step(slow):
+                    self._note_queues(self._clock.now())
                     upcoming = self._agenda.heap[0]
                     if upcoming == NEVER:
                         return self._times, list(self._source.arrival)
@@ -196,11 +204,16 @@ class Session:
                 self._texts[number], request_id=str(number), max_new_tokens=request.output_tokens, streaming=True
             )
 
+    def _note_queues(self, at_s: float) -> None:
+        scheduler = self._processor.scheduler
+        self.queues.append((at_s, len(scheduler.active_requests), len(scheduler.waiting_requests)))
+
     def _step(self, slow: float) -> bool:
         """One step, if there is anything to do."""
-        begin = self._seconds()
+        begin, at_s = self._seconds(), self._clock.now()
         if not self._processor.prepare_next_batch():
             return False
+        self._note_queues(at_s)
         work = _work(self._processor.inputs_and_outputs.requests_in_batch)
         self._manager._generation_step()
         self._processor.update_batch()

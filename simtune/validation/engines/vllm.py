@@ -8,6 +8,7 @@ it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from simtune.emit import ENGINES
@@ -17,6 +18,8 @@ from simtune.specs.model import Model
 from simtune.specs.plan import Plan, Pool
 from simtune.validation.engine_profile import warm_up
 from simtune.validation.engines.driving import Driven, EngineSize, StepDriver, requests_of
+from simtune.validation.engines.in_process import queue_samples
+from simtune.validation.engines.pair import CONNECTOR, EnginePair
 from simtune.validation.measured import EngineFacts, MeasuredDrafts, MeasuredFacts, MeasuredRequest, MeasuredRun
 from simtune.validation.prompts import Prompts
 
@@ -34,17 +37,22 @@ def engine_arguments(pool: Pool, draft: Model | None = None) -> dict[str, Any]:
         arguments["num_gpu_blocks_override"] = cache.num_blocks
     if pool.speculation is not None:
         arguments["speculative_config"] = dict(ENGINES["vllm"].speculation(pool.speculation, draft))
+    if pool.role != "mixed":
+        arguments["kv_transfer_config"] = CONNECTOR
     return arguments
 
 
 def check_plan(plan: Plan) -> None:
-    """Raises UsageError where the plan has what one synchronous instance on one device has not."""
-    pool = plan.pools[0]
+    """Raises UsageError where the plan has what synchronous instances on one device have not: one, or one that prefills
+    and one that decodes."""
+    pools, roles = plan.pools, sorted(pool.role for pool in plan.pools)
     wrong = {
-        "several pools or instances": len(plan.pools) > 1 or pool.instances > 1 or pool.devices > 1,
-        "weight_dtype": pool.weight_dtype is not None,
-        "async_scheduling (set it to false)": pool.schedules_async,
-        "no max_model_len (give it one)": pool.max_model_len is None,
+        "several instances of a kind": roles not in (["mixed"], ["decode", "prefill"])
+        or any(pool.instances > 1 or pool.devices > 1 for pool in pools),
+        "weight_dtype": any(pool.weight_dtype is not None for pool in pools),
+        "async_scheduling (set it to false)": any(pool.schedules_async for pool in pools),
+        "no max_model_len (give it one)": any(pool.max_model_len is None for pool in pools),
+        "drafts beside pools": len(pools) > 1 and any(pool.speculation is not None for pool in pools),
     }
     has = [name for name, there in wrong.items() if there]
     if has:
@@ -70,6 +78,10 @@ class SteppedVllm:
         driven = self._driver.run(requests, "cpu", seed)
         return measured(stream, driven, self._driver.facts(), label, plan)
 
+    def check(self, plan: Plan) -> None:
+        """See `Engine.check`."""
+        check_plan(plan)
+
     def close(self) -> None:
         """End the engine."""
         if self._driver is not None:
@@ -78,7 +90,12 @@ class SteppedVllm:
 
     def _started(self, plan: Plan) -> StepDriver:
         check_plan(plan)
-        pool = plan.pools[0]
+        by_role = {pool.role: pool for pool in plan.pools}
+        if "mixed" in by_role:
+            return self._one(by_role["mixed"])
+        return EnginePair(*(partial(self._one, by_role[role]) for role in ("prefill", "decode")))
+
+    def _one(self, pool: Pool) -> StepDriver:
         assert pool.max_model_len is not None
         seats, budget = pool.batching.max_num_seqs, pool.batching.max_num_batched_tokens
         size = EngineSize(seats, budget, pool.max_model_len, pool.kv_cache.block_size)
@@ -102,6 +119,7 @@ def measured(stream: RequestStream, driven: Driven, facts: Mapping[str, Any], la
             prompt_tokens=int(stream.prompt_tokens[number]),
             output_tokens=int(stream.output_tokens[number]),
             times_s=times.times or None,
+            error=None if times.times else "ended without a token",
         )
         for number, times in enumerate(driven.requests)
     )
@@ -113,6 +131,7 @@ def measured(stream: RequestStream, driven: Driven, facts: Mapping[str, Any], la
         clock="cpu",
         preemptions=driven.preemptions,
         prefix_hit_rate=driven.hit_tokens / int(stream.prompt_tokens.sum()) if caches else None,
+        queues=queue_samples(driven.queues),
         drafts=None if drafts is None else MeasuredDrafts(**_counted(drafts)),
     )
     return MeasuredRun(of_run, requests)

@@ -4,14 +4,16 @@ Run as `python -P vllm_steps.py`. It reads JSON lines from stdin: first the sett
 config.json), `engine` (further arguments of vLLM's EngineArgs), `vocab` and, once it is known, `reference_s` of the
 gauge; then one for every session,
 
-    {"clock": "steps" | "cpu" | "wall", "seed": 0, "requests": [[at, prompt tokens, output tokens, prompt], ...]}
+    {"clock": "steps" | "cpu" | "wall", "seed": 0, "requests": [[at, prompt tokens, output tokens, prompt, kv], ...]}
 
-where a prompt is a list of token ids, drawn where it is empty. It writes one line to stdout: `steps` [{decodes,
-context_tokens, draft_tokens, chunks, cpu_s, wall_s}, ...], processor time being divided by what the gauge says,
-`requests` [[sent, first token, finish, [times]], ...] by the session's clock, `drafts` [verifications, draft tokens,
-accepted tokens, delivered tokens], `found`, the prompt tokens that were in the prefix cache, and `preemptions`. `steps`
-as the clock counts the steps taken; under `cpu` what it takes to put requests in does not count, for a server does that
-in another process. The first line says what runs.
+where a prompt is a list of token ids, drawn where it is empty, and kv the kv_transfer_params, or null. It writes one
+line to stdout: `steps` [{decodes, context_tokens, draft_tokens, chunks, cpu_s, wall_s}, ...], processor time being
+divided by what the gauge says, `requests` [[sent, first token, finish, [times], kept], ...] by the session's clock,
+with what the engine says of the KV cache that it keeps for another, `drafts` [verifications, draft tokens, accepted
+tokens, delivered tokens], `found`, the prompt tokens that were in the prefix cache, `preemptions`, and `queues` [[time,
+running, waiting], ...], as the scheduler left them at the begin of every step. `steps` as the clock counts the steps
+taken; under `cpu` what it takes to put requests in does not count, for a server does that in another process. The first
+line says what runs.
 """
 
 from __future__ import annotations
@@ -47,18 +49,22 @@ class SteppedEngine:
     def __init__(self, settings: dict[str, Any]) -> None:
         import vllm
         from vllm import EngineArgs, LLMEngine, SamplingParams
+        from vllm.config import KVTransferConfig
 
         self._params: Any = SamplingParams
         usual = {"skip_tokenizer_init": True, "load_format": "dummy", "enforce_eager": True, "seed": 0}
-        self._engine: Any = LLMEngine.from_engine_args(
-            EngineArgs(model=settings["model"], **{**usual, **settings["engine"]})
-        )
+        arguments = {**usual, **settings["engine"]}
+        if "kv_transfer_config" in arguments:
+            arguments["kv_transfer_config"] = KVTransferConfig(**arguments["kv_transfer_config"])
+        self._engine: Any = LLMEngine.from_engine_args(EngineArgs(model=settings["model"], **arguments))
         core = self._engine.engine_core.engine_core
         self._requests: Any = core.scheduler.requests
+        self._lengths: Any = core.scheduler.get_request_counts
         self._schedule, self._update = core.scheduler.schedule, core.scheduler.update_from_output
         core.scheduler.schedule, core.scheduler.update_from_output = self._watched, self._counted
         self._vocab = settings["vocab"]
         self._scheduled: dict[str, Any] | None = None
+        self._queued = (0, 0)
         self._number = self._hit_tokens = self._preemptions = 0
         self._drafts = [0, 0, 0, 0]
         self._gauge = _gauge()(settings.get("reference_s"))
@@ -69,6 +75,7 @@ class SteppedEngine:
         out = self._schedule(*args, **options)
         if out.total_num_scheduled_tokens:
             self._scheduled = self._batch(out.num_scheduled_tokens)
+            self._queued = self._lengths()
             self._hit_tokens += sum(new.num_computed_tokens for new in out.scheduled_new_reqs)
             self._preemptions += len(out.preempted_req_ids or ())
         return out
@@ -102,12 +109,14 @@ class SteppedEngine:
 
     def run(self, session: dict[str, Any]) -> dict[str, Any]:
         """One session from its first request to its last token."""
+        slow = self._gauge()
         clock = _Clock(session["clock"])
         self._drafts, self._hit_tokens, self._preemptions = [0, 0, 0, 0], 0, 0
         pending = sorted((at, number) for number, (at, *_) in enumerate(session["requests"]))[::-1]
-        noted: list[list[Any]] = [[None, None, None, []] for _ in session["requests"]]
+        noted: list[list[Any]] = [[None, None, None, [], None] for _ in session["requests"]]
         names: dict[str, int] = {}
         steps: list[dict[str, Any]] = []
+        queues: list[tuple[float, int, int]] = []
         while pending or self._engine.has_unfinished_requests():
             clock.pause()
             if not self._engine.has_unfinished_requests():
@@ -116,26 +125,31 @@ class SteppedEngine:
                 at, number = pending.pop()
                 names[self._add(session["requests"][number], session["seed"])] = number
                 noted[number][0] = at if session["clock"] == "cpu" else max(at, clock.now())
-            slow = self._gauge()
+            if self._scheduled is not None:  # what it looks for takes long, and a KV cache that is waited for comes
+                slow = self._gauge()
             clock.go_on(slow)
-            cpu, wall = time.thread_time(), time.perf_counter()
+            begin, cpu, wall = clock.now(), time.thread_time(), time.perf_counter()
             self._scheduled = None
             outputs = self._engine.step()
             cpu, wall = time.thread_time() - cpu, time.perf_counter() - wall
             clock.steps += 1
             if self._scheduled is not None:
                 steps.append({**self._scheduled, "cpu_s": cpu / slow, "wall_s": wall})
+                queues.append((begin, *self._queued))
+            if not self._engine.has_unfinished_requests():
+                queues.append((clock.now(), 0, 0))
             for output in outputs:
                 _note(noted[names[output.request_id]], output, clock.now())
         counts = {"drafts": self._drafts, "found": self._hit_tokens, "preemptions": self._preemptions}
-        return {"steps": steps, "requests": noted, **counts}
+        return {"steps": steps, "requests": noted, "queues": queues, **counts}
 
     def _add(self, request: list[Any], seed: int) -> str:
         import numpy as np
 
-        _, prompt, output, ids = request
+        _, prompt, output, ids, kv = request
         ids = ids or np.random.default_rng([seed, self._number]).integers(3, self._vocab, prompt).tolist()
-        params = self._params(temperature=0, max_tokens=output, ignore_eos=True, detokenize=False)
+        more = None if kv is None else {"kv_transfer_params": kv}
+        params = self._params(temperature=0, max_tokens=output, ignore_eos=True, detokenize=False, extra_args=more)
         self._number += 1
         self._engine.add_request(f"r{self._number}", {"prompt_token_ids": ids}, params)
         return f"r{self._number}"
@@ -147,7 +161,7 @@ def _note(noted: list[Any], output: Any, now: float) -> None:
         noted[1] = now if noted[1] is None else noted[1]
         noted[3].append(now)
     if output.finished:
-        noted[2] = now
+        noted[2], noted[4] = now, output.kv_transfer_params
 
 
 class _Clock:
