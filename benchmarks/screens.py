@@ -1,12 +1,13 @@
 """Pictures of report pages as people see them: `make screens`, or `python -m benchmarks.screens PAGE... --out FOLDER`.
 
-Each page is drawn by Chromium at the width of a desk and of a phone, light and dark, and printed on A4. What stands out
-of its screen on a phone is named: a table or a figure that is cut is an error.
+Each page is drawn by Chromium at the width of a desk and of a phone, light and dark, and printed on A4. What is cut or
+stands out of its screen, labels over each other, and texts that are too faint (WCAG AA) are named: each is an error.
 """
 
 from __future__ import annotations
 
 import argparse
+import html
 import re
 import shutil
 import sys
@@ -22,48 +23,48 @@ HIGHEST = 15_000
 SCHEMES = {"light": 1, "dark": 0}
 FRAME = """<!DOCTYPE html><html><body style="margin:0;background:#888">
 <iframe src="{page}" style="border:0;width:{width}px;height:{height}px;display:block"></iframe></body></html>"""
+FLAWS = Path(__file__).with_name("screens.js")
+"""What is cut, lies over something else, or is too faint, by the page's own account of itself."""
 MEASURE = """<script>
-addEventListener("load", () => setTimeout(() => {
-  const wide = document.documentElement.clientWidth, out = [];
-  for (const e of document.querySelectorAll("body *")) {
-    const box = e.getBoundingClientRect();
-    const hidden = e.closest("svg, canvas, script, style, .js-plotly-plot, details:not([open])");
-    if (!hidden && box.width && box.right > wide + 1) out.push(e.tagName + "." + e.className);
-  }
-  parent.postMessage([document.documentElement.scrollHeight, out.slice(0, 5).join(" ")], "*");
-  document.documentElement.dataset.seen = document.documentElement.scrollHeight + "|" + out.slice(0, 5).join(" ");
-}, 2500));
+{flaws}
+addEventListener("load", () => setTimeout(() => {{
+  const seen = document.documentElement.scrollHeight + "|" + flaws().slice(0, {most}).join(" ; ");
+  parent.postMessage(seen, "*");
+  document.documentElement.dataset.seen = seen;
+}}, 2500));
 </script></body>"""
+MOST = 8
+"""Flaws of a page that are named."""
 
 
-def _measured(browser: str, page: Path, width: int) -> tuple[int, str]:
-    """(height of a page at a width, what of it stands out to the right)."""
+def _measured(browser: str, page: Path, width: int, scheme: int) -> tuple[int, str]:
+    """(height of a page at a width, what is wrong with it)."""
+    measure = MEASURE.format(flaws=FLAWS.read_text("utf-8"), most=MOST)
     with tempfile.TemporaryDirectory() as folder:
         copy, frame = Path(folder) / "page.html", Path(folder) / "frame.html"
-        copy.write_text(page.read_text("utf-8").replace("</body>", MEASURE), "utf-8")
-        listener = "<script>onmessage = e => document.documentElement.dataset.seen = e.data.join('|')</script></body>"
+        copy.write_text(page.read_text("utf-8").replace("</body>", measure), "utf-8")
+        listener = "<script>onmessage = e => document.documentElement.dataset.seen = e.data</script></body>"
         framed = FRAME.format(page="page.html", width=width, height=900).replace("</body>", listener)
         frame.write_text(framed, "utf-8")
-        seen = re.search(
-            r'data-seen="(\d+)\|([^"]*)"', browse(browser, frame, 1, f"--window-size={max(width, LEAST_WIDTH)},900",
-                                                 "--dump-dom")
-        )  # fmt: skip
+        size = f"--window-size={max(width, LEAST_WIDTH)},900"
+        seen = re.search(r'data-seen="(\d+)\|([^"]*)"', browse(browser, frame, scheme, size, "--dump-dom"))
     if seen is None:
         raise RuntimeError(f"{browser} did not say how high {page} is")
-    return min(int(seen[1]) + 20, HIGHEST), seen[2]
+    return min(int(seen[1]) + 20, HIGHEST), html.unescape(seen[2])
 
 
 def screens(browser: str, page: Path, out: Path, name: str, fragment: str = "") -> list[str]:
-    """Draw a page in all ways; what is cut."""
+    """Draw a page in all ways; what is wrong with it."""
     cut = []
     for kind, width in WIDTHS.items():
-        height, beyond = _measured(browser, page, width)
-        if beyond:
-            cut.append(f"{name} at {width} px: {beyond}")
-        with tempfile.TemporaryDirectory() as folder:
-            frame = Path(folder) / "frame.html"
-            frame.write_text(FRAME.format(page=page.resolve().as_uri() + fragment, width=width, height=height), "utf-8")
-            for scheme, number in SCHEMES.items():
+        for scheme, number in SCHEMES.items():
+            height, wrong = _measured(browser, page, width, number)
+            if wrong:
+                cut.append(f"{name} at {width} px, {scheme}: {wrong}")
+            with tempfile.TemporaryDirectory() as folder:
+                frame = Path(folder) / "frame.html"
+                shown = FRAME.format(page=page.resolve().as_uri() + fragment, width=width, height=height)
+                frame.write_text(shown, "utf-8")
                 picture = out / f"{name}-{kind}-{scheme}.png"
                 size = f"--window-size={max(width, LEAST_WIDTH)},{height}"
                 browse(browser, frame, number, size, f"--screenshot={picture}")
@@ -88,7 +89,7 @@ def main() -> None:
         cut += screens(browser, page, asked.out, name, asked.fragment)
         sys.stdout.write(f"{page}\n")
     if cut:
-        sys.exit("cut:\n" + "\n".join(cut))
+        sys.exit("wrong:\n" + "\n".join(cut))
 
 
 if __name__ == "__main__":

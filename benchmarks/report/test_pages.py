@@ -19,6 +19,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
@@ -49,6 +50,9 @@ addEventListener("load", async () => {{
     {act}
     await settled();
   }}
+  const own = ["/head", "/opened", "/begin"].map(path => location.origin + path);
+  const others = performance.getEntriesByType("resource").map(entry => entry.name).filter(name => !own.includes(name));
+  await fetch("/others/" + encodeURIComponent(others.join(" ")));
   await fetch("/end");
 }});
 </script></body>"""
@@ -70,18 +74,24 @@ def processor_ms(root: int) -> float:
 
 
 def said(html: str, act: str = "") -> tuple[float, float]:
-    """(ms until a page is drawn, ms for `act` and what follows from it), of processor time of all of the browser."""
+    """(ms until a page is drawn, ms for `act` and what follows from it), of processor time of all of the browser.
+
+    A page that asks any address for anything fails.
+    """
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         pytest.skip(f"none of {', '.join(BROWSERS)} is installed")
     body = html.replace("<title>", HEAD, 1).replace("</body>", SAY.format(repeats=REPEATS, act=act)).encode()
     heard: dict[str, float] = {}
+    others: list[str] = []
     done = threading.Event()
 
     class Page(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             if self.path in ("/head", "/opened", "/begin", "/end"):
                 heard[self.path] = processor_ms(started.pid)
+            if self.path.startswith("/others/"):
+                others.append(unquote(self.path.removeprefix("/others/")))
             self.send_response(200)
             self.send_header("Content-Type", "text/html; charset=utf-8")
             self.end_headers()
@@ -102,6 +112,7 @@ def said(html: str, act: str = "") -> tuple[float, float]:
         finally:
             started.terminate()
             started.wait(20)
+    assert others == [""], f"the page asked for {others}"
     return heard["/opened"] - heard["/head"], (heard["/end"] - heard["/begin"]) / REPEATS
 
 

@@ -15,12 +15,14 @@ class SpecName(StringParamType):
         self.kinds = kinds
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """All that can be named, those in SIMTUNE_PATH included; then files."""
+        """Files, and all that can be named, those in SIMTUNE_PATH included. Files come first, for at them bash forgets
+        what it has heard before.
+        """
         from simtune.specs import catalog
 
         known = sorted({name for kind in self.kinds for name in catalog.names(kind)})
         items = [CompletionItem(name) for name in known if name.startswith(incomplete)]
-        return [*items, CompletionItem(incomplete, type="file")]
+        return [CompletionItem(incomplete, type="file"), *items]
 
 
 MODEL = SpecName("model")

@@ -4,11 +4,11 @@ simulation of one plan is in."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 from typing import NamedTuple
 
 from simtune.report import figures, info
-from simtune.report.figures import COLOURS, GREY, Figure
+from simtune.report.figures import GREY, Figure
+from simtune.report.labels import brief, escape
 from simtune.reproduce import Findings
 from simtune.validation.judge import Validation
 
@@ -74,10 +74,10 @@ def errors_figure(validations: Sequence[NamedValidation], first: int) -> Figure:
             {
                 "type": "scatter",
                 "mode": "markers",
-                "name": escape(each.name),
+                "name": brief(each.name),
                 "x": [1e3 * measured for _, _, measured, _ in points],
                 "y": [1e3 * predicted for *_, predicted in points],
-                "marker": {"color": COLOURS[i % len(COLOURS)], "size": 8},
+                "marker": {"color": figures.series_colour(i), "size": 8},
                 "hovertext": [escape(f"{load}, {name}") for load, name, _, _ in points],
                 "hovertemplate": "%{hovertext}: measured %{x:,.4~g} ms, predicted %{y:,.4~g} ms<extra></extra>",
             }

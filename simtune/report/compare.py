@@ -231,7 +231,8 @@ CAPTIONS = {
     "ttft": "Time to first token: share of requests at or below it.",
     "tpot": "Time per output token after the first, likewise.",
     "e2el": "From arrival to the last token, likewise.",
-    "goodput": "Requests per second within every limit of the chosen plans, over the offered rate; knees are circled.",
+    "goodput": "Requests per second within every limit of the chosen plans, over the offered rate; knees are circled, "
+    "and on the dashed line all are in time.",
     "running": "Requests running over simulated time.",
     "kv": "Used share of the KV blocks over simulated time.",
     "errors": "Validations: every latency of every load. On the line, prediction and measurement are equal.",
@@ -277,7 +278,11 @@ def render(compared: Compared) -> str:
     from markupsafe import Markup
 
     runs, validations = compared.runs, compared.validations
-    drawn = {name: figures.fragment(figure, name, 360) for name, figure in overlays(runs).items()}
+    # One legend above all figures, for in each it would take more room than the curves.
+    drawn = {
+        name: figures.fragment(figure | {"layout": figure["layout"] | {"showlegend": False}}, name, 360)
+        for name, figure in overlays(runs).items()
+    }
     if validations:
         scatter = beside.errors_figure(validations, len(runs))
         drawn["errors"] = figures.fragment(scatter, "errors", 460)
@@ -289,7 +294,7 @@ def render(compared: Compared) -> str:
         findings=compared.findings,
         errors=beside.errors(validations),
         gains=beside.gains(compared.findings),
-        colours=[figures.COLOURS[i % len(figures.COLOURS)] for i in range(len(compared.names))],
+        colours=[figures.series_colour(i) for i in range(len(compared.names))],
         info=info,
         numbers=numbers(runs),
         plan_differences=plan_differences(runs),

@@ -6,8 +6,8 @@ the style sheet of the page. Whatever a user named is escaped: Plotly takes labe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from html import escape
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -22,17 +22,24 @@ from simtune.report.info import (
     number,
     percent,
 )
+from simtune.report.labels import brief, escape
 from simtune.runs.schema import Summary, Timeline
 from simtune.sim.load import LengthFacts, LoadFacts
 from simtune.sim.summary import InstanceUse
 
 Figure = dict[str, Any]
 
-COLOURS = ("#3d7edb", "#e0803c", "#2a9d78", "#c0549a", "#8b72d8", "#b59a2d", "#3aa0b5", "#d0605e")
+COLOURS = (
+    "#3d7edb", "#e0803c", "#2a9d78", "#c7619f", "#8b72d8", "#b59a2d", "#3aa0b5", "#d0605e", "#ab7b5d", "#7f9e2e",
+    "#cf86d6", "#788799",
+)  # fmt: skip
+GOLDEN_ANGLE = 137.508
+"""Degrees between the hues of further things: each falls into the widest gap that those before have left."""
 GREY = "#8a909b"
 RED = "#d64545"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
 LOG_TICKS = [digit * 10**power for power in range(7) for digit in (1, 3)]
+FEW_TICKS = 3
 HATCHED = ("transferred", "data-sheet", "assumed")  # provenances that nobody measured on this device
 
 
@@ -60,13 +67,14 @@ def plotly_js() -> str:
     return str(get_plotlyjs())
 
 
-def _colour(i: int) -> str:
-    return COLOURS[i % len(COLOURS)]
+def series_colour(i: int) -> str:
+    """Of the i-th thing of several: no two have the same, however many they are."""
+    return COLOURS[i] if i < len(COLOURS) else f"hsl({(GOLDEN_ANGLE * i) % 360:.0f}, 45%, {42 + 9 * (i % 3)}%)"
 
 
 def _line(series: int) -> Figure:
     """The chosen plan, which is series 0, stands out."""
-    return {"color": _colour(series), "width": 3 if series == 0 else 1.5}
+    return {"color": series_colour(series), "width": 3 if series == 0 else 1.5}
 
 
 def axis(title: str, **more: Any) -> Figure:
@@ -77,9 +85,21 @@ def axis(title: str, **more: Any) -> Figure:
         "automargin": True,
         "gridcolor": GREY,
         "zeroline": False,
-        "ticks": "",
+        # Unseen ticks keep the first numbers of both axes apart where they meet.
+        "ticks": "outside",
+        "ticklen": 7,
+        "tickcolor": "rgba(0,0,0,0)",
         **more,
     }
+
+
+def log_ticks(low: float, high: float) -> list[int]:
+    """Numbers on a logarithmic axis from low to high: the roundest of which a few lie within, else both ends."""
+    for digits in ((1, 3), (1, 2, 5), range(1, 10), range(10, 100, 5)):
+        within = [t for power in range(7) for t in (digit * 10**power for digit in digits) if low <= t <= high]
+        if len(set(within)) >= FEW_TICKS:
+            return sorted(set(within))
+    return sorted({math.ceil(low), math.floor(high)})
 
 
 def layout(x: Figure, y: Figure, **more: Any) -> Figure:
@@ -122,10 +142,10 @@ def front_figure(s: Summary) -> Figure:
             {
                 "type": "scatter",
                 "mode": "markers",
-                "name": escape(name),
+                "name": brief(name),
                 "x": [point.output_tokens_per_s_per_user for point in own],
                 "y": [point.output_tokens_per_s_per_gpu for point in own],
-                "marker": {"size": 10, "color": _colour(i)},
+                "marker": {"size": 10, "color": series_colour(i)},
                 "hovertext": [f"{escape(name)}<br>{point.rate_rps:.4g} requests/s" for point in own],
                 "hoverinfo": "text",
             }
@@ -158,9 +178,9 @@ def pareto_figure(info: ParetoInfo) -> Figure:
         on, off = (
             [p for p in group if (p.candidate.tp, p.candidate.pp) == family] for group in (info.front, info.dominated)
         )
-        data.append(_points(off, name, size=8, color=_colour(i), opacity=0.35, showlegend=not on))
+        data.append(_points(off, name, size=8, color=series_colour(i), opacity=0.35, showlegend=not on))
         if on:
-            data.append(_points(on, name, size=11, color=_colour(i), opacity=1.0))
+            data.append(_points(on, name, size=11, color=series_colour(i), opacity=1.0))
     if info.infeasible:
         data.append(_points(info.infeasible, "infeasible", size=8, color=GREY, symbol="x-thin-open"))
     if info.unfinished:
@@ -168,7 +188,7 @@ def pareto_figure(info: ParetoInfo) -> Figure:
         data.append(stopped if len(feasible) < FEW else stopped | {"visible": "legendonly"})
     chosen = [p for p in feasible if p.candidate.status == "chosen"]
     if chosen:
-        colour = _colour(families.index((chosen[0].candidate.tp, chosen[0].candidate.pp)))
+        colour = series_colour(families.index((chosen[0].candidate.tp, chosen[0].candidate.pp)))
         data.append(_points(chosen, "chosen", size=20, color=colour, symbol="star"))
     return {
         "data": data,
@@ -252,7 +272,7 @@ def _goodput_line(curve: GoodputCurve, number_in_series: int) -> Figure:
     return {
         "type": "scatter",
         "mode": "lines+markers",
-        "name": escape(curve.candidate),
+        "name": brief(curve.candidate),
         "x": list(curve.rate_rps),
         "y": list(curve.goodput_rps),
         "line": _line(number_in_series),
@@ -276,7 +296,7 @@ def _knees(knees: Sequence[tuple[int, float, float]]) -> Figure:
         "marker": {
             "size": 16,
             "symbol": "circle-open",
-            "color": [_colour(i) for i, _, _ in knees],
+            "color": [series_colour(i) for i, _, _ in knees],
             "line": {"width": 2},
         },
         "hoverinfo": "skip",
@@ -289,7 +309,7 @@ def cdf_figure(info: Cdf, series: Mapping[str, int]) -> Figure:
         {
             "type": "scatter",
             "mode": "lines",
-            "name": escape(name),
+            "name": brief(name),
             "x": list(values),
             "y": [100 * i / (len(values) - 1) for i in range(len(values))],
             "line": _line(series[name]),
@@ -344,7 +364,7 @@ def breakdown_figure(info: BreakdownInfo) -> Figure:
             "y": rows,
             "width": 0.46,
             "marker": {
-                "color": _colour(operators.index(layer.operator)),
+                "color": series_colour(operators.index(layer.operator)),
                 "pattern": {"shape": "/" if layer.provenance in HATCHED else "", "size": 5, "solidity": 0.35},
             },
             "hovertext": [
@@ -431,7 +451,7 @@ def instances_figure(instances: Sequence[InstanceUse]) -> Figure:
                 "name": escape(pool),
                 "x": [f"{escape(pool)} {x.instance}" for x in of_pool],
                 "y": [100 * x.busy for x in of_pool],
-                "marker": {"color": _colour(i)},
+                "marker": {"color": series_colour(i)},
                 "hovertext": [f"{number(100 * x.busy)} % busy, {number(x.requests)} requests" for x in of_pool],
                 "hoverinfo": "x+text",
             }
@@ -485,13 +505,13 @@ def lengths_figure(lengths: LengthFacts, what: str, series: int = 0) -> Figure:
                 "x": [(a * b) ** 0.5 for a, b in pairwise(edges)],
                 "width": [b - a for a, b in pairwise(edges)],
                 "y": list(lengths.counts),
-                "marker": {"color": _colour(series), "line": {"width": 0}},
+                "marker": {"color": series_colour(series), "line": {"width": 0}},
                 "hovertext": [f"{a:,.0f} to {b - 1:,.0f}" for a, b in pairwise(edges)],
                 "hovertemplate": "%{hovertext} tokens: %{y:,} requests<extra></extra>",
             }
         ],
         "layout": layout(
-            axis(what, type="log", tickvals=LOG_TICKS),
+            axis(what, type="log", tickvals=log_ticks(edges[0], edges[-1])),
             axis("requests", rangemode="tozero"),
             showlegend=False,
             bargap=0,
@@ -507,10 +527,10 @@ def over_time(curves: Sequence[tuple[str, Sequence[float], Sequence[float], int]
             {
                 "type": "scatter",
                 "mode": "lines",
-                "name": escape(name),
+                "name": brief(name),
                 "x": list(t_s),
                 "y": list(values),
-                "line": {"color": _colour(series), "width": 1.5, "shape": "hv"},
+                "line": {"color": series_colour(series), "width": 1.5, "shape": "hv"},
             }
             for name, t_s, values, series in curves
         ],
@@ -534,10 +554,10 @@ def sweep_over(curves: Sequence[SweptLine], over: str, what: str) -> Figure:
             {
                 "type": "scatter",
                 "mode": "lines+markers",
-                "name": escape(curve.name),
+                "name": brief(curve.name),
                 "x": [escape(x) if isinstance(x, str) else x for x in curve.x],
                 "y": list(curve.y),
-                "line": {"color": _colour(i), "width": 2},
+                "line": {"color": series_colour(i), "width": 2},
                 "marker": {"size": 7},
             }
             for i, curve in enumerate(curves)

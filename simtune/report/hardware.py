@@ -6,8 +6,6 @@ As in the report, small tuples are computed first and drawn after. No row of a t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
-from importlib.resources import files
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +16,8 @@ from simtune.costs.operators import OPERATORS, Chip
 from simtune.costs.predict import LEVEL, OUTSIDE, Z90, Predictor, typical_log_sd
 from simtune.report import figures, info
 from simtune.report.figures import Figure
+from simtune.report.labels import escape
+from simtune.report.templates import fill, template
 from simtune.specs.hardware import Hardware, Operator, OperatorKind
 
 POINTS = 49
@@ -215,7 +215,7 @@ def line_figure(fit: Fit) -> Figure:
     """Time against size, each line within its band."""
     data: list[Figure] = []
     for i, line in enumerate(fit.lines):
-        colour = figures.COLOURS[i % len(figures.COLOURS)]
+        colour = figures.series_colour(i)
         band = {"x": line.x, "mode": "lines", "hoverinfo": "skip", "showlegend": False, "line": {"width": 0}}
         data += [
             {**band, "y": _us(line.low)},
@@ -258,9 +258,15 @@ def rate_figure(rates: Sequence[Rate]) -> Figure:
     ]
     line = {"type": "line", "xref": "x", "yref": "paper", "x0": 100, "x1": 100, "y0": 0, "y1": 1}
     shapes = [{**line, "line": {"color": figures.GREY, "dash": "dot"}}]
-    x = figures.axis("fitted rate, % of the data sheet", rangemode="tozero")
-    y = figures.axis("", tickformat="")
+    x = figures.axis("% of the data sheet", rangemode="tozero")
+    y = figures.axis("", tickformat="", tickfont=SMALL)
     return {"data": data, "layout": figures.layout(x, y, barmode="group", shapes=shapes, legend=_legend_above())}
+
+
+SMALL = {"size": 9}
+"""So that names of operators leave room on a phone."""
+SHOWN = (1, 10, 100)
+"""Ticks of errors that have a number, as many as there is room for on a phone."""
 
 
 def error_figure(hardware: Hardware) -> Figure | None:
@@ -284,8 +290,16 @@ def error_figure(hardware: Hardware) -> Figure | None:
         )
     ]
     ticks = [0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500]
-    x = figures.axis("error on rows the fit did not see, %", type="log", tickvals=ticks)
-    y = figures.axis("", tickformat="", type="category")
+    x = figures.axis(
+        "error on unseen rows, %",
+        type="log",
+        tickvals=ticks,
+        ticktext=[f"{t:g}" if t in SHOWN else "" for t in ticks],
+    )
+    # Names above their rows: beside them they would leave no room on a phone.
+    y = figures.axis(
+        "", tickformat="", type="category", ticklabelposition="inside top", ticklabelshift=-2, ticks="", tickfont=SMALL
+    )
     return {"data": data, "layout": figures.layout(x, y, legend=_legend_above())}
 
 
@@ -295,7 +309,6 @@ def _legend_above() -> Figure:
 
 def render(hardware: Hardware, sections: Sequence[Section] = ()) -> str:
     """One page that opens offline, with the same bytes for the same profile; `sections` come before the fits."""
-    from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
     shown, errors = fits(hardware), error_figure(hardware)
@@ -306,10 +319,10 @@ def render(hardware: Hardware, sections: Sequence[Section] = ()) -> str:
             drawn[f"section-{i}"] = figures.fragment(section.figure, f"section-{i}", 420)
     if errors is not None:
         splits = sum(len(o.hold_out) for o in hardware.operators.values())
-        drawn["errors"] = figures.fragment(errors, "errors", 120 + 22 * splits)
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string((files("simtune.report") / "hardware.html.j2").read_text("utf-8"))
-    return template.render(
+        drawn["errors"] = figures.fragment(errors, "errors", 120 + 30 * splits)
+    return fill(
+        "hardware.html.j2",
+        style=Markup(template("style.j2")),
         hardware=hardware,
         headline=headline(hardware),
         facts=facts(hardware),

@@ -214,6 +214,15 @@ def latency_rows(s: Summary) -> list[tuple[str, ...]]:
     return rows
 
 
+E2EL_COLOURS: dict[str, str] = {
+    "Queueing": "queue",
+    "Prefill": "prefill",
+    "KV transfer": "transfer",
+    "Decode": "decode",
+}
+"""The kind of span of the swimlanes whose colour each part has."""
+
+
 def e2el_parts(s: Summary) -> list[tuple[str, str, float]]:
     """(part, mean over all requests, share of the mean E2EL); none where nothing finished."""
     whole = s.metrics.get("e2el")
@@ -586,10 +595,15 @@ def cost_basis(s: Summary) -> BasisInfo | None:
     return BasisInfo(tuple((words, getattr(s.cost_basis, name)) for words, name in names), rows, note(s.cost_basis))
 
 
-def quality_rows(hardware: HardwareFacts) -> list[tuple[str, ...]]:
-    """operator, median, p90 and largest hold-out error, provenance, source."""
+def quality_rows(s: Summary, hardware: HardwareFacts, *, used: bool) -> list[tuple[str, ...]]:
+    """operator, median, p90 and largest hold-out error, provenance, source; of operators that took time in this run, or
+    of the others. All count as used where nothing says which are.
+    """
+    timed = None if s.cost_basis is None else {o.operator for o in s.cost_basis.operators}
     return [
-        (o.key, percent(o.median), percent(o.p90), percent(o.max), o.provenance, o.source) for o in hardware.operators
+        (o.key, percent(o.median), percent(o.p90), percent(o.max), o.provenance, o.source)
+        for o in hardware.operators
+        if (timed is None or o.key.partition(".")[0] in timed) is used
     ]
 
 

@@ -6,7 +6,6 @@ It is the page of a hardware profile (`simtune.report.hardware`) with what only 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +16,7 @@ from simtune.costs.tables.own import MeasuredPoint
 from simtune.report import figures, hardware
 from simtune.report.figures import Figure
 from simtune.report.hardware import Section
+from simtune.report.labels import brief, escape
 from simtune.specs.hardware import Hardware
 
 MEASURED = "measured, ms"
@@ -96,9 +96,9 @@ def dots_figure(dots: Sequence[Dots], x_title: str, y_title: str, *, log: bool, 
             "x": [float(f"{scale * x:.5g}") for x in d.x],
             "y": [round(p, 2) for p in d.percent],
             "text": [escape(words) for words in d.words],
-            "name": escape(d.name),
+            "name": brief(d.name),
             "mode": "markers",
-            "marker": {"color": figures.COLOURS[i % len(figures.COLOURS)], "size": 6, "opacity": 0.7},
+            "marker": {"color": figures.series_colour(i), "size": 6, "opacity": 0.7},
             "hovertemplate": f"{escape(d.name)}: %{{y:.1f}} %, %{{x:,.4g}}<br>%{{text}}<extra></extra>",
         }
         for i, d in enumerate(dots)

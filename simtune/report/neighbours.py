@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 from simtune.report.info import KNOBS, why_lost
@@ -9,10 +10,13 @@ from simtune.runs.schema import CandidateRow, Run
 
 COUNTED = {"tp", "pp", "attention_dp", "instances", "max_num_seqs", "max_num_batched_tokens"}
 """Knobs of which there is a next smaller and a next larger value; of the others there are only other ones."""
+NO_EFFECT = "nothing changes"
 ALTERNATIVES = 3
 """Other values of such a knob that are shown, the best by rank."""
 FOLLOWS_FROM = {knob: {"instances"} for knob in ("gpu", "tp", "pp", "attention_dp")}
 """Of a given number of GPUs instances are as many as there is room for, so they change with their size."""
+ALIKE = re.compile(r"does what (\S+) does")
+"""What the search says of a plan that none of its limits tells from another."""
 
 
 class Neighbour(NamedTuple):
@@ -40,12 +44,32 @@ def neighbours(run: Run) -> list[Neighbour]:
         ]
         for other in _nearest(alike, chosen, knob) if knob in COUNTED else _best(alike, knob):
             here, there = (_words(getattr(x, knob)) for x in (chosen, other))
-            steps.append(Neighbour(knob, here, there, why_lost(other, chosen, run.summary)))
+            steps.append(Neighbour(knob, here, there, _effect(other, chosen, run)))
     return steps
 
 
+def same_as(candidate: CandidateRow) -> str | None:
+    """The plan that does whatever this one does, as far as the search saw."""
+    match = ALIKE.match(candidate.reason or "")
+    return match[1] if match else None
+
+
+def _effect(other: CandidateRow, chosen: CandidateRow, run: Run) -> str:
+    """How a candidate fared; of one that does what another one does, how that one fared."""
+    name = same_as(other)
+    twin = next((c for c in run.candidates if c.candidate == name), None)
+    if twin is None:
+        return why_lost(other, chosen, run.summary)
+    if twin is chosen:
+        return f"{NO_EFFECT}: no limit that tells them apart is reached"
+    return f"{why_lost(twin, chosen, run.summary)} (as {twin.candidate})"
+
+
 def _differ(a: CandidateRow, b: CandidateRow) -> set[str]:
-    return {knob for knob in KNOBS if getattr(a, knob) != getattr(b, knob)}
+    """The knobs by which they differ. How many tokens a drafter drafts follows from seats."""
+    differ = {knob for knob in KNOBS if getattr(a, knob) != getattr(b, knob)}
+    drafters = [(c.speculation or "").partition(":")[0] for c in (a, b)]
+    return differ - {"speculation"} if "max_num_seqs" in differ and drafters[0] == drafters[1] else differ
 
 
 def _words(value: Any) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 from typing import NamedTuple
 
 from simtune.report import figures, info, verdict
 from simtune.report.figures import Figure
+from simtune.report.labels import escape
 from simtune.report.templates import fill
 from simtune.runs.schema import CourseRow, Run
 from simtune.tuner.certificate import Certificate, PlanFate
@@ -100,7 +100,7 @@ def fates_figure(certificate: Certificate, fates: Sequence[FateGroup]) -> Figure
                     "x": [place[plan.plan] for plan in plans],
                     "y": [plan.best for plan in plans],
                     "marker": {
-                        "color": figures.COLOURS[i % len(figures.COLOURS)],
+                        "color": figures.series_colour(i),
                         "size": 16 if group.fate == CHOSEN else 7,
                         "symbol": "star" if group.fate == CHOSEN else "circle",
                     },

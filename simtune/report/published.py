@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 from typing import NamedTuple
 
 from simtune import __version__
 from simtune.report import figures, info
 from simtune.report.figures import Figure
+from simtune.report.labels import escape
 from simtune.report.templates import fill, template
 from simtune.reproduce import Entry, Finding, Findings, headline
 from simtune.reproduce.findings import WORDS, Status, counts

@@ -6,7 +6,8 @@ import re
 from collections.abc import Sequence
 
 from simtune.report.info import METRIC_NAMES, PARTS, limit, ms, number, percent
-from simtune.runs.schema import Run, StepTime, Summary
+from simtune.report.neighbours import NO_EFFECT, neighbours
+from simtune.runs.schema import CandidateRow, Run, StepTime, Summary
 
 OPERATOR_WORDS = {
     "gemm": "matrix products with the weights",
@@ -93,20 +94,27 @@ def proof(s: Summary) -> str | None:
 def edges(run: Run) -> list[str]:
     """Notes on knobs whose chosen value is the largest or smallest that was tried, so that the best may lie beyond.
 
-    Plans are compared that have the same pools; of a prefill and a decode pool it is the one that decodes.
+    Plans are compared that have the same pools; of a prefill and a decode pool it is the one that decodes. A knob whose
+    next value changes nothing is not named: its limit is not reached.
     """
     chosen = next((c for c in run.candidates if c.status == "chosen"), None)
     if chosen is None:
         return []
-    apart = chosen.prefill is not None
-    alike = [c for c in run.candidates if c.status != "does_not_fit" and (c.prefill is not None) == apart]
-    notes = []
-    for knob in ("max_num_seqs", "max_num_batched_tokens", "tp", "pp", "attention_dp"):
-        tried = sorted({value for c in alike if (value := getattr(c, knob)) is not None})
-        value = getattr(chosen, knob)
-        if len(tried) < 2 or value == 1 or value not in (tried[0], tried[-1]):
-            continue
-        end = "smallest" if value == tried[0] else "largest"
-        whose = " of the decode pool" * apart
-        notes.append(f"{knob} {value:,}{whose} is the {end} of those tried ({', '.join(f'{x:,}' for x in tried)})")
-    return notes
+    alike = [
+        c for c in run.candidates if c.status != "does_not_fit" and (c.prefill is None) == (chosen.prefill is None)
+    ]
+    unfelt = {step.knob for step in neighbours(run) if step.effect.startswith(NO_EFFECT)}
+    knobs = ("max_num_seqs", "max_num_batched_tokens", "tp", "pp", "attention_dp")
+    notes = (_edge(knob, chosen, alike) for knob in knobs if knob not in unfelt)
+    return [note for note in notes if note is not None]
+
+
+def _edge(knob: str, chosen: CandidateRow, alike: Sequence[CandidateRow]) -> str | None:
+    """The note on one knob; None where its value is between others, the only one, or 1, below which there is none."""
+    tried = sorted({value for c in alike if (value := getattr(c, knob)) is not None})
+    value = getattr(chosen, knob)
+    if len(tried) < 2 or value == 1 or value not in (tried[0], tried[-1]):
+        return None
+    end = "smallest" if value == tried[0] else "largest"
+    whose = "" if chosen.prefill is None else " of the decode pool"
+    return f"{knob} {value:,}{whose} is the {end} of those tried ({', '.join(f'{x:,}' for x in tried)})"

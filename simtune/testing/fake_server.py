@@ -159,14 +159,15 @@ class FakeServer:
             _chunk(writer, self._event(done + 1, len(request["prompt"])))
             await writer.drain()
         usage = {"prompt_tokens": len(request["prompt"]), "completion_tokens": tokens}
-        _chunk(writer, {"choices": [], "usage": usage})
+        _chunk(writer, {"object": "text_completion", "choices": [], "usage": usage})
         _chunk(writer, "[DONE]")
         writer.write(b"0\r\n\r\n")
         await writer.drain()
         return True
 
     def _event(self, tokens: int, prompt_tokens: int) -> dict[str, Any]:
-        event: dict[str, Any] = {"choices": [{"index": 0, "text": f" t{tokens}", "finish_reason": None}]}
+        choice = {"index": 0, "text": f" t{tokens}", "finish_reason": None}
+        event: dict[str, Any] = {"object": "text_completion", "choices": [choice]}
         if self.counts:
             event["usage"] = {"prompt_tokens": prompt_tokens, "completion_tokens": tokens}
         return event

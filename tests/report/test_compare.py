@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from simtune.errors import SpecError
-from simtune.report import beside, compare, figures, index, info
+from simtune.report import beside, compare, figures, index, info, labels
 from simtune.report.beside import NamedFindings, NamedValidation
 from simtune.report.compare import Compared, NamedRun
 from simtune.report.sources import read_all
@@ -93,7 +93,7 @@ def test_a_run_keeps_its_colour_through_the_page(make_run: RunMaker, optimized: 
         }
         assert lines == {"today": figures.COLOURS[0], "tomorrow": figures.COLOURS[1]}, name
     page = compare.render(Compared(tuple(runs)))
-    assert re.findall(r'<i class="dot" style="background: (#\w+)"></i>tomorrow', page) == [figures.COLOURS[1]] * 3
+    assert re.findall(r'<i class="dot" style="background: (#\w+)"></i>tomorrow', page) == [figures.COLOURS[1]] * 4
 
 
 def test_ten_runs_fit_into_one_page_that_loads_nothing(make_run: RunMaker) -> None:
@@ -207,3 +207,20 @@ def test_a_validation_shows_itself_in_a_notebook() -> None:
     assert (cloud.x, cloud.y) == ((100.0,), (120.0,))
     pytest.importorskip("pyarrow")
     assert one.to_arrow().column("error").to_pylist() == [0.2]
+
+
+def test_no_two_runs_have_one_colour() -> None:
+    assert len({figures.series_colour(i) for i in range(24)}) == 24
+
+
+def test_quotes_stand_in_labels_as_they_are_and_long_names_are_cut_in_the_middle() -> None:
+    assert labels.escape("""<b>"a" & 'b'""") == """&lt;b&gt;"a" &amp; 'b'"""
+    assert labels.brief("a" * 40) == "a" * 40
+    long = labels.brief("a" * 40 + "<" + "b" * 40)
+    assert long == "a" * 19 + "…" + "b" * 20
+
+
+def test_a_narrow_logarithmic_axis_has_numbers_too() -> None:
+    assert figures.log_ticks(1, 1000) == [1, 3, 10, 30, 100, 300, 1000]
+    assert figures.log_ticks(107, 274) == [150, 200, 250]
+    assert figures.log_ticks(40, 41) == [40, 41]

@@ -65,3 +65,17 @@ def test_a_model_is_shown_with_the_cards_it_fits_on() -> None:
     assert cards["NVIDIA L4"].startswith(("8 x, ", "not on"))
     assert len(cards) == len(set(cards)) > 10
     assert weights(model) == "131.4 GiB"
+
+
+def test_a_plan_that_does_what_another_does_says_how_that_one_fared(make_run: RunMaker) -> None:
+    run = read_run(make_run())
+    chosen = next(c for c in run.candidates if c.status == "chosen")
+    more = {"status": "infeasible", "max_num_seqs": chosen.max_num_seqs * 2}
+    twin = chosen.model_copy(
+        update={**more, "candidate": "twin", "reason": "does what " + chosen.candidate + " does: why"}
+    )
+    worse = chosen.model_copy(update={"status": "infeasible", "candidate": "worse", "reason": "TPOT", "tp": 64})
+    less = twin.model_copy(update={"max_num_seqs": chosen.max_num_seqs // 2, "reason": "does what worse does: why"})
+    effects = {step.value: step.effect for step in neighbours(run._replace(candidates=(chosen, twin, less, worse)))}
+    assert effects[str(twin.max_num_seqs)] == "nothing changes: no limit that tells them apart is reached"
+    assert effects[str(less.max_num_seqs)] == "TPOT (as worse)"

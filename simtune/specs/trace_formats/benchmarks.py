@@ -138,7 +138,7 @@ class GuideLlm:
     def read(
         self, objects: Sequence[Any], lines: Sequence[int], reading: LogReading, problems: Problems
     ) -> LogRequests:
-        """The requests of one benchmark that were successful."""
+        """The requests of one benchmark that were successful; turns of one conversation are a session."""
         run = _chosen(objects[0]["benchmarks"], "benchmarks", reading, problems)
         by_end = run["requests"]
         rows = by_end.get("successful") if isinstance(by_end, Mapping) else None
@@ -152,7 +152,8 @@ class GuideLlm:
             for end in ("incomplete", "errored")
             for note in left_out(len(by_end.get(end) or ()), f"{end} requests")
         ]
-        return LogRequests(names, _columns(rows, at, names, problems), at, notes=notes)
+        values = _columns(rows, at, names, problems) | sessions_of(rows, ("info.conversation_id",))
+        return LogRequests(names, values, at, notes=notes)
 
 
 class GenAiPerf:

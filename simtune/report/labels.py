@@ -1,0 +1,19 @@
+"""Names of users as labels of figures: Plotly takes labels for HTML of a few elements and entities."""
+
+from __future__ import annotations
+
+import html
+
+LONGEST = 40
+"""Characters of a name in a legend: what has room beside a line on a phone."""
+
+
+def escape(text: str) -> str:
+    """A text as a label says it. Quotes stay as they are, for Plotly knows no entity of them."""
+    return html.escape(text, quote=False)
+
+
+def brief(name: str) -> str:
+    """A name for a legend, escaped; of a long one the beginning and the end."""
+    half = LONGEST // 2
+    return escape(name if len(name) <= LONGEST else f"{name[: half - 1]}…{name[-half:]}")
