@@ -11,8 +11,8 @@ follow the first one chosen.
 *Reset.* Residents that were passed over for want of blocks are starved. After the step is chosen, starved residents
 are reset, the one tried last first, until the free blocks suffice for the rest of them, always leaving one resident.
 They lose all blocks and go to the end of the waiting queue one after the other, prompt and delivered tokens together
-being their new prompt; nobody is admitted then until a request finishes. Where nobody at all can be chosen, residents
-are reset first and the choice is made again.
+being their new prompt; nobody is admitted then until a request finishes, or none is left of those who came in. Where
+nobody at all can be chosen, residents are reset first and the choice is made again.
 
 *Sharing* (`allow_block_sharing`, prefix_caching in a plan). A waiting candidate looks for the beginning of its text in
 the cache (`simtune.engine.sharing`). One that finds some of it is a resident from then on, even if there are too few
@@ -68,7 +68,7 @@ class TransformersFifo(ListScheduler):
             self._shared = SharedBlocks(self.kv.total, block_size, hash_block_tokens or block_size)
             self.kv = self._shared
         self._unserved: set[Request] = set()  # residents that have been in no step since they came in
-        self._closed = False  # nobody is admitted until a request finishes
+        self._closed = False  # nobody is admitted until a request finishes, or none is left
         self._after: list[Request] = []  # reset after the step was chosen; their blocks are free when it is over
 
     def would_notice(self) -> bool:
@@ -122,6 +122,13 @@ class TransformersFifo(ListScheduler):
         if progress.finished:
             self._closed = False
         return progress
+
+    def _expel(self, request: Request) -> bool:
+        left = super()._expel(request)
+        self._unserved.discard(request)
+        if not self.residents:
+            self._closed = False
+        return left
 
     def _lose_residents(self) -> list[Request]:
         self._after, self._closed = [], False

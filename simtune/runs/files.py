@@ -10,8 +10,8 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from simtune.errors import UsageError
@@ -37,15 +37,14 @@ def claim(out: Path, force: bool, resume: bool = False) -> None:
     A folder that exists is only replaced with `force`, and only if it is empty or an earlier run; with `resume` also
     where it holds a search to go on with.
     """
-    if lock(out):
-        _clear(out)
     if out.exists() or out.is_symlink():
         if not out.is_dir():
             raise UsageError(f"{out}: is a file; name a folder for the run")
         if Path.cwd().is_relative_to(out.resolve()) or os.path.ismount(out):
             raise UsageError(f"{out}: is in use and cannot be replaced as a whole; name a folder inside it")
-        if any(out.iterdir()):
-            _may_replace(out, force, resume)
+    alone(out)
+    if out.exists() and any(out.iterdir()):
+        _may_replace(out, force, resume)
     folder = out.absolute().parent
     while not folder.exists():
         folder = folder.parent
@@ -54,6 +53,13 @@ def claim(out: Path, force: bool, resume: bool = False) -> None:
             pass
     except OSError as error:
         raise UsageError(f"{out}: cannot be written ({error.strerror}); name a folder you may write to") from None
+
+
+def alone(out: Path) -> None:
+    """Keep others from writing `out` until this process ends, and remove what one that was killed left half-written.
+    Raises UsageError if another writes it."""
+    if lock(out):
+        _clear(out)
 
 
 def hold(out: Path) -> None:
@@ -131,17 +137,25 @@ def lock(out: Path) -> bool:
 
 def write(out: Path, files: Mapping[str, str | bytes]) -> None:
     """Put all files into `out` at once, replacing what `claim` allowed to be replaced. Raises UsageError."""
+    with whole(out) as folder:
+        for name, content in files.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(_encoded(content))
+            if name.endswith(".sh"):
+                path.chmod(0o755)
+
+
+@contextmanager
+def whole(out: Path) -> Iterator[Path]:
+    """A new folder to write into, which takes the place of `out` at the end. Where anything goes wrong it is removed,
+    and what was there stays. Raises UsageError where files cannot be written."""
     parent = out.absolute().parent
     try:
         parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=_prefix(out), dir=parent))
         try:
-            for name, content in files.items():
-                path = folder / name
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(_encoded(content))
-                if name.endswith(".sh"):
-                    path.chmod(0o755)
+            yield folder
             folder.chmod(0o755)
             _take_place(folder, out)
         except BaseException:

@@ -39,6 +39,8 @@ class RowJournal:
             with self.file.open("ab", buffering=0) as file:
                 self._whole = file.write(line) == len(line)
                 os.fsync(file.fileno())
+        except PermissionError as error:
+            raise self._refused(error.strerror, "name a file you may write to") from None
         except OSError as error:
             raise self._refused(error.strerror) from None
         if not self._whole:
@@ -56,7 +58,5 @@ class RowJournal:
         except OSError as error:
             raise SimtuneError(f"{self.file}: cannot be read ({error.strerror})") from None
 
-    def _refused(self, why: str | None) -> SimtuneError:
-        return SimtuneError(
-            f"{self.file}: cannot be written ({why}); what it holds is kept: make room and give the same command again"
-        )
+    def _refused(self, why: str | None, remedy: str = "make room and give the same command again") -> SimtuneError:
+        return SimtuneError(f"{self.file}: cannot be written ({why}); what it holds is kept: {remedy}")

@@ -56,6 +56,7 @@ class FamilySource(RequestSource):
         self._here: dict[int, Request] = {}  # those that have arrived and are not over
         self._aborted: dict[int, Request] = {}
         self._size, self._node_of = self._graph.size, self._graph.node_of.tolist()
+        self._earliest = self._graph.earliest
         self._begins = self.arrival[:: self._size]
         for number in range(len(self.arrival)):
             self.arrival[number] = -1
@@ -71,8 +72,8 @@ class FamilySource(RequestSource):
             self._begin_next(0)
 
     def arrive(self, number: int) -> Request:
-        """The request that arrives now; with the first of a family, the next family is announced."""
-        if self._open and number % self._size == 0:
+        """The request that arrives now; with the earliest of a family, the next family is announced."""
+        if self._open and number % self._size == self._earliest:
             self._begin_next(0)
         request = self._here[number] = self.made(number)
         return request

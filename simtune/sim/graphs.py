@@ -45,6 +45,12 @@ class FamilyGraph:
         return tuple(int(sum(self.count[:node])) for node in range(len(self.count)))
 
     @property
+    def earliest(self) -> int:
+        """The member that comes before all others of its family, or with them."""
+        roots = [node for node, after in enumerate(self.after) if not after]
+        return self.begin[min(roots, key=lambda node: max(self.delay[node], self.since[node]))]
+
+    @property
     def node_of(self) -> Ints:
         """The node of each member."""
         return np.repeat(np.arange(len(self.count)), self.count)

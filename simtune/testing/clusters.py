@@ -146,6 +146,8 @@ class Cluster:
     constants: Mapping[str, Any] = field(default_factory=dict)
     """Attributes of the policy's class that are to be smaller here."""
     router_options: Mapping[str, Any] = field(default_factory=dict)
+    named: bool = False
+    """Whether each instance of the first pool is a pool by its name, `front-0` and so on."""
     imbalanced: bool = False
     slower: float = 1.0
     """Times of steps and swaps are so many times those of the pools."""
@@ -206,7 +208,7 @@ class Cluster:
                 self._scheduler(pool, name),
                 costs(*(self.slower * even(s) for s in (pool.step_s, 2e-5, 3e-7))),
                 instance,
-                name,
+                f"{name}-{instance}" if self.named and name == "front" else name,
                 stepping=stepping[instance],
                 swap=to_ticks(self.slower * even(1e-4)),
             )
@@ -416,7 +418,7 @@ def check(cluster: Cluster) -> None:
     _check_same(jumped, stepped)
     assert jumped.transferred_bytes == stepped.transferred_bytes
     assert (jumped.finish >= 0).all(), "somebody is never answered, and everybody fits"
-    _check_nothing_is_left(cluster)
+    check_nothing_is_left(cluster)
     assert (jumped.arrival <= jumped.scheduled).all(), "scheduled before it arrives"
     assert (jumped.scheduled < jumped.first_token).all(), "a first token before a step is over"
     assert (jumped.first_token <= jumped.finish).all(), "finished before its first token"
@@ -432,7 +434,8 @@ def check(cluster: Cluster) -> None:
         event(f"role switches: {min(3, jumped.role_switches or 0)}+")
 
 
-def _check_nothing_is_left(cluster: Cluster) -> None:
+def check_nothing_is_left(cluster: Cluster) -> None:
+    """No request, no block and no KV cache is left in the cores of the latest run."""
     for core in cluster.cores:
         assert core.scheduler.kv.free == core.scheduler.kv.total, "blocks are still taken when everybody has gone"
         assert not core.has_work, "work is left"

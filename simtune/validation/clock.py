@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 ECHO_EVERY_S = 0.005
 
@@ -31,12 +32,13 @@ _STAMP = struct.Struct("@qq")  # seconds and nanoseconds
 class StampedSocket:
     """A socket whose messages the kernel stamps as they come in, where it can: then nobody need read them in time.
 
-    What is read at once has one stamp, that of the last message.
+    What is read at once has one stamp, that of the last message. Stamps are told by the time of day; where somebody
+    has set that since the latest look at it, messages have come when they are read.
     """
 
     def __init__(self, its: socket.socket) -> None:
         """Takes a connected TCP socket over, which waits for nothing from then on."""
-        self.socket = its
+        self.socket, self._day = its, _time_of_day()
         its.setblocking(False)
         if _STAMPED is not None:
             with suppress(OSError):  # then they are stamped when they are read
@@ -45,12 +47,32 @@ class StampedSocket:
     def receive(self, most: int = 1 << 16) -> tuple[float, bytes]:
         """What has come, and when by `now`; nothing at the end. Raises OSError."""
         data, more, _, _ = self.socket.recvmsg(most, _ROOM)
-        seen = now()
+        before, self._day = self._day, _time_of_day()
+        seen = self._day.before
+        if not before.goes_with(self._day):
+            return seen, data
         for level, kind, stamp in more:
             if (level, kind, len(stamp)) == (socket.SOL_SOCKET, _STAMPED, _STAMP.size):
                 seconds, nanoseconds = _STAMP.unpack(stamp)
-                seen -= max(0.0, (time.time_ns() - seconds * 10**9 - nanoseconds) * 1e-9)
+                seen -= max(0.0, (self._day.nanoseconds - seconds * 10**9 - nanoseconds) * 1e-9)
         return seen, data
+
+
+class _TimeOfDay(NamedTuple):
+    """What the clock on the wall said between two looks at the one that only rises."""
+
+    before: float
+    nanoseconds: int
+    after: float
+
+    def goes_with(self, later: _TimeOfDay) -> bool:
+        """Whether as much may have passed by both clocks, to a microsecond; if not, one was set meanwhile."""
+        passed = (later.nanoseconds - self.nanoseconds) * 1e-9
+        return later.before - self.after - 1e-6 <= passed <= later.after - self.before + 1e-6
+
+
+def _time_of_day() -> _TimeOfDay:
+    return _TimeOfDay(now(), time.time_ns(), now())
 
 
 _ROOM = socket.CMSG_SPACE(_STAMP.size)

@@ -15,8 +15,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from simtune.arrays import Ints
 from simtune.errors import UsageError
+from simtune.runs.files import alone, whole
 from simtune.specs.model import DenseFeedForward, FullAttention, LayerGroup, Model
 from simtune.validation.prompts import FIRST_TOKEN
 
@@ -33,6 +34,8 @@ SPREAD = 0.02
 """Standard deviation of the matrices, as GPT-2 and Llama begin their training with."""
 SMALLEST_RIGGED = 64
 """Hidden size below which embeddings of different tokens are too much alike to be told apart."""
+CONFIG, TRUTH = "config.json", "truth.json"
+"""The files by which a model's folder and a rigged pair's are known."""
 _ROWS = 1 << 22
 """Numbers that are drawn at a time."""
 _DTYPES = {"fp32": ("F32", 4, "float32"), "bf16": ("BF16", 2, "bfloat16"), "fp16": ("F16", 2, "float16")}
@@ -164,7 +167,9 @@ def _unwritten_layer(group: LayerGroup) -> Iterator[str]:
 def write_weights(model: Model, out: Path, *, seed: int = 0, force: bool = False) -> Path:
     """Write random weights for a model; the same bytes for the same seed. Raises UsageError where it cannot."""
     checkpoint = Checkpoint.of(model)
-    _write(checkpoint, list(checkpoint.tensors()), out, seed, force)
+    tensors = list(checkpoint.tensors())
+    with _replacing(out, CONFIG, _bytes_of(checkpoint, tensors), force) as folder:
+        _write(checkpoint, tensors, folder, seed)
     return out
 
 
@@ -191,12 +196,14 @@ def rigged_pair(
         if model.hidden_size < SMALLEST_RIGGED:
             raise UsageError(f"{model.name}: a hidden size below {SMALLEST_RIGGED} does not tell tokens apart")
     follows, drafted = permutations(target.vocab_size, acceptance, seed)
-    for checkpoint, name, after in zip(both, ("target", "draft"), (follows, drafted), strict=True):
-        tensors = list(_rigged(checkpoint, after, seed))
-        _write(checkpoint, tensors, out / name, seed, force)
     share = float((follows == drafted)[FIRST_TOKEN:].mean())
     truth = {"schema": "simtune/rigged@1", "acceptance": share, "next": follows.tolist(), "drafted": drafted.tolist()}
-    (out / "truth.json").write_text(json.dumps(truth) + "\n", encoding="utf-8")
+    size = sum(_bytes_of(checkpoint, checkpoint.tensors()) for checkpoint in both)
+    with _replacing(out, TRUTH, size, force) as folder:
+        for checkpoint, name, after in zip(both, ("target", "draft"), (follows, drafted), strict=True):
+            (folder / name).mkdir()
+            _write(checkpoint, list(_rigged(checkpoint, after, seed)), folder / name, seed)
+        (folder / TRUTH).write_text(json.dumps(truth) + "\n", encoding="utf-8")
     return share
 
 
@@ -236,27 +243,32 @@ def _generator(seed: int, purpose: int) -> np.random.Generator:
 # --- the files --------------------------------------------------------------------------------------------
 
 
-def _write(checkpoint: Checkpoint, tensors: list[Tensor], out: Path, seed: int, force: bool) -> None:
-    """The folder, whole or not at all."""
-    code, size, _ = _DTYPES[checkpoint.model.dtype]
-    total = sum(math.prod(t.shape) for t in tensors) * size
-    if out.exists() and any(out.iterdir()) and not (force and (out / "config.json").is_file()):
+@contextmanager
+def _replacing(out: Path, known_by: str, size: int, force: bool) -> Iterator[Path]:
+    """A folder that takes the place of `out` once it is whole. With `force` also where earlier weights are, which are
+    known by one of their files. Raises UsageError."""
+    alone(out)
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"{out}: is a file; name a folder")
+    if out.exists() and any(out.iterdir()) and not (force and (out / known_by).is_file()):
         raise UsageError(f"{out}: is not empty; name another folder" + (", or give --force" if not force else ""))
     out.parent.mkdir(parents=True, exist_ok=True)
-    if total > (free := shutil.disk_usage(out.parent).free):
-        raise UsageError(f"{out}: {total / 1e9:.1f} GB of weights do not fit on {free / 1e9:.1f} GB of free disk")
-    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-    try:
-        with (folder / "model.safetensors").open("wb") as file:
-            _write_safetensors(file, tensors, code, size, seed)
-        (folder / "config.json").write_text(json.dumps(checkpoint.config(), indent=1) + "\n", encoding="utf-8")
-        folder.chmod(0o755)
-        if out.exists():
-            shutil.rmtree(out)
-        folder.rename(out)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+    if size > (free := shutil.disk_usage(out.parent).free):
+        raise UsageError(f"{out}: {size / 1e9:.1f} GB of weights do not fit on {free / 1e9:.1f} GB of free disk")
+    with whole(out) as folder:
+        yield folder
+
+
+def _bytes_of(checkpoint: Checkpoint, tensors: Iterable[Tensor]) -> int:
+    return sum(math.prod(tensor.shape) for tensor in tensors) * _DTYPES[checkpoint.model.dtype][1]
+
+
+def _write(checkpoint: Checkpoint, tensors: list[Tensor], folder: Path, seed: int) -> None:
+    """What engines load."""
+    code, size, _ = _DTYPES[checkpoint.model.dtype]
+    with (folder / "model.safetensors").open("wb") as file:
+        _write_safetensors(file, tensors, code, size, seed)
+    (folder / CONFIG).write_text(json.dumps(checkpoint.config(), indent=1) + "\n", encoding="utf-8")
 
 
 def _write_safetensors(file: BinaryIO, tensors: list[Tensor], code: str, size: int, seed: int) -> None:

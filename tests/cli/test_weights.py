@@ -1,5 +1,6 @@
 """Random weights: the folder holds what the spec says, and a rigged pair says what it was told to."""
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from simtune.errors import UsageError
 from simtune.specs.catalog import load_model
 from simtune.specs.model import Model
+from simtune.validation import weights
 from simtune.validation.prompts import FIRST_TOKEN
 from simtune.validation.weights import Checkpoint, permutations, rigged_pair, write_weights
 
@@ -140,6 +142,34 @@ def test_a_folder_is_not_overwritten_unasked(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is not empty"):
         write_weights(model, tmp_path / "mine", force=True)
     assert (tmp_path / "mine" / "thesis.tex").exists()
+
+
+def test_what_was_there_stays_until_the_new_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is full as the second of two models is written."""
+    model, out = small("llama-3.1-8b"), tmp_path / "pair"
+    rigged_pair(model, model, out, 0.5)
+    kept = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    assert {path.name for path in kept} == {"truth.json", "config.json", "model.safetensors"}
+    begun = []
+
+    def full(file: Any, *rest: Any) -> None:
+        begun.append(file.name)
+        if len(begun) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        file.write(b"0" * 100)
+
+    monkeypatch.setattr(weights, "_write_safetensors", full)
+    with pytest.raises(UsageError, match=r"pair: cannot be written \(No space left on device\)"):
+        rigged_pair(model, model, out, 0.9, force=True)
+    assert len(begun) == 2
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == kept
+    assert [path.name for path in tmp_path.iterdir()] == ["pair"], "nothing half-written beside it"
+
+
+def test_weights_are_no_file(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("")
+    with pytest.raises(UsageError, match="out: is a file; name a folder"):
+        write_weights(small("llama-3.1-8b"), tmp_path / "out", force=True)
 
 
 def test_the_command_writes_both_kinds(tmp_path: Path, call: Callable[..., Any]) -> None:

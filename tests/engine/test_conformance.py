@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from simtune.engine import POLICIES, Request, Scheduler
+from simtune.engine import POLICIES, Request, Scheduler, Step
 from simtune.testing import PolicySuite
 from simtune.testing.driver import to_the_end
 from tests.engine.small import SMALL
@@ -108,6 +108,39 @@ def test_blocks_that_no_resident_holds_are_waited_for(policy: str) -> None:
     scheduler.release(held)
     assert to_the_end(scheduler) == [1]
     assert scheduler.kv.free == 4
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_who_comes_after_one_that_is_aborted_is_served_like_the_first(policy: str) -> None:
+    """Alone, short of room, or in the middle of its answer: when it has left, nothing of it stays, but in the cache."""
+    for steps in (0, 1, 3):
+        scheduler, fresh = made(policy), made(policy)
+        long, next_one = Request(0, 9, 7), Request(1, 8, 6)
+        assert scheduler.add(long)
+        for _ in range(steps):
+            assert scheduler.schedule() is not None
+            scheduler.complete()
+        assert scheduler.abort(long)
+        assert not scheduler.abort(long), "it is not here any more"
+        assert not scheduler.has_work
+        assert scheduler.kv.free == scheduler.kv.total
+        assert scheduler.add(next_one)
+        assert fresh.add(Request(1, 8, 6))
+        for _ in range(20):
+            one, other = scheduler.schedule(), fresh.schedule()
+            assert (one is None) == (other is None)
+            if one is None or other is None:
+                break
+            assert shape_of(one) == shape_of(other)
+            scheduler.complete(one.repeat)
+            fresh.complete(other.repeat)
+        assert next_one.emitted == 6
+
+
+def shape_of(step: Step) -> tuple[Any, ...]:
+    """What a step costs."""
+    chunks = [(chunk.past, chunk.tokens, chunk.padding) for chunk in step.chunks]
+    return step.num_decodes, step.context_tokens, chunks, step.repeat, step.part
 
 
 # --- what each is known for: a small world and its steps, worked out by hand ----------------------------------
@@ -307,6 +340,21 @@ def test_tensorrt_llm_keeps_room_for_whole_answers_or_pauses() -> None:
 def test_tensorrt_llm_may_give_prompts_equal_progress() -> None:
     steps = story("tensorrt-llm", (0, 12, 1), (0, 12, 1), context_chunking_policy="EQUAL_PROGRESS")
     assert steps == [{0: 4, 1: 4}, {0: 4, 1: 4}, {0: 4, 1: 4}]
+
+
+def test_sglang_expects_less_with_every_step_that_decodes() -> None:
+    """From 0.7 to 0.098 in four steps here; the step of the prompt is none, and an engine left alone begins anew."""
+    scheduler = type("Small", (POLICIES["sglang"],), {"DECAY_STEPS": 4})(
+        num_blocks=100, block_size=4, max_num_seqs=4, max_num_batched_tokens=8, max_model_len=24
+    )
+    assert scheduler.add(Request(0, 4, 8))
+    ratios = []
+    while scheduler.has_work:
+        ratios.append(scheduler.new_token_ratio)
+        assert scheduler.schedule() is not None
+        scheduler.complete()
+    assert ratios == pytest.approx([0.7, 0.7, 0.5495, 0.399, 0.2485, 0.098, 0.098, 0.098])
+    assert scheduler.new_token_ratio == 0.7
 
 
 def test_sglang_admits_by_what_it_guesses_and_retracts_who_delivered_least() -> None:

@@ -103,6 +103,50 @@ pools:
     acceptance: ./acceptance.yaml
     scheme: {kind: chain, tokens: 3}
 """
+STAGED = """\
+schema: simtune/plan@1
+name: staged
+model: ./model.yaml
+pools:
+- hardware: ./card/profile.yaml
+  instances: 2
+  batching: {policy: layered-prefill, options: {group_tokens: 64}, max_num_seqs: 8, max_num_batched_tokens: 4096}
+  max_model_len: 4096
+stages:
+- {name: fetch, pool: mixed, instances: 2, seconds: 0.01, seconds_per_token: 0.0001, parts: 2}
+- {name: read, pool: mixed, after: [fetch], devices: 1, seconds: 0.02, parts: 2}
+- {name: guard, pool: mixed, place: beside, seconds: 0.3}
+"""
+LENGTHS = """\
+schema: simtune/plan@1
+name: lengths
+model: ./model.yaml
+pools:
+- name: short
+  hardware: ./card/profile.yaml
+  instances: 1
+  batching: {max_num_seqs: 16, max_num_batched_tokens: 512}
+  max_model_len: 4096
+- name: long
+  hardware: ./card/profile.yaml
+  instances: 2
+  batching: {policy: sglang, max_num_seqs: 4, max_num_batched_tokens: 1024}
+  max_model_len: 4096
+router: {kind: by_length, longest: {short: 150}, stale_s: 0.001}
+"""
+FAMILIES = """\
+schema: simtune/workload@1
+name: families
+requests: 6
+arrivals: {kind: poisson, rate_rps: 5}
+prompt: {kind: fixed, tokens: 40}
+output: {kind: fixed, tokens: 8}
+graph:
+- {name: plan, from_s: 0.1}
+- {name: tries, after: [plan], inherits: plan, count: 4, first: 2,
+   output: {kind: lognormal, mean_tokens: 9, sigma: 1, max_tokens: 60}}
+- {name: judge, after: [plan], reads: [plan], delay_s: 0.05, prompt: {kind: fixed, tokens: 10}}
+"""
 STUDY = """\
 schema: simtune/study@1
 name: tiny
@@ -119,6 +163,10 @@ name: rates
 origin: assumed
 source: a test
 rates: {kind: per_position, conditional: [0.7, 0.6, 0.5, 0.4], standard_error: [0.01, 0.01, 0.02, 0.02]}
+drift:
+  kind: linear
+  over: seconds
+  points: [{at: 2.0, rates: {kind: per_position, conditional: [0.5, 0.4, 0.3, 0.2]}}]
 conditions:
 - {request_class: a, temperature: 0.5, rates: {kind: beta, a: 3.0, b: 2.0}}
 """
@@ -187,6 +235,7 @@ def texts() -> dict[str, str]:
     ]
     return {
         "model.yaml": MODEL, "load.yaml": WORKLOAD, "turns.yaml": TURNS, "plan.yaml": PLAN, "drafts.yaml": DRAFTS,
+        "staged.yaml": STAGED, "lengths.yaml": LENGTHS, "families.yaml": FAMILIES,
         "study.yaml": STUDY, "acceptance.yaml": ACCEPTANCE, "engine.yaml": ENGINE, "facts.yaml": FACTS,
         "llama/config.json": json.dumps(CONFIG, indent=1), "moe/config.json": json.dumps(MOE_CONFIG, indent=1),
         "trace.csv": "TIMESTAMP,ContextTokens,GeneratedTokens,note\n"
@@ -228,6 +277,7 @@ _HERE = ("--model", "./model.yaml", "--hardware", "./card/profile.yaml", "--json
 _SIMULATE = ("simulate", *_HERE, "--requests", "20")
 _CHECKED = (
     "model.yaml", "load.yaml", "turns.yaml", "plan.yaml", "drafts.yaml", "study.yaml", "acceptance.yaml", "engine.yaml",
+    "staged.yaml", "lengths.yaml", "families.yaml",
     "facts.yaml", "llama/config.json", "moe/config.json", "trace.csv", "own.csv", "trace.jsonl", "card/profile.yaml",
 )  # fmt: skip
 _LOGS = (
@@ -248,20 +298,17 @@ def cases() -> list[Case]:
     found += [Case("card/arrays.npz", ("check", "--json", "card/profile.yaml"))]
     found += [Case("engine.yaml", (*_SIMULATE, "--workload", "./load.yaml", "--engine", "./engine.yaml"))]
     found += [Case("table.csv", (*_SIMULATE, "--workload", "./load.yaml", "--costs", "table.csv"))]
-    for plan in ("plan.yaml", "drafts.yaml"):
-        command = (
-            "simulate",
-            "--plan",
-            plan,
-            "--workload",
-            "./load.yaml",
-            "--requests",
-            "20",
-            "--out",
-            "out",
-            "--json",
-        )
+    found += [Case("families.yaml", (*_SIMULATE, "--workload", "./families.yaml"))]
+    found += [Case("load.yaml", (*_SIMULATE, "--workload", "./load.yaml", "--stream"))]
+    found += [Case("load.yaml", (*_SIMULATE, "--workload", "./load.yaml", "--uncertainty", "20"))]
+    for plan in ("plan.yaml", "drafts.yaml", "staged.yaml", "lengths.yaml"):
+        load = ("--plan", plan, "--workload", "./load.yaml", "--requests", "20")
+        command = ("simulate", *load, "--out", "out", "--json")
         found += [Case(plan, command), Case("model.yaml", command), Case("acceptance.yaml", command)]
+        found += [Case(plan, ("explain", plan))]
+    sweep = ("sweep", *_HERE, "--workload", "./load.yaml", "--requests", "20", "--over", "rate=2,4", "--jobs", "1")
+    found += [Case(f, sweep) for f in ("load.yaml", "model.yaml")]
+    found += [Case(f, ("workload", f, "--json")) for f in ("trace.csv", "own.csv", "trace.jsonl")]
     for config in ("llama", "moe"):
         command = (
             "simulate",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from random import Random
 
-from tests.mutants.campaign import MUTATED, ROOT, files
+from tests.mutants.campaign import MUTATED, ROOT, files, ordered_for
 from tests.mutants.mutations import mutant
 
 SOURCE = """\
@@ -35,3 +35,15 @@ def test_each_kind_of_mistake_is_made_once() -> None:
 def test_mutants_are_of_the_engine_and_the_simulator() -> None:
     assert {str(path.relative_to(ROOT)).startswith(MUTATED) for path in files(ROOT)} == {True}
     assert mutant("x: int = 3\n", Random(0)) is None
+
+
+def test_the_tests_that_know_a_module_come_first() -> None:
+    by_module = {
+        "simtune/sim/link.py": "tests/sim/test_link.py",
+        "simtune/sim/families.py": "tests/sim/test_families.py",
+        "simtune/sim/agenda.py": "tests/sim/test_agenda.py",
+    }
+    for module, test in by_module.items():
+        found = ordered_for(ROOT, ROOT / module)
+        assert found.index(test) < 3
+        assert len(found) == len(set(found)) > 30

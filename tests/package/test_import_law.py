@@ -127,6 +127,19 @@ def test_only_the_manifest_the_profiler_and_real_engines_know_a_clock() -> None:
     assert readers == CLOCK_READERS
 
 
+def test_durations_are_told_by_clocks_that_nobody_sets() -> None:
+    """The time of day may be set: only the manifest has it, and stamps of the kernel while nobody did."""
+    asked = {
+        name
+        for name, module in MODULES.items()
+        for node in ast.walk(module)
+        if isinstance(node, ast.Attribute)
+        and ast.unparse(node).startswith(("time.", "datetime."))
+        and node.attr in ("time", "time_ns", "now", "utcnow", "today", "localtime", "gmtime")
+    }
+    assert asked == {"simtune.runs.manifest", "simtune.validation.clock"}
+
+
 def test_chance_comes_from_seeded_generators_only() -> None:
     for name, module in MODULES.items():
         heads = {found.split(".")[0] for found in imports(module)}

@@ -103,3 +103,14 @@ def test_what_a_killed_process_left_beside_a_run_is_cleared(tmp_path: Path) -> N
         claim(out, force=False)
     assert (out / "plan.yaml").read_text() == "old"
     assert sorted(path.name for path in tmp_path.iterdir()) == [".run.part-of-mine", "run"]
+
+
+def test_a_file_one_may_not_write_to_is_no_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **named: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(SimtuneError) as caught:
+        RowJournal(tmp_path / "rows.jsonl").add("one", {})
+    assert "rows.jsonl: cannot be written (Permission denied)" in str(caught.value)
+    assert str(caught.value).endswith("name a file you may write to")

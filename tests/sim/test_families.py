@@ -214,6 +214,18 @@ def test_every_policy_lets_go_of_what_is_aborted(policy: str) -> None:
     assert not result.unserved
 
 
+def test_who_comes_later_than_the_next_family_does_not_turn_the_clock_back() -> None:
+    """Every node of a family waits for half a second, in which the next families come."""
+    graph = [{"name": "a", "from_s": 0.5}, {"name": "b", "delay_s": 0.75}, {"name": "c", "after": ["a"]}]
+    arrivals = {"kind": "fixed", "rate_rps": 10}
+    result = simulated(workload(graph, arrivals=arrivals), 20)
+    families = np.arange(20) / 10
+    assert result.arrival_s[0::3] == pytest.approx(families + 0.5)
+    assert result.arrival_s[1::3] == pytest.approx(families + 0.75)
+    assert result.arrival_s[2::3] == pytest.approx(result.finish_s[0::3])
+    assert result.e2el_s == pytest.approx(10 * STEP_S, abs=2 * STEP_S), "newcomers join at the end of a step"
+
+
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 

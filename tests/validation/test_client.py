@@ -280,6 +280,38 @@ def test_the_kernel_stamps_what_nobody_has_read() -> None:
         assert at_s < read_s - 0.04
 
 
+class StampedAgo:
+    """Stands for a socket whose messages have come so many seconds before they are read."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def setblocking(self, flag: bool) -> None:
+        assert not flag
+
+    def setsockopt(self, *option: int) -> None:
+        pass
+
+    def recvmsg(self, *most: int) -> tuple[bytes, list[tuple[int, int, bytes]], int, None]:
+        stamp = struct.pack("@qq", *divmod(time.time_ns() - round(self._seconds * 1e9), 10**9))
+        return b"x", [(socket.SOL_SOCKET, 35, stamp)], 0, None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="kernels elsewhere stamp otherwise")
+@pytest.mark.parametrize("jump_s", [3600.0, -3600.0, 0.5])
+def test_a_clock_that_is_set_moves_no_message(monkeypatch: pytest.MonkeyPatch, jump_s: float) -> None:
+    stamped = StampedSocket(StampedAgo(0.05))  # type: ignore[arg-type]
+    wall, set_by = time.time_ns, [0.0]
+    monkeypatch.setattr(time, "time_ns", lambda: wall() + round(set_by[0] * 1e9))
+    assert stamped.receive()[0] < now() - 0.04, "as the kernel says"
+    began = now()
+    monkeypatch.setattr(stamped.socket, "_seconds", jump_s + 0.05)  # it came before the clock was set
+    set_by[0] = jump_s
+    assert began <= stamped.receive()[0] <= now(), "when it was read"
+    monkeypatch.setattr(stamped.socket, "_seconds", 0.05)
+    assert stamped.receive()[0] < now() - 0.04, "by the clock as it is now"
+
+
 def test_where_no_kernel_stamps_reading_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clock, "_STAMPED", None)
     with connected() as (near, far):

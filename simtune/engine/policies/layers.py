@@ -74,6 +74,10 @@ class PriorityLayers(StallFree):
         self._done += 1
         return NO_PROGRESS
 
+    def _expel(self, request: Request) -> bool:
+        self._halted.pop(request, None)
+        return super()._expel(request)
+
     def _lose_residents(self) -> list[Request]:
         self._halted = {}
         return super()._lose_residents()

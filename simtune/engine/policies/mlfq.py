@@ -149,6 +149,13 @@ class SkipJoinMlfq(ListScheduler):
             del self._places[request]
         return requests
 
+    def abort(self, request: Request) -> bool:
+        """See `Scheduler.abort`: who has left has no place any more."""
+        gone = super().abort(request)
+        if gone:
+            del self._places[request]
+        return gone
+
     def abandon(self) -> list[Request]:
         """The instance is lost: nobody has a place any more."""
         self._places.clear()

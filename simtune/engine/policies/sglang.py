@@ -110,6 +110,19 @@ class SglangScheduler(ListScheduler):
         super().release(request)
         self._full = False
 
+    def abort(self, request: Request) -> bool:
+        """See `Scheduler.abort`; a batch that has shrunk is not full."""
+        gone = super().abort(request)
+        if not self.has_work:
+            self._begin_anew()
+        return gone
+
+    def _expel(self, request: Request) -> bool:
+        left = super()._expel(request)
+        if left:
+            self._full = False
+        return left
+
     def _begin_anew(self) -> None:
         self._ratio, self._decoded = self._initial, 0
         self._full = False  # seats or memory were short, and the batch has not shrunk since

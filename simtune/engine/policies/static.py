@@ -99,6 +99,12 @@ class StaticBatching(ListScheduler):
             self._width = 0
         return Progress(first_token, finished)
 
+    def _expel(self, request: Request) -> bool:
+        left = super()._expel(request)
+        if not self.residents:
+            self._width = 0
+        return left
+
     def _lose_residents(self) -> list[Request]:
         self._width = 0
         return super()._lose_residents()
