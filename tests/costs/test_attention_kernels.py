@@ -260,3 +260,29 @@ def test_absorbing_products_are_one_for_each_head() -> None:
     found = terms("mla_products", HOPPER, tokens=10, heads=16, n=512, k=128)
     assert found.flops == 16 * 2 * 10 * 512 * 128
     assert found.bytes == 16 * 2 * (10 * 128 + 512 * 128 + 10 * 512)
+
+
+def test_what_residuals_know_of_the_work_of_a_call() -> None:
+    """Eight processors: five sequences of two KV heads are two waves, of which the last leaves six processors idle; a
+    group of four heads fills half of the eight that tensor cores take."""
+    shape = {"batch": 5.0, "context": 4096.0, "heads": 8.0, "kv_heads": 2.0, "head_dim": 192.0, "window": 1024.0}
+    decoded = features("decode_attention", Setting.of(PROCESSORS, "bf16", None), **shape)
+    assert decoded["waves"] == pytest.approx(math.log2(10 / 8))
+    assert decoded["last wave"] == pytest.approx(math.log2(16 / 10))
+    assert decoded["eights"] == pytest.approx(1)
+    assert (decoded["seen"], decoded["kv heads"], decoded["beyond 128"]) == (10, 1, 1)
+    work = terms("decode_attention", Chip(), **shape)
+    assert 2 ** decoded["flops"] == pytest.approx(work.flops)
+    assert 2 ** decoded["bytes"] == pytest.approx(work.bytes)
+    prompt = {"batch": 1.0, "tokens": 640.0} | {n: x for n, x in shape.items() if n != "batch"}
+    laid_out = features("prefill_attention", Setting.of(PROCESSORS, "bf16", None), **prompt)
+    assert 2 ** laid_out["tiles"] == pytest.approx(2 * 20)  # 2,560 rows of either KV head by 128
+    assert laid_out["last wave"] == pytest.approx(0)
+    one_core = features("decode_attention", Setting.of(1, "bf16", None), **shape)
+    assert {"waves", "eights", "flops"}.isdisjoint(one_core)
+
+
+def features(kind: OperatorKind, setting: Setting, **shape: float) -> dict[str, float]:
+    """Of one call."""
+    found = OPERATORS[kind].features({name: np.array([value]) for name, value in shape.items()}, setting)
+    return {name: float(column[0]) for name, column in found.items()}
