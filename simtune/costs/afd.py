@@ -30,7 +30,7 @@ from simtune.specs.model import Model, MoeFeedForward, NoAttention
 from simtune.specs.plan import Afd, Parallelism, Pool
 
 
-class Part(NamedTuple):
+class BatchPart(NamedTuple):
     """Seconds of one part of the batch, over all layers."""
 
     attention: Array
@@ -97,13 +97,13 @@ class FeedForwardDevices:
         self._hidden = model.hidden_size
         self._send = profile.predictor("send_recv", model.dtype, variant="inter_node")
 
-    def part(self, attention: Array, tokens: Array) -> Part:
+    def part(self, attention: Array, tokens: Array) -> BatchPart:
         """Of so many tokens in each group of attention devices, whose attention takes so long."""
         everybodys = self._groups * tokens
         own = np.maximum(1.0, everybodys / self._devices)
         feed_forward: Array = np.sum([call.times * call.seconds(own) for call in self._calls], axis=0)
         there, back = (self._way_s(tokens, everybodys, width) for width in self._widths)
-        return Part(attention, feed_forward, there, back)
+        return BatchPart(attention, feed_forward, there, back)
 
     def _way_s(self, tokens: Array, everybodys: Array, width: float) -> Array:
         """By the link of an attention device, or of one for feed-forward blocks if that has more to carry."""

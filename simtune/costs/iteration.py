@@ -37,7 +37,7 @@ from functools import partial
 import numpy as np
 
 from simtune.arrays import Array
-from simtune.costs.afd import FeedForwardDevices, Part, attention_side
+from simtune.costs.afd import BatchPart, FeedForwardDevices, attention_side
 from simtune.costs.context_parallel import Ranks, across_ranks
 from simtune.costs.layers import AttentionCosts, AttentionLayer, under_policy
 from simtune.costs.offload import HostWork, floor_s
@@ -248,7 +248,7 @@ class StepModel:
         assert self._apart is not None
         return np.maximum(1.0, np.asarray(num_tokens, dtype=np.float64) / self._apart.parts)
 
-    def _part(self, apart: FeedForwardDevices, num_tokens: int | Array, attention_s: Array | float = 0.0) -> Part:
+    def _part(self, apart: FeedForwardDevices, num_tokens: int | Array, attention_s: Array | float = 0.0) -> BatchPart:
         """One part of a step, whose decodes attend for so long."""
         tokens = self._of_part(num_tokens)
         linear = self._by_kind(self._linear, self._graph_tokens(tokens))

@@ -45,7 +45,7 @@ class CountingRouter(Router):
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class RoleCores:
     """The instances of one role, as a controller sees them."""
 
     pressure: Pressure
@@ -76,7 +76,7 @@ class Side:
 class RoleController:
     """Looks at the queues of two pools and moves instances between them, one at a time. Serves one run."""
 
-    def __init__(self, prefill: Side, decode: Side, *, every: int, patience: int, delay: int) -> None:
+    def __init__(self, prefill: RoleCores, decode: RoleCores, *, every: int, patience: int, delay: int) -> None:
         """It looks every `every` ticks, and moves an instance after `patience` looks in a row that ask for it; `delay`
         ticks after it is drained it is up in its new role."""
         self._sides = prefill, decode
@@ -109,7 +109,7 @@ class RoleController:
         if self._agenda.heap[0] is not NEVER or self._agenda.held is not None:
             self._agenda.post((now + self._every, LOOK, 0, 0))
 
-    def _may_move(self, giving: Side) -> bool:
+    def _may_move(self, giving: RoleCores) -> bool:
         on_its_way = any(not core.up for core in self._coming)
         return not on_its_way and len(giving.up()) > giving.pressure.least
 

@@ -17,7 +17,7 @@ from simtune.costs.transfers import read_transfer_fit
 from simtune.engine.scheduler import Hint
 from simtune.errors import UsageError
 from simtune.sim.availability import Change
-from simtune.sim.control import RoleController, Side
+from simtune.sim.control import RoleController, RoleCores
 from simtune.sim.core import EngineCore, KvConnector
 from simtune.sim.families import check_graph_runs
 from simtune.sim.front_end import FrontEnd
@@ -250,8 +250,8 @@ def _controller(plan: Plan, by_pool: ByPool) -> RoleController | None:
     prefilling = [_of_instance(by_pool[prefill.name], place) for place in range(both)]
     decoding = [_of_instance(by_pool[decode.name], (place - prefill.instances) % both) for place in range(both)]
     return RoleController(
-        Side(control.prefill, prefilling),
-        Side(control.decode, decoding),
+        RoleCores(control.prefill, prefilling),
+        RoleCores(control.decode, decoding),
         every=round(control.every_s * TICKS_PER_SECOND),
         patience=control.patience,
         delay=round(control.switch_s * TICKS_PER_SECOND),

@@ -66,7 +66,7 @@ class World:
         `stop_when(request, arrival, first_token, finish)` is asked at every finished request; once it answers True the
         run ends there and the outcome is marked `aborted`.
         """
-        self._cores, self._stop_when = list(cores), stop_when
+        self._cores, self._control, self._stop_when = list(cores), control, stop_when
         for number, core in enumerate(self._cores):
             core.number = number
         self._routers = Routers(
@@ -84,7 +84,6 @@ class World:
         self._availability = Availability(
             self._agenda, self._recorder, self._routers, self._dispatcher, self._handover, changes
         )
-        self._control = control
         self._informed, self._followed = self._routers.informed, self._source.follows
         self._unheard = not (self._informed or self._followed) and self._stop_when is None
         receiving = set(self._routers.back.cores)

@@ -15,7 +15,7 @@ from simtune.costs.compiled import LinearCosts
 from simtune.costs.ticks import TICKS_PER_SECOND, to_ticks
 from simtune.engine import Scheduler, VllmFcfs
 from simtune.sim.availability import Change
-from simtune.sim.control import RoleController, Side
+from simtune.sim.control import RoleController, RoleCores
 from simtune.sim.core import EngineCore, KvConnector, Stepping
 from simtune.sim.link import TransferLink
 from simtune.sim.outcome import Outcome
@@ -193,8 +193,8 @@ class Cluster:
         own = self.back.instances // 2
         sides[1] = sides[1][own:] + sides[1][:own]
         return RoleController(
-            Side(self.moves.prefill, sides[0]),
-            Side(self.moves.decode, sides[1]),
+            RoleCores(self.moves.prefill, sides[0]),
+            RoleCores(self.moves.decode, sides[1]),
             every=to_ticks(self.moves.every_s),
             patience=self.moves.patience,
             delay=to_ticks(self.moves.delay_s),

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import simtune
-from simtune.costs.afd import Part
+from simtune.costs.afd import BatchPart
 from simtune.costs.compiled import compile_costs
 from simtune.costs.iteration import StepModel, StepWork
 from simtune.costs.memory import GIB, kv_capacity, weights_bytes
@@ -215,7 +215,7 @@ class TestAfd:
         for _ in range(parts):
             env.process(part())
         env.run()
-        one = Part(*(np.array([float(t)]) for t in times))
+        one = BatchPart(*(np.array([float(t)]) for t in times))
         assert env.now / rounds == pytest.approx(float(one.step_s(parts)[0]), rel=0.1)
 
     def test_with_one_part_the_sides_take_turns(self) -> None:

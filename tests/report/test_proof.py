@@ -22,7 +22,8 @@ def fate(plan: str, best: float | None, by: str = "capacity", met: bool | None =
 def certificate(*plans: PlanFate, bound: float = 12.0) -> Certificate:
     return Certificate.sealed(
         simtune="0", study="s", objective="goodput", unit=f"requests/s {HOSTILE}", seed=0, inputs={},
-        incumbent=Incumbent(plan="a", value=10.0, rate_rps=10.0), bound=bound, gap=0.2, interrupted=False, plans=plans, allocations=(),
+        incumbent=Incumbent(plan="a", value=10.0, rate_rps=10.0), bound=bound, gap=0.2, interrupted=False,
+        plans=plans, allocations=(),
     )  # fmt: skip
 
 
