@@ -155,7 +155,7 @@ def finding(simulated: float | None, status: str) -> Finding:
     return Finding.model_validate(
         {"family": "f", "system": "s", "title": HOSTILE, "year": 2024, "source": "x", "status": status, "claim": "c"}
         | {"claimed": 2.0, "band": [1.5, 2.5], "simulated": simulated, "base": 1.0, "variant": 2.0, "metric": "ttft"}
-        | {"reason": None, "assumed": [], "chosen": None, "not_modelled": []}
+        | {"reason": None, "inputs": [], "assumed": [], "chosen": None, "not_modelled": []}
     )
 
 
