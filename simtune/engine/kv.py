@@ -79,7 +79,8 @@ class KvBlocks:
         after a preemption, also by itself.
         """
         tokens = request.computed if request.computed > request.reserved_tokens else request.reserved_tokens
-        self.give(-(-tokens // self.block_size))
+        self.free += -(-tokens // self.block_size)
+        assert self.free <= self.total, f"{self.free} blocks free of {self.total}"
         request.reserved_tokens = 0
 
     def clear(self) -> None:

@@ -228,7 +228,7 @@ class VllmFcfs(BatchScheduler):
         num_residents = len(chunks)
         while waiting and token_budget > extra_slots and num_running < self.max_num_seqs:
             request = waiting[0]
-            known = request.known_tokens
+            known = request.prompt_tokens + request.emitted
             if caches:
                 hit = kv.find(request)
                 _, _, hit_blocks, idle = hit

@@ -348,10 +348,9 @@ class EngineCore:
 
         Inlined for speed, and compared with `end` by tests/sim/test_run_ahead.py.
         """
-        agenda, recorder, time, timer = self._agenda, self._recorder, self.time, self._timer
+        agenda, recorder, sampler, time, timer = self._agenda, self._recorder, self.sampler, self.time, self._timer
         heap, note, decode = agenda.heap, recorder.rows.append, timer.affine
         complete, schedule, step = self.scheduler.complete, self.scheduler.schedule, self.step
-        sampler = self.sampler
         agenda.hold(None)  # from here on the heap alone says what comes first
         while step is not None:
             repetitions = time.repetitions

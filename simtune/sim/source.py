@@ -76,13 +76,13 @@ class RequestSource:
         after = number + 1
         if self._open and after < len(self.arrival):
             self._agenda.post((self.arrival[after], ARRIVAL, after, 0))
+        if self._plain:  # else `made`
+            return Request(number, self._prompt[number], self._output[number], self._priority[number])
         return self.made(number)
 
     def made(self, number: int) -> Request:
         """A request as an engine sees it."""
         request = Request(number, self._prompt[number], self._output[number], self._priority[number])
-        if self._plain:
-            return request
         if self._blocks is not None:
             request.blocks = self._blocks[number]
         if self._predicted is not None:
