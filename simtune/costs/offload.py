@@ -27,7 +27,8 @@ class HostWork(NamedTuple):
     processor_s: float
     """Of that, what the processor reads."""
     per_context_s: float
-    """For each token of context of a decode: reading the part of its keys and values that stands in the host."""
+    """For each token of context of a decode: reading the part of its keys and values that stands in the host, and those
+    of a decode like it of every other group of ranks."""
     on_device: float
     """Share of the keys and values that stand on the devices."""
 
@@ -48,7 +49,7 @@ class HostWork(NamedTuple):
         kv_dtype = pool.kv_cache.dtype or model.kv_dtype or model.dtype
         kept = 1.0 if pool.kv_cache.policy is None else pool.kv_cache.policy.read(kv_dtype)
         kv_bytes = kept * kv_bytes_per_token(model, Parallelism(), 0, kv_dtype)
-        per_context_s = 0.0 if reads is None else offload.kv_cache * kv_bytes / reads
+        per_context_s = 0.0 if reads is None else parallelism.attention_dp * offload.kv_cache * kv_bytes / reads
         return cls(max(sent_s, processor_s), processor_s, per_context_s, 1 - offload.kv_cache)
 
     def beyond(self, num_decodes: int | Array, mean_context: Array, room: Array) -> Array:

@@ -11,6 +11,9 @@ from __future__ import annotations
 from simtune.costs.transfer import transfer
 from simtune.specs.hardware import Facts, Hardware
 
+_LEAST = 2
+"""Processors of a GPU: a device with one is taken for a processor of its own, whose operators have other terms."""
+
 
 def share_of(profile: Hardware, processors: float, bandwidth: float) -> Hardware:
     """The profile of so large shares of the device, with the intervals of a transfer within one architecture.
@@ -20,7 +23,7 @@ def share_of(profile: Hardware, processors: float, bandwidth: float) -> Hardware
     whole = profile.device
     device = whole.model_copy(
         update={
-            "processors": max(1, round(whole.processors * processors)),
+            "processors": min(whole.processors, max(_LEAST, round(whole.processors * processors))),
             "memory_bytes_per_s": whole.memory_bytes_per_s * bandwidth,
             "flops_per_s": {dtype: rate * processors for dtype, rate in whole.flops_per_s.items()},
         }

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from simtune.errors import Problem, SpecError
+from simtune.specs.base import LONGEST_S
 from simtune.specs.reading import json_lines, read_packed_text
 
 SCHEMA = "simtune/transfers@1"
@@ -80,11 +81,10 @@ def read_transfers(path: Path) -> list[MeasuredTransfer]:
 
 def _transfer(path: Path, line: int, data: dict[str, object]) -> MeasuredTransfer:
     size, seconds = data.get("bytes"), data.get("seconds")
-    right = isinstance(size, int) and isinstance(seconds, (int, float))
-    if not right or not size > 0 or not 0 < seconds < float("inf"):  # type: ignore[operator]
-        message = "must have bytes, a whole number above 0, and seconds, above 0"
-        raise SpecError(Problem(str(path), message, line=line))
-    return MeasuredTransfer(size, float(seconds))  # type: ignore[arg-type]
+    if type(size) is int and size > 0 and isinstance(seconds, (int, float)) and 0 < seconds <= LONGEST_S:
+        return MeasuredTransfer(size, float(seconds))
+    message = f"must have bytes, a whole number above 0, and seconds, above 0 and up to {LONGEST_S:g}"
+    raise SpecError(Problem(str(path), message, line=line))
 
 
 def read_transfer_fit(path: Path) -> TransferFit:

@@ -255,7 +255,7 @@ class BatchScheduler(Scheduler):
         if self._left_out:
             self._rejoin()
         if self._late.number:
-            self._late.move(self.waiting, repetitions)
+            self._late.move(self.waiting.append, repetitions)
         if self.drafting:
             self._draft(step)
         return Progress(first_token, finished) if first_token or finished else NO_PROGRESS
@@ -278,12 +278,12 @@ class BatchScheduler(Scheduler):
 
     def withdraw(self) -> list[Request]:
         """Take back all waiting requests, in order of the queue. The residents go on."""
-        self._late.move_all(self.waiting)
+        self._late.move_all(self.waiting.append)
         return super().withdraw()
 
     def abandon(self) -> list[Request]:
         """See `Scheduler.abandon`."""
-        self._late.move_all(self.waiting)
+        self._late.move_all(self.waiting.append)
         return super().abandon()
 
     def abort(self, request: Request) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Protocol
 
@@ -80,12 +80,12 @@ class LateArrivals:
         self._requests.append((repetition, request))
         self.number += 1
 
-    def move(self, waiting: WaitingQueue, repetitions: int) -> None:
+    def move(self, queue: Callable[[Request], None], repetitions: int) -> None:
         """The step is over, run so often: whoever came before the next was dispatched waits like any other."""
         dispatched = []
         for at, request in self._requests:
             if at < repetitions:
-                waiting.append(request)
+                queue(request)
             else:
                 dispatched.append((0, request))
         self._requests = dispatched
@@ -98,8 +98,8 @@ class LateArrivals:
         self.number = len(self._requests)
         return self.number < before
 
-    def move_all(self, waiting: WaitingQueue) -> None:
+    def move_all(self, queue: Callable[[Request], None]) -> None:
         """All of them wait like any other."""
         for _, request in self._requests:
-            waiting.append(request)
+            queue(request)
         self._requests, self.number = [], 0

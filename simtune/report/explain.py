@@ -20,13 +20,16 @@ POLICIES = {
 def explain(deployment: Deployment) -> list[tuple[str, tuple[str, ...]]]:
     """(pool, sentences) for each pool, after one for the whole."""
     plan, model = deployment.plan, deployment.model
-    gpus = sum(pool.instances * pool.devices for pool in plan.pools)
     whole = [
         f"{model.name} ({model.parameters / 1e9:.1f}B parameters, {model.weight_dtype} weights) "
-        f"on {plural(gpus, 'GPU')} in {plural(len(plan.pools), 'pool')}"
+        f"on {plural(plan.num_devices, 'GPU')} in {plural(len(plan.pools), 'pool')}"
     ]
     if sum(pool.instances for pool in plan.pools) > 1:
         whole.append(f"requests are routed by {plan.router.kind}")
+    for link in plan.links or ():
+        whole.append(f"links: KV caches go from {link.source} to {link.to} over a link of their own")
+    if plan.control is not None:
+        whole.append(f"control: every {plan.control.every_s:g} s one instance may take the other role")
     pools = [(f"pool {pool.spec.name}", tuple(_sentences(pool))) for pool in deployment.pools]
     return [(plan.name, tuple(whole)), *pools]
 
@@ -34,6 +37,7 @@ def explain(deployment: Deployment) -> list[tuple[str, tuple[str, ...]]]:
 def _sentences(deployed: DeployedPool) -> Iterator[str]:
     pool = deployed.spec
     yield f"{plural(pool.instances, 'instance')} on {deployed.hardware.device.name}, role {pool.role}"
+    yield from _beside_engine(pool)
     yield from _parallelism(deployed)
     yield from _memory(deployed)
     yield from _batching(deployed)
@@ -48,8 +52,30 @@ def _sentences(deployed: DeployedPool) -> Iterator[str]:
         yield f"speculation: drafts of {pool.speculation.drafter.label}, {pool.speculation.scheme.in_words()}"
 
 
+def _beside_engine(pool: Pool) -> Iterator[str]:
+    """What stands in front of an engine, on its GPUs, and behind them."""
+    if pool.front_end is not None and pool.role != "decode":
+        each, token = pool.front_end.request_s * 1e3, pool.front_end.token_s * 1e6
+        yield f"front_end: requests pass it one by one, {each:g} ms each and {token:g} us for each prompt token"
+    if pool.share is not None:
+        processors, bandwidth = percent(pool.share.processors), percent(pool.share.bandwidth)
+        yield f"share: {processors} of the processors and {bandwidth} of the memory bandwidth of its GPUs"
+    if pool.offload is not None:
+        weights, kv_cache = percent(pool.offload.weights), percent(pool.offload.kv_cache)
+        yield f"offload: {weights} of the weights and {kv_cache} of the KV cache stand in host memory"
+
+
 def _parallelism(deployed: DeployedPool) -> Iterator[str]:
     p, memory = deployed.spec.parallelism, deployed.memory
+    if p.context_ranks > 1:
+        yield f"cp {p.cp}: groups of tp ranks share every sequence, each with 1/{p.cp} of its tokens and KV cache"
+    if p.expert_replicas is not None:
+        yield f"expert_replicas {p.expert_replicas}: experts are placed by their load, the busiest more than once"
+    if p.afd is not None:
+        yield (
+            f"afd: feed-forward blocks are on {plural(p.afd.ffn_devices, 'GPU')} of their own; "
+            f"{plural(p.afd.batches, 'part')} of a batch under way at a time"
+        )
     if p.tp == p.pp == 1:
         yield f"tp 1, pp 1: {gib(memory.weights_bytes)} of weights fit into {gib(memory.total_bytes)} of one GPU"
         return

@@ -46,6 +46,11 @@ class Deployment:
         return self.pools[0].hardware
 
     @property
+    def profiles(self) -> dict[str, Hardware]:
+        """Of all devices, by the name that pools give: what this was deployed on, shares of devices not yet taken."""
+        return {pool.spec.hardware: pool.whole or pool.hardware for pool in self.pools}
+
+    @property
     def memory(self) -> Memory:
         """Of an instance of the first pool."""
         return self.pools[0].memory
@@ -214,7 +219,8 @@ def _deployed(
     factors: Mapping[str, float] | None,
     drafting: Drafting | Mapping[str, Drafting] | None,
 ) -> DeployedPool:
-    its = _hardware_of(pool, hardware)
+    whole = hardware if isinstance(hardware, Hardware) else hardware[pool.hardware]
+    its = whole if pool.share is None else share_of(whole, pool.share.processors, pool.share.bandwidth)
     max_model_len = pool.max_model_len or model.max_position
     drafts = drafting if drafting is None or isinstance(drafting, Drafting) else drafting.get(pool.name)
     memory = check(pool, model, its, drafts)
@@ -227,16 +233,10 @@ def _deployed(
     if drafts is not None and not isinstance(costs, parts.OwnCosts):
         pool = _as_run(pool, model, its, max_model_len, drafts, factors)
     compiled = compiled_costs(pool, model, its, max_model_len, drafts, factors) if costs is None else costs
-    deployed = DeployedPool(pool, its, memory, compiled, max_model_len, kv_block_bytes(model, pool), drafts)
+    deployed = DeployedPool(pool, its, memory, compiled, max_model_len, kv_block_bytes(model, pool), drafts, whole)
     if pool.role == "prefill":
         _check_ways(plan, model, deployed)
     return deployed
-
-
-def _hardware_of(pool: Pool, hardware: Hardware | Mapping[str, Hardware]) -> Hardware:
-    """What an instance of a pool runs on: its devices, or its share of them."""
-    its = hardware if isinstance(hardware, Hardware) else hardware[pool.hardware]
-    return its if pool.share is None else share_of(its, pool.share.processors, pool.share.bandwidth)
 
 
 def _check_ways(plan: Plan, model: Model, pool: DeployedPool) -> None:

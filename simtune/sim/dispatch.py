@@ -37,7 +37,7 @@ class Dispatcher:
             if not self._source.gave_up(number):
                 self.route(now, request)
             return
-        self._recorder.waiting_at_arrival[number] = self._recorder.waiting
+        self._recorder.waiting_at_arrival[number] = self._recorder.waiting + len(self._passing)
         request = self._source.arrive(number)
         if self._front_end is None:
             self.route(now, request)

@@ -20,6 +20,8 @@ class InstancePower(NamedTuple):
 
     idle_w: float
     tdp_w: float
+    instances: int
+    """That the pool begins with: GPUs of those that come to it from other pools are counted there while idle."""
 
 
 Power = Mapping[str, InstancePower]
@@ -34,7 +36,9 @@ def power_of(pools: Iterable[DeployedPool]) -> Power | None:
         gpus = pool.spec.devices * (1.0 if share is None else share.processors)
         if device.power is None:
             return None
-        power[pool.spec.name] = InstancePower(device.power.idle_w * gpus, device.power.tdp_w * gpus)
+        power[pool.spec.name] = InstancePower(
+            device.power.idle_w * gpus, device.power.tdp_w * gpus, pool.spec.instances
+        )
     return power
 
 
@@ -57,6 +61,7 @@ def energy_j(power: Power, instances: Sequence[InstanceUse], duration_s: float) 
     """What these instances take in so many seconds."""
     watts = 0.0
     for instance in instances:
-        idle, tdp = power[instance.pool]
-        watts += idle + (tdp - idle) * min(1.0, instance.busy)
+        of = power[instance.pool]
+        own = of.idle_w if instance.instance < of.instances else 0.0
+        watts += own + (of.tdp_w - of.idle_w) * min(1.0, instance.busy)
     return watts * duration_s

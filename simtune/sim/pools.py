@@ -27,6 +27,7 @@ class DeployedPool:
 
     spec: Pool
     hardware: Hardware
+    """What an instance runs on: its devices, or its share of them."""
     memory: Memory
     costs: StepCosts
     max_model_len: int
@@ -34,6 +35,8 @@ class DeployedPool:
     """One KV block, all GPUs of an instance together."""
     drafting: Drafting | None = None
     """What its speculation names; None where it does not speculate."""
+    whole: Hardware | None = None
+    """Its devices, of which `hardware` may be a share; `hardware` itself unless given."""
 
     @property
     def num_cores(self) -> int:

@@ -102,7 +102,7 @@ class Blueprint:
                 f"pool {own[0]}: its step costs were brought from outside, and worlds are drawn of operators; leave "
                 "--uncertainty out, or simulate by the hardware's operators"
             )
-        return cls(d.plan, d.model, {pool.spec.hardware: pool.hardware for pool in d.pools}, d.drafting)
+        return cls(d.plan, d.model, d.profiles, d.drafting)
 
     def deploy(self, factors: Mapping[str, float] | None = None, acceptance_errors: float = 0.0) -> Deployment:
         """The deployment of a world, in which the times of kinds are off by `factors`, and the acceptance of drafts by

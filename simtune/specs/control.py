@@ -45,22 +45,35 @@ class RoleControl(Part):
     decode: Pressure
 
 
-class _SizedPool(Protocol):
-    """What is asked of a pool here."""
+class SizedPool(Protocol):
+    """What a plan's checks ask of a pool."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """How it is called in the plan."""
+
     @property
-    def role(self) -> str: ...
+    def role(self) -> str:
+        """mixed, prefill or decode."""
+
     @property
-    def hardware(self) -> str: ...
+    def hardware(self) -> str:
+        """The profile of its devices, by name."""
+
     @property
-    def instances(self) -> int: ...
+    def instances(self) -> int:
+        """How many it has, or begins with."""
+
     @property
-    def devices(self) -> int: ...
+    def devices(self) -> int:
+        """GPUs of one of them."""
+
+    @property
+    def share(self) -> object:
+        """What it has of its GPUs; None where it has them to itself."""
 
 
-def check_control(control: RoleControl, pools: Sequence[_SizedPool], with_events: bool) -> None:
+def check_control(control: RoleControl, pools: Sequence[SizedPool], with_events: bool) -> None:
     """Raises ErrorAt where instances of these pools could not take each other's role as the control says."""
     if sorted(pool.role for pool in pools) != ["decode", "prefill"]:
         roles = ", ".join(f"{pool.name} ({pool.role})" for pool in pools)
@@ -69,6 +82,8 @@ def check_control(control: RoleControl, pools: Sequence[_SizedPool], with_events
         )
     if with_events:
         raise ErrorAt("instances come and go by events or by a controller, not both; leave one out", "control")
+    if any(pool.share is not None for pool in pools):
+        raise ErrorAt("instances on shares of the same GPUs keep their roles; leave out the shares, or this", "control")
     one, other = pools
     if (one.hardware, one.devices) != (other.hardware, other.devices):
         raise ErrorAt(

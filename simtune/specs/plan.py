@@ -106,6 +106,15 @@ class Parallelism(Part):
     def _places_whole_experts(self) -> Self:
         if self.expert_replicas is not None and not self.expert_parallel:
             raise ErrorAt("whole experts are placed; set expert_parallel, or leave it out", "expert_replicas")
+        for key in ("expert_replicas", "expert_locality"):
+            if self.afd is not None and getattr(self, key) is not None:
+                raise ErrorAt("devices of afd have equal shares of the experts, placed as they come; leave it out", key)
+        return self
+
+    @model_validator(mode="after")
+    def _has_a_ring(self) -> Self:
+        if self.cp_ring is not None and self.cp is None:
+            raise ErrorAt("nothing goes round unless ranks share sequences; set cp, or leave it out", "cp_ring")
         return self
 
     @property
@@ -205,8 +214,8 @@ class FrontEndTimes(Part):
     """What an instance's front end takes for each request before its engine sees it, one request after the other: HTTP,
     chat template, tokeniser, the way to the engine's process."""
 
-    request_s: Seconds
-    token_s: Seconds = Field(description="besides, for each token of its prompt")
+    request_s: Annotated[float, Field(ge=0, le=3600)]
+    token_s: Annotated[float, Field(ge=0, le=1)] = Field(description="besides, for each token of its prompt")
 
 
 class Runtime(Part):
@@ -274,7 +283,8 @@ class Pool(Part):
     host: HostTimes | None = Field(None, description="as the hardware profile says unless given")
     front_end: FrontEndTimes | None = Field(
         None,
-        description="what requests pass before an engine sees them, and times to first token hold; none unless given",
+        description="what requests pass before an engine sees them, and times to first token hold; none unless given. "
+        "Decode pools get theirs from prefill pools, past their own",
     )
     async_scheduling: bool = True
     cuda_graphs: bool = Field(True, description="false: every kernel is launched on its own, as enforce-eager does")
@@ -568,6 +578,19 @@ class Plan(Spec):
             if pool.share is not None and pool.share.beside is not None:
                 self._named(pool.share.beside, "it is to be beside", "pools", i, "share", "beside")
         check_shares(self.pools)
+        return self
+
+    @model_validator(mode="after")
+    def _front_ends_alike(self) -> Self:
+        """Requests take whichever is free first, so one that some pools lack would hold up requests to all."""
+        given = [pool.front_end is not None for pool in self.pools if pool.role != "decode"]
+        if any(given) and not all(given):
+            without = next(p.name for p in self.pools if p.role != "decode" and p.front_end is None)
+            raise ErrorAt(
+                f"pool {without} has no front_end, and requests pass one before they are routed; give one to all pools "
+                "that take new requests, of 0 seconds where there is none",
+                "pools",
+            )
         return self
 
     @model_validator(mode="after")

@@ -8,8 +8,9 @@ from typing import Annotated, Protocol
 from pydantic import Field
 
 from simtune.specs.base import ErrorAt, Part
+from simtune.specs.control import SizedPool
 
-PositiveShare = Annotated[float, Field(gt=0, le=1)]
+PositiveShare = Annotated[float, Field(ge=0.01, le=1)]
 _ROUNDING = 1e-9
 
 
@@ -39,17 +40,9 @@ class _OfMemory(Protocol):
     def memory_utilization(self) -> float: ...
 
 
-class _SharingPool(Protocol):
-    """What is asked of a pool here."""
+class _SharingPool(SizedPool, Protocol):
+    """The same, and what goes with a share."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def hardware(self) -> str: ...
-    @property
-    def instances(self) -> int: ...
-    @property
-    def devices(self) -> int: ...
     @property
     def costs(self) -> str | None: ...
     @property

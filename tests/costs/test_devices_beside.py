@@ -16,6 +16,7 @@ from simtune.costs.afd import BatchPart
 from simtune.costs.compiled import compile_costs
 from simtune.costs.iteration import StepModel, StepWork
 from simtune.costs.memory import GIB, kv_capacity, weights_bytes
+from simtune.costs.offload import HostWork
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.emit.emitter import untold
 from simtune.errors import Infeasible, SpecError
@@ -98,6 +99,10 @@ class TestContextParallelism:
         formula = max(ranks * compute, (ranks - 1) * send)
         assert formula - 1e-9 <= env.now <= formula + compute + 1e-9
 
+    def test_without_ranks_that_share_there_is_no_ring(self) -> None:
+        with pytest.raises(ValueError, match="set cp, or leave it out"):
+            pool(parallelism={"cp_ring": "both_ways"})
+
     def test_each_rank_has_its_part_of_the_cache(self) -> None:
         """And no activations but its own."""
         assert capacity(pool(parallelism={"cp": 4})) >= 4 * capacity(pool())
@@ -166,6 +171,17 @@ class TestOffload:
         assert half == pytest.approx(2 * plain, abs=3)
         block_bytes = 16 * 2 * 8 * 128 * 32 * 2
         assert capacity(offloading(kv_cache=0.5, bytes_per_s=4e10, memory_gib=1)) == 2 * GIB // block_bytes
+
+    def test_one_processor_attends_for_all_groups_of_ranks(self) -> None:
+        """Each group decodes as many sequences as the one that a step is asked of."""
+        offload = {"kv_cache": 0.5, "bytes_per_s": 4e10, "memory_gib": 64}
+        one, four = (
+            HostWork.of(EXPERTS, load_hardware("h100-sxm"), pool(offload=offload, parallelism={"attention_dp": groups}))
+            for groups in (1, 4)
+        )
+        assert one is not None
+        assert four is not None
+        assert four.per_context_s == pytest.approx(4 * one.per_context_s)
 
     @pytest.mark.parametrize(
         ("offload", "message"),
@@ -237,6 +253,11 @@ class TestAfd:
     def test_it_goes_with_no_other_second_device(self, more: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match="afd overlaps its own parts"):
             pool(parallelism={"attention_dp": 8, "afd": {"ffn_devices": 8}}, **more)
+
+    @pytest.mark.parametrize("key", ["expert_replicas", "expert_locality"])
+    def test_experts_are_not_placed_otherwise(self, key: str) -> None:
+        with pytest.raises(ValueError, match="devices of afd have equal shares of the experts"):
+            pool(parallelism={"expert_parallel": True, "afd": {"ffn_devices": 8}, key: 1})
 
     def test_too_few_devices_are_told(self) -> None:
         with pytest.raises(Infeasible, match="ffn_devices need an expert each, and there are 128"):

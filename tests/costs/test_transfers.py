@@ -47,6 +47,8 @@ def test_a_log_comes_back_as_it_was_written(tmp_path: Path) -> None:
         ('{"schema": "simtune/steps@1"}\n', r"transfers\.jsonl:1: schema: must be simtune/transfers@1"),
         ('{"schema": "simtune/transfers@1"}\n{"bytes": 0, "seconds": 1}\n', r"transfers\.jsonl:2: must have bytes"),
         ('{"schema": "simtune/transfers@1"}\n{"bytes": 5, "seconds": "1"}\n', r"transfers\.jsonl:2: must have bytes"),
+        ('{"schema": "simtune/transfers@1"}\n{"bytes": true, "seconds": 1}\n', r"transfers\.jsonl:2: must have bytes"),
+        ('{"schema": "simtune/transfers@1"}\n{"bytes": 5, "seconds": 1e300}\n', r"transfers\.jsonl:2: must have bytes"),
     ],
 )
 def test_what_is_no_log_is_refused_with_its_line(tmp_path: Path, text: str, said: str) -> None:

@@ -42,6 +42,29 @@ def test_a_plan_is_explained_by_its_own_numbers() -> None:
     assert "prompts that begin alike share their blocks" in text
 
 
+def test_what_stands_beside_an_engine_is_said() -> None:
+    shared = {"hardware": "h100-sxm", "instances": 1, "batching": {"max_num_seqs": 64, "max_num_batched_tokens": 2048}}
+    shared |= {"max_model_len": 8192, "kv_cache": {"memory_utilization": 0.45}}
+    half = {"processors": 0.5, "bandwidth": 0.4}
+    pools = [
+        {"name": "a", "role": "prefill", **shared, "share": half, "front_end": {"request_s": 0.002, "token_s": 3e-6}},
+        {"name": "b", "role": "decode", **shared, "share": {**half, "beside": "a"}},
+    ]
+    links = [{"from": "a", "to": "b"}]
+    plan = {"name": "p", "model": "llama-3.1-8b", "pools": pools, "links": links}
+    (_, whole), (_, front), _ = explain(deploy_plan(Plan.model_validate(plan, strict=False)))
+    assert "on 1 GPU in 2 pools" in whole[0]
+    assert "links: KV caches go from a to b over a link of their own" in whole
+    assert "front_end: requests pass it one by one, 2 ms each and 3 us for each prompt token" in front
+    assert "share: 50.0 % of the processors and 40.0 % of the memory bandwidth of its GPUs" in front
+    pool = {**shared, "kv_cache": {}, "offload": {"weights": 0.5}, "parallelism": {"cp": 2}}
+    (_, (_, sentences)) = explain(
+        deploy_plan(Plan.model_validate({**plan, "links": None, "pools": [pool]}, strict=False))
+    )
+    assert "cp 2: groups of tp ranks share every sequence, each with 1/2 of its tokens and KV cache" in sentences
+    assert "offload: 50.0 % of the weights and 0.0 % of the KV cache stand in host memory" in sentences
+
+
 def test_one_step_of_each_setting_is_a_candidate_of_the_search(make_run: RunMaker) -> None:
     run = read_run(make_run())
     chosen = run.candidates[0]

@@ -60,6 +60,7 @@ def test_one_that_never_asks_changes_nothing() -> None:
     with_it, without = run(plan_of(control), stream), run(plan_of(None), stream)
     assert with_it.outcome.role_switches == 0
     assert without.outcome.role_switches is None
+    assert with_it.summary().energy_j == without.summary().energy_j, "places that stay empty draw nothing"
     assert same(with_it.outcome, without.outcome)
     assert with_it.summary().role_switches == 0
 
@@ -153,4 +154,10 @@ def test_only_equal_instances_take_each_other_s_role_and_events_leave_them_alone
     data = plan_of(control).model_dump(mode="json", exclude_none=True)
     data["events"] = [{"kind": "failure", "at_s": 1.0, "pool": "p", "instance": 0}]
     with pytest.raises(ValueError, match="by events or by a controller, not both"):
+        Plan.model_validate(data, strict=False)
+    data = plan_of(control, decodes=1).model_dump(mode="json", exclude_none=True)
+    for pool, beside in zip(data["pools"], ({}, {"beside": "p"}), strict=True):
+        pool["kv_cache"]["memory_utilization"] = 0.4
+        pool["share"] = {"processors": 0.5, "bandwidth": 0.5, **beside}
+    with pytest.raises(ValueError, match="instances on shares of the same GPUs keep their roles"):
         Plan.model_validate(data, strict=False)

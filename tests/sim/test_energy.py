@@ -53,13 +53,15 @@ def question(hardware: Hardware = HARDWARE, instances: tuple[int, ...] | None = 
 
 
 def test_by_hand() -> None:
-    power = {"a": InstancePower(100.0, 700.0), "b": InstancePower(10.0, 110.0)}
+    power = {"a": InstancePower(100.0, 700.0, 2), "b": InstancePower(10.0, 110.0, 1)}
     used = (
         InstanceUse(pool="a", instance=0, busy=0.5, requests=1),
         InstanceUse(pool="a", instance=1, busy=0.0, requests=0),
         InstanceUse(pool="b", instance=0, busy=1.0, requests=1),
     )
     assert energy_j(power, used, 10.0) == (400.0 + 100.0 + 110.0) * 10.0
+    joined = InstanceUse(pool="b", instance=1, busy=0.25, requests=1)  # idles in the pool that it came from
+    assert energy_j(power, (*used, joined), 10.0) == (400.0 + 100.0 + 110.0 + 25.0) * 10.0
 
 
 def test_a_run_has_the_energy_of_its_instances() -> None:

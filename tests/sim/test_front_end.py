@@ -66,6 +66,19 @@ def test_each_instance_has_one() -> None:
     assert result.ttft_s == pytest.approx(STEP_S * np.repeat(np.arange(2, 8), 2), rel=1e-6)
 
 
+def test_one_that_falls_behind_saturates_the_system() -> None:
+    load = {"arrivals": {"kind": "poisson", "rate_rps": 4.0}}
+    assert simulated({"request_s": 0.5, "token_s": 0.0}, load=load, requests=200).saturated
+    assert not simulated({"request_s": 0.1, "token_s": 0.0}, load=load, requests=200).saturated
+
+
+def test_pools_that_take_new_requests_all_have_one_or_none() -> None:
+    shared = {"hardware": "h100-sxm", "instances": 1, "batching": {"max_num_seqs": 1, "max_num_batched_tokens": 64}}
+    pools = [{"name": "a", **shared, "front_end": {"request_s": 0.1, "token_s": 0.0}}, {"name": "b", **shared}]
+    with pytest.raises(ValueError, match="pool b has no front_end"):
+        Plan.model_validate({"name": "p", "model": "llama-3.1-8b", "pools": pools}, strict=False)
+
+
 def test_requests_of_a_family_that_are_aborted_in_it_reach_no_engine() -> None:
     """Of two branches the first to answer wins; the other one is still in the front end then."""
     branch = [{"name": "a", "count": 2, "first": 1, "prompt": {"kind": "fixed", "tokens": 100}}]

@@ -9,6 +9,7 @@ from simtune.costs.share import share_of
 from simtune.errors import SpecError
 from simtune.sim.deployment import deploy
 from simtune.sim.energy import power_of
+from simtune.sim.uncertainty import Blueprint
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import Plan, Pool
 from simtune.testing.clusters import stream_of
@@ -56,6 +57,21 @@ def test_a_smaller_share_is_never_faster_and_never_slower_than_its_smallest_part
         for batch in (1, 32, 64):
             ratio = share.decode(batch, 1000 * batch)[0] / whole.decode(batch, 1000 * batch)[0]
             assert 0.98 < ratio < 1.02 / least
+
+
+def test_other_worlds_are_of_the_same_shares() -> None:
+    """They are deployed anew on what the first was deployed on: a share of a share would be slower."""
+    deployment = deploy(Plan.from_text(text_of(*SHARED)), MODEL, HARDWARE)
+    assert deployment.profiles == {HARDWARE.name: HARDWARE}
+    anew = Blueprint.of(deployment).deploy()
+    for one, other in zip(deployment.pools, anew.pools, strict=True):
+        assert one.costs.decode(1, 1000) == other.costs.decode(1, 1000)
+
+
+def test_the_smallest_share_is_still_one_of_a_gpu() -> None:
+    least = share_of(HARDWARE, 0.01, 0.01)
+    assert least.device.processors == 2
+    assert costs(0.01, 0.01).mixed(0, 0, PROMPT, 1) > 50 * costs(1, 1).mixed(0, 0, PROMPT, 1)
 
 
 def test_gpus_and_watts_of_two_pools_on_the_same_ones_are_counted_once() -> None:

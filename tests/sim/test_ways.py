@@ -14,7 +14,9 @@ from simtune.sim.parts import OwnCosts
 from simtune.sim.result import Result
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import Plan
+from simtune.specs.workload import Slo
 from simtune.testing.clusters import stream_of
+from simtune.tuner.bounds.plans import PlanBounds
 
 BLOCK = 16 * 2 * 32 * 8 * 128 * 2
 """Bytes of a KV block of llama-3.1-8b: keys and values of 32 layers with 8 heads of 128 numbers, 2 bytes each."""
@@ -64,6 +66,17 @@ def test_caches_on_different_links_do_not_slow_one_another() -> None:
     apart = run(pairs, requests=2, apart_s=0.0)
     assert together.transfer_s == pytest.approx([4.0, 4.0])
     assert apart.transfer_s == pytest.approx([2.0, 2.0])
+
+
+def test_bounds_hold_without_the_links_of_pairs() -> None:
+    plan = Plan.from_text(text_of("links: [{from: p, to: near}, {from: p, to: far}]"))
+    deployment = deploy(plan, load_model("llama-3.1-8b"), load_hardware("h100-sxm"))
+    stream = stream_of([0.1 * i for i in range(20)], [500] * 20, [40] * 20)
+    bounds, result = PlanBounds(deployment, stream), deployment.simulate(stream)
+    assert (bounds.ttft_s <= result.ttft_s).all()
+    assert (bounds.ttft_s + bounds.decode_s <= result.e2el_s).all()
+    assert (bounds.decode_s > 0).all()
+    assert bounds.rate(Slo(ttft_s={"p99": 1.0}, tpot_s={"p99": 0.1})).rps > 10
 
 
 @pytest.mark.parametrize(

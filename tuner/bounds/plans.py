@@ -130,7 +130,7 @@ class PlanBounds:
 
     @cached_property
     def ways(self) -> list[PlanWay]:
-        """Of KV caches from prefill to decode instances, where there are such."""
+        """Of KV caches from prefill to decode instances, where there are such and one link serves them all."""
         plan = self.deployment.plan
         if not self.back or plan.link is None or plan.links is not None:
             return []
@@ -138,7 +138,9 @@ class PlanBounds:
 
     @cached_property
     def way_s(self) -> Array:
-        """Of each KV cache, with a link to itself."""
+        """Of each KV cache, with a link to itself; nothing where pairs of pools have links of their own."""
+        if not self.ways:
+            return np.zeros(len(self.load.decodes))
         alone: Array = np.min([way.alone_s for way in self.ways], axis=0)
         return alone
 
@@ -187,7 +189,7 @@ class PlanBounds:
             totals = [pool.total_s(counted, longest) for pool in pools]
             shared = _as_one([pool.speed for pool in pools], totals, counted)
             yield "resources", self._competing(counted, lead, whole, *shared)
-            if self.back:
+            if self.ways:
                 shared = _as_one([way.links for way in self.ways], [[way.sending_s] for way in self.ways], counted)
                 own = whole - self.decode_s + self.way_s
                 yield "link", self._competing(counted, self.ttft_s, own, *shared)

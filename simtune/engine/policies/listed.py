@@ -81,12 +81,15 @@ class ListScheduler(Scheduler):
         return dict(self._scheduled)
 
     def add(self, request: Request) -> bool:
-        """Queue a request where `_key` puts it; False when it could outgrow max_model_len."""
+        """Queue a request where `key` puts it; False when it could outgrow max_model_len."""
         if not super().add(request):
             return False
         self.waiting.pop()
-        insort_right(self.waiting, request, key=self.key)
+        self._queue(request)
         return True
+
+    def _queue(self, request: Request) -> None:
+        insort_right(self.waiting, request, key=self.key)
 
     def add_late(self, request: Request, repetition: int) -> bool:
         """See `Scheduler.add_late`."""
@@ -99,12 +102,12 @@ class ListScheduler(Scheduler):
 
     def withdraw(self) -> list[Request]:
         """See `Scheduler.withdraw`."""
-        self._late.move_all(self.waiting)
+        self._late.move_all(self._queue)
         return super().withdraw()
 
     def abandon(self) -> list[Request]:
         """See `Scheduler.abandon`."""
-        self._late.move_all(self.waiting)
+        self._late.move_all(self._queue)
         return super().abandon()
 
     def abort(self, request: Request) -> bool:
@@ -119,7 +122,7 @@ class ListScheduler(Scheduler):
         """The step that `_choose` makes, repeated as long as that would choose the same."""
         self._begin()
         if not (self.residents or self.waiting):
-            self._late.move_all(self.waiting)  # nothing was dispatched before they came
+            self._late.move_all(self._queue)  # nothing was dispatched before they came
         if not (self.residents or self.waiting):
             return None
         before = set(self.residents)
@@ -190,7 +193,7 @@ class ListScheduler(Scheduler):
                 self._leave(request)
                 self._finish(request, finished)
         if self._late.number:
-            self._late.move(self.waiting, repetitions)
+            self._late.move(self._queue, repetitions)
         return Progress(first_token, finished)
 
     def missing_blocks(self, requests: Iterable[Request], tokens: int) -> int:

@@ -67,8 +67,7 @@ def redeployed(plan: Plan, deployment: Deployment) -> Deployment:
     """Another plan on the same hardware. What its steps would cost is of no account to an engine, and left as it is."""
     if plan == deployment.plan:
         return deployment
-    hardware = {pool.spec.hardware: pool.hardware for pool in deployment.pools}
-    return deploy(plan, deployment.model, hardware, deployment.costs)
+    return deploy(plan, deployment.model, deployment.profiles, deployment.costs)
 
 
 def check_clock(device: str, clock: Clock) -> None:
