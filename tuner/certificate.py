@@ -268,6 +268,9 @@ class Audit:
                 self.problems.append(f"{claimed.name} is no class of plans of this space")
                 continue
             group = classes.bounded_by(claimed.name, those, classes.programme(those), claimed.worths)
+            if not group.proved:
+                self.problems.append(f"allocations of {claimed.name}: the worths that are given prove no bound")
+                continue
             self._same(f"allocations of {claimed.name}: bound", claimed.best, group.best)
             self._closed[claimed.name] = {candidate.name for candidate in those}, group.best
             self.allocations += 1

@@ -30,9 +30,14 @@ class PlanClass:
     worths: Worths
     """What proves the bound."""
     best: float | None
-    """Of the objective, at most; None where no plan of it can do what is asked."""
+    """Of the objective, at most; infinite where nothing is proved; None where no plan of it can do what is asked."""
     reason: str = ""
     """Why none can."""
+
+    @property
+    def proved(self) -> bool:
+        """Whether anything is said of its plans."""
+        return self.best is None or math.isfinite(self.best)
 
 
 class PlanClasses:
@@ -92,7 +97,7 @@ class PlanClasses:
                 f"no allocation of its instances serves more than {serves:.4g} requests/s; {offered:.4g} are offered"
             )
         best = objective.of_allocation(amount, offered * float(stream.output_tokens.mean()))
-        return PlanClass(name, tuple(candidates), worths, None if reason or not math.isfinite(best) else best, reason)
+        return PlanClass(name, tuple(candidates), worths, None if reason else best, reason)
 
     def programme(self, candidates: Sequence[Candidate]) -> Relaxation:
         """All allocations of a study's GPUs to the instances that some plans have."""
@@ -133,7 +138,7 @@ class UnopenedClasses:
         self.alone, apart = classes.sorted_out(candidates)
         """Plans that are in no class."""
         self._waiting = classes.bounded_all(apart)
-        self.bounded = list(self._waiting)
+        self.bounded = [group for group in self._waiting if group.proved]
         """Whatever has a bound that somebody may want to know: classes as they came, and parts that stay closed."""
         self._sort()
 
@@ -156,7 +161,7 @@ class UnopenedClasses:
     def closed(self) -> list[PlanClass]:
         """All of them, for good."""
         left, self._waiting = self._waiting, []
-        self.bounded += [group for group in left if group not in self.bounded]
+        self.bounded += [group for group in left if group.proved and group not in self.bounded]
         return left
 
     def _sort(self) -> None:

@@ -18,7 +18,7 @@ best weights and worths, or near them. Others are no less true, so that no solve
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
@@ -63,17 +63,24 @@ class Relaxation:
 
     def bound(self, worths: Worths) -> float:
         """No allocation serves more, or costs less. Infinite in favour of the allocations where nothing follows."""
+        nothing = 0.0 if self.aim == "least cost" else math.inf
         weights = self._weights(worths.roles)
-        if weights is None or min(worths.of_cost, worths.of_demand) < 0:
-            return 0.0 if self.aim == "least cost" else math.inf
-        weighed = [(k, weights[k.role] * k.rate_rps) for k in self.rates]
+        if weights is None or not all(0 <= worth < math.inf for worth in (worths.of_cost, worths.of_demand)):
+            return nothing
+        # What weighs nothing limits nothing, not even where it serves whatever comes.
+        weighed = [(k, weights[k.role] * k.rate_rps if weights[k.role] else 0.0) for k in self.rates]
+        bound = self._by_weighed(weighed, worths)
+        return nothing if math.isnan(bound) else bound
+
+    def _by_weighed(self, weighed: Sequence[tuple[InstanceRate, float]], worths: Worths) -> float:
+        """The inequality of the aim, with what each kind serves times its weight; not a number where one overflows."""
         if self.aim == "per cost":
             return max((rps / self._cost(k) for k, rps in weighed), default=0.0) * (1 + ROUNDING)
         if self.aim == "most":
             budget, b = self.fleet.budget_per_hour, worths.of_cost
             spent = b * budget if b else 0.0
             gain = self._packed((k, rps - b * self._cost(k)) for k, rps in weighed)
-            return (gain + spent) * (1 + ROUNDING)
+            return gain + spent + ROUNDING * (abs(gain) + spent)  # large worths of cost cancel out
         x = worths.of_demand
         saved = self._packed((k, x * rps - self._cost(k)) for k, rps in weighed)
         return max(0.0, x * self.demand_rps - saved - ROUNDING * (x * self.demand_rps + abs(saved)))
@@ -131,7 +138,7 @@ class Relaxation:
         if any(not 0 <= weight < math.inf for weight in roles.values()):
             return None
         pair = sum(roles.get(role, 0.0) for role in PAIR)
-        if self._pair and pair <= 0:
+        if self._pair and not 0 < pair < math.inf:
             return None
         return {"mixed": 1.0, **{role: roles.get(role, 0.0) / (pair or 1.0) for role in PAIR}}
 

@@ -384,7 +384,7 @@ def _mixed(study: Study) -> Iterator[PoolChoice]:
         asked = _choices(study, "mixed").instances
         if asked is not None:
             counts: Iterable[int] = [n for n in asked if n <= most]
-        elif study.objective in COUNTING:
+        elif _counting(study):
             counts = range(1, most + 1)
         else:
             counts = [most] if most else []
@@ -405,6 +405,11 @@ def _named_settings(study: Study, shape: PoolShape, instances: int) -> list[Pool
     """The settings searched of a pool that is named by its hardware."""
     name = f"mixed-{gpu_word(shape.gpu)}"
     return [replace(choice, own_name=name) for choice in _settings(study, shape, instances)]
+
+
+def _counting(study: Study) -> bool:
+    """Whether every number of instances is a plan of its own: also where there may be money for some of them only."""
+    return study.objective in COUNTING or study.limits.usd_per_hour is not None
 
 
 def _most(study: Study, shape: PoolShape) -> int:
@@ -445,11 +450,11 @@ def _fixed_choice(pool: Pool) -> PoolChoice:
 
 
 def _counts(study: Study, prefill: PoolShape | PoolChoice, decode: PoolShape | PoolChoice) -> list[tuple[int, int]]:
-    """Instances of a prefill and a decode pool: every pair where instances are counted, or given; where only what a
-    device does matters each ratio once, as large as it fits; else the pairs to which the devices allow no further
-    instance."""
+    """Instances of a prefill and a decode pool: every pair where instances are counted (`_counting`), or given; where
+    only what a device does matters each ratio once, as large as it fits; else the pairs to which the devices allow no
+    further instance."""
     fitting = _fitting(study, prefill, decode)
-    if study.objective in COUNTING:
+    if _counting(study):
         return sorted(fitting)
     if study.objective in PER_DEVICE:
         asked = any(_given(study, side) for side in (prefill, decode))

@@ -339,10 +339,10 @@ def _run(experiment: Experiment, choice: EngineChoice, asked: _Asked, out: Path)
     from simtune.validation.session import Round, run_loads
 
     wanted = loads(experiment.deployment, experiment.stream, asked.rates, asked.seed)
-    engine = make_engine(choice, experiment)
-    folder = _folder(experiment, asked, _identity(choice), out)
     how = Round(asked.repeats, asked.most_late, asked.seed)
-    with closing(engine), progress("runs", asked.quiet) as update:
+    with closing(make_engine(choice, experiment)) as engine, progress("runs", asked.quiet) as update:
+        engine.check(experiment.deployment.plan)
+        folder = _folder(experiment, asked, _identity(choice), out)
         runs = run_loads(engine, experiment.deployment.plan, wanted, how, folder, update)
     return _judged(experiment, [load for load in wanted if load.label in runs], runs, asked, folder)
 
@@ -450,15 +450,14 @@ def _decide(given: _Given, count: int, choice: EngineChoice, asked: _Asked, out:
     chosen = given.experiment(asked.seed)
     rates = asked.rates or (0.9 * knee_rps(chosen.deployment, chosen.stream, asked.seed),)
     (load,) = loads(chosen.deployment, chosen.stream, rates[:1], asked.seed)
-    engine = make_engine(choice, chosen)
-    engine.check(chosen.deployment.plan)
-    tried = [
-        (given.experiment(asked.seed, plan).deployment, load._replace(label=plan.name))
-        for plan in around(chosen.deployment.plan, count, engine.check)
-    ]
-    folder = _folder(chosen, asked, [count, *_identity(choice)], out)
     how = Round(asked.repeats, asked.most_late, asked.seed)
-    with closing(engine), progress("runs", asked.quiet) as update:
+    with closing(make_engine(choice, chosen)) as engine, progress("runs", asked.quiet) as update:
+        engine.check(chosen.deployment.plan)
+        tried = [
+            (given.experiment(asked.seed, plan).deployment, load._replace(label=plan.name))
+            for plan in around(chosen.deployment.plan, count, engine.check)
+        ]
+        folder = _folder(chosen, asked, [count, *_identity(choice)], out)
         runs = run_plans(engine, [(d.plan, its) for d, its in tried], how, folder, update)
     outcomes = []
     for deployment, its in tried:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -193,9 +194,7 @@ def profile_engine(
     of another engine, model or size.
     """
     started = clock()
-    journal = _SessionJournal(out / SESSIONS)
-    engine = make(journal.reference_s)
-    try:
+    with closing(_SessionJournal(out / SESSIONS)) as journal, closing(make(journal.reference_s)) as engine:
         facts = {**engine.facts(), "model": model.to_data(), "size": list(engine.size), "seed": seed}
         journal.open(facts)
         seats, tokens, longest, _ = engine.size
@@ -211,9 +210,6 @@ def profile_engine(
                 break
             journal.record(r, i, engine.run(sessions[i].requests, "steps", seed).steps)
             progress(len(journal.done), len(order))
-    finally:
-        engine.close()
-        journal.close()
     return _finish(journal, sessions, facts, out, clock() - started)
 
 

@@ -19,6 +19,7 @@ from simtune.validation.streaming import Answer, quoted
 PATH = "/v1/completions"
 KEEP: Mapping[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
 """What a prefill server is told: another one will fetch the KV cache."""
+CLOSED = "the connection was closed"
 
 
 class Way(Protocol):
@@ -82,7 +83,7 @@ class Relay:
         first, *rest = exchanges
         response = read_response(first.pieces)
         if answer.wanted == 1:
-            why = _refusal(response)
+            why = _why_unread(response)
         else:
             kept = _kept(response)
             why = kept if isinstance(kept, str) else None
@@ -93,7 +94,7 @@ class Relay:
             answer.tokens, answer.times_s = 1, [came_s]
             return answer.end()
         why = _read_stream(answer, read_response(rest[0].pieces))
-        answer.times_s[:1] = [came_s]
+        answer.tokens, answer.times_s[:1] = max(1, answer.tokens), [came_s]
         return None if why is None else f"decode: {why}"
 
 
@@ -106,7 +107,7 @@ def _prefill_body(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def _kept(response: Response | None) -> dict[str, Any] | str:
     """Where a prefill server keeps the KV cache, or why that is not known."""
-    why = _refusal(response)
+    why = _why_unread(response)
     if response is None or why is not None:
         return why or ""
     try:
@@ -118,10 +119,15 @@ def _kept(response: Response | None) -> dict[str, Any] | str:
     return kept
 
 
-def _refusal(response: Response | None) -> str | None:
-    """Why a response is none that can be read."""
+def _why_unread(response: Response | None) -> str | None:
+    """Why a response is not read as a whole answer, or None."""
     if response is None:
-        return "the connection was closed"
+        return CLOSED
+    return _refusal(response) or (None if response.complete else CLOSED)
+
+
+def _refusal(response: Response) -> str | None:
+    """Why a response is no answer, or None."""
     if 300 <= response.status < 400:
         return f"answered {response.status}, a redirect to {response.headers.get('location')}, which is not followed"
     if response.status != 200:
@@ -132,7 +138,7 @@ def _refusal(response: Response | None) -> str | None:
 def _read_stream(answer: Answer, response: Response | None) -> str | None:
     """Feed an answer with a stream; why it is no whole one, or None."""
     if response is None:
-        return f"the connection was closed, {answer.so_far}"
+        return f"{CLOSED}, {answer.so_far}"
     why = _refusal(response)
     if why is not None:
         return why
@@ -141,7 +147,7 @@ def _read_stream(answer: Answer, response: Response | None) -> str | None:
     for at_s, data in response.body:
         answer.feed(data, at_s)
     if answer.problem is None and not response.complete:
-        return f"the connection was closed, {answer.so_far}"
+        return f"{CLOSED}, {answer.so_far}"
     return answer.end()
 
 

@@ -111,7 +111,7 @@ class VllmServer:
         path = folder / f"{name}.yaml"
         path.write_text(settings, encoding="utf-8")
         yamlfile.parse(settings, str(path))
-        (port,) = free_ports(1)
+        port, beside = free_ports(2)
         key = os.urandom(16).hex()
         self.address = ServerAddress(f"http://127.0.0.1:{port}", key)
         words = [command.python, "-m", "vllm.entrypoints.cli.main", "serve", str(command.weights.absolute())]
@@ -120,7 +120,7 @@ class VllmServer:
             **os.environ,
             **(command.environment or {}),
             **ENVIRONMENT,
-            **side_channel(),
+            **side_channel(beside),
             "VLLM_API_KEY": key,
         }
         environment.pop("PYTHONPATH", None)  # of this environment, not of vLLM's

@@ -252,7 +252,10 @@ def _replacing(out: Path, known_by: str, size: int, force: bool) -> Iterator[Pat
         raise UsageError(f"{out}: is a file; name a folder")
     if out.exists() and any(out.iterdir()) and not (force and (out / known_by).is_file()):
         raise UsageError(f"{out}: is not empty; name another folder" + (", or give --force" if not force else ""))
-    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{out}: cannot be written ({error.strerror}); name a folder you may write to") from None
     if size > (free := shutil.disk_usage(out.parent).free):
         raise UsageError(f"{out}: {size / 1e9:.1f} GB of weights do not fit on {free / 1e9:.1f} GB of free disk")
     with whole(out) as folder:

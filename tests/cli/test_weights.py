@@ -170,6 +170,8 @@ def test_weights_are_no_file(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("")
     with pytest.raises(UsageError, match="out: is a file; name a folder"):
         write_weights(small("llama-3.1-8b"), tmp_path / "out", force=True)
+    with pytest.raises(UsageError, match="out/in: cannot be written"):
+        write_weights(small("llama-3.1-8b"), tmp_path / "out" / "in")
 
 
 def test_the_command_writes_both_kinds(tmp_path: Path, call: Callable[..., Any]) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from simtune.errors import Infeasible
 from simtune.specs.study import StudyLimits
+from simtune.specs.workload import FixedLength, Slo
 from simtune.tuner import relaxation
 from simtune.tuner.allocation import allocate
 from simtune.tuner.certificate import Audit, Certificate, certificate_of
@@ -71,10 +72,38 @@ def test_no_allocation_passes_a_bound_whatever_the_worths(aim: Aim) -> None:
 
 def test_worths_that_prove_nothing() -> None:
     most, cheapest = Relaxation(LINKED, RATES, "most"), Relaxation(LINKED, RATES, "least cost", 5.0)
-    for worths in (Worths({}), Worths({"prefill": -1.0, "decode": 1.0}), Worths({"prefill": 1.0}, -1.0)):
+    even = {"prefill": 1.0, "decode": 1.0}
+    too_large = dict.fromkeys(even, 1e308)
+    for worths in (
+        Worths({}),
+        Worths({"prefill": -1.0, "decode": 1.0}),
+        Worths(even, -1.0, -1.0),
+        Worths(even, math.nan, math.nan),
+        Worths(even, math.inf, math.inf),
+        Worths(too_large),  # type: ignore[arg-type]
+    ):
         assert most.bound(worths) == math.inf
         assert cheapest.bound(worths) == 0.0
     assert most.bound(Worths({"prefill": 2.0, "decode": 6.0})) == most.bound(Worths({"prefill": 1.0, "decode": 3.0}))
+
+
+def test_a_large_worth_of_cost_leaves_no_less_than_there_is() -> None:
+    """Where the budget is just what one instance of each role costs, all but rounding cancels out."""
+    rates = (RATES[0], RATES[3])
+    price = {nodes.gpu: nodes.price_per_gpu_hour for nodes in LINKED.nodes}
+    cost = sum(kind.gpus * price[kind.gpu] for kind in rates)
+    just = Relaxation(replace(LINKED, budget_per_hour=cost), rates, "most", one_of_each=True)
+    served = min(kind.rate_rps for kind in rates)
+    for of_cost in (1.0, 1e9, 1e18, 1e300, 1.7e308):
+        assert just.bound(Worths({"prefill": 1.0, "decode": 1.0}, of_cost)) >= served
+
+
+def test_an_instance_that_serves_whatever_comes_limits_nothing() -> None:
+    """As one for decode does where answers are one token."""
+    prefill, decode = RATES[0], replace(RATES[3], rate_rps=math.inf)
+    alone = Relaxation(LINKED, (prefill,), "most").bound(Worths({"prefill": 1.0, "decode": 0.0}))
+    both = Relaxation(LINKED, (prefill, decode), "most")
+    assert both.bound(both.best(solver=True)) == alone < math.inf
 
 
 def test_where_one_of_each_is_needed_it_is_counted() -> None:
@@ -238,6 +267,32 @@ def changes_of(data: dict[str, Any]) -> dict[str, Callable[[dict[str, Any]], obj
         "a plan less": lambda d: d["plans"].pop(plan),
         "chosen and unseen": lambda d: d["incumbent"].update(plan=fates[plan]["plan"]),
     }
+
+
+def test_worths_that_prove_nothing_rule_nothing_out(tuned: Tuned) -> None:
+    """A bound that is not there is no claim that a class can do nothing."""
+    data = certificate_of(tuned).to_data()
+    pair = next(bound for bound in data["allocations"] if bound["roles"] and bound["name"].startswith("prefill"))
+    pair.update(best=None, roles={})
+    for fate in data["plans"]:
+        if fate["allocation"] == pair["name"]:
+            fate.update(best=None)
+    changed = Certificate.model_validate_json(json.dumps(data))
+    problems = audited(changed.model_copy(update={"digest": changed.expected_digest}), tuned.question).problems
+    assert problems == [f"allocations of {pair['name']}: the worths that are given prove no bound"]
+
+
+def test_answers_of_one_token_are_searched_too() -> None:
+    """No decode instance limits them."""
+    asked = several(1004, objective="goodput", slo=Slo(ttft_s={"p99": 1.0}))
+    load = asked.workload.model_copy(update={"output": FixedLength(tokens=1)})
+    asked = replace(asked, workload=load)
+    every = space_of(asked.study).candidates
+    classes = PlanClasses(asked, Workshop(asked, every))
+    groups = classes.bounded_all(classes.sorted_out(every)[1])
+    assert all(group.best is not None and 0 < group.best < math.inf for group in groups)
+    answer = optimize(asked, jobs=1)
+    assert audited(certificate_of(answer), asked).problems == []
 
 
 def test_whatever_is_changed_is_refused(tuned: Tuned) -> None:

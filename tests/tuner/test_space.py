@@ -271,6 +271,18 @@ def test_the_census_says_what_is_left_out_and_why() -> None:
     assert sum(found.left_out.values()) + found.plans == 8
 
 
+@pytest.mark.parametrize("objective", ["goodput", "goodput_per_gpu", "e2el"])
+def test_a_budget_that_does_not_pay_for_all_devices_leaves_plans_with_fewer(objective: str) -> None:
+    search = {"layouts": ("mixed", "prefill-decode"), "mixed_kinds": True, "tp": (1,)}
+    asked = study(TWO_KINDS, objective, {"limits": StudyLimits(usd_per_hour=9.0)}, **search)
+    used = [
+        {gpu: sum(pool.devices for pool in plan.pools if pool.shape.gpu == gpu) for gpu in ("h100-sxm", "l40s")}
+        for plan in space_of(asked).candidates
+    ]
+    every = [{"h100-sxm": h, "l40s": l40s} for h in range(5) for l40s in range(3) if h + l40s]
+    assert all(number in used for number in every)
+
+
 def test_dollars_need_prices() -> None:
     hardware = load_hardware("h100-sxm")
     free = hardware.model_copy(update={"device": hardware.device.model_copy(update={"price_per_hour_usd": None})})

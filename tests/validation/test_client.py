@@ -294,7 +294,8 @@ class StampedAgo:
 
     def recvmsg(self, *most: int) -> tuple[bytes, list[tuple[int, int, bytes]], int, None]:
         stamp = struct.pack("@qq", *divmod(time.time_ns() - round(self._seconds * 1e9), 10**9))
-        return b"x", [(socket.SOL_SOCKET, 35, stamp)], 0, None
+        assert clock._STAMPED is not None
+        return b"x", [(socket.SOL_SOCKET, clock._STAMPED, stamp)], 0, None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="kernels elsewhere stamp otherwise")

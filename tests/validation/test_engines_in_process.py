@@ -25,6 +25,7 @@ from simtune.specs.plan import Batching, KvCache, Plan, Pool
 from simtune.testing.clusters import stream_of
 from simtune.validation.engines import torch as torch_engine
 from simtune.validation.engines import transformers as transformers_engine
+from simtune.validation.engines.in_process import MOST_SAMPLES, queue_samples
 from simtune.validation.engines.serving import Share
 from simtune.validation.engines.torch import TorchEngine
 from simtune.validation.engines.transformers import TransformersEngine
@@ -133,6 +134,15 @@ def test_so_many_run_and_wait_as_are_simulated_to(gap_s: float) -> None:
     page = render_of(run, result)
     assert "running, predicted" in page
     assert "waiting, measured" in page
+
+
+def test_of_many_queue_lengths_the_last_is_kept() -> None:
+    count = 2 * MOST_SAMPLES + 3
+    kept = queue_samples([(float(at), 1, 0) for at in range(count)] + [(float(count), 0, 0)])
+    assert kept is not None
+    assert MOST_SAMPLES / 2 < len(kept.t_s) <= MOST_SAMPLES
+    assert (kept.t_s[-1], kept.running[-1]) == (count, 0)
+    assert queue_samples([]) is None
 
 
 def render_of(run: MeasuredRun, result: Result) -> str:

@@ -97,6 +97,20 @@ def test_queues_of_both_count_together() -> None:
     assert summed([], []) == []
 
 
+class Dying(Pretended):
+    """An engine that starts, and ends at the first session."""
+
+    def run(self, requests: Sequence[DrivenRequest], clock: DriverClock = "steps", seed: int = 0) -> Driven:
+        raise EngineError("has ended")
+
+
+def test_both_are_ended_where_they_do_not_get_to_know_each_other() -> None:
+    both = Pretended(), Dying()
+    with pytest.raises(EngineError, match="has ended"):
+        EnginePair(lambda: both[0], lambda: both[1])
+    assert all(engine.closed for engine in both)
+
+
 def test_both_are_ended_also_where_the_second_does_not_start() -> None:
     both, first = pair(), Pretended()
     both.close()

@@ -10,8 +10,10 @@ import pytest
 from simtune.sim.requests import RequestStream
 from simtune.testing.fake_server import FakeServer
 from simtune.validation.client import Patience, Traffic, send
-from simtune.validation.exchange import ServerAddress
+from simtune.validation.exchange import Exchange, ServerAddress
 from simtune.validation.prompts import Prompts
+from simtune.validation.relay import Relay
+from simtune.validation.streaming import Answer
 from tests.validation.test_client import stream
 
 PATIENCE = Patience(silence_s=30.0, metrics_every_s=0.02)
@@ -64,6 +66,7 @@ def test_answers_of_one_token_stay_with_the_prefill_server() -> None:
         (("500", None), r"prefill: answered 500: .*out of memory"),
         (("whole", None), r"prefill: its answer does not say where the KV cache is"),
         ((None, "500"), r"decode: answered 500"),
+        ((None, "whole"), r"decode: does not stream"),
         ((None, "close"), r"decode: the connection was closed, after 4 of 8 tokens"),
     ],
 )
@@ -75,3 +78,22 @@ def test_which_of_them_failed_is_said(servers: Sequence[str | None], said: str) 
     assert sum(error is not None for error in errors) == 1
     (error,) = filter(None, errors)
     assert re.match(said, error)
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_half_an_answer_of_the_prefill_server_is_none(tokens: int) -> None:
+    servers = [ServerAddress(f"http://127.0.0.1:{port}") for port in (1, 2)]
+    relay, cut = Relay(servers[0], servers[1], [{"max_tokens": tokens}]), Exchange(None)  # type: ignore[arg-type]
+    cut.pieces = [(1.0, b'HTTP/1.1 200 OK\r\nContent-Length: 90\r\n\r\n{"choices": [')]
+    answer = Answer(tokens)
+    assert relay.message(0, [cut]) is None
+    assert relay.read(answer, [cut]) == "prefill: the connection was closed"
+    assert (answer.tokens, answer.times_s) == (0, [])
+
+
+def test_the_first_token_counts_where_the_decode_server_fails() -> None:
+    with FakeServer() as prefill, FakeServer(misbehaves={0: "500"}) as decode:
+        (request,) = relayed(prefill, decode, stream(1)).requests
+    assert request.error is not None
+    assert request.finish_s is None
+    assert request.output_tokens == len(request.times_s or ()) == 1

@@ -26,7 +26,7 @@ from simtune.validation.engines import torch as torch_engine
 from simtune.validation.engines import transformers
 from simtune.validation.engines.clocks import EngineClock, ProcessorClock, WallClock, processor_s, wall_s
 from simtune.validation.engines.in_process import version_of
-from simtune.validation.engines.ports import side_channel
+from simtune.validation.engines.ports import free_ports, side_channel
 from simtune.validation.engines.serving import EngineLoop, Executor, Share
 from simtune.validation.prompts import Prompts
 from simtune.validation.weights import write_weights
@@ -352,7 +352,7 @@ class VllmDriver:
                 stdout=subprocess.PIPE,
                 stderr=self._log,
                 text=True,
-                env={**os.environ, **side_channel()},
+                env={**os.environ, **side_channel(*free_ports(1))},
             )
         except OSError as error:
             self._log.close()

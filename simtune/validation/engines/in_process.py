@@ -19,9 +19,10 @@ MOST_SAMPLES = 2000
 
 
 def queue_samples(queues: Sequence[tuple[float, float, float]]) -> QueueSamples | None:
-    """(time, running, waiting) as a run keeps them, at most MOST_SAMPLES of them evenly spread; None of none."""
+    """(time, running, waiting) as a run keeps them, at most MOST_SAMPLES of them evenly spread up to the last; None of
+    none."""
     every = max(1, -(-len(queues) // MOST_SAMPLES))
-    kept = queues[::every]
+    kept = queues[(len(queues) - 1) % every :: every]
     if not kept:
         return None
     t_s, running, waiting = zip(*kept, strict=True)

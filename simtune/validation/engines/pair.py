@@ -9,6 +9,7 @@ which began when the other's did. The first token is that of the prefill engine;
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -38,14 +39,14 @@ class EnginePair:
 
     def __init__(self, prefill: Callable[[], StepDriver], decode: Callable[[], StepDriver]) -> None:
         """Starts both, and lets them get to know each other, which takes long."""
-        self.prefill = prefill()
-        try:
+        with ExitStack() as started:
+            self.prefill = prefill()
+            started.callback(self.prefill.close)
             self.decode = decode()
-        except BaseException:
-            self.prefill.close()
-            raise
-        self.size: EngineSize = self.decode.size
-        self.run([DrivenRequest(0, min(self.size.max_model_len, 64) - 2, 2)])
+            started.callback(self.decode.close)
+            self.size: EngineSize = self.decode.size
+            self.run([DrivenRequest(0, min(self.size.max_model_len, 64) - 2, 2)])
+            self._started = started.pop_all()
 
     def facts(self) -> dict[str, Any]:
         """See `StepDriver`; those of the decode engine."""
@@ -87,8 +88,7 @@ class EnginePair:
 
     def close(self) -> None:
         """End both."""
-        self.prefill.close()
-        self.decode.close()
+        self._started.close()
 
 
 def summed(*queues: Sequence[tuple[float, float, float]]) -> list[tuple[float, float, float]]:
