@@ -262,7 +262,7 @@ def highest(meets: Callable[[int], bool], near: int) -> int | None:
 
 # --- what the worlds say ----------------------------------------------------------------------------------
 
-_LEVELS = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9)
+_LEVELS = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95)
 _NORMAL: Array = ndtri((np.arange(2000) + 0.5) / 2000)
 """The standard normal distribution, as equally likely numbers."""
 

@@ -7,6 +7,8 @@ from dataclasses import replace
 from simtune.parallel import Jobs
 from simtune.sim.deployment import Deployment
 from simtune.sim.result import Result
+from simtune.sim.summary import Uncertainty
+from simtune.sim.uncertainty import uncertainty
 from simtune.tuner.climb import LOWEST
 from simtune.tuner.confidence import Confidence, RivalPlan, confidence
 from simtune.tuner.objectives import MeanLatency, RateObjective
@@ -32,6 +34,12 @@ def of_search(tuned: Tuned, *, worlds: int, rivals: int = RIVALS, jobs: Jobs = N
         tolerance=study.search.rate_tolerance,
         jobs=jobs,
     )
+
+
+def of_chosen(tuned: Tuned, *, worlds: int, jobs: Jobs = None) -> Uncertainty:
+    """The chosen plan on its whole deployment, under the very requests of its result, in so many redrawn worlds."""
+    study = tuned.question.study
+    return uncertainty(tuned.deployment, tuned.result.stream, study.slo, count=worlds, seed=study.seed, jobs=jobs)
 
 
 def _contender(tuned: Tuned, trial: Trial) -> RivalPlan:

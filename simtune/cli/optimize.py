@@ -31,7 +31,7 @@ from simtune.errors import UsageError
 
 if TYPE_CHECKING:
     from simtune.parallel import Jobs
-    from simtune.sim.summary import CostBasis
+    from simtune.runs.schema import Summary
     from simtune.tuner.climb import SimulationFinding
     from simtune.tuner.confidence import Confidence
     from simtune.tuner.journal import SearchJournal
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     "--worlds",
     type=click.IntRange(min=2),
     default=None,
-    help="Say how sure the choice is, and what to measure next, from so many worlds in which operators are off.",
+    help="Say how sure choice and SLO are, and what to measure next, from so many worlds in which operators are off.",
 )
 @click.option(
     "--robust",
@@ -98,6 +98,7 @@ def optimize(  # noqa: PLR0913 - one for each option
     from simtune.runs.contents import of_study
     from simtune.runs.files import JOURNAL, claim
     from simtune.tuner.front import answer as search
+    from simtune.tuner.robust import of_chosen
 
     if seed is not None:
         settings = (*settings, f"seed={seed}")
@@ -126,7 +127,8 @@ def optimize(  # noqa: PLR0913 - one for each option
                     ledger=journal,
                 )
             tuned, sure = _sure(tuned, worlds, robust, workers)
-            contents = of_study(tuned, jobs=workers, confidence=sure)
+            drawn = None if sure is None else of_chosen(tuned, worlds=sure.worlds, jobs=workers)
+            contents = of_study(tuned, jobs=workers, confidence=sure, uncertainty=drawn)
             if tuned.interrupted and journal.path.exists():
                 contents.files[JOURNAL] = journal.path.read_bytes()
             note_estimates(tuned.deployment)
@@ -137,9 +139,9 @@ def optimize(  # noqa: PLR0913 - one for each option
             _leave(journal, error, out, resume)
             raise
     if as_json:
-        _print_json(tuned, sure, contents.run.summary.cost_basis, out)
+        _print_json(tuned, contents.run.summary, out)
     else:
-        _print(tuned, sure, out)
+        _print(tuned, contents.run.summary, out)
         for line in () if contents.run.summary.day is None else contents.run.summary.day.lines():
             click.echo(line)
         print_basis(contents.run.summary.cost_basis)
@@ -239,10 +241,11 @@ def _print_size(question: Question, as_json: bool) -> None:
         click.echo(f"  {count:,} left out: {reason}")
 
 
-def _print_json(tuned: Tuned, sure: Confidence | None, basis: CostBasis | None, out: Path) -> None:
+def _print_json(tuned: Tuned, summary: Summary, out: Path) -> None:
     """The summary as far as it is the simulation's, the plan, and what it was chosen for."""
     from simtune.runs.schema import SUMMARY_SCHEMA
 
+    basis, sure, drawn = summary.cost_basis, summary.confidence, summary.uncertainty
     print_json(
         {
             "schema": SUMMARY_SCHEMA,
@@ -258,6 +261,7 @@ def _print_json(tuned: Tuned, sure: Confidence | None, basis: CostBasis | None, 
             "out": str(out),
             "cost_basis": None if basis is None else basis.to_data(),
             **({} if sure is None else {"confidence": sure.to_data()}),
+            **({} if drawn is None else {"uncertainty": drawn.to_data()}),
             **tuned.result.summary().to_data(),
         }
     )
@@ -266,8 +270,10 @@ def _print_json(tuned: Tuned, sure: Confidence | None, basis: CostBasis | None, 
 COLUMNS = ("plan", "GPUs", "requests/s", "per GPU", "TTFT p99 ms", "TPOT p99 ms", "tokens/s/GPU", "why")
 
 
-def _print(tuned: Tuned, sure: Confidence | None, out: Path) -> None:
-    study = tuned.question.study
+def _print(tuned: Tuned, summary: Summary, out: Path) -> None:
+    from simtune.report.certainty import certainty
+
+    study, sure, said = tuned.question.study, summary.confidence, certainty(summary)
     rows = [_cells(row) for row in [tuned.chosen, *tuned.runners_up(4)]]
     print_table(f"{study.name}: chosen plan first ({study.objective})", COLUMNS, rows)
     counts = Counter(row.status for row in tuned.rows)
@@ -285,7 +291,7 @@ def _print(tuned: Tuned, sure: Confidence | None, out: Path) -> None:
             )
     else:
         _print_front(tuned.ladder)
-    for line in () if sure is None else sure.lines():
+    for line in (*(() if said is None else (said,)), *(() if sure is None else sure.lines())):
         click.echo(line)
     launch = out / "engine" / "launch.sh"
     engine = f"engine: {launch}\n" if launch.exists() else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,24 +23,43 @@ if TYPE_CHECKING:
 def report(runs: tuple[Path, ...], out: Path | None, force: bool, as_json: bool) -> None:
     """Draw report.html of a RUN directory again; with several RUNs, one page that puts them side by side (--out).
 
-    A RUN is the folder of `simulate`, `optimize` or `validate`, or the file of `reproduce --json`. A folder of runs
-    gets an index.html of them all.
+    A RUN is the folder of `simulate`, `optimize` or `validate`, or the file of `reproduce --json`. Folders of `sweep`
+    get their own pages again. A folder of runs and sweeps gets an index.html of them all.
     """
     from simtune.report.sources import read_all
     from simtune.runs.reading import read_run, runs_in
+    from simtune.runs.sweep_files import is_sweep, read_sweep, sweeps_in
 
     _check(out, force)
     first = runs[0]
-    if len(runs) > 1 or (out is not None and not runs_in(first)):
+    inside, sweeps = runs_in(first), sweeps_in(first)
+    if all(map(is_sweep, runs)):
+        _sweeps(runs, out, as_json)
+    elif len(runs) > 1 or (out is not None and not (inside or sweeps)):
         _compare(read_all(runs), out, as_json)
-    elif inside := runs_in(first):
+    elif inside or sweeps:
         from simtune.report.index import render as render_index
 
-        _write(out or first / "index.html", render_index(first.resolve().name, read_all(inside).runs))
+        page = render_index(first.resolve().name, read_all(inside).runs, [*map(read_sweep, sweeps)])
+        _write(out or first / "index.html", page)
     else:
         from simtune.report.page import render
 
         _write(first / "report.html", render(read_run(first)))
+
+
+def _sweeps(folders: Sequence[Path], out: Path | None, as_json: bool) -> None:
+    """Draw the page of each anew, or one at `out`. Raises UsageError for several with one `out`."""
+    from simtune.report.sweep import render
+    from simtune.runs.sweep_files import PAGE, read_sweep
+
+    if out is not None and len(folders) > 1:
+        raise UsageError("--out is one file, and every sweep has a page of its own; leave it out, or name one sweep")
+    tables = [read_sweep(folder) for folder in folders]
+    if as_json:
+        print_json({table.name: table.rows for table in tables})
+    for folder, table in zip(folders, tables, strict=True):
+        _write(out or folder / PAGE, render(*table), words_apart=as_json)
 
 
 def _compare(compared: Compared, out: Path | None, as_json: bool) -> None:

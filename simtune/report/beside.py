@@ -62,6 +62,7 @@ def errors_figure(validations: Sequence[NamedValidation], first: int) -> Figure:
     """Every latency of every load, predicted over measured; one colour a run, of which the first has number `first`."""
     data: list[Figure] = []
     seen: list[float] = []
+    said: list[float] = []
     for i, each in enumerate(validations, first):
         points = [
             (load.label, c.name, c.measured, c.predicted)
@@ -70,6 +71,7 @@ def errors_figure(validations: Sequence[NamedValidation], first: int) -> Figure:
             if c.unit == "s" and c.measured and c.predicted
         ]
         seen += [1e3 * measured for _, _, measured, _ in points]
+        said += [1e3 * predicted for *_, predicted in points]
         data.append(
             {
                 "type": "scatter",
@@ -85,7 +87,7 @@ def errors_figure(validations: Sequence[NamedValidation], first: int) -> Figure:
     ends = [min(seen, default=1.0), max(seen, default=1.0)]
     equal = {"type": "scatter", "mode": "lines", "name": "equal", "x": ends, "y": ends, "hoverinfo": "skip"}
     data.append({**equal, "line": {"color": GREY, "width": 1}})
-    x, y = (figures.axis(title, type="log") for title in ("measured, ms", "predicted, ms"))
+    x, y = figures.log_axis("measured, ms", seen), figures.log_axis("predicted, ms", said)
     return {"data": data, "layout": figures.layout(x, y, hovermode="closest")}
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from simtune import __version__
 from simtune.report import beside, figures, info, verdict
 from simtune.report.beside import NamedFindings, NamedValidation
+from simtune.report.certainty import certainty
 from simtune.report.templates import fill, template
 from simtune.report.validation import headline as validated
 from simtune.reproduce import headline as published
@@ -265,12 +266,16 @@ def accounts(compared: Compared) -> list[RunAccount]:
     """What each of them says for itself."""
     return [
         *(
-            RunAccount(each.name, info.headline(each.run), verdict.bottleneck(each.run.summary) or info.ABSENT)
+            RunAccount(each.name, _headline(each.run), verdict.bottleneck(each.run.summary) or info.ABSENT)
             for each in compared.runs
         ),
         *(RunAccount(each.name, validated(each.validation), info.ABSENT) for each in compared.validations),
         *(RunAccount(each.name, published(each.findings.findings), info.ABSENT) for each in compared.findings),
     ]
+
+
+def _headline(run: Run) -> str:
+    return " ".join(filter(None, (info.headline(run), certainty(run.summary))))
 
 
 def render(compared: Compared) -> str:

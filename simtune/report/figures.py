@@ -102,6 +102,12 @@ def log_ticks(low: float, high: float) -> list[int]:
     return sorted({math.ceil(low), math.floor(high)})
 
 
+def log_axis(title: str, values: Sequence[float]) -> Figure:
+    """A logarithmic axis with a few round numbers, which do not touch on a phone; below 1 Plotly picks them."""
+    ticks = {"tickvals": log_ticks(min(values), max(values))} if values and max(values) >= 1 else {}
+    return axis(title, type="log", **ticks)
+
+
 def layout(x: Figure, y: Figure, **more: Any) -> Figure:
     """The frame of all figures around two axes."""
     return {

@@ -6,6 +6,7 @@ import json
 
 from simtune import __version__
 from simtune.report import explore, figures, info, load, proof, speculation, swimlanes, verdict
+from simtune.report.certainty import certainty
 from simtune.report.neighbours import neighbours
 from simtune.report.templates import fill, template
 from simtune.runs.schema import CandidateRow, Run, Summary
@@ -23,6 +24,7 @@ def render(run: Run) -> str:
         info=info,
         load_rows=load.load_rows(s.load) if s.load else (),
         verdict=verdict,
+        sure=certainty(s),
         steps=neighbours(run),
         swimlanes=Markup(timeline) if timeline else None,
         proof=Markup(proven) if proven else None,

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from simtune.errors import UsageError
 from simtune.report.beside import NamedFindings, NamedValidation
 from simtune.report.compare import Compared, NamedRun, distinct
 from simtune.reproduce import Findings
 from simtune.reproduce.findings import FINDINGS_SCHEMA
 from simtune.runs.reading import read_record, read_run
+from simtune.runs.sweep_files import is_sweep
 from simtune.validation.judge import VALIDATION_SCHEMA, Validation
 
 VALIDATION = "validation.json"
@@ -24,6 +26,8 @@ def read_all(paths: Sequence[Path]) -> Compared:
     validations: list[NamedValidation] = []
     findings: list[NamedFindings] = []
     for name, path in zip(distinct([path.resolve().name for path in paths]), paths, strict=True):
+        if is_sweep(path):
+            raise UsageError(f"{path}: is a sweep, of many runs; simtune report {path} alone draws its page")
         if path.is_file():
             findings.append(NamedFindings(name, read_record(path, Findings, FINDINGS_SCHEMA)))
         elif (path / VALIDATION).is_file() and not (path / "summary.json").is_file():

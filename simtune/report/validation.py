@@ -81,10 +81,12 @@ def scatter_figure(v: Validation) -> Figure:
     """Every latency on two logarithmic axes, one colour a load."""
     data = []
     seen: list[float] = []
+    said: list[float] = []
     for i, load in enumerate(v.loads):
         points = [c for c in load.comparisons if c.unit == "s" and c.predicted and c.measured]
         x, y = [1e3 * (c.measured or 0.0) for c in points], [1e3 * (c.predicted or 0.0) for c in points]
         seen += x
+        said += y
         data.append(
             {
                 "x": x,
@@ -103,7 +105,7 @@ def scatter_figure(v: Validation) -> Figure:
             {"x": ends, "y": [factor * e for e in ends], "mode": "lines", "line": line, "showlegend": False}
             | {"hoverinfo": "skip"}
         )
-    x_axis, y_axis = (figures.axis(title, type="log") for title in ("measured, ms", "predicted, ms"))
+    x_axis, y_axis = figures.log_axis("measured, ms", seen), figures.log_axis("predicted, ms", said)
     return {"data": data, "layout": figures.layout(x_axis, y_axis)}
 
 

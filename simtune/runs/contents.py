@@ -114,9 +114,15 @@ def of_simulation(
     return Contents(Run(summary, (), swimlanes_of(result)), files)
 
 
-def of_study(tuned: Tuned, *, jobs: Jobs = None, confidence: Confidence | None = None) -> Contents:
+def of_study(
+    tuned: Tuned,
+    *,
+    jobs: Jobs = None,
+    confidence: Confidence | None = None,
+    uncertainty: Uncertainty | None = None,
+) -> Contents:
     """The same for the chosen plan of a study, with all candidates, the runners-up and the goodput curves, and how sure
-    the choice is where that was asked."""
+    the choice and its numbers are where that was asked."""
     study, files = tuned.question.study, _files(tuned.deployment, tuned.result)
     chosen, *rivals = sweeps(tuned, jobs=jobs)
     of_chosen, *of_rivals = ([_point(s.candidate, *point) for point in s.points] for s in (chosen, *rivals))
@@ -145,6 +151,7 @@ def of_study(tuned: Tuned, *, jobs: Jobs = None, confidence: Confidence | None =
             RunnerUp(candidate=s.candidate, ttft_quantiles_s=s.judged.ttft_s, tpot_quantiles_s=s.judged.tpot_s)
             for s in rivals
         ),
+        uncertainty=uncertainty,
         **asked,
         **_common(tuned.deployment, tuned.result, files, tuned.question.workload),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from simtune.report.info import percent
 from simtune.runs.reading import read_run
 
 
@@ -20,13 +21,19 @@ def test_how_sure_a_choice_is(desk: Any) -> None:
     assert [v["candidate"] for v in sure["versus"]] == [q["candidate"] for q in sure["quantiles"][1:]]
     for rival in sure["versus"]:
         assert f"beats {rival['candidate']} with {rival['probability']:.0%}" in said.out
+    drawn = summary["uncertainty"]
+    assert f"P(SLO holds) is {percent(drawn['slo_probability'])} over 32 redrawn worlds; in 90 % of them " in said.out
+    assert "requests/s/GPU are served inside the limits" in said.out
     run = read_run(desk.folder / "run")
     assert run.summary.confidence is not None
     assert json.loads(json.dumps(run.summary.confidence.to_data())) == sure
 
 
 def test_without_worlds_nothing_is_said_of_them(tiny_run: Any) -> None:
-    assert "confidence" not in json.loads((tiny_run / "summary.json").read_text())
+    summary = json.loads((tiny_run / "summary.json").read_text())
+    assert "confidence" not in summary
+    assert summary["uncertainty"] is None
+    assert "No worlds were drawn, so P(SLO holds) is not known" in (tiny_run / "report.html").read_text()
 
 
 def test_the_robust_plan_is_chosen(desk: Any) -> None:

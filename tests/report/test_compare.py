@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from simtune.errors import SpecError
-from simtune.report import beside, compare, figures, index, info, labels
+from simtune.report import beside, compare, figures, index, info, labels, thumbnails
 from simtune.report.beside import NamedFindings, NamedValidation
 from simtune.report.compare import Compared, NamedRun
 from simtune.report.sources import read_all
@@ -123,6 +123,29 @@ def test_an_index_links_to_every_run(make_run: RunMaker, tmp_path: Path) -> None
     row = index.index_row(NamedRun("a b", read_run(folders[0])))
     assert row.link == "a%20b/report.html"
     assert dict(zip(index.COLUMNS, row.cells, strict=True))["state"] == "meets its limits"
+
+
+def test_thumbnails_are_lines_on_one_axis_and_light(make_run: RunMaker) -> None:
+    slow = {name: [20 * x for x in values] for name, values in read_run(make_run()).summary.quantiles or ()}
+    settled, slower, lost = (
+        read_run(make_run(**changes)).summary for changes in ({}, {"quantiles": slow}, {"saturated": True})
+    )
+    span = thumbnails.e2el_span([settled, slower, lost])
+    assert span is not None
+    ends = []
+    for s in (settled, slower):
+        svg = thumbnails.of_run(s, span)
+        assert len(svg) < 1000
+        (line,) = re.findall(r'points="([^"]+)"', svg)
+        places = [tuple(map(float, place.split(","))) for place in line.split()]
+        assert places == sorted(places, key=lambda p: p[0])
+        assert [p[1] for p in places] == sorted((p[1] for p in places), reverse=True)  # y grows downwards in an SVG
+        ends.append((places[0][0], places[-1][0]))
+    assert ends[0][0] == thumbnails.MARGIN
+    assert ends[1][1] == thumbnails.WIDTH - thumbnails.MARGIN
+    assert ends[0][1] < ends[1][1]
+    assert thumbnails.of_run(lost, span) == ""
+    assert "&lt;b&gt;" in thumbnails.drawn([(0, 0), (1, 1)], "<b>")
 
 
 @pytest.mark.parametrize(("relative", "shown"), [(0.0004, "="), (0.1234, "+12.3 %"), (-0.5, "−50.0 %")])

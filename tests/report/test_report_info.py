@@ -380,3 +380,9 @@ def test_plotly_knows_every_property_that_is_set(make_run: RunMaker) -> None:
     assert len(drawn) == 6
     for figure in drawn:
         Figure(figure)  # raises ValueError for a property or value it does not know
+
+
+def test_a_logarithmic_axis_has_few_round_numbers() -> None:
+    assert figures.log_axis("ms", [5.8, 70.0])["tickvals"] == [10, 20, 50]
+    assert "tickvals" not in figures.log_axis("ms", [0.1, 0.9])
+    assert "tickvals" not in figures.log_axis("ms", [])

@@ -12,7 +12,9 @@ import simtune
 from simtune import sweep as sweeps
 from simtune.cli import main
 from simtune.errors import UsageError
+from simtune.report.sources import read_all
 from simtune.runs.journal import RowJournal
+from simtune.runs.sweep_files import read_sweep
 from simtune.sweep import Axis, Base, Point, axis, points, sweep
 
 BASE = Base(model="llama-3.1-8b", hardware="h100-sxm", workload="chat", requests="30")
@@ -85,6 +87,55 @@ def test_the_command_writes_a_table_and_a_page(tmp_path: Path, capsys: pytest.Ca
     page = (out / "sweep.html").read_text()
     assert 'id="ttft_p99_s"' in page
     assert "<script src" not in page
+    again = read_sweep(out)
+    assert again.keys == ("hardware", "rate")
+    assert list(again.rows) == rows
+    (out / "sweep.html").unlink()
+    assert called("report", out) == 0
+    assert (out / "sweep.html").read_text() == page
+    assert called("report", out, out, "--out", tmp_path / "one.html") == 2
+    assert "every sweep has a page of its own" in capsys.readouterr().err
+    assert called("report", tmp_path) == 0
+    index = (tmp_path / "index.html").read_text()
+    assert 'href="sw/sweep.html"' in index
+    assert "sweep of 4 points over hardware, rate" in index
+    assert index.count('<svg class="thumbnail"') == 1
+
+
+def called(*words: object) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main([str(word) for word in words])
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("rate,error\n2,\n", "as its header"),
+        ("rate,saturated,error\n", "no points"),
+        ("rate,saturated,error\n2,false\n", "sweep.csv:2: 2 cells under a header of 3"),
+        ("rate,saturated,num_gpus,error\n2,false,many,\n", "sweep.csv:2: num_gpus: must be a number"),
+    ],
+)
+def test_a_damaged_table_is_refused_with_its_place(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "sweep.csv").write_text(text)
+    with pytest.raises(simtune.SpecError, match=said):
+        read_sweep(tmp_path)
+
+
+def test_points_that_could_not_be_are_read_as_such(tmp_path: Path) -> None:
+    (tmp_path / "sweep.csv").write_text("rate,saturated,num_gpus,error\n2,,,does not fit\n4,true,2,\n")
+    assert read_sweep(tmp_path).rows == (
+        {"rate": "2", "saturated": None, "num_gpus": None, "error": "does not fit"},
+        {"rate": "4", "saturated": True, "num_gpus": 2, "error": None},
+    )
+
+
+def test_a_sweep_is_not_compared_with_runs(tmp_path: Path) -> None:
+    (tmp_path / "sweep.csv").write_text("rate,saturated,error\n2,true,\n")
+    with pytest.raises(UsageError, match="is a sweep"):
+        read_all([tmp_path, tmp_path])
 
 
 def test_results_are_tables_where_pandas_is() -> None:

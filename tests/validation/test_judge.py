@@ -1,5 +1,6 @@
 """Judging: what a simulation said against what was measured, with the noise of repeats; no clock is asked."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -134,6 +135,8 @@ def test_the_page_shows_every_load_and_loads_nothing() -> None:
     validation = judged(run)
     page = render(validation, [curves("light", PREDICTED.result, [run], None)])
     assert page == render(validation, [curves("light", PREDICTED.result, [run], None)])
+    drawn = re.findall(r"<figure>\s*<div", page)
+    assert len(drawn) == page.count("plotly-graph-div") > 1  # what prints whole is in a figure
     assert "NOT within 10%" in page
     assert 'id="light-ttft"' in page
     assert "<script src" not in page

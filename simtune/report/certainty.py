@@ -1,0 +1,63 @@
+"""How sure a headline is: the probability that the SLO holds and 90 % intervals, or that nobody asked."""
+
+from __future__ import annotations
+
+import math
+
+from simtune.costs.predict import Z90
+from simtune.report.info import METRIC_NAMES, ms, number, percent
+from simtune.runs.schema import Summary
+from simtune.sim.summary import CostBasis, Uncertainty
+
+
+def certainty(s: Summary) -> str | None:
+    """The sentence that belongs to the headline of a run with limits; None where there are none, or nothing is known
+    of how far off step times are."""
+    if not s.slo:
+        return None
+    if s.uncertainty is not None:
+        return _drawn(s, s.uncertainty)
+    return None if s.cost_basis is None else _not_drawn(s.cost_basis)
+
+
+def _drawn(s: Summary, u: Uncertainty) -> str:
+    """What redrawn worlds say of the limits, of the one that is nearest, and of the rate."""
+    said = f"P(SLO holds) is {percent(u.slo_probability)} over {u.worlds:,} redrawn worlds"
+    known = [text for text in (_nearest_limit(s, u), _worth(s)) if text]
+    return f"{said}; in {u.level * 100:.0f} % of them {' and '.join(known)}." if known else f"{said}."
+
+
+def _nearest_limit(s: Summary, u: Uncertainty) -> str | None:
+    """`p99 TPOT is 24.0–34.7 ms` of the limit that is used up most."""
+    at = max(range(len(s.slo)), key=lambda i: _used(s, i))
+    limits = u.intervals.get("slo")
+    if not limits or limits[at] is None:
+        return None
+    low, high = ("unbounded" if x is None else ms(x) for x in limits[at]["value_s"])
+    one = s.slo[at]
+    whose = "" if one.request_class is None else f" of {one.request_class}"
+    return f"{one.statistic} {METRIC_NAMES[one.metric]}{whose} is {low}–{high} ms"
+
+
+def _used(s: Summary, at: int) -> float:
+    value = s.slo[at].value_s
+    return math.inf if value is None else value / s.slo[at].limit_s
+
+
+def _worth(s: Summary) -> str | None:
+    """What the chosen plan serves within its limits, where rates were searched and the choice was judged."""
+    if s.confidence is None or s.objective is None or not s.objective.unit.startswith("requests/"):
+        return None
+    chosen, outside = s.confidence.quantiles[0], (1 - s.confidence.level) / 2
+    low, high = (number(chosen.at(level)) for level in (outside, 1 - outside))
+    return f"{low}–{high} {s.objective.unit} are served inside the limits"
+
+
+def _not_drawn(basis: CostBasis) -> str:
+    """By how much steps are off in 90 % of cases, to first order: kinds of operator err apart, each by one factor."""
+    log_sd = math.hypot(*(kind.share * kind.log_sd for kind in basis.operators))
+    low, high = (math.expm1(sign * Z90 * log_sd) for sign in (-1, 1))
+    return (
+        "No worlds were drawn, so P(SLO holds) is not known; by the cost model's own errors steps may take "
+        f"{percent(-low)} less to {percent(high)} more time (90 % of cases)."
+    )

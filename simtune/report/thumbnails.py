@@ -1,0 +1,63 @@
+"""Thumbnails of runs for an index: small inline SVGs, one line each, with words for those who do not see them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from simtune.report.info import ms, number
+from simtune.runs.schema import Summary
+
+WIDTH, HEIGHT, MARGIN = 96, 28, 2
+MOST_POINTS = 40
+
+Span = tuple[float, float]
+
+
+def e2el_span(summaries: Iterable[Summary]) -> Span | None:
+    """From the shortest to the longest E2EL of all runs that have one, in seconds, so that thumbnails compare."""
+    known = [x for s in summaries for x in _e2el(s)]
+    return (min(known), max(known)) if known else None
+
+
+def of_run(s: Summary, span: Span | None) -> str:
+    """The front of a search for one, else the distribution of E2EL on the logarithmic axis `span`; empty where there is
+    neither, as of a saturated run."""
+    if s.front:
+        line = sorted((p.output_tokens_per_s_per_user, p.output_tokens_per_s_per_gpu) for p in s.front)
+        fastest = number(line[-1][0])
+        return drawn(line, f"front of {len(line)} points, up to {fastest} tokens/s per user")
+    seconds = _e2el(s)
+    if not seconds or span is None:
+        return ""
+    levels = [i / (len(seconds) - 1) for i in range(len(seconds))]
+    said = f"distribution of E2EL: median {ms(seconds[len(seconds) // 2])} ms, longest {ms(seconds[-1])} ms"
+    logs = [math.log(x) for x in seconds]
+    return drawn([*zip(logs, levels, strict=True)], said, (math.log(span[0]), math.log(span[1])))
+
+
+def drawn(points: Sequence[tuple[float, float]], said: str, span: Span | None = None) -> str:
+    """A line through these points, which fill the height, and the width unless a span of x is given."""
+    every = math.ceil(len(points) / MOST_POINTS)
+    kept = [*points[:-1:every], points[-1]]
+    x0, x1 = span or (min(x for x, _ in points), max(x for x, _ in points))
+    y0, y1 = min(y for _, y in points), max(y for _, y in points)
+    words = escape(said)
+    places = " ".join(f"{_place(x, x0, x1, WIDTH):.1f},{HEIGHT - _place(y, y0, y1, HEIGHT):.1f}" for x, y in kept)
+    return (
+        f'<svg class="thumbnail" role="img" aria-label="{words}" width="{WIDTH}" height="{HEIGHT}" '
+        f'viewBox="0 0 {WIDTH} {HEIGHT}"><title>{words}</title><polyline points="{places}"/></svg>'
+    )
+
+
+def _place(x: float, low: float, high: float, room: int) -> float:
+    """Along an axis of so many pixels; in its middle where all are the same."""
+    share = (x - low) / (high - low) if high > low else 0.5
+    return MARGIN + share * (room - 2 * MARGIN)
+
+
+def _e2el(s: Summary) -> tuple[float, ...]:
+    """In seconds at evenly spaced levels; of a queue that grows it says nothing."""
+    known = () if s.saturated or s.quantiles is None else s.quantiles.e2el_s
+    return known if len(known) > 1 and known[0] > 0 else ()

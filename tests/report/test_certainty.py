@@ -1,0 +1,55 @@
+"""The sentence below a headline: how sure it is that the limits hold, in worlds or by the cost model alone."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from simtune.costs.predict import Z90
+from simtune.report.certainty import certainty
+from simtune.report.page import render
+from simtune.runs.reading import read_run
+from tests.report.test_report_search import SURE
+from tests.runs.made_up import RunMaker
+
+QUANTILES = [{"candidate": "chosen", "levels": [0.05, 0.5, 0.95], "values": [16.04, 17.0, 18.08]}]
+WORLDS = {"worlds": 20, "level": 0.9, "saturated_probability": 0.0, "slo_probability": 0.45}
+
+
+def test_worlds_say_how_likely_the_limits_hold_and_where_the_nearest_lies(make_run: RunMaker) -> None:
+    run = read_run(make_run())
+    nearest = max(
+        range(len(run.summary.slo)), key=lambda i: (run.summary.slo[i].value_s or 0) / run.summary.slo[i].limit_s
+    )
+    slo = [{"value_s": [0.9, 0.95]} for _ in run.summary.slo]
+    slo[nearest] = {"value_s": [0.024, None]}
+    run = read_run(
+        make_run(confidence=SURE | {"quantiles": QUANTILES}, uncertainty=WORLDS | {"intervals": {"slo": slo}})
+    )
+    said = certainty(run.summary)
+    assert said is not None
+    metric = run.summary.slo[nearest].metric.upper()
+    assert said.startswith(
+        f"P(SLO holds) is 45.0 % over 20 redrawn worlds; in 90 % of them p99 {metric} is 24.0–unbounded ms"
+    )
+    assert "and 16.0–18.1 requests/s/GPU are served inside the limits" in said
+    assert said in render(run)
+
+
+def test_without_worlds_that_is_said_with_the_cost_models_own_errors(make_run: RunMaker) -> None:
+    shares = {"measured": 0, "interpolated": 1, "extrapolated": 0, "carried_over": 0, "data_sheet": 0}
+    kinds = [("gemm", 0.6, 0.1), ("host", 0.4, 0.05)]
+    operators = [{"operator": name, "share": share, "log_sd": sd, "basis": shares} for name, share, sd in kinds]
+    run = read_run(make_run(uncertainty=None, cost_basis={**shares, "operators": operators}))
+    said = certainty(run.summary)
+    assert said is not None
+    assert said.startswith("No worlds were drawn, so P(SLO holds) is not known")
+    log_sd = math.sqrt(0.06**2 + 0.02**2)
+    assert f"{-math.expm1(-Z90 * log_sd) * 100:.1f} % less to {math.expm1(Z90 * log_sd) * 100:.1f} % more" in said
+    assert said in render(run).replace("&#39;", "'")
+
+
+@pytest.mark.parametrize("changes", [{"slo": []}, {"cost_basis": None, "uncertainty": None}])
+def test_nothing_is_said_where_nothing_is_known_or_asked(make_run: RunMaker, changes: dict[str, object]) -> None:
+    assert certainty(read_run(make_run(**changes)).summary) is None
