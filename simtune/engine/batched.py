@@ -176,7 +176,7 @@ class BatchScheduler(Scheduler):
             step.swapped_out_blocks, self._swapped_out_blocks = self._swapped_out_blocks, 0
         if newcomers:
             admitted = chunks[-newcomers:]
-            step.admitted = [chunk.request for chunk in admitted] if newcomers > 1 else (admitted[0].request,)
+            step.admitted = [chunk.request for chunk in admitted]
             step.swapped_in_blocks = self._preemption.swap_in(admitted, self.kv)
         if repeats and not chunks and not self._left_out:
             self._repeat(step, blocks)

@@ -6,10 +6,11 @@ import contextlib
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,16 @@ def typed_() -> Callable[..., Said]:
 @pytest.fixture(name="start", scope="session")
 def start_() -> Callable[..., subprocess.Popen[str]]:
     return start
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _interrupts_are_heard() -> Iterator[None]:
+    """A shell lets what runs in its background ignore interrupts, and whatever that starts would do the same."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(name="call", scope="session")
