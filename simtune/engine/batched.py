@@ -28,6 +28,8 @@ from simtune.engine.waiting import LateArrivals
 
 NOBODY: Sequence[Request] = ()
 
+request_of = attrgetter("request")
+
 
 class BatchSettings(Settings, total=False):
     """The settings of a `BatchScheduler`."""
@@ -97,12 +99,12 @@ class BatchScheduler(Scheduler):
     @property
     def num_waiting(self) -> int:
         """Requests that wait as the engine sees it, those included that were preempted after they had ended."""
-        return len(self.waiting) + self._late.number + self._settling.num_preempted
+        return len(self.waiting) + len(self._late) + self._settling.num_preempted
 
     @property
     def has_work(self) -> bool:
         """Whether anybody waits or holds a seat."""
-        return bool(self.waiting or self._late.number) or self.num_running > 0
+        return bool(self.waiting or self._late) or self.num_running > 0
 
     @property
     def num_running(self) -> int:
@@ -119,7 +121,7 @@ class BatchScheduler(Scheduler):
     @property
     def _comes_back(self) -> bool:
         """Whether an engine with nothing to run would know more if it looked once more at once."""
-        return bool(self._settling.ended or self._left_out or self._late.number)
+        return bool(self._settling.ended or self._left_out or self._late)
 
     @property
     def unsettled(self) -> bool:
@@ -151,7 +153,7 @@ class BatchScheduler(Scheduler):
         step, blocks = decodes
         if self.tells_longest:
             step.longest_context = batch.longest_context
-        if self._late.number:
+        if self._late:
             step.repeat = 1  # newcomers are seen after it
         if blocks:
             self.kv.take(blocks)
@@ -176,8 +178,9 @@ class BatchScheduler(Scheduler):
             step.swapped_out_blocks, self._swapped_out_blocks = self._swapped_out_blocks, 0
         if newcomers:
             admitted = chunks[-newcomers:]
-            step.admitted = [chunk.request for chunk in admitted]
-            step.swapped_in_blocks = self._preemption.swap_in(admitted, self.kv)
+            step.admitted = [*map(request_of, admitted)]
+            if self._preemption.swaps:
+                step.swapped_in_blocks = self._preemption.swap_in(admitted, self.kv)
         if repeats and not chunks and not self._left_out:
             self._repeat(step, blocks)
         return step
@@ -185,7 +188,7 @@ class BatchScheduler(Scheduler):
     def _repeat(self, step: Step, blocks: int) -> None:
         """Let a step without chunks be repeated; the first repetition's `blocks` are taken already."""
         batch = self.decoding
-        if step.discarded or self._late.number or (self._settling.ended and self.waiting):
+        if step.discarded or self._late or (self._settling.ended and self.waiting):
             return  # with it blocks and seats come free, or newcomers are seen
         step.repeat = batch.steps_that_fit(self.kv.free + blocks, batch.steps_to_completion())
         if step.repeat > 1:
@@ -254,7 +257,7 @@ class BatchScheduler(Scheduler):
             settling.finish(finished)
         if self._left_out:
             self._rejoin()
-        if self._late.number:
+        if self._late:
             self._late.move(self.waiting.append, repetitions)
         if self.drafting:
             self._draft(step)
@@ -273,7 +276,7 @@ class BatchScheduler(Scheduler):
             return self.add(request)
         if request.prompt_tokens + request.output_tokens > self.max_model_len:
             return False
-        self._late.add(request, repetition)
+        self._late.append((repetition, request))
         return True
 
     def withdraw(self) -> list[Request]:
@@ -288,7 +291,7 @@ class BatchScheduler(Scheduler):
 
     def abort(self, request: Request) -> bool:
         """See `Scheduler.abort`."""
-        return self._late.remove(request) or super().abort(request)
+        return self._late.take_out(request) or super().abort(request)
 
     def _expel(self, request: Request) -> bool:
         if self._settling.has_ended(request):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from simtune.engine.kv import KvBlocks
 from simtune.engine.request import Request
@@ -12,6 +12,9 @@ from simtune.engine.step import Chunk
 
 class Preemption(Protocol):
     """What a preempted request loses, and what moves between device and host for it. Counts are KV blocks."""
+
+    swaps: ClassVar[bool]
+    """Whether any blocks move: where not, `swap_in` need not be asked."""
 
     def preempt(self, victim: Request, kv: KvBlocks, named_tokens: int) -> int:
         """Release the blocks of a request that is no resident any more, of which so many tokens can be found again;
@@ -23,6 +26,8 @@ class Preemption(Protocol):
 
 class Recompute:
     """All is lost: prompt and delivered tokens are computed again, as one prompt."""
+
+    swaps = False
 
     def preempt(self, victim: Request, kv: KvBlocks, named_tokens: int) -> int:
         """Release the victim's blocks; nothing of it is computed any more."""
@@ -37,6 +42,8 @@ class Recompute:
 
 class Swap:
     """Nothing is lost: all blocks go to host memory, and those with tokens in them come back."""
+
+    swaps = True
 
     def preempt(self, victim: Request, kv: KvBlocks, named_tokens: int) -> int:
         """Release the victim's blocks; returns how many they are. What is computed stays computed."""

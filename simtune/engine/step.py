@@ -43,6 +43,11 @@ class Step:
     """Requests that lost their blocks and wait again, in the order in which they were chosen."""
     repeat: int = 1
     """How often this step may be run before `schedule` could answer differently; 1 unless it only decodes."""
+    only_decodes: bool = False
+    """Whether it is known to have no chunks, to preempt nobody and to move no blocks, so that nobody need look."""
+    discarded: int = 0
+    """Of the decodes, those whose answer is complete: they deliver nothing, and are not in the repetitions that follow;
+    nor in `contexts`."""
     admitted: Sequence[Request] = field(default=(), init=False)
     """Requests that come out of the waiting queue in this step, each with a chunk of its own."""
     draft_tokens: int = field(default=0, init=False)
@@ -52,9 +57,6 @@ class Step:
     contexts: Contexts | None = field(default=None, init=False)
     """Tokens that the decodes have computed before each repetition of a step with drafts that may be repeated: they
     grow as drafts are accepted."""
-    discarded: int = field(default=0, init=False)
-    """Of the decodes, those whose answer is complete: they deliver nothing, and are not in the repetitions that follow;
-    nor in `contexts`."""
     discarded_tokens: int = field(default=0, init=False)
     """How many tokens those compute."""
     swapped_out_blocks: int = field(default=0, init=False)

@@ -253,7 +253,8 @@ class VllmFcfs(BatchScheduler):
             self._seats += 1
             request.seat = self._seats
             self.prefilling.append(request)
-            kv.hold(request, hit)
+            if caches:
+                kv.hold(request, hit)
             chunks.append(self._allocate(request, num_tokens, blocks - hit_blocks, padding))
             token_budget -= num_tokens + extra_slots
             num_running += 1

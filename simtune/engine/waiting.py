@@ -65,41 +65,32 @@ class PriorityQueue:
         self._heap.clear()
 
 
-class LateArrivals:
+class LateArrivals(list[tuple[int, Request]]):
     """Newcomers that an engine which schedules asynchronously does not see yet: the step after the one under way was
-    dispatched before they came."""
+    dispatched before they came.
 
-    def __init__(self) -> None:
-        self.number = 0
-        """How many there are."""
-        self._requests: list[tuple[int, Request]] = []  # and the repetition of the step under way in which they came,
-        # 0 for those that came before it, when it was scheduled already
-
-    def add(self, request: Request, repetition: int) -> None:
-        """One came during this repetition, from 1, of the step under way, or with 0 while none was."""
-        self._requests.append((repetition, request))
-        self.number += 1
+    Of each the repetition, from 1, of the step under way in which it came; 0 for one that came before that step began,
+    when it was scheduled already.
+    """
 
     def move(self, queue: Callable[[Request], None], repetitions: int) -> None:
         """The step is over, run so often: whoever came before the next was dispatched waits like any other."""
         dispatched = []
-        for at, request in self._requests:
+        for at, request in self:
             if at < repetitions:
                 queue(request)
             else:
                 dispatched.append((0, request))
-        self._requests = dispatched
-        self.number = len(dispatched)
-
-    def remove(self, request: Request) -> bool:
-        """Take out one that is not wanted any more; False where it is not here."""
-        before = self.number
-        self._requests = [entry for entry in self._requests if entry[1] is not request]
-        self.number = len(self._requests)
-        return self.number < before
+        self[:] = dispatched
 
     def move_all(self, queue: Callable[[Request], None]) -> None:
         """All of them wait like any other."""
-        for _, request in self._requests:
+        for _, request in self:
             queue(request)
-        self._requests, self.number = [], 0
+        self.clear()
+
+    def take_out(self, request: Request) -> bool:
+        """Forget one that is not wanted any more; False where it is not here."""
+        before = len(self)
+        self[:] = [entry for entry in self if entry[1] is not request]
+        return len(self) < before

@@ -375,7 +375,7 @@ class EngineCore:
                 return
             self.started = now
             self.version = version = self.version + 1
-            if step.chunks or step.preempted or step.swapped_in_blocks:  # not `only_decodes`
+            if not step.only_decodes:
                 self._find_time(now, step)
                 now += time.first if time.repetitions == 1 else time.total
             elif decode is None:
@@ -417,13 +417,15 @@ class EngineCore:
     def _find_time(self, now: int, step: Step) -> None:
         """Find how long the repetitions of a step take, and how many are run at once."""
         time = self.time
-        if step.chunks or step.preempted:
+        of_step, recorder = step.chunks, self._recorder
+        if of_step or step.preempted:
             for request in step.preempted:
-                self._recorder.preemptions[request.id] += 1
+                recorder.preemptions[request.id] += 1
             self.count_waiting()
-        if step.chunks:
-            scheduled, chunks, completing, step_tokens = self._recorder.scheduled, [], 0, step.num_decodes
-            for chunk in step.chunks:
+        if of_step:
+            scheduled, chunks, completing, decodes = recorder.scheduled, [], 0, step.num_decodes
+            step_tokens = decodes
+            for chunk in of_step:
                 request, past, tokens = chunk.request, chunk.past, chunk.tokens
                 chunks.append((past, tokens))
                 step_tokens += tokens
@@ -432,13 +434,17 @@ class EngineCore:
                     scheduled[request.id] = now
             if step_tokens > self.most_tokens:
                 self.most_tokens = step_tokens
-            time.first = self._timer.mixed(step, chunks, completing)
+            mixed = self._timer.plain
+            if mixed is None:
+                time.first = self._timer.mixed(step, chunks, completing)
+            else:
+                time.first = mixed(decodes, step.context_tokens, chunks, decodes + completing)
             time.slope, time.repetitions, time.ends = 0, 1, None
         else:
             self._timer.decode(step, step.repeat if self._may_jump(step) else 1, time)
         if step.part != (0, 1):
             time.first = self._timer.of_part(step, time.first)
-        if step.swapped_out_blocks or step.swapped_in_blocks:
+        if self.swap and (step.swapped_out_blocks or step.swapped_in_blocks):
             time.first += self.swap * (step.swapped_out_blocks + step.swapped_in_blocks)
             time.repetitions = 1  # those that follow do not wait for it
 

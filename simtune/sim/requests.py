@@ -49,6 +49,7 @@ _ARRIVALS, _PROMPT, _OUTPUT, _CLASS, _GROUP, _PREDICTION = range(6)
 
 _REQUEST_BYTES = 450.0
 """Of a request in a simulation and in its result."""
+_FEWER = "ask for fewer: --requests, or search.requests of a study"
 _NAME_BYTES = 40.0
 """Of a block of a prompt that has a name."""
 
@@ -108,7 +109,7 @@ class RequestStream:
         if self.arrival_s is None:
             raise UsageError("a closed loop has no request rate to change; change arrivals.users instead")
         if self.offered_rate_rps is None:
-            raise UsageError("requests that all come at once have no rate to change; ask for more requests")
+            raise UsageError("requests that all come at once have no rate to change; ask for more: --requests, or search.requests of a study")
         return replace(
             self, arrival_s=_soon_enough(self.arrival_s * (self.offered_rate_rps / rate_rps), f"rate {rate_rps:g}")
         )
@@ -156,7 +157,7 @@ def build_stream(workload: Workload, trace: Trace | None, *, requests: int, seed
         raise UsageError(f"at least one request is needed, not {requests}")
     if seed < 0:
         raise UsageError(f"the seed must not be negative: {seed}")
-    room.need(requests * _REQUEST_BYTES, f"{requests:,} requests", "ask for fewer")
+    room.need(requests * _REQUEST_BYTES, f"{requests:,} requests", _FEWER)
 
     if workload.graph:
         return _families(workload, workload.graph, requests, seed)

@@ -189,7 +189,7 @@ def test_a_trace_with_a_mistake(desk: Any, text: str, message: str) -> None:
 
 
 def test_a_missing_trace(desk: Any) -> None:
-    assert desk.refused(desk.simulate, workload="t.csv") == "t.csv: no such file"
+    assert desk.refused(desk.simulate, workload="t.csv").startswith("workload t.csv: no such file; ")
 
 
 def test_a_model_that_can_read_no_request_is_not_searched_for(desk: Any) -> None:

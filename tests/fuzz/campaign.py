@@ -74,7 +74,7 @@ class Answer:
 
 
 _KEYS = re.compile(
-    r"\b[a-z]+(_[a-z0-9]+)+\b|\b[a-z_]+\.[a-z_0-9]+\b|--[a-z]+|workload \S+|model \S+|plan \S+|class \S+"
+    r"\b[a-z]+(_[a-z0-9]+)+\b|\b[a-z_]+\.[a-z_0-9]+\b|--[a-z]+|workload \S+|model \S+|hardware \S+|plan \S+|class \S+"
 )
 
 

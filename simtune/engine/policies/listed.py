@@ -64,7 +64,7 @@ class ListScheduler(Scheduler):
     @property
     def num_waiting(self) -> int:
         """Requests that wait for a seat, those that the engine does not see yet among them."""
-        return len(self.waiting) + self._late.number
+        return len(self.waiting) + len(self._late)
 
     @property
     def has_work(self) -> bool:
@@ -97,7 +97,7 @@ class ListScheduler(Scheduler):
             return self.add(request)
         if self.outgrows(request):
             return False
-        self._late.add(request, repetition)
+        self._late.append((repetition, request))
         return True
 
     def withdraw(self) -> list[Request]:
@@ -112,7 +112,7 @@ class ListScheduler(Scheduler):
 
     def abort(self, request: Request) -> bool:
         """See `Scheduler.abort`."""
-        return self._late.remove(request) or super().abort(request)
+        return self._late.take_out(request) or super().abort(request)
 
     def would_notice(self) -> bool:
         """True while a seat is free: a newcomer may be put before those that wait, and fit where they do not."""
@@ -144,7 +144,7 @@ class ListScheduler(Scheduler):
             preempted,
         )
         step.longest_context = max([request.computed + 1 for request in decoding], default=0)
-        if not step.chunks and not preempted and not self._late.number:  # else newcomers are seen after it
+        if not step.chunks and not preempted and not self._late:  # else newcomers are seen after it
             limit = self.steady_steps(decoding)
             if limit > 1:
                 completion = min(map(self.remaining, decoding))
@@ -192,7 +192,7 @@ class ListScheduler(Scheduler):
             if not self.remaining(request):
                 self._leave(request)
                 self._finish(request, finished)
-        if self._late.number:
+        if self._late:
             self._late.move(self._queue, repetitions)
         return Progress(first_token, finished)
 
