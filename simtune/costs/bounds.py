@@ -195,8 +195,7 @@ def _least_attention(tables: StepTables) -> _LeastAttention:
 
 def _context_ticks(tables: StepTables, attention: DecodeTable, num_decodes: int) -> float:
     """The same of one number of decodes, in ticks."""
-    row = attention.rows[num_decodes] or attention.make(num_decodes)
-    ends = np.array([*row.starts[1:-1], int(tables.contexts[-1]) * num_decodes])
-    starts, values, slopes = np.array(row.starts[:-1]), np.array(row.ticks), np.array(row.slopes)
+    knots, values, slopes = map(np.array, attention.rows[num_decodes] or attention.make(num_decodes))
+    starts, ends = knots[:-1], np.array([*knots[1:-1], int(tables.contexts[-1]) * num_decodes])
     at_ends = (values + slopes * (ends - starts)) / ends
     return min(float((values / starts).min()), float(at_ends.min()))

@@ -46,23 +46,14 @@ _ENTRY_BYTES = 200.0
 # --- tables -----------------------------------------------------------------------------------------------
 
 
-class AttentionRow(NamedTuple):
-    """Decode attention of one number of decodes, piecewise affine in the context tokens of the step."""
+AttentionRow = tuple[list[int], list[int], list[int]]
+"""Decode attention of one number of decodes, piecewise affine in the context tokens of the step: (context tokens at the
+knots, ascending, then more than there can be; ticks at the knots; ticks per context token from each knot on). Plain
+tuples, for they are taken apart at every step."""
 
-    starts: list[int]  # context tokens at the knots, ascending; then more than there can be
-    ticks: list[int]  # at the knots
-    slopes: list[int]  # ticks per context token from each knot on
-
-
-class DecodeRow(NamedTuple):
-    """Ticks of pure decode steps of so many sequences, by context tokens: on the GPU as in an `AttentionRow`, at least
-    `floor`, and `after` that."""
-
-    starts: list[int]
-    values: list[int]
-    slopes: list[int]
-    floor: int
-    after: int
+DecodeRow = tuple[list[int], list[int], list[int], int, int]
+"""Ticks of pure decode steps of so many sequences, by context tokens: on the GPU as in an `AttentionRow`, at least so
+many, and so many after that."""
 
 
 class TokenTables(NamedTuple):
@@ -147,7 +138,7 @@ class DecodeTable:
         starts, ticks = starts[kept], ticks[kept]
         # Rounded down, so that no segment ends above the knot it leads to.
         slopes = np.diff(ticks) // np.diff(starts)
-        row = AttentionRow([*starts[:-1].tolist(), UNBOUNDED * num_decodes], ticks[:-1].tolist(), slopes.tolist())
+        row = [*starts[:-1].tolist(), UNBOUNDED * num_decodes], ticks[:-1].tolist(), slopes.tolist()
         self.rows[num_decodes] = row
         return row
 
@@ -372,6 +363,7 @@ class CompiledCosts:
         # Looked up in every step: taken out of the tables for speed.
         self._steps: list[DecodeRow | None] = [None] * (tables.max_num_seqs + 1)  # pure decode steps, by decodes
         self._mixed, self._beside = tables.mixed, tables.beside
+        self._mixed_lists = tables.mixed[:4]
         self._prefill, self._cached, self._chunk = tables.prefill, tables.cached, tables.chunk
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -400,8 +392,12 @@ class CompiledCosts:
         alone, pure = self.tables.alone, self.tables.pure
         starts, values, slopes = alone.rows[num_decodes] or alone.make(num_decodes)
         rest = pure.linear[num_decodes] + pure.head[num_decodes]
-        row = self._steps[num_decodes] = DecodeRow(
-            starts, [ticks + rest for ticks in values], slopes, pure.floor[num_decodes], pure.after[num_decodes]
+        row = self._steps[num_decodes] = (
+            starts,
+            [ticks + rest for ticks in values],
+            slopes,
+            pure.floor[num_decodes],
+            pure.after[num_decodes],
         )
         return row
 
@@ -409,15 +405,16 @@ class CompiledCosts:
         """See `simtune.costs.protocol.StepCosts.mixed`."""
         if not chunks:
             return self.decode(num_decodes, context_tokens)[0]
-        mixed, prefill, cached = self._mixed, self._prefill, self._cached
+        linear, head, floors, after = self._mixed_lists
+        prefill, cached = self._prefill, self._cached
         tokens, longest = num_decodes, 0
-        ticks = self._chunk * len(chunks) + mixed.head[num_samples]
+        ticks = self._chunk * len(chunks) + head[num_samples]
         for past, new in chunks:
             tokens += new
             if new > longest:
                 longest = new
             ticks += prefill[past + new] - cached[past]
-        ticks += mixed.linear[tokens]
+        ticks += linear[tokens]
         if num_decodes:
             beside = self._beside
             if len(beside) == 1:
@@ -425,8 +422,8 @@ class CompiledCosts:
             else:
                 ticks += self._attention_beside(longest, num_decodes, context_tokens)
         num_seqs = num_decodes + len(chunks)
-        floor = mixed.floor[num_seqs]
-        return (ticks if ticks > floor else floor) + mixed.after[num_seqs]
+        floor = floors[num_seqs]
+        return (ticks if ticks > floor else floor) + after[num_seqs]
 
     def imbalance(self, num_decodes: int, context_tokens: int, longest_context: int, with_chunks: bool) -> int:
         """See `simtune.costs.protocol.ImbalanceCosts`."""

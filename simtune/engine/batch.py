@@ -177,10 +177,10 @@ class DecodeBatch:
         "_residues",
         "context_tokens",
         "count",
+        "rests",
         "steps",
     )
     drafting: ClassVar[bool] = False
-    rests: ClassVar[bool] = False
     depth: ClassVar[int] = 0
     discarded: ClassVar[tuple[Request, ...]] = ()
     tally: ClassVar[Tally] = Tally()
@@ -194,6 +194,7 @@ class DecodeBatch:
         self._longest: tuple[int, int, Request] | None = None  # (computed tokens at step 0, admission, request)
         self._past: dict[Request, int] = {}  # see `past_of`
         self._admissions = 0
+        self.rests = False
         self.steps = 0
         self.count = 0
         self.context_tokens = 0

@@ -115,8 +115,10 @@ class BatchScheduler(Scheduler):
     def _has_seat(self) -> bool:
         """Whether a newcomer would find a seat once those that have ended have left theirs."""
         batch = self.decoding
-        here = batch.count - len(batch.discarded) + len(self.prefilling) + len(self._reserved)
-        return here + len(self._left_out) < self.max_num_seqs
+        here = batch.count + len(self.prefilling) + len(self._reserved) + len(self._left_out)
+        if self.drafting:
+            here -= len(batch.discarded)
+        return here < self.max_num_seqs
 
     @property
     def _comes_back(self) -> bool:

@@ -25,20 +25,20 @@ NO_HIT = Hit([], None, 0, 0)
 class KvBlocks:
     """A pool of `total` equal blocks of `block_size` tokens, without a prefix cache. Blocks are counted, not named."""
 
-    __slots__ = ("block_size", "free", "total")
+    __slots__ = ("block_size", "caches", "free", "total")
 
-    caches = False
-    """Whether anything is found again: where it is not, `find`, `hold` and `name` need not be called."""
     queried_tokens = 0
     """Tokens of all requests that were looked up in the prefix cache when they were admitted for the first time."""
     hit_tokens = 0
     """How many of them were in it."""
 
-    def __init__(self, total: int, block_size: int) -> None:
+    def __init__(self, total: int, block_size: int, *, caches: bool = False) -> None:
         if total < 1 or block_size < 1:
             raise ValueError(f"total ({total}) and block_size ({block_size}) must be at least 1")
         self.total = self.free = total
         self.block_size = block_size
+        self.caches = caches
+        """Whether anything is found again: where it is not, `find`, `hold` and `name` need not be called."""
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that so many tokens of one request fill, the last of them perhaps in part."""

@@ -27,7 +27,7 @@ class Preemption(Protocol):
 class Recompute:
     """All is lost: prompt and delivered tokens are computed again, as one prompt."""
 
-    swaps = False
+    swaps: ClassVar[bool] = False
 
     def preempt(self, victim: Request, kv: KvBlocks, named_tokens: int) -> int:
         """Release the victim's blocks; nothing of it is computed any more."""
@@ -43,7 +43,7 @@ class Recompute:
 class Swap:
     """Nothing is lost: all blocks go to host memory, and those with tokens in them come back."""
 
-    swaps = True
+    swaps: ClassVar[bool] = True
 
     def preempt(self, victim: Request, kv: KvBlocks, named_tokens: int) -> int:
         """Release the victim's blocks; returns how many they are. What is computed stays computed."""

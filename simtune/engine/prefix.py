@@ -26,7 +26,6 @@ from simtune.engine.request import CachedRun, Request
 class PrefixCache(KvBlocks):
     """KV blocks that can be found again by what they contain."""
 
-    caches = True
     __slots__ = ("_blank", "_cached", "_drops", "_hash_blocks", "_idle", "hit_tokens", "queried_tokens")
 
     def __init__(self, total: int, block_size: int, hash_block_tokens: int, drops_last_hit: bool = False) -> None:
@@ -34,7 +33,7 @@ class PrefixCache(KvBlocks):
 
         Raises ValueError unless hash_block_tokens is a multiple of block_size.
         """
-        super().__init__(total, block_size)
+        super().__init__(total, block_size, caches=True)
         if hash_block_tokens < block_size or hash_block_tokens % block_size:
             raise ValueError(f"hash_block_tokens ({hash_block_tokens}) must be a multiple of block_size ({block_size})")
         self._hash_blocks = hash_block_tokens // block_size

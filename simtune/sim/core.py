@@ -421,7 +421,8 @@ class EngineCore:
         if of_step or step.preempted:
             for request in step.preempted:
                 recorder.preemptions[request.id] += 1
-            self.count_waiting()
+            before, self.waiting = self.waiting, self.scheduler.num_waiting  # as `count_waiting`
+            recorder.waiting += self.waiting - before
         if of_step:
             scheduled, chunks, completing, decodes = recorder.scheduled, [], 0, step.num_decodes
             step_tokens = decodes
@@ -444,8 +445,8 @@ class EngineCore:
             self._timer.decode(step, step.repeat if self._may_jump(step) else 1, time)
         if step.part != (0, 1):
             time.first = self._timer.of_part(step, time.first)
-        if self.swap and (step.swapped_out_blocks or step.swapped_in_blocks):
-            time.first += self.swap * (step.swapped_out_blocks + step.swapped_in_blocks)
+        if self.swap and (moved := step.swapped_out_blocks + step.swapped_in_blocks):
+            time.first += self.swap * moved
             time.repetitions = 1  # those that follow do not wait for it
 
     def _may_jump(self, step: Step) -> bool:

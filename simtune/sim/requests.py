@@ -109,7 +109,10 @@ class RequestStream:
         if self.arrival_s is None:
             raise UsageError("a closed loop has no request rate to change; change arrivals.users instead")
         if self.offered_rate_rps is None:
-            raise UsageError("requests that all come at once have no rate to change; ask for more: --requests, or search.requests of a study")
+            raise UsageError(
+                "requests that all come at once have no rate to change; ask for more: --requests, or "
+                "search.requests of a study"
+            )
         return replace(
             self, arrival_s=_soon_enough(self.arrival_s * (self.offered_rate_rps / rate_rps), f"rate {rate_rps:g}")
         )

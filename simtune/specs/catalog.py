@@ -254,7 +254,9 @@ def _locate(kind: str, reference: str) -> Path:
     if is_path(reference):
         path = Path(reference)
         if not path.exists():
-            raise UsageError(f"{kind} {reference}: no such file; give the path of one, or a name of `simtune list {kind}`")
+            raise UsageError(
+                f"{kind} {reference}: no such file; give the path of one, or a name of `simtune list {kind}`"
+            )
         return path
     for name, path in _named_files(kind):
         if name == reference:
