@@ -217,26 +217,20 @@ class VllmFcfs(BatchScheduler):
     def _schedule_waiting(self, chunks: list[Chunk], token_budget: int) -> int:
         """Admit waiting requests in order, and add their chunks to those of residents; returns how many."""
         waiting, kv, needs, num_running = self.waiting, self.kv, self._needs, self.num_running
-        caches, block_size, extra_slots, hit, hit_blocks, idle = (
-            kv.caches,
-            kv.block_size,
-            needs.extra_slots,
-            NO_HIT,
-            0,
-            0,
-        )
-        num_residents = len(chunks)
+        caches, block_size, extra_slots, num_residents = kv.caches, kv.block_size, needs.extra_slots, len(chunks)
+        hit, hit_blocks = NO_HIT, 0
         while waiting and token_budget > extra_slots and num_running < self.max_num_seqs:
             request = waiting[0]
-            known = request.prompt_tokens + request.emitted
+            known, past = request.prompt_tokens + request.emitted, request.computed
+            room = kv.free - (self.watermark_blocks if num_running else 0)
             if caches:
                 hit = kv.find(request)
                 _, _, hit_blocks, idle = hit
+                past += hit_blocks * block_size
+                room += hit_blocks - idle
             whole = -(-known // block_size)
-            room = kv.free + hit_blocks - idle - (self.watermark_blocks if num_running else 0)
             if whole * self.scheduler_reserve_full_isl > room:
                 break
-            past = request.computed + hit_blocks * block_size
             num_tokens, padding = min(known - past, self._longest_chunk), 0
             if num_tokens == 1 and not num_residents:
                 padding = self._padding_after(past)

@@ -75,13 +75,13 @@ class LateArrivals(list[tuple[int, Request]]):
 
     def move(self, queue: Callable[[Request], None], repetitions: int) -> None:
         """The step is over, run so often: whoever came before the next was dispatched waits like any other."""
-        dispatched = []
         for at, request in self:
             if at < repetitions:
                 queue(request)
-            else:
-                dispatched.append((0, request))
-        self[:] = dispatched
+        if self[-1][0] < repetitions:  # the last to come, as most often nobody else did
+            self.clear()
+        else:
+            self[:] = [(0, request) for at, request in self if at >= repetitions]
 
     def move_all(self, queue: Callable[[Request], None]) -> None:
         """All of them wait like any other."""
