@@ -154,10 +154,12 @@ def load_specs(
 def _tables_beside(plan: Plan, folder: Path) -> Plan:
     """The plan with its logs and tables where they are: their names are relative to its folder."""
     pools = [p if p.costs is None else p.model_copy(update={"costs": str(folder / p.costs)}) for p in plan.pools]
-    link = plan.link
+    link, links = plan.link, plan.links
     if link is not None and link.costs is not None:
         link = link.model_copy(update={"costs": str(folder / link.costs)})
-    return plan.model_copy(update={"pools": tuple(pools), "link": link})
+    if links is not None:
+        links = tuple(x if x.costs is None else x.model_copy(update={"costs": str(folder / x.costs)}) for x in links)
+    return plan.model_copy(update={"pools": tuple(pools), "link": link, "links": links})
 
 
 def _load_profiles(hardware: str | Hardware | None, plan: Plan | None, settings: Sequence[str]) -> list[Hardware]:

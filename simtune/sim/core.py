@@ -149,11 +149,15 @@ class Stepping:
     shared = False
     """Whether a core's steps depend on those of others."""
     stepwise = False
-    """Whether cores that share their GPUs are to take one step after the other."""
+    _agenda: Agenda
 
     def join(self, core: EngineCore) -> int:
         """Add a core to the instance; its number there."""
         return 0
+
+    def wire(self, agenda: Agenda, *, stepwise: bool) -> None:
+        """Bring it into a world; `stepwise` where cores that share their GPUs are to take one step after the other."""
+        self._agenda, self.stepwise = agenda, stepwise
 
     def may_jump(self, core: EngineCore) -> bool:
         """Whether a step that `core` begins now may be repeated in one event."""
@@ -163,6 +167,14 @@ class Stepping:
         """Let a core that runs nothing begin its next step, if it has one."""
         if core.plan(now):
             core.launch(now + core.time.total)
+
+    def end(self, now: int, core: EngineCore, deliver: Deliver) -> None:
+        """The step of a core ends, and its next one begins, unless something else happens at this instant first."""
+        core.conclude(now, deliver)
+        if self._agenda.has_more_at(now):
+            core.wake(now)
+        else:
+            self.start(now, core)
 
     def wakes(self, now: int, core: EngineCore) -> None:
         """An idle core is about to schedule."""
@@ -234,8 +246,7 @@ class EngineCore:
         asking the agenda, unless the core shares its GPUs; not for cores that take requests over.
         """
         self._agenda, self._recorder = agenda, recorder
-        if self.stepping.shared:
-            self.stepping.stepwise = single_steps or recorder.jumps is not None
+        self.stepping.wire(agenda, stepwise=single_steps or recorder.jumps is not None)
         self._single_steps, self.runs_ahead = single_steps, runs_ahead and not self.stepping.shared
 
     @property
@@ -303,7 +314,8 @@ class EngineCore:
 
     def plan(self, now: int) -> bool:
         """Schedule the next step and find its time; False when nothing can run. `launch` must follow."""
-        if self.inbox:
+        inbox = self.inbox
+        if inbox.waiting or inbox.arrived or inbox.dropped or inbox.aborted:
             if self.inbox.settle(self.scheduler):
                 self.count_waiting()
             self.inbox.make_room(now, self.scheduler, self._agenda, self._recorder)
@@ -332,16 +344,16 @@ class EngineCore:
             self._agenda.replace((self.started + self.time.total, STEP_END, self.number, self.version))
 
     def end(self, now: int, deliver: Deliver) -> None:
-        """The running step ends, and the next one begins, unless something else happens at this instant first."""
+        """The running step ends, and the next one begins."""
+        self.stepping.end(now, self, deliver)
+
+    def conclude(self, now: int, deliver: Deliver) -> None:
+        """The repetitions of the running step are over: say what came out."""
         self._account(now)
         progress = self.scheduler.complete(self.time.repetitions)
         self.step, self._ended = None, now
         if progress.first_token or progress.finished:
             deliver(now, self, progress)
-        if self._agenda.has_more_at(now):
-            self.wake(now)
-        else:
-            self.stepping.start(now, self)
 
     def run_ahead(self, now: int, deliver: Deliver) -> None:
         """What `end` comes to, over and over, as long as nothing else comes before the next step ends.
@@ -442,7 +454,8 @@ class EngineCore:
                 time.first = mixed(decodes, step.context_tokens, chunks, decodes + completing)
             time.slope, time.repetitions, time.ends = 0, 1, None
         else:
-            self._timer.decode(step, step.repeat if self._may_jump(step) else 1, time)
+            most = step.repeat
+            self._timer.decode(step, most if most == 1 or self._may_jump(step) else 1, time)
         if step.part != (0, 1):
             time.first = self._timer.of_part(step, time.first)
         if self.swap and (moved := step.swapped_out_blocks + step.swapped_in_blocks):

@@ -16,7 +16,7 @@ from simtune.sim.drafting import Drafting, check_drafting
 from simtune.sim.parts import POLICY
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model, MoeFeedForward
-from simtune.specs.plan import Pool
+from simtune.specs.plan import Batching, Pool
 
 
 def check(pool: Pool, model: Model, hardware: Hardware, drafting: Drafting | None = None) -> Memory:
@@ -60,6 +60,11 @@ def _refusals(pool: Pool) -> Iterator[str]:
     for feature, (key, setting) in asked.items():
         if setting and feature not in policy.offers:
             yield f"policy {name} has no {key}; leave it out, or choose {_offering(feature)}"
+    if batching.prediction_sigma != Batching.model_fields["prediction_sigma"].default and (
+        "predicted_tokens" not in policy.reads
+    ):
+        readers = " or ".join(name for name, other in POLICIES.items() if "predicted_tokens" in other.reads)
+        yield f"policy {name} predicts no output lengths; leave prediction_sigma out, or choose {readers}"
     if kv_cache.prefix_caching and kv_cache.preemption == "swap":
         yield "prefix_caching and preemption by swap do not go together; choose one"
     if pool.role == "decode" and not policy.takes_over:

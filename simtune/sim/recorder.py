@@ -36,7 +36,8 @@ class Recorder:
     def note_listed(self, ends: Sequence[int], decodes: int) -> None:
         """Write down the intervals of a jump whose steps end after so many ticks each."""
         self._listed_ends.extend(ends)
-        self._listed_jumps.extend((len(ends), decodes))
+        self._listed_jumps.append(len(ends))
+        self._listed_jumps.append(decodes)
 
     def pack(self) -> None:
         """Put the latest intervals where they take less memory; to be called when there are MOST_ROWS."""

@@ -6,10 +6,12 @@ pipeline fly beside one another instead.
 
 from __future__ import annotations
 
-from heapq import heapify, heappop, heappush, heapreplace
+from collections.abc import Sequence
+from heapq import heappop, heappush, heapreplace
 
 from simtune.costs.protocol import GroupCosts
-from simtune.sim.core import EngineCore, Stepping
+from simtune.sim.agenda import STEP_END
+from simtune.sim.core import Deliver, EngineCore, Stepping
 
 
 class SharedStepping(Stepping):
@@ -28,19 +30,25 @@ class SharedStepping(Stepping):
 
 
 class Flight:
-    """Repetitions of a core's step that go through the stages between those of other cores."""
+    """A core's step and its repetitions, as they go through the stages between those of other cores."""
 
-    __slots__ = ("alone", "core", "ends", "started", "time")
+    __slots__ = ("alone", "core", "ends", "last", "started", "time")
 
     def __init__(self, core: EngineCore) -> None:
-        self.core = core
-        self.started = core.started
-        time = core.time
-        self.time = time
-        self.alone = time.ends
+        self.core, self.time = core, core.time
+        self.alone: Sequence[int] | None = None
         """The ends of the repetitions if the core were alone, where they follow no rule."""
+        self.started = 0
+        self.last = True
+        """Whether nothing is left to launch: the last repetition is under way, or all of them as a jump."""
         self.ends: list[int] = []
         """Of those that were launched, the last perhaps under way: ticks after the first began."""
+
+    def begin(self, now: int, end: int) -> list[int]:
+        """The core's first repetition is launched, and ends at a tick; returns the list of those ends."""
+        self.started, self.alone, self.last = now, self.time.ends, False
+        self.ends = [end - now]
+        return self.ends
 
     def ticks_of(self, repetition: int) -> int:
         """What a repetition takes, numbered from 0, without waiting."""
@@ -50,27 +58,28 @@ class Flight:
         return alone[repetition] - (alone[repetition - 1] if repetition else 0)
 
 
-Launch = tuple[int, int, list[int], Flight]
-"""A step sent through the stages: when, the number of its core, when each stage was free before, and the flight."""
-
-
 class Pipeline(SharedStepping):
     """Virtual engines that share the stages of an instance: a stage works for one of them at a time.
 
     A step of D ticks takes D / stages in each (the first ones a tick longer where that leaves a rest); it enters a
     stage when it has left the one before and the stage is free.
 
-    A core that is alone jumps. Cores that decode beside one another fly: the steps of all of them are launched in
-    order of time, without their schedulers, up to the end of the first that has no repetition left; only that is an
-    event. What changes a core before cuts its flight, and launches from then on are taken back and made anew.
+    A core that is alone jumps. Cores that decode beside one another fly: while nothing else happens, their steps are
+    launched in order of time, without agenda and schedulers. So nothing is ever launched after an event that could
+    change it; what an event changes is how many repetitions are left.
     """
 
     def __init__(self, stages: int) -> None:
         super().__init__()
         self._free = [0] * stages  # the tick from which on each stage is free
-        self._next: list[tuple[int, int, Flight]] = []  # a heap of (end of the step under way, number of the core)
-        self._launches: list[Launch] = []  # those that could still be taken back
-        self._posted: EngineCore | None = None  # whose end is announced
+        self._flights: list[Flight] = []  # by core
+        self._next: list[tuple[int, int, Flight]] = []  # a heap of (end of the step or jump under way, number of core)
+        self._announced: EngineCore | None = None  # whose end the agenda knows: the first of these
+
+    def join(self, core: EngineCore) -> int:
+        """Add a core to the instance; its number there."""
+        self._flights.append(Flight(core))
+        return super().join(core)
 
     def may_jump(self, core: EngineCore) -> bool:
         """Whether no other core needs the stages, or cores may fly."""
@@ -81,35 +90,50 @@ class Pipeline(SharedStepping):
 
     def start(self, now: int, core: EngineCore) -> None:
         """Send the core's next step through the stages, or let it jump or fly."""
-        self._forget_ended(now)
-        self._take_back(now, core.number)
-        time = core.time
-        time.ends = None  # those of an earlier flight
-        if core.plan(now):
-            if time.repetitions > 1 and self._alone(core):
-                self._pass_through(now, time.first)
-                self._jumping = core
-                core.launch(now + time.total)
-                return
-            if self._jumping is core:
-                self._jumping = None
-            flight = Flight(core)
-            self._launches.append((now, core.number, self._free, flight))
-            end = self._pass_through(now, flight.ticks_of(0))
-            flight.ends.append(end - now)
-            heappush(self._next, (end, core.number, flight))
-            if time.repetitions == 1:
-                time.take(flight.ends[0])  # what it waited for the others included
-            else:
-                time.ends = flight.ends
-        self._fly()
+        end = self._send(now, core)
+        if end is None:
+            return
+        if self.stepwise:
+            core.launch(end)
+        else:
+            heappush(self._next, (end, core.number, self._flights[core.virtual_engine]))
+            self._announce()
+
+    def end(self, now: int, core: EngineCore, deliver: Deliver) -> None:
+        """The core's step ends, and so on for all cores, as long as nothing else happens before."""
+        if self.stepwise:
+            super().end(now, core, deliver)
+            return
+        agenda, upcoming = self._agenda, self._next
+        heap = agenda.heap
+        agenda.hold(None)  # from here on the heap alone says what comes first
+        self._announced = None
+        agenda.handled -= 1
+        while upcoming:
+            if not upcoming[0][2].last:
+                self._fly(heap[0][0])
+            now, number, flight = upcoming[0]
+            core = flight.core
+            event = now, STEP_END, number, core.version
+            if heap[0] < event:  # or the run was stopped
+                agenda.held, self._announced = event, core
+                break
+            agenda.handled += 1
+            heappop(upcoming)
+            if not flight.last:  # and something else happens at this instant
+                core.time.repetitions, flight.last = len(flight.ends), True
+            core.conclude(now, deliver)
+            if heap[0][0] == now or (upcoming and upcoming[0][0] == now):
+                core.wake(now)
+            elif (end := self._send(now, core)) is not None:
+                heappush(upcoming, (end, number, flight))
 
     def wakes(self, now: int, core: EngineCore) -> None:
         """Another core needs the pipeline too: from its next step on the one that jumps is not alone."""
         jumping = self._jumping
         if jumping is None or jumping is core or jumping.step is None:
             return
-        jumping.shorten(jumping.time.reaching(now - jumping.started)[0])
+        self._shorten(jumping, jumping.time.reaching(now - jumping.started)[0])
         self._jumping = None
         before = jumping.time.elapsed(jumping.time.repetitions - 1)
         self._free = [0] * len(self._free)
@@ -118,46 +142,51 @@ class Pipeline(SharedStepping):
     def cut(self, now: int, core: EngineCore, repetitions: int) -> None:
         """Let a jump or a flight end after so many repetitions, the last under way; the others go on from there."""
         time = core.time
-        if core is self._jumping or time.ends is None:
-            core.shorten(repetitions)
-            return
-        if repetitions < time.repetitions:
+        if core is self._jumping:
+            self._shorten(core, repetitions)
+        elif repetitions < time.repetitions:
             time.repetitions = repetitions
-            self._forget_ended(now)
-            self._take_back(core.started + time.ends[repetitions - 1], core.number)
-            self._fly()
+            self._flights[core.virtual_engine].last = True
 
     def reset(self) -> None:
         """Nothing is in the stages any more."""
         self._free = [0] * len(self._free)
         self._next.clear()
-        self._launches.clear()
-        self._jumping = self._posted = None
+        for flight in self._flights:
+            flight.last = True
+        self._jumping = self._announced = None
 
-    def _forget_ended(self, now: int) -> None:
-        """The flight that was announced may be over, and earlier launches cannot be taken back any more."""
-        while self._next and self._next[0][2].core.step is None:
-            heappop(self._next)
-            self._posted = None
-        if self._launches and self._launches[-1][0] < now:
-            self._launches.clear()
+    def _send(self, now: int, core: EngineCore) -> int | None:
+        """Send the next step of a core that runs nothing through the stages; when it ends, None where there is none."""
+        time = core.time
+        time.ends = None  # those of an earlier flight
+        if not core.plan(now):
+            return None
+        end = self._pass_through(now, time.first)
+        if time.repetitions > 1 and not self._next and self._alone(core):
+            self._jumping = core
+            return now + time.total
+        if self._jumping is core:
+            self._jumping = None
+        if time.repetitions == 1:
+            time.first, time.slope, time.ends = end - now, 0, None  # what it waited for the others included
+        else:
+            time.ends = self._flights[core.virtual_engine].begin(now, end)
+        return end
 
-    def _fly(self) -> None:
-        """Launch repetitions in order of time up to the first core that has none left, and announce its end.
+    def _fly(self, horizon: int) -> None:
+        """Launch repetitions in order of time that begin before the horizon, and before any core has none left.
 
         `_pass_through` is inlined for speed.
         """
-        upcoming, launches = self._next, self._launches
-        if not upcoming:
-            return
-        free, stages = self._free, len(self._free)
-        while True:
-            now, number, flight = upcoming[0]
+        upcoming, free, stages = self._next, self._free, len(self._free)
+        for end, _, flight in upcoming:
+            if flight.last and end < horizon:
+                horizon = end
+        now, number, flight = upcoming[0]
+        while now < horizon:
             ends, time = flight.ends, flight.time
             done = len(ends)
-            if done >= time.repetitions:
-                break
-            launches.append((now, number, free, flight))
             ticks = time.first + done * time.slope if flight.alone is None else flight.ticks_of(done)
             share, rest = divmod(ticks, stages)
             end, left = now, []
@@ -172,30 +201,35 @@ class Pipeline(SharedStepping):
             free = left
             ends.append(end - flight.started)
             heapreplace(upcoming, (end, number, flight))
+            if done + 1 == time.repetitions:
+                flight.last = True
+                if end < horizon:
+                    horizon = end
+            now, number, flight = upcoming[0]
         self._free = free
-        if self._posted is not None:
-            self._posted.version += 1
-        self._posted = flight.core
-        flight.core.launch(now, held=False)  # perhaps while another core runs ahead, which looks at no held event
 
-    def _take_back(self, tick: int, number: int) -> None:
-        """Undo launches from a tick on, at that tick those of cores from a number on; never the first of a flight."""
-        launches = self._launches
-        if not launches or launches[-1][:2] < (tick, number):
-            return
-        while launches and launches[-1][:2] >= (tick, number) and len(launches[-1][3].ends) > 1:
-            _, _, self._free, flight = launches.pop()
-            flight.ends.pop()
-        self._next = [(f.started + f.ends[-1], n, f) for _, n, f in self._next]
-        heapify(self._next)
+    def _announce(self) -> None:
+        """Let the agenda know of the first end, and of no other."""
+        end, _, flight = self._next[0]
+        if self._announced is not flight.core:
+            if self._announced is not None:
+                self._announced.version += 1
+            self._announced = flight.core
+            flight.core.launch(end)
+
+    def _shorten(self, core: EngineCore, repetitions: int) -> None:
+        """Let the jump of the only core that runs end after so many repetitions."""
+        core.shorten(repetitions)
+        if self._next:
+            self._next[0] = core.started + core.time.total, core.number, self._flights[core.virtual_engine]
 
     def _pass_through(self, now: int, ticks: int) -> int:
         """Send a step of `ticks` through; the tick at which it leaves the last stage."""
         share, rest = divmod(ticks, len(self._free))
         left = []
-        for free in self._free:
-            if free > now:
-                now = free
+        for until in self._free:
+            if until > now:
+                now = until
             now += share
             if rest:
                 now += 1

@@ -115,7 +115,7 @@ class PlainTimer(StepTimer):
     def decode(self, step: Step, most: int, time: JumpTime) -> None:
         """The repetitions for which the costs promise a straight line."""
         time.first, time.slope, span = self._costs.decode(step.num_decodes, step.context_tokens)
-        time.repetitions = min(most, span)
+        time.repetitions = most if most < span else span
 
 
 class ImbalanceTimer(PlainTimer):

@@ -176,13 +176,13 @@ def transfer_terms(sent: Sequence[Model], pool: DeployedPool, link: KvLink) -> T
 
     Raises Infeasible when the hardware has no link of that name, and SpecError for a log that is none.
     """
+    pieces = 1 if link.packed else 2 * sum(model.num_layers for model in sent)
     if link.costs is not None:
         fit = read_transfer_fit(Path(link.costs))
         setup_s = fit.setup_s if link.setup_s is None else link.setup_s
-        return Transfer(link.bytes_per_s or fit.bytes_per_s, setup_s, link.descriptor_s or 0.0)
+        return Transfer(link.bytes_per_s or fit.bytes_per_s, setup_s, pieces * (link.descriptor_s or 0.0))
     kv_dtype = pool.spec.kv_cache.dtype or sent[0].kv_dtype or sent[0].dtype
     base = Profile(pool.hardware).predictor("kv_transfer", kv_dtype, variant=link.path).operator.base
-    pieces = 1 if link.packed else 2 * sum(model.num_layers for model in sent)
     return Transfer(
         bytes_per_s=link.bytes_per_s or base.bytes_per_s * pool.spec.parallelism.devices,
         setup_s=base.overhead_s if link.setup_s is None else link.setup_s,

@@ -109,12 +109,18 @@ class Parallelism(Part):
         for key in ("expert_replicas", "expert_locality"):
             if self.afd is not None and getattr(self, key) is not None:
                 raise ErrorAt("devices of afd have equal shares of the experts, placed as they come; leave it out", key)
+        if self.expert_locality is not None and not (self.expert_parallel and self.attention_dp > 1):
+            raise ErrorAt(
+                "only groups with data-parallel attention send tokens to whole experts on other ranks; set "
+                "expert_parallel and an attention_dp above 1, or leave it out",
+                "expert_locality",
+            )
         return self
 
     @model_validator(mode="after")
     def _has_a_ring(self) -> Self:
-        if self.cp_ring is not None and self.cp is None:
-            raise ErrorAt("nothing goes round unless ranks share sequences; set cp, or leave it out", "cp_ring")
+        if self.cp_ring is not None and self.context_ranks == 1:
+            raise ErrorAt("nothing goes round unless ranks share sequences; set cp above 1, or leave it out", "cp_ring")
         return self
 
     @property
@@ -253,6 +259,12 @@ class Offload(Part):
             raise ErrorAt("keys and values stand in the host's memory: say how much it has for them", "memory_gib")
         if self.computed and not self.weights:
             raise ErrorAt("no weights stand in the host's memory: give weights a share, or leave it out", "computed")
+        if self.bytes_per_s is not None and not (self.computed or self.kv_cache):
+            raise ErrorAt(
+                "the processor reads nothing: give computed or kv_cache a share, or leave it out", "bytes_per_s"
+            )
+        if self.memory_gib is not None and not self.kv_cache:
+            raise ErrorAt("it is for keys and values: give kv_cache a share, or leave it out", "memory_gib")
         return self
 
 
@@ -340,6 +352,17 @@ class Pool(Part):
             for key in ("overlap", "offload"):
                 if getattr(self, key) is not None:
                     raise ErrorAt("afd overlaps its own parts, and both its sides stand on GPUs; leave it out", key)
+        return self
+
+    @model_validator(mode="after")
+    def _exchanges_what_is_spared(self) -> Self:
+        if self.parallelism.expert_locality is not None and self.expert_exchange == "all_gather":
+            raise ErrorAt(
+                "all ranks gather all tokens, wherever their experts are; set expert_exchange to deepep, or "
+                "leave it out",
+                "parallelism",
+                "expert_locality",
+            )
         return self
 
     @model_validator(mode="after")
@@ -522,6 +545,17 @@ class KvLink(Part):
     )
     shared: bool = Field(False, description="true: all prefill instances share one link; false: each has its own")
 
+    @model_validator(mode="after")
+    def _measured_or_rated(self) -> Self:
+        if self.costs is not None:
+            if self.path != KvLink.model_fields["path"].default:
+                raise ErrorAt("measured transfers stand in place of the link's rates; leave out costs or this", "path")
+            if self.packed and self.descriptor_s is None:
+                raise ErrorAt(
+                    "a measured transfer has its pieces in it; give descriptor_s, or leave this out", "packed"
+                )
+        return self
+
 
 class PairLink(KvLink):
     """The way from one prefill pool to one decode pool, in place of the one between all."""
@@ -619,6 +653,13 @@ class Plan(Spec):
             raise ValueError(
                 "prefill and decode pools need a link between them; write `link: {}` for the hardware's inter_node link"
             )
+        for key in ("link", "links", "decode_router"):
+            if roles == {"mixed"} and getattr(self, key) is not None:
+                raise ErrorAt(
+                    "all pools are mixed, so no request goes on from one to another; leave it out, or give pools the "
+                    "roles prefill and decode",
+                    key,
+                )
         return self
 
     @model_validator(mode="after")
@@ -632,10 +673,13 @@ class Plan(Spec):
             if (link.source, link.to) in pairs:
                 raise ErrorAt(f"there are two links from {link.source} to {link.to}; leave one out", "links", i)
             pairs.add((link.source, link.to))
-        if self.links is not None and self.link is None:
-            for source, to in product(*([p.name for p in self.pools if p.role == r] for r in ("prefill", "decode"))):
-                if (source, to) not in pairs:
-                    raise ErrorAt(f"nothing leads from {source} to {to}; add a link, or one for all (`link`)", "links")
+        named = ([p.name for p in self.pools if p.role == role] for role in ("prefill", "decode"))
+        without = [pair for pair in product(*named) if pair not in pairs]
+        if self.links is not None and self.link is None and without:
+            source, to = without[0]
+            raise ErrorAt(f"nothing leads from {source} to {to}; add a link, or one for all (`link`)", "links")
+        if self.link is not None and pairs and not without:
+            raise ErrorAt("every pair of pools has a link of its own, so nothing takes this one; leave it out", "link")
         return self
 
     def way(self, source: str, to: str) -> KvLink:
@@ -649,11 +693,20 @@ class Plan(Spec):
         for key, router in (("router", self.router), ("decode_router", self.decode_router)):
             if isinstance(router, RoundRobinRouting):
                 for name in router.weights:
-                    self._named(name, "the router gives a weight to", key, "weights", name)
+                    self._chosen(name, "the router gives a weight to", key, "weights", name)
             elif isinstance(router, ByLengthRouting):
                 for name in router.longest:
-                    self._named(name, "the router gives prompts up to a length to", key, "longest", name)
+                    self._chosen(name, "the router gives prompts up to a length to", key, "longest", name)
         return self
+
+    def _chosen(self, name: str, who: str, key: str, *at: str) -> None:
+        """Raises ErrorAt where a router (`key`) names a pool that is not there, or not among those it chooses from."""
+        self._named(name, who, key, *at)
+        role = self.pool(name).role
+        if (role == "decode") != (key == "decode_router") and role != "mixed":
+            own = "new requests" if key == "router" else "those whose prompt is done"
+            other = "decode_router" if key == "router" else "router"
+            raise ErrorAt(f"{who} pool {name}, and {key} sends {own}: name it in {other}, or leave it out", key, *at)
 
     @model_validator(mode="after")
     def _instances_of_events(self) -> Self:

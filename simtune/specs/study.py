@@ -338,4 +338,11 @@ class Study(Spec):
                 "search",
                 "layouts",
             )
+        for key in ("link", "decode_router"):
+            if getattr(self, key) is not None and "prefill-decode" not in self.search.layouts:
+                raise ErrorAt(
+                    "all plans have mixed pools alone, so no request goes on from one to another; write layouts: "
+                    "[prefill-decode] (or both) under search, or leave it out",
+                    key,
+                )
         return self

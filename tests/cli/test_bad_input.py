@@ -52,6 +52,13 @@ HEADER = "arrival_s,prompt_tokens,output_tokens\n"
             "study.yaml:10:11: search.tp.1: must be a valid integer, not the number 2.5",
             id="half a GPU",
         ),
+        pytest.param(
+            "search:",
+            "link: {}\nsearch:",
+            "study.yaml:9:1: link: all plans have mixed pools alone, so no request goes on from one to another; write "
+            "layouts: [prefill-decode] (or both) under search, or leave it out",
+            id="a link that no plan has",
+        ),
         pytest.param("name: tiny\n", "", "study.yaml:1:1: name: is required and missing", id="missing key"),
         pytest.param("simtune/study@1", "simtune/plan@1",
                      "study.yaml:1:1: schema: must be simtune/study@1, found 'simtune/plan@1'", id="another kind"),
@@ -528,6 +535,49 @@ APART = MINE.replace("{name: a,", "{name: a, role: prefill,").replace("{name: b,
             "plan.yaml:1:1: a prefill pool needs a decode pool beside it; add one, or make the role mixed",
             id="nobody decodes",
         ),
+        pytest.param(
+            MINE + "link: {}\n",
+            "plan.yaml:9:1: link: all pools are mixed, so no request goes on from one to another; leave it out, "
+            "or give "
+            "pools the roles prefill and decode",
+            id="a link between mixed pools",
+        ),
+        pytest.param(
+            MINE + "decode_router: {kind: least_tokens}\n",
+            "plan.yaml:9:1: decode_router: all pools are mixed, so no request goes on from one to another; "
+            "leave it out, "
+            "or give pools the roles prefill and decode",
+            id="a router between mixed pools",
+        ),
+        pytest.param(
+            APART + "link: {}\nlinks: [{from: a, to: b}]\n",
+            "plan.yaml:9:1: link: every pair of pools has a link of its own, so nothing takes this one; leave it out",
+            id="a link that nothing takes",
+        ),
+        pytest.param(
+            APART + "link: {}\nrouter: {kind: round_robin, weights: {b: 2}}\n",
+            "plan.yaml:10:39: router.weights.b: the router gives a weight to pool b, and router sends new "
+            "requests: name "
+            "it in decode_router, or leave it out",
+            id="a weight for a pool that takes nothing new",
+        ),
+        pytest.param(
+            APART + "link: {}\ndecode_router: {kind: by_length, longest: {a: 2000}}\n",
+            "plan.yaml:10:44: decode_router.longest.a: the router gives prompts up to a length to pool a, and "
+            "decode_router sends those whose prompt is done: name it in router, or leave it out",
+            id="a length for a pool that decodes nothing",
+        ),
+        pytest.param(
+            APART + "link: {costs: transfers.jsonl, path: intra_node}\n",
+            "plan.yaml:9:32: link.path: measured transfers stand in place of the link's rates; leave out costs or this",
+            id="a link both measured and rated",
+        ),
+        pytest.param(
+            APART + "link: {costs: transfers.jsonl, packed: true}\n",
+            "plan.yaml:9:32: link.packed: a measured transfer has its pieces in it; give descriptor_s, or leave "
+            "this out",
+            id="pieces of measured transfers",
+        ),
     ],
 )
 def test_a_plan_that_names_what_is_not_there(desk: Any, text: str, message: str) -> None:
@@ -539,6 +589,16 @@ def test_a_plan_that_names_what_is_not_there(desk: Any, text: str, message: str)
     ("settings", "message"),
     [
         (("batching.safety_margin=0.1",), "policy vllm-fcfs has no safety_margin; leave it out, or choose transf"),
+        (
+            ("batching.prediction_sigma=0.2",),
+            "policy vllm-fcfs predicts no output lengths; leave prediction_sigma out, or choose "
+            "shortest-predicted-first",
+        ),
+        (("parallelism.expert_locality=0.5",), "set expert_parallel and an attention_dp above 1, or leave it out"),
+        (
+            ("expert_exchange=all_gather", "parallelism={attention_dp: 2, expert_parallel: true, expert_locality: 1}"),
+            "all ranks gather all tokens, wherever their experts are; set expert_exchange to deepep, or leave it out",
+        ),
         (("batching.policy=static", "max_model_len=4096"), "policy static never cuts prompts"),
         (("batching.policy=orca", "max_model_len=4096"), "policy orca never cuts prompts"),
         (

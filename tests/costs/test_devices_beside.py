@@ -100,7 +100,7 @@ class TestContextParallelism:
         assert formula - 1e-9 <= env.now <= formula + compute + 1e-9
 
     def test_without_ranks_that_share_there_is_no_ring(self) -> None:
-        with pytest.raises(ValueError, match="set cp, or leave it out"):
+        with pytest.raises(ValueError, match="set cp above 1, or leave it out"):
             pool(parallelism={"cp_ring": "both_ways"})
 
     def test_each_rank_has_its_part_of_the_cache(self) -> None:
@@ -189,6 +189,8 @@ class TestOffload:
             ({"kv_cache": 0.5, "memory_gib": 1}, "how fast it reads"),
             ({"kv_cache": 0.5, "bytes_per_s": 1e10}, "how much it has"),
             ({"computed": 0.5, "bytes_per_s": 1e10}, "no weights stand"),
+            ({"weights": 0.5, "bytes_per_s": 1e10}, "the processor reads nothing: give computed or kv_cache a share"),
+            ({"weights": 0.5, "memory_gib": 64}, "it is for keys and values: give kv_cache a share, or leave it out"),
         ],
     )
     def test_what_the_host_must_have_is_asked_for(self, offload: dict[str, Any], message: str) -> None:

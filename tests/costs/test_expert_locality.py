@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -42,5 +44,7 @@ def test_only_the_exchange_becomes_less_and_at_the_ends_all_or_nothing_of_it(
             assert some[kind] == all_[kind] == pytest.approx(seconds)
 
 
-def test_without_an_exchange_nothing_is_spared() -> None:
-    assert breakdown("h100-sxm", 1, 64, 0.5) == breakdown("h100-sxm", 1, 64, None)
+@pytest.mark.parametrize("given", [{"attention_dp": 1, "expert_parallel": True}, {"attention_dp": 2}])
+def test_without_an_exchange_there_is_nothing_to_spare(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="set expert_parallel and an attention_dp above 1, or leave it out"):
+        Parallelism(**given, expert_locality=0.5)

@@ -10,6 +10,7 @@ from simtune.arrays import Array
 from simtune.costs.transfers import MeasuredTransfer, fit_transfers, read_transfers, write_transfers
 from simtune.errors import SpecError
 from simtune.sim.wiring import transfer_terms
+from simtune.specs.catalog import load_model
 from simtune.specs.plan import KvLink
 
 SIZES = [131072 * blocks for blocks in (1, 2, 4, 8, 16)]
@@ -82,8 +83,9 @@ link: {costs: transfers.jsonl}
 """
 
 
-def test_a_plan_takes_them_from_the_file_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "plan.yaml").write_text(PLAN)
+@pytest.mark.parametrize("link", ["link: {", "links:\n- {from: prefill, to: decode, "])
+def test_a_plan_takes_them_from_the_file_beside_it(link: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "plan.yaml").write_text(PLAN.replace("link: {", link))
     (tmp_path / "transfers.jsonl").write_text(write_transfers(MeasuredTransfer(size, 0.25) for size in SIZES))
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -105,3 +107,12 @@ def test_what_the_plan_says_itself_goes_before(tmp_path: Path) -> None:
     assert terms.setup_s == 1.0
     assert terms.bytes_per_s == pytest.approx(5e8, rel=0.05)
     assert terms.block_s == 0.0
+
+
+def test_pieces_that_the_plan_counts_come_on_top(tmp_path: Path) -> None:
+    path = tmp_path / "transfers.jsonl"
+    path.write_text(write_transfers(taken(4e-3, 5e8)))
+    model = load_model("llama-3.1-8b")
+    for packed, pieces in ((True, 1), (False, 2 * model.num_layers)):
+        link = KvLink(costs=str(path), descriptor_s=1e-6, packed=packed)
+        assert transfer_terms([model], None, link).block_s == pytest.approx(pieces * 1e-6)  # type: ignore[arg-type]

@@ -60,7 +60,6 @@ def random_question(seed: int, most_devices: int) -> Question:
             ttft_s={statistic: float(draw.uniform(0.1, 1.5))}, tpot_s={statistic: float(draw.uniform(0.015, 0.06))}
         ),
         objective=one_of("goodput", "goodput_per_gpu", "goodput_per_dollar", "gpus", "e2el", "usd_per_million_tokens"),
-        link=KvLink(path="intra_node"),
         search=Search(
             layouts=one_of(("mixed",), ("prefill-decode",), ("mixed", "prefill-decode")),
             tp=(1, 2),
@@ -70,6 +69,8 @@ def random_question(seed: int, most_devices: int) -> Question:
         ),
         seed=seed,
     )
+    if "prefill-decode" in study.search.layouts:
+        study = study.model_copy(update={"link": KvLink(path="intra_node")})
     return Question(study, MODEL, tuple(map(hardware, kinds)), workload, None)
 
 
