@@ -20,7 +20,7 @@ from pydantic import Field
 from simtune import __version__
 from simtune.specs.base import Record, Seq, Spec
 from simtune.specs.hardware import Hardware
-from simtune.specs.plan import Role
+from simtune.specs.plan import Plan, Role
 from simtune.tuner.classes import PlanClass, PlanClasses
 from simtune.tuner.climb import Simulation, SimulationFinding
 from simtune.tuner.entry import Admission, Entrant
@@ -215,10 +215,10 @@ def _remaining(plans: Iterable[PlanFate], value: float, objective: Objective) ->
 
 
 class Audit:
-    """A certificate held against its inputs, computed anew."""
+    """A certificate held against its inputs, computed anew; and the `plan` that was handed out with it, if given."""
 
-    def __init__(self, certificate: Certificate, question: Question) -> None:
-        self.certificate, self.question = certificate, question
+    def __init__(self, certificate: Certificate, question: Question, plan: Plan | None = None) -> None:
+        self.certificate, self.question, self._handed_out = certificate, question, plan
         self.problems: list[str] = []
         """What does not hold."""
         self.bounds = self.simulations = self.allocations = 0
@@ -382,6 +382,8 @@ class Audit:
     def _confirm(self, entrant: Entrant) -> None:
         """Simulate the chosen plan on all its cores."""
         incumbent, question = self.certificate.incumbent, self.question
+        if self._handed_out not in (None, entrant.deployment.plan):
+            self.problems.append(f"the plan that was handed out is not {incumbent.plan}, which was chosen")
         if not self._of_its_load(incumbent.rate_rps):
             self.problems.append(f"{incumbent.plan} was chosen under another load than {question.objective.name} is of")
             return

@@ -3,7 +3,9 @@
 In each world every kind of operator, and the acceptance of drafts, is off by one error that all plans share, on the
 same requests (`simtune.sim.uncertainty`); errors drawn for each plan by itself would make the gap between two plans
 look several times less sure than it is. The value of a plan in a world is what the search looked for: the highest rate
-within the SLO per whatever counts, on one ladder of rates for all plans, or what it is worth at the load asked about.
+within the SLO that the plan could sustain there for ever, per whatever counts, on one ladder of rates for all plans, or
+what it is worth at the load asked about. A short run may end before it is felt that requests pile up; no such rate
+counts, here as in the search.
 
     P(A beats B) = share of worlds in which A is worth more, ties half
 
@@ -39,6 +41,7 @@ from simtune.sim.result import Result
 from simtune.sim.uncertainty import ACCEPTANCE, LEVEL, Blueprint, draws, interval, spreads
 from simtune.specs.base import Count, NonNegative, Record, Seq, Share
 from simtune.specs.workload import Slo
+from simtune.tuner.promise import sustained_rps
 
 WORTH_NAMING = 3
 """Shapes of a kind that are named as worth measuring."""
@@ -142,7 +145,10 @@ class Confidence(Record):
 
     def lines(self) -> list[str]:
         """What to print of it."""
-        said = [f"{self.worlds} redrawn worlds: no rival beats the chosen plan in {self.best:.0%} of them"]
+        if not self.versus:
+            return [f"{self.worlds} redrawn worlds: there is no other plan to compare with"]
+        rivals = "the rival does not beat" if len(self.versus) == 1 else f"none of {len(self.versus)} rivals beats"
+        said = [f"{self.worlds} redrawn worlds: {rivals} the chosen plan in {self.best:.0%} of them"]
         for rival in self.versus:
             low, high = ("unbounded" if g is None else f"{g:+.1%}" for g in rival.gap)
             said.append(f"  beats {rival.candidate} with {rival.probability:.0%}; gap {low} to {high}")
@@ -216,18 +222,22 @@ class _InWorld:
         """What it is worth there."""
         rate, weight, worth, cores = self.judged
         deployment = self.blueprint.deploy(self.factors, self.acceptance_errors)
+        sustained = sustained_rps(deployment, self.stream)
         if rate is not None:
-            return self._highest_rate(deployment, rate, cores) / weight
+            return self._highest_rate(deployment, rate, cores, sustained) / weight
         result = deployment.simulate(self.stream, self.slo, cores=cores, seed=self.seed)
-        if not result.meets_slo:
+        if not result.meets_slo or sustained < (self.stream.offered_rate_rps or 0.0):
             return 0.0
         return 1 / weight if worth == "weight" else 1 / float(np.nanmean(result.e2el_s))
 
-    def _highest_rate(self, deployment: Deployment, near: float, cores: int | None) -> float:
-        """The highest rung (1 + tolerance)^k of the ladder within the SLO, if all below are; 0 where it is nowhere."""
+    def _highest_rate(self, deployment: Deployment, near: float, cores: int | None, sustained: float) -> float:
+        """The highest rung (1 + tolerance)^k of the ladder within the SLO, if all below are, and not above what is
+        sustained; 0 where it is nowhere."""
         step = 1 + self.tolerance
 
         def meets(rung: int) -> bool:
+            if step**rung > sustained:
+                return False
             stream = self.stream.at_rate(step**rung)
             result = deployment.simulate(stream, self.slo, cores=cores, stop_when_lost=True, seed=self.seed)
             return result.meets_slo

@@ -13,7 +13,8 @@ from dataclasses import replace
 import numpy as np
 
 from simtune.costs.bounds import CostBounds
-from simtune.costs.compiled import StepTables
+from simtune.costs.compiled import CompiledCosts, StepTables
+from simtune.costs.drafting import CompiledRounds
 from simtune.sim.deployment import Deployment
 from simtune.sim.pools import DeployedPool
 from simtune.sim.requests import RequestStream
@@ -55,6 +56,19 @@ class PoolCapacity:
         busy_s = max(c0 * iterations + c1 * self._decodes for c0, c1 in self._lines)
         busy_s += self._context_s * context + self._decodes * self._costs.head_cost_s()
         return replicas * pool.num_cores / busy_s if busy_s > 0 else float("inf")
+
+
+def sustained_rps(deployment: Deployment, stream: RequestStream) -> float:
+    """Requests per second beyond which they pile up without end in a deployment whose costs were compiled.
+
+    Pools that share the requests add up; of those that each request passes the slowest holds all back.
+    """
+    rates = []
+    for pool in deployment.pools:
+        assert isinstance(pool.costs, CompiledCosts | CompiledRounds)
+        role = pool.spec.role
+        rates.append(PoolCapacity(pool.costs.tables, stream, role, pool.max_model_len).rps(pool))
+    return sum(rates) if all(pool.spec.role == "mixed" for pool in deployment.pools) else min(rates)
 
 
 def slo_bound(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from simtune.parallel import Jobs
@@ -22,18 +23,47 @@ RIVALS = 4
 
 
 def of_search(tuned: Tuned, *, worlds: int, rivals: int = RIVALS, jobs: Jobs = None) -> Confidence:
-    """The chosen plan against those that came nearest, even where they missed the SLO at the last rate they were tried
-    at. See `simtune.tuner.confidence`."""
+    """The chosen plan against those that could come nearest (`contenders`). See `simtune.tuner.confidence`."""
     study = tuned.question.study
-    trials = [tuned.chosen, *tuned.runners_up(rivals)]
     return confidence(
-        [_contender(tuned, trial) for trial in trials],
+        contenders(tuned, rivals),
         study.slo,
         worlds=worlds,
         seed=study.seed,
         tolerance=study.search.rate_tolerance,
         jobs=jobs,
     )
+
+
+def contenders(tuned: Tuned, rivals: int = RIVALS) -> list[RivalPlan]:
+    """The chosen plan and its nearest rivals, ready to be judged in other worlds.
+
+    A rival need not have been simulated: what bounds rule out as predicted may win where operators are off. Left out
+    are plans that must do what another one does, and classes that were ruled out unseen.
+    """
+    return [_contender(tuned, trial) for trial in (tuned.chosen, *_nearest(tuned)[:rivals])]
+
+
+def _nearest(tuned: Tuned) -> list[Trial]:
+    """Rivals, those that reach most first. At a given load those that were simulated come before, in the order of the
+    search."""
+    question, objective = tuned.question, tuned.question.objective
+    others = [row for row in tuned.rows[1:] if not row.same_as and not row.allocation]
+    bounded = [row for row in others if row.best is not None and math.isfinite(row.best)]
+    if isinstance(objective, RateObjective):
+        return sorted(bounded, key=lambda row: -_reaches(question, row))
+    simulated = [row for row in others if row.summary is not None]
+    if objective.needs_power:  # what idle GPUs draw says little of what busy ones do
+        return simulated
+    unseen = [row for row in bounded if row.summary is None]
+    return simulated + sorted(unseen, key=lambda row: -objective.sign * (row.best or 0.0))
+
+
+def _reaches(question: Question, row: Trial) -> float:
+    """What a plan came to within the SLO, or else at most comes to."""
+    if row.status != "feasible":
+        return row.best or 0.0
+    return question.objective.value(question.facts(row.candidate, question.stream(row.candidate)), row.judged)
 
 
 def of_chosen(tuned: Tuned, *, worlds: int, jobs: Jobs = None) -> Uncertainty:
@@ -48,10 +78,23 @@ def _contender(tuned: Tuned, trial: Trial) -> RivalPlan:
     facts, objective = question.facts(candidate, stream), question.objective
     contender = RivalPlan(candidate.name, deployment, stream, None, cores=SAMPLED_CORES)
     if isinstance(objective, RateObjective):
-        return replace(contender, rate_rps=trial.rate_rps, weight=1 / objective.worth(facts))
+        return replace(contender, rate_rps=_near_rps(question, trial), weight=1 / objective.worth(facts))
     if isinstance(objective, MeanLatency):
         return replace(contender, worth="e2el")
-    return replace(contender, weight=objective.value(facts, trial.judged), worth="weight")
+    weight = trial.best if trial.summary is None else objective.value(facts, trial.judged)
+    assert weight is not None
+    return replace(contender, weight=weight, worth="weight")
+
+
+def _near_rps(question: Question, trial: Trial) -> float | None:
+    """Of the highest rate of a plan: the last that was simulated, or its bound; None where the load is given."""
+    objective = question.objective
+    if not isinstance(objective, RateObjective):
+        return None
+    if trial.rate_rps is not None:
+        return trial.rate_rps
+    assert trial.best is not None
+    return objective.rate_for(question.facts(trial.candidate, question.stream(trial.candidate)), trial.best)
 
 
 def robust(tuned: Tuned, sure: Confidence, level: float) -> Tuned:
@@ -81,9 +124,9 @@ def robust(tuned: Tuned, sure: Confidence, level: float) -> Tuned:
 
 
 def _within_slo(question: Question, trial: Trial, deployment: Deployment) -> tuple[float | None, Result] | None:
-    """The rate at which a plan meets its SLO, from that of its last simulation down, and what it does there. A search
-    stops at the rate where a plan would have to beat the best one, which most of them miss."""
-    rate = trial.rate_rps if question.searches_rate else None
+    """The rate at which a plan meets its SLO, from that of its last simulation or its bound down, and what it does
+    there. A search stops at the rate where a plan would have to beat the best one, which most of them miss."""
+    rate = _near_rps(question, trial)
     lowest = 0.0 if rate is None else rate * LOWEST
     while rate is None or rate > lowest:
         trial.simulations += 1

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from simtune.tuner.front_certificate import FrontAudit
     from simtune.tuner.question import Question
 
+PLAN = "plan.yaml"
 OUTSIDE = 4
 """Exit code where something does not hold."""
 
@@ -26,19 +27,22 @@ OUTSIDE = 4
 @json_option
 def certify(run: Path, study_file: str | None, as_json: bool) -> int:
     """Check the certificate of a RUN of `optimize`: enumerate the space again, and compute every bound, the chosen
-    plan's simulation and every simulation that ruled a plan out. Exits with 4 where anything does not hold.
+    plan's simulation and every simulation that ruled a plan out; the run's plan.yaml has to be the chosen plan. Exits
+    with 4 where anything does not hold.
 
     The study is read where the run's command named it, relative to the present folder, unless --study says where.
     """
     from simtune.runs.files import FRONT
     from simtune.runs.reading import read_certificate, read_front
+    from simtune.specs.catalog import load_plan
     from simtune.tuner.certificate import Audit
     from simtune.tuner.front_certificate import FrontAudit
 
     if (run / FRONT).is_file():
         return _certify_front(FrontAudit(read_front(run / FRONT), _question(run, study_file)), as_json)
     certificate = read_certificate(run / "certificate.json")
-    audit = Audit(certificate, _question(run, study_file))
+    plan = load_plan(str(run / PLAN)) if (run / PLAN).is_file() else None
+    audit = Audit(certificate, _question(run, study_file), plan)
     holds = audit.run()
     if as_json:
         print_json(

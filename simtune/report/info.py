@@ -182,7 +182,7 @@ def _prices(s: Summary) -> list[tuple[str, str, str]]:
 
 def _certainty(s: Summary) -> list[tuple[str, str, str]]:
     sure = []
-    if s.confidence is not None:
+    if s.confidence is not None and s.confidence.versus:
         sure.append(("P(no rival is better)", percent(s.confidence.best), f"of {number(s.confidence.worlds)} worlds"))
     if s.uncertainty is None or not s.slo:
         return sure

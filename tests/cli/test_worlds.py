@@ -13,7 +13,8 @@ def test_how_sure_a_choice_is(desk: Any) -> None:
     desk.study("max_num_batched_tokens: [2048]", "max_num_batched_tokens: [512, 2048]")
     said = desk.optimize("--worlds", 32)
     assert said.code == 0, said
-    assert "32 redrawn worlds: no rival beats the chosen plan in" in said.out
+    assert "32 redrawn worlds: " in said.out
+    assert "the chosen plan in " in said.out
     assert "measure next: " in said.out
     summary = json.loads((desk.folder / "run" / "summary.json").read_text())
     sure = summary["confidence"]

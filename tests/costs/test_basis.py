@@ -7,7 +7,8 @@ import pytest
 
 from simtune.costs.basis import StepBasis, WeightedStep
 from simtune.costs.iteration import StepModel, StepWork
-from simtune.costs.predict import DATA_SHEET_LOG_SD, OUTSIDE, Basis
+from simtune.costs.predict import DATA_SHEET_LOG_SD, OUTSIDE, Basis, Profile
+from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.hardware import Hardware, Interval, Provenance
 from tests.costs.made_up import hardware, model, moe, pool
 
@@ -49,6 +50,19 @@ def test_each_kind_has_the_error_of_its_operators() -> None:
     assert found["sampling"].log_sd == pytest.approx(DATA_SHEET_LOG_SD)
     assert found["sampling"].seconds[Basis.DATA_SHEET] == found["sampling"].seconds.sum() > 0
     assert found["gemm"].seconds[Basis.INTERPOLATED] == found["gemm"].seconds.sum() > 0
+
+
+def test_what_is_noted_is_what_the_profile_says_of_its_chip() -> None:
+    """The kernels of attention, and with them how sure their times are, follow from the architecture."""
+    device, llama = load_hardware("h100-sxm"), load_model("llama-3.1-8b")
+    work = StepWork(64, 64 * 1000, (), 64)
+    (call,) = {
+        call.operator: call
+        for call in StepBasis(llama, device, pool()).calls([WeightedStep(1.0, work)])
+        if call.kind == "decode_attention"
+    }.values()
+    said = Profile(device).predictor("decode_attention", "bf16").log_sd(**call.shape)
+    assert call.log_sd == pytest.approx(float(said), rel=1e-6)
 
 
 def test_longer_steps_weigh_more() -> None:

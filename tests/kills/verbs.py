@@ -148,7 +148,7 @@ class Verb:
 
 
 VERBS: dict[str, Verb] = {
-    "optimize": Verb(_optimize, lambda out: _files(out, ("manifest.json", "report.html"))),
+    "optimize": Verb(_optimize, lambda out: _files(out, ("manifest.json",))),
     "sweep": Verb(_sweep, lambda out: _files(out, ("points.jsonl",))),
     "reproduce": Verb(_reproduce, lambda out: _files(out, ("findings.jsonl",))),
     "profile": Verb(_profile, _profiled),

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from simtune.specs.catalog import load_hardware
+from simtune.specs.plan import Plan
 from simtune.specs.study import StudyLimits
 from simtune.tuner.certificate import Audit, Certificate, certificate_of
 from simtune.tuner.question import Question
@@ -52,6 +53,16 @@ def test_it_holds_and_says_how_near_the_best_plan_is(tuned: Tuned, certificate: 
     assert 0 <= certificate.gap <= tuned.question.study.search.rate_tolerance * 1.01
     assert certificate.bound == pytest.approx(tuned.value * (1 + certificate.gap))
     assert 0 < audit.simulations < sum(row.simulations for row in tuned.rows)
+
+
+def test_the_plan_that_was_handed_out_is_the_chosen_one(tuned: Tuned, certificate: Certificate) -> None:
+    plan = Plan.from_text(tuned.deployment.plan.to_yaml())
+    assert Audit(certificate, tuned.question, plan).run()
+    (pool,) = plan.pools
+    fewer = pool.model_copy(update={"batching": pool.batching.model_copy(update={"max_num_seqs": 7})})
+    audit = Audit(certificate, tuned.question, plan.model_copy(update={"pools": (fewer,)}))
+    assert not audit.run()
+    assert audit.problems == [f"the plan that was handed out is not {certificate.incumbent.plan}, which was chosen"]
 
 
 @pytest.mark.parametrize("objective", ["gpus", "e2el"])

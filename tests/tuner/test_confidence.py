@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from scipy.special import ndtr
 
+import simtune.tuner.confidence
 from simtune.costs.function import StepFunction
 from simtune.errors import UsageError
 from simtune.sim.deployment import deploy
@@ -18,6 +19,7 @@ from simtune.sim.parts import OwnCosts
 from simtune.sim.uncertainty import ACCEPTANCE, draws
 from simtune.specs.workload import Slo
 from simtune.tuner.confidence import Confidence, RivalPlan, confidence, highest, judge
+from simtune.tuner.robust import contenders as contenders_of
 from simtune.tuner.robust import of_search, robust
 from simtune.tuner.search import optimize
 from tests.tuner import truths
@@ -205,6 +207,34 @@ def test_of_a_search() -> None:
     assert "10% quantile of 2 redrawn worlds" in steady.chosen.reason
     assert steady.deployment.plan.name == steady.chosen.candidate.name == steady.deployment.plan.name
     assert steady.result.meets_slo
+
+
+def test_rivals_need_not_have_been_simulated() -> None:
+    """Those that could come nearest, by a bound or by a simulation; none that must do what another one does."""
+    tuned = optimize(question(max_num_seqs=(8, 64, 128), pp=(1,), devices=2), jobs=1)
+    rows = {row.candidate.name: row for row in tuned.rows}
+    chosen, *rivals = contenders_of(tuned, 99)
+    assert chosen.name == tuned.chosen.candidate.name
+    assert any(rows[rival.name].simulations == 0 for rival in rivals)
+    assert not any(rows[rival.name].same_as for rival in rivals)
+    reach = [rival.rate_rps / rival.weight for rival in rivals if rival.rate_rps is not None]
+    assert len(reach) == len(rivals)
+    assert reach == sorted(reach, reverse=True)
+    nobody = judge(["alone"], np.ones((1, 5)), {})
+    assert nobody.lines() == ["5 redrawn worlds: there is no other plan to compare with"]
+
+
+@pytest.mark.parametrize("requests", [30, 300])
+def test_worlds_without_errors_are_what_the_search_saw(requests: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of few requests, too, that are over before it is felt that they pile up: a rate beyond what is sustained counts
+    nowhere."""
+    none = {name: np.zeros(2) for name in draws(2, 0)}
+    monkeypatch.setattr(simtune.tuner.confidence, "draws", lambda count, seed: none)
+    load = LOAD.model_copy(update={"requests": requests})
+    tuned = optimize(question(workload=load, max_num_seqs=(64,), pp=(1,)), jobs=1)
+    chosen, *rivals = of_search(tuned, worlds=2, rivals=1, jobs=1).quantiles
+    assert tuned.value / 1.05 < chosen.at(0.5) <= tuned.bound * 1.001
+    assert all(rival.at(0.5) <= tuned.bound * 1.001 for rival in rivals)
 
 
 @pytest.mark.slow
