@@ -436,8 +436,7 @@ class EngineCore:
             before, self.waiting = self.waiting, self.scheduler.num_waiting  # as `count_waiting`
             recorder.waiting += self.waiting - before
         if of_step:
-            scheduled, chunks, completing, decodes = recorder.scheduled, [], 0, step.num_decodes
-            step_tokens = decodes
+            scheduled, chunks, completing, step_tokens = recorder.scheduled, [], 0, step.num_decodes
             for chunk in of_step:
                 request, past, tokens = chunk.request, chunk.past, chunk.tokens
                 chunks.append((past, tokens))
@@ -447,11 +446,7 @@ class EngineCore:
                     scheduled[request.id] = now
             if step_tokens > self.most_tokens:
                 self.most_tokens = step_tokens
-            mixed = self._timer.plain
-            if mixed is None:
-                time.first = self._timer.mixed(step, chunks, completing)
-            else:
-                time.first = mixed(decodes, step.context_tokens, chunks, decodes + completing)
+            time.first = self._timer.mixed(step, chunks, completing)
             time.slope, time.repetitions, time.ends = 0, 1, None
         else:
             most = step.repeat

@@ -79,8 +79,6 @@ class StepTimer(ABC):
 
     affine: Callable[[int, int], tuple[int, int, int]] | None = None
     """`StepCosts.decode`, where it is all that a step without chunks takes."""
-    plain: Callable[[int, int, Chunks, int], int] | None = None
-    """`StepCosts.mixed`, where it is all that a step with chunks takes."""
     asks_longest = False
     """Whether steps must say how long their longest context is."""
 
@@ -106,7 +104,7 @@ class PlainTimer(StepTimer):
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
-        self.affine, self.plain = costs.decode, costs.mixed
+        self.affine = costs.decode
 
     def mixed(self, step: Step, chunks: Chunks, completing: int) -> int:
         """One sample for each decode, and for each prompt that is complete."""
@@ -125,7 +123,7 @@ class ImbalanceTimer(PlainTimer):
 
     def __init__(self, costs: ImbalanceCosts) -> None:
         super().__init__(costs)
-        self.affine = self.plain = None
+        self.affine = None
         self._imbalance = costs.imbalance
 
     def mixed(self, step: Step, chunks: Chunks, completing: int) -> int:
