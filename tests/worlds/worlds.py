@@ -55,7 +55,7 @@ RENAMED = 7919
 OPTIONS: dict[str, dict[str, list[int]]] = {"layered-prefill": {"group_tokens": [8, 100, 512]}}
 """Of policies, on the scale of small worlds."""
 FARTHEST = (
-    PerPosition(conditional=(0.1, 0.9, 0.3, 0.2)),
+    PerPosition(conditional=(0.1, 0.9, 0.3, 0.2, 0.4)),
     PerRank(probability=((0.2, 0.1, 0.3), (0.6, 0.1, 0.1), (0.1, 0.2, 0))),
 )
 """What acceptance drifts to."""
