@@ -24,7 +24,6 @@ from simtune.engine.request import Request
 from simtune.engine.scheduler import Scheduler, Settings
 from simtune.engine.settling import OneStepLate, Settling, Synchronous
 from simtune.engine.step import NO_PROGRESS, Chunk, Progress, Step
-from simtune.engine.waiting import LateArrivals
 
 NOBODY: Sequence[Request] = ()
 
@@ -79,7 +78,6 @@ class BatchScheduler(Scheduler):
         self._preemption: Preemption = Swap() if preemption == "swap" else Recompute()
         self._preempted: list[Request] = []  # since the latest step
         self._swapped_out_blocks = 0  # theirs
-        self._late = LateArrivals()
         self._left_out: list[Request] = []  # members of the batch without a part in the step under way
         self._overtakes = False  # whether a request may decode before one that was admitted earlier
 
@@ -100,11 +98,6 @@ class BatchScheduler(Scheduler):
     def num_waiting(self) -> int:
         """Requests that wait as the engine sees it, those included that were preempted after they had ended."""
         return len(self.waiting) + len(self._late) + self._settling.num_preempted
-
-    @property
-    def has_work(self) -> bool:
-        """Whether anybody waits or holds a seat."""
-        return bool(self.waiting or self._late) or self.num_running > 0
 
     @property
     def num_running(self) -> int:
@@ -260,7 +253,7 @@ class BatchScheduler(Scheduler):
         if self._left_out:
             self._rejoin()
         if self._late:
-            self._late.move(self.waiting.append, repetitions)
+            self._late.move(self._queue, repetitions)
         if self.drafting:
             self._draft(step)
         return Progress(first_token, finished) if first_token or finished else NO_PROGRESS
@@ -271,29 +264,6 @@ class BatchScheduler(Scheduler):
             self._settling.ended.remove(request)  # it is in the next step all the same
 
     # --- requests come and go ---------------------------------------------------------------------------------
-
-    def add_late(self, request: Request, repetition: int) -> bool:
-        """See `Scheduler.add_late`."""
-        if not self.async_scheduling:
-            return self.add(request)
-        if request.prompt_tokens + request.output_tokens > self.max_model_len:
-            return False
-        self._late.append((repetition, request))
-        return True
-
-    def withdraw(self) -> list[Request]:
-        """Take back all waiting requests, in order of the queue. The residents go on."""
-        self._late.move_all(self.waiting.append)
-        return super().withdraw()
-
-    def abandon(self) -> list[Request]:
-        """See `Scheduler.abandon`."""
-        self._late.move_all(self.waiting.append)
-        return super().abandon()
-
-    def abort(self, request: Request) -> bool:
-        """See `Scheduler.abort`."""
-        return self._late.take_out(request) or super().abort(request)
 
     def _expel(self, request: Request) -> bool:
         if self._settling.has_ended(request):

@@ -10,7 +10,7 @@ from simtune.engine.batch import Tally
 from simtune.engine.kv import KvBlocks
 from simtune.engine.request import Request
 from simtune.engine.step import Progress, Step
-from simtune.engine.waiting import WaitingQueue
+from simtune.engine.waiting import LateArrivals, WaitingQueue
 
 Feature = Literal[
     "async_scheduling",
@@ -135,6 +135,7 @@ class Scheduler(ABC):
         self.drafting = False
         """Whether requests that decode may compute more than one token in a step: their drafts."""
         self.waiting: WaitingQueue = deque()
+        self._late = LateArrivals()
         self._reserved: dict[Request, None] = {}  # expected, and received but not yet in the batch
         self._received: list[Request] = []
         self._held: dict[Request, None] = {}
@@ -151,8 +152,12 @@ class Scheduler(ABC):
         """Queue a request; False when it is refused because it could outgrow max_model_len."""
         if self.outgrows(request):
             return False
-        self.waiting.append(request)
+        self._queue(request)
         return True
+
+    def _queue(self, request: Request) -> None:
+        """Let a request wait, where the policy's order puts it."""
+        self.waiting.append(request)
 
     def add_late(self, request: Request, repetition: int) -> bool:
         """Queue a request that comes during this repetition (from 1) of the step under way, or at the instant when a
@@ -161,7 +166,12 @@ class Scheduler(ABC):
         An engine that schedules asynchronously has dispatched the next step when the one under way began: the request
         is seen by the one that follows it.
         """
-        return self.add(request)
+        if not self.async_scheduling:
+            return self.add(request)
+        if self.outgrows(request):
+            return False
+        self._late.append((repetition, request))
+        return True
 
     def outgrows(self, request: Request) -> bool:
         """Whether a request could become longer than max_model_len."""
@@ -203,6 +213,8 @@ class Scheduler(ABC):
         """Let a request leave that nobody waits for any more, wherever it is; what it delivered stays delivered. False,
         and nothing is changed, where it is not here. To be called between steps."""
         assert self._under_way is None, "a step is under way"
+        if self._late.take_out(request):
+            return True
         if request not in self.waiting:
             return self._expel(request)
         remaining = [other for other in self.waiting if other is not request]
@@ -213,6 +225,7 @@ class Scheduler(ABC):
 
     def withdraw(self) -> list[Request]:
         """Take back all waiting requests, in order of the queue. The residents go on."""
+        self._late.move_all(self._queue)
         requests = list(self.waiting)
         self.waiting.clear()
         for request in requests:
@@ -226,6 +239,7 @@ class Scheduler(ABC):
         in prefill, in order of admission; expected ones; finished ones that were held; waiting ones. Nothing of them
         is computed, and what they emitted in completed steps was delivered.
         """
+        self._late.move_all(self._queue)
         lost = [*self._lose_residents(), *self._reserved, *self._held, *self.waiting]
         self.kv.clear()
         for queue in (self._reserved, self._received, self._held, self.waiting):
@@ -245,8 +259,8 @@ class Scheduler(ABC):
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for a seat."""
-        return len(self.waiting)
+        """Requests that wait for a seat, those that the engine does not see yet among them."""
+        return len(self.waiting) + len(self._late)
 
     @property
     def unsettled(self) -> bool:
@@ -261,7 +275,7 @@ class Scheduler(ABC):
     @property
     def has_work(self) -> bool:
         """Whether anybody waits or holds a seat."""
-        return bool(self.waiting) or self.num_running > 0
+        return bool(self.waiting or self._late) or self.num_running > 0
 
     @property
     def room(self) -> int:

@@ -100,7 +100,7 @@ class VllmFcfs(BatchScheduler):
                 return None
             # Nothing runs: the engine comes straight back, and knows by then who has ended.
             self._rejoin()
-            self._late.move_all(self.waiting.append)
+            self._late.move_all(self._queue)
             self._settling.settle()
 
     def _schedule_running(self) -> tuple[list[Chunk], int]:

@@ -60,11 +60,9 @@ def _refusals(pool: Pool) -> Iterator[str]:
     for feature, (key, setting) in asked.items():
         if setting and feature not in policy.offers:
             yield f"policy {name} has no {key}; leave it out, or choose {_offering(feature)}"
-    if batching.prediction_sigma != Batching.model_fields["prediction_sigma"].default and (
-        "predicted_tokens" not in policy.reads
-    ):
-        readers = " or ".join(name for name, other in POLICIES.items() if "predicted_tokens" in other.reads)
-        yield f"policy {name} predicts no output lengths; leave prediction_sigma out, or choose {readers}"
+    sigma_unless_given = Batching.model_fields["prediction_sigma"].default
+    if "predicted_tokens" not in policy.reads and batching.prediction_sigma != sigma_unless_given:
+        yield f"policy {name} predicts no output lengths; leave prediction_sigma out, or choose {_predicting()}"
     if kv_cache.prefix_caching and kv_cache.preemption == "swap":
         yield "prefix_caching and preemption by swap do not go together; choose one"
     if pool.role == "decode" and not policy.takes_over:
@@ -79,6 +77,11 @@ def _refusals(pool: Pool) -> Iterator[str]:
 def _offering(feature: Feature) -> str:
     """The built-in policies that have a feature."""
     return " or ".join(name for name, policy in POLICIES.items() if feature in policy.offers)
+
+
+def _predicting() -> str:
+    """The built-in policies that go by predicted output lengths."""
+    return " or ".join(name for name, policy in POLICIES.items() if "predicted_tokens" in policy.reads)
 
 
 def _check_seats_and_budget(pool: Pool, max_model_len: int) -> None:

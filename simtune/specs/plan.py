@@ -653,8 +653,12 @@ class Plan(Spec):
             raise ValueError(
                 "prefill and decode pools need a link between them; write `link: {}` for the hardware's inter_node link"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _pools_apart_to_join(self) -> Self:
         for key in ("link", "links", "decode_router"):
-            if roles == {"mixed"} and getattr(self, key) is not None:
+            if all(pool.role == "mixed" for pool in self.pools) and getattr(self, key) is not None:
                 raise ErrorAt(
                     "all pools are mixed, so no request goes on from one to another; leave it out, or give pools the "
                     "roles prefill and decode",
@@ -673,6 +677,11 @@ class Plan(Spec):
             if (link.source, link.to) in pairs:
                 raise ErrorAt(f"there are two links from {link.source} to {link.to}; leave one out", "links", i)
             pairs.add((link.source, link.to))
+        return self
+
+    @model_validator(mode="after")
+    def _every_pair_linked_once(self) -> Self:
+        pairs = {(link.source, link.to) for link in self.links or ()}
         named = ([p.name for p in self.pools if p.role == role] for role in ("prefill", "decode"))
         without = [pair for pair in product(*named) if pair not in pairs]
         if self.links is not None and self.link is None and without:

@@ -338,6 +338,10 @@ class Study(Spec):
                 "search",
                 "layouts",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _pools_apart_to_join(self) -> Self:
         for key in ("link", "decode_router"):
             if getattr(self, key) is not None and "prefill-decode" not in self.search.layouts:
                 raise ErrorAt(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from simtune.costs.compiled import CompiledCosts, compile_costs
 from simtune.costs.share import share_of
+from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.errors import SpecError
 from simtune.sim.deployment import deploy
 from simtune.sim.energy import power_of
@@ -13,6 +15,7 @@ from simtune.sim.uncertainty import Blueprint
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import Plan, Pool
 from simtune.testing.clusters import stream_of
+from tests.oracles.split import Asked, Share, SplitDevice
 
 MODEL, HARDWARE = load_model("llama-3.1-8b"), load_hardware("a100-sxm-80g")
 ALONE = {"max_model_len": 8192, "batching": {"max_num_seqs": 64, "max_num_batched_tokens": 8192}}
@@ -117,3 +120,46 @@ def test_pools_that_take_more_memory_than_there_is_are_refused() -> None:
     text = text_of(*SHARED).replace("memory_utilization: 0.5", "memory_utilization: 0.7")
     with pytest.raises(SpecError, match=r"pools\.1\.kv_cache: p and d take 1\.1 of the memory of their GPUs"):
         Plan.from_text(text, "p.yaml")
+
+
+@pytest.mark.parametrize(("processors", "bandwidth"), [(60, 40), (30, 20), (80, 70)])
+def test_two_pools_on_one_device_are_two_processes_that_hold_their_shares_of_it(
+    processors: int, bandwidth: int
+) -> None:
+    """Beside simpy: neither ever waits for the other, both are at work at once, and tokens come when they should."""
+    shares = Share(processors, bandwidth), Share(100 - processors, 100 - bandwidth)
+    alone = {**ALONE, "hardware": HARDWARE.name, "instances": 1, "async_scheduling": False}
+    pool = Pool.model_validate(alone, strict=False)
+    ahead, behind = (
+        compile_costs(MODEL, share_of(HARDWARE, share.processors / 100, share.bandwidth / 100), pool, 8192)
+        for share in shares
+    )
+    rng = np.random.default_rng(processors)
+    n = 25
+    arrival_s = np.cumsum(rng.exponential(0.35, n)).tolist()
+    prompt_tokens, output_tokens = rng.integers(100, 3000, n).tolist(), rng.integers(2, 60, n).tolist()
+    device = SplitDevice(
+        [Asked(*request) for request in zip(arrival_s, prompt_tokens, output_tokens, strict=True)],
+        shares,
+        prefill_s=lambda tokens: ahead.mixed(0, 0, [(0, tokens)], 1) / TICKS_PER_SECOND,
+        decode_s=lambda sequences, context: behind.decode(sequences, context)[0] / TICKS_PER_SECOND,
+        transfer_s=lambda tokens: 1e-3,
+    )
+    device.run()
+    text = text_of(
+        *(
+            f"async_scheduling: false, share: {{processors: {share.processors / 100}, "
+            f"bandwidth: {share.bandwidth / 100}{beside}}}"
+            for share, beside in zip(shares, ("", ", beside: p"), strict=True)
+        )
+    )
+    link = "link: {setup_s: 0.001, descriptor_s: 0, bytes_per_s: 1.0e+18}"
+    plan = Plan.from_text(text.replace("link: {}", link).replace("max_num_seqs: 64", "max_num_seqs: 1", 1))
+    result = deploy(plan, MODEL, HARDWARE).simulate(stream_of(arrival_s, prompt_tokens, output_tokens))
+    outcome = result.outcome
+    assert outcome.first_token / TICKS_PER_SECOND == pytest.approx([r.first_token_s for r in device.requests], abs=1e-8)
+    assert outcome.finish / TICKS_PER_SECOND == pytest.approx([r.finish_s for r in device.requests], abs=1e-6)
+    busy_s = [core.busy / TICKS_PER_SECOND for core in outcome.cores]
+    assert busy_s == pytest.approx(device.busy_s, abs=1e-6)
+    assert device.waited_s == 0
+    assert device.overlapped_s > 0.1

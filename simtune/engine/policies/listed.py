@@ -26,7 +26,6 @@ from typing import Any, Unpack
 from simtune.engine.request import Request
 from simtune.engine.scheduler import Scheduler, Settings
 from simtune.engine.step import Chunk, Progress, Step
-from simtune.engine.waiting import LateArrivals
 
 ScheduledTokens = dict[Request, int]
 """Tokens of each request in a step, in the order in which they were given."""
@@ -40,7 +39,6 @@ class ListScheduler(Scheduler):
     def __init__(self, *, async_scheduling: bool = False, **settings: Unpack[Settings]) -> None:
         super().__init__(**settings)
         self.async_scheduling = async_scheduling
-        self._late = LateArrivals()
         self.residents: dict[Request, None] = {}
         self._scheduled: ScheduledTokens = {}
         self._preempted: list[Request] = []  # since the latest step
@@ -61,16 +59,6 @@ class ListScheduler(Scheduler):
         """Requests that hold a seat: residents, and those that are expected."""
         return len(self.residents) + len(self._reserved)
 
-    @property
-    def num_waiting(self) -> int:
-        """Requests that wait for a seat, those that the engine does not see yet among them."""
-        return len(self.waiting) + len(self._late)
-
-    @property
-    def has_work(self) -> bool:
-        """Whether anybody waits or holds a seat."""
-        return self.num_waiting > 0 or self.num_running > 0
-
     def emitted(self, request: Request) -> int:
         """Output tokens delivered so far: always up to date here."""
         return request.emitted
@@ -80,39 +68,8 @@ class ListScheduler(Scheduler):
         assert self._under_way is not None, "no step is under way"
         return dict(self._scheduled)
 
-    def add(self, request: Request) -> bool:
-        """Queue a request where `key` puts it; False when it could outgrow max_model_len."""
-        if not super().add(request):
-            return False
-        self.waiting.pop()
-        self._queue(request)
-        return True
-
     def _queue(self, request: Request) -> None:
         insort_right(self.waiting, request, key=self.key)
-
-    def add_late(self, request: Request, repetition: int) -> bool:
-        """See `Scheduler.add_late`."""
-        if not self.async_scheduling:
-            return self.add(request)
-        if self.outgrows(request):
-            return False
-        self._late.append((repetition, request))
-        return True
-
-    def withdraw(self) -> list[Request]:
-        """See `Scheduler.withdraw`."""
-        self._late.move_all(self._queue)
-        return super().withdraw()
-
-    def abandon(self) -> list[Request]:
-        """See `Scheduler.abandon`."""
-        self._late.move_all(self._queue)
-        return super().abandon()
-
-    def abort(self, request: Request) -> bool:
-        """See `Scheduler.abort`."""
-        return self._late.take_out(request) or super().abort(request)
 
     def would_notice(self) -> bool:
         """True while a seat is free: a newcomer may be put before those that wait, and fit where they do not."""
