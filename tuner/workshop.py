@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from simtune.costs.compiled import CompiledCosts
 from simtune.costs.drafting import CompiledRounds
@@ -15,7 +16,7 @@ from simtune.sim.pools import DeployedPool
 from simtune.sim.requests import RequestStream
 from simtune.specs.plan import Pool
 from simtune.tuner.bounds import RateBound
-from simtune.tuner.drafting import speculation_on
+from simtune.tuner.drafting import Draft, RoundCost, round_costs, speculation_on
 from simtune.tuner.promise import PoolCapacity
 from simtune.tuner.question import Question
 from simtune.tuner.space import Candidate, PoolChoice, PoolShape
@@ -47,6 +48,7 @@ class Workshop:
         self._ways: dict[PoolShape, str] = {}
         self._streams: dict[int, RequestStream] = {}
         self._costs: dict[tuple[object, ...], CompiledCosts | CompiledRounds] = {}
+        self._round_costs: dict[tuple[object, ...], RoundCost] = {}
         self._capacities: dict[tuple[object, ...], PoolCapacity] = {}
         self._known: dict[PoolChoice, DeployedPool] = {}
         """Pools that were deployed before: another number of instances has all but that in common."""
@@ -98,7 +100,7 @@ class Workshop:
             if draft is None:
                 return choice
             stream = self.stream(candidate)
-            speculation = speculation_on(draft, q.model, hardware, pool, stream)
+            speculation = speculation_on(draft, q.model, hardware, pool, stream, partial(self._rounds, choice, draft))
             if speculation is None:
                 return Refused("pruned", f"drafting with {choice.drafter} pays at no batch size")
             choice = replace(choice, speculation=speculation)
@@ -106,6 +108,14 @@ class Workshop:
             return choice
         except Infeasible as error:
             return Refused("does_not_fit", str(error))
+
+    def _rounds(self, choice: PoolChoice, draft: Draft) -> RoundCost:
+        """What the rounds of a pool take: computed once for all pools of its cut with its drafter."""
+        key = (replace(choice.shape, role="mixed"), choice.drafter, choice.fixed)
+        if key not in self._round_costs:
+            hardware = self.question.profiles[choice.shape.gpu]
+            self._round_costs[key] = round_costs(draft, self.question.model, hardware, self.pool(choice))
+        return self._round_costs[key]
 
     def _too_many(self, candidate: Candidate) -> str:
         for entry in self.question.study.hardware:

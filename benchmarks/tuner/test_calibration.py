@@ -102,7 +102,7 @@ class TruePredictor(Predictor):
         seconds, log_sd = self.known[asked]
         if self._off is None:
             return seconds.copy()
-        error = math.sqrt(1 - self._own_share) * self._off[self._key.split(".")[0]]
+        error: float | Array = math.sqrt(1 - self._own_share) * self._off[self._key.split(".")[0]]
         if self._own_share:
             error = error + math.sqrt(self._own_share) * self._of_shape(columns, self._off.seed)
         return np.asarray(seconds * np.exp(log_sd * error))

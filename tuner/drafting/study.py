@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from simtune.specs.plan import Pool
 from simtune.specs.schemes import Chain, Scheme
 from simtune.specs.speculation import Speculation
 from simtune.specs.study import DrafterChoice
-from simtune.tuner.drafting.choose import Schedule, choose
+from simtune.tuner.drafting.choose import RoundCost, Schedule, choose
 
 MAX_LENGTH = 8
 """Depth of the deepest draft that is tried."""
@@ -69,31 +70,44 @@ def batches_up_to(most: int) -> tuple[int, ...]:
     return (*(2**i for i in range((most - 1).bit_length())), most)
 
 
+def round_costs(draft: Draft, model: Model, hardware: Hardware, pool: Pool) -> RoundCost:
+    """What rounds take on an instance of a pool, each computed once. Pools that differ in role, instances or limits
+    alone have the same. Raises Infeasible where the drafter does not go with the pool."""
+    return cache(RoundModel(model, hardware, pool, draft.choice.drafter, draft.drafting.model))
+
+
 def schedule(
-    draft: Draft, model: Model, hardware: Hardware, pool: Pool, contexts: Contexts, max_nodes: int = 0
+    draft: Draft,
+    model: Model,
+    hardware: Hardware,
+    pool: Pool,
+    contexts: Contexts,
+    max_nodes: int = 0,
+    costs: Callable[[], RoundCost] | None = None,
 ) -> Schedule:
     """The best settings on an instance of the pool over (batch, context), trees of up to max_nodes tokens among them.
 
     Acceptance is that of all requests together. Time without speculation is shared evenly among the batches, and
     within each among the contexts by their tokens, as far as the KV cache holds that many; batches that do not fit at
-    any context are left out. Raises Infeasible where the drafter does not go with the pool.
+    any context are left out. `costs` makes the pool's `round_costs` where they may be known. Raises Infeasible where the
+    drafter does not go with the pool.
     """
     drafter, pp = draft.choice.drafter, pool.parallelism.pp
     smallest = pool.model_copy(update={"speculation": draft.speculation(Chain(tokens=1))})
     kv_tokens = check(smallest, model, hardware, draft.drafting).num_blocks // pp * pool.kv_cache.block_size
-    costs = RoundModel(model, hardware, pool, drafter, draft.drafting.model)
+    round_s = round_costs(draft, model, hardware, pool) if costs is None else costs()
     shortest = contexts.tokens[0]
     batches = [b for b in batches_up_to(pool.batching.max_num_seqs // pp) if b * shortest <= kv_tokens]
     if not batches:
         raise Infeasible(f"{kv_tokens:,} tokens of KV cache do not hold one sequence of {shortest:,}")
     cells = list(zip(contexts.tokens, contexts.shares, strict=True))
     shares: Array = np.array(
-        [[share * costs(b, c, 1) if b * c <= kv_tokens else 0.0 for c, share in cells] for b in batches]
+        [[share * round_s(b, c, 1, 0, 1) if b * c <= kv_tokens else 0.0 for c, share in cells] for b in batches]
     )
     shares /= shares.sum(axis=1, keepdims=True)
     return choose(
         draft.drafting.acceptance.rates,
-        costs,
+        round_s,
         batches,
         contexts.tokens,
         max_length=min(MAX_LENGTH, drafter.most_depth or MAX_LENGTH),
@@ -103,16 +117,22 @@ def schedule(
 
 
 def speculation_on(
-    draft: Draft, model: Model, hardware: Hardware, pool: Pool, stream: RequestStream
+    draft: Draft,
+    model: Model,
+    hardware: Hardware,
+    pool: Pool,
+    stream: RequestStream,
+    costs: Callable[[], RoundCost] | None = None,
 ) -> Speculation | None:
     """How the instances of a pool best draft for a load, as vLLM can be told it: the study's own scheme where it has
-    one, else a chain whose length follows the batch. None where drafting pays at no batch size.
+    one, else a chain whose length follows the batch. None where drafting pays at no batch size. `costs` as in
+    `schedule`.
 
     Raises Infeasible where the drafter does not go with the pool.
     """
     if draft.choice.scheme is not None:
         return draft.speculation(draft.choice.scheme)
-    scheme = schedule(draft, model, hardware, pool, Contexts.of(stream)).by_batch().scheme
+    scheme = schedule(draft, model, hardware, pool, Contexts.of(stream), costs=costs).by_batch().scheme
     if scheme is None:
         return None
     return draft.speculation(Chain(tokens=scheme.max_tokens) if len(scheme.ranges) == 1 else scheme)
