@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 VLLM := .venv-vllm
 BIN := $(VENV)/bin
-RUN := runs/quickstart
+RUN := runs/demo
 INPUTS ?= 10000
 MUTANTS ?= 300
 FIRST ?= 0
@@ -72,7 +72,7 @@ bench-store: $(VENV)/.installed-bench
 reproduce: $(VENV)/.installed-dev
 	$(BIN)/python -m benchmarks.reproduced
 
-# docs/report.png, drawn by Chromium from the quickstart's report.
+# The pictures of README.md, one of each of its three commands, drawn by Chromium.
 picture: demo $(VENV)/.installed-dev
 	$(BIN)/python -m benchmarks.picture $(RUN)
 

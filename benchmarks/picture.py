@@ -1,7 +1,7 @@
-"""Draws docs/report.png from the report of the quickstart with Chromium: `make picture`.
+"""Draws the pictures of README.md with Chromium, one of each of its three commands: `make picture`.
 
-The picture carries a hash of all that the search went by, which tests/docs compares with the files of today: a study, a
-profile or a load that changes asks for a new picture.
+A picture carries a hash of all that its page was made of, which tests/docs compares with the files of today: a study, a
+profile or a load that changes asks for a new one.
 """
 
 from __future__ import annotations
@@ -15,20 +15,29 @@ import subprocess
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
-from simtune.runs.reading import read_certificate
+from simtune.api import load_question
+from simtune.report.hardware import render as render_hardware
+from simtune.specs.base import Spec
+from simtune.specs.catalog import load_hardware, load_model, load_workload
+from simtune.tuner.certificate import inputs_of
 
 ROOT = Path(__file__).resolve().parents[1]
-PICTURE = ROOT / "docs" / "report.png"
+DOCS = ROOT / "docs"
 STUDY = ROOT / "examples" / "quickstart" / "study.yaml"
+PROFILE = "cpu-x86-1thread"
+"""What `simtune profile` made."""
+COMPARED = {"h100": ("h100-sxm",), "2-x-l40s": ("l40s", "--set", "plan.pools.0.parallelism.tp=2")}
+MODEL, LOAD, RATE_RPS = "llama-3.1-8b", "chat", 4
 KEYWORD = b"simtune inputs"
 WIDTH = 1140
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 SHOWN = """<style>
-main section, main ~ footer { display: none } section:has(#pareto), section:has(#sweep) { display: block }
+main > section, main ~ footer, .as-table {{ display: none }} {sections} {{ display: block }} {hidden} {{ display: none }}
 </style><script>
 addEventListener("load", () => document.documentElement.dataset.height = document.querySelector("main").getBoundingClientRect().bottom)
 </script></body>"""  # noqa: E501
@@ -74,30 +83,92 @@ def browse(browser: str, page: Path, scheme: int, *options: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
 
 
-def draw(run: Path, browser: str) -> bytes:
-    """The head of a run's report, its Pareto front and its goodput, as a PNG."""
+class Picture(NamedTuple):
+    """A picture in docs/: what of a page it shows and hides, how the page is made, and hashes of what that goes by."""
+
+    name: str
+    sections: str
+    hidden: str
+    page: Callable[[Path, Path], str]
+    inputs: Callable[[], dict[str, str]]
+
+
+def _profiled(_run: Path, _folder: Path) -> str:
+    return render_hardware(load_hardware(PROFILE))
+
+
+def _searched(run: Path, _folder: Path) -> str:
+    return (run / "report.html").read_text("utf-8")
+
+
+def _compared(_run: Path, folder: Path) -> str:
+    common = ["--model", MODEL, "--workload", LOAD, "--rate", str(RATE_RPS)]
+    for name, (hardware, *settings) in COMPARED.items():
+        _simtune("simulate", *common, "--hardware", hardware, *settings, "--out", str(folder / name))
+    _simtune("report", *(str(folder / name) for name in COMPARED), "--out", str(folder / "page.html"))
+    return (folder / "page.html").read_text("utf-8")
+
+
+def _simtune(*arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "simtune", *arguments], check=True, stdout=subprocess.DEVNULL)
+
+
+def _hashes(*specs: Spec) -> dict[str, str]:
+    return {f"{spec.KIND}:{spec.name}": hashlib.sha256(spec.to_yaml().encode()).hexdigest() for spec in specs}
+
+
+def _compared_inputs() -> dict[str, str]:
+    cards = (load_hardware(hardware) for hardware, *_ in COMPARED.values())
+    return _hashes(load_model(MODEL), load_workload(LOAD)[0], *cards)
+
+
+PICTURES = (
+    Picture(
+        "profile",
+        "section:has(#fit-0), section:has(#rates)",
+        "section:has(#fit-0) figure:nth-of-type(n+5)",
+        _profiled,
+        lambda: _hashes(load_hardware(PROFILE)),
+    ),
+    Picture(
+        "report",
+        "section:has(#pareto), section:has(#sweep)",
+        "none",
+        _searched,
+        lambda: inputs_of(load_question(str(STUDY), ())),
+    ),
+    Picture("compared", "main > section:not(:nth-of-type(2))", "figure:nth-of-type(n+4)", _compared, _compared_inputs),
+)
+
+
+def draw(picture: Picture, run: Path, browser: str) -> bytes:
+    """The head of a page and some of its sections, as a PNG."""
     with tempfile.TemporaryDirectory() as folder:
-        page, picture = Path(folder) / "page.html", Path(folder) / "page.png"
-        page.write_text((run / "report.html").read_text("utf-8").replace("</body>", SHOWN), "utf-8")
+        shown, drawn = Path(folder) / "shown.html", Path(folder) / "page.png"
+        html = picture.page(run, Path(folder)).replace(
+            "</body>", SHOWN.format(sections=picture.sections, hidden=picture.hidden)
+        )
+        shown.write_text(html, "utf-8")
         found = re.search(
-            r'data-height="([\d.]+)"', browse(browser, page, 1, f"--window-size={WIDTH},2000", "--dump-dom")
+            r'data-height="([\d.]+)"', browse(browser, shown, 1, f"--window-size={WIDTH},2000", "--dump-dom")
         )
         if found is None:
             raise RuntimeError(f"{browser} did not say how high the page is")
         height = round(float(found[1])) + 24
-        browse(browser, page, 1, f"--window-size={WIDTH},{height}", f"--screenshot={picture}")
-        return picture.read_bytes()
+        browse(browser, shown, 1, f"--window-size={WIDTH},{height}", f"--screenshot={drawn}")
+        return drawn.read_bytes()
 
 
 def main() -> None:
-    """Draw the run that is named."""
+    """Draw all of them; the search is the run that is named."""
     run = Path(sys.argv[1])
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         sys.exit(f"none of {', '.join(BROWSERS)} is installed")
-    inputs = read_certificate(run / "certificate.json").inputs
-    PICTURE.write_bytes(marked(draw(run, browser), inputs_hash(inputs)))
-    sys.stdout.write(f"{PICTURE}: {PICTURE.stat().st_size:,} bytes\n")
+    for picture in PICTURES:
+        file = DOCS / f"{picture.name}.png"
+        file.write_bytes(marked(draw(picture, run, browser), inputs_hash(picture.inputs())))
+        sys.stdout.write(f"{file}: {file.stat().st_size:,} bytes\n")
 
 
 if __name__ == "__main__":

@@ -14,8 +14,10 @@ from simtune.tuner.trial import Trial, Tuned
 
 FRACTIONS = (0.2, 0.5, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5)
 """Offered rates, relative to the one the chosen plan sustains."""
+LIGHT = 0.8
+"""Up to this fraction nothing piles up, and a point is `SHORTER` times shorter than a simulation of the search; beyond it a
+short load would end before its queue has grown, and meet limits that the plan does not hold."""
 SHORTER = 4
-"""A curve needs no percentile to a hundredth: each point is so much shorter than a simulation of the search."""
 LEAST = 1000
 """Requests of a point, where the study has as many."""
 NOTHING = LatencyQuantiles(ttft_s=(), tpot_s=(), e2el_s=())
@@ -45,17 +47,15 @@ def rivals(tuned: Tuned, most: int = 2) -> list[Trial]:
 def sweeps(tuned: Tuned, *, jobs: Jobs = None) -> list[RateSweep]:
     """Sweeps of the chosen plan, first, and of its rivals. `jobs` processes; the answer does not depend on it.
 
-    The chosen plan's own rate is that of the search; all else is a shorter load, the beginning of the same one.
+    The chosen plan's own rate is that of the search; light loads are shorter ones, the beginning of the same.
     """
     question = tuned.question
     own = tuned.chosen.rate_rps if question.searches_rate else None
-    rates = () if own is None else tuple(fraction * own for fraction in FRACTIONS)
-    requests = min(question.requests, max(LEAST, question.requests // SHORTER))
+    loads = () if own is None else tuple((f * own, _requests(question, f)) for f in FRACTIONS)
     tasks = [
-        _SweepTask(question, row, tuned.deployment.max_model_len, rates, requests)
-        for row in [tuned.chosen, *rivals(tuned)]
+        _SweepTask(question, row, tuned.deployment.max_model_len, loads) for row in [tuned.chosen, *rivals(tuned)]
     ]
-    tasks[0] = replace(tasks[0], rates=tuple(rate for rate in rates if rate != own), judged=False)
+    tasks[0] = replace(tasks[0], loads=tuple(load for load in loads if load[0] != own), judged=False)
     with executor(jobs, len(tasks)) as pool:
         chosen, *of_rivals = ordered_map(pool, _SweepTask.run, tasks)
     known = () if own is None else ((own, tuned.result.summary()),)
@@ -63,22 +63,27 @@ def sweeps(tuned: Tuned, *, jobs: Jobs = None) -> list[RateSweep]:
     return [replace(chosen, points=points, judged=tuned.result.latency_quantiles()), *of_rivals]
 
 
+def _requests(question: Question, fraction: float) -> int:
+    shorter = max(LEAST, question.requests // SHORTER) if fraction <= LIGHT else question.requests
+    return min(question.requests, shorter)
+
+
 @dataclass(frozen=True)
 class _SweepTask:
     question: Question
     row: Trial
     max_model_len: int
-    rates: Sequence[float]
-    requests: int
+    loads: Sequence[tuple[float, int]]
+    """Rates, and how many requests at each."""
     judged: bool = True
     """Whether its latencies at its own rate are asked for."""
 
     def run(self) -> RateSweep:
         deployment = self.question.deploy(self.row.candidate, self.max_model_len)
         own = self.row.rate_rps if self.question.searches_rate else None
-        points = tuple((rate, self._watched(deployment, rate).summary()) for rate in self.rates)
-        judged = self._watched(deployment, own).latency_quantiles() if self.judged else NOTHING
+        points = tuple((rate, self._watched(deployment, rate, n).summary()) for rate, n in self.loads)
+        judged = self._watched(deployment, own, self.question.requests).latency_quantiles() if self.judged else NOTHING
         return RateSweep(self.row.candidate.name, points, judged)
 
-    def _watched(self, deployment: Deployment, rate_rps: float | None) -> Result:
-        return self.question.watch(self.row.candidate, deployment, rate_rps, self.requests)
+    def _watched(self, deployment: Deployment, rate_rps: float | None, requests: int) -> Result:
+        return self.question.watch(self.row.candidate, deployment, rate_rps, requests)

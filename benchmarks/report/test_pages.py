@@ -50,7 +50,7 @@ addEventListener("load", async () => {{
     {act}
     await settled();
   }}
-  const own = ["/head", "/opened", "/begin"].map(path => location.origin + path);
+  const own = ["/head", "/opened", "/begin", "/favicon.ico"].map(path => location.origin + path);
   const others = performance.getEntriesByType("resource").map(entry => entry.name).filter(name => !own.includes(name));
   await fetch("/others/" + encodeURIComponent(others.join(" ")));
   await fetch("/end");
@@ -76,7 +76,7 @@ def processor_ms(root: int) -> float:
 def said(html: str, act: str = "") -> tuple[float, float]:
     """(ms until a page is drawn, ms for `act` and what follows from it), of processor time of all of the browser.
 
-    A page that asks any address for anything fails.
+    A page that asks any address for anything fails; an icon of its tab every browser asks its server for by itself.
     """
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:

@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from simtune.report.compare import Compared
 
 
+PAGES_OF_THEIR_OWN = (
+    "`simtune validate` and `simtune reproduce --html` draw the pages of what they made; put it beside others, or in a "
+    "page of its own with --out FILE"
+)
+
+
 @click.command()
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=click.Path(path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="The page of several runs, or the index.")
@@ -24,15 +30,15 @@ def report(runs: tuple[Path, ...], out: Path | None, force: bool, as_json: bool)
     """Draw report.html of a RUN directory again; with several RUNs, one page that puts them side by side (--out).
 
     A RUN is the folder of `simulate`, `optimize` or `validate`, or the file of `reproduce --json`. Folders of `sweep`
-    get their own pages again. A folder of runs and sweeps gets an index.html of them all.
+    get their own pages again. A folder of any of these gets an index.html of them all.
     """
-    from simtune.report.sources import read_all
-    from simtune.runs.reading import read_run, runs_in
+    from simtune.report.sources import VALIDATION, contents_of, pages, read_all
+    from simtune.runs.reading import read_run
     from simtune.runs.sweep_files import is_sweep, read_sweep, sweeps_in
 
     _check(out, force)
     first = runs[0]
-    inside, sweeps = runs_in(first), sweeps_in(first)
+    inside, sweeps = contents_of(first), sweeps_in(first)
     if all(map(is_sweep, runs)):
         _sweeps(runs, out, as_json)
     elif len(runs) > 1 or (out is not None and not (inside or sweeps)):
@@ -40,8 +46,10 @@ def report(runs: tuple[Path, ...], out: Path | None, force: bool, as_json: bool)
     elif inside or sweeps:
         from simtune.report.index import render as render_index
 
-        page = render_index(first.resolve().name, read_all(inside).runs, [*map(read_sweep, sweeps)])
+        page = render_index(first.resolve().name, read_all(inside), [*map(read_sweep, sweeps)], pages(inside))
         _write(out or first / "index.html", page)
+    elif first.is_file() or ((first / VALIDATION).is_file() and not (first / "summary.json").is_file()):
+        raise UsageError(f"{first}: {PAGES_OF_THEIR_OWN}")
     else:
         from simtune.report.page import render
 

@@ -75,10 +75,12 @@ def workload(  # noqa: PLR0913 - one for each option
 
     What vllm bench serve, aiperf, guidellm, genai-perf, ShareGPT, gateways, Azure and Mooncake write is read as it is.
     Scrapes of vLLM's /metrics, one or several of a server, become a spec: rates between them, lengths by histograms.
+    So do ServeGen's tables of rates and of lengths, named together.
     """
     from simtune.report.load import render
     from simtune.sim.load import load_facts
     from simtune.sim.load_fit import fit_workload
+    from simtune.sim.servegen_fit import is_servegen_file
     from simtune.specs.scrapes import is_scrape_file, read_scrape
     from simtune.specs.trace_cut import Cut, merged
     from simtune.specs.trace_formats import LogReading
@@ -89,6 +91,11 @@ def workload(  # noqa: PLR0913 - one for each option
         asked = {"--from": begin, "--to": end, "--peak": peak, "--scale": scale, "--part": part, "--html": html}
         _need_no_requests(files, asked, out)
         _scraped([read_scrape(file) for file in files], span, rate, out, as_json)
+        return
+    if any(is_servegen_file(file) for file in files):
+        asked = {"--from": begin, "--to": end, "--peak": peak, "--scale": scale, "--part": part, "--html": html}
+        _need_tables(files, {**asked, "--rate": rate, "--span": span}, out)
+        _servegen(files, out, as_json)
         return
     if span is not None:
         raise UsageError("--span goes with scrapes of a server's metrics, and these files are traces")
@@ -175,6 +182,37 @@ def _scraped(scrapes: Sequence[Scrape], span: str | None, rate: float | None, ou
         print_table(title, ("number", "scraped", "drawn"), rows)
         cells = [(metric, *(milliseconds(x) for x in of)) for metric, of in load.latencies]
         print_table("what users saw, in ms", ("metric", *(s for s, _ in STATISTICS)), cells)
+    if out is not None:
+        _write(out, load.workload.to_yaml(FITTED))
+
+
+def _need_tables(files: Sequence[Path], asked: Mapping[str, object], out: Path | None) -> None:
+    """Raises UsageError for what tables of rates and lengths do not hold enough for."""
+    from simtune.sim.servegen_fit import is_servegen_file
+
+    if strangers := [str(file) for file in files if not is_servegen_file(file)]:
+        raise UsageError(f"{strangers[0]}: is no table of ServeGen, and others of these files are; look at them apart")
+    if given := [name for name, value in asked.items() if value is not None]:
+        raise UsageError(f"tables of ServeGen hold no requests, which {' and '.join(given)} would need")
+    if out is not None and out.suffix != ".yaml":
+        raise UsageError(f"{out}: tables of ServeGen become a spec; end the name in .yaml")
+
+
+def _servegen(files: Sequence[Path], out: Path | None, as_json: bool) -> None:
+    """Say what tables of ServeGen come to, and write the spec."""
+    from simtune.report.info import number
+    from simtune.sim.servegen_fit import fit_servegen
+
+    load = fit_servegen(files, files[0].name.split(".")[0])
+    for note in load.notes:
+        click.echo(f"note: {note}", err=True)
+    if as_json:
+        agreement = [a._asdict() for a in load.agreements]
+        document = {"files": [str(file) for file in files], "notes": list(load.notes)}
+        print_json({**document, "spec": load.workload.to_data(), "agreement": agreement})
+    else:
+        rows = [(a.what, number(a.recorded), number(a.drawn)) for a in load.agreements]
+        print_table(f"{load.workload.name}: piecewise arrivals", ("number", "tables", "drawn"), rows)
     if out is not None:
         _write(out, load.workload.to_yaml(FITTED))
 

@@ -8,14 +8,16 @@ from urllib.parse import quote
 
 from simtune import __version__
 from simtune.report import info
-from simtune.report.compare import NamedRun
+from simtune.report.beside import NamedFindings, NamedValidation
+from simtune.report.compare import Compared, NamedRun
 from simtune.report.sweep import DRAWN, curves
 from simtune.report.templates import fill, template
-from simtune.report.thumbnails import Span, drawn, e2el_span, of_run
+from simtune.report.thumbnails import Span, drawn, e2el_span, of_run, of_validation
+from simtune.reproduce.findings import counts
 from simtune.runs.sweep_files import PAGE, SweepTable
 
 COLUMNS = (
-    "run", "E2EL or front", "model", "hardware", "plan", "GPUs", "offered, requests/s", "goodput, requests/s",
+    "run", "thumbnail", "model", "hardware", "plan", "GPUs", "offered, requests/s", "goodput, requests/s",
     "p99 TTFT, ms", "p99 TPOT, ms", "USD per 1M output tokens", "state",
 )  # fmt: skip
 TEXTS = (0, 1, 2, 3, 4, 11)
@@ -31,8 +33,8 @@ class IndexRow(NamedTuple):
     keys: tuple[str, ...]
 
 
-def index_row(each: NamedRun, span: Span | None = None) -> IndexRow:
-    """Of a run that stands in a folder of its name beside the index; thumbnails share the axis `span`."""
+def index_row(each: NamedRun, page: str, span: Span | None = None) -> IndexRow:
+    """Of a run whose report is `page` beside the index; thumbnails share the axis `span`."""
     s = each.run.summary
     p99 = {x: None if s.saturated or x not in s.metrics else s.metrics[x].p99 for x in ("ttft", "tpot")}
     usd = s.price.per_million_output_tokens_usd if s.price else None
@@ -43,9 +45,30 @@ def index_row(each: NamedRun, span: Span | None = None) -> IndexRow:
         each.name, e2el, s.model, s.hardware.name, info.chosen_name(each.run), s.num_gpus, s.offered_rate_rps,
         s.goodput_rps, p99["ttft"], p99["tpot"], usd, state,
     )  # fmt: skip
-    shown = [value if isinstance(value, str) else info.number(value) for value in values]
+    shown = [*map(_shown, values)]
     shown[1], shown[8:10] = info.ABSENT, [info.ms(p99["ttft"]), info.ms(p99["tpot"])]
-    return IndexRow(f"{quote(each.name)}/report.html", of_run(s, span), tuple(shown), _keys(values))
+    return IndexRow(quote(page), of_run(s, span), tuple(shown), _keys(values))
+
+
+def validated_row(each: NamedValidation, page: str) -> IndexRow:
+    """Of a validation likewise; the latencies are of its loads, so that they stand in its page and not here."""
+    v = each.validation
+    rates = {load.rate_rps for load in v.loads}
+    offered = rates.pop() if len(rates) == 1 else None
+    errors = [abs(c.error) for load in v.loads for c in load.comparisons if c.unit == "s" and c.error is not None]
+    most = f", at most {info.percent(max(errors))} off" if errors else ""
+    state = f"validated on {v.engine.engine}: {'' if v.within else 'not '}within {info.percent(v.tolerance)}{most}"
+    values = (each.name, None, v.model, v.hardware, v.name, None, offered, None, None, None, None, state)
+    return IndexRow(quote(page), of_validation(v), tuple(map(_shown, values)), _keys(values))
+
+
+def published_row(each: NamedFindings, page: str) -> IndexRow:
+    """Of a list of published systems likewise."""
+    f = each.findings
+    state = ", ".join(f"{count} {status}" for status, count in counts(f.findings).items())
+    many = info.plural(len(f.findings), "published system")
+    values = (each.name, None, None, f.hardware, many, None, None, None, None, None, None, state)
+    return IndexRow(quote(page), "", tuple(map(_shown, values)), _keys(values))
 
 
 def sweep_row(sweep: SweepTable) -> IndexRow:
@@ -59,7 +82,7 @@ def sweep_row(sweep: SweepTable) -> IndexRow:
     state = f"sweep of {info.plural(len(sweep.rows), 'point')} over {', '.join(sweep.keys)}"
     named = (same.get("model"), same.get("hardware"), same.get("plan"))
     values: tuple[Any, ...] = (sweep.name, None, *named, *(same.get(column) for column in columns), state)
-    shown = [value if isinstance(value, str) else info.number(value) for value in values]
+    shown = [*map(_shown, values)]
     shown[8:10] = [info.ms(same.get("ttft_p99_s")), info.ms(same.get("tpot_p99_s"))]
     return IndexRow(f"{quote(sweep.name)}/{PAGE}", _swept(sweep, points), tuple(shown), _keys(values))
 
@@ -74,22 +97,38 @@ def _swept(sweep: SweepTable, points: Sequence[Mapping[str, Any]]) -> str:
     return drawn(sorted(line), f"{what} along the sweep")
 
 
+def _shown(value: str | float | None) -> str:
+    return value if isinstance(value, str) else info.number(value)
+
+
 def _keys(values: Sequence[Any]) -> tuple[str, ...]:
     return tuple("" if value is None else str(value) for value in values)
 
 
-def render(title: str, runs: Sequence[NamedRun], sweeps: Sequence[SweepTable] = ()) -> str:
-    """The page; the same bytes for the same runs and sweeps."""
+def render(title: str, listed: Compared, sweeps: Sequence[SweepTable], pages: Mapping[str, str]) -> str:
+    """The page; the same bytes for the same runs and sweeps. `pages` are theirs by name, but those of sweeps."""
     from markupsafe import Markup
 
-    span = e2el_span(each.run.summary for each in runs)
+    span = e2el_span(each.run.summary for each in listed.runs)
+    rows = [
+        *(index_row(run, pages[run.name], span) for run in listed.runs),
+        *(validated_row(validation, pages[validation.name]) for validation in listed.validations),
+        *(published_row(findings, pages[findings.name]) for findings in listed.findings),
+        *map(sweep_row, sweeps),
+    ]
+    counted = {
+        "run": listed.runs,
+        "validation": listed.validations,
+        "reproduction": listed.findings,
+        "sweep": sweeps,
+    }
     return fill(
         "index.html.j2",
         title=title,
-        count=" and ".join([info.plural(len(runs), "run"), *([info.plural(len(sweeps), "sweep")] if sweeps else [])]),
+        count=", ".join(info.plural(len(those), word) for word, those in counted.items() if those),
         columns=COLUMNS,
         texts=TEXTS,
-        rows=sorted([*(index_row(each, span) for each in runs), *map(sweep_row, sweeps)], key=lambda row: row.cells[0]),
+        rows=sorted(rows, key=lambda row: row.cells[0]),
         Markup=Markup,
         version=__version__,
         style=Markup(template("style.j2")),

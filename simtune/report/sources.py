@@ -12,9 +12,40 @@ from simtune.reproduce import Findings
 from simtune.reproduce.findings import FINDINGS_SCHEMA
 from simtune.runs.reading import read_record, read_run
 from simtune.runs.sweep_files import is_sweep
+from simtune.specs.reading import max_bytes
 from simtune.validation.judge import VALIDATION_SCHEMA, Validation
 
 VALIDATION = "validation.json"
+RUN = "summary.json"
+
+
+def contents_of(folder: Path) -> tuple[Path, ...]:
+    """What `read_all` reads in a folder that is itself none of it, by name: run directories, validations, and the files
+    of `reproduce --json`.
+    """
+    if not folder.is_dir() or (folder / RUN).is_file() or (folder / VALIDATION).is_file():
+        return ()
+    return tuple(path for path in sorted(folder.iterdir()) if _is_one(path))
+
+
+def _is_one(path: Path) -> bool:
+    if path.suffix == ".json" and path.is_file():
+        return path.stat().st_size <= max_bytes() and FINDINGS_SCHEMA.encode() in path.read_bytes()
+    return (path / RUN).is_file() or ((path / VALIDATION).is_file() and not is_sweep(path))
+
+
+def pages(paths: Sequence[Path]) -> dict[str, str]:
+    """The page of each of them by its name, as a path from the folder that holds it; a file of findings is its own page
+    where no HTML of its name stands beside it.
+    """
+    links = {}
+    for path in paths:
+        if path.is_file():
+            page = path.with_suffix(".html")
+            links[path.name] = page.name if page.is_file() else path.name
+        else:
+            links[path.name] = f"{path.name}/{'report' if (path / RUN).is_file() else 'validation'}.html"
+    return links
 
 
 def read_all(paths: Sequence[Path]) -> Compared:
@@ -30,7 +61,7 @@ def read_all(paths: Sequence[Path]) -> Compared:
             raise UsageError(f"{path}: is a sweep, of many runs; simtune report {path} alone draws its page")
         if path.is_file():
             findings.append(NamedFindings(name, read_record(path, Findings, FINDINGS_SCHEMA)))
-        elif (path / VALIDATION).is_file() and not (path / "summary.json").is_file():
+        elif (path / VALIDATION).is_file() and not (path / RUN).is_file():
             validations.append(NamedValidation(name, read_record(path / VALIDATION, Validation, VALIDATION_SCHEMA)))
         else:
             runs.append(NamedRun(name, read_run(path)))

@@ -8,6 +8,7 @@ from html import escape
 
 from simtune.report.info import ms, number
 from simtune.runs.schema import Summary
+from simtune.validation.judge import Validation
 
 WIDTH, HEIGHT, MARGIN = 96, 28, 2
 MOST_POINTS = 40
@@ -37,17 +38,44 @@ def of_run(s: Summary, span: Span | None) -> str:
     return drawn([*zip(logs, levels, strict=True)], said, (math.log(span[0]), math.log(span[1])))
 
 
+def of_validation(v: Validation) -> str:
+    """Every latency as a dot, predicted over measured, on one logarithmic scale with the line on which they are equal;
+    empty where none is known on both sides.
+    """
+    pairs = [
+        (math.log(c.measured), math.log(c.predicted))
+        for load in v.loads
+        for c in load.comparisons
+        if c.unit == "s" and c.measured and c.predicted
+    ]
+    if not pairs:
+        return ""
+    ends = [x for pair in pairs for x in pair]
+    low, high = min(ends), max(ends)
+    dots = "".join(
+        f'<circle cx="{_place(x, low, high, WIDTH):.1f}" cy="{HEIGHT - _place(y, low, high, HEIGHT):.1f}" r="1.5"/>'
+        for x, y in pairs[:: math.ceil(len(pairs) / MOST_POINTS)]
+    )
+    said = f"predicted over measured: {len(pairs)} {'latency' if len(pairs) == 1 else 'latencies'}"
+    line = f"{MARGIN},{HEIGHT - MARGIN} {WIDTH - MARGIN},{MARGIN}"
+    return _svg(f'<polyline class="equal" points="{line}"/>{dots}', said)
+
+
 def drawn(points: Sequence[tuple[float, float]], said: str, span: Span | None = None) -> str:
     """A line through these points, which fill the height, and the width unless a span of x is given."""
     every = math.ceil(len(points) / MOST_POINTS)
     kept = [*points[:-1:every], points[-1]]
     x0, x1 = span or (min(x for x, _ in points), max(x for x, _ in points))
     y0, y1 = min(y for _, y in points), max(y for _, y in points)
-    words = escape(said)
     places = " ".join(f"{_place(x, x0, x1, WIDTH):.1f},{HEIGHT - _place(y, y0, y1, HEIGHT):.1f}" for x, y in kept)
+    return _svg(f'<polyline points="{places}"/>', said)
+
+
+def _svg(inside: str, said: str) -> str:
+    words = escape(said)
     return (
         f'<svg class="thumbnail" role="img" aria-label="{words}" width="{WIDTH}" height="{HEIGHT}" '
-        f'viewBox="0 0 {WIDTH} {HEIGHT}"><title>{words}</title><polyline points="{places}"/></svg>'
+        f'viewBox="0 0 {WIDTH} {HEIGHT}"><title>{words}</title>{inside}</svg>'
     )
 
 

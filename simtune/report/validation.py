@@ -11,6 +11,7 @@ import numpy as np
 from simtune import __version__
 from simtune.report import figures, info
 from simtune.report.figures import COLOURS, GREY, Figure
+from simtune.report.labels import brief
 from simtune.report.templates import fill, template
 from simtune.runs.schema import Timeline
 from simtune.sim.result import Result
@@ -92,7 +93,7 @@ def scatter_figure(v: Validation) -> Figure:
                 "x": x,
                 "y": y,
                 "text": [c.name for c in points],
-                "name": load.label,
+                "name": brief(load.label),
                 "mode": "markers",
                 "marker": {"color": COLOURS[i % len(COLOURS)], "size": 9},
                 "hovertemplate": "%{text}: measured %{x:,.4g} ms, predicted %{y:,.4g} ms<extra></extra>",

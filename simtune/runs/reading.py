@@ -40,13 +40,6 @@ def read_run(run: Path) -> Run:
     )
 
 
-def runs_in(folder: Path) -> tuple[Path, ...]:
-    """The run directories in a folder that is none itself, by name."""
-    if not folder.is_dir() or (folder / "summary.json").is_file():
-        return ()
-    return tuple(sorted(below for below in folder.iterdir() if (below / "summary.json").is_file()))
-
-
 def read_summary(path: Path) -> Summary:
     """Raises UsageError when the file cannot be read, SpecError when it is damaged or of another version."""
     return read_record(path, Summary, SUMMARY_SCHEMA)

@@ -21,6 +21,7 @@ from simtune.specs.base import Check, Dtype, Spec, override
 from simtune.specs.columns import replay
 from simtune.specs.engine import EnginePreset, merged
 from simtune.specs.hardware import Facts, Hardware
+from simtune.specs.hf import hub
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
 from simtune.specs.reading import read_text
@@ -54,8 +55,12 @@ def names(kind: str) -> list[str]:
 
 
 def load_model(reference: str, settings: Sequence[str] = ()) -> Model:
-    """A model by name, from a spec, or from a Hugging Face config.json (or the folder that holds it)."""
-    path = _locate("model", reference)
+    """A model by name, from a spec, from a Hugging Face config.json (or the folder that holds it), or by its id there
+    where it lies in the cache of huggingface_hub.
+    """
+    path, name = _locate("model", reference), None
+    if hub.is_id(reference) and path.suffix not in _SPEC_SUFFIXES and not path.exists():
+        path, name = _cached(reference), path.name
     if path.is_dir():
         path = path / "config.json"
     title = log_title(path)
@@ -63,9 +68,21 @@ def load_model(reference: str, settings: Sequence[str] = ()) -> Model:
         raise UsageError(f"{path}: looks like {title}, which is a load and no model; give it as --workload")
     document = yamlfile.parse(read_text(path), str(path))
     if path.suffix == ".json" and isinstance(document.data, dict) and "schema" not in document.data:
-        name = path.resolve().parent.name if path.name == "config.json" else path.stem
-        return hf.from_config(document, name, settings)
+        own = path.resolve().parent.name if path.name == "config.json" else path.stem
+        return hf.from_config(document, name or own, settings)
     return Model.from_document(override(document, settings))
+
+
+def _cached(model_id: str) -> Path:
+    """Raises UsageError where Hugging Face's cache does not hold the model."""
+    path = hub.cached_config(model_id)
+    if path is None:
+        hint = suggest(model_id.rpartition("/")[2].lower(), names("model"))
+        raise UsageError(
+            f"{model_id}: no such file, and no such model in {hub.folder()}{hint or ''}; download its config.json and "
+            "give that"
+        )
+    return path
 
 
 def load_hardware(reference: str, settings: Sequence[str] = ()) -> Hardware:
@@ -194,7 +211,10 @@ def _load_other(kind: str, reference: str, check: Check | None) -> Spec:
 
 def _kind(reference: str) -> str:
     """The kind of spec that a reference leads to. Raises UsageError where it is none."""
-    return _kind_of_file(Path(reference)) if is_path(reference) else _kind_of_name(reference)
+    path = Path(reference)
+    if hub.is_id(reference) and path.suffix not in _SPEC_SUFFIXES and not path.exists():
+        return "model"
+    return _kind_of_file(path) if is_path(reference) else _kind_of_name(reference)
 
 
 def _kind_of_name(name: str) -> str:
@@ -246,8 +266,11 @@ def is_path(reference: str) -> bool:
 
 
 def beside(folder: Path, reference: str) -> str:
-    """A reference found in a file of `folder`: names stay, relative paths are taken from there."""
-    return str(folder / reference) if is_path(reference) else reference
+    """A reference found in a file of `folder`: names stay, models in Hugging Face's cache by their ids too, relative
+    paths are taken from there.
+    """
+    path = folder / reference
+    return str(path) if is_path(reference) and (path.exists() or not hub.cached_config(reference)) else reference
 
 
 def _locate(kind: str, reference: str) -> Path:

@@ -68,25 +68,26 @@ search:
 
 def _from(folder: Path, reference: str) -> str:
     """A path as it is from the folder, and kept a path; a name as it is."""
-    if beside(folder / "below", reference) == reference:
+    if beside(folder / "below", reference) == reference:  # a name, or a model by its id
         return reference
     relative = os.path.relpath(reference, folder)
     return relative if os.sep in relative else f"./{relative}"
 
 
-def profile_of(device_name: str) -> str | None:
+def profile_of(driver_name: str) -> str | None:
     """The built-in profile of a card by the name that its driver gives it, `NVIDIA H100 80GB HBM3`; None where none is
-    of that card.
+    of that card. A card of another form or memory (PCIe, NVL, Ada, Laptop, 40GB) is another card.
     """
-    wanted = _words(device_name)
-    scored = []
+    wanted = _words(driver_name) - _SAY_NOTHING
+    models = {word for word in wanted if any(map(str.isdigit, word))}
     for name in names("hardware"):
-        if "-" in name and name.rpartition("-")[2] in ("trtllm", "sglang"):
-            continue
-        own = set(re.findall(r"[a-z]+\d+[a-z]*|\d+[a-z]*", name)) or {name}
-        if own & wanted:
-            scored.append((len(_words(name) & wanted), name))
-    return max(scored, key=lambda x: (x[0], -len(x[1])))[1] if scored else None
+        if models & _words(name) and wanted <= _words(name) | _words(load_hardware(name).device.name):
+            return name
+    return None
+
+
+_SAY_NOTHING = {"nvidia", "geforce", "hbm2", "hbm2e", "hbm3", "hbm3e"}
+"""Words in a driver's name of a card that are no other card's."""
 
 
 def _words(name: str) -> set[str]:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
+import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from simtune.cli import main
 from simtune.profiling import installation
 from simtune.specs.catalog import load_study
 from simtune.specs.new_study import profile_of
 from tests.cli.conftest import Desk, Said
+from tests.specs.published.configs import PUBLISHED
 
 
 def test_a_study_is_written_that_can_be_searched(desk: Desk, call: Callable[..., Said]) -> None:
@@ -35,7 +40,14 @@ def test_a_study_is_written_that_can_be_searched(desk: Desk, call: Callable[...,
         ("NVIDIA L40S", "l40s"),
         ("NVIDIA GeForce RTX 4090", "rtx-4090"),
         ("NVIDIA A100-SXM4-80GB", "a100-sxm-80g"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000"),
         ("NVIDIA GeForce GTX 1080", None),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA A100-PCIE-40GB", None),
+        ("NVIDIA A10G", None),
+        ("NVIDIA RTX 6000 Ada Generation", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
     ],
 )
 def test_a_card_is_known_by_the_name_that_its_driver_gives(driver: str, profile: str | None) -> None:
@@ -51,6 +63,69 @@ def test_the_card_of_this_machine_is_the_default(
     study = load_study("s.yaml")
     assert "profile: l40s, devices: 2" in Path("s.yaml").read_text()
     assert study.workload == "chat"
+
+
+def test_a_card_without_a_profile_is_named(
+    desk: Desk, call: Callable[..., Said], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\necho NVIDIA H100 PCIe\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tool.parent), prepend=os.pathsep)
+    said = call("new", "s.yaml")
+    assert said.err.startswith("note: no profile is of NVIDIA H100 PCIe, which is in this machine")
+    assert "profile: h100-sxm, devices: 8" in Path("s.yaml").read_text()
+
+
+def test_an_answer_that_is_none_is_asked_for_again(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = iter(["qwen3-8", "qwen3-8b", "l40s", "two", "0", "2", "chat", "-1", "800", "x", "40"])
+    monkeypatch.setattr("sys.stdin", Terminal())
+    monkeypatch.setattr("click.termui.visible_prompt_func", lambda prompt: next(typed))
+    monkeypatch.setattr(installation, "devices", lambda: [])
+    with pytest.raises(SystemExit) as ended:
+        main(["new", "s.yaml"])
+    assert ended.value.code == 0
+    said = capsys.readouterr().err
+    assert [said.count(word) for word in ("did you mean qwen3-8b?", "'two'", "x>=1", "x>0", "'x'")] == [1] * 5
+    study = load_study("s.yaml")
+    (cards,) = study.hardware
+    assert (study.model, cards.profile, cards.devices) == ("qwen3-8b", "l40s", 2)
+    assert (study.slo.ttft_s, study.slo.tpot_s) == ({"p99": 0.8}, {"p99": 0.04})
+
+
+class Terminal(io.StringIO):
+    """What a person types at."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("main_is_known", [True, False])
+def test_a_model_is_found_in_the_cache_of_hugging_face(
+    main_is_known: bool, desk: Desk, call: Callable[..., Said], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = json.dumps(PUBLISHED["Qwen3-8B"].config)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    fetched = tmp_path / "hf/hub/models--Qwen--Qwen3-8B"
+    for revision, text in (("aaa", "{}" if main_is_known else config), ("bbb", config)):
+        (fetched / "snapshots" / revision).mkdir(parents=True)
+        (fetched / "snapshots" / revision / "config.json").write_text(text)
+    if main_is_known:
+        (fetched / "refs").mkdir()
+        (fetched / "refs/main").write_text("bbb")
+    assert call("new", "deep/s.yaml", "--model", "Qwen/Qwen3-8B").code == 0
+    assert load_study("deep/s.yaml").model == "Qwen/Qwen3-8B"
+    assert call("optimize", "deep/s.yaml", "--dry-run").code == 0
+    said = call("show", "Qwen/Qwen3-8B")
+    assert said.code == 0
+    assert "Qwen3-8B" in said.out
+    refused = desk.refused(call, "show", "Qwen/Qwen3-32B")
+    assert "no such model in" in refused
+    assert "did you mean qwen3-32b?" in refused
 
 
 def test_a_run_is_explained_with_its_neighbours(tiny_run: Path, call: Callable[..., Said]) -> None:

@@ -10,6 +10,7 @@ import yaml
 
 from tests.cli.conftest import Desk, Said
 from tests.specs.test_scrapes import scrape
+from tests.workloads.test_servegen import LENGTHS, RATES
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
     f"2023-11-16 {9 + i // 120:02}:{i // 2 % 60:02}:{30 * (i % 2):02}.5,{100 + i},{1 + i % 40}\n" for i in range(240)
@@ -56,6 +57,19 @@ def test_a_benchmark_of_today_is_simulated_as_it_is(desk: Desk, call: Callable[.
     assert "looks like vllm bench serve" in desk.refused(
         call, "simulate", "--model", "./bench.json", "--hardware", "h100-sxm", "--workload", "chat"
     )
+
+
+def test_tables_of_servegen_become_a_spec(desk: Desk, call: Callable[..., Said]) -> None:
+    (desk.folder / "rates.csv").write_text(RATES)
+    (desk.folder / "lengths.csv").write_text(LENGTHS)
+    said = call("workload", "rates.csv", "lengths.csv", "--out", "load.yaml")
+    assert said.code == 0, said
+    assert "3 clients, 4 windows" in said.err
+    assert "output tokens, p99" in said.out
+    assert desk.simulate(workload="load.yaml").code == 0
+    assert "without a table of lengths" in desk.refused(call, "workload", "rates.csv")
+    assert "which --peak would need" in desk.refused(call, "workload", "rates.csv", "lengths.csv", "--peak", "1m")
+    assert "end the name in .yaml" in desk.refused(call, "workload", "rates.csv", "lengths.csv", "--out", "x.csv")
 
 
 def test_scrapes_of_a_server_become_a_spec_that_simulates(desk: Desk, call: Callable[..., Said]) -> None:

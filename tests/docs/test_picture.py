@@ -1,4 +1,4 @@
-"""The picture in README.md is of the report that the quickstart writes today."""
+"""The pictures in README.md are of the pages that its commands write today."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ import zlib
 
 import pytest
 
-from benchmarks.picture import PICTURE, SIGNATURE, STUDY, chunks, inputs_hash, mark, marked
-from simtune.api import load_question
-from simtune.tuner.certificate import inputs_of
+from benchmarks.picture import DOCS, PICTURES, SIGNATURE, Picture, chunks, inputs_hash, mark, marked
 
 
-def test_the_picture_was_drawn_from_the_inputs_of_today() -> None:
-    expected = inputs_hash(inputs_of(load_question(str(STUDY), ())))
-    assert mark(PICTURE.read_bytes()) == expected, "docs/report.png is of other inputs; draw it again: make picture"
-
-
-def test_the_picture_is_small() -> None:
-    assert PICTURE.stat().st_size < 400_000
+@pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: picture.name)
+def test_a_picture_was_drawn_from_the_inputs_of_today(picture: Picture) -> None:
+    file = DOCS / f"{picture.name}.png"
+    assert mark(file.read_bytes()) == inputs_hash(picture.inputs()), f"{file} is of other inputs; make picture"
+    assert file.stat().st_size < 400_000
+    assert f"(docs/{file.name})" in (DOCS.parent / "README.md").read_text("utf-8")
 
 
 def test_a_mark_leaves_the_picture_as_it_is() -> None:

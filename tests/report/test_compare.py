@@ -14,12 +14,12 @@ from simtune.errors import SpecError
 from simtune.report import beside, compare, figures, index, info, labels, thumbnails
 from simtune.report.beside import NamedFindings, NamedValidation
 from simtune.report.compare import Compared, NamedRun
-from simtune.report.sources import read_all
+from simtune.report.sources import contents_of, pages, read_all
 from simtune.reproduce import Finding, Findings
-from simtune.runs.reading import read_run, runs_in
+from simtune.runs.reading import read_run
 from simtune.validation.judge import Comparison, LoadResult, Validation
 from simtune.validation.measured import EngineFacts
-from tests.report.test_report_page import read
+from tests.report.test_report_page import Reader, read
 
 RunMaker = Callable[..., Path]
 MOST_BYTES = 8_000_000
@@ -115,14 +115,38 @@ def test_names_that_are_equal_are_numbered() -> None:
 def test_an_index_links_to_every_run(make_run: RunMaker, tmp_path: Path) -> None:
     for _ in range(2):
         make_run(price=price(2.0))
-    folders = runs_in(tmp_path)
+    folders = contents_of(tmp_path)
     assert len(folders) == 2
-    assert runs_in(folders[0]) == ()
-    page = index.render("runs", [NamedRun(f.name, read_run(f)) for f in folders])
+    assert contents_of(folders[0]) == ()
+    page = index.render("runs", read_all(folders), (), pages(folders))
     assert [f'href="{f.name}/report.html"' in page for f in folders] == [True, True]
-    row = index.index_row(NamedRun("a b", read_run(folders[0])))
+    row = index.index_row(NamedRun("a b", read_run(folders[0])), "a b/report.html")
     assert row.link == "a%20b/report.html"
     assert dict(zip(index.COLUMNS, row.cells, strict=True))["state"] == "meets its limits"
+
+
+def test_an_index_has_validations_and_reproductions_too(make_run: RunMaker, tmp_path: Path) -> None:
+    make_run()
+    validated, listed = tmp_path / "validated", [tmp_path / "then.json", tmp_path / "now.json"]
+    validated.mkdir()
+    (validated / "validation.json").write_text(json.dumps(validation(0.2).to_data()))
+    for file in listed:
+        file.write_text(json.dumps(Findings.of([finding(1.2, "differs"), finding(None, "needs")]).to_data()))
+    (tmp_path / "now.html").write_text("")
+    (tmp_path / "other.json").write_bytes(b"\xff")
+    found = contents_of(tmp_path)
+    assert len(found) == 4
+    assert contents_of(validated) == ()
+    page = index.render("all", read_all(found), (), pages(found))
+    links = re.findall(r'href="([^"]+)"', page)
+    assert sorted(links) == ["now.html", "run0/report.html", "then.json", "validated/validation.html"]
+    words = Reader(page).words
+    assert "1 run, 1 validation, 2 reproductions" in words
+    assert "validated on vllm: not within 10.0 %, at most 20.0 % off" in words
+    assert "1 differs, 1 needs" in words
+    svg = thumbnails.of_validation(validation(0.2))
+    assert svg.count("<circle") == 1
+    assert "1 latencies" not in svg
 
 
 def test_thumbnails_are_lines_on_one_axis_and_light(make_run: RunMaker) -> None:

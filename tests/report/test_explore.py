@@ -53,11 +53,14 @@ def test_the_fragment_of_the_address_moves_the_limits(make_run: RunMaker, tmp_pa
     run = read_run(make_run())
     page = tmp_path / "page.html"
     page.write_text(render(run), encoding="utf-8")
+    rates = sorted(p["rate"] for p in explore.points(run) if p["ttft"] <= 900 and p["tpot"] <= 12)
+    least = round(rates[len(rates) // 2] - 0.01, 2)
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
-    command += ["--virtual-time-budget=8000", "--dump-dom", f"{page.as_uri()}#ttft=900&tpot=12&by=rate"]
+    command += ["--virtual-time-budget=8000", "--dump-dom", f"{page.as_uri()}#ttft=900&tpot=12&by=rate&load={least}"]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout
-    met = [p for p in explore.points(run) if p["ttft"] <= 900 and p["tpot"] <= 12]
+    met = [p for p in explore.points(run) if p["ttft"] <= 900 and p["tpot"] <= 12 and p["rate"] >= least]
     best = max(met, key=lambda p: p["rate"])
+    assert '<svg class="moved-front"' in dom
     said = html.unescape(dom.partition('<p id="explored" role="status">')[2].partition("</p>")[0])
     count = len({p["name"] for p in met})
     assert said == f"{best['name']} is best of {count} that meet these limits at a rate that was simulated."

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from simtune.errors import SpecError
 from simtune.specs.trace_formats import LogReading
 from simtune.specs.traces import Trace, read_trace
 
@@ -64,3 +65,26 @@ def test_aiperf() -> None:
     )
     begin, end = (datetime.fromisoformat(said[key]).replace(tzinfo=None) for key in ("start_time", "end_time"))
     assert arrivals(trace)[-1] < (end - begin).total_seconds()
+
+
+def test_genai_perf() -> None:
+    trace = read_trace(TOOLS / "genai-perf.json", LogReading(characters_per_token=1.0))
+    said = written("genai-perf-summary.json")
+    assert len(trace.prompt_tokens) == said["request_count"]["avg"] == 6
+    for tokens, kind in ((trace.prompt_tokens, "input"), (trace.output_tokens, "output")):
+        own = said[f"{kind}_sequence_length"]
+        assert (tokens.mean(), tokens.min(), tokens.max()) == (pytest.approx(own["avg"]), own["min"], own["max"])
+    # The tool's throughput counts the seventh request too, of which it says nothing else.
+    duration_s = (len(trace.prompt_tokens) + 1) / said["request_throughput"]["avg"]
+    assert arrivals(trace)[-1] + said["request_latency"]["max"] / 1e3 == pytest.approx(duration_s, rel=0.02)
+    assert trace.notes[1] == "1 requests that nothing came back for left out"
+    assert trace.session is not None
+    assert trace.session.tolist() == [0, 0, 1, 1, 2, 2]
+
+
+def test_a_wrong_field_of_genai_perf_is_named(tmp_path: Path) -> None:
+    wrong = written("genai-perf.json")
+    del wrong["experiments"][0]["requests"][2]["timestamp"]
+    (tmp_path / "wrong.json").write_text(json.dumps(wrong))
+    with pytest.raises(SpecError, match=r"wrong\.json.*timestamp"):
+        read_trace(tmp_path / "wrong.json")

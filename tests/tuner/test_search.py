@@ -182,6 +182,8 @@ def test_an_interrupt_keeps_what_was_found() -> None:
 def test_sweeps_are_of_the_chosen_plan_and_its_rivals() -> None:
     q = question()
     tuned = optimize(q, jobs=1)
+    own = tuned.chosen.rate_rps
+    assert own is not None
     swept = rate_sweep.sweeps(tuned, jobs=1)
     assert swept[0].candidate == tuned.chosen.candidate.name
     assert len(swept) > 1
@@ -192,6 +194,8 @@ def test_sweeps_are_of_the_chosen_plan_and_its_rivals() -> None:
         assert rates == sorted(rates)
         assert len(rates) == len(rate_sweep.FRACTIONS)
         assert len(sweep.judged.ttft_s) == 101
+        # A short load would end before the queue of a plan that cannot hold its limits has grown.
+        assert {summary.requests for rate, summary in sweep.points if rate > 0.85 * own} == {q.requests}
     (light_rate, light), *_, (heavy_rate, heavy) = swept[0].points
     assert light.slo_attainment == 1.0
     assert light.goodput_rps == pytest.approx(light_rate)

@@ -171,22 +171,35 @@ class GenAiPerf:
     ) -> LogRequests:
         """Lengths as the server counted them where it said so, else of the texts."""
         run = _chosen(objects[0]["experiments"], "experiments", reading, problems)
-        rows, at = run["requests"], [lines[0]] * len(run["requests"])
+        rows = [row for row in run["requests"] if _answered(row)]
+        at = [lines[0]] * len(rows)
         names = {"arrival": "timestamp", "prompt": "request_inputs.payload", "output": "response_outputs"}
         values: dict[str, list[Any]] = {"arrival": [look_up(row, "timestamp") for row in rows]}
         lengths = [_counted(row) or _guessed(row, reading) for row in rows]
         values["prompt"], values["output"] = [a for a, _ in lengths], [b for _, b in lengths]
-        notes = [] if all(_counted(row) for row in rows) else [estimated(reading)]
+        notes = left_out(len(run["requests"]) - len(rows), "requests that nothing came back for")
+        notes += [] if all(_counted(row) for row in rows) else [estimated(reading)]
+        values |= sessions_of(rows, ("request_inputs.session_id",))
         return LogRequests(names, values, at, per_s=1e9, notes=notes)
 
 
+def _answered(row: Any) -> bool:
+    """Whether it is no request, which is a problem to be named, or one that something came back for."""
+    outputs = _mapping(row).get("response_outputs")
+    return not isinstance(outputs, list) or any(look_up(output, "response") for output in outputs)
+
+
 def _messages(row: Any) -> Iterator[Any]:
-    """What came back, each message of a stream for itself."""
+    """What came back, each message of a stream for itself; Perf Analyzer may have one in pieces, or several at once."""
+    stream = ""
     for output in row.get("response_outputs") or ():
-        for line in str(look_up(output, "response") or "").splitlines():
-            message = parsed_json(line.removeprefix("data:").strip())
-            if message is not None:
-                yield message
+        piece = str(look_up(output, "response") or "")
+        rest_of_one = "data:" in stream and not piece.startswith(("data:", "event:", ":"))
+        stream += piece if rest_of_one else "\n" + piece
+    for line in stream.splitlines():
+        message = parsed_json(line.removeprefix("data:").strip())
+        if message is not None:
+            yield message
 
 
 def _counted(row: Any) -> tuple[int, int] | None:
@@ -202,11 +215,11 @@ def _guessed(row: Any, reading: LogReading) -> tuple[int, int]:
     """Of the texts of the request and of its answer."""
     inputs = row.get("request_inputs")
     asked = parsed_json(look_up(inputs, "payload")) or inputs
-    answer = "".join(_texts([list(_mapping(message).get("choices") or ()) for message in _messages(row)]))
-    return tokens_of("".join(_texts(asked)), reading), tokens_of(answer, reading)
+    answer = "".join(_texts([_mapping(message).get("choices") or message for message in _messages(row)]))
+    return tokens_of(" ".join(_texts(asked)), reading), tokens_of(answer, reading)
 
 
-_TEXTS = ("content", "prompt", "text", "text_input")
+_TEXTS = ("content", "prompt", "text", "text_input", "inputs", "generated_text", "text_output")
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -218,6 +231,8 @@ def _texts(value: Any) -> Iterator[str]:
         for key, below in value.items():
             if key in _TEXTS and isinstance(below, str):
                 yield below
+            elif key in _TEXTS and isinstance(below, list) and all(isinstance(text, str) for text in below):
+                yield from below
             elif isinstance(below, (list, Mapping)):
                 yield from _texts(below)
 
