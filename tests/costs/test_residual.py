@@ -212,6 +212,15 @@ def test_what_fused_experts_depend_on_besides_their_size() -> None:
     assert [found("few rows", "int4", tokens=t) for t in (96, 97)] == [1, 0]
     assert found("few rows", "int4", ep=2) == 0, "each rank holds the rows of all, and half of the experts"
     assert found("few rows") == 0, "a kernel for 4-bit weights"
+    assert found("flops") == pytest.approx(np.log2(2 * 64 * 8 * 3 * 4096 * 1024))
+    assert found("rows") == 2, "512 rows on 128 experts"
+    assert found("rows", ep=4) == 2, "a quarter of the rows on a quarter of the experts"
+    assert found("tiles") == 11, "of 128 experts, each one of 128 rows and 16 of 128 columns"
+    assert found("last wave") == pytest.approx(np.log2(16 * 132 / 2048))
+    with pytest.raises(KeyError):  # a single processor has no waves to fill
+        OPERATORS["moe"].features({name: np.ones(1) for name in OPERATORS["moe"].shape}, Setting.of(1, "bf16", None))[
+            "tiles"
+        ]
 
 
 def test_the_kernel_is_matern() -> None:

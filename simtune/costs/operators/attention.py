@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from simtune.arrays import Array, Mask
-from simtune.costs.operators.base import OperatorForm, Setting, Shape, Terms, ceil_div, slowness
+from simtune.costs.operators.base import OperatorForm, Setting, Shape, Terms, ceil_div, last_wave, slowness
 from simtune.costs.operators.splits import RANDOM, above
 
 _EXPONENTIAL = 64
@@ -112,11 +112,6 @@ class _GroupedHeads(OperatorForm):
         }
 
 
-def _last_wave(tiles: Array, processors: int) -> Array:
-    """Logarithm of what whole waves of so many tiles come to over what the tiles do."""
-    return np.log2(ceil_div(tiles, processors) * processors / tiles)
-
-
 LARGER_BATCHES_AND_CONTEXTS = (RANDOM, above("batch", 64, "batch"), above("context", 8192, "context"))
 LONGER_PROMPTS = (RANDOM, above("tokens", 4096, "tokens"))
 
@@ -174,7 +169,7 @@ class PrefillAttention(_GroupedHeads):
             number = x["batch"] * tiles.heads * tiles.number
             logs |= self._work(x, setting) | {
                 "tiles": np.log2(number),
-                "last wave": _last_wave(number, setting.processors),
+                "last wave": last_wave(number, setting.processors),
             }
         return logs
 
@@ -296,7 +291,7 @@ class DecodeAttention(_GroupedHeads):
             keys = pairs * np.minimum(x["window"], x["context"])
             logs |= self._work(x, setting) | {
                 "keys": np.log2(keys),
-                "last wave": _last_wave(pairs, setting.processors),
+                "last wave": last_wave(pairs, setting.processors),
                 "waves": np.log2(np.maximum(pairs / setting.processors, 1)),
                 "seen": np.log2(np.minimum(x["window"], x["context"])),
                 "beyond 128": np.where(x["head_dim"] > _USUAL, 1.0, 0.0),

@@ -186,3 +186,9 @@ class OperatorForm(ABC):
 def ceil_div(a: Array, b: Array | float) -> Array:
     """a / b, rounded up."""
     return np.ceil(a / b)
+
+
+def last_wave(tiles: Array, processors: int) -> Array:
+    """Logarithm of what whole waves of so many tiles come to over what the tiles do."""
+    idle: Array = np.log2(ceil_div(tiles, processors) * processors / tiles)
+    return idle

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from simtune.arrays import Array
-from simtune.costs.operators.base import OperatorForm, Setting, Shape, Terms, ceil_div
+from simtune.costs.operators.base import OperatorForm, Setting, Shape, Terms, ceil_div, last_wave
 from simtune.costs.operators.splits import RANDOM, unseen
 from simtune.specs.hardware import Range
 
@@ -106,12 +106,19 @@ def rank_load(
     return capped
 
 
+_TILE = 128  # rows and columns of outputs, about, that a processor computes at a time
+
 _ALIGNED_WIDTH = 16
 """Triton reads several values at a time only from matrices whose rows are a multiple of 16 values apart."""
 
 _FEW_ROWS = 6
 """Rows for every expert of a rank, those of other ranks' experts included, up to which vLLM multiplies 4-bit weights in
 a kernel of its own (`should_moe_wna16_use_cuda`)."""
+
+
+def _awake(x: Shape) -> Array:
+    """`awakened` of calls of these shapes."""
+    return awakened(x["tokens"], x["experts"], x["experts_per_token"], x["ep"], x["skew"])
 
 
 class Moe(OperatorForm):
@@ -137,32 +144,53 @@ class Moe(OperatorForm):
 
     def terms(self, x: Shape, setting: Setting) -> Terms:
         """Flops of the rank's rows; the weights of the experts they wake, activations, and slots of all rows."""
-        m, hidden, inter, k, e, ep, skew = (x[name] for name in self.shape)
-        active = awakened(m, e, k, ep, skew)
+        return self._terms(x, setting, _awake(x))
+
+    def _terms(self, x: Shape, setting: Setting, awake: Array) -> Terms:
+        m, hidden, inter, k, ep = (x[name] for name in ("tokens", "hidden", "intermediate", "experts_per_token", "ep"))
         rows, all_rows = m * k / ep, m * k
         matrices = 3 * hidden * inter
         activation_bytes = 2.0
         return Terms(
             2 * rows * matrices,
-            setting.dtype_bytes * active * matrices
+            setting.dtype_bytes * awake * matrices
             + activation_bytes * (rows * (6 * inter + 2 * hidden) + (all_rows + 2 * m) * hidden),
-            np.maximum(active, rows / 64) * (2 * inter + hidden) / 128 / setting.processors,
+            np.maximum(awake, rows / 64) * (2 * inter + hidden) / 128 / setting.processors,
         )
 
     def features(self, x: Shape, setting: Setting) -> dict[str, Array]:
         """Sizes, ranks, experts that are awake on one, and what kernels choose by; of kernels for 4-bit weights, what
-        padding adds to the rows of an expert.
+        padding adds to the rows of an expert; on a GPU the work itself.
         """
         m, e, k, ep, skew = (x[name] for name in ("tokens", "experts", "experts_per_token", "ep", "skew"))
         logs = {name: np.log2(x[name]) for name in ("tokens", "hidden", "intermediate", "experts_per_token", "ep")}
         per_expert = m * k / active_experts(m, e, k, skew)
-        four_bit = setting.dtype_bytes < 1
-        return logs | {
-            "awake": np.log2(awakened(m, e, k, ep, skew)),
+        four_bit, awake = setting.dtype_bytes < 1, _awake(x)
+        logs |= {
+            "awake": np.log2(awake),
             "padding": np.log2(padded_rows(per_expert, skew) / per_expert) if four_bit else np.zeros_like(per_expert),
             "odd width": np.where(x["intermediate"] % _ALIGNED_WIDTH, 1.0, 0.0),
             "few rows": np.where(four_bit & (m * k * ep / e <= _FEW_ROWS), 1.0, 0.0),
             "skew": skew,
+        }
+        return logs | self._work(x, setting, awake) if setting.processors > 1 else logs
+
+    def _work(self, x: Shape, setting: Setting, awake: Array) -> dict[str, Array]:
+        """Flops, bytes, rows of an expert that is awake, tiles of the first product and what the last wave of them
+        leaves empty.
+
+        Sums of other features for the most part; a residual of few rows is nearer with than without them, see
+        benchmarks/costs/test_moe_accuracy.py.
+        """
+        terms = self._terms(x, setting, awake)
+        rows = x["tokens"] * x["experts_per_token"] / x["ep"] / awake
+        tiles = awake * ceil_div(rows, _TILE) * ceil_div(2 * x["intermediate"], _TILE)
+        return {
+            "flops": np.log2(terms.flops),
+            "bytes": np.log2(terms.bytes),
+            "rows": np.log2(rows),
+            "tiles": np.log2(tiles),
+            "last wave": last_wave(tiles, setting.processors),
         }
 
     def box(self, x: Shape) -> dict[str, Range]:
