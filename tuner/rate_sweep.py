@@ -15,8 +15,8 @@ from simtune.tuner.trial import Trial, Tuned
 FRACTIONS = (0.2, 0.5, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5)
 """Offered rates, relative to the one the chosen plan sustains."""
 LIGHT = 0.8
-"""Up to this fraction nothing piles up, and a point is `SHORTER` times shorter than a simulation of the search; beyond it a
-short load would end before its queue has grown, and meet limits that the plan does not hold."""
+"""Up to this fraction nothing piles up, and a point is `SHORTER` times shorter than a simulation of the search; beyond
+it a short load would end before its queue has grown, and meet limits that the plan does not hold."""
 SHORTER = 4
 LEAST = 1000
 """Requests of a point, where the study has as many."""
@@ -52,9 +52,7 @@ def sweeps(tuned: Tuned, *, jobs: Jobs = None) -> list[RateSweep]:
     question = tuned.question
     own = tuned.chosen.rate_rps if question.searches_rate else None
     loads = () if own is None else tuple((f * own, _requests(question, f)) for f in FRACTIONS)
-    tasks = [
-        _SweepTask(question, row, tuned.deployment.max_model_len, loads) for row in [tuned.chosen, *rivals(tuned)]
-    ]
+    tasks = [_SweepTask(question, row, tuned.deployment.max_model_len, loads) for row in [tuned.chosen, *rivals(tuned)]]
     tasks[0] = replace(tasks[0], loads=tuple(load for load in loads if load[0] != own), judged=False)
     with executor(jobs, len(tasks)) as pool:
         chosen, *of_rivals = ordered_map(pool, _SweepTask.run, tasks)

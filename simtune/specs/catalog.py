@@ -58,9 +58,11 @@ def load_model(reference: str, settings: Sequence[str] = ()) -> Model:
     """A model by name, from a spec, from a Hugging Face config.json (or the folder that holds it), or by its id there
     where it lies in the cache of huggingface_hub.
     """
-    path, name = _locate("model", reference), None
+    path, name = Path(reference), None
     if hub.is_id(reference) and path.suffix not in _SPEC_SUFFIXES and not path.exists():
         path, name = _cached(reference), path.name
+    else:
+        path = _locate("model", reference)
     if path.is_dir():
         path = path / "config.json"
     title = log_title(path)
@@ -79,8 +81,8 @@ def _cached(model_id: str) -> Path:
     if path is None:
         hint = suggest(model_id.rpartition("/")[2].lower(), names("model"))
         raise UsageError(
-            f"{model_id}: no such file, and no such model in {hub.folder()}{hint or ''}; download its config.json and "
-            "give that"
+            f"model {model_id}: no such file, and no such model in {hub.folder()}{hint or ''}; "
+            "download its config.json and give that"
         )
     return path
 

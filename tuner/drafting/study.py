@@ -89,8 +89,8 @@ def schedule(
 
     Acceptance is that of all requests together. Time without speculation is shared evenly among the batches, and
     within each among the contexts by their tokens, as far as the KV cache holds that many; batches that do not fit at
-    any context are left out. `costs` makes the pool's `round_costs` where they may be known. Raises Infeasible where the
-    drafter does not go with the pool.
+    any context are left out. `costs` makes the pool's `round_costs` where they may be known. Raises Infeasible where
+    the drafter does not go with the pool.
     """
     drafter, pp = draft.choice.drafter, pool.parallelism.pp
     smallest = pool.model_copy(update={"speculation": draft.speculation(Chain(tokens=1))})
