@@ -6,7 +6,9 @@ A run keeps its colour through the page. The first run is what others are compar
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 from simtune import __version__
@@ -42,11 +44,12 @@ class Number(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """A number of one run, its interval, and its difference from the first run's."""
+    """A number of one run, its interval, its difference from the first run's, and how likely it is below that."""
 
     value: str
     interval: str
     difference: str
+    lower: str = ""
 
 
 class NumberRow(NamedTuple):
@@ -142,7 +145,9 @@ def numbers(runs: Sequence[NamedRun]) -> list[NumberRow]:
         values = [number.value(s) for s in summaries]
         if any(value is not None for value in values):
             cells = (
-                _cell(number, s, value, values[0], i)
+                _cell(number, s, value, values[0], i)._replace(
+                    lower=_lower(number, s, summaries[0]) if i and value is not None else ""
+                )
                 for i, (s, value) in enumerate(zip(summaries, values, strict=True))
             )
             rows.append(NumberRow(number.what, number.unit, tuple(cells)))
@@ -158,6 +163,32 @@ def _cell(number: Number, s: Summary, value: float | None, first: float | None, 
         low, high = (number.shown(x) if x is not None else "unbounded" for x in bounds)
         interval = f"{low}–{high}"
     return Cell(number.shown(value), interval, "" if at == 0 or not first else difference(value / first - 1))
+
+
+def _lower(number: Number, s: Summary, first: Summary) -> str:
+    """`P(lower) 97.0 %` where worlds of both runs were drawn; empty elsewhere."""
+    sides = [_log_normal(number, summary) for summary in (first, s)]
+    if None in sides:
+        return ""
+    (mean, spread), (own_mean, own_spread) = (side for side in sides if side is not None)
+    both = math.hypot(spread, own_spread)
+    if not both:
+        return ""
+    chance = NormalDist().cdf((mean - own_mean) / both)
+    words = "< 0.1 %" if chance < 5e-4 else "> 99.9 %" if chance > 1 - 5e-4 else info.percent(chance)
+    return f"P(lower) {words}"
+
+
+def _log_normal(number: Number, s: Summary) -> tuple[float, float] | None:
+    """Mean and standard deviation of the logarithm that has the interval of the redrawn worlds."""
+    bounds = number.interval(s) if s.uncertainty is not None else None
+    if s.uncertainty is None or bounds is None:
+        return None
+    low, high = bounds
+    if low is None or high is None or low <= 0:
+        return None
+    widths = 2 * NormalDist().inv_cdf((1 + s.uncertainty.level) / 2)
+    return (math.log(low) + math.log(high)) / 2, (math.log(high) - math.log(low)) / widths
 
 
 def difference(relative: float) -> str:
@@ -301,7 +332,8 @@ def render(compared: Compared) -> str:
         gains=beside.gains(compared.findings),
         colours=[figures.series_colour(i) for i in range(len(compared.names))],
         info=info,
-        numbers=numbers(runs),
+        numbers=(rows := numbers(runs)),
+        likely=any(cell.lower for row in rows for cell in row.cells),
         plan_differences=plan_differences(runs),
         figures={name: Markup(html) for name, html in drawn.items()},
         captions=CAPTIONS,

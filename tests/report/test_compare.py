@@ -56,11 +56,29 @@ def test_numbers_stand_beside_those_of_the_first_run(make_run: RunMaker, optimiz
     ttft = {**summary["metrics"]["ttft"], "p99": summary["metrics"]["ttft"]["p99"] * 0.9, "ci95": {"p99": [0.2, 0.4]}}
     runs = pair(make_run, summary, metrics={**summary["metrics"], "ttft": ttft})
     rows = {row.what: row for row in compare.numbers(runs)}
-    assert rows["TTFT p99"].cells[1][1:] == ("200–400", "−10.0 %")
+    assert rows["TTFT p99"].cells[1][1:] == ("200–400", "−10.0 %", "")
     assert rows["TPOT p99"].cells[1].difference == "="
     assert rows["output tokens"].cells[0].difference == ""
-    assert rows["output tokens"].cells[1] == ("1.50", "", "−25.0 %")
+    assert rows["output tokens"].cells[1] == ("1.50", "", "−25.0 %", "")
     assert "P(SLO holds)" not in rows  # of neither run worlds were redrawn
+
+
+def test_the_chance_to_be_lower_follows_from_the_intervals_of_both(make_run: RunMaker) -> None:
+    def worlds(low: float, high: float) -> dict[str, Any]:
+        known = {"worlds": 20, "level": 0.9, "saturated_probability": 0.0, "slo_probability": 1.0}
+        return known | {"intervals": {"metrics": {"ttft": {"p99": [low, high]}}}}
+
+    def chance(*intervals: tuple[float, float]) -> str:
+        folders = [make_run(uncertainty=worlds(*interval)) for interval in intervals]
+        runs = [NamedRun(folder.name, read_run(folder)) for folder in folders]
+        rows = {row.what: row for row in compare.numbers(runs)}
+        assert rows["TTFT p99"].cells[0].lower == rows["TPOT p99"].cells[1].lower == ""
+        return rows["TTFT p99"].cells[1].lower
+
+    assert chance((0.2, 0.4), (0.2, 0.4)) == "P(lower) 50.0 %"
+    assert chance((0.2, 0.4), (0.4, 0.8)) == "P(lower) 1.0 %"  # a factor of 2 is 3.29 deviations, of both 2.33
+    assert chance((0.4, 0.8), (0.2, 0.4)) == "P(lower) 99.0 %"
+    assert "P(lower)" not in compare.render(Compared((NamedRun("a", read_run(make_run())),) * 2))
 
 
 def test_watts_and_joules_stand_among_the_numbers(make_run: RunMaker, optimized: Any) -> None:
@@ -68,8 +86,8 @@ def test_watts_and_joules_stand_among_the_numbers(make_run: RunMaker, optimized:
     measured = [make_run(energy_j=watts * duration, joules_per_token=watts / 1000) for watts in (500.0, 550.0)]
     runs = [NamedRun(str(i), read_run(folder)) for i, folder in enumerate(measured)]
     rows = {row.what: row for row in compare.numbers(runs)}
-    assert rows["power"].cells == (("500", "", ""), ("550", "", "+10.0 %"))
-    assert rows["energy"].cells == (("0.500", "", ""), ("0.550", "", "+10.0 %"))
+    assert rows["power"].cells == (("500", "", "", ""), ("550", "", "+10.0 %", ""))
+    assert rows["energy"].cells == (("0.500", "", "", ""), ("0.550", "", "+10.0 %", ""))
     shown = {unit: value for _, value, unit in info.key_figures(runs[0].run.summary)}
     assert (shown["W, mean of all GPUs"], shown["J per output token"]) == ("500", "0.500")
     unknown = pair(make_run, optimized[0])
@@ -80,7 +98,7 @@ def test_watts_and_joules_stand_among_the_numbers(make_run: RunMaker, optimized:
 def test_a_saturated_run_has_no_latency_and_no_curve(make_run: RunMaker, optimized: Any) -> None:
     runs = pair(make_run, optimized[0], saturated=True)
     rows = {row.what: row for row in compare.numbers(runs)}
-    assert rows["TTFT p99"].cells[1] == ("saturated", "", "")
+    assert rows["TTFT p99"].cells[1] == ("saturated", "", "", "")
     curves = [trace["name"] for trace in compare.overlays(runs)["ttft"]["data"]]
     assert curves == ["today"]
 
