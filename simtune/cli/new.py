@@ -42,17 +42,13 @@ def new(  # noqa: PLR0913 - one for each option
     from simtune.runs.files import write_file
     from simtune.specs import yamlfile
     from simtune.specs.catalog import load_hardware, load_model, load_workload
-    from simtune.specs.new_study import OBJECTIVES, Answers, profile_of, study_text
+    from simtune.specs.new_study import Answers, profile_of, study_text
     from simtune.specs.study import Study
 
-    if file.exists() and not force:
-        raise UsageError(f"{file}: exists; give --force to replace it, or name another file")
-    if objective not in OBJECTIVES:
-        raise UsageError(f"--objective {objective}: must be one of {', '.join(OBJECTIVES)}")
+    _check(file, force, objective)
     here = cards()
     known = profile_of(here[0]) if here else None
-    if here and known is None and hardware is None:
-        click.echo(f"note: no profile is of {here[0]}, which is in this machine; `simtune profile` makes one", err=True)
+    _note_stranger(here if known is None and hardware is None else [])
     served = model or _ask("Model (name, id on Hugging Face, or a config.json)", "llama-3.1-8b", _loaded(load_model))
     card = hardware or _ask("Card", known or "h100-sxm", _loaded(load_hardware))
     count = here.count(here[0]) if here and card == known else 8
@@ -70,6 +66,24 @@ def new(  # noqa: PLR0913 - one for each option
     Study.from_document(yamlfile.parse(text, str(file)))
     write_file(file, text)
     click.echo(f"wrote {file}; next: simtune optimize {file} --out runs/{file.stem}", err=True)
+
+
+def _check(file: Path, force: bool, objective: str) -> None:
+    """Before anything is asked. Raises UsageError."""
+    from simtune.specs.new_study import OBJECTIVES
+
+    if file.exists() and not force:
+        raise UsageError(f"{file}: exists; give --force to replace it, or name another file")
+    if objective not in OBJECTIVES:
+        raise UsageError(f"--objective {objective}: must be one of {', '.join(OBJECTIVES)}")
+
+
+def _note_stranger(cards: list[str]) -> None:
+    """Say on stderr which card of this machine has no profile."""
+    if cards:
+        click.echo(
+            f"note: no profile is of {cards[0]}, which is in this machine; `simtune profile` makes one", err=True
+        )
 
 
 def _ask(question: str, default: Any, kind: click.FloatRange | click.IntRange | Callable[[str], str]) -> Any:

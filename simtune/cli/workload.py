@@ -87,13 +87,12 @@ def workload(  # noqa: PLR0913 - one for each option
     from simtune.specs.traces import read_trace
 
     _check(out, html, force)
-    if any(is_scrape_file(file) for file in files):
-        asked = {"--from": begin, "--to": end, "--peak": peak, "--scale": scale, "--part": part, "--html": html}
+    asked = {"--from": begin, "--to": end, "--peak": peak, "--scale": scale, "--part": part, "--html": html}
+    if any(map(is_scrape_file, files)):
         _need_no_requests(files, asked, out)
         _scraped([read_scrape(file) for file in files], span, rate, out, as_json)
         return
-    if any(is_servegen_file(file) for file in files):
-        asked = {"--from": begin, "--to": end, "--peak": peak, "--scale": scale, "--part": part, "--html": html}
+    if any(map(is_servegen_file, files)):
         _need_tables(files, {**asked, "--rate": rate, "--span": span}, out)
         _servegen(files, out, as_json)
         return
