@@ -48,11 +48,11 @@ def _nearest(tuned: Tuned) -> list[Trial]:
     """Rivals, those that reach most first. At a given load those that were simulated come before, in the order of the
     search."""
     question, objective = tuned.question, tuned.question.objective
-    others = [row for row in tuned.rows[1:] if not row.same_as and not row.allocation]
-    bounded = [row for row in others if row.best is not None and math.isfinite(row.best)]
+    candidates = [row for row in tuned.rows[1:] if not row.same_as and not row.allocation]
+    bounded = [row for row in candidates if row.best is not None and math.isfinite(row.best)]
     if isinstance(objective, RateObjective):
         return sorted(bounded, key=lambda row: -_reaches(question, row))
-    simulated = [row for row in others if row.summary is not None]
+    simulated = [row for row in candidates if row.summary is not None]
     if objective.needs_power:  # what idle GPUs draw says little of what busy ones do
         return simulated
     unseen = [row for row in bounded if row.summary is None]

@@ -74,7 +74,7 @@ def test_a_reader_who_leaves_early_gets_no_complaint(start: Call) -> None:
 def test_more_requests_than_memory_are_refused_in_words(call: Call, desk: Any) -> None:
     message = desk.refused(desk.simulate, "--requests", 10**12)
     assert message.startswith("1,000,000,000,000 requests need about 409.3 TiB of memory, and ")
-    assert message.endswith(" are free; ask for fewer")
+    assert message.endswith(" are free; ask for fewer: --requests, or search.requests of a study")
 
 
 # --- list, show, check, schema ----------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def test_check_passes_what_is_right_and_finds_what_is_not(call: Call, desk: Any,
     lines = both.err.splitlines()
     assert "bad.yaml:3:1: modle: unknown key, did you mean model?" in lines
     assert any(line.startswith("bad.yaml") and "pools: is required and missing" in line for line in lines)
-    assert "nosuch.csv: no such file" in lines
+    assert any(line.startswith("workload ./nosuch.csv: no such file; ") for line in lines)
 
     found = call("check", "--json", "study.yaml", "bad.yaml", "nosuch.csv")
     assert (found.code, found.err) == (2, "")
