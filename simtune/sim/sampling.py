@@ -6,7 +6,7 @@ typical ones would be made up.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import Step
@@ -16,8 +16,7 @@ MOST = 64
 """Steps that are kept; with twice as many, every second one is dropped."""
 
 
-@dataclass(frozen=True, slots=True)
-class SampledStep:
+class SampledStep(NamedTuple):
     """What a step worked on; `ticks` of a core's busy time are taken to have gone to steps like it."""
 
     ticks: int
@@ -71,8 +70,8 @@ class StepSampler:
         last: SampledStep | None = None
         for _, step in self._steps:
             if step is last:
-                kept[-1] = replace(kept[-1], ticks=kept[-1].ticks + self._interval)
+                kept[-1] = kept[-1]._replace(ticks=kept[-1].ticks + self._interval)
             else:
-                kept.append(replace(step, ticks=self._interval))
+                kept.append(step._replace(ticks=self._interval))
             last = step
         return tuple(kept)

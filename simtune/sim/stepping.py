@@ -259,9 +259,10 @@ class DpGroup(SharedStepping):
         if any(member.step is not None for member in self.cores):
             return
         planned = [member for member in self.cores if member.plan(now)]
-        everybodys = sum(_tokens(member) for member in planned)
-        for member in planned:
-            self._share_experts(member, everybodys)
+        tokens = [_tokens(member) for member in planned]
+        everybodys = sum(tokens)
+        for member, own in zip(planned, tokens, strict=True):
+            self._share_experts(member, own, everybodys)
         if len(planned) > 1:
             longest = max(member.time.first for member in planned)
             for member in planned:
@@ -276,12 +277,12 @@ class DpGroup(SharedStepping):
             time = self._jumping.time
             self._jumping.shorten(time.reaching(now - self._jumping.started)[0])
 
-    def _share_experts(self, core: EngineCore, everybodys: int) -> None:
-        """Correct the planned step of a core for the tokens that all of them have in theirs."""
+    def _share_experts(self, core: EngineCore, tokens: int, everybodys: int) -> None:
+        """Correct the planned step of a core, of so many tokens, for those that all of them have in theirs."""
         step, time, costs = core.step, core.time, self._costs[core.virtual_engine]
         if costs is None or step is None or step.part != (0, 1):
             return
-        shape = (_tokens(core), step.num_decodes + len(step.chunks), everybodys, bool(step.chunks))
+        shape = (tokens, step.num_decodes + len(step.chunks), everybodys, bool(step.chunks))
         first, second = (costs.together(ticks, *shape) for ticks in (time.first, time.first + time.slope))
         if second - first != time.slope:  # the first step waits for the host, and later ones will not
             time.repetitions = 1
@@ -291,4 +292,5 @@ class DpGroup(SharedStepping):
 def _tokens(core: EngineCore) -> int:
     """Tokens of the planned step."""
     step = core.step
-    return 0 if step is None else step.verify_tokens + sum(chunk.tokens for chunk in step.chunks)
+    assert step is not None
+    return step.verify_tokens + (sum(chunk.tokens for chunk in step.chunks) if step.chunks else 0)
