@@ -248,6 +248,7 @@ class DpGroup(SharedStepping):
     def __init__(self) -> None:
         super().__init__()
         self._costs: list[GroupCosts | None] = []
+        self._under_way = 0  # how many cores run a step
 
     def join(self, core: EngineCore) -> int:
         """Add a core to the instance; its number there."""
@@ -256,7 +257,7 @@ class DpGroup(SharedStepping):
 
     def start(self, now: int, core: EngineCore) -> None:
         """Start all cores, unless a step of theirs is under way."""
-        if any(member.step is not None for member in self.cores):
+        if self._under_way:
             return
         planned = [member for member in self.cores if member.plan(now)]
         tokens = [_tokens(member) for member in planned]
@@ -268,8 +269,24 @@ class DpGroup(SharedStepping):
             for member in planned:
                 member.time.take(longest)
         self._jumping = planned[0] if len(planned) == 1 else None
+        self._under_way = len(planned)
         for member in planned:
             member.launch(now + member.time.total)
+
+    def end(self, now: int, core: EngineCore, deliver: Deliver) -> None:
+        """The step of a core ends; with that of the last one the next steps begin, after all else of this instant."""
+        core.conclude(now, deliver)
+        self._under_way -= 1
+        if self._under_way:
+            return
+        if self._agenda.has_more_at(now):
+            core.wake(now)
+        else:
+            self.start(now, core)
+
+    def reset(self) -> None:
+        """No core runs a step any more."""
+        self._under_way = 0
 
     def wakes(self, now: int, core: EngineCore) -> None:
         """The core that jumps is to wait for this one from its next step on."""
