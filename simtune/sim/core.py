@@ -328,9 +328,9 @@ class EngineCore:
         self.version += 1
         return True
 
-    def launch(self, end: int, *, held: bool = True) -> None:
-        """Run the planned step, which ends at a tick; most likely that is the next event, and is `held`."""
-        (self._agenda.hold if held else self._agenda.post)((end, STEP_END, self.number, self.version))
+    def launch(self, end: int) -> None:
+        """Run the planned step, which ends at a tick; most likely that is the next event."""
+        self._agenda.hold((end, STEP_END, self.number, self.version))
 
     def cut(self, now: int) -> None:
         """Something has changed: the jump ends with the step in which `now` falls."""
@@ -433,8 +433,7 @@ class EngineCore:
         if of_step or step.preempted:
             for request in step.preempted:
                 recorder.preemptions[request.id] += 1
-            before, self.waiting = self.waiting, self.scheduler.num_waiting  # as `count_waiting`
-            recorder.waiting += self.waiting - before
+            self.count_waiting()
         if of_step:
             scheduled, chunks, completing, step_tokens = recorder.scheduled, [], 0, step.num_decodes
             for chunk in of_step:

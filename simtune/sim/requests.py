@@ -315,7 +315,7 @@ def _families(workload: Workload, asked_for: Sequence[GraphNode], families: int,
     graph = compiled(asked_for)
     nodes = {node.name: node for node in asked_for}
     requests = families * graph.size
-    room.need(requests * _REQUEST_BYTES, f"{requests:,} requests", "ask for fewer families")
+    room.need(requests * _REQUEST_BYTES, f"{requests:,} requests", _FEWER)
     class_index = np.tile(graph.node_of, families)
     output = _lengths(
         [nodes[name].output or workload.output for name in graph.names],
