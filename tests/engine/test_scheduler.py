@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simtune.engine import DecodeBatch, DraftingTerms, Request, VllmFcfs, VllmPriority
+from simtune.engine.policies.layers import PriorityLayers
 
 requests = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 40)), min_size=1, max_size=25)
 
@@ -256,3 +257,32 @@ def test_drafts_depend_on_the_step_before_and_end_with_the_model_s_length() -> N
         scheduler.complete()
     # 4 + 2 + 2 + 4 + 4 tokens are computed then; the last position is never computed, so that 3 of 4 fit.
     assert widths == [[(0, 4), (1, 4)], [(0, 2), (1, 2)], [(1, 2)], [(1, 4)], [(1, 4)], [(1, 3)]]
+
+
+def test_the_rest_of_a_halted_step_is_run_once_when_its_prompts_are_aborted() -> None:
+    scheduler = PriorityLayers(
+        num_blocks=40, block_size=4, max_num_seqs=2, max_num_batched_tokens=8, max_model_len=40, chunked_prefill=True
+    )
+    first, prompt, newcomer = Request(0, 4, 9), Request(1, 8, 2), Request(2, 4, 1)
+    scheduler.add(first)
+    for _ in range(PriorityLayers.PARTS):
+        assert scheduler.schedule() is not None
+        scheduler.complete()
+    scheduler.add(prompt)
+    halted = scheduler.schedule()
+    assert halted is not None
+    assert (halted.num_decodes, halted.part, [chunk.request for chunk in halted.chunks]) == (1, (0, 8), [prompt])
+    scheduler.complete()
+    scheduler.abort(prompt)
+    scheduler.add(newcomer)
+    rest = []
+    for _ in range(PriorityLayers.PARTS - 1):
+        step = scheduler.schedule()
+        assert step is not None
+        rest.append((step.num_decodes, step.part, step.repeat, len(step.chunks)))
+        scheduler.complete()
+    assert rest == [(1, (part, 8), 1, 0) for part in range(1, 8)]
+    assert first.emitted == 2
+    admitting = scheduler.schedule()
+    assert admitting is not None
+    assert [chunk.request for chunk in admitting.chunks] == [newcomer]

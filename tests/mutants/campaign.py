@@ -68,7 +68,7 @@ def caught(root: Path, tests: Sequence[str] = TESTS) -> bool:
 
 
 def main() -> int:
-    """Try mutants, and print those that survive."""
+    """Try mutants, and print what became of each."""
     options = argparse.ArgumentParser()
     options.add_argument("--mutants", type=int, default=300)
     options.add_argument("--first", type=int, default=0)
@@ -95,9 +95,11 @@ def main() -> int:
             source_, line, before, after = made
             path.write_text(source_)
             tried += 1
-            if not caught(root, tests):
-                survived += 1
-                print(f"{number}: {path.relative_to(root)}:{line}: {before} -> {after}", flush=True)
+            begun_one, is_caught = time.monotonic(), caught(root, tests)
+            survived += not is_caught
+            fate = "caught" if is_caught else "SURVIVES"
+            took = f"{fate} ({time.monotonic() - begun_one:.0f} s)"
+            print(f"{number}: {path.relative_to(root)}:{line}: {before} -> {after}: {took}", flush=True)
             path.write_text(text)
     print(f"{tried} mutants, {tried - survived} caught ({(tried - survived) / max(1, tried):.0%}), {survived} survive")
     return 0

@@ -60,8 +60,9 @@ class PriorityLayers(StallFree):
 
     def _step(self, preempted: list[Request]) -> Step:
         step = super()._step(preempted)
-        if step.chunks and not self._halted:
-            step.part = (self._done, self.PARTS)
+        if self._halted or not (step.chunks or self._done):
+            return step
+        step.part, step.repeat = (self._done, self.PARTS), 1  # the rest of a halted one, even if its prompts have left
         return step
 
     def complete(self, repetitions: int = 1) -> Progress:
