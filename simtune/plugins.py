@@ -67,7 +67,7 @@ def load(reference: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Family(Generic[T]):
+class PartKind(Generic[T]):
     """A kind of part: what it is called, where it may be registered, those built in, and what each derives from."""
 
     noun: str

@@ -131,7 +131,7 @@ def _check_slots(load: Sequence[float], gpus: int, slots: int) -> None:
 # --- layers of a pipeline ---------------------------------------------------------------------------------
 
 
-class Stage(NamedTuple):
+class LayerSpan(NamedTuple):
     """Layers `first` to `last`, both included, on a device."""
 
     device: int
@@ -143,7 +143,7 @@ class Partition(NamedTuple):
     """The stages in the order of the layers; the slowest takes `slowest_s`."""
 
     slowest_s: float
-    stages: tuple[Stage, ...]
+    stages: tuple[LayerSpan, ...]
 
 
 def partition(
@@ -191,11 +191,11 @@ _State = tuple[int, tuple[int, ...]]
 
 def _stages(
     best: Mapping[_State, tuple[float, _State | None]], state: _State, free: Sequence[list[int]]
-) -> Iterator[Stage]:
+) -> Iterator[LayerSpan]:
     """From the last to the first; `free` are the devices of each kind."""
     while (before := best[state][1]) is not None:
         k = next(k for k in range(len(free)) if state[1][k] > before[1][k])
-        yield Stage(free[k].pop(), before[0], state[0] - 1)
+        yield LayerSpan(free[k].pop(), before[0], state[0] - 1)
         state = before
 
 

@@ -11,9 +11,9 @@ from simtune.cli.output import json_option, print_json
 @json_option
 def doctor(as_json: bool) -> int:
     """Look at packages, GPU, presets, profiles and disk of this machine. Exits with 1 where something is wrong."""
-    from simtune.profiling.installation import findings
+    from simtune.profiling.installation import diagnoses
 
-    seen = findings()
+    seen = diagnoses()
     if as_json:
         print_json([finding._asdict() for finding in seen])
     else:

@@ -13,7 +13,7 @@ from simtune.emit.sglang import Sglang
 from simtune.emit.tensorrt_llm import TensorrtLlm
 from simtune.emit.vllm import Vllm
 from simtune.errors import UsageError
-from simtune.plugins import Family, registered
+from simtune.plugins import PartKind, registered
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan, Pool
 from simtune.specs.speculation import Speculation
@@ -34,7 +34,9 @@ __all__ = [
 ENGINES: dict[str, Emitter] = {emitter.name: emitter for emitter in (Vllm(), Sglang(), TensorrtLlm(), LlamaCpp())}
 """The engines of the package that can be written for, by name."""
 
-ENGINE: Family[Emitter] = Family("engine", "simtune.engines", {name: type(e) for name, e in ENGINES.items()}, Emitter)
+ENGINE: PartKind[Emitter] = PartKind(
+    "engine", "simtune.engines", {name: type(e) for name, e in ENGINES.items()}, Emitter
+)
 
 
 def engines() -> dict[str, Emitter]:

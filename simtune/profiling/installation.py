@@ -25,7 +25,7 @@ OPTIONAL = {
 }
 
 
-class Finding(NamedTuple):
+class Diagnosis(NamedTuple):
     """One thing that was looked at. `problem` needs attention; `absent` only limits what can be done."""
 
     state: State
@@ -33,11 +33,11 @@ class Finding(NamedTuple):
     says: str
 
 
-def findings() -> list[Finding]:
+def diagnoses() -> list[Diagnosis]:
     """Everything, the most basic first."""
     return [
-        Finding("ok", "simtune", f"{__version__} on Python {platform.python_version()}, {platform.platform()}"),
-        Finding("ok", "processors", f"{os.cpu_count()} cores for searches and --uncertainty"),
+        Diagnosis("ok", "simtune", f"{__version__} on Python {platform.python_version()}, {platform.platform()}"),
+        Diagnosis("ok", "processors", f"{os.cpu_count()} cores for searches and --uncertainty"),
         *(_package(name, use) for name, use in OPTIONAL.items()),
         *_cards(),
         _presets(),
@@ -47,13 +47,13 @@ def findings() -> list[Finding]:
     ]
 
 
-def _package(name: str, use: str) -> Finding:
+def _package(name: str, use: str) -> Diagnosis:
     if util.find_spec(name) is None:
-        return Finding("absent", name, f"not installed; needed for {use}")
+        return Diagnosis("absent", name, f"not installed; needed for {use}")
     try:
-        return Finding("ok", name, f"{metadata.version(name)}, for {use}")
+        return Diagnosis("ok", name, f"{metadata.version(name)}, for {use}")
     except metadata.PackageNotFoundError:
-        return Finding("problem", name, "can be imported but is no installed package")
+        return Diagnosis("problem", name, "can be imported but is no installed package")
 
 
 def devices() -> list[str]:
@@ -66,45 +66,45 @@ def devices() -> list[str]:
     return [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
 
 
-def _cards() -> list[Finding]:
+def _cards() -> list[Diagnosis]:
     cards = devices()
     if not cards:
-        return [Finding("absent", "GPU", "no NVIDIA driver answers; simulating and searching need none")]
+        return [Diagnosis("absent", "GPU", "no NVIDIA driver answers; simulating and searching need none")]
     counts = [f"{cards.count(card)} x {card}" for card in dict.fromkeys(cards)]
-    return [Finding("ok", "GPU", ", ".join(counts))]
+    return [Diagnosis("ok", "GPU", ", ".join(counts))]
 
 
-def _presets() -> Finding:
+def _presets() -> Diagnosis:
     presets = names("engine")
     if util.find_spec("vllm") is None:
-        return Finding("ok", "engine presets", ", ".join(presets))
+        return Diagnosis("ok", "engine presets", ", ".join(presets))
     installed = ".".join(metadata.version("vllm").split(".")[:2])
     known = [name for name in presets if load_engine(name).release.endswith(installed)]
     if known:
-        return Finding("ok", "engine presets", f"{known[0]} is that of the vLLM installed here")
-    return Finding(
+        return Diagnosis("ok", "engine presets", f"{known[0]} is that of the vLLM installed here")
+    return Diagnosis(
         "problem", "engine presets", f"none is of vLLM {installed}, which is installed; nearest settings hold"
     )
 
 
-def _profiles() -> Finding:
+def _profiles() -> Diagnosis:
     profiles = names("hardware")
     for name in profiles:
         len(load_hardware(name).arrays)  # they are read where they are first needed
-    return Finding("ok", "hardware profiles", f"{len(profiles)} can be read")
+    return Diagnosis("ok", "hardware profiles", f"{len(profiles)} can be read")
 
 
-def _folders() -> list[Finding]:
+def _folders() -> list[Diagnosis]:
     folders = [Path(p) for p in os.environ.get("SIMTUNE_PATH", "").split(os.pathsep) if p]
     return [
-        Finding("ok", "SIMTUNE_PATH", str(folder))
+        Diagnosis("ok", "SIMTUNE_PATH", str(folder))
         if folder.is_dir()
-        else Finding("problem", "SIMTUNE_PATH", f"{folder} is no folder; make it or take it out")
+        else Diagnosis("problem", "SIMTUNE_PATH", f"{folder} is no folder; make it or take it out")
         for folder in folders
     ]
 
 
-def _disk(folder: Path) -> Finding:
+def _disk(folder: Path) -> Diagnosis:
     free = shutil.disk_usage(folder).free
     state: State = "ok" if free >= LITTLE_DISK_BYTES else "problem"
-    return Finding(state, "disk", f"{free / GIB:.1f} GiB free in {folder}")
+    return Diagnosis(state, "disk", f"{free / GIB:.1f} GiB free in {folder}")

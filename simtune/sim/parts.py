@@ -16,7 +16,7 @@ from simtune.costs.function import StepFunction, StepSeconds
 from simtune.costs.protocol import ImbalanceCosts, StepCosts
 from simtune.engine import POLICIES, Request, Scheduler
 from simtune.errors import PartError, SimtuneError, UsageError
-from simtune.plugins import Brought, Family, blame, described, option_problems
+from simtune.plugins import Brought, PartKind, blame, described, option_problems
 from simtune.sim.core import EngineCore
 from simtune.sim.requests import RequestStream
 from simtune.sim.router import ROUTERS, Router
@@ -26,8 +26,8 @@ from simtune.specs.plan import POLICY_GROUP, ROUTER_GROUP, Batching, OwnRouting,
 from simtune.specs.schemes import SCHEMES
 from simtune.specs.study import Study
 
-POLICY: Family[Scheduler] = Family("policy", POLICY_GROUP, POLICIES, Scheduler)  # type: ignore[type-abstract]
-ROUTER: Family[Router] = Family("router", ROUTER_GROUP, ROUTERS, Router)  # type: ignore[type-abstract]
+POLICY: PartKind[Scheduler] = PartKind("policy", POLICY_GROUP, POLICIES, Scheduler)  # type: ignore[type-abstract]
+ROUTER: PartKind[Router] = PartKind("router", ROUTER_GROUP, ROUTERS, Router)  # type: ignore[type-abstract]
 
 Costs = StepCosts | StepSeconds
 """What a user may bring as a cost model."""

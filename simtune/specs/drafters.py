@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from simtune.errors import Infeasible
-from simtune.plugins import Family
+from simtune.plugins import PartKind
 from simtune.specs.base import Drafts, Gpus, NonNegative, Part, Width
 from simtune.specs.kinds import OneOf, by_kind
 from simtune.specs.model import DenseFeedForward, LayerGroup, Model, MoeFeedForward
@@ -296,5 +296,5 @@ class ParallelDecoder(Drafter):
 DRAFTERS: dict[str, type[Drafter]] = by_kind(DraftModel, Eagle, Medusa, Ngram, Suffix, BlockDrafter, ParallelDecoder)
 """The drafters of the package by the `kind` in a spec."""
 
-DRAFTER = Family("drafter", "simtune.drafters", DRAFTERS, Drafter)
+DRAFTER = PartKind("drafter", "simtune.drafters", DRAFTERS, Drafter)
 AnyDrafter = Annotated[Drafter, OneOf(DRAFTER)]

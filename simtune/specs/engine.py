@@ -22,7 +22,7 @@ GIB = 1 << 30
 DEFAULT_ENGINE = "vllm-0.24"
 """What is meant where nobody names an engine: the newest vLLM whose kernels were measured."""
 
-Family = Literal["vllm", "sglang", "trtllm", "transformers", "llamacpp"]
+EngineFamily = Literal["vllm", "sglang", "trtllm", "transformers", "llamacpp"]
 
 
 class Case(Part):
@@ -47,7 +47,7 @@ class EnginePreset(Spec):
     """One release of an engine."""
 
     KIND: ClassVar[str] = "engine"
-    family: Family = Field(description="whose kernels of a device are meant, where it has several engines' own")
+    family: EngineFamily = Field(description="whose kernels of a device are meant, where it has several engines' own")
     release: str = Field(description="the release that the settings are of")
     pool: dict[str, Any] = Field(description="keys of a plan's pool, as the release sets them")
     cases: Seq[Case] = ()

@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field, GetCoreSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, core_schema
 
 from simtune.errors import PartError
-from simtune.plugins import Brought, Family, blame, is_import_path, registered
+from simtune.plugins import Brought, PartKind, blame, is_import_path, registered
 
 
 def by_kind(*classes: type[Any]) -> dict[str, type[Any]]:
@@ -17,19 +17,19 @@ def by_kind(*classes: type[Any]) -> dict[str, type[Any]]:
 
 
 class OneOf:
-    """Annotates a field of a base class: its block is of the class of a family that `kind` names.
+    """Annotates a field of a base class: its block is of the class, of one kind of part, that `kind` names.
 
     That is one built in, one that an installed package registers, or one at an import path. Of those from outside the
     properties `asked` are looked at once, so that what goes wrong in them is said where the block stands.
     """
 
-    def __init__(self, family: Family[Any], *asked: str) -> None:
-        self._family, self._asked = family, asked
+    def __init__(self, kind_of_part: PartKind[Any], *asked: str) -> None:
+        self._kind_of_part, self._asked = kind_of_part, asked
 
     @property
     def known(self) -> list[type[BaseModel]]:
         """The classes that are built in."""
-        return list(self._family.built_in.values())
+        return list(self._kind_of_part.built_in.values())
 
     def __get_pydantic_core_schema__(self, base: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:
         union: Any = Union[tuple(self.known)]  # noqa: UP007 - of a tuple
@@ -45,13 +45,13 @@ class OneOf:
         return core_schema.no_info_wrap_validator_function(validated, inner, serialization=as_it_is)
 
     def _from_outside(self, kind: str) -> bool:
-        named = is_import_path(kind) or kind in registered(self._family.group)
-        return named and kind not in self._family.built_in
+        named = is_import_path(kind) or kind in registered(self._kind_of_part.group)
+        return named and kind not in self._kind_of_part.built_in
 
     def _brought(self, kind: str, block: dict[str, Any]) -> Any:
         """Raises ValueError, in words for the user, where the class cannot be had or fails."""
         try:
-            cls = self._family.find(kind)
+            cls = self._kind_of_part.find(kind)
         except PartError as error:
             raise ValueError(str(error)) from None
         try:
@@ -62,4 +62,4 @@ class OneOf:
         except ValidationError:
             raise
         except Exception as error:
-            raise ValueError(str(blame(error, [Brought(self._family.noun, kind, cls)]))) from error
+            raise ValueError(str(blame(error, [Brought(self._kind_of_part.noun, kind, cls)]))) from error

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from simtune.plugins import Family
+from simtune.plugins import PartKind
 from simtune.specs.acceptance import Rates
 from simtune.specs.base import Drafts, ErrorAt, Part, Seats, Seq
 from simtune.specs.drafters import Drafter, DraftModel, Eagle
@@ -508,5 +508,5 @@ SCHEMES: dict[str, type[Scheme]] = by_kind(
 )
 """The schemes of the package by the `kind` in a spec."""
 
-SCHEME: Family[Scheme] = Family("scheme", "simtune.schemes", SCHEMES, Scheme)  # type: ignore[type-abstract]
+SCHEME: PartKind[Scheme] = PartKind("scheme", "simtune.schemes", SCHEMES, Scheme)  # type: ignore[type-abstract]
 AnyScheme = Annotated[Scheme, OneOf(SCHEME, "shape")]

@@ -22,7 +22,7 @@ from simtune.validation.exchange import Exchange, Piece, ServerAddress, ask, fet
 from simtune.validation.measured import Lateness, MeasuredRequest
 from simtune.validation.prometheus import MetricsReading
 from simtune.validation.prompts import Prompts
-from simtune.validation.relay import Direct, Relay, Way
+from simtune.validation.relay import Direct, Relay, ServerPath
 from simtune.validation.streaming import Answer
 
 LEAD_S = 0.2
@@ -64,8 +64,8 @@ def send(
     fails is kept with its error. Raises EngineError where there is no such host.
     """
     bodies = [_body(model, stream, prompts, i) for i in range(len(stream))]
-    way = Direct(server, bodies) if decode is None else Relay(server, decode, bodies)
-    drive = _Drive(way, stream, patience or Patience())
+    path = Direct(server, bodies) if decode is None else Relay(server, decode, bodies)
+    drive = _Drive(path, stream, patience or Patience())
     with _no_collection():
         asyncio.run(drive.run())
     return drive.traffic()
@@ -123,8 +123,8 @@ class _Sent:
 class _Drive:
     """One load while it is sent."""
 
-    def __init__(self, way: Way, stream: RequestStream, patience: Patience) -> None:
-        self._way, self._stream, self._patience = way, stream, patience
+    def __init__(self, path: ServerPath, stream: RequestStream, patience: Patience) -> None:
+        self._path, self._stream, self._patience = path, stream, patience
         self._sent: list[_Sent] = []
         self._under_way: set[_Sent] = set()
         self._scrapes: list[tuple[float, list[list[Piece]]]] = []
@@ -132,11 +132,11 @@ class _Drive:
 
     async def run(self) -> None:
         """Send all, wait for all."""
-        self._addresses = [await look_up(server) for server in self._way.servers]
+        self._addresses = [await look_up(server) for server in self._path.servers]
         await self._read_metrics()
         beside = [asyncio.create_task(self._scrape()), asyncio.create_task(self._look())]
         try:
-            with Echo(by_kernel=not any(server.tls for server in self._way.servers)) as self._echo:
+            with Echo(by_kernel=not any(server.tls for server in self._path.servers)) as self._echo:
                 await (self._closed_loop() if self._stream.arrival_s is None else self._open_loop())
         finally:
             for task in beside:
@@ -183,7 +183,7 @@ class _Drive:
         sent = _Sent(request, due_s, now())
         self._sent.append(sent)
         for address in self._addresses:
-            message = self._way.message(request, sent.exchanges)
+            message = self._path.message(request, sent.exchanges)
             if message is None or sent.error is not None:
                 return
             try:
@@ -234,7 +234,7 @@ class _Drive:
         answer = Answer(int(self._stream.output_tokens[sent.request]))
         error = sent.error
         if sent.exchanges:
-            why = self._way.read(answer, sent.exchanges)
+            why = self._path.read(answer, sent.exchanges)
             error = why if error is None else f"{error}, {answer.so_far}"
         times = tuple(at_s - self._start for at_s in answer.times_s)
         return MeasuredRequest(

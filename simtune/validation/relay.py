@@ -1,4 +1,4 @@
-"""The way of a request: to one server, or to one that computes the prompt and then to another that answers.
+"""The path of a request: to one server, or to one that computes the prompt and then to another that answers.
 
 Where prefill and decode are apart, a router stands before the engines; here the client does what it would. The prefill
 server is asked for one token and told (`kv_transfer_params`) to keep the KV cache, and says where it is; the decode
@@ -22,7 +22,7 @@ KEEP: Mapping[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
 CLOSED = "the connection was closed"
 
 
-class Way(Protocol):
+class ServerPath(Protocol):
     """Which servers a request is sent to, one after the other, and how their answers become one."""
 
     @property
@@ -49,11 +49,11 @@ class Direct:
         self._messages = [server.request("POST", PATH, _text(body)) for body in bodies]
 
     def message(self, request: int, earlier: Sequence[Exchange]) -> bytes | None:
-        """See `Way`."""
+        """See `ServerPath`."""
         return self._messages[request]
 
     def read(self, answer: Answer, exchanges: Sequence[Exchange]) -> str | None:
-        """See `Way`."""
+        """See `ServerPath`."""
         (exchange,) = exchanges
         return _read_stream(answer, read_response(exchange.pieces))
 
@@ -68,7 +68,7 @@ class Relay:
         self._messages = [prefill.request("POST", PATH, _text(_prefill_body(body))) for body in bodies]
 
     def message(self, request: int, earlier: Sequence[Exchange]) -> bytes | None:
-        """See `Way`."""
+        """See `ServerPath`."""
         if not earlier:
             return self._messages[request]
         if self._bodies[request]["max_tokens"] == 1:
@@ -79,7 +79,7 @@ class Relay:
         return self.servers[1].request("POST", PATH, _text({**self._bodies[request], "kv_transfer_params": kept}))
 
     def read(self, answer: Answer, exchanges: Sequence[Exchange]) -> str | None:
-        """See `Way`."""
+        """See `ServerPath`."""
         first, *rest = exchanges
         response = read_response(first.pieces)
         if answer.wanted == 1:
