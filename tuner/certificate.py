@@ -4,7 +4,7 @@ A certificate names every plan of the space with what it could reach at most, an
 rate where it missed the SLO (a plan that misses it at some rate is taken to miss it above). The best of these is what
 no plan exceeds; its distance from the chosen plan is the gap. `Audit` trusts none of it: it takes the inputs,
 enumerates the space, and computes every bound, the chosen plan's simulation and every simulation that ruled a plan out
-again.
+again. What comes to something else is refused, also where less is claimed than could be.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 from pydantic import Field
@@ -228,8 +228,11 @@ class Audit:
         self._entry = Admission(question, self._workshop)
         self._closed: dict[str, tuple[set[str], float | None]] = {}
         """The plans of each class that has a bound, and that bound."""
-        self._seen: dict[str, tuple[Entrant, float | None, SimulationFinding]] = {}
-        """Plans that missed the SLO, at which rate, and what that showed; where the load is given, all."""
+        self._kinds: dict[tuple[object, ...], list[Entrant]] = {}
+        """Plans that differ in limits alone, until they are bounded as one."""
+        self._looked_at: dict[str, tuple[Entrant, PlanFate]] = {}
+        """Plans that were simulated, and what is claimed of them."""
+        self._findings: dict[tuple[str, Tried], SimulationFinding] = {}
 
     def run(self) -> bool:
         """Whether everything holds; `problems` says what does not."""
@@ -267,7 +270,10 @@ class Audit:
             if those is None:
                 self.problems.append(f"{claimed.name} is no class of plans of this space")
                 continue
-            group = classes.bounded_by(claimed.name, those, classes.programme(those), claimed.worths)
+            programme = classes.programme(those)
+            group = classes.bounded_by(claimed.name, those, programme, claimed.worths)
+            if not programme.counts(claimed.worths):
+                self.problems.append(f"allocations of {claimed.name}: worths are given of what is not counted there")
             if not group.proved:
                 self.problems.append(f"allocations of {claimed.name}: the worths that are given prove no bound")
                 continue
@@ -293,7 +299,7 @@ class Audit:
         claimed = {fate.plan: fate for fate in self.certificate.plans}
         if len(claimed) < len(self.certificate.plans):
             self.problems.append("a plan is named twice")
-        later: list[tuple[Entrant, PlanFate]] = []
+        entrants: list[tuple[Entrant, PlanFate]] = []
         for candidate in self._candidates:
             known = claimed.get(candidate.name)
             if known is not None and known.allocation:
@@ -305,19 +311,23 @@ class Audit:
             if fate is None:
                 self.problems.append(f"{name} is in the space and not in the certificate")
             elif isinstance(entrant, Trial):
-                self._same(f"{name}: GPUs", fate.num_gpus, entrant.candidate.num_gpus)
-                if name == self.certificate.incumbent.plan:
-                    self.problems.append(f"{name} was chosen, and {entrant.reason}")
-            elif fate.same_as:
-                later.append((entrant, fate))
+                self._check_refused(entrant, fate)
             else:
-                self._check_plan(entrant, fate)
-        for entrant, fate in later:
-            self._check_twin(entrant, fate)
+                self._kinds.setdefault(entrant.kind, []).append(entrant)
+                entrants.append((entrant, fate))
+        for entrant, fate in sorted(entrants, key=lambda one: bool(one[1].same_as)):
+            (self._check_twin if fate.same_as else self._check_plan)(entrant, fate)
         self.problems += [f"{name} is in the certificate and not in the space" for name in sorted(claimed)]
 
+    def _check_refused(self, row: Trial, fate: PlanFate) -> None:
+        """That nothing is claimed of a plan that cannot do what is asked."""
+        self._same(f"{fate.plan}: GPUs", fate.num_gpus, row.candidate.num_gpus)
+        self._same(f"{fate.plan}: bound", fate.best, None)
+        if fate.plan == self.certificate.incumbent.plan:
+            self.problems.append(f"{fate.plan} was chosen, and {row.reason}")
+
     def _check_plan(self, entrant: Entrant, fate: PlanFate) -> None:
-        """That a plan reaches no more than is claimed; and of the chosen one that it reaches what is claimed."""
+        """That a plan reaches at most what is claimed; and of the chosen one that it reaches what is claimed."""
         self._same(f"{fate.plan}: GPUs", fate.num_gpus, entrant.candidate.num_gpus)
         if any(not self._of_its_load(tried.rate_rps) for tried in fate.simulated):
             self.problems.append(
@@ -325,26 +335,40 @@ class Audit:
             )
             return
         self.bounds += 1
-        best = self._best_by_bound(entrant, fate)
-        for tried in _decisive(fate):
-            best = self._after(entrant, tried.rate_rps, self._simulate(entrant, tried), best)
-        self._no_more(fate, best)
+        if fate.simulated:
+            self._looked_at[fate.plan] = entrant, fate
+        decisive = _decisive(fate)
+        best = entrant.row.best if decisive else self._best_by_bound(entrant, fate)
+        for tried in decisive:
+            best = self._after(entrant, tried.rate_rps, self._finding(entrant, tried), best)
+        self._at_most(fate, best)
         if fate.plan == self.certificate.incumbent.plan:
             self._confirm(entrant)
 
     def _best_by_bound(self, entrant: Entrant, fate: PlanFate) -> float | None:
-        """What it could reach by its capacity, or where that does not do by its SLO."""
-        if not _decisive(fate) and not self._within(fate, entrant.best):
-            self._entry.refine([entrant])
+        """What it could reach by the first of its bounds that comes to what is claimed, or by the last: its capacity,
+        the SLO of the most favourable of its kind, its own. A search goes as far as it has to."""
+        for best in self._bounds(entrant):
+            if _near(fate.best, best):
+                break
         return entrant.row.best
+
+    def _bounds(self, entrant: Entrant) -> Iterator[float | None]:
+        yield entrant.row.best
+        kind = self._kinds.get(entrant.kind, [])
+        if not entrant.row.reason and kind:
+            self._kinds[entrant.kind] = []
+            self._entry.refine(kind)
+            yield entrant.row.best
+        if not entrant.row.reason and len(kind) != 1:
+            self._entry.refine([entrant])
+            yield entrant.row.best
 
     def _after(
         self, entrant: Entrant, rate: float | None, finding: SimulationFinding, best: float | None
     ) -> float | None:
         """What a plan can reach when it is known what a simulation shows."""
         objective, entrant.row.rate_rps = self.question.objective, rate
-        if not finding.met or rate is None:
-            self._seen[entrant.candidate.name] = entrant, rate, finding
         if not finding.met:
             if rate is None or not isinstance(objective, RateObjective):
                 return None
@@ -364,20 +388,35 @@ class Audit:
         return next((wrong for limit, value in limits if (wrong := limit.violated(value))), "")
 
     def _check_twin(self, entrant: Entrant, fate: PlanFate) -> None:
-        """That a plan does what another one did."""
+        """That a plan does what another one did, at the rate at which that one missed the SLO."""
         self._same(f"{fate.plan}: GPUs", fate.num_gpus, entrant.candidate.num_gpus)
         self.bounds += 1
-        if fate.same_as in self._seen:
-            other, rate, finding = self._seen[fate.same_as]
-            if entrant.ruled_out_by(other, finding):
-                self._no_more(fate, self._after(entrant, rate, finding, entrant.best))
+        for other, tried in self._attempts(fate.same_as):
+            finding = self._finding(other, tried)
+            best = self._after(entrant, tried.rate_rps, finding, entrant.best)
+            if _near(fate.best, best) and entrant.ruled_out_by(other, finding):
                 return
         self.problems.append(f"{fate.plan} need not do what {fate.same_as} does")
 
-    def _simulate(self, entrant: Entrant, tried: Tried) -> SimulationFinding:
-        self.simulations += 1
-        stream, cores = self._entry.workshop.stream(entrant.candidate), None if tried.all_cores else SAMPLED_CORES
-        return Simulation(entrant.deployment, stream, self.question.study.slo, tried.rate_rps, cores).run()
+    def _attempts(self, name: str) -> Iterator[tuple[Entrant, Tried]]:
+        """Simulations of a plan that say something of others: those that missed the SLO, or at the load given all."""
+        if name in self._looked_at:
+            entrant, fate = self._looked_at[name]
+            for tried in fate.simulated:
+                if not tried.all_cores and (tried.rate_rps is None or not tried.met):
+                    yield entrant, tried
+
+    def _finding(self, entrant: Entrant, tried: Tried) -> SimulationFinding:
+        """What a simulation shows, made once."""
+        known = (entrant.candidate.name, tried)
+        if known not in self._findings:
+            self.simulations += 1
+            stream, cores = self._workshop.stream(entrant.candidate), None if tried.all_cores else SAMPLED_CORES
+            task = Simulation(entrant.deployment, stream, self.question.study.slo, tried.rate_rps, cores)
+            finding = self._findings[known] = task.run()
+            at = "" if tried.rate_rps is None else f" at {tried.rate_rps:.6g} requests/s"
+            self._same(f"{entrant.candidate.name}{at}: whether it meets the SLO", tried.met, finding.met)
+        return self._findings[known]
 
     def _confirm(self, entrant: Entrant) -> None:
         """Simulate the chosen plan on all its cores."""
@@ -398,23 +437,20 @@ class Audit:
         value = question.objective.value(entrant.facts, entrant.row.judged)
         self._same(f"{incumbent.plan}: value", incumbent.value, value)
 
-    def _within(self, fate: PlanFate, best: float | None) -> bool:
-        """Whether a bound is no better than what is claimed."""
-        if best is None or fate.best is None:
-            return best is None
-        return not self.question.objective.better(best, fate.best, SAME)
-
-    def _no_more(self, fate: PlanFate, best: float | None) -> None:
-        if not self._within(fate, best):
-            self.problems.append(f"{fate.plan} could reach {_words(best)}, and at most {_words(fate.best)} is claimed")
+    def _at_most(self, fate: PlanFate, best: float | None) -> None:
+        if not _near(fate.best, best):
+            self.problems.append(f"{fate.plan} could reach {_words(best)}, and {_words(fate.best)} is claimed at most")
 
     def _same(self, what: str, claimed: Any, computed: Any) -> None:
-        if isinstance(claimed, float) and isinstance(computed, float):
-            same = math.isclose(claimed, computed, rel_tol=SAME, abs_tol=SAME)
-        else:
-            same = claimed == computed
-        if not same:
+        if not _near(claimed, computed):
             self.problems.append(f"{what} is {_words(claimed)} in the certificate, and comes to {_words(computed)}")
+
+
+def _near(claimed: Any, computed: Any) -> bool:
+    """Whether two values are one, numbers but for rounding."""
+    if isinstance(claimed, float) and isinstance(computed, float):
+        return math.isclose(claimed, computed, rel_tol=SAME, abs_tol=SAME)
+    return bool(claimed == computed)
 
 
 def _decisive(fate: PlanFate) -> Seq[Tried]:

@@ -3,7 +3,8 @@
 Seats, token budgets and KV blocks only ever say no. Where a simulation never came to what a pool allows, another pool
 that allows at least as much as was reached takes every decision alike, step by step, and need not be simulated; limits
 that are the same in both may have been reached. What was reached is counted from above, so that some equal plans are
-simulated all the same, and none that could differ is not.
+simulated all the same, and none that could differ is not. Drafts count as if all were made, for all who are here, and
+as if the scheduler took those of two steps for accepted.
 
 Prompts that have a pool of their own know nothing of the pool that decodes, unless that leaves them so many KV caches
 that there is no room for others. Where all that came would have found room beside each other, first tokens come at the
@@ -22,7 +23,7 @@ from simtune.sim.deployment import Deployment
 from simtune.sim.parts import ROUTER
 from simtune.sim.pools import DeployedPool
 from simtune.sim.result import Result, objectives
-from simtune.specs.plan import RoundRobinRouting
+from simtune.specs.plan import Pool, RoundRobinRouting
 from simtune.tuner.bounds.windows import ROUNDING
 
 NO_END = 1 << 62
@@ -57,6 +58,35 @@ class Use:
         would not have been."""
         limits = zip(astuple(self.allowed), astuple(self.reached), astuple(other), strict=True)
         return all(own == its or (most < own and most <= its) for own, most, its in limits)
+
+
+@dataclass(frozen=True)
+class DraftRoom:
+    """What the drafts of a pool take of its limits at most; nothing where it makes none."""
+
+    width: int = 1
+    """Tokens of a decode in a step."""
+    extra_slots: int = 0
+    """What each request takes of the token budget besides its tokens."""
+    ahead: int = 0
+    """Tokens beyond those of its answer for which a request may hold blocks."""
+
+    @classmethod
+    def of(cls, pool: Pool) -> DraftRoom:
+        """Of a pool whose drafts are verified in turn."""
+        if pool.speculation is None:
+            return cls()
+        drafts, drafter = pool.speculation.scheme.shape.drafts, pool.speculation.drafter
+        # A step may begin with all drafts of the one before taken for accepted, and another follow an answer's last.
+        return cls(1 + drafts, drafter.extra_slots(drafts), 4 * (1 + drafts) + drafter.lookahead(drafts))
+
+    def budget(self, seats: int, most_tokens: int) -> int:
+        """Tokens of a step that were asked for at most, where so many seats were taken. `most_tokens` are those of a
+        step with prompts, drafts left out. Whoever found no room for itself and its drafts came to the limit."""
+        tokens = max(most_tokens, seats)
+        if self.width == 1:
+            return tokens
+        return tokens + seats * (self.width - 1) + (seats + 2) * self.extra_slots + self.width
 
 
 def uses(deployment: Deployment, result: Result) -> tuple[Use, ...] | None:
@@ -126,9 +156,10 @@ def tell_apart(deployment: Deployment, used: tuple[Use, ...]) -> bool:
 
 def _asks_only(pool: DeployedPool) -> bool:
     """Whether limits of a pool matter only where they are reached."""
-    kv_cache = pool.spec.kv_cache
-    plain = not kv_cache.prefix_caching and not kv_cache.watermark and pool.spec.speculation is None
-    return plain and pool.spec.batching.policy in POLICIES
+    kv_cache, speculation = pool.spec.kv_cache, pool.spec.speculation
+    plain = not kv_cache.prefix_caching and not kv_cache.watermark
+    in_turn = speculation is None or speculation.scheme.shape.in_turn
+    return plain and in_turn and pool.spec.batching.policy in POLICIES
 
 
 def _reached(pool: DeployedPool, result: Result) -> Allowed:
@@ -137,16 +168,21 @@ def _reached(pool: DeployedPool, result: Result) -> Allowed:
     end = outcome.finish if role != "prefill" else outcome.transferred
     came = begin >= 0
     begin, end = begin[came], end[came]
-    # Whoever has finished may hold a seat until the step after the next one has been scheduled.
-    end = np.where(end < 0, NO_END, end + 2 * _longest_step(outcome.intervals))
-    tokens = (stream.prompt_tokens + (0 if role == "prefill" else stream.output_tokens))[came]
+    drafts = DraftRoom.of(pool.spec)
+    # Whoever has finished may hold a seat until the step after the next one has been scheduled; where it was complete
+    # by a draft that was accepted, until one more has.
+    steps = 2 if pool.spec.speculation is None else 3
+    end = np.where(end < 0, NO_END, end + steps * _longest_step(outcome.intervals))
+    tokens = (stream.prompt_tokens + (0 if role == "prefill" else stream.output_tokens) + drafts.ahead)[came]
     blocks = -(-tokens // pool.spec.kv_cache.block_size) + 1
     # Of a prefill pool it is not known which core had a request: as if one had had all of them.
     core = np.zeros(len(begin), dtype=np.int64) if role == "prefill" else outcome.core[came]
     seats = _most_at_once(core, begin, end, np.ones(len(begin), dtype=np.int64))
     most_tokens = max((use.most_tokens for use in outcome.cores if use.pool == pool.spec.name), default=0)
     short = bool(outcome.preemptions.any())
-    return Allowed(seats, max(most_tokens, seats), NO_END if short else _most_at_once(core, begin, end, blocks))
+    return Allowed(
+        seats, drafts.budget(seats, most_tokens), NO_END if short else _most_at_once(core, begin, end, blocks)
+    )
 
 
 def _longest_step(intervals: Ints) -> int:

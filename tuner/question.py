@@ -114,9 +114,9 @@ class Question:
 
     def cores_apart(self, candidate: Candidate) -> bool:
         """Whether some cores of a wide deployment can stand for all."""
-        router = ROUTER.find(self.study.routers[candidate.router].kind)
-        apart = len(candidate.pools) == 1 and router.deals_in_turn
-        return apart and not isinstance(self.workload.arrivals, ClosedLoop)
+        if len(candidate.pools) > 1 or isinstance(self.workload.arrivals, ClosedLoop):
+            return False
+        return ROUTER.find(self.study.routers[candidate.router].kind).deals_in_turn
 
     def num_requests(self, candidate: Candidate, requests: int | None = None) -> int:
         """So many that those of its instances that are simulated see `requests` of them, by the study unless given."""

@@ -85,6 +85,12 @@ class Relaxation:
         saved = self._packed((k, x * rps - self._cost(k)) for k, rps in weighed)
         return max(0.0, x * self.demand_rps - saved - ROUNDING * (x * self.demand_rps + abs(saved)))
 
+    def counts(self, worths: Worths) -> bool:
+        """Whether the bound depends on all worths that are not zero: cost counts within a budget, demand where it is to
+        be met."""
+        of_cost, of_demand = self.aim == "most", self.aim == "least cost"
+        return (of_cost or not worths.of_cost) and (of_demand or not worths.of_demand)
+
     def serves(self) -> float:
         """Requests per second that no allocation exceeds, whatever it costs."""
         whole = replace(self, aim="most", one_of_each=False, fleet=replace(self.fleet, budget_per_hour=math.inf))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from simtune.emit import Emitter, emitter_of
@@ -51,7 +50,7 @@ class _Refuser:
 
     def why(self, choice: PoolChoice) -> str:
         """Why an engine would refuse a pool; empty where it would not."""
-        alone = choice if choice.fixed is not None else replace(choice, instances=1, drafter="")
+        alone = choice.alone
         if alone not in self._known:
             self._known[alone] = self._asked(alone)
         return self._known[alone]

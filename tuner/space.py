@@ -6,8 +6,8 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import astuple, dataclass, field, replace
+from functools import cache, cached_property
 from itertools import combinations, product
 from typing import Any
 
@@ -55,7 +55,7 @@ class PoolShape:
         """GPUs of one instance, but for those that a drafter has for itself."""
         return self.tp * self.pp * self.attention_dp
 
-    @property
+    @cached_property
     def name(self) -> str:
         """E.g. tp2-pp1, with what else is not as usual."""
         more = [f"dp{self.attention_dp}"] * (self.attention_dp > 1) + ["ep"] * self.expert_parallel
@@ -91,12 +91,17 @@ class PoolChoice:
         own = self.shape.devices + drafter if self.fixed is None else self.fixed.devices
         return self.instances * own
 
-    @property
+    @cached_property
+    def alone(self) -> PoolChoice:
+        """One instance of it; the pool itself where the study gives it whole."""
+        return self if self.fixed is not None or self.instances == 1 else replace(self, instances=1)
+
+    @cached_property
     def key(self) -> tuple[Any, ...]:
         """By which choices are sorted."""
         caching = -1 if self.prefix_caching is None else int(self.prefix_caching)
         return (
-            self.shape,
+            astuple(self.shape),
             self.instances,
             self.max_num_seqs,
             self.max_num_batched_tokens,
@@ -420,6 +425,7 @@ def _most(study: Study, shape: PoolShape) -> int:
 
 def _disaggregated(study: Study) -> Iterator[tuple[PoolChoice, ...]]:
     fixed = {pool.role: pool for pool in study.fixed}
+    settings = cache(lambda shape, instances: [*_settings(study, shape, instances)])  # of many pairs the same objects
     sides: list[list[PoolShape | Pool]] = [
         [fixed[role]] if role in fixed else [*_pool_shapes(study, role)] for role in ("prefill", "decode")
     ]
@@ -427,7 +433,7 @@ def _disaggregated(study: Study) -> Iterator[tuple[PoolChoice, ...]]:
         pair = [_fixed_choice(side) if isinstance(side, Pool) else side for side in (prefill, decode)]
         for counts in _counts(study, *pair):
             choices = [
-                [side] if isinstance(side, PoolChoice) else [*_settings(study, side, n)]
+                [side] if isinstance(side, PoolChoice) else settings(side, n)
                 for side, n in zip(pair, counts, strict=True)
             ]
             yield from product(*choices)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import is_
 
 from simtune.costs.compiled import CompiledCosts
 from simtune.costs.drafting import CompiledRounds
@@ -66,11 +67,11 @@ class Workshop:
         """The same with its drafts settled, or why an engine would refuse it or drafting would not pay."""
         pools = []
         for choice in candidate.pools:
-            settled = self._settled_alone(_alone(choice), candidate)
+            settled = self._settled_alone(choice.alone, candidate)
             if isinstance(settled, Refused):
                 return settled
-            pools.append(replace(choice, speculation=settled.speculation))
-        whole = candidate.with_pools(pools)
+            pools.append(choice if settled.speculation is None else replace(choice, speculation=settled.speculation))
+        whole = candidate if all(map(is_, pools, candidate.pools)) else candidate.with_pools(pools)
         refusal = self._too_many(whole) or self._no_way(whole)
         if refusal:
             return Refused("does_not_fit", refusal)
@@ -165,7 +166,7 @@ class Workshop:
 
     def deployment(self, candidate: Candidate) -> Deployment:
         """A settled candidate, with step costs that others share."""
-        known = [self._known.get(_alone(choice)) for choice in candidate.pools]
+        known = [self._known.get(choice.alone) for choice in candidate.pools]
         pools = [pool for pool in known if pool is not None]
         if len(pools) == len(known):
             plan = self.question.plan(candidate, self.max_model_len)
@@ -175,12 +176,12 @@ class Workshop:
         deployment = self.question.deploy(candidate, self.max_model_len, costs)
         for choice, pool in zip(candidate.pools, deployment.pools, strict=True):
             if choice.speculation is None and choice.fixed is None:
-                self._known[_alone(choice)] = pool
+                self._known[choice.alone] = pool
         return deployment
 
     def memory(self, choice: PoolChoice) -> Memory:
         """Of an instance of a settled pool."""
-        return self._memories[_alone(choice)]
+        return self._memories[choice.alone]
 
     def capacity(self, candidate: Candidate) -> RateBound:
         """Requests per second that no schedule of a settled candidate sustains."""
@@ -194,7 +195,7 @@ class Workshop:
     def instance_rate(self, choice: PoolChoice, candidate: Candidate) -> tuple[int, float] | None:
         """(GPUs of an instance of one of a candidate's pools, requests per second that it could sustain at most);
         None where an engine would refuse it."""
-        alone = _alone(choice)
+        alone = choice.alone
         settled = self._settled_alone(alone, candidate)
         if isinstance(settled, Refused):
             return None
@@ -202,7 +203,7 @@ class Workshop:
 
     def _sustains(self, choice: PoolChoice, stream: RequestStream) -> float:
         """Requests per second that an instance could sustain at most."""
-        alone = _alone(choice)
+        alone = choice.alone
         key = (alone, len(stream))
         if key not in self._sustained:
             self._sustained[key] = self._capacity(alone, stream).rps(self._deployed(alone)) / alone.instances
@@ -220,15 +221,10 @@ class Workshop:
         return self._capacities[key]
 
 
-def _alone(choice: PoolChoice) -> PoolChoice:
-    """One instance of a pool that is not fixed."""
-    return replace(choice, instances=1) if choice.fixed is None else choice
-
-
 def _widest(choices: Iterable[PoolChoice]) -> dict[object, tuple[int, int]]:
     """The most seats and the largest budget of the pools of each cut."""
     widest: dict[object, tuple[int, int]] = {}
-    for choice in choices:
+    for choice in {id(choice): choice for choice in choices}.values():
         cut = replace(choice.shape, role="mixed")
         seats, tokens = widest.get(cut, (0, 0))
         widest[cut] = max(seats, choice.max_num_seqs), max(tokens, choice.max_num_batched_tokens)

@@ -79,7 +79,7 @@ def wide_experts() -> Study:
             attention_dp=(1, 8, 16),
             expert_parallel=(False, True),
             max_num_seqs=(64, 128, 256, 512),
-            max_num_batched_tokens=(2048, 8192),
+            max_num_batched_tokens=(2048, 4096, 8192),
             requests=2000,
             rate_tolerance=0.05,
         ),

@@ -115,6 +115,13 @@ def changes_of(data: dict[str, Any]) -> dict[str, Change]:
         "best remaining bound": lambda d: d.update(bound=d["bound"] * 0.999),
         "bound of a plan": lambda d: d["plans"][bounded].update(best=d["plans"][bounded]["best"] * 0.9),
         "reach of a plan": lambda d: d["plans"][bounded].update(best=1.0),
+        "a weaker bound of a plan": lambda d: d["plans"][bounded].update(best=d["plans"][bounded]["best"] * 1.0001),
+        "a weaker reach of a plan that missed": lambda d: d["plans"][ruled_out].update(
+            best=d["plans"][ruled_out]["best"] * 1.001
+        ),
+        "a weaker reach of one that does the same": lambda d: d["plans"][twin].update(
+            best=d["plans"][twin]["best"] * 1.001
+        ),
         "no chance": lambda d: d["plans"][bounded].update(best=None),
         "no chance at its own rate": lambda d: d["plans"][bounded].update(best=None, simulated=at_own_rate),
         "GPUs": lambda d: d["plans"][twin].update(num_gpus=7),

@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import permutations, product
 from typing import Any
 
 import numpy as np
 import pytest
 
-from simtune.sim.deployment import Deployment, deploy
+from simtune.costs.protocol import StepCosts
+from simtune.sim.deployment import Deployment, compiled_costs, deploy
+from simtune.sim.drafting import Drafting
 from simtune.sim.requests import RequestStream, build_stream
+from simtune.specs.acceptance import Acceptance, PerPosition
 from simtune.specs.catalog import load_hardware, load_model
+from simtune.specs.drafters import BlockDrafter, Eagle
 from simtune.specs.plan import Batching, KvCache, KvLink, Parallelism, Plan, Pool, Role
+from simtune.specs.schemes import BatchRange, ByBatch, Chain
+from simtune.specs.speculation import Speculation
 from simtune.specs.workload import Lognormal, Poisson, Slo, Workload
 from simtune.tuner.knobs import first_tokens_miss, tell_apart, uses
 
 MODEL, HARDWARE = load_model("llama-3.1-8b"), load_hardware("h100-sxm")
+ACCEPTANCE = Acceptance(
+    name="a",
+    origin="assumed",
+    source="none",
+    rates=PerPosition(conditional=(0.8, 0.7, 0.6, 0.5)),
+    target=MODEL.name,
+    drafter="d",
+)
 COLUMNS = ("scheduled", "first_token", "finish")
 
 
@@ -41,9 +57,10 @@ def pool(seats: int, tokens: int, blocks: int, role: Role = "mixed", pp: int = 1
     )
 
 
-def deployed(*pools: Pool) -> Deployment:
+def deployed(*pools: Pool, costs: Mapping[str, StepCosts] | None = None) -> Deployment:
     plan = Plan(name="p", model=MODEL.name, pools=pools, link=KvLink() if len(pools) > 1 else None)
-    return deploy(plan, MODEL, HARDWARE)
+    drafting = {p.name: Drafting(ACCEPTANCE) for p in pools if p.speculation is not None}
+    return deploy(plan, MODEL, HARDWARE, costs, drafting=drafting)
 
 
 LIMITS = [(seats, tokens, blocks) for seats in (8, 64, 128) for tokens in (256, 1024, 4096) for blocks in (900, 6000)]
@@ -82,6 +99,44 @@ def test_prefill_and_decode_pools() -> None:
                 told += one is not other
                 assert np.array_equal(its.outcome.finish, theirs.outcome.finish)
     assert told > 0
+
+
+DRAFTED = (
+    Speculation(drafter=Eagle(), scheme=Chain(tokens=3), acceptance="unused"),
+    Speculation(drafter=BlockDrafter(layers=2), scheme=Chain(tokens=4), acceptance="unused"),
+    Speculation(
+        drafter=Eagle(),
+        scheme=ByBatch(
+            max_tokens=4, ranges=(BatchRange(first=1, last=6, tokens=4), BatchRange(first=7, last=128, tokens=1))
+        ),
+        acceptance="unused",
+    ),
+)
+
+
+@pytest.mark.parametrize("role", ["mixed", "decode"])
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("speculation", DRAFTED, ids=["chain", "block", "by batch"])
+def test_pools_that_draft(speculation: Speculation, asynchronous: bool, role: Role) -> None:
+    drafts: dict[str, Any] = {"speculation": speculation, "async_scheduling": asynchronous}
+    pools = [
+        pool(*limits, role).model_copy(update=drafts)
+        for limits in product((5, 12, 128), (128, 160, 1024), (400, 900, 6000))
+    ]
+    costs = {role: compiled_costs(pools[-1], MODEL, HARDWARE, 4096, Drafting(ACCEPTANCE))}
+    front = () if role == "mixed" else (pool(64, 1024, 6000, "prefill"),)
+    plans = [deployed(*front, its, costs=costs) for its in pools]
+    requests, told, differ = stream(10.0), 0, 0
+    outcomes = [plan.simulate(requests) for plan in plans]
+    for (one, its), (other, theirs) in permutations(zip(plans, outcomes, strict=True), 2):
+        same = all(np.array_equal(getattr(its.outcome, c), getattr(theirs.outcome, c)) for c in COLUMNS)
+        used = uses(one, its)
+        assert used is not None
+        tells = not tell_apart(other, used)
+        assert same or not tells
+        told, differ = told + tells, differ + (not same)
+    assert told > 0
+    assert differ > 0
 
 
 def test_policies_that_look_at_their_limits_tell_nothing() -> None:
