@@ -8,6 +8,9 @@ INPUTS ?= 10000
 MUTANTS ?= 300
 FIRST ?= 0
 REV ?= HEAD~1
+# What `make test COVERAGE=1` counts into, and the least percentage: some points below what it comes to without torch.
+COUNTED := runs/coverage
+FLOOR ?= 90
 BENCH := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m benchmark_only -s
 
 .PHONY: profiles demo test lint bench bench-store bench-against reproduce picture screens slow vllm nightly fuzz coverage mutants kills clean
@@ -15,8 +18,15 @@ BENCH := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m benchmark_only -s
 demo: $(VENV)/.installed
 	$(BIN)/simtune optimize examples/quickstart/study.yaml --out $(RUN) --force
 
+# With COVERAGE=1 also counts which lines and branches the tests reach, in all their processes; fails below FLOOR percent.
 test: $(VENV)/.installed-dev
+ifdef COVERAGE
+	rm -rf $(COUNTED) && mkdir -p $(COUNTED)
+	COVERAGE_INTO=$(CURDIR)/$(COUNTED) PYTHONPATH=$(CURDIR)/tests/coverage/begin $(BIN)/python -m pytest -n auto
+	$(BIN)/python -m tests.coverage.report $(COUNTED) --floor $(FLOOR)
+else
 	$(BIN)/python -m pytest -n auto
+endif
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
@@ -30,9 +40,13 @@ slow: $(VENV)/.installed-dev
 nightly: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n auto -m nightly
 
-# Lines and branches that no test reaches; slower than `make test` by about a half.
+# Lines and branches that no test reaches, with the extras installed. TORCH_INDEX, an index with builds of torch without
+# CUDA, brings torch in, so that what drives it is reached too.
 coverage: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n auto --cov --cov-branch --cov-report=term-missing:skip-covered
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,cluster,milp,parquet]"
+	$(if $(TORCH_INDEX),$(BIN)/python -m pip install --quiet --disable-pip-version-check --extra-index-url $(TORCH_INDEX) torch==2.13.0 transformers)
+	$(MAKE) test COVERAGE=1
+	$(BIN)/python -m tests.coverage.report $(COUNTED) --missing
 
 # Mistakes put into the engine and the simulator, one at a time: how many do their tests catch? make mutants MUTANTS=300
 mutants: $(VENV)/.installed-dev

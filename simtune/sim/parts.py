@@ -123,12 +123,15 @@ def check_nobody_waits(plan: Plan, cores: Sequence[EngineCore]) -> None:
 
 
 def make_policy(batching: Batching, settings: Mapping[str, Any]) -> Scheduler:
-    """A scheduler of the policy that is named, with its options. Raises PartError where it refuses them."""
+    """A scheduler of the policy that is named, with its options. Raises UsageError where it refuses them, a PartError
+    where it was brought."""
     policy = POLICY.find(batching.policy)
     try:
         return policy(**settings, **(batching.options or {}))
     except Exception as error:
         if batching.policy in POLICIES:
+            if batching.options and isinstance(error, (TypeError, ValueError)):
+                raise UsageError(f"batching.options of policy {batching.policy}: {described(error)}") from error
             raise
         raise _refusal(Brought("policy", batching.policy, policy), error) from error
 

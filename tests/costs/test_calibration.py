@@ -222,6 +222,22 @@ class TestLogs:
         with pytest.raises(SpecError, match=r"layers 2|2 layers, hidden size 64 and vocabulary 256, not of tiny"):
             read_log(path, model(layers=3), hardware(), 1)
 
+    @pytest.mark.parametrize(
+        ("line", "why"),
+        [
+            ({"sched": {"b": 1}, "cpu": 0.5}, "KeyError('b')"),
+            ({"sched": {"a": -1}, "cpu": 0.5}, "TypeError('-1 is no count of tokens')"),
+            ({"sched": 4}, "AttributeError"),
+            ({"req": "b"}, "KeyError('prompt_len')"),
+        ],
+    )
+    def test_a_line_that_is_none_of_a_step_log_is_named(self, tmp_path: Path, line: dict[str, Any], why: str) -> None:
+        header = {"format": "steplog/1", "model": {"layers": 2, "hidden": 64, "vocab": 256}}
+        path = write_lines(tmp_path / "log.jsonl", header, [{"req": "a", "prompt_len": 4}, line])
+        with pytest.raises(SpecError) as error:
+            read_log(path, model(), hardware(), 1)
+        assert str(error.value).startswith(f"{path}:3: is not a line of a steplog/1: {why}")
+
     @pytest.mark.parametrize("name", ["vllm_base", "vllm_kv_decode", "hf_prefill_first_kv"])
     def test_published_step_logs_are_understood(self, name: str, data_dir: Path) -> None:
         """Contexts follow from the counts alone; transformers logs how many KV positions its decodes at least read."""

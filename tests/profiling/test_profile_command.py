@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Iterator
@@ -11,10 +12,12 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from rich.console import Console
 
-from simtune.cli.profile import INSTALL, profile
+from simtune.cli.profile import INSTALL, _table, profile
 from simtune.errors import UsageError
 from simtune.profiling.journal import FILE
+from simtune.profiling.run import LiveStatus, OperatorProgress
 from simtune.specs.catalog import load_hardware
 from simtune.specs.model import Model
 from tests.profiling.pretended import PretendedRig, model
@@ -150,3 +153,31 @@ def test_out_must_be_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = call("--model", "llama-3.2-1b", "--out", str(tmp_path / "file"))
     assert "is a file; name a folder" in str(done.exception)
+
+
+def test_errors_are_shown_as_a_table_and_a_target_ends_it_sooner(
+    pretended: list[Rig], tiny: str, tmp_path: Path
+) -> None:
+    arguments = ("--model", tiny, "--budget", "30s", "--out")
+    done = call(*arguments, str(tmp_path / "mine"))
+    assert done.exit_code == 0, done.output
+    hardware = load_hardware(str(tmp_path / "mine"))
+    words = " ".join(done.stdout.split())
+    assert f"{hardware.name}: errors on points measured for checking" in words
+    for column in ("points", "median %", "p90 %", "in 90 % interval %"):
+        assert column in words
+    assert f"wrote {tmp_path / 'mine' / 'profile.yaml'}" in words
+    call(*arguments, str(tmp_path / "soon"), "--target", "90%")
+    points = [len((tmp_path / name / FILE).read_text().splitlines()) for name in ("mine", "soon")]
+    assert points[1] < points[0]
+
+
+def test_the_live_table_says_how_far_each_operator_is() -> None:
+    rows = [OperatorProgress("gemm", 1200, 3400, 0.0312), OperatorProgress("embedding", 0, 12, None)]
+    console = Console(file=io.StringIO(), width=100)
+    console.print(_table(LiveStatus("measuring", rows, 71.6)))
+    title, *lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert title.strip() == "measuring, 72 s left"
+    (gemm,), (embedding,) = ([line for line in lines if name in line] for name in ("gemm", "embedding"))
+    assert [word for word in gemm.split() if word != "│"] == ["gemm", "1,200", "3,400", "3.1"]
+    assert [word for word in embedding.split() if word != "│"] == ["embedding", "0", "12"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from simtune.errors import UsageError
 from simtune.sim.deployment import deploy
 from simtune.sim.parts import OwnCosts
 from simtune.sim.uncertainty import ACCEPTANCE, draws
-from simtune.specs.workload import Slo
+from simtune.specs.workload import Poisson, Slo
 from simtune.tuner.confidence import Confidence, RivalPlan, confidence, highest, judge
 from simtune.tuner.robust import contenders as contenders_of
 from simtune.tuner.robust import of_search, robust
@@ -222,6 +223,45 @@ def test_rivals_need_not_have_been_simulated() -> None:
     assert reach == sorted(reach, reverse=True)
     nobody = judge(["alone"], np.ones((1, 5)), {})
     assert nobody.lines() == ["5 redrawn worlds: there is no other plan to compare with"]
+
+
+def test_a_plan_that_never_meets_the_slo_takes_nobodys_place() -> None:
+    """Worth most in redrawn worlds, but as predicted not within the SLO at any rate: the chosen one stays as it is."""
+    tuned = optimize(question(workload=LOAD.model_copy(update={"requests": 60}), max_num_seqs=(64,), pp=(1,)), jobs=1)
+    chosen, other = tuned.rows[:2]
+    asked = replace(tuned.question, study=tuned.question.study.model_copy(update={"slo": Slo(ttft_s={"p99": 1e-6})}))
+    worst = judge([chosen.candidate.name, other.candidate.name], np.array([[1.0, 1.0], [2.0, 2.0]]), {})
+    before = (other.status, other.reason, other.summary)
+    stricter = replace(tuned, question=asked)
+    assert robust(stricter, worst, 0.5) is stricter
+    assert (other.status, other.reason, other.summary) == before
+    assert chosen.status == "chosen"
+
+
+@pytest.mark.parametrize(("objective", "worth"), [("e2el", "e2el"), ("gpus", "weight"), ("joules_per_token", "weight")])
+def test_at_a_given_load_those_that_were_simulated_come_first(objective: str, worth: str) -> None:
+    load = LOAD.model_copy(update={"requests": 60, "arrivals": Poisson(rate_rps=20.0)})
+    asked = question(objective=objective, workload=load, max_num_seqs=(16, 64), pp=(1,), devices=2)
+    tuned = optimize(asked, jobs=1)
+    rows = {row.candidate.name: row for row in tuned.rows}
+    chosen, *rivals = contenders_of(tuned, 99)
+    assert chosen.name == tuned.chosen.candidate.name
+    assert {c.worth for c in (chosen, *rivals)} == {worth}
+    assert all(c.rate_rps is None for c in (chosen, *rivals)), "the load is given"
+    seen = [rows[rival.name].summary is not None for rival in rivals]
+    assert seen == sorted(seen, reverse=True), "what was simulated comes before what is only bounded"
+    if objective == "gpus":
+        assert [c.weight for c in (chosen, *rivals)] == [rows[c.name].candidate.num_gpus for c in (chosen, *rivals)]
+    if objective == "joules_per_token":
+        assert all(seen), "what idle GPUs draw ranks nobody"
+        assert chosen.weight == tuned.value
+    other = next(row for row in tuned.rows[1:] if row.candidate.name == rivals[0].name)
+    worst = judge([chosen.name, rivals[0].name], np.array([[1.0, 1.0], [2.0, 2.0]]), {})
+    steady = robust(tuned, worst, 0.5)
+    result = asked.deploy(other.candidate, tuned.deployment.max_model_len).simulate(asked.stream(other.candidate))
+    assert steady.chosen is other
+    assert steady.result.offered_rate_rps == result.offered_rate_rps, "at the load of the study"
+    assert steady.result.e2el_s.tolist() == result.e2el_s.tolist()
 
 
 @pytest.mark.parametrize("requests", [30, 300])

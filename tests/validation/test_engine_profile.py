@@ -6,16 +6,22 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from simtune.cli.profile import profile
 from simtune.costs.calibration import read_steps
 from simtune.costs.engine_steps import read_engine_costs
+from simtune.costs.iteration import StepModel
 from simtune.errors import UsageError
+from simtune.specs.catalog import load_hardware
+from simtune.specs.model import Model
+from simtune.specs.plan import Batching, Pool
+from simtune.validation import engine_profile
 from simtune.validation.engine_profile import (
     HELD_OUT,
     SESSIONS,
@@ -26,7 +32,7 @@ from simtune.validation.engine_profile import (
     design,
     profile_engine,
 )
-from simtune.validation.engines import vllm_steps
+from simtune.validation.engines import driving, vllm_steps
 from simtune.validation.engines.driving import (
     DrivenRequest,
     DrivenTimes,
@@ -220,3 +226,77 @@ def test_transformers_is_driven_as_it_schedules() -> None:
 def test_options_that_do_not_go_together(extra: list[str], words: str, tmp_path: Path) -> None:
     done = CliRunner().invoke(profile, ["--model", "llama-3.1-8b", "--out", str(tmp_path / "o"), *extra])
     assert words in str(done.exception)
+
+
+# --- the command, with an engine that only pretends -------------------------------------------------------
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> list[PretendedDriver]:
+    made: list[PretendedDriver] = []
+
+    def make(engine: str, model: Model, size: EngineSize, **options: object) -> PretendedDriver:
+        made.append(PretendedDriver(size))
+        return made[-1]
+
+    monkeypatch.setattr(driving, "driver", make)
+    monkeypatch.setattr(engine_profile, "profile_engine", partial(profile_engine, rounds=2))
+    return made
+
+
+def profile_pretended(tmp_path: Path, *more: str) -> Result:
+    (tmp_path / "tiny.yaml").write_text(tiny().to_yaml())
+    sizes = ["--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--max-model-len", "256"]
+    command = [
+        "--model",
+        str(tmp_path / "tiny.yaml"),
+        "--engine",
+        "torch",
+        *sizes,
+        "--out",
+        str(tmp_path / "out"),
+        *more,
+    ]
+    return CliRunner().invoke(profile, command, standalone_mode=False)
+
+
+def test_the_command_shows_what_was_not_fitted(pretended: list[PretendedDriver], tmp_path: Path) -> None:
+    done = profile_pretended(tmp_path)
+    summary = json.loads((tmp_path / "out" / SUMMARY).read_text())
+    words = " ".join(done.stdout.split())
+    assert "torch, tiny: whole steps that were not fitted" in words
+    for kind, errors in summary["held_out"].items():
+        assert f"{kind} {errors['steps']} " in words.replace("│", "").replace("  ", " ")
+    assert f"{summary['steps']:,} steps fitted" in words
+    assert "adds to the kernels" not in words
+    assert pretended[0].closed
+
+
+def test_kernels_split_what_a_step_takes(pretended: list[PretendedDriver], tmp_path: Path) -> None:
+    """Against a sum over the very steps: measured time less what the profile's kernels take."""
+    done = profile_pretended(tmp_path, "--kernels", "h100-sxm", "--json")
+    split = json.loads(done.stdout)["added"]
+    batching = Batching(max_num_seqs=4, max_num_batched_tokens=64)
+    pool = Pool(hardware="h100-sxm", instances=1, batching=batching, max_model_len=256, cuda_graphs=False)
+    kernels = StepModel(tiny(), load_hardware("h100-sxm"), pool)
+    steps = [step for step in read_steps(tmp_path / "out" / STEPS).steps if step.kind == "decode"]
+    assert split["decode"]["steps"] == len(steps)
+    measured = sum(step.seconds for step in steps)
+    summed = sum(sum(kernels.breakdown(step.batch).values()) for step in steps)
+    assert split["decode"]["share"] == pytest.approx(1 - summed / measured)
+    assert split["decode"]["measured_s"] == pytest.approx(measured / len(steps))
+    shown = profile_pretended(tmp_path, "--kernels", "h100-sxm")
+    assert "what torch adds to the kernels of the profile" in " ".join(shown.stdout.split())
+
+
+def test_an_interrupted_command_says_what_is_kept(
+    pretended: list[PretendedDriver], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: PretendedDriver, *arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(PretendedDriver, "run", interrupted)
+    done = profile_pretended(tmp_path)
+    assert done.return_value == 130
+    assert "the same command goes on from there" in done.stderr
+    assert pretended[0].closed

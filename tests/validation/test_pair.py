@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,16 @@ import pytest
 from click.testing import CliRunner
 
 from simtune.cli.profile import profile
-from simtune.costs.transfers import fit_transfers
+from simtune.costs.transfers import fit_transfers, read_transfers
 from simtune.errors import EngineError, UsageError
 from simtune.specs.plan import Batching, KvCache, KvLink, Plan, Pool
+from simtune.validation import engine_profile
+from simtune.validation.engines import driving
 from simtune.validation.engines.driving import Driven, DrivenRequest, DrivenTimes, DriverClock, EngineSize
 from simtune.validation.engines.pair import CONNECTOR, EnginePair, summed
 from simtune.validation.engines.vllm import SteppedVllm, check_plan, engine_arguments
 from simtune.validation.relay import KEEP
-from tests.validation.driven_engine import tiny
+from tests.validation.driven_engine import PretendedDriver, tiny
 from tests.validation.test_client import stream
 
 SIZE = EngineSize(4, 64, 256, 16)
@@ -189,6 +192,36 @@ def test_transfers_are_measured_of_vllm_alone(options: tuple[str, ...], tmp_path
     assert isinstance(result.exception, UsageError)
     assert "--transfers are between two vLLM engines" in str(result.exception)
     assert not (tmp_path / "out").exists()
+
+
+def test_transfers_are_kept_beside_the_steps_and_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[dict[str, Any]] = []
+
+    def make(engine: str, model: Any, size: EngineSize, **options: Any) -> PretendedDriver | Pretended:
+        started.append(options)
+        return Pretended(size) if "arguments" in options else PretendedDriver(size)
+
+    monkeypatch.setattr(driving, "driver", make)
+    (tmp_path / "tiny.yaml").write_text(tiny().to_yaml())
+    sizes = ("--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--max-model-len", "256")
+    command = ("--model", str(tmp_path / "tiny.yaml"), "--out", str(tmp_path / "out"), "--budget", "20s", *sizes)
+    engine = ("--engine", "vllm", "--vllm-python", "some/python", "--transfers")
+    shortly = partial(engine_profile.profile_engine, rounds=1)
+    monkeypatch.setattr(engine_profile, "profile_engine", shortly)
+    done = CliRunner().invoke(profile, [*command, *engine], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    kept = tmp_path / "out" / "transfers.jsonl"
+    fit = fit_transfers(read_transfers(kept), str(kept))
+    assert fit.setup_s == pytest.approx(TOKEN_S)
+    assert f"transfers: {1e3 * fit.setup_s:.2f} ms" in done.stderr
+    assert f"wrote {kept}" in done.stderr
+    pairs = [options for options in started if "arguments" in options]
+    assert [options["arguments"] for options in pairs] == [{"kv_transfer_config": CONNECTOR}] * 2
+    assert all(options["python"] == "some/python" and options["reference_s"] == 0.5 for options in pairs)
+    before = kept.read_bytes()
+    again = CliRunner().invoke(profile, [*command, *engine], catch_exceptions=False)
+    assert "transfers:" not in again.stderr
+    assert kept.read_bytes() == before
 
 
 def test_one_engine_has_no_connector() -> None:

@@ -1,0 +1,94 @@
+"""`simtune reproduce`: what is listed, what a journal keeps, and what a finding stands on."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import simtune.reproduce
+from tests.cli.conftest import Desk, call
+
+FILE = """\
+schema: simtune/systems@1
+name: mine
+title: Mine
+setup: {model: llama-3.2-1b, hardware: h100-sxm, pool: {max_model_len: 4096}}
+systems:
+  - name: one
+    title: One
+    source: a test
+    claim: {says: two at once take less than twice as long, gain: 2, band: [1, 4]}
+    measure: {kind: step}
+    not_modelled: [the weather]
+    inputs:
+      - {what: the batch, source: published, where: section 1}
+      - {what: a context, source: assumed, otherwise: [{base: {step: {context: 32}}}]}
+    base: {step: {decodes: 1, context: 64}}
+    variant: {step: {decodes: 2, context: 64}}
+"""
+
+
+@pytest.fixture
+def own(desk: Desk) -> Desk:
+    desk.write("mine.yaml", FILE)
+    return desk
+
+
+def test_the_list_names_systems_and_runs_none(own: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simtune.reproduce, "reproduce", lambda *a, **n: pytest.fail("nothing is to run"))
+    said = call("reproduce", "mine.yaml", "medusa", "--list")
+    assert said.code == 0
+    words = " ".join(said.out.split())
+    assert "mine" in words
+    assert "two at once take less than twice as long" in words
+    assert "Medusa" in words
+
+
+def test_a_finding_names_what_it_stands_on(own: Desk) -> None:
+    said = call("reproduce", "mine.yaml", "--jobs", 1, "--quiet")
+    assert said.code == 0, said
+    assert "1 of 1 reproduced" in said.out
+    assert "  published: the batch (section 1)\n" in said.out
+    assert "  assumed: a context; otherwise " in said.out
+    assert "  not modelled: the weather\n" in said.out
+
+
+def test_on_other_hardware_the_profile_is_named_and_nothing_counted(own: Desk) -> None:
+    there = call("reproduce", "mine.yaml", "--hardware", "l40s", "--jobs", 1, "--quiet")
+    assert there.code == 0
+    assert "elsewhere" in there.out
+    assert "reproduced" not in there.out
+    as_json = call("reproduce", "mine.yaml", "--hardware", "l40s", "--jobs", 1, "--quiet", "--json")
+    assert as_json.json["hardware"] == "l40s"
+
+
+def test_a_journal_keeps_findings_until_what_they_depend_on_changes(own: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ("reproduce", "mine.yaml", "--journal", "kept.jsonl", "--jobs", 1, "--quiet", "--json")
+    first = call(*command)
+    kept = (own.folder / "kept.jsonl").read_text()
+    assert [json.loads(line)["row"][0]["system"] for line in kept.splitlines()] == ["one"]
+    ran: list[int] = []
+    run = simtune.reproduce.reproduce
+
+    def counted(entries: list[object], **named: object) -> object:
+        ran.append(len(entries))
+        return run(entries, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(simtune.reproduce, "reproduce", counted)
+    assert call(*command).out == first.out
+    assert ran == [0], "all of it was in the journal"
+    assert (own.folder / "kept.jsonl").read_text() == kept
+    own.write("mine.yaml", FILE.replace("decodes: 2", "decodes: 3"))
+    assert call(*command).out != first.out
+    there = call(*command, "--hardware", "l40s")
+    assert there.json["findings"][0]["status"] == "elsewhere"
+    assert ran == [0, 1, 1], "another question, and other hardware, are run"
+
+
+def test_a_page_that_is_there_stays(own: Desk) -> None:
+    own.write("page.html", "mine")
+    said = own.refused(call, "reproduce", "mine.yaml", "--html", "page.html", "--quiet")
+    assert said == "page.html: is there already; give --force to replace it"
+    assert call("reproduce", "mine.yaml", "--html", "page.html", "--force", "--quiet", "--jobs", 1).code == 0
+    assert "two at once take less" in (own.folder / "page.html").read_text()
