@@ -90,14 +90,11 @@ reproduce: $(VENV)/.installed-dev
 picture: demo $(VENV)/.installed-dev
 	$(BIN)/python -m benchmarks.picture $(RUN)
 
-# Every page at the width of a desk and of a phone, light, dark and on paper, into runs/screens; what is cut is an error.
-screens: demo $(VENV)/.installed-dev
-	$(BIN)/simtune report $(RUN) $(RUN) --out runs/compared.html --force > /dev/null
-	$(BIN)/simtune report runs --force > /dev/null
-	$(BIN)/simtune speculate --model llama-3.1-8b --hardware h100-sxm --drafter eagle3 --acceptance eagle3-llama-3.1-8b \
-		--html runs/drafts.html --force > /dev/null
-	$(BIN)/python -m benchmarks.screens $(RUN)/report.html runs/compared.html runs/index.html runs/drafts.html \
-		--out runs/screens
+# Every kind of page, with plain and hostile names, at the width of a desk and of a phone, light, dark and on paper, into
+# runs/screens; what is cut is an error.
+screens: $(VENV)/.installed-dev
+	rm -rf runs/screens
+	$(BIN)/python -m benchmarks.screens --out runs/screens
 
 # The shipped profiles from published tables: make profiles DATA=../shared/data
 profiles: $(VENV)/.installed-bench

@@ -59,6 +59,10 @@ class SpecError(SimtuneError):
         self.problems = [problems] if isinstance(problems, Problem) else list(problems)
         super().__init__("\n".join(str(p) for p in self.problems))
 
+    def __reduce__(self) -> tuple[type[SpecError], tuple[list[Problem]]]:
+        """From one process to another it goes by its problems, not by the text of them."""
+        return type(self), (self.problems,)
+
 
 class EngineError(SimtuneError):
     """A real engine did not start, ended, or was measured so that nothing can be said of it."""

@@ -69,7 +69,10 @@ def _range(text: str, values: str) -> tuple[str, ...]:
         raise UsageError(f"--over {text}: FROM:TO:STEP must be numbers") from None
     if not step > 0 or end < begin:
         raise UsageError(f"--over {text}: STEP must be above zero, and TO not below FROM")
-    count = int((end - begin) / step + 1e-9) + 1
+    steps = (end - begin) / step + 1e-9
+    if not steps < MOST_POINTS:
+        raise UsageError(f"--over {text}: has more than {MOST_POINTS:,} values; take a larger STEP")
+    count = int(steps) + 1
     return tuple(f"{begin + i * step:.12g}" for i in range(count))
 
 

@@ -75,7 +75,7 @@ class Entrant:
         """Why this plan misses the SLO where another one did, at a rate no lower; nothing where it might meet it."""
         name = other.candidate.name
         if other.kind == self.kind and finding.used and not tell_apart(self.deployment, finding.used):
-            return f"does what {name} does: none of the limits that tell them apart is reached"
+            return f"misses the SLO as {name} does: none of the limits that tell them apart is reached"
         if finding.first_tokens_miss and self.kin[1:] == other.kin[1:] != []:
             return f"has the prefill pool of {name}, whose first tokens miss the SLO whatever decodes"
         return ""

@@ -37,5 +37,5 @@ class SeenPlans:
             else:
                 no_higher = seen.rate_rps is None or seen.rate_rps <= low * (1 + 1e-12)
             if no_higher and (reason := plan.ruled_out_by(seen.plan, seen.finding)):
-                return seen, reason
+                return seen, reason if seen.rate_rps is None else f"at {seen.rate_rps:.4g} requests/s {reason}"
         return None

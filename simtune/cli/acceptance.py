@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,11 +36,12 @@ def acceptance(
     """
     from simtune.acceptance.logs import read_acceptance
     from simtune.specs.acceptance import Acceptance
+    from simtune.specs.base import spec_name
 
     if out.exists() and not force:
         raise UsageError(f"{out}: is there already; give --force to replace it")
     reading = read_acceptance(files, draft_tokens, model)
-    name = re.sub(r"[^A-Za-z0-9._-]", "-", out.name.split(".")[0]).lstrip("._-") or "acceptance"
+    name = spec_name(out.name.split(".")[0], "acceptance")
     spec = Acceptance(name=name, origin="measured", source=reading.source, target=model, rates=reading.rates)
     write_file(out, spec.to_yaml())
     for notice in spec.notices():

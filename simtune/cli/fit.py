@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from simtune.cli.names import HARDWARE
 from simtune.cli.output import json_option, print_json, print_table, progress, quiet_option, write_profile
 from simtune.errors import UsageError
 
@@ -35,6 +36,7 @@ operator."""
 @click.option(
     "--transfer-from",
     "source_profile",
+    type=HARDWARE,
     metavar="PROFILE",
     help="Instead of tables: scale the fit of this measured profile by the ratio of the data sheets.",
 )

@@ -1,6 +1,9 @@
-"""Names that a shell can complete: of models, hardware profiles, loads and engine presets, and files beside them."""
+"""Names that a shell can complete: of models, profiles, loads, engine presets, published systems, and files."""
 
 from __future__ import annotations
+
+import itertools
+import re
 
 import click
 from click.shell_completion import CompletionItem
@@ -25,8 +28,25 @@ class SpecName(StringParamType):
         return [CompletionItem(incomplete, type="file"), *items]
 
 
+class SystemName(StringParamType):
+    """The name of a published system or a family of them, or a file."""
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """As for specs. The lists are looked through and not read, which takes a second."""
+        from simtune.reproduce.collection import folder
+
+        lists = sorted(folder().glob("*.yaml"))
+        systems = (SYSTEM.findall(file.read_text("utf-8")) for file in lists)
+        known = sorted({*(file.stem for file in lists), *itertools.chain.from_iterable(systems)})
+        items = [CompletionItem(name) for name in known if name.startswith(incomplete)]
+        return [CompletionItem(incomplete, type="file"), *items]
+
+
+SYSTEM = re.compile(r"^- name: (\S+)", re.MULTILINE)
 MODEL = SpecName("model")
 HARDWARE = SpecName("hardware")
 WORKLOAD = SpecName("workload")
 ENGINE = SpecName("engine")
+ACCEPTANCE = SpecName("acceptance")
+PUBLISHED = SystemName()
 ANY = SpecName("model", "hardware", "workload", "acceptance", "engine")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -41,6 +42,7 @@ def new(  # noqa: PLR0913 - one for each option
     from simtune.profiling.installation import devices as cards
     from simtune.runs.files import write_file
     from simtune.specs import yamlfile
+    from simtune.specs.base import spec_name
     from simtune.specs.catalog import load_hardware, load_model, load_workload
     from simtune.specs.new_study import Answers, profile_of, study_text
     from simtune.specs.study import Study
@@ -60,12 +62,12 @@ def new(  # noqa: PLR0913 - one for each option
         ttft_p99_s=(ttft or _ask("p99 TTFT limit, ms", 1000.0, POSITIVE)) / 1e3,
         tpot_p99_s=(tpot or _ask("p99 TPOT limit, ms", 50.0, POSITIVE)) / 1e3,
         objective=objective,
-        name=file.stem,
+        name=spec_name(file.stem, "study"),
     )
     text = study_text(answers, file.parent)
     Study.from_document(yamlfile.parse(text, str(file)))
     write_file(file, text)
-    click.echo(f"wrote {file}; next: simtune optimize {file} --out runs/{file.stem}", err=True)
+    click.echo(f"wrote {file}; next: simtune optimize {shlex.quote(str(file))} --out runs/{answers.name}", err=True)
 
 
 def _check(file: Path, force: bool, objective: str) -> None:

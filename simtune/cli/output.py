@@ -136,9 +136,9 @@ def number(value: float | None, digits: int = 3) -> str:
 
 def note_cut(workload: Workload, trace: Trace | None, requests: int) -> None:
     """Say on stderr what is kept of a trace that is replayed in part."""
-    from simtune.specs.trace_cut import first_only
+    from simtune.specs.trace_cut import first_of
 
-    note = first_only(trace, requests) if trace is not None and workload.arrivals.kind == "trace" else None
+    note = None if trace is None else first_of(workload, trace, requests)
     if note is not None:
         click.echo(f"note: {note}", err=True)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from simtune.cli.names import MODEL
 from simtune.cli.output import json_option, print_json, print_table, quiet_option, write_profile
 from simtune.errors import UsageError
 from simtune.runs.files import hold, write_file
@@ -58,7 +59,9 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str) -> tuple[in
 
 @click.command()
 @click.option("--device", default=None, metavar="cuda[:i]|cpu", help="A GPU if torch finds one, else the processor.")
-@click.option("--model", "references", multiple=True, required=True, help="Whose shapes to measure; may be repeated.")
+@click.option(
+    "--model", "references", type=MODEL, multiple=True, required=True, help="Whose shapes to measure; may be repeated."
+)
 @click.option("--budget", callback=_duration, default="3m", show_default=True, help="Time for all of it, with fits.")
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder of measurements and profile.")
 @click.option(

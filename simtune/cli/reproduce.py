@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from simtune.cli.names import HARDWARE
+from simtune.cli.names import HARDWARE, PUBLISHED
 from simtune.cli.output import force_option, json_option, number, print_json, print_table, progress, quiet_option
 from simtune.errors import UsageError
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("systems", nargs=-1, metavar="[FAMILY|SYSTEM|FILE]...")
+@click.argument("systems", nargs=-1, type=PUBLISHED, metavar="[FAMILY|SYSTEM|FILE]...")
 @click.option(
     "--hardware", type=HARDWARE, default=None, help="Run all of them on this profile instead; nothing is judged then."
 )

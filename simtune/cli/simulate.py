@@ -256,7 +256,8 @@ class _Targets:
         if self.out is not None:
             deployment, seed = experiment.deployment, experiment.seed
             inputs = (deployment.model, deployment.hardware, experiment.workload, deployment.plan)
-            contents = of_simulation(deployment, result, deployment.plan.name, seed, drawn, experiment.workload)
+            name, load, trace = deployment.plan.name, experiment.workload, experiment.trace
+            contents = of_simulation(deployment, result, name, seed, drawn, load, trace)
             write_run(self.out, contents.without(self.leave_out), inputs, experiment.trace, seed)
         if self.timeline is not None:
             write_file(self.timeline, trace_file(result, self.window_s))

@@ -81,6 +81,7 @@ def workload(  # noqa: PLR0913 - one for each option
     from simtune.sim.load import load_facts
     from simtune.sim.load_fit import fit_workload
     from simtune.sim.servegen_fit import is_servegen_file
+    from simtune.specs.base import spec_name
     from simtune.specs.scrapes import is_scrape_file, read_scrape
     from simtune.specs.trace_cut import Cut, merged
     from simtune.specs.trace_formats import LogReading
@@ -104,7 +105,11 @@ def workload(  # noqa: PLR0913 - one for each option
     name = files[0].name.split(".")[0]
     facts = load_facts(trace)
     spec = out is not None and out.suffix == ".yaml"
-    fitted = fit_workload(trace, name, rate) if spec or rate is not None or trace.rate_rps is not None else None
+    fitted = (
+        fit_workload(trace, spec_name(name, "trace"), rate)
+        if spec or rate is not None or trace.rate_rps is not None
+        else None
+    )
     _note(trace, fitted)
     if as_json:
         print_json({"files": [str(file) for file in files], "notes": list(trace.notes), **_document(facts, fitted)})
@@ -164,10 +169,13 @@ def _scraped(scrapes: Sequence[Scrape], span: str | None, rate: float | None, ou
     """Say what a server's metrics come to, and write the spec."""
     from simtune.report.info import number
     from simtune.sim.scrape_fit import STATISTICS, fit_scrapes
+    from simtune.specs.base import spec_name
     from simtune.specs.trace_cut import duration_s
 
     name = Path(scrapes[0].file).name.split(".")[0]
-    load = fit_scrapes(scrapes, name, span_s=None if span is None else duration_s(span), rate_rps=rate)
+    load = fit_scrapes(
+        scrapes, spec_name(name, "scrape"), span_s=None if span is None else duration_s(span), rate_rps=rate
+    )
     for note in load.notes:
         click.echo(f"note: {note}", err=True)
     if as_json:
@@ -201,8 +209,9 @@ def _servegen(files: Sequence[Path], out: Path | None, as_json: bool) -> None:
     """Say what tables of ServeGen come to, and write the spec."""
     from simtune.report.info import number
     from simtune.sim.servegen_fit import fit_servegen
+    from simtune.specs.base import spec_name
 
-    load = fit_servegen(files, files[0].name.split(".")[0])
+    load = fit_servegen(files, spec_name(files[0].name.split(".")[0], "servegen"))
     for note in load.notes:
         click.echo(f"note: {note}", err=True)
     if as_json:

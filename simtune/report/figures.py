@@ -7,6 +7,7 @@ the style sheet of the page. Whatever a user named is escaped: Plotly takes labe
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -44,9 +45,11 @@ HATCHED = ("transferred", "data-sheet", "assumed")  # provenances that nobody me
 
 
 def fragment(figure: Figure, name: str, height_px: int) -> str:
-    """HTML of one figure under a fixed id; the page brings plotly.js."""
+    """HTML of one figure under a fixed id; the page brings plotly.js. Raises ValueError for a name that is none."""
     from plotly.io import to_html
 
+    if not re.fullmatch(r"[A-Za-z0-9._-]+", name):
+        raise ValueError(f"{name!r} cannot be the id of a figure: Plotly writes it into the page as it is")
     return str(
         to_html(
             figure,

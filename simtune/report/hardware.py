@@ -16,7 +16,7 @@ from simtune.costs.operators import OPERATORS, Chip
 from simtune.costs.predict import LEVEL, OUTSIDE, Z90, Predictor, typical_log_sd
 from simtune.report import figures, info
 from simtune.report.figures import Figure
-from simtune.report.labels import escape
+from simtune.report.labels import brief, escape
 from simtune.report.templates import fill, template
 from simtune.specs.hardware import Hardware, Operator, OperatorKind
 
@@ -265,6 +265,8 @@ def rate_figure(rates: Sequence[Rate]) -> Figure:
 
 SMALL = {"size": 9}
 """So that names of operators leave room on a phone."""
+ABOVE = 56
+"""Characters of such a name above its row."""
 SHOWN = (1, 10, 100)
 """Ticks of errors that have a number, as many as there is room for on a phone."""
 
@@ -298,8 +300,9 @@ def error_figure(hardware: Hardware) -> Figure | None:
     )
     # Names above their rows: beside them they would leave no room on a phone.
     y = figures.axis(
-        "", tickformat="", type="category", ticklabelposition="inside top", ticklabelshift=-2, ticks="", tickfont=SMALL
-    )
+        "", tickformat="", type="category", ticklabelposition="inside top", ticklabelshift=-2, ticks="", tickfont=SMALL,
+        tickvals=names, ticktext=[brief(f"{key}: {h.split}", ABOVE) for key, h in rows],
+    )  # fmt: skip
     return {"data": data, "layout": figures.layout(x, y, legend=_legend_above())}
 
 

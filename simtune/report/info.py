@@ -25,11 +25,13 @@ NO_BREAK = "\u00a0"
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """At least `digits` significant digits, never in exponents; whole numbers as they are."""
+    """At least `digits` significant digits, in exponents only below a millionth; whole numbers as they are."""
     if value is None:
         return ABSENT
     if isinstance(value, int) or value == 0:
         return f"{value:,.0f}"
+    if abs(value) < 1e-6:
+        return f"{value:.{digits - 1}e}"
     decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
     return f"{value:,.{decimals}f}"
 
@@ -124,8 +126,9 @@ def _objective_figure(s: Summary) -> list[tuple[str, str, str]]:
     if s.objective is None:
         return []
     words = {
-        "goodput_per_gpu": "goodput per GPU",
-        "goodput_per_dollar": "goodput per dollar",
+        "goodput": "highest rate in limits",
+        "goodput_per_gpu": "highest rate in limits",
+        "goodput_per_dollar": "highest rate in limits",
         "pareto": "throughput over delay",
         "joules_per_token": "energy of output",
         "usd_per_million_tokens": "price of output",
@@ -148,8 +151,7 @@ def key_figures(s: Summary) -> list[tuple[str, str, str]]:
     figures = [
         *_objective_figure(s),
         ("offered", number(s.offered_rate_rps), "requests/s"),
-        ("goodput", number(s.goodput_rps), "requests/s"),
-        ("SLO attainment", percent(s.slo_attainment), "of requests"),
+        *_within_limits(s),
         ("output per GPU", number(s.output_tokens_per_s_per_gpu), "tokens/s"),
         ("output per user", number(s.output_tokens_per_s_per_user), "tokens/s"),
         *((f"{METRIC_NAMES[x]} p99", ms(s.metrics[x].p99), "ms") for x in latencies if x in s.metrics),
@@ -168,6 +170,16 @@ def key_figures(s: Summary) -> list[tuple[str, str, str]]:
         ),
     ]
     return [figure for figure in figures if figure[1] != ABSENT]
+
+
+def _within_limits(s: Summary) -> list[tuple[str, str, str]]:
+    """Without limits every answer is within them, also of a queue that grows: then what is finished is said."""
+    if not s.slo:
+        return [("finished", number(s.request_throughput_rps), "requests/s")]
+    return [
+        ("goodput", number(s.goodput_rps), "requests/s"),
+        ("SLO attainment", percent(s.slo_attainment), "of requests"),
+    ]
 
 
 def _prices(s: Summary) -> list[tuple[str, str, str]]:
@@ -291,11 +303,14 @@ def _flat(value: Any, key: str) -> Iterator[tuple[str, str]]:
         for i, below in enumerate(value):
             yield from _flat(below, f"{key}.{i}")
     elif isinstance(value, list) and value:
-        yield key, ", ".join(str(item) for item in value)
-    elif isinstance(value, bool):
-        yield key, str(value).lower()
+        yield key, ", ".join(map(_word, value))
     elif value is not None and value != []:
-        yield key, "none" if value == {} else str(value)
+        yield key, "none" if value == {} else _word(value)
+
+
+def _word(value: Any) -> str:
+    """As a file says it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 # --- candidates -------------------------------------------------------------------------------------------
@@ -349,6 +364,16 @@ def why_lost(candidate: CandidateRow, chosen: CandidateRow | None, s: Summary) -
     if worse < 5e-4:
         return same_result(candidate, chosen) or f"no better in {words}"
     return f"{worse * 100:.1f} % {'less' if more_is_better else 'more'} {words}"
+
+
+def numbers_at(s: Summary) -> str | None:
+    """At which load the numbers of candidates were taken, where each has one of its own; None where all share one."""
+    if s.objective is None or not s.objective.name.startswith("goodput"):
+        return None
+    return (
+        "Numbers of a plan that meets the limits are those at its highest rate; of one that misses them, those at the "
+        "rate at which it was seen to, up to where it was given up. So they are not of one load."
+    )
 
 
 def same_result(candidate: CandidateRow, chosen: CandidateRow) -> str | None:

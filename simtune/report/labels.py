@@ -13,7 +13,7 @@ def escape(text: str) -> str:
     return html.escape(text, quote=False)
 
 
-def brief(name: str) -> str:
+def brief(name: str, longest: int = LONGEST) -> str:
     """A name for a legend, escaped; of a long one the beginning and the end."""
-    half = LONGEST // 2
-    return escape(name if len(name) <= LONGEST else f"{name[: half - 1]}…{name[-half:]}")
+    half = longest // 2
+    return escape(name if len(name) <= longest else f"{name[: half - 1]}…{name[-half:]}")

@@ -15,7 +15,7 @@ ALTERNATIVES = 3
 """Other values of such a knob that are shown, the best by rank."""
 FOLLOWS_FROM = {knob: {"instances"} for knob in ("gpu", "tp", "pp", "attention_dp")}
 """Of a given number of GPUs instances are as many as there is room for, so they change with their size."""
-ALIKE = re.compile(r"does what (\S+) does")
+ALIKE = re.compile(r"(?:at \S+ requests/s )?misses the SLO as (\S+) does")
 """What the search says of a plan that none of its limits tells from another."""
 
 

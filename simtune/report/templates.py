@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from importlib.resources import files
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
 
 
 def template(name: str) -> str:
@@ -15,4 +19,13 @@ def fill(name: str, **values: object) -> str:
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["key"] = _key
     return environment.from_string(template(name)).render(**values)
+
+
+def _key(text: str) -> Markup:
+    """The key of a setting, which may be broken behind dots and underscores."""
+    from markupsafe import Markup, escape
+
+    whole = str(escape(text))
+    return Markup(whole.replace(".", ".<wbr>").replace("_", "_<wbr>"))

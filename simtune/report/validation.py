@@ -183,14 +183,14 @@ def render(v: Validation, drawn: Sequence[Curves]) -> str:
 
     pictures = {"scatter": figures.fragment(scatter_figure(v), "scatter", 460)}
     by_load: dict[str, tuple[str, ...]] = {}
-    for c in drawn:
+    for i, c in enumerate(drawn):
         names = []
         for metric in METRICS:
             if c.measured_s[metric] and c.predicted_s[metric]:
-                names.append(f"{c.label}-{metric}")
+                names.append(f"load-{i}-{metric}")
                 pictures[names[-1]] = figures.fragment(cdf_figure(c, metric), names[-1], 340)
         if c.queues is not None:
-            names.append(f"{c.label}-queues")
+            names.append(f"load-{i}-queues")
             pictures[names[-1]] = figures.fragment(queues_figure(c), names[-1], 340)
         by_load[c.label] = tuple(names)
     return fill(

@@ -6,6 +6,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Any, cast
 
 from simtune.costs.calibration import words
@@ -45,6 +46,8 @@ from simtune.sim.result import Result
 from simtune.sim.summary import SimulationSummary, Uncertainty
 from simtune.specs.hardware import Hardware
 from simtune.specs.study import Study
+from simtune.specs.trace_cut import first_of
+from simtune.specs.traces import Trace
 from simtune.specs.workload import Workload
 from simtune.tuner.certificate import Certificate, certificate_of
 from simtune.tuner.confidence import Confidence
@@ -98,6 +101,7 @@ def of_simulation(
     seed: int,
     uncertainty: Uncertainty | None = None,
     workload: Workload | None = None,
+    trace: Trace | None = None,
 ) -> Contents:
     """One simulated plan: plan.yaml, engine/, summary.json, requests.csv, trace.json.gz and swimlanes.json.gz."""
     files = _files(deployment, result)
@@ -109,7 +113,7 @@ def of_simulation(
         sweep=None,
         runners_up=None,
         uncertainty=uncertainty,
-        **_common(deployment, result, files, workload),
+        **_common(deployment, result, files, workload, trace),
     )
     return Contents(Run(summary, (), swimlanes_of(result)), files)
 
@@ -153,7 +157,7 @@ def of_study(
         ),
         uncertainty=uncertainty,
         **asked,
-        **_common(tuned.deployment, tuned.result, files, tuned.question.workload),
+        **_common(tuned.deployment, tuned.result, files, tuned.question.workload, tuned.question.trace),
     )
     candidates = tuple(
         _startable(tuned, row, priced(_candidate(rank, row, study), tuned.question.usd_per_hour(row.candidate)))
@@ -190,13 +194,24 @@ def _files(deployment: Deployment, result: Result) -> Files:
     }
 
 
-def _common(deployment: Deployment, result: Result, files: Files, workload: Workload | None) -> dict[str, Any]:
+def _load_source(workload: Workload | None, trace: Trace | None, requests: int) -> str | None:
+    """The load's name, where its numbers come from, and what is kept of a trace that is replayed in part."""
+    if workload is None:
+        return None
+    file = "no source given" if trace is None else Path(trace.file).name
+    kept = None if trace is None else first_of(workload, trace, requests)
+    return "; ".join(filter(None, (f"{workload.name}: {workload.source or file}", kept)))
+
+
+def _common(
+    deployment: Deployment, result: Result, files: Files, workload: Workload | None, trace: Trace | None
+) -> dict[str, Any]:
     """The fields of the summary that every run has, by name."""
     simulated, memory, pools = result.summary(), deployment.memory, deployment.pools
     return {
         "price": price(deployment, simulated),
         "load": load_facts(result.stream, result.stream.users),
-        "load_source": None if workload is None else f"{workload.name}: {workload.source or 'no source given'}",
+        "load_source": _load_source(workload, trace, len(result.stream)),
         "launch": launch_of(files, deployment.model.hf),
         **{name: getattr(simulated, name) for name in simulated.model_fields_set},
         "schema_id": SUMMARY_SCHEMA,

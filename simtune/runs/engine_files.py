@@ -89,7 +89,7 @@ def launch_of(files: Files, checkpoint: str | None) -> str | None:
     for name, text in files.items():
         if name.startswith("engine/vllm-") and isinstance(text, str):
             flags = " ".join(_flag(key, value) for key, value in yaml.safe_load(text).items())
-            commands.append(f"vllm serve {checkpoint or 'MODEL'} {flags}".rstrip())
+            commands.append(f"vllm serve {shlex.quote(checkpoint or 'MODEL')} {flags}".rstrip())
     script = files.get("engine/launch.sh")
     return "\n".join(commands) if commands else script if isinstance(script, str) else None
 

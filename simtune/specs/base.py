@@ -25,6 +25,11 @@ Seq = Annotated[tuple[T, ...], Field(strict=False)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 
+def spec_name(text: str, otherwise: str) -> str:
+    """The name of a spec that is nearest to a text, such as a file's name; `otherwise` where nothing of it is left."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("._-") or otherwise
+
+
 def _of_this_world(value: float) -> float:
     """Raises ValueError for a number so small that its inverse is none."""
     if value < _SMALLEST:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, get_args
 from simtune.errors import Problem, SpecError, UsageError, suggest
 from simtune.specs import hf, yamlfile
 from simtune.specs.acceptance import Acceptance
-from simtune.specs.base import Check, Dtype, Spec, override
+from simtune.specs.base import Check, Dtype, Spec, override, spec_name
 from simtune.specs.columns import replay
 from simtune.specs.engine import EnginePreset, merged
 from simtune.specs.hardware import Facts, Hardware
@@ -28,7 +28,7 @@ from simtune.specs.reading import read_text
 from simtune.specs.study import Study
 from simtune.specs.systems import Systems
 from simtune.specs.systems import problems as problems_of_systems
-from simtune.specs.trace_formats import title_of
+from simtune.specs.trace_formats import FORMATS, title_of
 from simtune.specs.traces import Trace, read_trace
 from simtune.specs.workload import Workload
 
@@ -71,7 +71,7 @@ def load_model(reference: str, settings: Sequence[str] = ()) -> Model:
     document = yamlfile.parse(read_text(path), str(path))
     if path.suffix == ".json" and isinstance(document.data, dict) and "schema" not in document.data:
         own = path.resolve().parent.name if path.name == "config.json" else path.stem
-        return hf.from_config(document, name or own, settings)
+        return hf.from_config(document, spec_name(name or own, "model"), settings)
     return Model.from_document(override(document, settings))
 
 
@@ -112,8 +112,21 @@ def load_workload(reference: str, settings: Sequence[str] = ()) -> tuple[Workloa
             document = yamlfile.Document(str(path), workload.to_data(), None)
             workload = Workload.from_document(override(document, settings))
         return workload, trace
+    if path.suffix == ".json":
+        _check_schema(path)
     workload = _read(Workload, path, settings)
     return workload, None if workload.trace is None else _replayed(path, workload.trace)
+
+
+def _check_schema(path: Path) -> None:
+    """Raises UsageError for JSON that is no spec and of no known tool: what it lacks as a spec would say nothing."""
+    document = yamlfile.parse(read_text(path), str(path))
+    if not isinstance(document.data, dict) or "schema" not in document.data:
+        tools = ", ".join(form.title for form in FORMATS)
+        raise UsageError(
+            f"{path}: is no workload spec, for it has no `schema: simtune/workload@1`, and looks like nothing that a "
+            f"tool known here writes ({tools})"
+        )
 
 
 def _replayed(path: Path, trace: str) -> Trace:

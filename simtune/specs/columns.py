@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simtune.errors import UsageError
+from simtune.specs.base import spec_name
 from simtune.specs.traces import MOONCAKE_BLOCK_TOKENS, Trace
 from simtune.specs.workload import MAX_TOKENS, TraceArrivals, TraceLengths, Workload
 
@@ -19,9 +20,9 @@ OPTIONAL = ("hash_ids", "block_tokens")
 
 
 def replay(trace: Trace, name: str) -> Workload:
-    """The load that sends every request of a trace at its own time."""
+    """The load that sends every request of a trace at its own time, under a name as near to `name` as can be."""
     return Workload(
-        name=name,
+        name=spec_name(name, "trace"),
         requests=len(trace),
         arrivals=TraceArrivals(),
         prompt=TraceLengths(),

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from simtune.arrays import Array, Ints, Mask
 from simtune.errors import UsageError
 from simtune.specs.traces import Trace
+from simtune.specs.workload import Workload
 
 DAY_S = 86_400.0
 _UNITS_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": DAY_S}
@@ -221,9 +222,9 @@ def scaled(trace: Trace, factor: float) -> Trace:
     return of_rows(trace, everything, arrival_s / factor, f"rate x {factor:g}")
 
 
-def first_only(trace: Trace, requests: int) -> str | None:
-    """What is kept of a trace where only its first requests are run; None where all are."""
-    if requests >= len(trace):
+def first_of(workload: Workload, trace: Trace, requests: int) -> str | None:
+    """What is kept of a trace that a load replays, where only its first requests are run; None where all are."""
+    if requests >= len(trace) or workload.arrivals.kind != "trace":
         return None
     kept = f"only the first {requests:,} of {len(trace):,} requests of {trace.file}"
     if trace.arrival_s is None or trace.rate_rps is None or requests < 2:

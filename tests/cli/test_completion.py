@@ -42,6 +42,8 @@ def shell(tmp_path: Path) -> dict[str, str]:
         ("simtune opt", "optimize"),
         ("simtune simulate --model llama-3.1-8", "llama-3.1-8b"),
         ("simtune sweep --hardware h100-s", "h100-sxm"),
+        ("simtune reproduce sarat", "sarathi"),
+        ("simtune speculate --acceptance eagle3-llama-3.1-8", "eagle3-llama-3.1-8b"),
     ],
 )
 def test_a_shell_completes(name: str, words: str, found: str, shell: dict[str, str], tmp_path: Path) -> None:

@@ -31,6 +31,25 @@ def test_a_trace_is_described_and_fitted(desk: Desk, call: Callable[..., Said]) 
     assert "exists; give --force" in desk.refused(call, "workload", "azure.csv", "--out", "load.yaml")
 
 
+@pytest.mark.parametrize(("file", "name"), [("my bench (1).json", "my-bench-1"), ("\u65e5\u672c.json", "trace")])
+def test_files_may_have_any_name(file: str, name: str, desk: Desk, call: Callable[..., Said]) -> None:
+    """The name of a spec is made of letters, digits, dots, dashes; that of a file need not be."""
+    lists = {"input_lens": [200] * 30, "output_lens": [20] * 30}
+    desk.write(file, json.dumps(lists | {"start_times": [0.5 * i for i in range(30)]}))
+    said = call("simulate", "--model", "llama-3.1-8b", "--hardware", "h100-sxm", "--workload", f"./{file}", "--json")
+    assert (said.code, said.json["requests"]) == (0, 30)
+    assert call("workload", file, "--out", "load.yaml", "--html", "load.html").code == 0
+    assert yaml.safe_load((desk.folder / "load.yaml").read_text())["name"] == name
+
+
+def test_json_that_is_no_load_is_called_so(desk: Desk, call: Callable[..., Said]) -> None:
+    desk.write("other.json", json.dumps({"hello": [1, 2]}))
+    model = ("--model", "llama-3.1-8b", "--hardware", "h100-sxm")
+    refused = desk.refused(call, "simulate", *model, "--workload", "./other.json")
+    assert "looks like nothing that a tool known here writes" in refused
+    assert "vllm bench serve, aiperf, guidellm" in refused
+
+
 def test_cuts_are_noted_and_written(desk: Desk, call: Callable[..., Said]) -> None:
     desk.write("azure.csv", AZURE)
     said = call(

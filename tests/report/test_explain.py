@@ -95,10 +95,16 @@ def test_a_plan_that_does_what_another_does_says_how_that_one_fared(make_run: Ru
     chosen = next(c for c in run.candidates if c.status == "chosen")
     more = {"status": "infeasible", "max_num_seqs": chosen.max_num_seqs * 2}
     twin = chosen.model_copy(
-        update={**more, "candidate": "twin", "reason": "does what " + chosen.candidate + " does: why"}
+        update={
+            **more,
+            "candidate": "twin",
+            "reason": f"at 9.5 requests/s misses the SLO as {chosen.candidate} does: why",
+        }
     )
     worse = chosen.model_copy(update={"status": "infeasible", "candidate": "worse", "reason": "TPOT", "tp": 64})
-    less = twin.model_copy(update={"max_num_seqs": chosen.max_num_seqs // 2, "reason": "does what worse does: why"})
+    less = twin.model_copy(
+        update={"max_num_seqs": chosen.max_num_seqs // 2, "reason": "misses the SLO as worse does: why"}
+    )
     effects = {step.value: step.effect for step in neighbours(run._replace(candidates=(chosen, twin, less, worse)))}
     assert effects[str(twin.max_num_seqs)] == "nothing changes: no limit that tells them apart is reached"
     assert effects[str(less.max_num_seqs)] == "TPOT (as worse)"

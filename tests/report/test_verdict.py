@@ -103,5 +103,6 @@ def test_a_command_to_copy_names_every_setting() -> None:
     files = {"engine/launch.sh": "#!/bin/sh\n", "engine/vllm-mixed.yaml": settings}
     flags = """--tensor-parallel-size 2 --no-enable-prefix-caching --speculative-config '{"method": "ngram"}'"""
     assert launch_of(dict(files), "org/m") == f"vllm serve org/m {flags}"
+    assert launch_of(dict(files), "a b; c") == f"vllm serve 'a b; c' {flags}"
     assert launch_of({"engine/launch.sh": "#!/bin/sh\n"}, None) == "#!/bin/sh\n"
     assert launch_of({"engine/none.txt": "why"}, None) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 import simtune
 from simtune import sweep as sweeps
 from simtune.cli import main
-from simtune.errors import UsageError
+from simtune.errors import Problem, UsageError
 from simtune.report.sources import read_all
 from simtune.runs.journal import RowJournal
 from simtune.runs.sweep_files import read_sweep
@@ -28,7 +29,9 @@ def test_fields_and_values_are_written_as_lists_or_ranges() -> None:
     assert points([Axis("rate", ("1", "2")), Axis("seed", ("5", "6"))], zipped=True)[1] == {"rate": "2", "seed": "6"}
 
 
-@pytest.mark.parametrize("text", ["rate", "speed=1,2", "rate=", "rate=1:x:2", "rate=5:1:1", "rate=1:5:0"])
+@pytest.mark.parametrize(
+    "text", ["rate", "speed=1,2", "rate=", "rate=1:x:2", "rate=5:1:1", "rate=1:5:0", "rate=1:1e9:0.001", "rate=1:inf:1"]
+)
 def test_what_is_no_field_or_range_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="--over"):
         axis(text)
@@ -55,6 +58,14 @@ def test_what_does_not_fit_is_a_row_and_what_is_misspelt_an_error() -> None:
     assert "llama-3.1-70b" in row["error"]
     with pytest.raises(simtune.SpecError, match="batch"):
         Point(BASE, {"plan.pools.0.batching.max_num_sqs": "16"}).run()
+
+
+def test_what_is_misspelt_is_said_from_another_process_too() -> None:
+    wrong = simtune.SpecError(
+        [Problem("plan.yaml", "must be at least 1", "tp", 3, 5), Problem("plan.yaml", "no such pool")]
+    )
+    again = pickle.loads(pickle.dumps(wrong))
+    assert (str(again), again.problems) == (str(wrong), wrong.problems)
 
 
 def test_points_that_are_done_are_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

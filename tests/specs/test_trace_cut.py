@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simtune.errors import UsageError
-from simtune.specs.trace_cut import Cut, busiest, duration_s, first_only, in_words, merged, scaled
+from simtune.specs.columns import replay
+from simtune.specs.trace_cut import Cut, busiest, duration_s, first_of, in_words, merged, scaled
 from simtune.specs.trace_write import trace_text
 from simtune.specs.traces import Trace, read_trace
 
@@ -103,8 +104,8 @@ def test_scaling_keeps_the_pattern() -> None:
 
 def test_what_is_cut_off_is_said() -> None:
     trace = made([0.0, 10.0, 20.0, 21.0, 22.0])
-    assert first_only(trace, 5) is None
-    assert first_only(trace, 3) == (
+    assert first_of(replay(trace, "load"), trace, 5) is None
+    assert first_of(replay(trace, "load"), trace, 3) == (
         "only the first 3 of 5 requests of t: 20 s of 22 s, 0.1 requests/s where all have 0.182; "
         "simtune workload --peak takes the busiest window"
     )

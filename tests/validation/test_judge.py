@@ -8,6 +8,7 @@ import pytest
 
 from simtune.api import load_specs, set_up
 from simtune.errors import EngineError, UsageError
+from simtune.report import figures
 from simtune.report.validation import curves, render, rows, warnings
 from simtune.sim.requests import build_stream
 from simtune.sim.result import Result
@@ -138,7 +139,7 @@ def test_the_page_shows_every_load_and_loads_nothing() -> None:
     drawn = re.findall(r"<figure>\s*<div", page)
     assert len(drawn) == page.count("plotly-graph-div") > 1  # what prints whole is in a figure
     assert "NOT within 10%" in page
-    assert 'id="light-ttft"' in page
+    assert 'id="load-0-ttft"' in page
     assert "<script src" not in page
     assert "<link" not in page
     table = {row[0]: row for row in rows(validation.loads[0])}
@@ -147,6 +148,20 @@ def test_the_page_shows_every_load_and_loads_nothing() -> None:
 
 
 # --- loads ------------------------------------------------------------------------------------------------
+
+
+def test_a_load_of_a_hostile_name_stays_text() -> None:
+    hostile = "<script>alert(1)</script>\"'&"
+    run = as_measured(PREDICTED.result, label=hostile)
+    load = Load(hostile, EXPERIMENT.stream)
+    page = render(
+        validation_of(DEPLOYMENT, [(load, [run], predict(DEPLOYMENT, load, 0, seed=3))], 0.1),
+        [curves(hostile, PREDICTED.result, [run], None)],
+    )
+    assert "<script>alert" not in page
+    assert 'id="load-0-ttft"' in page
+    with pytest.raises(ValueError, match="cannot be the id of a figure"):
+        figures.fragment({"data": []}, hostile, 300)
 
 
 def test_loads_are_fractions_of_the_knee_where_latency_doubles() -> None:

@@ -43,8 +43,9 @@ class VllmBench:
     title = "vllm bench serve"
 
     def recognises(self, first: Any) -> bool:
-        """By its totals; the lists of requests may be missing."""
-        return "request_throughput" in _mapping(first) and "total_input_tokens" in _mapping(first)
+        """By its totals, of which the lists of requests may be missing; or by the lists without them."""
+        keys = _mapping(first).keys()
+        return {"request_throughput", "total_input_tokens"} <= keys or {"input_lens", "output_lens"} <= keys
 
     def read(
         self, objects: Sequence[Any], lines: Sequence[int], reading: LogReading, problems: Problems
