@@ -87,28 +87,45 @@ def _vllm(launch: Launch) -> Settings:
     }
     if launch.blackwell:
         settings |= {"fused": ["norm"]}
+    elif launch.model == "gpt-oss-120b":  # VLLM_MXFP4_USE_MARLIN
+        settings |= {"expert_flops_per_s": MARLIN_FLOPS_PER_S}
     if launch.model == "llama-3.1-70b":
         settings = merged({"kv_cache": {"dtype": "fp8"}}, settings)
-        if launch.blackwell:  # FULL_DECODE_ONLY
-            settings |= {"prompt_launch_s": PROMPT_LAUNCH_S}
+        if launch.blackwell:
+            # FULL_DECODE_ONLY; enable_attn_fusion, but not enable_fusion, which V1 leaves off (vllm/config/compilation.py
+            # of 0.11), and +quant_fp8 keeps the compiler from fusing it.
+            settings |= {"prompt_launch_s": PROMPT_LAUNCH_S, "fused": ["norm", "attention"], "quantising": "apart"}
     return settings
 
 
 PROMPT_LAUNCH_S = 0.0007
 """Of a layer launched kernel by kernel: as of TensorRT-LLM's."""
 
+MARLIN_FLOPS_PER_S = 2.03e14
+"""Of Marlin's 4-bit experts on H100 and H200: fitted on that kernel's rows of their moe_perf tables (vLLM 0.24; 896
+experts of another model, 61 balanced rows each: 2.02e14 and 2.03e14)."""
+
+TRITON_LAUNCH_S = 0.0025
+"""Of a layer whose experts are TensorRT-LLM's Triton kernels. Chosen on first tokens of its runs on H200."""
+
+SYMMETRIC_LAUNCH_S = 0.0074
+"""Of a layer of SGLang with --enable-symm-mem before its pull request 12524 (November 2025), that looked through the
+memory pool at each allocation. Chosen so that first tokens with 4, 8 and 16 users come out right in the mean."""
+
 
 def _sglang(launch: Launch) -> Settings:
     polls = {"scheduler_recv_interval": 30 if launch.concurrency >= 16 else 10}
-    return {
+    settings: Settings = {
         "fused": ["norm"],
         "kv_cache": {"dtype": "fp8", "memory_utilization": 0.85},
         "batching": {"max_num_seqs": 256, "max_num_batched_tokens": 16384, "options": polls},
     }
+    return settings if launch.release else settings | {"prompt_launch_s": SYMMETRIC_LAUNCH_S}  # those are of 2025
 
 
 def _trtllm(launch: Launch) -> Settings:
     batching: Settings = {"chunked_prefill": True}
+    settings: Settings = {"batching": batching}
     if launch.model == "llama-3.1-70b":
         of_b200_fp8 = launch.blackwell and launch.weights == "fp8"
         batching["max_num_batched_tokens"] = 16384 if of_b200_fp8 else launch.max_model_len
@@ -117,9 +134,10 @@ def _trtllm(launch: Launch) -> Settings:
     elif launch.model == "gpt-oss-120b":
         batching["max_num_batched_tokens"] = 20000
         batching["max_num_seqs"] = 512 if launch.blackwell else launch.concurrency
+        settings |= {"kv_cache": {"dtype": "fp8"}} if launch.blackwell else {"prompt_launch_s": TRITON_LAUNCH_S}
     else:
         batching["max_num_batched_tokens"] = max(8192, -(-(launch.concurrency + launch.isl + 64) // 64) * 64)
-    return {"batching": batching}
+    return settings
 
 
 SWEPT: dict[str, Callable[[Launch], Settings]] = {"vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm}

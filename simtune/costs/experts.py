@@ -72,7 +72,7 @@ class Experts:
         parallelism = pool.parallelism
         self._hidden, self._spec, self._profile = model.hidden_size, feed_forward, profile
         self._dtype, self._weights = model.dtype, model.dtype_of("experts")
-        self._kernel = profile.predictor("moe", self._weights)
+        self._kernel, self._most_flops_per_s = profile.predictor("moe", self._weights), pool.expert_flops_per_s
         self._groups, self._tp = parallelism.attention_dp, parallelism.tp
         self._whole = parallelism.expert_parallel
         self._locality = parallelism.expert_locality or 0.0
@@ -106,10 +106,18 @@ class Experts:
                 "experts": spec.experts,
                 "ep": ep,
             }
-            return self._kernel.seconds(tokens=everybodys * load, **routed, **shape)
+            return self._computed(tokens=everybodys * load, **routed, **shape)
         own = received(everybodys * load, spec.experts, spec.experts_per_token, ep)
         routed = {"experts_per_token": own.experts_per_token, "experts": spec.experts / ep, "ep": 1}
-        return self._kernel.seconds(tokens=own.tokens, **routed, **shape)
+        return self._computed(tokens=own.tokens, **routed, **shape)
+
+    def _computed(self, **shape: Any) -> Array:
+        """Seconds of the profile's kernel, or of the three products at the rate that the plan's own reaches."""
+        seconds = self._kernel.seconds(**shape)
+        if self._most_flops_per_s is None:
+            return seconds
+        rows = shape["tokens"] * shape["experts_per_token"] / shape["ep"]
+        return np.maximum(seconds, 6 * rows * shape["hidden"] * shape["intermediate"] / self._most_flops_per_s)
 
     def _gathering(self) -> Iterator[tuple[str, Seconds]]:
         """Inputs in the format that the experts read, sums in that of activations, of the tokens of all groups."""

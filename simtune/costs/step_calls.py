@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from simtune.arrays import Array
+from simtune.arrays import Array, Mask
 from simtune.costs.experts import Experts
 from simtune.costs.layers import PRODUCTS, AttentionCosts, AttentionLayer, attention_layer
 from simtune.costs.operators import operator_key
@@ -20,6 +20,9 @@ from simtune.specs.plan import Overlap, Pool
 
 COMMUNICATION = frozenset({"all_reduce", "send", "all_to_all", "moe_dispatch", "moe_combine"})
 """Kinds that keep links busy and not processors."""
+
+Behind = Literal["norm", "activation", "attention"]
+"""What the inputs of a product come from."""
 
 
 class EqualLayers(NamedTuple):
@@ -135,8 +138,8 @@ class StepCalls:
             return parts
         *into, out = layer.products
         parts = [*(self._gemm(layers, n, k, dtype) for n, k in into), *parts]
-        parts.append(self._gemm(layers, *out, dtype, quantises=True))
-        if dtype in ACTIVATION_BYTES and not self._quantises(dtype):
+        parts.append(self._gemm(layers, *out, dtype, behind="attention"))
+        if dtype in ACTIVATION_BYTES and not self._quantises(dtype) and "attention" not in self._pool.fused:
             quantise, width = self._quantising(dtype), layer.output_width
             parts.append(StepCall("elementwise", layers, lambda m: quantise.seconds(m=m, k=width)))
         return parts
@@ -165,7 +168,7 @@ class StepCalls:
         return [
             self._gemm(layers, factor * width, hidden),
             self._elementwise("activation", layers, (factor + 1) * width),
-            self._gemm(layers, hidden, width),
+            self._gemm(layers, hidden, width, behind="activation"),
         ]
 
     def _send_parts(self) -> list[StepCall]:
@@ -197,19 +200,28 @@ class StepCalls:
         parts.append(StepCall("sampling", 1, lambda n: sampling.seconds(rows=n, vocab=model.vocab_size)))
         return parts
 
-    def _gemm(self, times: int, n: int, k: int, dtype: str | None = None, *, quantises: bool = False) -> StepCall:
+    def _gemm(self, times: int, n: int, k: int, dtype: str | None = None, *, behind: Behind = "norm") -> StepCall:
         """A product; where its inputs are quantised by what comes before it, less what that takes of its own time."""
         dtype = dtype or self._model.weight_dtype
         gemm = self._profile.predictor("gemm", dtype)
-        if quantises or not self._quantises(dtype):
+        if not self._quantises(dtype):
             return StepCall("gemm", times, lambda m: gemm.seconds(m=m, n=n, k=k))
         quantise = self._quantising(dtype)
 
         def seconds(m: Array) -> Array:
             whole = gemm.seconds(m=m, n=n, k=k)
-            return np.maximum(whole - quantise.seconds(m=m, k=k), whole / 2)
+            less = np.maximum(whole - quantise.seconds(m=m, k=k), whole / 2)
+            return np.where(self._quantised(m, behind), less, whole)
 
         return StepCall("gemm", times, seconds)
+
+    def _quantised(self, tokens: Array, behind: Behind) -> Mask | bool:
+        """Whether what is before a product quantises its inputs, in steps of so many tokens."""
+        if behind == "attention":
+            return "attention" in self._pool.fused
+        if self._pool.quantising == "fused":
+            return True
+        return tokens <= self._fused_tokens if behind == "norm" else False
 
     def _quantising(self, dtype: str) -> Predictor:
         """Quantising to a format, or to fp8 where only that was measured: the inputs that it reads are the same."""

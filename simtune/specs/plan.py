@@ -268,7 +268,8 @@ class Offload(Part):
         return self
 
 
-FusedKernel = Literal["norm", "rope"]
+FusedKernel = Literal["norm", "rope", "attention"]
+Quantising = Literal["fused", "apart"]
 ExpertExchange = Literal["deepep", "all_gather"]
 
 Overlap = Literal["two_batches", "split_sequence", "ladder"]
@@ -303,12 +304,22 @@ class Pool(Part):
     fused: Seq[FusedKernel] = Field(
         (),
         description="small operations without a kernel of their own: norm: in the all-reduce before it, where that is "
-        "small; rope: in attention",
+        "small; rope: in attention; attention: quantising what comes out of it, in attention",
+    )
+    quantising: Quantising = Field(
+        "fused",
+        description="of inputs of products in 8 and 4 bits: in the norms and activations before them, or apart, by "
+        "kernels of their own but behind all-reduces that hold a norm",
     )
     expert_exchange: ExpertExchange = Field(
         "deepep",
         description="how whole experts get tokens of other groups with data-parallel attention: each sent to the ranks "
         "it visits (DeepEP), or all gathered by all ranks, whose sums are scattered again; slices take the latter",
+    )
+    expert_flops_per_s: Positive | None = Field(
+        None,
+        description="what kernels of routed experts reach at most on a device, where the engine is told to take others "
+        "than the profile has; they read weights as fast as those",
     )
     prompt_launch_s: Seconds | None = Field(
         None,
