@@ -92,8 +92,8 @@ def _vllm(launch: Launch) -> Settings:
     if launch.model == "llama-3.1-70b":
         settings = merged({"kv_cache": {"dtype": "fp8"}}, settings)
         if launch.blackwell:
-            # FULL_DECODE_ONLY; enable_attn_fusion, but not enable_fusion, which V1 leaves off (vllm/config/compilation.py
-            # of 0.11), and +quant_fp8 keeps the compiler from fusing it.
+            # FULL_DECODE_ONLY; enable_attn_fusion, but not enable_fusion, which V1 left off in 2025
+            # (vllm/config/compilation.py), and +quant_fp8 keeps the compiler from fusing it.
             settings |= {"prompt_launch_s": PROMPT_LAUNCH_S, "fused": ["norm", "attention"], "quantising": "apart"}
     return settings
 

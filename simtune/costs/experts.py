@@ -113,11 +113,12 @@ class Experts:
 
     def _computed(self, **shape: Any) -> Array:
         """Seconds of the profile's kernel, or of the three products at the rate that the plan's own reaches."""
-        seconds = self._kernel.seconds(**shape)
+        seconds: Array = self._kernel.seconds(**shape)
         if self._most_flops_per_s is None:
             return seconds
         rows = shape["tokens"] * shape["experts_per_token"] / shape["ep"]
-        return np.maximum(seconds, 6 * rows * shape["hidden"] * shape["intermediate"] / self._most_flops_per_s)
+        computed: Array = 6 * rows * shape["hidden"] * shape["intermediate"] / self._most_flops_per_s
+        return np.maximum(seconds, computed)
 
     def _gathering(self) -> Iterator[tuple[str, Seconds]]:
         """Inputs in the format that the experts read, sums in that of activations, of the tokens of all groups."""

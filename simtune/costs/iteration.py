@@ -19,10 +19,10 @@ What experts cost under a plan, and exchanging tokens with those of other ranks,
 With data-parallel attention all groups are taken to have as many tokens as this one, to which engines pad them; what
 experts take less because tokens that pad wake none is told by `simtune.costs.protocol.GroupCosts`.
 
-Known leanings. To the slow side: a sliding window over sequences of unequal length is taken at their mean
-length. To the fast side: activations are quantised inside norms and activation functions, and by a kernel of
-their own only behind attention; reading the past of a chunk of few tokens is not counted; logits are computed
-for sampled rows only; a pipeline stage that is longer than the others does not hold them up. Under the base
+Known leanings. To the slow side: a sliding window over sequences of unequal length is taken at their mean length. To
+the fast side: unless the pool says apart, activations are quantised inside norms and activation functions, and by a
+kernel of their own only behind attention; reading the past of a chunk of few tokens is not counted; logits are
+computed for sampled rows only; a pipeline stage that is longer than the others does not hold them up. Under the base
 form the mean context of a batch is enough (see `StepModel.decode`); a residual on top of it may make one long
 sequence alone slower than the batch at its mean, and that floor is not applied. What unequal contexts cost where
 kernels do not split them is counted only where tables show it and the longest context is told.

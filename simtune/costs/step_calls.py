@@ -201,17 +201,19 @@ class StepCalls:
         return parts
 
     def _gemm(self, times: int, n: int, k: int, dtype: str | None = None, *, behind: Behind = "norm") -> StepCall:
-        """A product; where its inputs are quantised by what comes before it, less what that takes of its own time."""
+        """A product, with quantising its inputs where what comes before it does not, if it reads such."""
         dtype = dtype or self._model.weight_dtype
         gemm = self._profile.predictor("gemm", dtype)
-        if not self._quantises(dtype):
+        timed = self._quantises(dtype)
+        apart = self._pool.quantising == "apart" and behind != "attention" and dtype in ACTIVATION_BYTES
+        if not timed and not apart:
             return StepCall("gemm", times, lambda m: gemm.seconds(m=m, n=n, k=k))
         quantise = self._quantising(dtype)
 
         def seconds(m: Array) -> Array:
-            whole = gemm.seconds(m=m, n=n, k=k)
-            less = np.maximum(whole - quantise.seconds(m=m, k=k), whole / 2)
-            return np.where(self._quantised(m, behind), less, whole)
+            whole, own = gemm.seconds(m=m, n=n, k=k), quantise.seconds(m=m, k=k)
+            without, with_it = (np.maximum(whole - own, whole / 2), whole) if timed else (whole, whole + own)
+            return np.where(self._quantised(m, behind), without, with_it)
 
         return StepCall("gemm", times, seconds)
 

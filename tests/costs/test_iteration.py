@@ -525,6 +525,38 @@ def test_activations_are_quantised_behind_attention() -> None:
     assert "gemm.int4" in int4.estimated, "a kernel of its own, never the bf16 one"
 
 
+def test_attention_may_quantise_what_comes_out_of_it() -> None:
+    eight_bit = model().model_copy(update={"weight_dtype": "fp8"})
+    work = StepWork(4, 40, (), 4)
+    fused = StepModel(eight_bit, hardware(), pool().model_copy(update={"fused": ("attention",)})).breakdown(work)
+    assert fused["elementwise"] == StepModel(model(), hardware(), pool()).breakdown(work)["elementwise"]
+
+
+def test_inputs_are_quantised_apart_but_for_those_behind_a_norm_in_an_all_reduce() -> None:
+    """Of three products a layer: behind the norms, of 64 values, and behind the activation."""
+    device = hardware()
+    device = device.model_copy(update={"device": device.device.model_copy(update={"architecture": "sm_100"})})
+    eight_bit = model(heads=8, kv_heads=8).model_copy(update={"weight_dtype": "fp8"})
+    layers, tokens = eight_bit.num_layers, np.array([4.0])
+    for tp, names, norms in ((1, ("norm",), 2), (2, (), 2), (2, ("norm",), 0)):
+        fused, apart = (
+            StepModel(eight_bit, device, pool(tp=tp).model_copy(update={"fused": names, "quantising": how}))
+            for how in ("fused", "apart")
+        )
+        width = eight_bit.layers[0].feed_forward.intermediate_size // tp  # type: ignore[union-attr]
+        own = norms * (sheet(2e-6, 3 * 4 * 64) + 4e-10) + sheet(2e-6, 3 * 4 * width) + 4e-10
+        assert apart.linear(tokens)["gemm"] - fused.linear(tokens)["gemm"] == pytest.approx([layers * own])
+
+
+def test_other_kernels_of_experts_reach_no_more_than_they_are_said_to() -> None:
+    m, tokens = model(feed_forward=moe()), np.array([1.0, 4096.0])
+    plain = StepModel(m, hardware(), pool()).routed(tokens)["moe"]
+    computed = m.num_layers * 6 * tokens * 2 * m.hidden_size * 32
+    rate = computed[1] / (2 * plain[1])  # twice as long with many tokens, and no longer with few
+    slow = StepModel(m, hardware(), pool().model_copy(update={"expert_flops_per_s": rate})).routed(tokens)["moe"]
+    assert slow == pytest.approx([plain[0], 2 * plain[1]])
+
+
 def test_a_gated_layer_projects_its_gate_along_with_the_queries() -> None:
     gated = with_attention(FullAttention(heads=4, kv_heads=2, head_dim=16, output_gate=True))
     step = StepModel(gated, hardware(), pool()).breakdown(StepWork(4, 40, (), 4))
