@@ -25,11 +25,15 @@ def begin(into: Path) -> None:
     except ModuleNotFoundError:
         return  # an interpreter of another environment
 
-    counter = slipcover.Slipcover(branch=True, exclude_lines=[])
+    counter = slipcover.Slipcover(branch=True)
+    counter._filter_excluded_lines = lambda files: (
+        None
+    )  # reads sources as the locale has it; the report leaves them out
     slipcover.ImportManager(counter, slipcover.FileMatcher([str(ROOT / name) for name in COUNTED])).__enter__()
 
     def save() -> None:
-        seen = {name: [f["executed_lines"], f["executed_branches"]] for name, f in _files(counter).items()}
+        files = {name: [f["executed_lines"], f["executed_branches"]] for name, f in _files(counter).items()}
+        seen = {name: reached for name, reached in files.items() if any(reached)}
         name = f"{os.getpid()}-{time.time_ns()}"
         part = into / f".{name}"
         part.write_text(json.dumps(seen))
