@@ -319,7 +319,8 @@ def render(hardware: Hardware, sections: Sequence[Section] = ()) -> str:
     drawn["rates"] = figures.fragment(rate_figure(rates(hardware)), "rates", 120 + 30 * len(shown))
     for i, section in enumerate(sections):
         if section.figure is not None:
-            drawn[f"section-{i}"] = figures.fragment(section.figure, f"section-{i}", 420)
+            height = 340 + 24 * max(3, len(section.figure["data"]))  # on a phone the legend has a line for each
+            drawn[f"section-{i}"] = figures.fragment(section.figure, f"section-{i}", height)
     if errors is not None:
         splits = sum(len(o.hold_out) for o in hardware.operators.values())
         drawn["errors"] = figures.fragment(errors, "errors", 120 + 30 * splits)
