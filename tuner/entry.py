@@ -9,6 +9,7 @@ from functools import cached_property
 from simtune.sim.deployment import Deployment
 from simtune.tuner.classes import PlanClass
 from simtune.tuner.climb import SimulationFinding
+from simtune.tuner.collector import uncollected
 from simtune.tuner.knobs import tell_apart
 from simtune.tuner.objectives import PlanFacts
 from simtune.tuner.promise import least_e2el_s, most_favourable, slo_bound
@@ -121,8 +122,12 @@ class Admission:
                 kinds.setdefault(entrant.kind, []).append(entrant)
         return rows, plans, [*kinds.values()]
 
-    def unopened(self, candidate: Candidate, group: PlanClass, reason: str) -> Trial:
-        """The fate of a candidate whose class as a whole was ruled out, or of one that could not do what is asked."""
+    def unopened(self, group: PlanClass, reason: str) -> list[Trial]:
+        """The fates of candidates whose class as a whole was ruled out, or that could not do what is asked."""
+        with uncollected():
+            return [self._unopened(candidate, group, reason) for candidate in group.candidates]
+
+    def _unopened(self, candidate: Candidate, group: PlanClass, reason: str) -> Trial:
         settled = self.workshop.settled(candidate)
         if isinstance(settled, Refused):
             return Trial(candidate, settled.status, settled.reason)

@@ -9,6 +9,7 @@ from typing import Any
 from simtune.emit import Emitter, emitter_of
 from simtune.errors import Infeasible
 from simtune.sim.deployment import length_limit
+from simtune.tuner.collector import uncollected
 from simtune.tuner.question import Question
 from simtune.tuner.space import PoolChoice, Space, space_of
 
@@ -19,7 +20,11 @@ def space_for(question: Question) -> Space:
     Where no engine has the policy nothing is refused. How pools draft is settled later, and refused where the study is
     read. Raises Infeasible, naming constraints or refusals, where nothing is left.
     """
-    space = space_of(question.study)
+    with uncollected():
+        return _said(question, space_of(question.study))
+
+
+def _said(question: Question, space: Space) -> Space:
     refuser = _Refuser(question, space)
     kept, refused = [], Counter[str]()
     for candidate in space.candidates:

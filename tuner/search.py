@@ -334,7 +334,7 @@ class BestFirst:
         self._open.clear()
         for group in self._classes.closed():
             reason = group.reason or why + no_allocation(self.question, group.name, group.best, leader, value)
-            self.rows += [self.entry.unopened(candidate, group, reason) for candidate in group.candidates]
+            self.rows += self.entry.unopened(group, reason)
 
     def _report(self) -> None:
         if self.progress is None:

@@ -44,6 +44,7 @@ class Workshop:
         self.max_model_len = length_limit(question.model, question.stream(longest))
         self._widest = _widest(pool for candidate in every for pool in candidate.pools)
         self._settled: dict[PoolChoice, PoolChoice | Refused] = {}
+        self._settled_objects: dict[int, tuple[PoolChoice, PoolChoice | Refused]] = {}
         self._memories: dict[PoolChoice, Memory] = {}
         self._sustained: dict[tuple[PoolChoice, int], float] = {}
         self._ways: dict[PoolShape, str] = {}
@@ -67,15 +68,26 @@ class Workshop:
         """The same with its drafts settled, or why an engine would refuse it or drafting would not pay."""
         pools = []
         for choice in candidate.pools:
-            settled = self._settled_alone(choice.alone, candidate)
+            settled = self._settled_as(choice, candidate)
             if isinstance(settled, Refused):
                 return settled
-            pools.append(choice if settled.speculation is None else replace(choice, speculation=settled.speculation))
+            pools.append(settled)
         whole = candidate if all(map(is_, pools, candidate.pools)) else candidate.with_pools(pools)
         refusal = self._too_many(whole) or self._no_way(whole)
         if refusal:
             return Refused("does_not_fit", refusal)
         return self._weighted(whole) if whole.of_kinds else whole
+
+    def _settled_as(self, choice: PoolChoice, candidate: Candidate) -> PoolChoice | Refused:
+        """A pool as it is settled: known by the object, which the plans of a space share."""
+        known = self._settled_objects.get(id(choice))
+        if known is not None:
+            return known[1]
+        settled = self._settled_alone(choice.alone, candidate)
+        if not isinstance(settled, Refused):
+            settled = choice if settled.speculation is None else replace(choice, speculation=settled.speculation)
+        self._settled_objects[id(choice)] = choice, settled
+        return settled
 
     def _settled_alone(self, alone: PoolChoice, candidate: Candidate) -> PoolChoice | Refused:
         if alone not in self._settled:
