@@ -154,6 +154,8 @@ class Spec(Part):
         if schema != cls.schema_id():
             line, column = document.position(["schema"])
             message = f"must be {cls.schema_id()}" + ("" if schema is None else f", found {schema!r}")
+            if isinstance(schema, str) and schema.startswith(f"simtune/{cls.KIND}@"):
+                message += ", of another version of simtune; write @1, and mend what `simtune check` then names"
             problems.append(Problem(document.file, message, "schema", line, column))
         try:
             spec = cls.model_validate(data)
