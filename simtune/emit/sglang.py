@@ -17,6 +17,7 @@ from simtune.specs.speculation import Speculation
 
 _ALGORITHMS = {"eagle": "EAGLE", "eagle3": "EAGLE3", "mtp": "NEXTN", "dflash": "DFLASH", "dspark": "DSPARK"}
 
+_DRAFT_TREES = (DraftModel, Eagle)
 _OF_A_LOOKUP = (
     "speculative-algorithm",
     "speculative-num-draft-tokens",
@@ -185,6 +186,6 @@ class Sglang(ServingEmitter):
 
     def refuses_together(self, drafter: Drafter, scheme: Scheme) -> str:
         """Only heads that draft step by step, and draft models, draft trees."""
-        if not scheme.shape.tree or isinstance(drafter, DraftModel | Eagle):
+        if not scheme.shape.tree or type(drafter) in _DRAFT_TREES:
             return ""
         return f"a {drafter.kind} drafter drafts a chain"
