@@ -9,9 +9,9 @@ from tests.worlds import worlds
 NIGHTLY = 1000
 
 
-@pytest.mark.parametrize(("number", "size"), worlds.past())
-def test_what_failed_once_holds(number: int, size: int) -> None:
-    worlds.run(number, size)
+@pytest.mark.parametrize("number", worlds.past())
+def test_what_failed_once_holds(number: int) -> None:
+    worlds.run(number, 20)
 
 
 def test_a_few_random_worlds_hold() -> None:

@@ -372,10 +372,9 @@ def run(number: int, size: int = SIZE) -> None:
     hold()
 
 
-def past() -> list[tuple[int, int]]:
-    """Numbers of which a world failed once, and how many of their worlds to try."""
-    words = [line.split("#")[0].split() for line in PAST.read_text().splitlines()]
-    return [(int(number), int(size[0]) if size else 20) for number, *size in filter(None, words)]
+def past() -> list[int]:
+    """Numbers of which a world failed once."""
+    return [int(line.split("#")[0]) for line in PAST.read_text().splitlines() if line.split("#")[0].strip()]
 
 
 def main() -> int:
