@@ -7,6 +7,7 @@ RUN := runs/demo
 INPUTS ?= 10000
 MUTANTS ?= 300
 FIRST ?= 0
+JOURNAL ?= runs/mutants
 REV ?= HEAD~1
 # What `make test COVERAGE=1` counts into, and the least percentage: some points below what it comes to without torch.
 COUNTED := runs/coverage
@@ -48,9 +49,10 @@ coverage: $(VENV)/.installed-dev
 	$(MAKE) test COVERAGE=1
 	$(BIN)/python -m tests.coverage.report $(COUNTED) --missing
 
-# Mistakes put into the engine and the simulator, one at a time: how many do their tests catch? make mutants MUTANTS=300
+# Mistakes put into the engine and the simulator, one at a time: how many do their tests catch? make mutants MUTANTS=300.
+# It goes on where an earlier one was, with the code of that one; remove $(JOURNAL) to begin anew.
 mutants: $(VENV)/.installed-dev
-	$(BIN)/python -m tests.mutants.campaign --mutants $(MUTANTS) --first $(FIRST)
+	$(BIN)/python -m tests.mutants.campaign --mutants $(MUTANTS) --first $(FIRST) --journal $(JOURNAL)
 
 # Each verb that goes on where it was, killed at 50 random moments.
 kills: $(VENV)/.installed-dev

@@ -1,16 +1,19 @@
 """Mistakes put into the engine and the simulator, one at a time: how many do the tests catch?
 
-    python -m tests.mutants.campaign --mutants 300 --first 0
+    python -m tests.mutants.campaign --mutants 300 --first 0 --journal runs/mutants
 
 Mutant n is the same on every machine: a file of simtune/engine or simtune/sim, chosen by how many lines it has, and a
-mistake in it. It is made in a copy of the tree, and tests run until the first failure, those first that name most of
-what its file defines; a mutant that they all pass has survived. A run of no end counts as caught.
+mistake in it. It is made in a copy of the tree. Each test file is run once before, to see how long it takes and which
+lines it reaches; a mutant meets those that reach its line, short ones and those that name what its file defines first,
+until one fails. A mutant that they all pass has survived. A run of no end counts as caught. A campaign with a journal
+goes on where it was; the copy and what was counted are kept there, so that it goes on with the same code.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import json
 import os
 import re
 import resource
@@ -20,19 +23,36 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from tests.mutants.mutations import mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 MUTATED = ("simtune/engine", "simtune/sim")
-TESTS = ("tests/engine", "tests/sim", "tests/worlds", "tests/speculation")
+TESTS = ("tests/engine", "tests/sim", "tests/worlds", "tests/speculation", "tests/golden")
 COPIED = ("simtune", "tuner", "hwprofiles", "models", "workloads", "examples", "benchmarks", "tests", "pyproject.toml")
 CPU_S = 1200
-"""Of the processor, for all tests: on a busy machine they take longer and are not caught by that."""
+"""Of the processor, for a batch of tests: on a busy machine they take longer and are not caught by that."""
 WALL_S = 6 * CPU_S
+BATCHES_S = (5.0, 30.0)
+"""Tests meet a mutant in batches that take so long, and a last one: each begins an interpreter."""
+
+
+@dataclass(frozen=True)
+class TestFile:
+    """A test file as it is without mistakes."""
+
+    __test__ = False
+    name: str
+    seconds: float
+    """Of the processor."""
+    lines: dict[str, list[int]]
+    """Of each mutated file, those that it reaches."""
 
 
 def files(root: Path) -> list[Path]:
@@ -41,30 +61,149 @@ def files(root: Path) -> list[Path]:
     return [path for path in found for _ in range(len(path.read_text().splitlines()) // 20)]
 
 
-def ordered_for(root: Path, path: Path) -> list[str]:
-    """All test files, those first that name most of what a module defines; of equals the smallest."""
-    nodes = ast.parse(path.read_text()).body
-    names = [path.stem, *(node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef))]
-    found = [file for folder in TESTS for file in (root / folder).rglob("test_*.py")]
-    words = {file: set(re.findall(r"\w+", file.read_text())) for file in found}
-    found.sort(key=lambda file: (-len(words[file].intersection(names)), file.stat().st_size, file))
-    return [str(file.relative_to(root)) for file in found]
+def test_files(root: Path) -> list[str]:
+    """All whose tests are to catch mutants."""
+    return sorted(str(file.relative_to(root)) for folder in TESTS for file in (root / folder).rglob("test_*.py"))
 
 
-def caught(root: Path, tests: Sequence[str] = TESTS) -> bool:
-    """Whether tests fail in a tree."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-    environment = os.environ | {"PYTHONPATH": str(root), "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+def statement(source: str, line: int) -> tuple[int, int]:
+    """The first and last line of the smallest statement that a line belongs to."""
+    found = [
+        (node.lineno, node.end_lineno or node.lineno)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or node.lineno)
+    ]
+    return min(found, key=lambda lines: lines[1] - lines[0])
+
+
+def ordered_for(root: Path, tests: Sequence[TestFile], path: Path, line: int) -> list[TestFile]:
+    """Test files that reach the statement of a line, those first that take little and name what the module defines."""
+    source, name = path.read_text(), str(path.relative_to(root))
+    begin, end = statement(source, line)
+    nodes = ast.parse(source).body
+    names = {path.stem, *(node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef))}
+    reaching = [test for test in tests if any(begin <= n <= end for n in test.lines.get(name, ()))]
+    named = {t.name: len(names.intersection(re.findall(r"\w+", (root / t.name).read_text()))) for t in reaching}
+    return sorted(reaching, key=lambda test: (test.seconds / (1 + named[test.name]), test.name))
+
+
+def batches(tests: Sequence[TestFile]) -> Iterator[list[str]]:
+    """Their names: first what takes few seconds together, then some more, then all that is left."""
+    left = list(tests)
+    for most in BATCHES_S:
+        batch, seconds = [], 0.0
+        while left and (not batch or seconds + left[0].seconds <= most):
+            seconds += left[0].seconds
+            batch.append(left.pop(0).name)
+        yield batch
+    yield [test.name for test in left]
+
+
+def passes(root: Path, tests: Sequence[str], **environment: str) -> bool:
+    """Whether no test fails in a tree."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:slipcover", *tests]
+    given = {"PYTHONPATH": str(root), "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", **environment}
     process = subprocess.Popen(
-        command, cwd=root, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        command, cwd=root, env=os.environ | given, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         start_new_session=True, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S)),
     )  # fmt: skip
     try:
-        return process.wait(WALL_S) != 0
+        return process.wait(WALL_S) == 0
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        return True
+        return False
+
+
+def tried(root: Path, name: str) -> TestFile:
+    """What a test file takes and reaches. Ends the campaign where it fails."""
+    with tempfile.TemporaryDirectory() as counted:
+        path = os.pathsep.join([str(root / "tests/coverage/begin"), str(root)])
+        before = _children_s()
+        if not passes(root, [name], COVERAGE_INTO=counted, PYTHONPATH=path):
+            sys.exit(f"{name} fails before anything is mutated")
+        lines: dict[str, set[int]] = {}
+        for part in Path(counted).glob("*.json"):
+            for file, (reached, _) in json.loads(part.read_text()).items():
+                if (relative := os.path.relpath(file, root)).startswith(MUTATED):
+                    lines.setdefault(relative, set()).update(reached)
+    return TestFile(name, _children_s() - before, {file: sorted(reached) for file, reached in lines.items()})
+
+
+def _children_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def caught(root: Path, tests: Sequence[TestFile]) -> bool:
+    """Whether one of the tests fails in a tree."""
+    return any(not passes(root, batch) for batch in batches(tests) if batch)
+
+
+def copied(root: Path) -> None:
+    """Make a copy of the tree."""
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, root / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy2(source, root / name)
+
+
+def counted(folder: Path, root: Path) -> list[TestFile]:
+    """Every test file as it is without mistakes, from the journal where it is known."""
+    known = folder / "tests.jsonl"
+    seen = [TestFile(**json.loads(line)) for line in _lines(known)]
+    for name in test_files(root):
+        if all(test.name != name for test in seen):
+            seen.append(test := tried(root, name))
+            _add(known, vars(test))
+            print(f"{name}: {test.seconds:.0f} s", flush=True)
+    if not any(test.lines for test in seen):
+        sys.exit("slipcover counted no line; install it, with the extra dev")
+    return seen
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def _add(path: Path, row: dict[str, Any]) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def run(folder: Path, numbers: range, seconds: float) -> list[dict[str, Any]]:
+    """Try mutants that the journal does not know yet, and say what became of each; all that it knows then."""
+    begun, root, journal = time.monotonic(), folder / "tree", folder / "mutants.jsonl"
+    if not root.exists():
+        copied(folder / "half")
+        (folder / "half").rename(root)
+    tests = counted(folder, root)
+    fates = {row["number"]: row for row in map(json.loads, _lines(journal))}
+    for number in numbers:
+        if number in fates or time.monotonic() - begun > seconds:
+            continue
+        random = Random(number)
+        path = random.choice(files(root))
+        text = path.read_text()
+        made = mutant(text, random)
+        if made is None:
+            continue
+        source, line, before, after = made
+        begun_one, reaching = time.monotonic(), ordered_for(root, tests, path, line)
+        path.write_text(source)
+        try:
+            fate = "caught" if caught(root, reaching) else "survives"
+        finally:
+            path.write_text(text)
+        where = f"{path.relative_to(root)}:{line}"
+        row = {"number": number, "where": where, "before": before, "after": after, "fate": fate}
+        fates[number] = row
+        _add(journal, row)
+        took = time.monotonic() - begun_one
+        print(f"{number}: {where}: {before} -> {after}: {fate}, {len(reaching)} test files ({took:.0f} s)", flush=True)
+    return [fates[number] for number in numbers if number in fates]
 
 
 def main() -> int:
@@ -73,35 +212,18 @@ def main() -> int:
     options.add_argument("--mutants", type=int, default=300)
     options.add_argument("--first", type=int, default=0)
     options.add_argument("--seconds", type=float, default=float("inf"), help="begin no further mutant after these")
+    options.add_argument("--journal", type=Path, help="folder to go on from")
     given = options.parse_args()
-    begun, tried, survived = time.monotonic(), 0, 0
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
-        for name in COPIED:
-            source = ROOT / name
-            copy = shutil.copytree if source.is_dir() else shutil.copy2
-            copy(source, root / name, **({"symlinks": True} if source.is_dir() else {}))  # type: ignore[operator]
-        if caught(root):
-            sys.exit("the tests fail before anything is mutated")
-        for number in range(given.first, given.first + given.mutants):
-            if time.monotonic() - begun > given.seconds:
-                break
-            random = Random(number)
-            path = random.choice(files(root))
-            text, tests = path.read_text(), ordered_for(root, path)
-            made = mutant(text, random)
-            if made is None:
-                continue
-            source_, line, before, after = made
-            path.write_text(source_)
-            tried += 1
-            begun_one, is_caught = time.monotonic(), caught(root, tests)
-            survived += not is_caught
-            fate = "caught" if is_caught else "SURVIVES"
-            took = f"{fate} ({time.monotonic() - begun_one:.0f} s)"
-            print(f"{number}: {path.relative_to(root)}:{line}: {before} -> {after}: {took}", flush=True)
-            path.write_text(text)
-    print(f"{tried} mutants, {tried - survived} caught ({(tried - survived) / max(1, tried):.0%}), {survived} survive")
+    keeping: AbstractContextManager[str | Path]
+    keeping = nullcontext(given.journal) if given.journal else tempfile.TemporaryDirectory()
+    with keeping as folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        rows = run(Path(folder).resolve(), range(given.first, given.first + given.mutants), given.seconds)
+    survivors = [row for row in rows if row["fate"] == "survives"]
+    for row in survivors:
+        print(f"survives: {row['where']}: {row['before']} -> {row['after']}")
+    share = 1 - len(survivors) / max(1, len(rows))
+    print(f"{len(rows)} mutants, {len(rows) - len(survivors)} caught ({share:.0%}), {len(survivors)} survive")
     return 0
 
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ast
+import shutil
+from pathlib import Path
 from random import Random
 
-from tests.mutants.campaign import MUTATED, ROOT, files, ordered_for
+import pytest
+
+from tests.mutants.campaign import MUTATED, ROOT, TESTS, TestFile, batches, files, ordered_for, run
 from tests.mutants.mutations import mutant
 
 SOURCE = """\
@@ -37,13 +41,44 @@ def test_mutants_are_of_the_engine_and_the_simulator() -> None:
     assert mutant("x: int = 3\n", Random(0)) is None
 
 
-def test_the_tests_that_know_a_module_come_first() -> None:
-    by_module = {
-        "simtune/sim/link.py": "tests/sim/test_link.py",
-        "simtune/sim/families.py": "tests/sim/test_families.py",
-        "simtune/sim/agenda.py": "tests/sim/test_agenda.py",
-    }
-    for module, test in by_module.items():
-        found = ordered_for(ROOT, ROOT / module)
-        assert found.index(test) < 3
-        assert len(found) == len(set(found)) > 30
+def test_a_mutant_meets_the_tests_that_reach_it(tmp_path: Path) -> None:
+    module = tmp_path / "simtune/sim/link.py"
+    module.parent.mkdir(parents=True)
+    module.write_text(
+        "class Link:\n    def f(self):\n        return (\n            1 +\n            2\n        )\n    x = 1\n"
+    )
+    reached = {"simtune/sim/link.py": [1, 2, 3, 7]}
+    tests = [
+        TestFile("elsewhere.py", 1.0, {"simtune/sim/link.py": [1, 2, 7]}),
+        TestFile("long.py", 60.0, reached),
+        TestFile("named.py", 3.0, reached),
+        TestFile("short.py", 2.0, reached),
+    ]
+    for test in tests:
+        (tmp_path / test.name).write_text("Link" if test.name == "named.py" else "")
+    found = ordered_for(tmp_path, tests, module, 5)
+    assert [test.name for test in found] == ["named.py", "short.py", "long.py"]
+    assert [*batches(found)] == [["named.py", "short.py"], ["long.py"], []]
+
+
+def test_a_campaign_counts_what_is_caught_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("slipcover")
+    tree = tmp_path / "tree"
+    for folder in (*TESTS, *MUTATED):
+        (tree / folder).mkdir(parents=True)
+    for package in ("simtune", *MUTATED):
+        (tree / package / "__init__.py").touch()
+    module = tree / "simtune/sim/link.py"
+    source = "def f(x):\n    y = x + 1\n    return y\n" + "# long\n" * 20
+    module.write_text(source)
+    test = tree / "tests/sim/test_link.py"
+    begin = tree / "tests/coverage/begin"
+    shutil.copytree(ROOT / "tests/coverage/begin", begin)
+    test.write_text("from simtune.sim.link import f\n\ndef test_f():\n    assert f(1) != 0\n")
+    weak = run(tmp_path, range(3), 1e9)
+    expected = ["caught" if "x - 1" in row["after"] else "survives" for row in weak]
+    assert [row["fate"] for row in weak] == expected
+    assert len(weak) == 3
+    assert module.read_text() == source
+    monkeypatch.setattr("tests.mutants.campaign.caught", lambda *_: pytest.fail("known already"))
+    assert run(tmp_path, range(3), 1e9) == weak
