@@ -175,11 +175,8 @@ class DecodeTable:
         model, plain = self._models
         counts = knots(CORRECTION_KNOTS_PER_OCTAVE, self._max_num_seqs)
         contexts = knots(CORRECTION_KNOTS_PER_OCTAVE, int(self._contexts[-1]), model.windows)
-        ratio = [
-            model.decode(int(n), contexts, self._width, self.chunk)
-            / plain.decode(int(n), contexts, self._width, self.chunk)
-            for n in counts
-        ]
+        shapes = np.repeat(counts, len(contexts)), np.tile(contexts, len(counts)), self._width, self.chunk
+        ratio = (model.decode(*shapes) / plain.decode(*shapes)).reshape(len(counts), len(contexts))
         return np.log(counts), np.log(contexts), np.log(ratio)
 
 
@@ -256,9 +253,9 @@ def compile_tables(
     prefill = models.dense(lambda model, x: model.prefill(x) + overhead_s, lengths) - overhead_s
     prefill = scales[True] * rising(np.maximum(prefill, 0))
     past = scales[True] * models.dense(lambda model, x: model.past(x), lengths)
+    decodes = np.arange(1, seqs + 1, dtype=np.float64)
     imbalance = [
-        [0, *(to_ticks(scales[chunked] * step_model.imbalance_s(n, chunked)) for n in range(1, seqs + 1))]
-        for chunked in (False, True)
+        [0, *whole_ticks(scales[chunked] * step_model.imbalance_s(decodes, chunked))] for chunked in (False, True)
     ]
     return StepTables(
         models=models,

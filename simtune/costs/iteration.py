@@ -291,9 +291,11 @@ class StepModel:
         through = self.prefill(np.array([tokens + num_decodes, tokens], dtype=np.float64))
         return float(through[0] - through[1]) + self.prefill_overhead_s
 
-    def imbalance_s(self, num_decodes: int, with_chunks: bool) -> float:
+    def imbalance_s(self, num_decodes: Array, with_chunks: bool) -> Array:
         """Seconds more for each token by which the longest context of the decodes exceeds the mean, in all layers."""
-        total = sum(layers * costs.imbalance_s(num_decodes, with_chunks) for layers, costs in self._attention)
+        total = np.zeros(num_decodes.shape)
+        for layers, costs in self._attention:
+            total += layers * costs.imbalance_s(num_decodes, with_chunks)
         return self._factor("decode_attention") * total
 
     def prefill(self, num_tokens: Array) -> Array:
@@ -337,7 +339,8 @@ class StepModel:
             longest = max((new for _, new in batch.chunks), default=0)
             decode_s = float(self.decode(batch.num_decodes, mean, chunk=longest)[0])
             excess = max(0.0, batch.longest_context - float(mean[0]))
-            parts["decode_attention"] = decode_s + excess * self.imbalance_s(batch.num_decodes, longest > 0)
+            imbalance_s = float(self.imbalance_s(np.array([float(batch.num_decodes)]), longest > 0)[0])
+            parts["decode_attention"] = decode_s + excess * imbalance_s
             if batch.shared_tokens:
                 parts["decode_attention"] += self._shared_s(batch.shared_tokens, batch.num_decodes)
         if batch.chunks:

@@ -49,7 +49,7 @@ class AttentionCosts(NamedTuple):
     mixed: Callable[[int | Array, Array, int], Array] | None = None
     """Of numbers of decodes and their mean context in the kernel of a prefill chunk of so many tokens; None where that
     was not measured, and they are taken to cost what they cost alone."""
-    imbalance_s: Callable[[int, bool], float] = lambda num_decodes, with_chunks: 0.0
+    imbalance_s: Callable[[Array, bool], Array] = lambda num_decodes, with_chunks: np.zeros(num_decodes.shape)
     """For each token by which the longest context exceeds the mean; in a kernel with a prefill chunk or alone."""
     includes: frozenset[str] = frozenset()
     """What these times have in them: `PRODUCTS`, and variants of small operations. A whole block that was measured has
@@ -188,13 +188,13 @@ class _Softmax(AttentionLayer):
             def mixed_s(batch: int | Array, context: Array, tokens: int) -> Array:
                 return mixed.seconds(batch=batch, tokens=tokens, context=context, window=window(context), **shape)
 
-        def imbalance_s(num_decodes: int, with_chunks: bool) -> float:
+        def imbalance_s(num_decodes: Array, with_chunks: bool) -> Array:
             if self._window is not None:
-                return 0.0
+                return np.zeros(num_decodes.shape)
             if with_chunks and mixed is not None:
-                return mixed.operator.uneven_s or 0.0
-            split = not unsplit(num_decodes * self._kv_heads, profile.hardware.device.processors)
-            return 0.0 if split else decode.operator.uneven_s or 0.0
+                return np.full(num_decodes.shape, mixed.operator.uneven_s or 0.0)
+            whole = unsplit(num_decodes * self._kv_heads, profile.hardware.device.processors)
+            return np.where(whole, decode.operator.uneven_s or 0.0, 0.0)
 
         return AttentionCosts(decode_s, prefill_s, prefill.overhead_s, np.zeros_like, mixed_s, imbalance_s)
 

@@ -45,10 +45,16 @@ class Hyper(NamedTuple):
     noise: float
 
     def kernel(self, squares: Array) -> Array:
-        """Covariance of the signal at points so far apart: squared scaled distances."""
-        r = _ROOT3 * np.sqrt(np.maximum(squares, 0))
-        kernel: Array = self.signal**2 * (1 + r) * np.exp(-r)
-        return kernel
+        """Covariance of the signal at points so far apart: squared scaled distances, which are lost."""
+        r = np.maximum(squares, 0, out=squares)  # large ones: every new array costs more than what is done with it
+        np.sqrt(r, out=r)
+        r *= _ROOT3
+        decay = np.negative(r)
+        np.exp(decay, out=decay)
+        r += 1
+        r *= self.signal**2
+        r *= decay
+        return r
 
 
 @dataclass(frozen=True)
@@ -158,7 +164,8 @@ class Process:
 
     def _covariance(self, x: Array) -> Array:
         a, b = x / self.hyper.length, self.points / self.hyper.length
-        squares = (a * a).sum(1)[:, None] + (b * b).sum(1) - 2 * a @ b.T
+        squares = (a * a).sum(1)[:, None] + (b * b).sum(1)
+        squares -= 2 * a @ b.T
         return self.hyper.kernel(squares)
 
 

@@ -293,7 +293,7 @@ class DecodeBatch:
         here = request.admission == admission and request in self._members
         limit = done - self.steps if here else self.steps_to_completion()
         repeat = limit if free // count * self._block_size >= limit else self.steps_that_fit(free, limit)
-        return Step(count, self.context_tokens + count, [], [], repeat, True), blocks
+        return Step(count, self.context_tokens + count, (), (), repeat, True), blocks
 
     def contexts(self, steps: int) -> None:
         """None: every member gains one token a step."""

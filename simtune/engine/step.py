@@ -38,8 +38,8 @@ class Step:
     """Requests that decode; each computes one token, plus its drafts where there are any."""
     context_tokens: int
     """KV tokens the decodes read, their own new ones included: sum of (computed + tokens of this step)."""
-    chunks: list[Chunk]
-    preempted: list[Request]
+    chunks: Sequence[Chunk]
+    preempted: Sequence[Request]
     """Requests that lost their blocks and wait again, in the order in which they were chosen."""
     repeat: int = 1
     """How often this step may be run before `schedule` could answer differently; 1 unless it only decodes."""

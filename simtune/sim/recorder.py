@@ -41,7 +41,7 @@ class Recorder:
 
     def pack(self) -> None:
         """Put the latest intervals where they take less memory; to be called when there are MOST_ROWS."""
-        self._intervals.extend(chain.from_iterable(self.rows))
+        self._intervals.fromlist([*chain.from_iterable(self.rows)])
         self.rows.clear()
 
     def refuse(self, number: int) -> None:

@@ -303,7 +303,7 @@ def _array(raw: bytes, name: str) -> NDArray[Any]:
     stream = io.BytesIO(raw)
     if npy.read_magic(stream) != (1, 0):
         raise ValueError(f"{name} is of another version of numpy's format than 1.0")
-    shape, _, dtype = npy.read_array_header_1_0(stream)
+    shape, by_columns, dtype = npy.read_array_header_1_0(stream)
     if dtype.hasobject:
         raise ValueError(f"{name} holds Python objects, which are never unpickled")
     count = 1
@@ -311,7 +311,9 @@ def _array(raw: bytes, name: str) -> NDArray[Any]:
         count *= size
     if min(shape, default=0) < 0 or count * dtype.itemsize != len(raw) - stream.tell():
         raise ValueError(f"{name} says it is of shape {shape}, and holds {len(raw) - stream.tell():,} bytes")
-    array: NDArray[Any] = np.load(io.BytesIO(raw), allow_pickle=False)
+    array: NDArray[Any] = np.frombuffer(raw, dtype, count, stream.tell()).reshape(
+        shape, order="F" if by_columns else "C"
+    )
     return array
 
 

@@ -61,7 +61,7 @@ def test_an_expected_request_has_a_seat_and_blocks_and_decodes_when_it_is_receiv
     decode.receive(coming)
     step = decode.schedule()
     assert step is not None
-    assert (step.num_decodes, step.context_tokens, step.chunks) == (1, 9, [])
+    assert (step.num_decodes, step.context_tokens, step.chunks) == (1, 9, ())
     assert decode.composition() == {coming: 1}
     assert decode.kv.free == 10 - 3
     assert step.repeat == 4

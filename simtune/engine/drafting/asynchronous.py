@@ -184,7 +184,7 @@ class AsyncDraftingBatch(DraftingBatch):
         tokens, context, blocks = self.totals()
         if tokens > budget or blocks > free:
             return None
-        step = Step(self.count, context + tokens, [], [], only_decodes=True)
+        step = Step(self.count, context + tokens, (), (), only_decodes=True)
         step.draft_tokens, step.draft_depth = tokens - self.count, self.depth
         step.discarded, step.discarded_tokens = len(discarded), discarded.tokens
         if self._members:

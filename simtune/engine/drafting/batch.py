@@ -137,7 +137,7 @@ class DraftingBatch:
         context, blocks, contexts = calendar.read(repeat)
         if blocks > free:
             return None
-        step = Step(self.count, context + tokens, [], [], repeat, True)
+        step = Step(self.count, context + tokens, (), (), repeat, True)
         step.draft_tokens, step.draft_depth = tokens - self.count, self.depth
         if repeat > 1:
             step.contexts = contexts
