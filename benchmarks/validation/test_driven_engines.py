@@ -104,6 +104,6 @@ def served(its: StepDriver, stream: RequestStream) -> list[DrivenTimes]:
 
 def means(times: Sequence[DrivenTimes], stream: RequestStream) -> dict[str, float]:
     """Mean TTFT, TPOT and E2EL."""
-    sent, first, finish = np.array(times).T
+    sent, first, finish = np.array([(each.sent, each.first_token, each.finish) for each in times]).T
     tpot = (finish - first) / (stream.output_tokens - 1)
     return {"ttft": (first - sent).mean(), "tpot": tpot.mean(), "e2el": (finish - sent).mean()}

@@ -3,8 +3,10 @@
     pip install torch
     python -m pytest benchmarks/validation -m benchmark_only -s
 
-A model of narrow layers is profiled; nothing of the engine is fitted. Three loads are served for real after each third
+A model of narrow layers is profiled; nothing of the engine is fitted. Three loads are served for real after each sixth
 of the profile, by the processor time of the thread that serves them, so that kernels and steps meet the same machine.
+How much slower neighbours make it is divided out by the gauge; its reference is what it took around the profile's
+parts.
 Asked for, and printed: predicted and measured means, and the repeat noise; and, by the shape of steps, what the kernels
 and the host are said to take beside what the steps took.
 """
@@ -15,6 +17,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from statistics import median
 
 import pytest
 
@@ -29,6 +32,7 @@ from simtune.specs.hardware import Hardware
 from simtune.specs.model import DenseFeedForward, FullAttention, LayerGroup, Model
 from simtune.specs.plan import Batching, KvCache, Plan, Pool
 from simtune.validation.engines import torch as engine
+from simtune.validation.engines.clocks import ProcessorClock
 
 pytestmark = pytest.mark.benchmark_only
 
@@ -45,25 +49,33 @@ MODEL = Model(
         ),
     ),
 )
-REPEATS, REQUESTS = 3, 30
+REPEATS, REQUESTS = 6, 30
 BUDGET_S = 240
+LOOKS = 9
 MOST = 0.1
 """Target of every mean; twice the repeat noise counts as met."""
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Result, list[Result]]]:
-    """Predicted, and measured three times, by load."""
+    """Predicted, and measured again and again, by load."""
     pytest.importorskip("torch")
+    from simtune.validation.engines.gauge import Gauge
+
     folder = tmp_path_factory.mktemp("kernels")
     model, out = folder / "model.yaml", folder / "cpu"
     model.write_text(MODEL.to_yaml())
     command = [sys.executable, "-m", "simtune", "profile", "--device", "cpu", "--model", str(model), "--out", str(out)]
     measured: dict[str, list[Result]] = {}
     steps: list[TimedStep] = []
+    gauge, looks = Gauge(), list[float]()
     for part in range(1, REPEATS + 1):
         budget = f"{part * BUDGET_S // REPEATS}s"
+        looks += [gauge.look() for _ in range(LOOKS)]
         subprocess.run([*command, "--budget", budget, "--quiet"], check=True, stdout=subprocess.DEVNULL)
+        looks += [gauge.look() for _ in range(LOOKS)]
+        gauge.reference_s = median(looks)
+        print(f"\ngauge: {1e3 * looks[-LOOKS]:.2f} ms, reference {1e3 * gauge.reference_s:.2f} ms", flush=True)
         deployment = deployed(load_hardware(str(out)))
         if part == 1:
             kernels = json.loads((out / "measurements.jsonl").read_text().splitlines()[0])["kernels"]
@@ -71,7 +83,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Result, 
             loads = three_loads(deployment, at_once(REQUESTS, 0, (32, 384), (8, 64)), 1)
             engine.serve(deployment, at_once(3, 5, (32, 100), (4, 8)), executor)
         for name, stream in loads.items():
-            serving = engine.serve(deployment, stream, executor)
+            serving = engine.serve(deployment, stream, executor, clock=ProcessorClock(gauge))
             measured.setdefault(name, []).append(serving.result)
             steps += [step.timed() for step in serving.steps]
     print(f"\nkernels: {kernels}")

@@ -55,8 +55,8 @@ REQUESTS, DRAFTS, GROUPS, SHARED_BLOCKS = 60, 3, 4, 4
 MOST = {"plain": {"tpot": 0.05, "e2el": 0.05, "ttft": 0.1}, "apart": {"tpot": 0.15, "e2el": 0.15, "ttft": 0.15}}
 OTHERWISE = {"tpot": 0.07, "e2el": 0.07, "ttft": 0.1}
 """Targets of every mean; twice the repeat noise counts as met."""
-DRAWS = 8
-"""Simulations of a load, each with other drafts accepted, whose means count: those of one differ by about 1 %."""
+DRAWS = 32
+"""Simulations of a load, each with other drafts accepted, whose means count: one is off by about 1 %."""
 MOST_TOKENS = 0.03
 """Of tokens per verification."""
 CASES = os.environ.get("CASES", "plain,prefix,0.5,0.7,0.9,apart").split(",")
@@ -115,8 +115,9 @@ class Case(NamedTuple):
         if self.transfers is None:
             return driver("vllm", TARGET, self.size, python=python, **self.options)
 
-        def one() -> StepDriver:
-            return driver("vllm", TARGET, self.size, python=python, arguments={"kv_transfer_config": CONNECTOR})
+        def one(reference_s: float | None = None) -> StepDriver:
+            connected = {"kv_transfer_config": CONNECTOR}
+            return driver("vllm", TARGET, self.size, python=python, reference_s=reference_s, arguments=connected)
 
         return EnginePair(one, one)
 

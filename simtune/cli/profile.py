@@ -238,10 +238,10 @@ def _measure_transfers(
     if path.exists():
         return
     (model,) = _in(catalog.load_model(reference), dtypes[:1])
-    more = {"reference_s": reference_beside(out / STEPS), "arguments": {"kv_transfer_config": CONNECTOR}, **options}
+    of_profile, more = reference_beside(out / STEPS), {"arguments": {"kv_transfer_config": CONNECTOR}, **options}
 
-    def make() -> Any:
-        return driver("vllm", model, EngineSize(*sizes), **more)
+    def make(reference_s: float | None = of_profile) -> Any:
+        return driver("vllm", model, EngineSize(*sizes), reference_s=reference_s, **more)
 
     pair = EnginePair(make, make)
     try:

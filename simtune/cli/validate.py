@@ -86,10 +86,10 @@ def _stepped_vllm(choice: EngineChoice, experiment: Experiment) -> Engine:
         )
     d, python = experiment.deployment, vllm_python(choice.vllm_python)
     costs = d.plan.pools[0].costs
-    reference_s = None if costs is None else reference_beside(Path(costs))
+    of_profile = None if costs is None else reference_beside(Path(costs))
 
-    def make(size: EngineSize, arguments: Mapping[str, object]) -> StepDriver:
-        options = {"python": python, "weights": choice.weights, "reference_s": reference_s}
+    def make(size: EngineSize, arguments: Mapping[str, object], reference_s: float | None) -> StepDriver:
+        options = {"python": python, "weights": choice.weights, "reference_s": of_profile or reference_s}
         return driver("vllm", d.model, size, arguments=arguments, **options)
 
     return SteppedVllm(d.model, make, draft_models(d))

@@ -26,6 +26,7 @@ from tests.validation.test_client import stream
 
 SIZE = EngineSize(4, 64, 256, 16)
 TOKEN_S = 0.01
+REFERENCE_S = 0.5
 
 
 class Pretended:
@@ -37,7 +38,7 @@ class Pretended:
         self.closed = False
 
     def facts(self) -> dict[str, Any]:
-        return {"engine": "vllm", "version": "0.32.0"}
+        return {"engine": "vllm", "version": "0.32.0", "reference_s": REFERENCE_S}
 
     def run(self, requests: Sequence[DrivenRequest], clock: DriverClock = "steps", seed: int = 0) -> Driven:
         self.asked.append(list(requests))
@@ -57,7 +58,7 @@ class Pretended:
 
 
 def pair(**decode: Any) -> EnginePair:
-    return EnginePair(Pretended, lambda: Pretended(**decode))
+    return EnginePair(Pretended, lambda _: Pretended(**decode))
 
 
 def test_prompts_on_one_engine_answers_on_the_other_from_when_they_are_done() -> None:
@@ -110,7 +111,7 @@ class Dying(Pretended):
 def test_both_are_ended_where_they_do_not_get_to_know_each_other() -> None:
     both = Pretended(), Dying()
     with pytest.raises(EngineError, match="has ended"):
-        EnginePair(lambda: both[0], lambda: both[1])
+        EnginePair(lambda: both[0], lambda _: both[1])
     assert all(engine.closed for engine in both)
 
 
@@ -122,7 +123,7 @@ def test_both_are_ended_also_where_the_second_does_not_start() -> None:
     assert both.prefill.closed
     assert both.decode.closed
 
-    def fails() -> Pretended:
+    def fails(reference_s: float | None) -> Pretended:
         raise EngineError("no room")
 
     with pytest.raises(EngineError, match="no room"):
@@ -150,14 +151,15 @@ APART = Plan(name="apart", model="tiny", pools=(pool("prefill"), pool("decode"))
 def test_a_plan_with_two_pools_is_run_on_a_pair() -> None:
     started: list[dict[str, Any]] = []
 
-    def make(size: EngineSize, arguments: Any) -> Pretended:
-        started.append(dict(arguments))
+    def make(size: EngineSize, arguments: Any, reference_s: float | None) -> Pretended:
+        started.append({**arguments, "reference_s": reference_s})
         return Pretended(size)
 
     engine, load = SteppedVllm(tiny(), make), stream(5)
     run = engine.run(APART, load, label="light", seed=2)
     engine.close()
     assert [a["kv_transfer_config"] for a in started] == [CONNECTOR, CONNECTOR]
+    assert [a["reference_s"] for a in started] == [None, REFERENCE_S], "both go by one gauge"
     assert [r.error for r in run.requests] == [None] * 5
     assert run.values("ttft") == pytest.approx([0.02] * 5)
     assert run.values("e2el") == pytest.approx([0.02 + 8 * TOKEN_S] * 5)
@@ -166,7 +168,7 @@ def test_a_plan_with_two_pools_is_run_on_a_pair() -> None:
 
 def test_requests_whose_cache_is_lost_are_failures() -> None:
     makes: list[Callable[[EngineSize], Pretended]] = [Pretended, lambda size: Pretended(size, loses=True)]
-    engine = SteppedVllm(tiny(), lambda size, arguments: makes.pop(0)(size))
+    engine = SteppedVllm(tiny(), lambda size, *_: makes.pop(0)(size))
     run = engine.run(APART, stream(2), label="light")
     assert [r.error for r in run.requests] == ["ended without a token"] * 2
 

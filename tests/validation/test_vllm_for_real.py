@@ -106,10 +106,9 @@ def has_nixl() -> bool:
 
 @pytest.mark.skipif(not has_nixl(), reason="the environment of vLLM has no nixl")
 def test_a_decode_engine_goes_on_with_what_another_has_computed() -> None:
-    def start() -> Any:
-        return driver(
-            "vllm", model(), EngineSize(4, 64, 256, 32), python=PYTHON, arguments={"kv_transfer_config": CONNECTOR}
-        )
+    def start(reference_s: float | None = None) -> Any:
+        options = {"python": PYTHON, "reference_s": reference_s, "arguments": {"kv_transfer_config": CONNECTOR}}
+        return driver("vllm", model(), EngineSize(4, 64, 256, 32), **options)
 
     pair = EnginePair(start, start)
     try:

@@ -32,8 +32,8 @@ class EngineClock(Protocol):
         """Return when it is so late, or at once where it is later."""
         ...
 
-    def gauge(self) -> float:
-        """To be called before every step: how many times as long as usual things take now."""
+    def gauge(self, tokens: int) -> float:
+        """To be called before every step, of so many tokens: how many times as long as usual it would take now."""
         ...
 
 
@@ -52,7 +52,7 @@ class WallClock:
         while (left := at_s - self.now()) > 0:
             time.sleep(left)
 
-    def gauge(self) -> float:
+    def gauge(self, tokens: int) -> float:
         """Seconds are seconds."""
         return 1.0
 
@@ -60,7 +60,7 @@ class WallClock:
 class ProcessorClock:
     """Processor time of the thread that reads it; waiting takes none and moves the clock."""
 
-    def __init__(self, slowness: Callable[[], float] | None = None) -> None:
+    def __init__(self, slowness: Callable[[int], float] | None = None) -> None:
         """With `slowness` (a `Gauge`) what it says is divided out, and looking takes no time."""
         self._at, self._since, self._slow = 0.0, processor_s(), 1.0
         self._slowness = slowness
@@ -73,11 +73,11 @@ class ProcessorClock:
         """Skips to that time."""
         self._at += max(0.0, at_s - self.now())
 
-    def gauge(self) -> float:
+    def gauge(self, tokens: int) -> float:
         """See `EngineClock`."""
         if self._slowness is not None:
             self._at = self.now()
-            self._slow = self._slowness()
+            self._slow = self._slowness(tokens)
             self._since = processor_s()
         return self._slow
 

@@ -141,9 +141,9 @@ class StepClock:
         """Skips to that step."""
         self._at = max(self._at, at_s)
 
-    def gauge(self) -> float:
+    def gauge(self, tokens: int) -> float:
         """See `EngineClock`."""
-        return self._slowness.gauge()
+        return self._slowness.gauge(tokens)
 
 
 class CountedExecutor:

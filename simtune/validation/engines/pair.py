@@ -37,12 +37,13 @@ SIZES, REPEATS = 6, 7
 class EnginePair:
     """See `StepDriver`; its steps are those of both."""
 
-    def __init__(self, prefill: Callable[[], StepDriver], decode: Callable[[], StepDriver]) -> None:
-        """Starts both, and lets them get to know each other, which takes long."""
+    def __init__(self, prefill: Callable[[], StepDriver], decode: Callable[[float | None], StepDriver]) -> None:
+        """Starts both, the second with the reference of the gauge by which the first goes, and lets them get to know
+        each other, which takes long."""
         with ExitStack() as started:
             self.prefill = prefill()
             started.callback(self.prefill.close)
-            self.decode = decode()
+            self.decode = decode(self.prefill.facts().get("reference_s"))
             started.callback(self.decode.close)
             self.size: EngineSize = self.decode.size
             self.run([DrivenRequest(0, min(self.size.max_model_len, 64) - 2, 2)])

@@ -179,7 +179,7 @@ class Session:
         self._source.begin()
         try:
             while True:
-                slow = self._clock.gauge()
+                slow = self._clock.gauge(0)
                 self._arrive(to_ticks(self._clock.now()))
                 if not self._step(slow):
                     self._note_queues(self._clock.now())

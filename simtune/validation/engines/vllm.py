@@ -23,7 +23,7 @@ from simtune.validation.engines.pair import CONNECTOR, EnginePair
 from simtune.validation.measured import EngineFacts, MeasuredDrafts, MeasuredFacts, MeasuredRequest, MeasuredRun
 from simtune.validation.prompts import Prompts
 
-MakeStepped = Callable[[EngineSize, Mapping[str, Any]], StepDriver]
+MakeStepped = Callable[[EngineSize, Mapping[str, Any], float | None], StepDriver]
 
 
 def engine_arguments(pool: Pool, draft: Model | None = None) -> dict[str, Any]:
@@ -63,7 +63,8 @@ class SteppedVllm:
     """See `simtune.validation.engine.Engine`. An engine starts at the first run of a plan."""
 
     def __init__(self, model: Model, make: MakeStepped, draft_models: Mapping[str, Model] | None = None) -> None:
-        """`make` starts an engine of a size with further arguments; `draft_models` by the names that plans have."""
+        """`make` starts an engine of a size with further arguments, by the reference of an earlier gauge where there is
+        one; `draft_models` by the names that plans have."""
         self._model, self._make = model, make
         self._draft_models = dict(draft_models or {})
         self._plan: Plan | None = None
@@ -95,13 +96,13 @@ class SteppedVllm:
             return self._one(by_role["mixed"])
         return EnginePair(*(partial(self._one, by_role[role]) for role in ("prefill", "decode")))
 
-    def _one(self, pool: Pool) -> StepDriver:
+    def _one(self, pool: Pool, reference_s: float | None = None) -> StepDriver:
         assert pool.max_model_len is not None
         seats, budget = pool.batching.max_num_seqs, pool.batching.max_num_batched_tokens
         size = EngineSize(seats, budget, pool.max_model_len, pool.kv_cache.block_size)
         own = None if pool.speculation is None else pool.speculation.drafter.own_model
         draft = None if own is None else self._draft_models.get(own)
-        started = self._make(size, engine_arguments(pool, draft))
+        started = self._make(size, engine_arguments(pool, draft), reference_s)
         started.run(warm_up(budget, pool.max_model_len))
         return started
 

@@ -56,7 +56,10 @@ class SteppedEngine:
         arguments = {**usual, **settings["engine"]}
         if "kv_transfer_config" in arguments:
             arguments["kv_transfer_config"] = KVTransferConfig(**arguments["kv_transfer_config"])
+        cores = os.sched_getaffinity(0) if "kv_transfer_config" in arguments else None
         self._engine: Any = LLMEngine.from_engine_args(EngineArgs(model=settings["model"], **arguments))
+        if cores is not None:
+            _keep(cores)
         core = self._engine.engine_core.engine_core
         self._requests: Any = core.scheduler.requests
         self._lengths: Any = core.scheduler.get_request_counts
@@ -153,6 +156,15 @@ class SteppedEngine:
         self._number += 1
         self._engine.add_request(f"r{self._number}", {"prompt_token_ids": ids}, params)
         return f"r{self._number}"
+
+
+def _keep(cores: set[int]) -> None:
+    """On processors vLLM moves this thread, which computes, to the core that it reserves for KV transfers, beside those
+    of other engines. It goes back, and NIXL's threads, which never rest, to cores that it does not use, if there are.
+    """
+    unused = set(range(os.cpu_count() or 1)) - cores or cores
+    for thread in map(int, os.listdir("/proc/self/task")):
+        os.sched_setaffinity(thread, cores if thread == os.getpid() else unused)
 
 
 def _note(noted: list[Any], output: Any, now: float) -> None:
