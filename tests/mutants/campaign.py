@@ -34,7 +34,10 @@ from tests.mutants.mutations import mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 MUTATED = ("simtune/engine", "simtune/sim")
-TESTS = ("tests/engine", "tests/sim", "tests/worlds", "tests/speculation", "tests/golden")
+TESTS = (
+    "tests/engine", "tests/sim", "tests/worlds", "tests/speculation", "tests/golden", "tests/workloads", "tests/api",
+    "tests/testing", "tests/costs",
+)  # fmt: skip
 COPIED = ("simtune", "tuner", "hwprofiles", "models", "workloads", "examples", "benchmarks", "tests", "pyproject.toml")
 CPU_S = 1200
 """Of the processor, for a batch of tests: on a busy machine they take longer and are not caught by that."""
@@ -173,12 +176,22 @@ def _add(path: Path, row: dict[str, Any]) -> None:
         file.write(json.dumps(row) + "\n")
 
 
+def _undone(undo: Path) -> None:
+    """The file that holds a mistake is again as it was."""
+    for line in _lines(undo):
+        was = json.loads(line)
+        Path(was["path"]).write_text(was["text"])
+    undo.unlink(missing_ok=True)
+
+
 def run(folder: Path, numbers: range, seconds: float) -> list[dict[str, Any]]:
     """Try mutants that the journal does not know yet, and say what became of each; all that it knows then."""
     begun, root, journal = time.monotonic(), folder / "tree", folder / "mutants.jsonl"
     if not root.exists():
         copied(folder / "half")
         (folder / "half").rename(root)
+    undo = folder / "undo.jsonl"
+    _undone(undo)  # of a campaign that was killed
     tests = counted(folder, root)
     fates = {row["number"]: row for row in map(json.loads, _lines(journal))}
     for number in numbers:
@@ -192,11 +205,10 @@ def run(folder: Path, numbers: range, seconds: float) -> list[dict[str, Any]]:
             continue
         source, line, before, after = made
         begun_one, reaching = time.monotonic(), ordered_for(root, tests, path, line)
+        _add(undo, {"path": str(path), "text": text})
         path.write_text(source)
-        try:
-            fate = "caught" if caught(root, reaching) else "survives"
-        finally:
-            path.write_text(text)
+        fate = "caught" if caught(root, reaching) else "survives"
+        _undone(undo)
         where = f"{path.relative_to(root)}:{line}"
         row = {"number": number, "where": where, "before": before, "after": after, "fate": fate}
         fates[number] = row

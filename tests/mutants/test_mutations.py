@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import shutil
 from pathlib import Path
 from random import Random
@@ -80,5 +81,8 @@ def test_a_campaign_counts_what_is_caught_and_goes_on(tmp_path: Path, monkeypatc
     assert [row["fate"] for row in weak] == expected
     assert len(weak) == 3
     assert module.read_text() == source
+    (tmp_path / "undo.jsonl").write_text(json.dumps({"path": str(module), "text": source}) + "\n")
+    module.write_text("a mistake")  # of a campaign that was killed
     monkeypatch.setattr("tests.mutants.campaign.caught", lambda *_: pytest.fail("known already"))
     assert run(tmp_path, range(3), 1e9) == weak
+    assert module.read_text() == source
