@@ -281,12 +281,12 @@ class _Given:
         return replace(self, plan=str(plan)) if plan.is_file() else self
 
     def experiment(self, seed: int, plan: Plan | None = None) -> Experiment:
-        """The plan, or another in its place, under the load."""
+        """The plan, or another of the same pools in its place, under the load."""
         from simtune.api import load_specs, set_up
 
         # Without a load of its own a measured run brings one; until then any will do.
-        specs = load_specs(self.model, self.hardware, self.workload or "chat", plan or self.plan, self.settings)
-        return set_up(specs, requests=self.requests, seed=seed)
+        specs = load_specs(self.model, self.hardware, self.workload or "chat", self.plan, self.settings)
+        return set_up(specs if plan is None else replace(specs, plan=plan), requests=self.requests, seed=seed)
 
 
 @dataclass(frozen=True)
@@ -457,14 +457,15 @@ def _decide(given: _Given, count: int, choice: EngineChoice, asked: _Asked, out:
             (given.experiment(asked.seed, plan).deployment, load._replace(label=plan.name))
             for plan in around(chosen.deployment.plan, count, engine.check)
         ]
+        # Before any is run: what cannot be simulated is said at once.
+        predicted = [d.simulate(its.stream, seed=asked.seed).statistic("e2el", "mean") for d, its in tried]
         folder = _folder(chosen, asked, [count, *_identity(choice)], out)
         runs = run_plans(engine, [(d.plan, its) for d, its in tried], how, folder, update)
     outcomes = []
-    for deployment, its in tried:
-        predicted = deployment.simulate(its.stream, seed=asked.seed).statistic("e2el", "mean")
+    for (deployment, its), seconds in zip(tried, predicted, strict=True):
         measured = [run.statistic("e2el", "mean") for run in runs[its.label]]
         outcomes.append(
-            PlanOutcome(plan=its.label, predicted_s=predicted or 0.0, measured_s=tuple(filter(None, measured)))
+            PlanOutcome(plan=its.label, predicted_s=seconds or 0.0, measured_s=tuple(filter(None, measured)))
         )
         folder.keep({f"plans/{its.label}.yaml": deployment.plan.to_yaml("Run by simtune validate.")})
     decision = decide(outcomes, load.rate_rps, asked.seed)

@@ -150,8 +150,10 @@ def test_plans_around_one_are_run_for_real(call: Call, at: Path) -> None:
     python.chmod(0o755)
     weights.mkdir()
     (weights / "config.json").write_text("{}")
+    mine = at / "mine.yaml"  # a model of one's own, which no catalogue knows by name
+    mine.write_text((Path(root) / "models/llama-3.2-1b.yaml").read_text().replace("name: llama-3.2-1b", "name: mine"))
     (at / "run").mkdir()
-    (at / "run" / "plan.yaml").write_text(PLAN)
+    (at / "run" / "plan.yaml").write_text(PLAN.replace("llama-3.1-8b", str(mine)))
     engine = ("--engine", "vllm", "--weights", weights, "--vllm-python", python)
     loads = ("--workload", "load.yaml", "--rates", "40", "--repeat", 2, "--plans", 3)
     said = call("validate", "run", *loads, *engine, *USUAL, "--tolerance", 1e6, "--json")
@@ -164,6 +166,13 @@ def test_plans_around_one_are_run_for_real(call: Call, at: Path) -> None:
     refused = call("validate", "run", *loads, "--engine", "http://127.0.0.1:1", *USUAL)
     assert refused.code == 2
     assert "starts an engine for every plan" in refused.err
+    shared = (at / "load.yaml").read_text() + "shared_prefix: {groups: 2, tokens: 8, block_tokens: 8}\n"
+    (at / "shared.yaml").write_text(shared)
+    (at / "said").write_text("")
+    unlike = call("validate", "run", *loads[2:], "--workload", "shared.yaml", "--plans", 9, *engine, *USUAL, "--force")
+    assert unlike.code == 2
+    assert "multiple of the KV block size" in unlike.err
+    assert not (at / "said").read_text(), "nothing is run for what cannot be foretold"
 
 
 @pytest.mark.parametrize(
