@@ -8,6 +8,10 @@ prefill, 128 sequences, 2,048 tokens. Nothing is fitted to the log. Assumed besi
 scheduling hides it behind steps of 11 to 100 ms (and no table tells it); sampling by the data sheet; kernels that wait
 for one another do not overlap, and no time passes between them.
 
+Latencies count from a request's arrival, in the log as in the simulation. The log's own `queued_s` is when the engine
+took a request in, between two steps: 23 ms later in the mean, which with asynchronous scheduling are the rest of the
+step under way, before the one that was dispatched already.
+
 Prints mean and percentiles of TTFT, TPOT and latency beside the measured ones, with the same simulation less what the
 tables say of decodes in one kernel with a prefill chunk and of unequal contexts, and draws requests running and waiting
 over time into runs/rtx-pro-6000.html.
@@ -47,9 +51,11 @@ def columns(path: Path, *names: str) -> list[np.ndarray]:
 
 
 def measured(folder: Path) -> Served:
-    names = ("queued_s", "scheduled_s", "first_token_s", "last_token_s", "output_toks")
-    queued, scheduled, first, last, tokens = columns(folder / "vllm_requests.csv.gz", *names)
-    return Served(queued, scheduled, first, last, tokens.astype(int))
+    names = ("arrival_s", "queued_s", "scheduled_s", "first_token_s", "last_token_s", "output_toks")
+    arrival, queued, scheduled, first, last, tokens = columns(folder / "vllm_requests.csv.gz", *names)
+    # The client's clock and the engine's begin at the first request each: it waited as long as none is taken in early.
+    arrival += (queued - arrival).min()
+    return Served(arrival, scheduled, first, last, tokens.astype(int))
 
 
 def simulated(folder: Path, profile: Path, scratch: Path) -> Served:

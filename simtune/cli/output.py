@@ -153,6 +153,14 @@ def note_estimates(deployment: Deployment) -> None:
         click.echo(f"note: estimated from the data sheet, not fitted: {', '.join(estimated)}", err=True)
 
 
+def note_idle(deployment: Deployment) -> None:
+    """Say on stderr which settings of the plan change nothing."""
+    from simtune.sim.idle import idle_settings
+
+    for note in idle_settings(deployment):
+        click.echo(f"note: {note}", err=True)
+
+
 def print_basis(basis: CostBasis | None) -> None:
     """One line on stdout: the shares of the step time by what they rest on; nothing where costs were brought."""
     from simtune.costs.predict import Basis

@@ -18,6 +18,7 @@ from simtune.cli.output import (
     note_basis,
     note_cut,
     note_estimates,
+    note_idle,
     number,
     out_option,
     print_basis,
@@ -176,6 +177,7 @@ def simulate(  # noqa: PLR0913 - one for each option
         result = experiment.run(record=out is not None or timeline is not None, watch=watch)
     note_cut(experiment.workload, experiment.trace, len(experiment.stream))
     note_estimates(experiment.deployment)
+    note_idle(experiment.deployment)
     basis = cost_basis(experiment.deployment, result)
     note_basis(basis)
     drawn = None if worlds is None else _drawn(experiment, result, worlds, jobs, quiet)
@@ -271,6 +273,7 @@ def _say(deployment: Deployment, result: StreamedResult, as_json: bool) -> int:
     from simtune.sim.basis import cost_basis
 
     note_estimates(deployment)
+    note_idle(deployment)
     summary, basis = result.summary(), cost_basis(deployment, result.as_result)
     note_basis(basis)
     if as_json:

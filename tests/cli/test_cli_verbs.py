@@ -241,6 +241,16 @@ def test_simulate_as_json_is_one_document(desk: Any) -> None:
     assert 0 < answer["metrics"]["ttft"]["p50"] < answer["metrics"]["e2el"]["p50"]
 
 
+def test_a_setting_that_changes_nothing_is_told(desk: Any) -> None:
+    said = desk.simulate("--set", "plan.pools.0.fused=[norm]", "--json")
+    assert said.code == 0
+    assert said.err == (
+        "note: pools.0.fused: tp 1 has no all-reduce that could hold a norm; leave norm out, or raise tp\n"
+    )
+    assert said.json["plan"]["pools"][0]["fused"] == ["norm"]
+    assert "fused" not in desk.simulate("--engine", "vllm-0.24").err, "its preset says so of itself"
+
+
 def test_a_model_too_large_for_one_gpu_gets_the_fewest_that_hold_it(call: Call) -> None:
     asked = ("--model", "llama-3.1-70b", "--hardware", "h100-sxm", "--workload", "chat")
     said = call("simulate", *asked, "--rate", 1, "--requests", 100, "--json")

@@ -1,0 +1,72 @@
+"""Settings of a plan that change nothing where they stand: each named, with what to do about it.
+
+What a shipped preset of an engine says beside a tensor parallelism or a role it does not matter for is no mistake of a
+user's, and not told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from simtune.costs.step_calls import fused_bytes
+from simtune.sim.deployment import Deployment
+from simtune.sim.pools import DeployedPool
+from simtune.specs.catalog import load_engine, names
+from simtune.specs.model import Model, MoeFeedForward
+
+Why = Callable[[DeployedPool, Model], str | None]
+
+
+def idle_settings(deployment: Deployment) -> Iterator[str]:
+    """For each setting without effect: its key, why it has none, and the remedy."""
+    model = deployment.model
+    for at, pool in enumerate(deployment.pools):
+        preset = _preset(pool, model)
+        for key, why in IDLE.items():
+            reason = why(pool, model)
+            if reason is not None and not _as_preset(getattr(pool.spec, key), preset.get(key)):
+                yield f"pools.{at}.{key}: {reason}"
+
+
+def _preset(pool: DeployedPool, model: Model) -> dict[str, Any]:
+    """What the pool's engine sets by itself; nothing where it names none that is shipped."""
+    engine = pool.spec.engine
+    return load_engine(engine).settings(pool.hardware.device, model) if engine in names("engine") else {}
+
+
+def _as_preset(value: Any, preset: Any) -> bool:
+    said = value.model_dump(exclude_none=True) if hasattr(value, "model_dump") else value
+    return preset is not None and said == (tuple(preset) if isinstance(preset, list) else preset)
+
+
+def _fused(pool: DeployedPool, model: Model) -> str | None:
+    tp = pool.spec.parallelism.tp
+    if "norm" not in pool.spec.fused or fused_bytes(pool.hardware.device.architecture, tp):
+        return None
+    if tp == 1:
+        return "tp 1 has no all-reduce that could hold a norm; leave norm out, or raise tp"
+    return f"no all-reduce of {tp} {pool.hardware.device.name} holds a norm; leave norm out"
+
+
+def _expert_exchange(pool: DeployedPool, model: Model) -> str | None:
+    if pool.spec.expert_exchange == "deepep":
+        return None  # as unless given
+    if not any(isinstance(layers.feed_forward, MoeFeedForward) for layers in model.layers):
+        return f"{model.name} has no routed experts; leave it out"
+    parallelism = pool.spec.parallelism
+    if parallelism.attention_dp == 1:
+        return "one group has all tokens and exchanges none; leave it out, or raise parallelism.attention_dp"
+    if not parallelism.expert_parallel:
+        return "slices of experts gather all tokens anyway; leave it out, or set parallelism.expert_parallel"
+    return None
+
+
+def _front_end(pool: DeployedPool, model: Model) -> str | None:
+    if pool.spec.front_end is None or pool.spec.role != "decode":
+        return None
+    return "requests come to a decode pool from prefill pools, past a front end of its own; leave it out"
+
+
+IDLE: dict[str, Why] = {"fused": _fused, "expert_exchange": _expert_exchange, "front_end": _front_end}
+"""Why a key of a pool has no effect there, or None where it has one or is not given."""
