@@ -93,10 +93,10 @@ picture: demo $(VENV)/.installed-dev
 	$(BIN)/python -m benchmarks.picture $(RUN)
 
 # Every kind of page, with plain and hostile names, at the width of a desk and of a phone, light, dark and on paper, into
-# runs/screens; what is cut is an error.
+# runs/screens; what is cut is an error. Small sheets of them stand in docs/screens.
 screens: $(VENV)/.installed-dev
 	rm -rf runs/screens
-	$(BIN)/python -m benchmarks.screens --out runs/screens
+	$(BIN)/python -m benchmarks.screens --out runs/screens --sheets
 
 # The shipped profiles from published tables: make profiles DATA=../shared/data
 profiles: $(VENV)/.installed-bench

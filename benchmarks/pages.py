@@ -170,22 +170,35 @@ def together(out: Path) -> None:
 
 
 KINDS: tuple[Callable[[Path], None], ...] = (searched, fronts, simulated, measured, published, small, together)
-PAGES = (
-    "search/report.html", "search-hostile/report.html", "front/report.html", "one/report.html", "pools/report.html",
-    "saturated/report.html", f"{HOSTILE[0]}/report.html", "validation/validation.html", "systems.html", "profile.html",
-    "profile-hostile.html", "load.html", "drafts.html", "sweep/sweep.html", "compared.html", "compared-all.html",
-    "index.html",
-)  # fmt: skip
-"""Of a folder, after `make`."""
+PAGES = {
+    "search/report.html": "a search with worlds, a day and limits that bind",
+    "search-hostile/report.html": "a search of long names, with drafts",
+    "front/report.html": "a front, with prefill and decode pools beside mixed ones",
+    "one/report.html": "a simulated plan, with worlds",
+    "pools/report.html": "a simulated plan of a prefill and a decode pool",
+    "saturated/report.html": "a plan under more load than it serves",
+    f"{HOSTILE[0]}/report.html": "a simulated plan, all names hostile",
+    "validation/validation.html": "a prediction beside the log of a server",
+    "systems.html": "a family of published systems",
+    "profile.html": "a hardware profile",
+    "profile-hostile.html": "a hardware profile of a hostile name",
+    "load.html": "a trace, and the spec fitted to it",
+    "drafts.html": "a schedule of drafts",
+    "sweep/sweep.html": "a sweep over cards and rates",
+    "compared.html": "a simulated plan beside a search",
+    "compared-all.html": "runs of all kinds beside each other",
+    "index.html": "the index of a folder of runs",
+}
+"""Of a folder, after `make`: every kind of page, and what it is."""
 
 
-def make(out: Path) -> list[Path]:
-    """All pages, in a new folder."""
+def make(out: Path) -> dict[Path, str]:
+    """All pages, in a new folder, and what they are."""
     out.mkdir(parents=True)
     for kind in KINDS:
         kind(out)
         sys.stderr.write(f"made: {kind.__name__}\n")
-    return [out / page for page in PAGES]
+    return {out / page: words for page, words in PAGES.items()}
 
 
 def main() -> None:

@@ -64,9 +64,12 @@ def marked(png: bytes, text: str) -> bytes:
     content = KEYWORD + b"\0" + text.encode("latin-1")
     known = [*chunks(png)]
     parts = [known[0], (b"tEXt", content), *known[1:]]
-    return SIGNATURE + b"".join(
-        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in parts
-    )
+    return SIGNATURE + b"".join(chunk(kind, data) for kind, data in parts)
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    """One chunk of a PNG, with its length and check."""
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
 def mark(png: bytes) -> str | None:

@@ -2,7 +2,8 @@
 
 Without a page it makes every kind of page there is (`benchmarks/pages.py`), with plain and with hostile names. Each
 is drawn by Chromium at the width of a desk and of a phone, light and dark, and printed on A4. What is cut or stands out
-of its screen or paper, labels over each other, and texts that are too faint (WCAG AA) are named: each is an error.
+of its screen or paper, labels over each other, and texts that are too faint (WCAG AA) are named: each is an error. With
+`--sheets` the tops of all kinds also go to docs/screens (`benchmarks/sheets.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks import sheets
 from benchmarks.browser import Browser
 from benchmarks.pages import make
 from benchmarks.picture import BROWSERS
@@ -46,9 +48,18 @@ VIEWS = (
 )
 
 
-def screens(browser: Browser, address: str, out: Path, name: str) -> list[str]:
-    """Draw a page in all ways; what is wrong with it."""
-    wrong = []
+class Looked(NamedTuple):
+    """A page, drawn in all ways."""
+
+    wrong: list[str]
+    views: list[list[bytes]]
+    """Pictures of each view of a screen, from the top down."""
+
+
+def screens(browser: Browser, address: str, out: Path, name: str) -> Looked:
+    """Draw a page in all ways, and say what is wrong with it."""
+    wrong: list[str] = []
+    views: list[list[bytes]] = []
     for view in VIEWS:
         browser.open(address, view.width, HEIGHT, view.dark, view.paper)
         found = browser.said(f"{FLAWS}; flaws()")
@@ -58,11 +69,13 @@ def screens(browser: Browser, address: str, out: Path, name: str) -> list[str]:
             (out / f"{name}.pdf").write_bytes(browser.printed())
         else:
             height = browser.said("document.documentElement.scrollHeight")
+            views.append([])
             for number, top in enumerate(range(0, height, HIGHEST), 1):
                 part = f"-{number}" if height > HIGHEST else ""
                 picture = browser.picture(view.width, top, min(height - top, HIGHEST))
                 (out / f"{name}-{view.name}{part}.png").write_bytes(picture)
-    return wrong
+                views[-1].append(picture)
+    return Looked(wrong, views)
 
 
 def name_of(page: Path) -> str:
@@ -77,16 +90,27 @@ def main() -> None:
     parser.add_argument("pages", nargs="*", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--fragment", default="", help="state of the page, such as #request=3")
+    parser.add_argument(
+        "--sheets", action="store_true", help="draw the sheets of all kinds of pages into docs/screens anew"
+    )
     asked = parser.parse_args()
     program = next(filter(None, map(shutil.which, BROWSERS)), None)
     if program is None:
         sys.exit(f"none of {', '.join(BROWSERS)} is installed")
     asked.out.mkdir(parents=True, exist_ok=True)
-    wrong = []
+    if asked.sheets:
+        sheets.clear()
+    wrong, drawn = [], []
     with Browser(program) as browser:
-        for page in asked.pages or make(asked.out / "pages"):
-            wrong += screens(browser, page.resolve().as_uri() + asked.fragment, asked.out, name_of(page))
+        pages = dict.fromkeys(asked.pages, "") or make(asked.out / "pages")
+        for page, words in pages.items():
+            looked = screens(browser, page.resolve().as_uri() + asked.fragment, asked.out, name_of(page))
+            wrong += looked.wrong
+            if asked.sheets:
+                drawn.append(sheets.draw(browser, name_of(page), words, looked.views))
             sys.stdout.write(f"{page}\n")
+    if asked.sheets:
+        sheets.list_all(drawn)
     if wrong:
         sys.exit("wrong:\n" + "\n".join(wrong))
 

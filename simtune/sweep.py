@@ -6,13 +6,13 @@ import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from simtune import __version__
 from simtune.api import load_specs, set_up
-from simtune.errors import Infeasible, UsageError
+from simtune.errors import Infeasible, Problem, SpecError, UsageError
 from simtune.parallel import executor, ordered_map
 from simtune.runs.journal import RowJournal
 from simtune.runs.price import price
@@ -113,7 +113,27 @@ class Point:
         try:
             return {**self.values, **self._numbers(), "error": None}
         except (Infeasible, UsageError) as error:
-            return {**self.values, "error": str(error)}
+            return {**self.values, "error": self._as_asked(str(error))}
+        except SpecError as error:
+            raise SpecError([self._of_its_option(problem) for problem in error.problems]) from None
+
+    @property
+    def _fields(self) -> dict[str, str]:
+        """What it sets of specs: the whole key by the key within the spec, which messages name."""
+        return {key.partition(".")[2]: key for key in self.values if "." in key}
+
+    def _as_asked(self, message: str) -> str:
+        """A message about a setting, by the option that it came from."""
+        for rest, key in self._fields.items():
+            message = message.replace(f"--set {rest}=", f"--over {key}=")
+        return message
+
+    def _of_its_option(self, problem: Problem) -> Problem:
+        """A problem of a field that is swept is one of `--over`."""
+        for rest, key in self._fields.items():
+            if problem.file == "--set" and f"{problem.key}.".startswith(f"{rest}."):
+                return replace(problem, file="--over", key=key + problem.key[len(rest) :])
+        return problem
 
     def _numbers(self) -> Row:
         given = asdict(self.base) | {key: value for key, value in self.values.items() if "." not in key}

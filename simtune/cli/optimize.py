@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     "--worlds",
     type=click.IntRange(min=2),
     default=None,
-    help="Say how sure choice and SLO are, and what to measure next, from so many worlds in which operators are off.",
+    help="Simulate so many worlds in which operators are off: how sure is the choice beside rivals, what to measure?",
 )
 @click.option(
     "--robust",
@@ -262,6 +262,7 @@ def _print_json(tuned: Tuned, summary: Summary, out: Path) -> None:
             "cost_basis": None if basis is None else basis.to_data(),
             **({} if sure is None else {"confidence": sure.to_data()}),
             **({} if drawn is None else {"uncertainty": drawn.to_data()}),
+            **({} if summary.odds is None else {"odds": summary.odds.to_data()}),
             **tuned.result.summary().to_data(),
         }
     )

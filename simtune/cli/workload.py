@@ -141,7 +141,8 @@ def _note(trace: Trace, fitted: FittedLoad | None) -> None:
 def _document(facts: LoadFacts, fitted: FittedLoad | None) -> dict[str, Any]:
     spec = None if fitted is None else fitted.workload.to_data()
     agreement = [] if fitted is None else [a._asdict() for a in fitted.agreements]
-    return {**facts.to_data(), "spec": spec, "agreement": agreement}
+    fit = {} if fitted is None else {"arrivals_off": dict(fitted.arrivals), "fit": fitted.fit}
+    return {**facts.to_data(), "spec": spec, "agreement": agreement, **fit}
 
 
 def _print(name: str, facts: LoadFacts, fitted: FittedLoad | None) -> None:
@@ -149,7 +150,8 @@ def _print(name: str, facts: LoadFacts, fitted: FittedLoad | None) -> None:
 
     print_table(name, ("load", ""), load_rows(facts))
     if fitted is not None:
-        title = f"as a spec: {fitted.workload.arrivals.kind} arrivals"
+        fit = "" if fitted.fit is None else f", a {fitted.fit} fit"
+        title = f"as a spec: {fitted.workload.arrivals.kind} arrivals{fit}"
         print_table(title, ("number", "recorded", "drawn"), agreement_rows(fitted))
 
 

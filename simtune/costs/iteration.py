@@ -362,7 +362,11 @@ class StepModel:
 
     def seconds(self, batch: StepWork) -> float:
         """Seconds of one step, host included."""
-        gpu, host, correction = self.gpu_s(batch), self.host_s(batch.num_seqs), self.correction(bool(batch.chunks))
+        return self.with_host_s(self.gpu_s(batch), batch)
+
+    def with_host_s(self, gpu: float, batch: StepWork) -> float:
+        """Seconds of one step whose kernels and collectives take so many."""
+        host, correction = self.host_s(batch.num_seqs), self.correction(bool(batch.chunks))
         if correction is not None:
             return correction.scale * gpu + correction.offset_s
         return max(gpu, host) if self._pool.schedules_async else gpu + host

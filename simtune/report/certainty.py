@@ -1,4 +1,4 @@
-"""How sure a headline is: the probability that the SLO holds and 90 % intervals, or that nobody asked."""
+"""How sure a headline is: the probability that the SLO holds and 90 % intervals, or that nothing is known of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import math
 from simtune.costs.predict import Z90
 from simtune.report.info import METRIC_NAMES, ms, number, percent
 from simtune.runs.schema import Summary
-from simtune.sim.summary import CostBasis, Uncertainty
+from simtune.sim.summary import CostBasis, SloLimit, Uncertainty
+from simtune.tuner.odds import SloOdds
 
 
 def certainty(s: Summary) -> str | None:
@@ -17,6 +18,8 @@ def certainty(s: Summary) -> str | None:
         return None
     if s.uncertainty is not None:
         return _drawn(s, s.uncertainty)
+    if s.odds is not None:
+        return " ".join(filter(None, (_stated(s, s.odds), _safer(s, s.odds))))
     return None if s.cost_basis is None else _not_drawn(s.cost_basis)
 
 
@@ -33,10 +36,37 @@ def _nearest_limit(s: Summary, u: Uncertainty) -> str | None:
     limits = u.intervals.get("slo")
     if not limits or limits[at] is None:
         return None
-    low, high = ("unbounded" if x is None else ms(x) for x in limits[at]["value_s"])
-    one = s.slo[at]
+    return _ends(s.slo[at], *limits[at]["value_s"])
+
+
+def _ends(one: SloLimit, low_s: float | None, high_s: float | None) -> str:
+    low, high = ("unbounded" if x is None else ms(x) for x in (low_s, high_s))
     whose = "" if one.request_class is None else f" of {one.request_class}"
     return f"{one.statistic} {METRIC_NAMES[one.metric]}{whose} is {low}–{high} ms"
+
+
+def _stated(s: Summary, o: SloOdds) -> str:
+    """What is known of drawn worlds without simulating them all: of every limit, and of the rate."""
+    said = f"P(SLO holds) is {percent(o.slo_probability)} ({percent(o.low)} to {percent(o.high)})"
+    known = [_ends(one, ends.low_s, ends.high_s) for one, ends in zip(s.slo, o.limits, strict=True)]
+    if o.value is not None and s.objective is not None:
+        low, high = ("any number of" if x is None else number(x) for x in o.value)
+        known.append(f"{low}–{high} {s.objective.unit} are served inside the limits")
+    *most, last = known
+    listed = f"{', '.join(most)} and {last}" if most else last
+    return f"{said} over {o.worlds:,} drawn worlds; in {o.level * 100:.0f} % of them {listed}."
+
+
+def _safer(s: Summary, o: SloOdds) -> str | None:
+    """What to ask of the plan to be surer; nothing where it is sure, or the load is given."""
+    if s.objective is None or s.offered_rate_rps is None or o.value is None or o.slo_probability >= o.safe_probability:
+        return None
+    edge = "The highest rate was looked for, so it lies at the edge of the limits"
+    if o.safe_rate_rps is None:
+        return f"{edge}; no rate keeps them in {o.safe_probability * 100:.0f} % of these worlds."
+    return (
+        f"{edge}; {number(o.safe_rate_rps)} requests/s keep them in {o.safe_probability * 100:.0f} % of these worlds."
+    )
 
 
 def _used(s: Summary, at: int) -> float:

@@ -113,7 +113,7 @@ NUMBERS: tuple[Number, ...] = (
     Number(
         "P(SLO holds)",
         "of worlds",
-        lambda s: s.uncertainty.slo_probability if s.uncertainty and s.slo else None,
+        lambda s: drawn.slo_probability if (drawn := s.uncertainty or s.odds) and s.slo else None,
         lambda s: None,
         info.percent,
     ),

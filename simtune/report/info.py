@@ -196,12 +196,10 @@ def _certainty(s: Summary) -> list[tuple[str, str, str]]:
     sure = []
     if s.confidence is not None and s.confidence.versus:
         sure.append(("P(no rival is better)", percent(s.confidence.best), f"of {number(s.confidence.worlds)} worlds"))
-    if s.uncertainty is None or not s.slo:
+    drawn = s.uncertainty or s.odds
+    if drawn is None or not s.slo:
         return sure
-    return [
-        *sure,
-        ("P(SLO holds)", percent(s.uncertainty.slo_probability), f"of {number(s.uncertainty.worlds)} worlds"),
-    ]
+    return [*sure, ("P(SLO holds)", percent(drawn.slo_probability), f"of {number(drawn.worlds)} worlds")]
 
 
 def _drafted(s: Summary) -> list[tuple[str, str, str]]:

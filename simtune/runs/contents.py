@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
+from simtune.costs.basis import KindBasis
 from simtune.costs.calibration import words
 from simtune.errors import Infeasible
 from simtune.parallel import Jobs
@@ -39,7 +40,7 @@ from simtune.runs.schema import (
 from simtune.runs.swimlanes import SWIMLANES, swimlanes_of
 from simtune.runs.tables import columns, to_csv
 from simtune.runs.timeline import sampled, trace_file
-from simtune.sim.basis import cost_basis
+from simtune.sim.basis import pool_bases, summed
 from simtune.sim.deployment import Deployment
 from simtune.sim.load import load_facts
 from simtune.sim.result import Result
@@ -51,10 +52,11 @@ from simtune.specs.traces import Trace
 from simtune.specs.workload import Workload
 from simtune.tuner.certificate import Certificate, certificate_of
 from simtune.tuner.confidence import Confidence
-from simtune.tuner.day import DayHour, DayPlan, day_of
+from simtune.tuner.day import DayHour, day_of
 from simtune.tuner.drafting import Contexts, schedule
 from simtune.tuner.front_certificate import front_certificate_of
-from simtune.tuner.rate_sweep import sweeps
+from simtune.tuner.odds import odds
+from simtune.tuner.rate_sweep import RateSweep, sweeps
 from simtune.tuner.trial import Trial, Tuned
 
 
@@ -113,7 +115,7 @@ def of_simulation(
         sweep=None,
         runners_up=None,
         uncertainty=uncertainty,
-        **_common(deployment, result, files, workload, trace),
+        **_common(deployment, result, files, (workload, trace), pool_bases(deployment, result)),
     )
     return Contents(Run(summary, (), swimlanes_of(result)), files)
 
@@ -125,16 +127,17 @@ def of_study(
     confidence: Confidence | None = None,
     uncertainty: Uncertainty | None = None,
 ) -> Contents:
-    """The same for the chosen plan of a study, with all candidates, the runners-up and the goodput curves, and how sure
-    the choice and its numbers are where that was asked."""
+    """The same for the chosen plan of a study, with all candidates, goodput curves, and how sure all of it is."""
     study, files = tuned.question.study, _files(tuned.deployment, tuned.result)
     chosen, *rivals = sweeps(tuned, jobs=jobs)
-    of_chosen, *of_rivals = ([_point(s.candidate, *point) for point in s.points] for s in (chosen, *rivals))
+    of_chosen, *of_rivals = map(_points, (chosen, *rivals))
     facts = _draft_facts(tuned)
     if facts is not None and tuned.chosen.candidate.speculation is not None:
         files |= other_engines(facts, tuned.deployment.plan)
     drafts = None if facts is None else {**facts, "load": _drafted_load(of_chosen)}
-    asked = _asked_for(tuned, drafts, confidence, day_of(tuned, jobs=jobs))
+    bases = pool_bases(tuned.deployment, tuned.result)
+    known = None if uncertainty else odds(tuned, chosen, bases)
+    asked = _asked_for(tuned, {"confidence": confidence, "odds": known, "day": day_of(tuned, jobs=jobs)}, drafts)
     if "day" in asked:
         files["day.csv"] = to_csv(columns(DayHour), ([*hour.model_dump().values()] for hour in asked["day"].hours))
     summary = Summary(
@@ -157,7 +160,7 @@ def of_study(
         ),
         uncertainty=uncertainty,
         **asked,
-        **_common(tuned.deployment, tuned.result, files, tuned.question.workload, tuned.question.trace),
+        **_common(tuned.deployment, tuned.result, files, (tuned.question.workload, tuned.question.trace), bases),
     )
     candidates = tuple(
         _startable(tuned, row, priced(_candidate(rank, row, study), tuned.question.usd_per_hour(row.candidate)))
@@ -169,14 +172,11 @@ def of_study(
     return Contents(Run(summary, candidates, swimlanes_of(tuned.result), certificate, course), files)
 
 
-def _asked_for(
-    tuned: Tuned, drafts: Mapping[str, Any] | None, confidence: Confidence | None, day: DayPlan | None
-) -> dict[str, Any]:
+def _asked_for(tuned: Tuned, answers: Mapping[str, Any], drafts: Mapping[str, Any] | None) -> dict[str, Any]:
     """Fields of the summary by name; what was not asked for has no key."""
     asked = {
+        **answers,
         "draft_schedule": None if drafts is None else DraftSchedule.model_validate(drafts),
-        "confidence": confidence,
-        "day": day,
         "front": None if tuned.ladder is None else tuned.ladder.points,
     }
     return {name: value for name, value in asked.items() if value is not None}
@@ -204,14 +204,18 @@ def _load_source(workload: Workload | None, trace: Trace | None, requests: int) 
 
 
 def _common(
-    deployment: Deployment, result: Result, files: Files, workload: Workload | None, trace: Trace | None
+    deployment: Deployment,
+    result: Result,
+    files: Files,
+    load: tuple[Workload | None, Trace | None],
+    bases: Mapping[str, Mapping[str, KindBasis]],
 ) -> dict[str, Any]:
-    """The fields of the summary that every run has, by name."""
+    """The fields of the summary that every run has, by name; what its steps rest on is known by pool and kind."""
     simulated, memory, pools = result.summary(), deployment.memory, deployment.pools
     return {
         "price": price(deployment, simulated),
         "load": load_facts(result.stream, result.stream.users),
-        "load_source": _load_source(workload, trace, len(result.stream)),
+        "load_source": _load_source(*load, len(result.stream)),
         "launch": launch_of(files, deployment.model.hf),
         **{name: getattr(simulated, name) for name in simulated.model_fields_set},
         "schema_id": SUMMARY_SCHEMA,
@@ -227,7 +231,7 @@ def _common(
             num_blocks=memory.num_blocks,
         ),
         "breakdown": step_times(deployment, result),
-        "cost_basis": cost_basis(deployment, result),
+        "cost_basis": summed(bases.values()),
         "timeline": sampled(result),
         "pool_timelines": tuple(
             PoolTimeline(pool=pool.spec.name, **dict(sampled(result, pool.spec.name))) for pool in pools
@@ -349,6 +353,10 @@ def _router(study: Study, chosen: int) -> str:
 def _finished(simulated: SimulationSummary) -> bool:
     """Whether every request came to an end, or the simulation stopped before."""
     return simulated.completed + simulated.refused + simulated.unserved >= simulated.requests
+
+
+def _points(sweep: RateSweep) -> list[SweepPoint]:
+    return [_point(sweep.candidate, *point) for point in sweep.points]
 
 
 def _point(candidate: str, rate_rps: float, simulated: SimulationSummary) -> SweepPoint:

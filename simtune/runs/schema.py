@@ -21,6 +21,7 @@ from simtune.tuner.certificate import Certificate
 from simtune.tuner.confidence import Confidence
 from simtune.tuner.day import DayPlan
 from simtune.tuner.ladder import FrontPoint
+from simtune.tuner.odds import SloOdds
 
 SUMMARY_SCHEMA: Literal["simtune/summary@1"] = "simtune/summary@1"
 COURSE = "search.csv"
@@ -251,6 +252,9 @@ class Summary(SimulationSummary):
     day: DayPlan | None = Field(None, description="left out where the study has none")
     confidence: Confidence | None = Field(None, description="left out where the choice was not judged in other worlds")
     uncertainty: Uncertainty | None = Field(None, description="null where no worlds were redrawn")
+    odds: SloOdds | None = Field(
+        None, description="of the chosen plan of a study; left out where worlds were redrawn, or nothing is limited"
+    )
     plan: Plan
     model: str
     hardware: HardwareFacts = Field(description="of the first pool")

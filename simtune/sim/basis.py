@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from simtune.arrays import Array
 from simtune.costs.basis import AskedCall, KindBasis, StepBasis, WeightedStep
-from simtune.costs.iteration import StepWork
+from simtune.costs.iteration import StepModel, StepWork
 from simtune.costs.predict import Basis
 from simtune.costs.protocol import TellingCosts
 from simtune.sim.deployment import Deployment
@@ -39,6 +40,40 @@ def pool_bases(deployment: Deployment, result: Result) -> dict[str, dict[str, Ki
             model = StepBasis(deployment.model, pool.hardware, pool.spec)
             bases[pool.spec.name] = model.of(_weighted(step) for step in evenly(steps, STEPS))
     return bases
+
+
+def timed_steps(deployment: Deployment, result: Result) -> Iterator[tuple[SampledStep, dict[str, float], float]]:
+    """Steps of a run, each with its seconds by kind, and those that it takes in all, the host's included where it does
+    not hide; those of pools whose costs were brought from outside are not known."""
+    for pool in deployment.pools:
+        steps = [step for core in result.outcome.cores if core.pool == pool.spec.name for step in core.sampled]
+        if not steps or isinstance(pool.costs, OwnCosts):
+            continue
+        model, some = StepModel(deployment.model, pool.hardware, pool.spec), evenly(steps, STEPS)
+        columns = _seconds_by_kind(model, some)
+        for at, step in enumerate(some):
+            by_kind = {kind: float(seconds[at]) for kind, seconds in columns.items()}
+            kernels = max(sum(by_kind.values()), model.launch_s[bool(step.chunks)])
+            yield step, by_kind, model.with_host_s(kernels, _weighted(step).work)
+
+
+def _seconds_by_kind(model: StepModel, steps: Sequence[SampledStep]) -> dict[str, Array]:
+    """Seconds of each step, all asked for at once: decodes attend as they do in steps without chunks."""
+    decodes, verified = (np.array([getattr(step, name) for step in steps]) for name in ("num_decodes", "verify_tokens"))
+    chunks = [(at, past, new) for at, step in enumerate(steps) for past, new in step.chunks]
+    of_step, past, new = np.array(chunks or [(0, 0, 0)], dtype=np.float64).T
+    at = of_step.astype(np.int64)
+    samples = np.array([step.num_samples for step in steps]) + verified - decodes
+    columns = model.linear(verified + np.bincount(at, new, len(steps)))
+    columns |= {kind: np.where(samples > 0, x, 0.0) for kind, x in model.head(np.maximum(samples, 1)).items()}
+    context = np.array([step.context_tokens for step in steps]) / np.maximum(decodes, 1)
+    width = max(1, round(float(verified.sum() / max(1, decodes.sum()))))
+    attends = model.decode(np.maximum(decodes, 1), np.maximum(context, 1.0), width)
+    columns["decode_attention"] = np.where(decodes > 0, attends, 0.0)
+    if chunks:
+        seconds = model.prefill(past + new) - model.prefill(past) + model.past(past) + model.prefill_overhead_s
+        columns["prefill_attention"] = np.bincount(at, seconds, len(steps)).astype(np.float64)
+    return columns
 
 
 def asked_calls(deployment: Deployment, result: Result) -> Iterator[tuple[str, AskedCall]]:

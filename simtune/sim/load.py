@@ -147,15 +147,17 @@ class Agreement(NamedTuple):
 
 
 def dispersion(arrival_s: Array, window_s: float) -> float | None:
-    """Variance over mean of the arrivals in windows of this length: 1 for Poisson arrivals at one rate.
+    """Variance over mean of the arrivals in windows of this length: 1 for Poisson arrivals at one rate, 0 for a clock.
 
-    None where there are too few windows.
+    None where there are too few windows. They begin half a mean gap before the first arrival, so that those of a clock
+    do not lie on their ends.
     """
     span_s = float(arrival_s[-1] - arrival_s[0])
     windows = int(span_s / window_s)
     if windows < 8:
         return None
-    counts, _ = np.histogram(arrival_s - arrival_s[0], bins=windows, range=(0.0, windows * window_s))
+    since_s = arrival_s - arrival_s[0] + span_s / (len(arrival_s) - 1) / 2
+    counts, _ = np.histogram(since_s, bins=windows, range=(0.0, windows * window_s))
     mean = float(counts.mean())
     return float(counts.var() / mean) if mean > 0 else None
 

@@ -14,6 +14,7 @@ from simtune.sim.requests import RequestStream, build_stream, lengths_at
 from simtune.specs.traces import Trace
 from simtune.specs.workload import (
     Arrivals,
+    FixedInterval,
     FixedLength,
     Gamma,
     Lengths,
@@ -31,6 +32,14 @@ CLOSE = 0.02
 """Lengths may be off by this share of requests: the shortest description that is no further off is taken."""
 WINDOWS = (1.0, 10.0, 100.0)
 """Over so many mean gaps burstiness is compared."""
+GRAIN = 0.01
+"""Of the mean gap: gaps that differ by less are the same, for times are written with so many digits."""
+EVEN = 0.01
+"""Dispersions below it are that of a clock."""
+LEAST_CV = 1e-3
+"""Gaps that vary by less of their mean than a gamma distribution of the spec may are a clock's."""
+FITS = ((0.2, "close"), (0.5, "rough"))
+"""How far off arrivals may be at most to be called so; beyond that the fit is poor."""
 SEED = 0
 
 
@@ -41,6 +50,13 @@ class FittedLoad(NamedTuple):
     agreements: tuple[Agreement, ...]
     arrivals: tuple[tuple[str, float], ...]
     lost: tuple[str, ...]
+
+    @property
+    def fit(self) -> str | None:
+        """How near the arrivals of the spec come to those of the trace: `close`, `rough` or `poor`; None where the
+        trace has no times to compare with."""
+        off = dict(self.arrivals).get(self.workload.arrivals.kind)
+        return None if off is None else next((word for most, word in FITS if off <= most), "poor")
 
 
 def fit_workload(trace: Trace, name: str, rate_rps: float | None = None) -> FittedLoad:
@@ -75,11 +91,11 @@ def fit_workload(trace: Trace, name: str, rate_rps: float | None = None) -> Fitt
 
 
 def _kinds(arrival_s: Array, rate_rps: float) -> list[Arrivals]:
-    """Poisson, gamma with the burstiness of the gaps, and rates that change with time."""
-    kinds: list[Arrivals] = [Poisson(rate_rps=rate_rps)]
+    """A clock, Poisson, gamma with the burstiness of the gaps, and rates that change with time."""
+    kinds: list[Arrivals] = [FixedInterval(rate_rps=rate_rps), Poisson(rate_rps=rate_rps)]
     gaps = np.diff(arrival_s)
     cv = float(gaps.std() / gaps.mean())
-    if cv > 0.01:
+    if cv > LEAST_CV:
         kinds.append(Gamma(rate_rps=rate_rps, cv=round(cv, 3)))
     rates, width = rates_over_time(arrival_s)
     if len(rates) > 3:
@@ -93,11 +109,12 @@ def _distance(arrival_s: Array, stream: RequestStream) -> float:
     """
     drawn = stream.arrival_s
     assert drawn is not None
-    unlike = [kolmogorov_distance(np.diff(arrival_s), np.diff(drawn))]
+    grain_s = GRAIN * float(np.diff(arrival_s).mean())
+    unlike = [kolmogorov_distance(*(np.rint(np.diff(x) / grain_s) for x in (arrival_s, drawn)))]
     for window_s in _windows_s(arrival_s):
-        of = dispersion(arrival_s, window_s), dispersion(drawn, window_s)
-        if of[0] and of[1]:
-            unlike.append(abs(math.log(of[0] / of[1])))
+        recorded, as_drawn = dispersion(arrival_s, window_s), dispersion(drawn, window_s)
+        if recorded is not None and as_drawn is not None:
+            unlike.append(abs(math.log(max(EVEN, recorded) / max(EVEN, as_drawn))))
     return float(np.mean(unlike))
 
 

@@ -37,6 +37,43 @@ def test_worlds_say_how_likely_the_limits_hold_and_where_the_nearest_lies(make_r
     assert said in render(run)
 
 
+def stated(**changes: object) -> dict[str, object]:
+    return {
+        "worlds": 200, "simulations": 0, "level": 0.9, "slo_probability": 0.63, "low": 0.61, "high": 0.67,
+        "limits": [{"low_s": 0.25, "high_s": None}, {"low_s": 0.02, "high_s": 0.034}],
+        "value": [17.6, 22.2], "safe_probability": 0.9, "safe_rate_rps": 144.32, **changes,
+    }  # fmt: skip
+
+
+def test_a_search_says_it_of_all_its_limits_and_what_would_be_safer(make_run: RunMaker) -> None:
+    run = read_run(make_run(odds=stated(), uncertainty=None))
+    assert [one.metric for one in run.summary.slo] == ["ttft", "tpot"]
+    said = certainty(run.summary)
+    assert said is not None
+    assert said == (
+        "P(SLO holds) is 63.0 % (61.0 % to 67.0 %) over 200 drawn worlds; in 90 % of them p99 TTFT is 250–unbounded "
+        "ms, p99 TPOT is 20.0–34.0 ms and 17.6–22.2 requests/s/GPU are served inside the limits. The highest rate was "
+        "looked for, so it lies at the edge of the limits; 144 requests/s keep them in 90 % of these worlds."
+    )
+    assert said in render(run)
+
+
+@pytest.mark.parametrize(
+    ("changes", "last"),
+    [
+        ({"safe_rate_rps": None}, "no rate keeps them in 90 % of these worlds."),
+        ({"slo_probability": 0.95}, "are served inside the limits."),
+        ({"value": None, "safe_rate_rps": None}, "and p99 TPOT is 20.0–34.0 ms."),
+    ],
+)
+def test_what_is_sure_enough_or_has_no_rate_needs_no_safer_one(
+    make_run: RunMaker, changes: dict[str, object], last: str
+) -> None:
+    said = certainty(read_run(make_run(odds=stated(**changes), uncertainty=None)).summary)
+    assert said is not None
+    assert said.endswith(last)
+
+
 def test_without_worlds_that_is_said_with_the_cost_models_own_errors(make_run: RunMaker) -> None:
     shares = {"measured": 0, "interpolated": 1, "extrapolated": 0, "carried_over": 0, "data_sheet": 0}
     kinds = [("gemm", 0.6, 0.1), ("host", 0.4, 0.05)]

@@ -56,8 +56,13 @@ def test_a_point_is_the_simulation_of_the_same_question() -> None:
 def test_what_does_not_fit_is_a_row_and_what_is_misspelt_an_error() -> None:
     row = Point(BASE, {"model": "llama-3.1-70b", "plan.pools.0.parallelism.tp": "1"}).run()
     assert "llama-3.1-70b" in row["error"]
-    with pytest.raises(simtune.SpecError, match="batch"):
-        Point(BASE, {"plan.pools.0.batching.max_num_sqs": "16"}).run()
+    misspelt = "plan.pools.0.batching.max_num_sqs"
+    with pytest.raises(simtune.SpecError, match=rf"^--over: {misspelt}: unknown key, did you mean max_num_seqs"):
+        Point(BASE, {misspelt: "16"}).run()
+    with pytest.raises(simtune.SpecError, match=r"^--set: pools.0.batching.max_num_sqs: unknown key"):
+        Point(BASE, {"rate": "4"}, (f"{misspelt}=16",)).run()
+    row = Point(BASE, {"plan.pools.7.batching.max_num_seqs": "16"}).run()
+    assert row["error"].startswith("--over plan.pools.7.batching.max_num_seqs=16: '7' is not an index")
 
 
 def test_what_is_misspelt_is_said_from_another_process_too() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -10,7 +12,17 @@ from simtune.sim.load import dispersion, kolmogorov_distance, load_facts, rates_
 from simtune.sim.load_fit import CLOSE, fit_lengths, fit_workload
 from simtune.sim.requests import build_stream, lengths_at
 from simtune.specs.traces import Trace
-from simtune.specs.workload import Arrivals, FixedLength, Gamma, Lognormal, Piecewise, Poisson, Segment, Workload
+from simtune.specs.workload import (
+    Arrivals,
+    FixedInterval,
+    FixedLength,
+    Gamma,
+    Lognormal,
+    Piecewise,
+    Poisson,
+    Segment,
+    Workload,
+)
 
 CHANGING = Piecewise(segments=(Segment(for_s=200, rate_rps=2), Segment(for_s=200, rate_rps=12)))
 
@@ -35,6 +47,31 @@ def test_the_kind_of_arrivals_is_found_again(arrivals: Arrivals) -> None:
     rate = next(a for a in fitted.agreements if a.what == "requests/s")
     assert rate.recorded is not None
     assert rate.drawn == pytest.approx(rate.recorded, rel=0.1)
+
+
+@pytest.mark.parametrize("jitter", [0.0, 1e-4], ids=["exact", "in ten thousandths"])
+def test_even_gaps_are_those_of_a_clock(jitter: float) -> None:
+    clock = drawn(FixedInterval(rate_rps=3), 400)
+    assert clock.arrival_s is not None
+    late = jitter * np.random.default_rng(1).uniform(-1, 1, 400)
+    fitted = fit_workload(replace(clock, arrival_s=clock.arrival_s + np.sort(late)), "again")
+    assert fitted.workload.arrivals.kind == "fixed"
+    assert fitted.fit == "close"
+    assert dict(fitted.arrivals)["fixed"] < 0.01 < dict(fitted.arrivals)["poisson"]
+
+
+def test_gaps_that_are_all_but_even_are_no_clock() -> None:
+    fitted = fit_workload(drawn(Gamma(rate_rps=5, cv=0.2)), "again")
+    assert fitted.workload.arrivals.kind == "gamma"
+    assert fitted.fit == "close"
+
+
+def test_a_fit_is_judged() -> None:
+    trace = drawn(FixedInterval(rate_rps=3), 400)
+    assert trace.arrival_s is not None
+    pairs = np.repeat(trace.arrival_s[::2], 2)  # two at a time, which no kind of arrivals does
+    assert fit_workload(replace(trace, arrival_s=pairs), "pairs").fit == "poor"
+    assert fit_workload(Trace("t", "", None, np.array([5, 6]), np.array([1, 2])), "t", rate_rps=2.0).fit is None
 
 
 def test_poisson_arrivals_are_no_burstier_than_poisson() -> None:
