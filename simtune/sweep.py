@@ -94,11 +94,15 @@ def points(axes: Sequence[Axis], zipped: bool) -> list[dict[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One simulation to do."""
+    """One simulation to do. Raises UsageError where nobody names a workload."""
 
     base: Base
     values: Mapping[str, str]
     settings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.base.workload is None and "workload" not in self.values:
+            raise UsageError("name a --workload")
 
     @property
     def name(self) -> str:
@@ -142,8 +146,6 @@ class Point:
         for field in fields:
             spec, _, rest = field.partition(".")
             settings[spec].append(rest)
-        if given["workload"] is None:
-            raise UsageError("name a --workload")
         specs = load_specs(given["model"], given["hardware"], given["workload"], given["plan"], settings)
         experiment = set_up(
             specs,

@@ -200,7 +200,7 @@ class _Run:
                 return
         kernel_tasks = [t for t in self.plan.tasks if t.kind != "step"]
         visit = 2
-        while self.left_s() > 0:
+        while True:
             if not self._pass(self._doubtful_first(kernel_tasks, visit), visit, f"visit {visit}") or self._met():
                 return
             visit += 1

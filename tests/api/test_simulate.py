@@ -179,3 +179,6 @@ def test_a_study_of_objects() -> None:
     assert tuned.deployment.plan.pools[0].hardware == "h100-sxm"
     with pytest.raises(simtune.UsageError, match="settings override fields of a study's file"):
         simtune.optimize(study, settings=["seed=1"])
+    two = study.model_copy(update={"hardware": (*study.hardware, HardwareCount(profile="l40s", devices=1))})
+    with pytest.raises(simtune.UsageError, match="mine names several hardware profiles; change them in the study"):
+        simtune.optimize(two, model=model, hardware=hardware, workload=COLUMNS, jobs=1)

@@ -192,6 +192,18 @@ def test_check_says_what_it_read_of_a_trace_and_what_not(call: Call, desk: Any) 
     )
 
 
+def test_check_says_that_prompts_share_what_they_begin_with(call: Call, desk: Any) -> None:
+    desk.write(
+        "shared.yaml",
+        "schema: simtune/workload@1\nname: w\nrequests: 10\narrivals: {kind: poisson, rate_rps: 1}\n"
+        "prompt: {kind: fixed, tokens: 300}\noutput: {kind: fixed, tokens: 8}\n"
+        "shared_prefix: {tokens: 256, groups: 2, block_tokens: 64}\n",
+    )
+    said = call("check", "shared.yaml")
+    assert said.code == 0
+    assert "requests/s, prompts share prefixes, prompt tokens p50 300" in said.out
+
+
 def test_check_opens_the_arrays_of_a_profile(call: Call, desk: Any) -> None:
     profile = load_hardware("h100-sxm")
     name = next(key for key in profile.arrays if key.endswith(".weights"))
@@ -256,6 +268,28 @@ def test_a_model_too_large_for_one_gpu_gets_the_fewest_that_hold_it(call: Call) 
     said = call("simulate", *asked, "--rate", 1, "--requests", 100, "--json")
     assert said.code == 0
     assert said.json["plan"]["pools"][0]["parallelism"]["tp"] > 1
+
+
+def test_a_stream_keeps_no_requests_and_says_the_same(desk: Any) -> None:
+    whole, streamed = desk.simulate("--json").json, desk.simulate("--stream", "--json").json
+    for key in ("requests", "completed", "num_gpus", "output_tokens_per_s"):
+        assert streamed[key] == pytest.approx(whole[key], rel=1e-6)
+    assert streamed["metrics"]["ttft"]["p50"] == pytest.approx(whole["metrics"]["ttft"]["p50"], rel=0.02)
+    refused = desk.simulate("--stream", "--out", "run", "--uncertainty", 20)
+    assert refused.code == 2
+    assert "--stream keeps no requests, which --out and --uncertainty would need; leave one out" in refused.err
+
+
+def test_what_is_left_when_nobody_is_up_any_more_is_called_so(call: Call, desk: Any) -> None:
+    desk.write(
+        "plan.yaml",
+        "schema: simtune/plan@1\nname: p\nmodel: llama-3.1-8b\npools: [{hardware: h100-sxm, instances: 1, "
+        "batching: {max_num_seqs: 8, max_num_batched_tokens: 512}, max_model_len: 8192}]\n"
+        "events: [{kind: failure, pool: mixed, instance: 0, at_s: 1}]\n",
+    )
+    said = call("simulate", "--plan", "plan.yaml", "--workload", "chat", "--requests", 50, "--rate", 5)
+    assert said.code == 3
+    assert "NOT SERVED: requests were left when no instance was up any more" in said.out
 
 
 def test_overload_is_called_saturated(desk: Any) -> None:

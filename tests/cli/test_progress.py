@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -39,6 +40,20 @@ def test_where_nobody_looks_a_line_comes_now_and_then(clock: list[float], capsys
     assert lines[0] == "plans: 20 of 100 in 20 s, 1/s, about 80 s left; the best"
     work(clock, quiet=True)
     assert capsys.readouterr().err == ""
+
+
+def test_on_a_terminal_a_bar_goes_along_and_is_gone_in_the_end(
+    clock: list[float], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "60")
+    work(clock)
+    output.print_table("a title", ("first", "second"), [("one", "2" * 70)])
+    told = capsys.readouterr()
+    assert "100/100" in told.err
+    assert "the best" in told.err
+    assert told.err.rstrip().endswith("\x1b[?25h\r\x1b[1A\x1b[2K"), "the line is cleared"
+    assert max(map(len, re.sub(r"\x1b\[[0-9;]*m", "", told.out).splitlines())) == 60, "as wide as the terminal"
 
 
 def test_machines_get_json_lines(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:

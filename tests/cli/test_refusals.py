@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.cli.conftest import Desk, call
+from tests.fuzz.corpus import FACTS
 
 POOL = "{hardware: h100-sxm, instances: 1, batching: {max_num_seqs: 8, max_num_batched_tokens: 512}"
 PLAN = f"schema: simtune/plan@1\nname: p\nmodel: llama-3.1-8b\npools: [{POOL}}}]\n"
@@ -24,6 +25,7 @@ SPLITWISE = (
     "model,hardware,tensor_parallel,prompt_size,batch_size,token_size,prompt_time,token_time\n"
     "llama-2-70b,h100-80gb,8,128,1,64,20,30\n"
 )
+SCRAPE = "# TYPE vllm:request_prompt_tokens histogram\n"
 HALF = "import simtune\n\n\nclass Half(simtune.Router):\n    pass\n"
 
 
@@ -56,6 +58,31 @@ HALF = "import simtune\n\n\nclass Half(simtune.Router):\n    pass\n"
             "sweep --model llama-3.1-8b --hardware h100-sxm --workload chat --over rate=1,2 --over rate=3 --out s",
             "--over names a field twice: rate, rate",
         ),
+        (
+            "fit --facts facts.yaml --out new",
+            "give tables to fit (SOURCE...), or a profile to transfer from (--transfer-from)",
+        ),
+        (
+            "calibrate h100-sxm --measured steps.csv --model llama-3.1-8b --out new",
+            "at least 8 decode or prefill steps are needed; it holds 1 decode",
+        ),
+        ("simulate --plan plan.yaml --workload chat --leave-out trace", "--leave-out says what --out FOLDER lacks"),
+        (
+            "sweep --plan plan.yaml --workload chat --over rate=1,2 --parquet",
+            "--parquet needs a folder: --out runs/NAME",
+        ),
+        ("sweep --plan plan.yaml --over rate=1,2 --out s", "name a --workload"),
+        (
+            "sweep --plan plan.yaml --workload chat --over rate=1:2000000:1 --out s",
+            "--over rate=1:2000000:1: has more than 100,000 values; take a larger STEP",
+        ),
+        (
+            "sweep --plan plan.yaml --workload chat --over rate=1:1000:1 --over seed=1:1000:1 --out s",
+            "the grid has more than 100,000 points; sweep fewer values",
+        ),
+        ("weights llama-3.1-8b --out w --rigged llama-3.2-1b", "--rigged DRAFT and --acceptance SHARE belong together"),
+        ("workload scrape.txt trace.csv", "trace.csv: is no scrape, and others of these files are; look at them apart"),
+        ("show nothing-like-this", "nothing built in is called 'nothing-like-this'"),
         ("check plon.yaml", "plon.yaml: `schema` is 'simtune/plon@1', did you mean simtune/plan@1?"),
         ("check other.yaml", "other.yaml: `schema` is 'mine'; it must be one of "),
         ("simulate --plan one.yaml --workload chat", "half:Half "),
@@ -71,6 +98,10 @@ def test_it_is_said_why(desk: Desk, words: str, said: str) -> None:
         ("one.yaml", PLAN + "router: {kind: 'half:Half'}\n"),
         ("two.yaml", PLAN + "router: {kind: 'half:Helf'}\n"),
         ("half.py", HALF),
+        ("facts.yaml", FACTS),
+        ("scrape.txt", SCRAPE),
+        ("trace.csv", "arrival_s,prompt_tokens,output_tokens\n0,8,8\n"),
+        ("steps.csv", "num_decodes,context_tokens,prefill_tokens,seconds\n1,8,0,0.1\n"),
         ("steps.jsonl", STEPS),
         ("splitwise.csv", SPLITWISE),
     ):

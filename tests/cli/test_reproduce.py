@@ -54,6 +54,21 @@ def test_a_finding_names_what_it_stands_on(own: Desk) -> None:
     assert "  not modelled: the weather\n" in said.out
 
 
+def test_who_chose_with_the_claim_in_sight_says_so_and_of_many_only_the_table_is_told(own: Desk) -> None:
+    one = FILE.partition("systems:\n")[2]
+    fitted = one.replace("    not_modelled: [the weather]\n", "    chosen: the batch\n")
+    own.write("mine.yaml", FILE.replace(one, fitted))
+    said = call("reproduce", "mine.yaml", "--jobs", 1, "--quiet")
+    assert said.code == 0, said
+    assert "  chosen knowing the claim: the batch\n" in said.out
+    assert "not modelled" not in said.out
+    many = "".join(one.replace("name: one", f"name: s{i}").replace("title: One", f"title: S{i}") for i in range(40))
+    own.write("mine.yaml", FILE.replace(one, many))
+    told = call("reproduce", "mine.yaml", "--jobs", 1, "--quiet")
+    assert "40 of 40 reproduced" in told.out
+    assert "published: the batch" not in told.out
+
+
 def test_on_other_hardware_the_profile_is_named_and_nothing_counted(own: Desk) -> None:
     there = call("reproduce", "mine.yaml", "--hardware", "l40s", "--jobs", 1, "--quiet")
     assert there.code == 0

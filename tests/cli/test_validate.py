@@ -1,6 +1,7 @@
 """simtune validate against a server that only pretends: files, verdicts, failures, resuming, records."""
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ import pytest
 
 from simtune.testing.fake_server import FakeServer
 from tests.validation.test_guard import PRETENDS
+from tests.validation.test_vllm_steps import PRETENDED
 
 WORKLOAD = """\
 schema: simtune/workload@1
@@ -163,6 +165,10 @@ def test_plans_around_one_are_run_for_real(call: Call, at: Path) -> None:
     assert {p["plan"] for p in decision["plans"]} == {"one.chosen", "one.seats4", "one.budget256"}
     assert all(len(p["measured_s"]) == 2 for p in decision["plans"])
     assert {path.name for path in (at / "out" / "plans").iterdir()} == {f"{p['plan']}.yaml" for p in decision["plans"]}
+    told = call("validate", "run", *loads, *engine, *USUAL, "--tolerance", 1e6)
+    assert told.code == 0, told
+    assert all(p["plan"] in told.out for p in decision["plans"])
+    assert f"regret {decision['regret']:.1%}" in told.out
     refused = call("validate", "run", *loads, "--engine", "http://127.0.0.1:1", *USUAL)
     assert refused.code == 2
     assert "starts an engine for every plan" in refused.err
@@ -175,6 +181,23 @@ def test_plans_around_one_are_run_for_real(call: Call, at: Path) -> None:
     assert not (at / "said").read_text(), "nothing is run for what cannot be foretold"
 
 
+def test_vllm_is_stepped_by_its_own_processor_time(call: Call, at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that can be worked out by hand: requests do not wait for one another."""
+    path = os.pathsep.join(filter(None, [str(PRETENDED), os.environ.get("PYTHONPATH")]))
+    monkeypatch.setenv("PYTHONPATH", path)
+    plan = PLAN.replace("max_model_len: 4096", "max_model_len: 4096\n    async_scheduling: false")
+    (at / "plan.yaml").write_text(plan)
+    engine = ("--engine", "vllm", "--clock", "cpu", "--vllm-python", sys.executable)
+    loads = ("--workload", "load.yaml", "--rates", "40", "--repeat", 1, "--tolerance", 1e6)
+    said = call("validate", "plan.yaml", *loads, *engine, *USUAL, "--json")
+    assert said.code in (0, 4), said
+    (run,) = (at / "out").rglob("*.jsonl")
+    facts, *rows = map(json.loads, run.read_text().splitlines())
+    assert facts["engine"]["version"] == "0.pretended"
+    assert facts["clock"] == "cpu"
+    assert [(row["prompt_tokens"], row["output_tokens"], row["error"]) for row in rows] == [(30, 6, None)] * 6
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -185,6 +208,11 @@ def test_plans_around_one_are_run_for_real(call: Call, at: Path) -> None:
         (("--engine", "torch", "--workload", "load.yaml"), "plan one: the torch engine has no async_scheduling (set"),
         (("--engine", "vllm", "--workload", "load.yaml", "--device", "cpu"), "of engines in this process"),
         (("--engine", "vllm", "--workload", "load.yaml", "--clock", "wall"), "steps it without a server"),
+        (("--engine", "transformers", "--workload", "load.yaml"), "--engine transformers: name the folder to serve"),
+        (
+            ("--engine", "vllm", "--workload", "load.yaml", "--clock", "cpu", "--engine-arg=--dtype=float32"),
+            "leave --engine-arg and other clocks out",
+        ),
         (("--engine", "localhost:1", "--workload", "load.yaml"), "is neither an address"),
         (("--engine", "http://127.0.0.1:1", "--workload", "load.yaml", "--rates", "2,x"), "--rates 2,x: write"),
         (("--from", "nothing.json", "--record", "nowhere"), "--record nowhere: holds no profile.yaml"),

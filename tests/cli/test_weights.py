@@ -4,6 +4,7 @@ import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -91,6 +92,36 @@ def test_what_cannot_be_written_is_named(name: str, said: str) -> None:
         Checkpoint.of(load_model(name))
 
 
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("learned_positions=512",), "learned positions, layer norms, or norms behind its sublayers"),
+        (("weight_dtype=fp8",), "weights in another format than bf16"),
+        (("layers.0.attention.sinks=true",), "attention with sinks or an output gate"),
+        (("layers.0.attention.output_bias=true",), "biases as none of the three has"),
+        (("layers.0.feed_forward.gated=false",), "a feed-forward block without a gate or with biases"),
+        (("layers.0.attention.output_bias=true", "layers.0.attention.qkv_bias=true"), None),
+    ],
+)
+def test_a_layer_that_none_of_the_three_has_is_named(more: tuple[str, ...], said: str | None) -> None:
+    model = small("llama-3.1-8b", *more)
+    if said is None:
+        written = {tensor.name: tensor.shape for tensor in Checkpoint.of(model).tensors()}
+        assert written["model.layers.1.self_attn.o_proj.bias"] == (64,)
+        assert sum(np.prod(shape) for shape in written.values()) == model.parameters
+    else:
+        with pytest.raises(UsageError, match=said):
+            Checkpoint.of(model)
+
+
+def test_layers_that_differ_are_not_written() -> None:
+    model = small("llama-3.1-8b")
+    (group,) = model.layers
+    other = group.model_copy(update={"attention": group.attention.model_copy(update={"heads": 2})})
+    with pytest.raises(UsageError, match="layers that differ"):
+        Checkpoint.of(model.model_copy(update={"layers": (group, other)}))
+
+
 @pytest.mark.parametrize("acceptance", [0.0, 0.5, 0.7, 1.0])
 def test_a_rigged_pair_accepts_what_it_was_told_to(tmp_path: Path, acceptance: float) -> None:
     """By the arithmetic of the two networks: what a token's embedding scores highest, layers adding nothing."""
@@ -119,8 +150,23 @@ def test_drafts_are_a_permutation_too() -> None:
     assert (follows[FIRST_TOKEN:] == drafted[FIRST_TOKEN:]).mean() == pytest.approx(0.6, abs=0.002)
 
 
+def test_one_token_alone_is_not_drafted_wrong() -> None:
+    follows, drafted = permutations(100, 1 - 1 / (100 - FIRST_TOKEN), seed=0)
+    assert (follows == drafted).all(), "it has nobody to swap with"
+
+
+def test_weights_that_do_not_fit_on_the_disk_are_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights.shutil, "disk_usage", lambda path: SimpleNamespace(free=1e5))
+    model = small("llama-3.1-8b")
+    with pytest.raises(UsageError, match=r"out: 0\.0 GB of weights do not fit on 0\.0 GB of free disk"):
+        write_weights(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_pairs_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
     target = small("llama-3.1-8b")
+    with pytest.raises(UsageError, match=r"an acceptance is a share from 0 to 1, not 1\.5"):
+        rigged_pair(target, target, tmp_path / "pair", 1.5)
     for draft, said in (
         (small("llama-3.1-8b", "vocab_size=99"), "must agree"),
         (small("llama-3.1-8b", "tie_embeddings=true"), "cannot be rigged"),

@@ -86,6 +86,15 @@ def test_tables_of_servegen_become_a_spec(desk: Desk, call: Callable[..., Said])
     assert "3 clients, 4 windows" in said.err
     assert "output tokens, p99" in said.out
     assert desk.simulate(workload="load.yaml").code == 0
+    document = call("workload", "rates.csv", "lengths.csv", "--json").json
+    assert document["files"] == ["rates.csv", "lengths.csv"]
+    assert document["spec"]["arrivals"]["kind"] == "piecewise"
+    means = {one["what"]: one for one in document["agreement"]}
+    assert means["prompt tokens, mean"]["recorded"] == pytest.approx((9 * 100 + 3 * (0.75 * 500 + 0.25 * 900)) / 12)
+    desk.write("azure.csv", AZURE)
+    assert "azure.csv: is no table of ServeGen, and others of these files are; look at them apart" in desk.refused(
+        call, "workload", "rates.csv", "azure.csv"
+    )
     assert "without a table of lengths" in desk.refused(call, "workload", "rates.csv")
     assert "which --peak would need" in desk.refused(call, "workload", "rates.csv", "lengths.csv", "--peak", "1m")
     assert "end the name in .yaml" in desk.refused(call, "workload", "rates.csv", "lengths.csv", "--out", "x.csv")

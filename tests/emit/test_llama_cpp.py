@@ -65,6 +65,7 @@ def test_the_script_starts_it_with_options_that_it_has(tmp_path: Path, cut: dict
     first, second = calls(tmp_path, files, "launch.sh", ("llama-server",), MODEL="/models/my llama.gguf")
     assert first.startswith("llama-server|--model|/models/my llama.gguf|--port|8000|--parallel|4|")
     assert "|--port|8001|" in second
+    assert ENGINES["llamacpp"].router_files(plan, 8, "") == {}  # type: ignore[attr-defined]
     words = first.rstrip("|").split("|")[1:]
     assert {word for word in words if word.startswith("--")} <= OPTIONS
     for option, allowed in WORDS.items():

@@ -6,14 +6,18 @@ from typing import Any
 
 import pytest
 
-from simtune.emit import ENGINES, engine_files, why_none
+from simtune.emit import ENGINES, Emitter, engine_files, why_none
 from simtune.emit.dynamo import _unsaid
+from simtune.errors import UsageError
+from simtune.runs.engine_files import launch_of
 from simtune.specs.catalog import load_model
-from simtune.specs.plan import Plan
+from simtune.specs.control import Pressure, RoleControl
+from simtune.specs.plan import HostTimes, Plan
 from tests.emit.test_llama_cpp import plan_of
 
 MODEL = load_model("llama-3.1-8b")
 BATCHING = {"max_num_seqs": 8, "max_num_batched_tokens": 8192}
+CONTROL = RoleControl(every_s=1.0, prefill=Pressure(high=4.0), decode=Pressure(high=4.0))
 POOL = {"hardware": "h100-sxm", "instances": 2, "max_model_len": 8192}
 
 
@@ -29,6 +33,11 @@ def plan(*pools: dict[str, Any], **fields: Any) -> Plan:
         ({"batching": {"long_prefill_token_threshold": 64}}, "a long prompt may take a whole step here"),
         ({"batching": {"safety_margin": 0.1}}, "batching.safety_margin: the engine admits by a rule of its own"),
         ({"kv_cache": {"other_memory_gib": 3.0}}, "kv_cache.other_memory_gib: the engine measures what else takes"),
+        (
+            {"batching": {"scheduler_reserve_full_isl": True}},
+            "batching.scheduler_reserve_full_isl: the engine admits by a rule of its own",
+        ),
+        ({"host": HostTimes(step_s=1e-3, per_sequence_s=0.0)}, "host: its times are the engine's own"),
         ({"kv_cache": {"num_blocks": None}}, "give ctx-size what the device has room for"),
     ],
 )
@@ -37,9 +46,83 @@ def test_the_settings_name_what_they_leave_out(changed: dict[str, Any], said: st
     engine = ENGINES["llamacpp"]
     (base,) = plan_of(kv_cache={"num_blocks": 8193}).pools
     ((key, fields),) = changed.items()
-    pool = base.model_copy(update={key: getattr(base, key).model_copy(update=fields)})
+    whole = getattr(base, key).model_copy(update=fields) if isinstance(fields, dict) else fields
+    pool = base.model_copy(update={key: whole})
     assert not any(said in one for one in engine.unsaid(base))
     assert sum(said in one for one in engine.unsaid(pool)) == 1
+
+
+@pytest.mark.parametrize(
+    ("engine", "changed", "said"),
+    [
+        (
+            "sglang",
+            {"offload": {"weights": 0.5}},
+            "offload: is simulated, and no engine is told of it here; leave it out to have settings written",
+        ),
+        (
+            "llamacpp",
+            {"weight_dtype": "int4"},
+            "weight_dtype: llama.cpp is not told here to quantise weights to int4; leave it out, or name",
+        ),
+        (
+            "vllm",
+            {"weight_dtype": "nvfp4"},
+            "weight_dtype: vLLM is not told here to quantise weights to nvfp4; it is told of fp8",
+        ),
+        (
+            "llamacpp",
+            {"parallelism": {"tp": 2, "expert_parallel": True}},
+            "parallelism.expert_parallel: llama.cpp has none; leave it out",
+        ),
+        ("vllm", {"kv_cache": {"preemption": "swap"}}, "kv_cache.preemption: vLLM V1 recomputes what it preempts"),
+        ("vllm", {"batching": {"policy": "sglang"}}, "batching.policy: vLLM has no sglang; it has vllm-fcfs"),
+        (
+            "vllm",
+            {
+                "speculation": {
+                    "drafter": {"kind": "ngram", "lookup_max": 3},
+                    "scheme": {"kind": "static_tree", "nodes": [[1], [2]]},
+                    "acceptance": "a",
+                }
+            },
+            "speculation: vLLM cannot be told a static_tree scheme: ",
+        ),
+        (
+            "tensorrt-llm",
+            {
+                "speculation": {
+                    "drafter": {"kind": "suffix"},
+                    "scheme": {"kind": "chain", "tokens": 3},
+                    "acceptance": "a",
+                }
+            },
+            "speculation: TensorRT-LLM (commit 0004396, after 1.2.1): no suffix drafter is written here",
+        ),
+    ],
+)
+def test_what_an_engine_is_not_told_is_refused_by_its_key(engine: str, changed: dict[str, Any], said: str) -> None:
+    (pool,), (plain,) = plan(changed).pools, plan({}).pools
+    assert not any(one.startswith(said[:20]) for one in ENGINES[engine].refusals(plain, MODEL, {}))
+    (told,) = (one for one in ENGINES[engine].refusals(pool, MODEL, {}) if one.startswith(said.partition(":")[0]))
+    assert told.startswith(said)
+
+
+def test_drafts_of_a_model_that_is_elsewhere_are_no_refusal_before_it_is_given() -> None:
+    """Whether the engine can be told them is known once the draft model is."""
+    drafts = {"drafter": {"kind": "draft_model", "model": "small"}, "scheme": {"kind": "chain", "tokens": 3}}
+    (pool,) = plan({"speculation": {**drafts, "acceptance": "a"}, "batching": {"policy": "sglang"}}).pools
+    assert not any("speculation" in one for one in ENGINES["sglang"].refusals(pool, MODEL, {}))
+
+
+def test_an_engine_of_drafts_alone_writes_no_plan() -> None:
+    class Drafts(Emitter):
+        name, title, version = "drafts", "Drafts", "1"
+
+    (pool,) = plan({}).pools
+    assert not Drafts().schedules(pool)
+    with pytest.raises(UsageError, match="Drafts is told of drafts alone"):
+        Drafts().files(plan({}), MODEL)
 
 
 def test_llama_cpp_hands_no_cache_over() -> None:
@@ -54,11 +137,16 @@ def test_dynamo_names_what_it_leaves_out() -> None:
         {"role": "decode", "name": "b", "hardware": "l40s"},
         link={},
         events=[{"kind": "failure", "pool": "a", "instance": 0, "at_s": 1.0}],
+        router={"kind": "round_robin", "weights": {"a": 2.0}},
     )
     said = "\n".join(_unsaid(apart, MODEL))
     assert "events: what happens to instances is not a setting" in said
+    assert "router: its options are Dynamo's own" in said
     assert "hardware: give the pods of each pool a node selector for its GPUs" in said
     alike = plan({"role": "prefill", "name": "a"}, {"role": "decode", "name": "b"}, link={})
+    moving = "\n".join(_unsaid(alike.model_copy(update={"control": CONTROL}), MODEL))
+    assert "control: instances keep their roles; Dynamo's planner scales pools by rules of its own" in moving
+    assert "control" not in said
     assert "hardware" not in "\n".join(_unsaid(alike, MODEL))
     assert "events" not in "\n".join(_unsaid(alike, MODEL))
 
@@ -74,6 +162,19 @@ def test_a_plan_that_no_engine_has_says_why(policies: tuple[str, ...], why: str)
     one = plan(*({"name": f"pool{i}", "batching": {"policy": name}} for i, name in enumerate(policies)))
     assert engine_files(one, MODEL, 8, {}) == {}
     assert why_none(one) == why
+
+
+def test_who_preempts_as_no_engine_does_has_none() -> None:
+    swaps = plan({"kv_cache": {"preemption": "swap"}, "batching": {"policy": "sglang"}})
+    assert why_none(swaps) == "no engine schedules and preempts as the plan does"
+    assert why_none(plan({})) == "no engine can be told its drafts"
+
+
+def test_what_to_type_has_every_switch() -> None:
+    settings = "enable-x: true\nprefix: false\nconfig: {a: 1}\nname: it's\n"
+    typed = launch_of({"engine/vllm-mixed.yaml": settings}, None)
+    assert typed == """vllm serve MODEL --enable-x --no-prefix --config '{"a": 1}' --name 'it'"'"'s'"""
+    assert launch_of({"engine/launch.sh": "#!/bin/sh\n"}, None) == "#!/bin/sh\n"
 
 
 def test_stages_are_told_to_nobody() -> None:

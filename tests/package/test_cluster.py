@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from simtune.cli import main
+from simtune.cli.optimize import _workers
 from simtune.errors import UsageError
 from simtune.parallel import DaskCluster, connected, executor, ordered_map
 
@@ -212,3 +213,14 @@ def test_workers_with_another_release_are_refused(monkeypatch: pytest.MonkeyPatc
 def test_without_dask_it_is_named() -> None:
     with pytest.raises(UsageError, match=r"pip install 'simtune\[cluster\]'"), connected("local:2"):
         pass
+
+
+def test_without_a_cluster_it_is_said_or_gone_on_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whether Dask is not installed or the cluster is none."""
+    with pytest.raises(UsageError, match="--cluster local:0: "), _workers("local:0", False, 3):
+        pass
+    with _workers("local:0", True, 3) as workers:
+        assert workers == 3
+    assert capsys.readouterr().err.startswith("note: --cluster local:0: ")
+    with _workers(None, False, 2) as workers:
+        assert workers == 2

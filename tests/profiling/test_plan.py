@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from simtune.costs.layers import attention_layer
 from simtune.profiling.plan import ROUNDS, Limits, MeasurementPlan, MeasurementTask, _round_of, plan, spread, work
 from simtune.specs.catalog import load_model
+from simtune.specs.model import NoAttention, NoFeedForward
 from tests.profiling.pretended import model
 
 LIMITS = Limits(8e9, 0.05, 2.0**39, 2.0**38, 2.0**36)
@@ -112,6 +113,27 @@ def test_what_torch_has_no_kernel_for_is_said() -> None:
     assert any("mla attention" in note for note in found.notes)
     assert of(found, "moe")
     assert of(found, "quantise")
+
+
+def test_points_that_are_alike_are_taken_in_their_order_and_none_twice() -> None:
+    alike = [MeasurementTask("copy", "bf16", {"bytes": 8.0}, variant=str(i)) for i in range(4)]
+    assert spread(alike, 3) == alike[:3]
+    two = [MeasurementTask("copy", "bf16", {"bytes": size}, variant=str(i)) for i, size in enumerate((1, 8, 1, 8))]
+    assert [task.shape["bytes"] for task in spread(two, 4)] == [8, 1]
+
+
+def test_layers_of_one_sublayer_are_measured_without_the_other() -> None:
+    (whole,) = model().layers
+    halves = (
+        whole.model_copy(update={"feed_forward": NoFeedForward()}),
+        whole.model_copy(update={"attention": NoAttention()}),
+    )
+    both = plan([model()], (1,), LIMITS)
+    apart = plan([model().model_copy(update={"layers": halves})], (1,), LIMITS)
+    for kind in ("gemm", "decode_attention", "prefill_attention"):
+        assert {t.key for t in of(apart, kind)} == {t.key for t in of(both, kind)}
+    assert not of(apart, "step")
+    assert "tiny: no whole step is measured (its layers are not plain, or too large)" in apart.notes
 
 
 def test_a_mixture_of_experts_is_measured_grouped() -> None:

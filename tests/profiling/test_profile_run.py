@@ -17,11 +17,12 @@ import pytest
 from simtune.costs.iteration import StepModel
 from simtune.costs.profile import build
 from simtune.costs.tables import read_tables
+from simtune.costs.tables.own import MeasuredPoint
 from simtune.errors import SimtuneError, UsageError
 from simtune.profiling.doubts import doubtful
-from simtune.profiling.fitting import VALIDATION
+from simtune.profiling.fitting import VALIDATION, _BestRates
 from simtune.profiling.journal import FILE, Journal, task_of
-from simtune.profiling.plan import Limits, MeasurementTask
+from simtune.profiling.plan import Limits, MeasurementTask, work
 from simtune.profiling.run import SENTINEL_EVERY
 from simtune.profiling.timing import Measured
 from simtune.specs.plan import Batching, Pool
@@ -44,6 +45,33 @@ def test_a_run_finds_the_device_it_was_made_on(tmp_path: Path) -> None:
     assert found.hardware.operators["gemm.bf16"].base.flops_per_s == pytest.approx(BASE["flops_per_s"], rel=0.3)
     assert found.facts.device.flops_per_s["bf16"] <= 1.02 * BASE["flops_per_s"]
     assert found.hardware.host.provenance.kind == "measured"
+
+
+def test_links_between_ranks_are_their_fastest_and_their_shortest_message() -> None:
+    best = _BestRates(Limits(1e9, 0.02, 2.0**39, 2.0**38, 2.0**36))
+    for kind, size, seconds in (("send_recv", 1e3, 2e-6), ("send_recv", 1e8, 1e-2), ("all_reduce", 1e8, 3e-2)):
+        shape = {"bytes": size} if kind == "send_recv" else {"devices": 2, "bytes": size}
+        best.take(MeasuredPoint(kind=kind, dtype="bf16", shape=shape, seconds=seconds, spread=0.0))
+    moved = work(MeasurementTask("send_recv", "bf16", {"bytes": 1e8}))[1]
+    link = best.links["intra_node"]
+    assert (link.latency_s, link.bytes_per_s) == (2e-6, pytest.approx(moved / 1e-2))
+
+
+def test_a_line_that_was_cut_short_is_measured_again_and_that_is_said(tmp_path: Path) -> None:
+    profile(PretendedRig(), tmp_path / "p1", budget_s=20)
+    file, said = tmp_path / "p1" / FILE, []
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-20])
+    rig = PretendedRig()
+    profile(rig, tmp_path / "p1", budget_s=25, note=said.append)
+    assert f"{file}: the last line was cut short and is taken off; its point is measured again" in said
+    assert len(file.read_bytes().splitlines()) > len(whole.splitlines())
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=rf"{tmp_path}/file/p1: cannot be made \(.*\)"):
+        profile(PretendedRig(), tmp_path / "file" / "p1")
 
 
 def test_the_profile_drives_a_step_and_only_what_cannot_be_measured_is_estimated(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 
 import pytest
 
@@ -17,6 +18,7 @@ from simtune.profiling.timing import (
     CpuWall,
     Sample,
     Timer,
+    cpu_timer,
     measure,
 )
 
@@ -87,6 +89,17 @@ def test_where_nothing_was_clean_the_shortest_quarter_counts() -> None:
     found = measure(Pretended(*samples), [nothing])
     assert found.clean == 0
     assert found.seconds == 3e-2  # the first two warmed up
+
+
+@pytest.mark.parametrize(("clean_of_ten", "clock"), [(10, CpuWall), (9, CpuWall), (5, CpuThread)])
+def test_on_a_busy_machine_processor_time_counts(
+    monkeypatch: pytest.MonkeyPatch, clean_of_ten: int, clock: type
+) -> None:
+    looked = count()
+    monkeypatch.setattr(CpuWall, "sample", lambda self, *given: Sample(1e-3, next(looked) % 10 < clean_of_ten))
+    timer, clean = cpu_timer(lambda: None)
+    assert type(timer) is clock
+    assert clean == pytest.approx(clean_of_ten / 10)
 
 
 @pytest.mark.parametrize("timer", [CpuWall(), CpuThread()])

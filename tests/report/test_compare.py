@@ -78,6 +78,8 @@ def test_the_chance_to_be_lower_follows_from_the_intervals_of_both(make_run: Run
     assert chance((0.2, 0.4), (0.2, 0.4)) == "P(lower) 50.0 %"
     assert chance((0.2, 0.4), (0.4, 0.8)) == "P(lower) 1.0 %"  # a factor of 2 is 3.29 deviations, of both 2.33
     assert chance((0.4, 0.8), (0.2, 0.4)) == "P(lower) 99.0 %"
+    assert chance((0.4, 0.4), (0.5, 0.5)) == "", "both are certain"
+    assert chance((0.2, 0.4), (0.0, 0.5)) == "", "the logarithm of nothing is none"
     assert "P(lower)" not in compare.render(Compared((NamedRun("a", read_run(make_run())),) * 2))
 
 

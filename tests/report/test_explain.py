@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from simtune.api import deploy_plan
 from simtune.report.explain import explain
@@ -63,6 +66,61 @@ def test_what_stands_beside_an_engine_is_said() -> None:
     )
     assert "cp 2: groups of tp ranks share every sequence, each with 1/2 of its tokens and KV cache" in sentences
     assert "offload: 50.0 % of the weights and 0.0 % of the KV cache stand in host memory" in sentences
+
+
+@pytest.mark.parametrize(
+    ("model", "pool", "said"),
+    [
+        ("llama-3.1-8b", {"parallelism": {"pp": 2}}, "pp 2: the layers are cut into 2 stages that work on batches of"),
+        (
+            "llama-3.1-8b",
+            {
+                "speculation": {
+                    "drafter": {"kind": "ngram", "lookup_max": 3},
+                    "scheme": {"kind": "chain", "tokens": 3},
+                    "acceptance": "eagle3-llama-3.1-8b",
+                },
+                "async_scheduling": False,
+            },
+            "speculation: drafts of ngram",
+        ),
+        (
+            "qwen3-30b-a3b",
+            {"parallelism": {"tp": 2, "expert_parallel": True, "expert_replicas": 8}},
+            "expert_replicas 8: experts are placed by their load, the busiest more than once",
+        ),
+        (
+            "qwen3-30b-a3b",
+            {"parallelism": {"attention_dp": 2, "afd": {"ffn_devices": 2}}},
+            "afd: feed-forward blocks are on 2 GPUs of their own; ",
+        ),
+    ],
+)
+def test_how_the_layers_are_cut_and_drafted_for_is_said(model: str, pool: dict[str, Any], said: str) -> None:
+    batching = {"max_num_seqs": 64, "max_num_batched_tokens": 2048}
+    whole = {"hardware": "h100-sxm", "instances": 1, "max_model_len": 2048, "batching": batching, **pool}
+    plan = Plan.model_validate({"name": "p", "model": model, "pools": [whole]}, strict=False)
+    (_, (_, sentences)) = explain(deploy_plan(plan))
+    assert any(sentence.startswith(said) for sentence in sentences), sentences
+
+
+def test_who_changes_roles_is_said() -> None:
+    batching = {"max_num_seqs": 64, "max_num_batched_tokens": 2048}
+    pools = [
+        {
+            "name": role,
+            "role": role,
+            "hardware": "h100-sxm",
+            "instances": 2,
+            "max_model_len": 2048,
+            "batching": batching,
+        }
+        for role in ("prefill", "decode")
+    ]
+    control = {"every_s": 2.0, "prefill": {"high": 4.0}, "decode": {"high": 4.0}}
+    plan = {"name": "p", "model": "llama-3.1-8b", "pools": pools, "link": {}, "control": control}
+    (_, whole), *_ = explain(deploy_plan(Plan.model_validate(plan, strict=False)))
+    assert "control: every 2 s one instance may take the other role" in whole
 
 
 def test_one_step_of_each_setting_is_a_candidate_of_the_search(make_run: RunMaker) -> None:

@@ -15,7 +15,7 @@ from simtune.cli import main
 from simtune.errors import Problem, UsageError
 from simtune.report.sources import read_all
 from simtune.runs.journal import RowJournal
-from simtune.runs.sweep_files import read_sweep
+from simtune.runs.sweep_files import read_sweep, write_sweep
 from simtune.sweep import Axis, Base, Point, axis, points, sweep
 
 BASE = Base(model="llama-3.1-8b", hardware="h100-sxm", workload="chat", requests="30")
@@ -152,6 +152,14 @@ def test_a_sweep_is_not_compared_with_runs(tmp_path: Path) -> None:
     (tmp_path / "sweep.csv").write_text("rate,saturated,error\n2,true,\n")
     with pytest.raises(UsageError, match="is a sweep"):
         read_all([tmp_path, tmp_path])
+
+
+def test_a_table_is_kept_as_parquet_too(tmp_path: Path) -> None:
+    (tmp_path / "s").mkdir()
+    rows = [{"rate": "2", "saturated": False, "num_gpus": 1, "error": None}]
+    parquet = pytest.importorskip("pyarrow.parquet")
+    write_sweep(tmp_path / "s", rows, "page", parquet=True)
+    assert parquet.read_table(tmp_path / "s" / "sweep.parquet").to_pylist() == rows
 
 
 def test_results_are_tables_where_pandas_is() -> None:

@@ -9,6 +9,7 @@ import pytest
 from simtune.api import load_specs, set_up
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.runs.swimlanes import KINDS, Swimlanes, swimlanes_of
+from simtune.runs.timeline import sampled
 from simtune.sim.result import Result
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,3 +91,11 @@ def test_of_many_requests_the_slowest_are_kept(result: Result) -> None:
 def test_steps_that_were_not_recorded_leave_no_lanes() -> None:
     specs = load_specs("llama-3.1-8b", "h100-sxm", "chat", None, {}, None)
     assert swimlanes_of(set_up(specs, rate_rps=2, requests=5, seed=0).run(record=False)) is None
+
+
+def test_columns_of_lanes_are_of_one_length_and_without_steps_nothing_is_drawn() -> None:
+    experiment = set_up(load_specs("llama-3.1-8b", "h100-sxm", "chat"), requests=5)
+    result = experiment.deployment.simulate(experiment.stream)
+    assert not result.outcome.records
+    assert swimlanes_of(result) is None
+    assert sampled(result).t_s == ()

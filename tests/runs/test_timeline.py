@@ -25,6 +25,12 @@ def read(trace: bytes) -> list[dict[str, Any]]:
     return events
 
 
+@pytest.mark.parametrize("wrong", [PREFILL._replace(end_s=-1.0), MIXED._replace(start_s=0.019)])
+def test_a_core_does_one_thing_at_a_time(wrong: TraceSlice) -> None:
+    with pytest.raises(ValueError, match=r"its core is busy until .* s, or it ends before it begins"):
+        chrome_trace([PREFILL, wrong])
+
+
 def of_kind(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     return [e for e in events if e["ph"] == kind]
 

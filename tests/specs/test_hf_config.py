@@ -426,6 +426,17 @@ def test_modules_that_are_left_out_stay_in_sixteen_bits(left_out: list[str], dty
         ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "quant_algo MIXED_PRECISION is not modelled"),
         ({"quant_method": "bitsandbytes"}, "neither load_in_4bit nor load_in_8bit"),
         ({"quant_method": "compressed-tensors"}, "compressed-tensors without config_groups"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {
+                    "a": {"weights": {"num_bits": 8, "type": "int"}},
+                    "b": {"weights": {"num_bits": 4, "type": "int"}},
+                },
+            },
+            "groups in different formats (int4, int8_wo) are not modelled",
+        ),
+        ({"quant_method": "compressed-tensors", "config_groups": {"a": {"targets": []}}}, "a group without weights: {"),
         (compressed({"num_bits": 4, "type": "int"}, EIGHT), "weights of 4 bits (int) and activations of 8 bits"),
         (
             {"quant_method": "fp8", "modules_to_not_convert": ["model.layers.0.self_attn"]},

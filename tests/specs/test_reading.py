@@ -215,6 +215,11 @@ def test_arrays_are_read_as_they_were_saved() -> None:
 
 def test_arrays_that_are_none_are_refused(small: None) -> None:
     claims_more = _npy(np.zeros(3)).replace(b"(3,)", b"(9,)")
+    twice = io.BytesIO()
+    with zipfile.ZipFile(twice, "w") as archive:
+        archive.writestr("a.npy", _npy(np.zeros(3)))
+        with pytest.warns(UserWarning, match="Duplicate name"):
+            archive.writestr("a.npy", _npy(np.zeros(3)))
     for raw, words in (
         (_npz(a=_npy(np.array([{}, []], dtype=object))), "Python objects, which are never unpickled"),
         (_npz(a=pickle.dumps([1])), "cannot be read as an array file"),
@@ -222,6 +227,11 @@ def test_arrays_that_are_none_are_refused(small: None) -> None:
         (_npz(a=_npy(np.zeros(MEGABYTE))), "is larger than 1.0 MiB"),
         (b"PK\x03\x04" + b"\0" * 50, "cannot be read as an array file"),
         (b"", "cannot be read as an array file"),
+        (
+            _npz(a=_npy(np.zeros(3)).replace(b"NUMPY\x01", b"NUMPY\x02")),
+            "is of another version of numpy's format than 1.0",
+        ),
+        (twice.getvalue(), "it holds two arrays of one name"),
     ):
         with pytest.raises(SpecError, match=f"^x.npz: .*{words}"):
             read_arrays(Path("x.npz"), raw)

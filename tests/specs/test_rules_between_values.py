@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 
 from simtune.errors import SpecError, UsageError
-from simtune.specs.acceptance import Revealed
-from simtune.specs.hardware import Curve, Residual
+from simtune.runs.schema import Timeline
+from simtune.specs.acceptance import Acceptance, PerRank, Revealed
+from simtune.specs.engine import EnginePreset
+from simtune.specs.hardware import Calibration, Curve, Residual
+from simtune.specs.model import LayerGroup, MlaAttention, NoAttention, NoFeedForward
 from simtune.specs.plan import MOST_GPUS, Plan
 from simtune.specs.study import Study
 from simtune.specs.trace_cut import duration_s
@@ -37,6 +40,14 @@ requests: 10
 arrivals: {kind: poisson, rate_rps: 1}
 prompt: {kind: fixed, tokens: 8}
 output: {kind: fixed, tokens: 8}
+"""
+
+RATES = """\
+schema: simtune/acceptance@1
+name: a
+origin: assumed
+source: made up
+rates: {kind: per_position, conditional: [0.5]}
 """
 
 
@@ -85,6 +96,37 @@ output: {kind: fixed, tokens: 8}
         ),
         (Study, f"{STUDY}constraints: ['mixed.colour == 1']", "'mixed.colour == 1': a pool has no 'colour'"),
         (
+            Plan,
+            f"{PLAN}pools: [{POOL}, name: a}}, {POOL}, name: a}}]",
+            "pools must have different names: a, a",
+        ),
+        (
+            Study,
+            STUDY.replace("{profile: h100-sxm, devices: 2}", "[{profile: a, devices: 2}, {profile: a, devices: 1}]"),
+            "hardware: profiles must differ: a, a; add up the devices of each",
+        ),
+        (
+            Study,
+            f"{STUDY}constraints: ['tp == (lambda: 1)']",
+            "only comparisons, and, or, not, + - * / // %, numbers, texts and lists are understood here",
+        ),
+        (
+            Workload,
+            f"{LOAD}graph: [{{name: a, after: [b]}}, {{name: b, after: [a]}}]",
+            "graph.0.after: a waits for itself: the graph is cyclic; take one of these out",
+        ),
+        (
+            Workload,
+            f"{LOAD}shared_prefix: {{tokens: 64, groups: 2, block_tokens: 16}}\nsessions: {{concurrent: 2, turns: 2, "
+            "block_tokens: 32}",
+            "sessions.block_tokens: must be that of shared_prefix (16), not 32",
+        ),
+        (
+            Acceptance,
+            f"{RATES}conditions: [{{rates: {{kind: per_position, conditional: [0.5]}}}}]",
+            "give a request_class, a temperature or both; what holds for all stands in `rates`",
+        ),
+        (
             Workload,
             f"{LOAD}classes: [{{name: a, share: 1}}, {{name: b, share: 1}}, {{name: a, share: 1}}]",
             "classes: class names must differ: a, b, a",
@@ -115,6 +157,33 @@ def test_the_key_at_fault_is_named(kind: Any, text: str, told: str) -> None:
     [
         (lambda: Revealed(rate=(0.5, 0.9), share=(1.0,)), "2 rates but 1 shares"),
         (lambda: Revealed(rate=(0.5, 0.9), share=(0.5, 0.4)), "the shares add up to 0.9, not to 1"),
+        (
+            lambda: PerRank(probability=((0.5, 0.2),), standard_error=((0.1,),)),
+            "standard_error must have the shape of probability",
+        ),
+        (
+            lambda: LayerGroup(count=1, attention=NoAttention(), feed_forward=NoFeedForward()),
+            "attention and feed_forward are both none; give the layer one of them, or leave it out",
+        ),
+        (lambda: Calibration(model="m", tp=1, pp=1, source="log"), "needs decode or prefill"),
+        (
+            lambda: MlaAttention(
+                heads=2, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4, index_topk=64
+            ),
+            "index_topk, index_heads and index_head_dim go together; give all three, or none",
+        ),
+        (
+            lambda: Timeline(t_s=(0.0, 1.0), running=(1.0, 1.0), waiting=(0.0,), kv_used=(0.0, 0.0)),
+            "t_s, running, waiting and kv_used must be equally long",
+        ),
+        (
+            lambda: EnginePreset(name="e", family="vllm", release="1", pool={"max_model_len": 8}, sources={}),
+            "sources: none for max_model_len",
+        ),
+        (
+            lambda: EnginePreset(name="e", family="vllm", release="1", pool={}, sources={"max_model_len": "docs"}),
+            "sources: there is no setting max_model_len",
+        ),
         (lambda: Curve(x=(1.0, 2.0, 3.0), seconds=(1.0, 2.0)), "x and seconds must be of one size"),
         (lambda: Curve(x=(2.0, 2.0), seconds=(1.0, 2.0)), "x must ascend"),
         (

@@ -120,7 +120,8 @@ def refused(path: Path) -> str:
 
 
 def test_what_is_wrong_is_named(tmp_path: Path) -> None:
-    good = scrape(tmp_path, "good", *requests(50)).read_text()
+    good_file = scrape(tmp_path, "good", *requests(50))
+    good = good_file.read_text()
     path = tmp_path / "bad"
     lines = good.splitlines()
 
@@ -139,6 +140,13 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
     assert "a bucket needs its upper edge, le" in wrong(good.replace('le="1.0",', "", 1))
     falling = good.replace(f'{PROMPT}_bucket{{le="1.0",{LABELS}}} 0.0', f'{PROMPT}_bucket{{le="1.0",{LABELS}}} 99')
     assert "the counts of its buckets must not fall" in wrong(falling)
+    negative = good.replace(f'{PROMPT}_bucket{{le="1.0",{LABELS}}} 0.0', f'{PROMPT}_bucket{{le="1.0",{LABELS}}} -1')
+    assert "must be a count, not -1" in wrong(negative)
+    alone = "\n".join(x for x in lines if not x.startswith(f"{PROMPT}_bucket") or "+Inf" in x)
+    assert f'{PROMPT}: has no bucket but le="+Inf"' in wrong(alone)
+    path.write_text(good.replace(f'{PROMPT}_bucket{{le="1.0",', f'{PROMPT}_bucket{{le="1.5",'))
+    with pytest.raises(SpecError, match=f"{path}: {PROMPT}: has other buckets than {good_file}; look at them apart"):
+        intervals([read_scrape(good_file), read_scrape(path)])
 
 
 def test_without_a_time_a_rate_is_asked_for(tmp_path: Path) -> None:

@@ -90,6 +90,15 @@ def test_cuts_that_cannot_be_made_say_why(cut: Cut, told: str) -> None:
         cut.of(made([0.0, 10.0]))
 
 
+def test_one_log_is_itself_and_lengths_alone_stay_without_times() -> None:
+    one, lengths = made([0.0, 1.0]), Trace("t", "", None, np.array([3, 4]), np.array([4, 5]))
+    assert merged([one]) is one
+    both = merged([lengths, lengths])
+    assert (both.arrival_s, both.hash_ids) == (None, None)
+    assert both.prompt_tokens.tolist() == [3, 4, 3, 4]
+    assert first_of(replay(made([0.0, 1.0]), "load"), lengths, 1) == "only the first 1 of 2 requests of t"
+
+
 def test_lengths_alone_have_no_busiest_window() -> None:
     lengths = Trace("t", "", None, np.array([1]), np.array([1]))
     with pytest.raises(UsageError, match="has no arrival times"):
@@ -123,6 +132,9 @@ def test_logs_of_two_hosts_become_one_by_their_clocks() -> None:
     assert both.began_s == MIDNIGHT
     with pytest.raises(UsageError, match="only some say what prompts share"):
         merged([one, made([0.0])])
+    lengths = Trace("t", "", None, np.array([3]), np.array([4]))
+    with pytest.raises(UsageError, match="only some have arrival times; look at them apart"):
+        merged([one, lengths])
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:

@@ -284,6 +284,38 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([{**row, "status_code": 500} for row in OPENAI], "usage: no line has prompt and completion tokens"),
+        ([OPENAI[0], OPENAI[1] | {"timestamp": True}], "timestamp: must be a time such as 2026-03-01T09:30:00+01:00"),
+        ([OPENAI[0], OPENAI[1] | {"timestamp": 7}], "timestamp: must be a time such as 2026-03-01T09:30:00+01:00"),
+        (
+            [OPENAI[0], OPENAI[1] | {"timestamp": "2026-13-01T09:30:00Z"}],
+            "timestamp: must be a time such as 2026-03-01T09:30:00+01:00",
+        ),
+        ([{"conversations": [{"from": "human", "value": "so?"}]}], "conversations: no conversation has an answer"),
+    ],
+)
+def test_a_log_without_requests_or_times_says_so(tmp_path: Path, rows: list[Any], said: str) -> None:
+    assert refused(lines(tmp_path, rows)).startswith(said)
+
+
+def test_a_log_without_times_is_lengths_only(tmp_path: Path) -> None:
+    path = lines(tmp_path, [{key: value for key, value in row.items() if key != "timestamp"} for row in OPENAI])
+    trace = read_trace(path)
+    assert trace.arrival_s is None
+    assert "it has no times, so it is lengths only" in trace.notes
+
+
+def test_a_benchmark_without_a_successful_request_is_no_load(tmp_path: Path) -> None:
+    for ended in ({"successful": []}, {"errored": [1]}, "none"):
+        said = refused(document(tmp_path, {"benchmarks": [{"requests": ended}]}))
+        assert said == "requests.successful: no successful request is in this benchmark"
+    failed = VLLM | {"errors": ["out of memory"] * len(VLLM["input_lens"])}
+    assert refused(document(tmp_path, failed)) == "no request is left"
+
+
 def test_a_benchmark_is_a_load_and_no_model(tmp_path: Path) -> None:
     path = document(tmp_path, VLLM, "bench.json")
     workload, trace = catalog.load_workload(str(path))

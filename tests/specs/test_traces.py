@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simtune.errors import SpecError, UsageError
-from simtune.specs.traces import MAX_SHOWN, read_trace
+from simtune.specs.traces import MAX_HASH_ID, MAX_SHOWN, read_trace
 from simtune.specs.workload import MAX_TOKENS
 
 AZURE = """\
@@ -223,6 +223,27 @@ def test_rows_that_are_all_too_short_are_all_that_is_said(tmp_path: Path) -> Non
         "3: has 3 columns, the header has 2",
     ]
     assert problems(tmp_path, 'prompt_tokens,output_tokens\n5,"6\n') == ["2: not valid CSV: unexpected end of data"]
+
+
+def test_what_a_trace_says_of_its_blocks_is_looked_at(tmp_path: Path) -> None:
+    row = '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [%s], "block_tokens": %s}\n'
+    for tokens in ("0", "1.5", "true"):
+        (told,) = problems(tmp_path, row % (1, tokens))
+        assert told == f"1: block_tokens: must be a whole number of tokens, not {json.loads(tokens)!r}"
+    assert problems(tmp_path, row % (MAX_HASH_ID + 1, 4)) == [
+        f"1: hash_ids: must be at most {MAX_HASH_ID}, not {MAX_HASH_ID + 1}"
+    ]
+
+
+def test_lines_of_which_none_is_a_request_are_all_that_is_said(tmp_path: Path) -> None:
+    assert [told.partition(" JSON: ")[0] for told in problems(tmp_path, '{"a"\n{"b": }\n')] == [
+        f"{n}: not valid" for n in (1, 2)
+    ]
+    assert problems(tmp_path, '{"timestamp": 0}\n')[0].startswith("1: ")
+    times = "TIMESTAMP,ContextTokens,GeneratedTokens\nsoon,1,1\nlater,1,1\n"
+    assert [told.partition(" (UTC)")[0] for told in problems(tmp_path, times)] == [
+        f"{n}: TIMESTAMP: must be a time such as 2023-11-16 18:15:46.6805900" for n in (2, 3)
+    ]
 
 
 def test_json_lines_are_judged_line_by_line(tmp_path: Path) -> None:

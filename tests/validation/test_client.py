@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -98,6 +99,21 @@ WRONG = {
     "error": r"reported after 4 of 8 tokens: the engine core died",
     "whole": r"does not stream: its answer is application/json",
 }
+
+
+def test_priorities_are_said_where_there_are_any_and_users_think_between_their_requests() -> None:
+    load = stream(4)
+    with FakeServer() as server:
+        sent(server, replace(load, priority=np.array([0, 2, 1, 0])))
+        sent(server, load)
+    assert sorted(asked.get("priority", -1) for asked in server.requests) == [-1] * 4 + [0, 0, 1, 2]
+    thinking = stream(4, ClosedLoop(users=2, think_s=0.05))
+    with FakeServer() as server:
+        requests = sent(server, thinking).requests
+    for first, second in ((0, 2), (1, 3)):
+        begun = sorted(r.sent_s for r in requests)
+        ended = sorted(r.finish_s or 0.0 for r in requests)
+        assert begun[second] - ended[first] > 0.04
 
 
 def test_every_failure_is_named_and_the_others_are_kept() -> None:

@@ -160,6 +160,24 @@ def test_vllm_that_ends_says_why(pretending: Path) -> None:
     engine.close()
 
 
+def test_vllm_that_is_not_ready_in_time_is_ended(pretending: Path) -> None:
+    command = VllmCommand(str(pretending), pretending.parent, start_s=0.0)
+    engine = VllmEngine(command, load_model("llama-3.2-1b"))
+    with pytest.raises(EngineError, match="vLLM was not ready after 0 s; it said last:"):
+        engine.run(PLAN, stream(3), label="light")
+    assert engine._servers == []
+    engine.close()
+
+
+def test_the_python_that_has_vllm_is_this_one_or_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_PYTHON", raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="vLLM is not installed here; name the Python that has it: --vllm-python PATH"):
+        vllm_python(None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert vllm_python(None) == sys.executable
+
+
 def test_what_cannot_be_started_is_refused(tmp_path: Path, pretending: Path) -> None:
     model = load_model("llama-3.2-1b")
     with pytest.raises(UsageError, match=r"has no config\.json"):

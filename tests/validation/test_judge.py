@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from simtune.api import load_specs, set_up
+from simtune.api import deploy_plan, load_specs, set_up
 from simtune.errors import EngineError, UsageError
 from simtune.report import figures
 from simtune.report.validation import curves, render, rows, warnings
@@ -180,6 +180,13 @@ def test_loads_are_fractions_of_the_knee_where_latency_doubles() -> None:
     assert [load.label for load in loads(DEPLOYMENT, EXPERIMENT.stream, (2.0, 0.5))] == ["2-rps", "0.5-rps"]
 
 
+def test_requests_that_the_plan_refuses_have_no_knee() -> None:
+    short = DEPLOYMENT.pools[0].spec.model_copy(update={"max_model_len": 400})
+    deployment = deploy_plan(DEPLOYMENT.plan.model_copy(update={"pools": (short,)}))
+    with pytest.raises(UsageError, match=r"requests exceed max_model_len; validate with a workload that fits"):
+        knee_rps(deployment, EXPERIMENT.stream)
+
+
 def test_a_closed_loop_is_one_load() -> None:
     closed = WORKLOAD.model_copy(update={"arrivals": ClosedLoop(users=3)})
     stream = build_stream(closed, None, requests=5, seed=0)
@@ -208,6 +215,25 @@ def test_runs_of_other_tools_say_the_same(tmp_path: Path, name: str, text_of) ->
     assert again.sent_s == pytest.approx(run.sent_s - run.sent_s[0], abs=1e-8)
 
 
+AIPERF = (
+    '{"metadata": {"request_start_ns": 1000000000}, "metrics": {"time_to_first_token": {"value": 5.0}, '
+    '"request_latency": {"value": 9.0}, "input_sequence_length": {"value": 3}, "output_sequence_length": {"value": 8}}}'
+)
+
+
+def test_what_other_tools_say_of_failures_is_kept(tmp_path: Path) -> None:
+    silent = AIPERF.replace('"time_to_first_token": {"value": 5.0}, ', "")
+    failed = silent.replace('"metrics"', '"error": {"type": "Timeout"}, "metrics"')
+    words = silent.replace('"metrics"', '"error": "refused", "metrics"')
+    (tmp_path / "runs").write_text("\n".join([AIPERF, "", silent, failed, words]))
+    run = read_run(tmp_path / "runs")
+    assert [r.error for r in run.requests] == [None, "no tokens came", "Timeout", "refused"]
+    assert [(r.first_token_s, r.finish_s) for r in run.requests[:2]] == [
+        (pytest.approx(0.005), pytest.approx(0.009)),
+        (None, None),
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -216,6 +242,9 @@ def test_runs_of_other_tools_say_the_same(tmp_path: Path, name: str, text_of) ->
         ('{"some": "thing"}', "is no run of simtune"),
         ("not json at all", "is no run of simtune"),
         ('{"metadata": {}, "metrics": {}}', "is cut off or of another version"),
+        ('{"metadata": {}, "metrics": {}}\n\nhalf', "is cut off or of another version"),
+        (AIPERF + "\n\n{half", r"file:3: not a JSON object; the file may be cut off"),
+        (AIPERF.replace('"value": 8', '"value": -8'), r"file: output_tokens: Input should be greater than or equal"),
         ('{"metadata": {"benchmark_phase": "warmup"}, "metrics": {}}', "no requests of the profiling phase"),
     ],
 )

@@ -166,6 +166,17 @@ def test_a_plan_with_two_pools_is_run_on_a_pair() -> None:
     assert [len(r.times_s or ()) for r in run.requests] == [8] * 5
 
 
+def test_an_engine_is_told_how_it_drafts_and_caches() -> None:
+    scheme = {"kind": "chain", "tokens": 4}
+    drafts = {"drafter": {"kind": "ngram", "lookup_max": 3}, "scheme": scheme, "acceptance": "a"}
+    drafting = Pool.model_validate({**pool().model_dump(exclude_unset=True), "speculation": drafts}, strict=False)
+    told = engine_arguments(drafting)
+    assert told["speculative_config"]["num_speculative_tokens"] == 4
+    assert told["num_gpu_blocks_override"] == 64
+    plain = engine_arguments(pool(kv_cache=KvCache(block_size=16)))
+    assert not {"speculative_config", "num_gpu_blocks_override", "kv_transfer_config"} & plain.keys()
+
+
 def test_requests_whose_cache_is_lost_are_failures() -> None:
     makes: list[Callable[[EngineSize], Pretended]] = [Pretended, lambda size: Pretended(size, loses=True)]
     engine = SteppedVllm(tiny(), lambda size, *_: makes.pop(0)(size))

@@ -1,5 +1,11 @@
 """Prompts: exact lengths, the same tokens for the same block names, and nothing else in common."""
 
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from simtune.errors import UsageError
 from simtune.sim.requests import build_stream
 from simtune.specs.workload import FixedLength, Lognormal, Poisson, Sessions, SharedPrefix, Workload
 from simtune.validation.prompts import FIRST_TOKEN, Prompts
@@ -38,6 +44,22 @@ def test_turns_of_a_conversation_begin_with_those_before() -> None:
     whole = int(stream.prompt_tokens[0]) // stream.block_tokens * stream.block_tokens
     assert whole > 0
     assert common(prompts[0], prompts[2]) >= whole
+
+
+def test_a_vocabulary_of_special_tokens_alone_makes_no_prompts() -> None:
+    stream = build_stream(workload(), None, requests=1, seed=1)
+    with pytest.raises(UsageError, match=f"a vocabulary of {FIRST_TOKEN} has no tokens to make prompts of"):
+        Prompts(stream, FIRST_TOKEN)
+    assert set(Prompts(stream, FIRST_TOKEN + 1)[0]) == {FIRST_TOKEN}
+
+
+def test_a_prompt_that_ends_within_what_is_shared_is_the_beginning_of_it() -> None:
+    whole = build_stream(workload(shared_prefix=SharedPrefix(groups=1, tokens=64)), None, requests=2, seed=1)
+    ids = tuple(tuple(range(9)) for _ in range(2))
+    stream = replace(whole, hash_ids=ids, prompt_tokens=np.array([5, whole.block_tokens + 1]))
+    first, second = Prompts(stream, 1000)[0], Prompts(stream, 1000)[1]
+    assert (len(first), len(second)) == (5, whole.block_tokens + 1)
+    assert second[:5] == first
 
 
 def test_prompts_depend_on_seed_and_request_alone() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from simtune.sim.requests import RequestStream
 from simtune.testing.fake_server import FakeServer
+from simtune.validation import relay
 from simtune.validation.client import Patience, Traffic, send
 from simtune.validation.exchange import Exchange, ServerAddress
 from simtune.validation.prompts import Prompts
@@ -58,6 +59,12 @@ def test_answers_of_one_token_stay_with_the_prefill_server() -> None:
     assert decode.requests == []
     assert all("kv_transfer_params" not in asked for asked in prefill.requests)
     assert np.isfinite([r.finish_s for r in traffic.requests]).all()
+
+
+def test_a_server_that_says_nothing_has_closed() -> None:
+    assert relay._why_unread(None) == relay.CLOSED
+    answer = Answer(8)
+    assert relay._read_stream(answer, None) == f"{relay.CLOSED}, {answer.so_far}"
 
 
 @pytest.mark.parametrize(

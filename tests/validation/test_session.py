@@ -1,9 +1,11 @@
 """Runs of a validation: every one has prompts of its own, and what was run is not run again."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from simtune.errors import EngineError
 from simtune.sim.requests import RequestStream
 from simtune.specs.plan import Batching, Plan, Pool
 from simtune.validation.loads import Load
@@ -68,6 +70,18 @@ def test_all_plans_get_the_same_prompts_other_ones_in_every_repeat(folder: Valid
     seeds = [seed for *_, seed in engine.runs]
     assert seeds[:2] == seeds[2:]
     assert seeds[0] != seeds[1]
+
+
+def test_an_order_of_plans_that_did_not_serve_the_same_is_none(folder: ValidationFolder) -> None:
+    class Failing(Noting):
+        def run(self, plan: Plan, stream: RequestStream, *, label: str, seed: int = 0) -> MeasuredRun:
+            run = super().run(plan, stream, label=label, seed=seed)
+            return replace(
+                run, requests=tuple(one.model_copy(update={"error": "out of blocks"}) for one in run.requests)
+            )
+
+    with pytest.raises(EngineError, match="plan one: 1 requests failed, the first because: out of blocks"):
+        run_plans(Failing(), [(PLAN, LOADS[0])], HOW, folder, lambda *said: None)
 
 
 def test_seeds_of_prompts_depend_on_both_names() -> None:

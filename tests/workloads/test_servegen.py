@@ -74,6 +74,12 @@ def test_a_wrong_cell_is_named(rates: str, lengths: str, said: str, tmp_path: Pa
         fit_servegen(written(tmp_path, rates, lengths), "x")
 
 
+def test_clients_that_send_nothing_are_no_load(tmp_path: Path) -> None:
+    silent = RATES.replace(",3,", ",0,").replace(",6,", ",0,").replace("0,2,1,W", "0,0,1,W").replace("b,0,1,", "b,0,0,")
+    with pytest.raises(UsageError, match="no client of these tables sends anything: all rates are 0"):
+        fit_servegen(written(tmp_path, silent, LENGTHS), "x")
+
+
 def test_both_tables_are_needed_and_are_known_by_their_columns(tables: Sequence[Path], tmp_path: Path) -> None:
     for file, lacking in zip(tables, ("lengths", "rates"), strict=True):
         with pytest.raises(UsageError, match=f"without a table of {lacking}"):

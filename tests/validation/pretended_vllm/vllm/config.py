@@ -1,0 +1,6 @@
+"""What a KV cache is sent by."""
+
+
+class KVTransferConfig:
+    def __init__(self, **given):
+        self.given = given
