@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from pydantic import Field
@@ -55,6 +55,8 @@ BETWEEN = 0.15
 CHANCE = 0.15
 """Over the square root of the requests: by so much u is off for who of them happens to meet whom. The highest rate that
 met the SLO did so with as much good fortune as that: in other worlds it has to do without."""
+_FLAT = 1e-9
+"""A latency whose logarithm rises by no more, as everything takes longer, does not change."""
 ONE_INSTANCE = 1
 """Cores, where instances do not disturb each other: what is simulated is how latencies change, not what they are."""
 
@@ -96,8 +98,10 @@ class StretchCurve:
 
     @classmethod
     def of(cls, knots: Mapping[float, float]) -> StretchCurve:
-        """Latencies in seconds by u. Noise that makes them fall is smoothed away: more time is no gain."""
-        at = sorted(knots)
+        """Latencies in seconds by u. Noise that makes them fall is smoothed away: more time is no gain. So is what
+        looks as if requests piled up, as few may, where they do not when everything takes longer."""
+        last = max((u for u, seconds in knots.items() if math.isfinite(seconds)), default=math.inf)
+        at = [u for u in sorted(knots) if u >= last or math.isfinite(knots[u])]
         seconds = np.maximum.accumulate([knots[u] for u in at])
         return cls(np.array(at), np.log(np.maximum(seconds, 1e-12)))
 
@@ -110,11 +114,14 @@ class StretchCurve:
         return np.where(u > end, np.inf, beyond)
 
     def reached(self, limit: Array, less: float = 0.0) -> Array:
-        """The largest u at which it is no more than a limit's logarithm; of the latency over e^(less u)."""
+        """The largest u at which it is no more than a limit's logarithm; of the latency over e^(less u). Beyond the
+        knots as `at` has it."""
         x, y, end = self._known()
         y = np.maximum.accumulate(y - less * x) + 1e-12 * np.arange(len(y))
-        between = np.interp(limit, y, x)
-        return np.where(limit < y[0], -np.inf, np.where(limit >= y[-1], end, between))
+        slope = (y[-1] - y[-2]) / (x[-1] - x[-2]) if len(x) > 1 else 1.0 - less
+        after = np.minimum(end, x[-1] + (limit - y[-1]) / slope) if slope > _FLAT else end
+        before = x[0] + (limit - y[0]) / (1.0 - less) if less < 1.0 else -np.inf
+        return np.where(limit < y[0], before, np.where(limit >= y[-1], after, np.interp(limit, y, x)))
 
     def gap(self, u: float) -> float:
         """Between the knots on both sides."""
@@ -241,17 +248,19 @@ def odds(tuned: Tuned, sweep: RateSweep, bases: Mapping[str, Mapping[str, KindBa
     worlds = stretches(tuned.deployment, tuned.result, bases, [one.metric for one in limits], seed)
     rate = tuned.chosen.rate_rps if tuned.question.searches_rate else None
     few = _FewWorlds(tuned, rate)
-    curves = _curves(few, sweep, worlds, limits)
+    drawn = _curves(few, sweep, worlds, limits)
+    curves = drawn if rate is None else _not_above_missed(few, limits, drawn)
     requests = len(tuned.result.stream)
     fortune = 0.0 if rate is None else CHANCE / math.sqrt(requests)
     plan = Stretched(limits, curves, worlds + _of_acceptance(few, curves, seed), requests, fortune)
+    most = replace(plan, curves=drawn) if _unfelt(curves, drawn, limits) else plan
     return SloOdds(
         worlds=WORLDS,
         simulations=few.simulations,
         level=LEVEL,
         slo_probability=plan.kept(),
         low=plan.kept(longer=1.0),
-        high=plan.kept(longer=-1.0),
+        high=max(plan.kept(longer=-1.0), most.kept(longer=-1.0)),
         limits=plan.intervals(),
         value=_value(tuned, plan.slack()),
         safe_probability=SAFE,
@@ -358,7 +367,7 @@ def _curves(few: _FewWorlds, sweep: RateSweep, worlds: Array, limits: Sequence[S
             knots[u] = [math.exp(u) * seconds for seconds in few.swept(summary)]
     if high > max(knots) and all(map(math.isfinite, knots[max(knots)])):
         knots[high] = few.stretched(high)
-    return _not_above_missed(few, limits, _drawn(knots))
+    return _drawn(knots)
 
 
 def _drawn(knots: Mapping[float, Sequence[float]]) -> list[StretchCurve]:
@@ -386,6 +395,16 @@ def _not_above_missed(
         curve.with_knot(u, at + u) if number == first else curve
         for number, (curve, at) in enumerate(zip(curves, _logs(limits), strict=True))
     ]
+
+
+def _unfelt(curves: Sequence[StretchCurve], drawn: Sequence[StretchCurve], limits: Sequence[SloLimit]) -> bool:
+    """Whether a run of this length keeps its limits beyond the rate from which on the search saw the plan miss them:
+    requests pile up there, and it ends before that is felt."""
+    missed = {
+        float(u) for curve, before in zip(curves, drawn, strict=True) for u in set(curve.stretch) - set(before.stretch)
+    }
+    later = [float(u) for u in drawn[0].stretch if missed and u > min(missed)]
+    return bool(later) and _border(drawn, limits) >= min(later)
 
 
 def _of_acceptance(few: _FewWorlds, curves: Sequence[StretchCurve], seed: int) -> Array:

@@ -71,6 +71,23 @@ def test_the_safe_rate_is_safe(searched: Tuned) -> None:
     assert share_of_worlds(searched, found.safe_rate_rps) >= found.safe_probability - 0.07
 
 
+def test_a_limit_beyond_the_knots_is_reached_where_the_curve_goes_on_to() -> None:
+    curve = StretchCurve.of({-0.1: math.exp(-0.2), 0.0: 1.0, 0.1: math.exp(0.2)})
+    assert curve.reached(np.array([0.1, 0.4, -0.3])) == pytest.approx([0.05, 0.2, -0.2])
+    assert curve.at(np.array([0.2, -0.2])) == pytest.approx([0.4, -0.3])
+    assert curve.reached(np.array([0.3]), less=1.0) == pytest.approx([0.3])
+    level = StretchCurve.of({0.0: 1.0, 0.1: 1.0})
+    assert level.reached(np.array([0.5])) == np.inf
+    piling = StretchCurve.of({0.0: 1.0, 0.1: math.exp(0.2), 0.3: math.inf})
+    assert piling.reached(np.array([5.0])) == pytest.approx([0.2])
+
+
+def test_few_requests_may_look_as_if_they_piled_up_where_they_do_not() -> None:
+    curve = StretchCurve.of({-0.7: math.inf, -0.1: 0.5, 0.0: 1.0, 0.1: math.inf})
+    assert curve.stretch.tolist() == [-0.1, 0.0, 0.1]
+    assert np.isfinite(curve.latency).tolist() == [True, True, False]
+
+
 def test_at_a_given_load_a_few_worlds_are_simulated() -> None:
     load = LOAD.model_copy(update={"arrivals": Poisson(rate_rps=16.0), "requests": 200})
     limits = Slo(ttft_s={"p99": 0.5}, tpot_s={"p99": 0.02}, e2el_s={"p90": 5.0})
@@ -111,7 +128,7 @@ def test_steps_take_by_kind_what_they_take_in_all(searched: Tuned) -> None:
 def test_a_curve_is_straight_between_its_knots_in_logarithms() -> None:
     curve = StretchCurve.of({0.0: 1.0, 1.0: math.e**2})
     assert curve.at(np.array([-1.0, 0.0, 0.5, 1.0, 2.0])).tolist() == pytest.approx([-1.0, 0.0, 1.0, 2.0, 4.0])
-    assert curve.reached(np.array([-1.0, 1.0, 3.0])).tolist() == pytest.approx([-math.inf, 0.5, math.inf])
+    assert curve.reached(np.array([-1.0, 1.0, 3.0])).tolist() == pytest.approx([-1.0, 0.5, 1.5])
     assert curve.reached(np.array([0.5]), less=1.0).tolist() == pytest.approx([0.5]), "the rest of it doubles by e"
 
 
