@@ -228,7 +228,7 @@ class Stretched:
     def intervals(self) -> tuple[LimitInterval, ...]:
         """Of each limited latency."""
         ends = (interval(np.exp(curve.at(u)).tolist()) for curve, u in zip(self.curves, self.worlds, strict=True))
-        return tuple(LimitInterval(low_s=low, high_s=high) for low, high in ends)
+        return tuple(LimitInterval(low_s=_short(low), high_s=_short(high)) for low, high in ends)
 
     def _doubt(self, limit: SloLimit, curve: StretchCurve, u: Array) -> float:
         """By how much a world may do as if it were longer, or the limit be reached before."""
@@ -272,13 +272,18 @@ def _value(tuned: Tuned, slack: Array) -> tuple[float | None, ...] | None:
     """Of an objective that is a rate over what counts; None for any other."""
     if not isinstance(tuned.question.objective, RateObjective):
         return None
-    return tuple(interval((tuned.value * np.exp(slack)).tolist()))
+    return tuple(map(_short, interval((tuned.value * np.exp(slack)).tolist())))
 
 
 def _safe_rps(rate: float, slack: Array) -> float | None:
     """The rate at which so many worlds keep the SLO; None where there is none, or no end to it."""
     at = float(np.sort(slack)[math.floor(len(slack) * (1 - SAFE) + 1e-9)])
-    return rate * math.exp(at) if math.isfinite(at) else None
+    return _short(rate * math.exp(at)) if math.isfinite(at) else None
+
+
+def _short(value: float | None) -> float | None:
+    """To six significant digits: the last bits are the processor's own."""
+    return None if value is None else float(f"{value:.6g}")
 
 
 # --- the few simulations ----------------------------------------------------------------------------------
