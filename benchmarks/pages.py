@@ -85,7 +85,7 @@ def searched(out: Path) -> None:
     spec = out / "model.yaml"
     spec.write_text(model.model_copy(update={"name": LONG, "hf": DEVICE}).to_yaml(), "utf-8")
     small = {"tp": [1], "pp": [1], "max_num_seqs": [128], "max_num_batched_tokens": [2048, 8192], "requests": 600}
-    hostile = study(out, LONG, speculation=drafts, model=str(spec), search=small)
+    hostile = study(out, LONG, speculation=drafts, model=f"./{spec.name}", search=small)
     simtune("optimize", hostile, "--out", str(out / "search-hostile"))
 
 
