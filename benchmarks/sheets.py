@@ -23,12 +23,12 @@ from benchmarks.picture import DOCS, SIGNATURE, chunk
 FOLDER = DOCS / "screens"
 MOST_BYTES = 2_500_000
 """Of all sheets together."""
-CUT = 2000
+CUT = 1100
 """Height of a sheet in pixels; pages that are longer are cut."""
 GUTTER = 24
 BETWEEN = (128, 128, 128)
 """The colour around and below pages."""
-COLOURS = 32
+COLOURS = 16
 READ = """(async () => {
   const image = new Image(); image.src = "data:image/png;base64,%s"; await image.decode();
   const drawn = new OffscreenCanvas(image.width, image.height).getContext("2d"); drawn.drawImage(image, 0, 0);
