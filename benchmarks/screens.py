@@ -110,7 +110,7 @@ def main() -> None:
                 drawn.append(sheets.draw(browser, name_of(page), words, looked.views))
             sys.stdout.write(f"{page}\n")
     if asked.sheets:
-        sheets.list_all(drawn)
+        wrong += sheets.list_all(drawn)
     if wrong:
         sys.exit("wrong:\n" + "\n".join(wrong))
 

@@ -133,11 +133,12 @@ def clear(folder: Path = FOLDER) -> None:
         old.unlink()
 
 
-def list_all(sheets: Sequence[Sheet], folder: Path = FOLDER) -> None:
-    """Write the list of what was drawn. Raises ValueError where it has become too much for the repository."""
+def list_all(sheets: Sequence[Sheet], folder: Path = FOLDER) -> list[str]:
+    """Write the list of what was drawn; what is wrong where it has become too much for the repository."""
     (folder / "README.md").write_text(index(sheets), "utf-8")
     if (size := sum(file.stat().st_size for file in folder.glob("*.png"))) > MOST_BYTES:
-        raise ValueError(f"{folder}: {size:,} bytes of pictures, more than {MOST_BYTES:,}; cut them shorter")
+        return [f"{folder}: {size:,} bytes of pictures, more than {MOST_BYTES:,}; cut them shorter"]
+    return []
 
 
 def index(sheets: Sequence[Sheet]) -> str:

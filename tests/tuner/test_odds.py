@@ -10,9 +10,10 @@ import pytest
 
 import simtune.tuner.odds
 from simtune.sim.basis import pool_bases, timed_steps
+from simtune.sim.summary import SloLimit
 from simtune.sim.uncertainty import uncertainty
 from simtune.specs.workload import Poisson, Slo
-from simtune.tuner.odds import SloOdds, StretchCurve, odds
+from simtune.tuner.odds import SloOdds, StretchCurve, _unfelt, odds
 from simtune.tuner.rate_sweep import sweeps
 from simtune.tuner.search import optimize
 from simtune.tuner.trial import Tuned
@@ -80,6 +81,16 @@ def test_a_limit_beyond_the_knots_is_reached_where_the_curve_goes_on_to() -> Non
     assert level.reached(np.array([0.5])) == np.inf
     piling = StretchCurve.of({0.0: 1.0, 0.1: math.exp(0.2), 0.3: math.inf})
     assert piling.reached(np.array([5.0])) == pytest.approx([0.2])
+
+
+def test_a_rate_that_only_piles_up_for_ever_is_not_felt_by_a_run_that_keeps_its_limits_beyond_it() -> None:
+    ttft = {"class": None, "metric": "ttft", "statistic": "mean", "limit_s": math.e, "value_s": 1.0, "met": True}
+    limits = [SloLimit.model_validate(ttft)]
+    kept = [StretchCurve.of({0.0: 1.0, 0.1: math.exp(0.3), 0.3: math.exp(0.5)})]
+    assert _unfelt([kept[0].with_knot(0.02, 1.02)], kept, limits)
+    assert not _unfelt(kept, kept, limits), "nothing was missed"
+    missed = [StretchCurve.of({0.0: 1.0, 0.1: math.exp(1.3)})]
+    assert not _unfelt([missed[0].with_knot(0.02, 1.02)], missed, limits), "the run misses its limits there too"
 
 
 def test_few_requests_may_look_as_if_they_piled_up_where_they_do_not() -> None:

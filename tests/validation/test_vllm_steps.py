@@ -124,6 +124,18 @@ def test_by_time_requests_come_when_they_are_due(monkeypatch: pytest.MonkeyPatch
     assert len(answer["steps"]) == 3
 
 
+@pytest.mark.parametrize(("cores", "of_rest"), [({0}, {1, 2}), ({0, 1, 2}, {0, 1, 2})])
+def test_the_thread_that_computes_keeps_its_cores_and_no_other_has_them_where_there_are_more(
+    monkeypatch: pytest.MonkeyPatch, cores: set[int], of_rest: set[int]
+) -> None:
+    own, sent = os.getpid(), dict[int, set[int]]()
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    monkeypatch.setattr(os, "listdir", lambda folder: [str(own), "17", "18"])
+    monkeypatch.setattr(os, "sched_setaffinity", sent.__setitem__, raising=False)
+    vllm_steps._keep(cores)
+    assert sent == {own: cores, 17: of_rest, 18: of_rest}
+
+
 @pytest.mark.usefixtures("pretended")
 def test_the_gauge_says_how_many_times_as_long_things_take(monkeypatch: pytest.MonkeyPatch) -> None:
     many_rows = [8.0] * 3
