@@ -125,6 +125,23 @@ def test_a_pool_keeps_the_instances_it_is_to_keep() -> None:
     assert result.outcome.role_switches == 1
 
 
+@pytest.mark.parametrize(("longer", "switches"), [(0, 1), (1, 2)])
+@pytest.mark.parametrize("taking", ["prefill", "decode"])
+def test_after_a_move_looks_are_counted_from_none(taking: str, longer: int, switches: int) -> None:
+    """One instance has too much to do for 5.6 s, or for 6.3 s, and three of the other role are idle. After the third
+    look, at 3 s, one of them is taken; the next one is due after three more, at 6 s."""
+    other = "decode" if taking == "prefill" else "prefill"
+    pressure = {taking: {"watch": "under_way", "high": 0.4}, other: {"high": 1e6}}
+    control = {"every_s": 1.0, "patience": 3, "switch_s": 0.001, **pressure}
+    if taking == "prefill":  # prompts of 0.7 s
+        plan, stream = plan_of(control), stream_of([0.0] * (8 + longer), [699] * (8 + longer), [2] * (8 + longer))
+    else:  # steps of 9 ms
+        plan, stream = plan_of(control, 3, 1), stream_of([0.0] * 8, [1] * 8, [622 + 78 * longer] * 8)
+    result = run(plan, stream)
+    assert result.finish_s.max() == pytest.approx(5.6 + 0.7 * longer, abs=0.05)
+    assert result.outcome.role_switches == switches
+
+
 @pytest.mark.parametrize(
     ("prefill", "message"),
     [

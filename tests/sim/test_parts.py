@@ -277,6 +277,25 @@ def test_answers_of_costs_are_whole_positive_ticks() -> None:
     assert OwnCosts(LinearCosts(1e-3)).decode(3, 5) == LinearCosts(1e-3).decode(3, 5)
 
 
+@pytest.mark.parametrize("answer", [(1, 0, 1), (1, -1, 1), (5, -4, 2), (5, -4, 9)])
+def test_one_tick_is_enough_for_a_step(answer: tuple[int, int, int]) -> None:
+    class Given(LinearCosts):
+        def decode(self, num_decodes: int, context_tokens: int) -> tuple[int, int, int]:
+            return answer
+
+    assert OwnCosts(Given(1e-3)).decode(1, 1) == answer
+
+
+@pytest.mark.parametrize("answer", [(0, 1, 2), (1, 0, 0), (5, -5, 2), (5, -5, 9)])
+def test_no_step_takes_less_than_a_tick(answer: tuple[int, int, int]) -> None:
+    class Given(LinearCosts):
+        def decode(self, num_decodes: int, context_tokens: int) -> tuple[int, int, int]:
+            return answer
+
+    with pytest.raises(PartError, match=r"decode answered .*, and at least one tick for every step"):
+        OwnCosts(Given(1e-3)).decode(1, 1)
+
+
 def test_costs_that_nobody_brought_are_not_looked_at() -> None:
     """An error of the package's own keeps its traceback."""
 

@@ -100,8 +100,10 @@ def test_intervals_hold_the_point_and_follow_the_summary(deployed: tuple[Deploym
 
 def test_the_same_on_any_number_of_processes(deployed: tuple[Deployment, RequestStream]) -> None:
     deployment, stream = deployed
-    alone = uncertainty(deployment, stream, count=20, seed=3, jobs=1)
+    told: list[int] = []
+    alone = uncertainty(deployment, stream, count=20, seed=3, jobs=1, each=told.append)
     assert uncertainty(deployment, stream, count=20, seed=3, jobs=2) == alone
+    assert told == [*range(1, 21)], "who waits hears of every world"
 
 
 class Part(Record):

@@ -72,6 +72,9 @@ def test_invariants(world: Setting) -> None:
         assert r.num_decodes + r.prefill_tokens <= world.budget
         assert r.running <= world.seqs
         assert 0 <= r.free_blocks <= world.blocks
+    for number, core in enumerate(outcome.cores):
+        with_chunks = [r for r in outcome.records if r.core == number and r.prefill_tokens]
+        assert core.most_tokens == max((r.num_decodes + r.prefill_tokens for r in with_chunks), default=0)
     # First-come-first-served on every core, as far as nobody was preempted.
     for core in range(world.cores):
         here = done & (outcome.core == core) & (outcome.preemptions == 0)
