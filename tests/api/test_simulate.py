@@ -135,6 +135,7 @@ def test_with_costs_nothing_is_left_to_estimate_and_memory_need_not_bind() -> No
     memory = experiment.deployment.memory
     pool = experiment.deployment.plan.pools[0]
     assert memory.num_blocks * 16 >= pool.batching.max_num_seqs * experiment.deployment.max_model_len
+    assert (pool.instances, pool.max_model_len) == (1, 512), "the longest of 360 tokens, in whole 256"
     with pytest.raises(simtune.UsageError, match="name a model and a hardware profile, or a plan that does"):
         simtune.simulate("llama-3.1-8b", None, COLUMNS)
     with pytest.raises(simtune.UsageError, match="name a model and a hardware profile, or a plan that does"):

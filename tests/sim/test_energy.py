@@ -73,6 +73,7 @@ def test_a_run_has_the_energy_of_its_instances() -> None:
     assert watts is not None
     drawn = sum(2 * (watts.idle_w + (watts.tdp_w - watts.idle_w) * one.busy) for one in summary.instances)
     assert summary.energy_j == pytest.approx(drawn * summary.duration_s)
+    assert summary.power_w == pytest.approx(drawn)
     assert summary.joules_per_token == pytest.approx(summary.energy_j / result.stream.output_tokens.sum())
     silent = deploy(plan, MODEL, {"h100-sxm": unpowered()}).simulate(build_stream(LOAD, None, requests=60, seed=1))
     assert silent.summary().energy_j is None

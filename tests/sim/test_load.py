@@ -115,6 +115,12 @@ def test_facts_of_a_small_load() -> None:
     assert facts.shared_prompt_share == 16 / 17
 
 
+def test_a_load_that_does_not_say_when_its_requests_came_has_no_rates() -> None:
+    facts = load_facts(Trace("t", "", None, np.array([5, 6]), np.array([1, 2])), users=3)
+    assert (facts.span_s, facts.rate_rps, facts.peak_rps, facts.gap_cv) == (None, None, None, None)
+    assert (facts.bin_s, facts.rates_rps, facts.users) == (None, (), 3)
+
+
 def test_sharing_ends_at_the_first_block_that_is_new() -> None:
     assert shared_share([(1, 2), (1, 3), (4, 2)], 10, np.array([20, 20, 20])) == pytest.approx(10 / 60)
     assert shared_share(None, 10, np.array([20])) is None

@@ -17,7 +17,7 @@ from simtune.engine.scheduler import SETTINGS_OF
 from simtune.errors import PartError, UsageError
 from simtune.plugins import keywords
 from simtune.sim.deployment import Deployment, deploy
-from simtune.sim.parts import OwnCosts
+from simtune.sim.parts import OwnCosts, make_policy
 from simtune.sim.requests import RequestStream
 from simtune.sim.router import ROUTERS, RoundRobin
 from simtune.specs.catalog import load_hardware, load_model
@@ -194,6 +194,17 @@ def test_a_policy_that_cannot_be_had(own: str, policy: str, options: dict[str, i
     with pytest.raises(PartError) as caught:
         deployed(policy.format(own=own), **options)
     assert message.format(own=own) in str(caught.value)
+
+
+def test_a_policy_of_the_package_blames_options_where_there_are_any() -> None:
+    limits = {"max_num_seqs": 1, "max_num_batched_tokens": 1}
+    plain = Batching(policy="sglang", **limits)
+    optional = Batching(policy="sglang", options={"schedule_conservativeness": 1.0}, **limits)
+    settings = {"num_blocks": 0, "block_size": 1, "max_model_len": 1, **limits}
+    with pytest.raises(ValueError, match=r"^total \(0\)"):
+        make_policy(plain, settings)
+    with pytest.raises(UsageError, match=r"batching.options of policy sglang: .*total \(0\)"):
+        make_policy(optional, settings)
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,13 @@ def test_objectives_by_class_and_statistic() -> None:
     assert "TTFT p50 of class fast 1,000.0 ms (limit 900.0 ms)" in str(result.limits[0])
 
 
+def test_a_limit_that_is_just_kept_is_kept() -> None:
+    result = served(stream_of([0.0], [10], [3]), Slo(ttft_s={"p99": 1.0}, tpot_s={"mean": 1.0}, e2el_s={"p50": 3.0}))
+    assert [line.value_s for line in result.limits] == [line.limit_s for line in result.limits]
+    assert result.meets_slo
+    assert result.good.tolist() == [True]
+
+
 def test_refused_requests_spoil_the_objective() -> None:
     result = served(stream_of([0.0, 1.0], [10, 9000], [1, 1]), Slo(ttft_s={"p99": 100.0}))
     assert result.refused == 1

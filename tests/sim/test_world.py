@@ -12,9 +12,13 @@ from hypothesis import settings as hypothesis_settings
 from simtune.costs.compiled import LinearCosts
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import VllmFcfs
+from simtune.errors import UsageError
+from simtune.sim.agenda import Agenda
 from simtune.sim.core import EngineCore
 from simtune.sim.outcome import Outcome
+from simtune.sim.source import RequestSource
 from simtune.sim.world import World
+from simtune.specs.base import LONGEST_S
 from simtune.testing.clusters import stream_of
 from tests.sim.worlds import Setting, settings
 
@@ -123,6 +127,13 @@ def test_at_one_instant_steps_end_before_arrivals_and_arrivals_before_scheduling
     assert [(r.steps, r.num_decodes, r.prefill_tokens) for r in outcome.records] == [
         (1, 0, 1), (2, 1, 0), (1, 1, 1), (6, 1, 0),
     ]  # fmt: skip
+
+
+def test_requests_may_come_as_long_as_the_clock_counts() -> None:
+    source = RequestSource(stream_of([LONGEST_S], [1], [1]), Agenda())
+    assert source.arrival.tolist() == [LONGEST_S * TICKS_PER_SECOND]
+    with pytest.raises(UsageError, match="would arrive after 97 days; the simulated clock counts to 49"):
+        RequestSource(stream_of([2 * LONGEST_S], [1], [1]), Agenda())
 
 
 @pytest.mark.parametrize(("at_s", "scheduled_s"), [(2.5, 4), (3.0, 4), (0.5, 2), (20.0, 20)])

@@ -63,6 +63,7 @@ def test_lengths_have_the_mean_and_the_shares_that_the_server_counted(tmp_path: 
         assert drawn.mean() == pytest.approx(np.mean(true), rel=0.03)
         for edge in EDGES:
             assert (drawn <= edge).mean() == pytest.approx(np.mean(np.array(true) <= edge), abs=0.01)
+    assert load.notes == ("read as a scrape of vLLM: rates are of answers",)
     ((metric, (mean, median, p99)),) = load.latencies
     assert (metric, mean) == ("TTFT", pytest.approx(0.125))
     assert median is not None
@@ -104,6 +105,20 @@ def test_engines_are_added_up_and_seconds_of_openmetrics_are_seconds(tmp_path: P
     assert (read.histograms[PROMPT].count, read.histograms[PROMPT].total) == (4, 66)
     assert (read.time_s, read.models) == (12.5, ("m", "n"))
     assert any("2 models are added up: m, n" in note for note in fit_scrapes([read], "m", rate_rps=1).notes)
+
+
+def test_tokens_of_requests_that_have_not_ended_are_told(tmp_path: Path) -> None:
+    path = scrape(tmp_path, "a", [100] * 10, [10] * 10)
+
+    def notes(prompt_tokens: int) -> list[str]:
+        other = tmp_path / "b"
+        other.write_text(path.read_text().replace(f"}} {sum([100] * 10)}\n", f"}} {prompt_tokens}\n", 1))
+        return [note for note in fit_scrapes([read_scrape(other)], "b", rate_rps=1).notes if "not all of" in note]
+
+    assert notes(1049) == []
+    assert notes(1060) == [
+        "vllm:prompt_tokens_total is 1,060, and requests that ended had 1,000: not all of them ended"
+    ]
 
 
 def test_quantiles_are_those_of_prometheus() -> None:

@@ -57,6 +57,11 @@ def test_lengths_weigh_by_the_requests_of_their_clients(tables: Sequence[Path]) 
     assert "lengths are of 2 of 3 clients" in load.notes
 
 
+def test_nothing_is_said_of_lengths_that_are_known_of_all(tmp_path: Path) -> None:
+    known = LENGTHS + "c,0,input_tokens,100,1\nc,0,output_tokens,10,1\n"
+    assert not any("lengths are of" in note for note in fit_servegen(written(tmp_path, RATES, known), "x").notes)
+
+
 @pytest.mark.parametrize(
     ("rates", "lengths", "said"),
     [
