@@ -141,6 +141,23 @@ def test_a_mean_is_given_up_only_where_it_is_missed(world: Setting, metric: str,
         assert mean is None or mean <= limit * (1 + 1e-6)
 
 
+def test_a_class_is_given_up_for_its_own_requests() -> None:
+    """The median of four is lost with the third late one, that of one with the first."""
+    stream = replace(
+        stream_of([0.0] * 5, [1] * 5, [3] * 5),
+        class_index=np.array([0, 0, 0, 0, 1]),
+        class_names=("many", "one"),
+        slos=(Slo(ttft_s={"p50": 1.0}), None),
+    )
+    second = TICKS_PER_SECOND
+    budget = MissBudget(stream, Slo(e2el_s={"p50": 4.0}))
+    given_up = [budget(i, 0, 2 * second, 9 * second) for i in (0, 1)]
+    given_up += [budget(2, 0, second, 9 * second), budget(4, 0, 2 * second, 4 * second)]  # both in time
+    assert given_up == [False] * 4
+    assert budget(3, 0, 2 * second, 9 * second)
+    assert MissBudget(stream, Slo(e2el_s={"p50": 4.0}))(4, 0, second, 4 * second + 1)
+
+
 def test_a_summary_has_no_nan_and_no_number_that_does_not_exist() -> None:
     import json
 

@@ -63,6 +63,9 @@ def test_lengths_have_the_mean_and_the_shares_that_the_server_counted(tmp_path: 
         assert drawn.mean() == pytest.approx(np.mean(true), rel=0.03)
         for edge in EDGES:
             assert (drawn <= edge).mean() == pytest.approx(np.mean(np.array(true) <= edge), abs=0.01)
+    for a in load.agreements:
+        assert a.recorded is not None
+        assert a.drawn == pytest.approx(a.recorded, rel=0.03, abs=0.01), a.what
     assert load.notes == ("read as a scrape of vLLM: rates are of answers",)
     ((metric, (mean, median, p99)),) = load.latencies
     assert (metric, mean) == ("TTFT", pytest.approx(0.125))

@@ -45,6 +45,16 @@ def test_rates_are_added_up_and_windows_without_any_are_pauses(tables: Sequence[
     assert [(s.for_s, s.rate_rps) for s in arrivals.segments] == [(600, 4), (600, 6), (600, 0), (600, 4)]
 
 
+def test_the_first_window_need_not_begin_at_0(tmp_path: Path) -> None:
+    later = [
+        text.replace(",1800,", ",4200,").replace(",600,", ",3000,").replace(",0,", ",2400,")
+        for text in (RATES, LENGTHS)
+    ]
+    arrivals = fit_servegen(written(tmp_path, later[0], later[1]), "x").workload.arrivals
+    assert arrivals.kind == "piecewise"
+    assert [s.rate_rps for s in arrivals.segments] == [4, 6, 0, 4]
+
+
 def test_lengths_weigh_by_the_requests_of_their_clients(tables: Sequence[Path]) -> None:
     load = fit_servegen(tables, "x")
     said = {a.what: a for a in load.agreements}
