@@ -31,12 +31,13 @@ from random import Random
 from typing import Any
 
 from tests.mutants.mutations import mutant
+from tests.mutants.survivors import SURVIVORS
 
 ROOT = Path(__file__).resolve().parents[2]
 MUTATED = ("simtune/engine", "simtune/sim")
 TESTS = (
     "tests/engine", "tests/sim", "tests/worlds", "tests/speculation", "tests/golden", "tests/workloads", "tests/api",
-    "tests/testing", "tests/costs",
+    "tests/testing", "tests/costs", "tests/specs",
 )  # fmt: skip
 COPIED = ("simtune", "tuner", "hwprofiles", "models", "workloads", "examples", "benchmarks", "tests", "pyproject.toml")
 CPU_S = 1200
@@ -218,6 +219,14 @@ def run(folder: Path, numbers: range, seconds: float) -> list[dict[str, Any]]:
     return [fates[number] for number in numbers if number in fates]
 
 
+def reason(root: Path, row: dict[str, Any]) -> str | None:
+    """Why a mutant survives, where somebody has found out."""
+    file, _, number = row["where"].rpartition(":")
+    line = (root / file).read_text().splitlines()[int(number) - 1].strip()
+    known = {survivor[:4]: survivor.reason for survivor in SURVIVORS}
+    return known.get((file, line, row["before"], row["after"]))
+
+
 def main() -> int:
     """Try mutants, and print what became of each."""
     options = argparse.ArgumentParser()
@@ -231,11 +240,12 @@ def main() -> int:
     with keeping as folder:
         Path(folder).mkdir(parents=True, exist_ok=True)
         rows = run(Path(folder).resolve(), range(given.first, given.first + given.mutants), given.seconds)
-    survivors = [row for row in rows if row["fate"] == "survives"]
-    for row in survivors:
-        print(f"survives: {row['where']}: {row['before']} -> {row['after']}")
-    share = 1 - len(survivors) / max(1, len(rows))
-    print(f"{len(rows)} mutants, {len(rows) - len(survivors)} caught ({share:.0%}), {len(survivors)} survive")
+        survivors = [(row, reason(Path(folder) / "tree", row)) for row in rows if row["fate"] == "survives"]
+    for row, why in survivors:
+        print(f"survives: {row['where']}: {row['before']} -> {row['after']}: {why or 'nobody knows why'}")
+    caught, explained = len(rows) - len(survivors), sum(why is not None for _, why in survivors)
+    share = caught / max(1, len(rows))
+    print(f"{len(rows)} mutants, {caught} caught ({share:.0%}), {len(survivors)} survive, {explained} with a reason")
     return 0
 
 

@@ -99,6 +99,19 @@ def mutant(source: str, random: Random) -> tuple[str, int, str, str] | None:
     return ast.unparse(ast.fix_missing_locations(tree)) + "\n", line, before, after
 
 
+def mistakes(source: str, line: int) -> set[tuple[str, str]]:
+    """The code before and after of every mistake that can be made on a line."""
+    tree = ast.parse(source)
+    made = {(ast.unparse(body[i]), "pass") for body, i in _omitted(tree) if body[i].lineno == line}
+    for node in _in_functions(tree):
+        if node.lineno == line:  # type: ignore[attr-defined]
+            turned, way = copy.deepcopy(node), _way(node)
+            assert way is not None
+            way(turned)
+            made.add((_told(node), _told(turned)))
+    return made
+
+
 def _told(node: ast.AST) -> str:
     """Code in a few words."""
     if isinstance(node, ast.If):

@@ -11,7 +11,8 @@ from random import Random
 import pytest
 
 from tests.mutants.campaign import MUTATED, ROOT, TESTS, TestFile, batches, files, ordered_for, run
-from tests.mutants.mutations import mutant
+from tests.mutants.mutations import mistakes, mutant
+from tests.mutants.survivors import SURVIVORS
 
 SOURCE = """\
 class A:
@@ -26,15 +27,24 @@ def test_each_kind_of_mistake_is_made_once() -> None:
     made = {mutant(SOURCE, Random(seed)) for seed in range(200)}
     plain = ast.unparse(ast.parse(SOURCE)).splitlines()
     told = set()
+    on_lines = {n: mistakes(SOURCE, n) for n in range(1, 6)}
     for one in made:
         assert one is not None
         text, line, before, after = one
         told.add((line, before, after))
+        assert (before, after) in on_lines[line]
         assert sum(a != b for a, b in zip(plain, text.splitlines(), strict=True)) == 1
     assert told >= {
         (3, "x < 2", "x <= 2"), (3, "x < 2 and x", "x < 2 or x"), (4, "self.n += 1", "pass"), (5, "x - 1", "x + 1"),
         (5, "1", "2"), (3, "if x < 2 and x", "if not (x < 2 and x)"),
     }  # fmt: skip
+
+
+def test_survivors_that_are_explained_are_mistakes_in_the_code_as_it_is() -> None:
+    for file, line, before, after, _ in SURVIVORS:
+        source = (ROOT / file).read_text()
+        at = [number for number, text in enumerate(source.splitlines(), 1) if text.strip() == line]
+        assert any((before, after) in mistakes(source, number) for number in at), f"{file}: {line}: {before} -> {after}"
 
 
 def test_mutants_are_of_the_engine_and_the_simulator() -> None:

@@ -14,7 +14,7 @@ from simtune.sim.basis import pool_bases
 from simtune.sim.deployment import Deployment, default_plan, deploy
 from simtune.sim.drafting import Drafting
 from simtune.sim.requests import RequestStream, build_stream
-from simtune.sim.summary import Uncertain
+from simtune.sim.summary import Uncertain, Uncertainty
 from simtune.sim.uncertainty import intervals, spreads, uncertainty, worlds
 from simtune.specs.acceptance import Acceptance, BetaMixture, PerPosition, PerRank
 from simtune.specs.base import Record, Seq
@@ -140,6 +140,20 @@ def test_intervals_are_nested_as_the_records_and_of_what_the_first_world_has() -
     assert intervals([Whole(named={"a": low}), Whole(named={"a": absent})]) == {"named": {"a": {"off": [1.0, None]}}}
     assert intervals([Whole(part=low), Whole()]) == {"part": {"off": [1.0, 1.0]}}
     assert intervals([absent, low]) == {}
+
+
+def test_an_interval_is_found_by_its_keys() -> None:
+    told = Uncertainty(
+        worlds=20,
+        level=0.9,
+        saturated_probability=0.0,
+        slo_probability=1.0,
+        intervals={"metrics": {"ttft": {"mean": [1.0, None]}}},
+    )
+    assert told.of("metrics", "ttft", "mean") == (1.0, None)
+    assert told.of("metrics", "ttft") is None
+    assert told.of("metrics", "tpot", "mean") is None
+    assert told.of("metrics", "ttft", "mean", "low") is None
 
 
 def test_acceptance_is_off_by_its_own_standard_error() -> None:
