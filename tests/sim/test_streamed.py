@@ -97,6 +97,27 @@ def test_it_comes_to_the_same(tmp_path: Path, workload: str, plan: str) -> None:
     assert found.summary().warm_up_requests is None
 
 
+ONE_SEAT = """\
+pools:
+  - {hardware: h100-sxm, instances: 1, max_model_len: 4096, batching: {max_num_seqs: 1, max_num_batched_tokens: 512}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "requests", "saturated"),
+    [
+        ("{kind: fixed, rate_rps: 1000}", 40, True),
+        ("{kind: fixed, rate_rps: 1000}", 38, False),  # nineteen of a second half are too few to tell
+        ("{kind: closed_loop, users: 60, think_s: 0}", 60, False),
+    ],
+)
+def test_what_piles_up_is_said_as_of_the_whole(tmp_path: Path, arrivals: str, requests: int, saturated: bool) -> None:
+    text = CLOSED.replace("{kind: closed_loop, users: 5, think_s: 0.1}", arrivals)
+    given = specs(tmp_path, text, ONE_SEAT)
+    whole = set_up(given, requests=requests).run()
+    assert whole.summary().saturated is stream(given, requests=requests)[1].saturated is saturated
+
+
 def test_what_is_in_the_system_is_all_that_is_kept(tmp_path: Path) -> None:
     kept: list[int] = []
     fold = streamed.StreamRecorder.fold
