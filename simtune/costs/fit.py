@@ -58,7 +58,9 @@ chosen on the tables of seven GPUs, with and without."""
 FEW_FAMILIES = 24
 """Weight matrices of two or three models. So few do not say what others take: a table that is to has hundreds."""
 
-_CENTRES = 0.75  # of the rows; with half of them errors grow by a tenth
+CENTRES = 0.75
+"""Of the rows of a published table, the most that are kept as centres; with half of them errors grow by a tenth."""
+
 _SMALLEST_SD = 1e-4
 _FEWEST = 15  # points for which a residual is worth having, and rows a split must train on and test
 _SCALE = 0.1  # deviations of 10 % and more count linearly
@@ -236,7 +238,7 @@ def _condensed(process: Process, table: Table, base: BaseFit, setting: Setting) 
     if table.origin.kind == "measured" and len(table) <= MAX_POINTS:
         return process
     z = np.log(table.seconds / _base_of(table, base, setting))
-    count = min(MAX_POINTS, int(_CENTRES * len(table)))
+    count = min(MAX_POINTS, int(CENTRES * len(table)))
     return process.condensed(_features(table, setting), z, count)
 
 

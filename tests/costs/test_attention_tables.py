@@ -152,3 +152,24 @@ def test_a_missing_column_is_named(tmp_path: Path) -> None:
 
 def test_every_format_has_a_reader_of_its_own() -> None:
     assert len(set(FORMATS.values())) == len(FORMATS)
+
+
+def softmax(kernel: str, batch: int, latency_ms: float, head_dim: int = 128, window: int = 0) -> str:
+    return V + f"generation_attention,{kernel},bfloat16,bfloat16,{batch},1,63,8,1,{head_dim},{window},{latency_ms}"
+
+
+def test_where_kernels_share_shapes_the_rarer_one_is_left_out(tmp_path: Path) -> None:
+    """All of its rows of that head_dim, those on shapes of its own too; not where it is the only one, and a window of
+    the context's length is no shape without one."""
+    found = read(
+        tmp_path,
+        SOFTWARE + "op_name,kernel_source,attn_dtype,kv_cache_dtype,batch_size,isl,step,num_heads,num_key_value_heads,"
+        "head_dim,window_size,latency",
+        *(softmax("common", batch, batch) for batch in (1, 2, 3)),
+        *(softmax("rare", batch, 100) for batch in (3, 4)),
+        softmax("rare", 5, 5, head_dim=192),
+        softmax("rare", 1, 7, window=32),
+    )
+    table = found.operators["decode_attention.bf16"]
+    assert table.left_out == {"another kernel stands for the shape": 2}
+    assert sorted(table.seconds) == pytest.approx([1e-3, 2e-3, 3e-3, 5e-3, 7e-3])

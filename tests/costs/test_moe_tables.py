@@ -87,6 +87,26 @@ def test_experts_without_a_gate_are_left_out_by_name(tmp_path: Path) -> None:
     assert table.merged == 0
 
 
+@pytest.mark.parametrize(
+    ("sizes", "kernel", "why"),
+    [
+        ("2688,1856,6,128", "cutlass", "experts without a gate"),
+        ("2048,2688,22,512", "triton", "experts without a gate"),
+        ("7168,2048,8,256", "triton", "a router of groups, whose experts are not dealt out"),
+        ("7168,2048,8,256", "vllm_fused_moe", None),
+        ("7168,2048,8,256", "moe_torch_flow_cutlass", None),
+        ("7168,2048,8,384", "triton", None),
+    ],
+)
+def test_rows_that_are_not_what_columns_say_are_left_out(
+    sizes: str, kernel: str, why: str | None, tmp_path: Path
+) -> None:
+    """Nemotron's by its sizes, DeepSeek-V3's where a layer's own router chose, which knows groups of experts."""
+    row = experts(kernel=kernel).replace("1024,4096,2,8", sizes)
+    table = read(tmp_path, EXPERTS, experts(), row).operators["moe.bf16"]
+    assert table.left_out == ({} if why is None else {why: 1})
+
+
 def test_of_two_kernels_for_one_shape_one_stands_for_it(tmp_path: Path) -> None:
     """The low-latency one to 128 tokens; where it was not measured the other is kept."""
     rows = [
