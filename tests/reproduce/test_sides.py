@@ -161,6 +161,12 @@ CLOSED = {**LOAD, "arrivals": {"kind": "closed_loop", "users": 2}}
             Infeasible,
             "not one sequence of 1,000,000,000 tokens fits",
         ),
+        (
+            {"kind": "step"},
+            {"step": {"decodes": 2, "context": 64, "shared_prefix": 64}},
+            UsageError,
+            "shared_prefix 64 is all of the context of 64 tokens",
+        ),
         ({"kind": "memory", "metric": "longest_context"}, {"model": "llama-2-70b"}, Infeasible, "not even 256 tokens"),
     ],
 )
