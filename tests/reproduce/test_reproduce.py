@@ -323,15 +323,15 @@ def test_orders_are_those_of_lengths_and_prefixes() -> None:
 
 def test_the_command_prints_a_table_json_and_one_page(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
-    asked = ["reproduce", "dms", "medusa", "specmquant", "--jobs", "1"]
+    asked = ["reproduce", "dms", "parallelspec", "specmquant", "--jobs", "1"]
     done = CliRunner().invoke(cli, [*asked, "--html", str(page)])
     assert done.exit_code == 0, done.output
     assert "0 of 3 reproduced, 0 more within the band on assumed inputs, 1 on inputs chosen" in done.output
     assert "chosen knowing the claim, 1 differ, 1 need" in done.output
     assert "chosen knowing the claim: the published share of the cache goes in" in done.output
-    assert "Medusa: -" in done.output
+    assert "ParallelSpec: +" in done.output
     text = page.read_text(encoding="utf-8")
-    assert "system-medusa" in text
+    assert "system-parallelspec" in text
     assert "<script src" not in text
     as_json = CliRunner().invoke(cli, [*asked, "--json"])
     document = json.loads(as_json.output)
