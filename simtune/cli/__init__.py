@@ -107,7 +107,7 @@ def main(args: list[str] | None = None) -> Any:
         error.show()
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
-        click.echo("interrupted; nothing was written", err=True)
+        click.echo("interrupted; what was not finished was not written", err=True)
         sys.exit(130)
     except SimtuneError as error:
         click.echo(str(error), err=True)

@@ -6,6 +6,7 @@ import glob
 import hashlib
 import os
 import re
+import secrets
 import shutil
 import socket
 import sys
@@ -63,15 +64,18 @@ def alone(out: Path) -> None:
 
 
 def hold(out: Path) -> None:
-    """Make a folder that is written into while work goes on, and keep others from it until this process ends.
+    """Make a folder that is written into while work goes on, keep others from it until this process ends, and remove
+    what one that was killed left half-written in it.
 
     Raises UsageError where it is a file, cannot be made, or is another process's.
     """
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out}: is a file; name a folder")
-    lock(out)
+    held = lock(out)
     try:
         out.mkdir(parents=True, exist_ok=True)
+        if held:
+            clear_within(out)
         with tempfile.TemporaryDirectory(prefix=_prefix(out), dir=out):
             pass
     except OSError as error:
@@ -80,6 +84,24 @@ def hold(out: Path) -> None:
 
 def _prefix(path: Path) -> str:
     return f".{path.name}.part-"
+
+
+def _part(path: Path) -> Path:
+    """Where `path` is written first. It is named before it is made, so that an interrupt never comes between the two and
+    leaves what nobody removes."""
+    return path.absolute().with_name(f"{_prefix(path)}{secrets.token_hex(4)}")
+
+
+def clear_within(out: Path) -> None:
+    """Remove what a process that was killed left half-written in a folder that it held, and in folders of that, unless
+    another process is writing it."""
+    for pattern in (".*.part-*", "*/.*.part-*", "*/*/.*.part-*"):
+        for path in sorted(out.glob(pattern)):
+            name, _, ending = path.name[1:].rpartition(".")
+            if name and _PART.fullmatch(ending) and not path.is_symlink():
+                with suppress(OSError, UsageError):
+                    lock(path.with_name(name))
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _clear(out: Path) -> None:
@@ -153,8 +175,9 @@ def whole(out: Path) -> Iterator[Path]:
     parent = out.absolute().parent
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=_prefix(out), dir=parent))
+        folder = _part(out)
         try:
+            folder.mkdir(0o700)
             yield folder
             folder.chmod(0o755)
             _take_place(folder, out)
@@ -170,14 +193,14 @@ def write_file(path: Path, content: str | bytes) -> None:
     parent = path.absolute().parent
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=_prefix(path), dir=parent)
+        part = _part(path)
         try:
-            with open(handle, "wb") as file:
+            with part.open("xb") as file:
                 file.write(_encoded(content))
-            os.chmod(name, 0o644)
-            os.replace(name, path)
+            part.chmod(0o644)
+            part.replace(path)
         except BaseException:
-            os.unlink(name)
+            part.unlink(missing_ok=True)
             raise
     except OSError as error:
         raise UsageError(f"{path}: cannot be written ({error.strerror})") from None
@@ -192,9 +215,10 @@ def _take_place(folder: Path, out: Path) -> None:
     if not out.exists():
         folder.rename(out)
         return
-    aside = Path(tempfile.mkdtemp(prefix=_prefix(out), dir=folder.parent))
+    aside = _part(out)
     old = aside / _ASIDE
     try:
+        aside.mkdir(0o700)
         out.rename(old)
         folder.rename(out)
     except BaseException:

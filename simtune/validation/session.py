@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +24,7 @@ import numpy as np
 
 from simtune.arrays import Ints
 from simtune.errors import EngineError, UsageError
-from simtune.runs.files import MANIFEST, Files, claim, write_file
+from simtune.runs.files import MANIFEST, Files, claim, clear_within, write, write_file
 from simtune.runs.schema import Manifest
 from simtune.sim.requests import RequestStream
 from simtune.specs.base import Record
@@ -49,19 +48,19 @@ class ValidationFolder:
         self._out = out
         text = json.dumps(question, sort_keys=True, default=str)
         digest = hashlib.sha256(text.encode()).hexdigest()
+        asked = json.dumps({"schema": "simtune/question@1", "sha256": digest}, indent=1) + "\n"
         kept = out / QUESTION
-        same = kept.is_file() and json.loads(kept.read_text("utf-8")).get("sha256") == digest
+        same = kept.is_file() and kept.read_bytes() == asked.encode()
         if kept.is_file() and not same and not force:
             raise UsageError(
                 f"{out}: holds a validation of another plan, load or engine; give --force to replace it, or name "
                 "another folder"
             )
         claim(out, force or same)
-        if out.exists() and not same:
-            shutil.rmtree(out)
-        if not same:
-            self._question = json.dumps({"schema": "simtune/question@1", "sha256": digest}, indent=1) + "\n"
-            self.keep({MANIFEST: "{}\n", QUESTION: self._question})
+        if same:
+            clear_within(out)
+        else:  # both at once: with one of them alone the same command would be refused
+            write(out, {MANIFEST: "{}\n", QUESTION: asked})
 
     def keep(self, files: Files) -> None:
         """Write files, each whole or not at all."""

@@ -242,7 +242,7 @@ def breaking(method: Callable[..., Any], error: BaseException, nth: int) -> Call
     ("error", "code", "words"),
     [
         (OSError(errno.ENOSPC, "No space left on device"), 2, "run: cannot be written (No space left on device)"),
-        (KeyboardInterrupt(), 130, "interrupted; nothing was written"),
+        (KeyboardInterrupt(), 130, "interrupted; what was not finished was not written"),
     ],
     ids=["full disk", "interrupt"],
 )
@@ -269,7 +269,7 @@ def test_an_interrupt_while_the_page_is_drawn_writes_nothing(desk: Any, monkeypa
     assert desk.simulate("--out", "run").code == 0
     monkeypatch.setattr("simtune.report.page.render", breaking(page.render, KeyboardInterrupt(), 1))
     message = desk.refused(desk.simulate, "--out", "run", "--force", "--seed", 9, code=130)
-    assert message.endswith("interrupted; nothing was written")
+    assert message.endswith("interrupted; what was not finished was not written")
 
 
 @pytest.mark.parametrize("option", ["--timeline", "--per-request"])
@@ -292,7 +292,7 @@ def test_an_interrupted_report_leaves_the_old_page(desk: Any, call: Call, monkey
 def test_an_interrupt_before_there_is_a_plan_writes_nothing(desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert desk.optimize().code == 0
     monkeypatch.setattr("simtune.tuner.front.answer", breaking(search.optimize, KeyboardInterrupt(), 1))
-    assert desk.refused(desk.optimize, "--force", code=130) == "interrupted; nothing was written"
+    assert desk.refused(desk.optimize, "--force", code=130) == "interrupted; what was not finished was not written"
 
 
 def test_an_interrupt_keeps_the_best_so_far_and_says_so(desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,7 +351,7 @@ def test_ctrl_c_reaches_the_process(start: Call, desk: Any) -> None:
             break
     assert process.returncode == 130
     assert out == ""
-    assert err.splitlines()[-1] == "interrupted; nothing was written"
+    assert err.splitlines()[-1] == "interrupted; what was not finished was not written"
     assert not (desk.folder / "run").exists()
 
 

@@ -1,7 +1,8 @@
 """Runs verbs in forked children of one warm process, and kills them: `python -m tests.kills.forked` reads jobs.
 
-A job is a line of JSON: the verb, the folder to stand in, and after how many seconds to kill it, workers and all (null:
-never). So is its answer: exit code, or minus the signal; how long it ran; and how many processes were left over.
+A job is a line of JSON: the verb, the folder to stand in, the signal to send, and after how many seconds (null: never):
+a kill to the verb alone, an interrupt to its workers too, as terminals do. So is its answer: exit code, or minus the
+signal; how long it ran; and how many processes were left over.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 from tests.kills.verbs import VERBS
 
 WALL_S = 300
+PATIENCE, PATIENCE_S = 3, 20
 NEEDED = (
     "scipy.special", "simtune.api", "simtune.cli.loop", "simtune.cli.optimize", "simtune.cli.profile",
     "simtune.cli.reproduce", "simtune.cli.sweep", "simtune.cli.validate", "simtune.profiling.run", "simtune.reproduce",
@@ -40,19 +42,38 @@ def main() -> None:
 
 def _forked(job: dict[str, Any]) -> dict[str, Any]:
     begun = time.monotonic()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until the verb begins
     child = os.fork()
     if child == 0:
         _run(job)
-    if job["kill_s"] is not None:
-        while time.monotonic() - begun < job["kill_s"]:
-            if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-                break
-            time.sleep(0.001)
-        os.kill(child, signal.SIGKILL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    if job["after_s"] is not None and not _ended(child, begun + job["after_s"]):
+        if job["signal"] == signal.SIGKILL:
+            os.kill(child, signal.SIGKILL)
+        else:
+            _interrupt(child)
     _, status = os.waitpid(child, 0)
     took = time.monotonic() - begun
     ended = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
     return {"code": ended, "seconds": took, "orphans": _orphans(child)}
+
+
+def _ended(child: int, until: float) -> bool:
+    """Wait until then, or until it ends; whether it has."""
+    while time.monotonic() < until:
+        if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            return True
+        time.sleep(0.001)
+    return False
+
+
+def _interrupt(child: int) -> None:
+    """Again where Python was where it lets none through, as when it closes a file."""
+    for _ in range(PATIENCE):
+        os.killpg(child, signal.SIGINT)
+        if _ended(child, time.monotonic() + PATIENCE_S):
+            return
+    os.kill(child, signal.SIGKILL)
 
 
 def _orphans(session: int) -> int:
@@ -82,11 +103,18 @@ def _run(job: dict[str, Any]) -> None:
         for stream, name in ((1, "stdout"), (2, "stderr")):
             os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let it be ignored in their background
         signal.alarm(WALL_S)
-        VERBS[job["verb"]].run(Path("out"))
+        try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            VERBS[job["verb"]].run(Path("out"))
+        finally:
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         code = 0
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 1
+    except KeyboardInterrupt:
+        code = 130
     except BaseException:
         import traceback
 

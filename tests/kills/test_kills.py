@@ -1,4 +1,4 @@
-"""Whatever moment a verb is killed at, the same command goes on, comes to the same, and leaves nothing else.
+"""Whatever moment a verb is killed or interrupted at, the same command goes on, comes to the same, and leaves nothing else.
 
 SIMTUNE_KILLS=50 python -m pytest -m slow tests/kills
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ SEED = 19
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
 
-Ask = Callable[[str, Path, float | None], dict[str, Any]]
+Ask = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +38,11 @@ def ask() -> Iterator[Ask]:
         env={**environment, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},
     )  # fmt: skip
 
-    def ask(verb: str, folder: Path, kill_s: float | None = None) -> dict[str, Any]:
+    def ask(verb: str, folder: Path, after_s: float | None = None, how: int = signal.SIGKILL) -> dict[str, Any]:
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(json.dumps({"verb": verb, "folder": str(folder), "kill_s": kill_s}) + "\n")
+        job = {"verb": verb, "folder": str(folder), "after_s": after_s, "signal": how}
+        process.stdin.write(json.dumps(job) + "\n")
         process.stdin.flush()
         answer: dict[str, Any] = json.loads(process.stdout.readline())
         return answer
@@ -62,34 +64,43 @@ def _desk(tmp_path: Path, name: str) -> Path:
     return folder
 
 
-def kill_often(verb: str, kills: int, ask: Ask, tmp_path: Path) -> int:
-    """Kill a verb at so many random moments, each time in a folder of its own; how many fell before its end."""
+def kill_often(verb: str, kills: int, ask: Ask, tmp_path: Path, how: int = signal.SIGKILL) -> int:
+    """Kill or interrupt a verb at so many random moments, each time in a folder of its own; how many fell before its
+    end."""
     whole = _desk(tmp_path, "whole")
-    first = ask(verb, whole, None)
+    first = ask(verb, whole)
     assert first["code"] == 0, (whole / "stderr").read_text()
     wanted = VERBS[verb].left(whole / "out")
     random, hit = Random(f"{SEED} {verb}"), 0
     for number in range(kills):
         folder = _desk(tmp_path, str(number))
-        killed = ask(verb, folder, random.random() * first["seconds"])
-        hit += killed["code"] == -9
+        killed = ask(verb, folder, random.random() * first["seconds"], how)
+        said = (folder / "stderr").read_text()
+        assert killed["code"] in (0, -9 if how == signal.SIGKILL else 130), said
+        hit += killed["code"] != 0
         assert killed["orphans"] == 0, "workers go on without their parent"
+        if how == signal.SIGINT:
+            assert "Exception ignored" in said or "Traceback" not in said, said
+            assert not list(folder.rglob(".*")), "left half-written"
         kept = {path: path.read_bytes() for path in (folder / "out").glob(VERBS[verb].kept)}
-        again = ask(verb, folder, None)
+        again = ask(verb, folder)
         assert again["code"] == 0, (folder / "stderr").read_text()
         assert VERBS[verb].left(folder / "out") == wanted
         assert {path: path.read_bytes() for path in kept} == kept, "finished work was done again"
     return hit
 
 
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT], ids=["kill", "interrupt"])
 @pytest.mark.parametrize("verb", ["sweep", "reproduce"])
-def test_a_killed_verb_goes_on(verb: str, ask: Ask, tmp_path: Path) -> None:
-    kill_often(verb, 2, ask, tmp_path)
+def test_a_killed_verb_goes_on(verb: str, how: int, ask: Ask, tmp_path: Path) -> None:
+    kill_often(verb, 2, ask, tmp_path, how)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT], ids=["kill", "interrupt"])
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_verb_goes_on_whenever_it_is_killed(verb: str, ask: Ask, tmp_path: Path) -> None:
-    hit = kill_often(verb, KILLS, ask, tmp_path)
-    print(f"\n{verb}: {KILLS} kills, {hit} of them before its end, all came to the same")
+def test_a_verb_goes_on_whenever_it_is_killed(verb: str, how: int, ask: Ask, tmp_path: Path) -> None:
+    hit = kill_often(verb, KILLS, ask, tmp_path, how)
+    print(f"\n{verb}: {KILLS} {'kills' if how == signal.SIGKILL else 'interrupts'}, {hit} of them before its end, "
+          "all came to the same")  # fmt: skip
     assert hit > 0

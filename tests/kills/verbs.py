@@ -59,8 +59,9 @@ def _simtune(*words: str) -> None:
 
 
 def _optimize(out: Path) -> None:
-    if not (out / "manifest.json").exists():
-        _simtune("optimize", "study.yaml", "--out", str(out), "--jobs", "2", "--resume", "--quiet")
+    if (out / "manifest.json").exists() and not json.loads((out / "summary.json").read_text())["interrupted"]:
+        return
+    _simtune("optimize", "study.yaml", "--out", str(out), "--jobs", "2", "--resume", "--quiet")
 
 
 def _sweep(out: Path) -> None:

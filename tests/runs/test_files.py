@@ -46,9 +46,9 @@ def test_nothing_is_left_of_a_file_that_was_cut_short(
             raise error
 
     if step == "write":
-        monkeypatch.setattr("builtins.open", lambda handle, mode: Full(handle, mode))
+        monkeypatch.setattr(Path, "open", lambda path, mode: Full(path, mode))
     else:
-        monkeypatch.setattr(os, step, broken)
+        monkeypatch.setattr(Path, step, broken)
     expected = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else UsageError
     with pytest.raises(expected):
         write_file(target, "later, and longer")

@@ -105,6 +105,40 @@ def test_what_a_killed_process_left_beside_a_run_is_cleared(tmp_path: Path) -> N
     assert sorted(path.name for path in tmp_path.iterdir()) == [".run.part-of-mine", "run"]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="without a lock nobody knows whose it is")
+def test_what_a_killed_process_left_in_a_folder_is_cleared(tmp_path: Path) -> None:
+    """But for what another process is writing there."""
+    out = tmp_path / "all"
+    code = (
+        "import sys; from pathlib import Path; from simtune.runs.files import write_file\n"
+        "import os, signal; out = Path(sys.argv[1])\n"
+        "Path.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "write_file(out / 'round-1' / sys.argv[2], 'half')"
+    )
+    for name in ("sweep.html", ".hidden"):
+        assert subprocess.run([sys.executable, "-c", code, str(out), name]).returncode == -9
+    (out / ".theirs.part-of-mine").touch()
+    assert len(list((out / "round-1").iterdir())) == 2
+    code = (
+        "import sys; from pathlib import Path; from simtune.runs.files import claim, whole\n"
+        "out = Path(sys.argv[1]) / 'run'; claim(out, False)\n"
+        "with whole(out): print('writing', flush=True); sys.stdin.read()"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", code, str(out)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "writing\n"
+        hold(out)
+        other.communicate()
+    finally:
+        other.kill()
+    assert other.returncode == 0
+    assert sorted(p.name for p in out.iterdir()) == [".theirs.part-of-mine", "round-1", "run"]
+    assert not list((out / "round-1").iterdir())
+
+
 def test_a_file_one_may_not_write_to_is_no_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **named: object) -> None:
         raise PermissionError(13, "Permission denied")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from simtune.errors import EngineError
+from simtune.errors import EngineError, UsageError
 from simtune.sim.requests import RequestStream
 from simtune.specs.plan import Batching, Plan, Pool
 from simtune.validation.loads import Load
@@ -42,6 +42,30 @@ class Noting:
 @pytest.fixture
 def folder(tmp_path: Path) -> ValidationFolder:
     return ValidationFolder(tmp_path / "out", {"asked": 1}, force=False)
+
+
+def test_a_folder_goes_on_for_the_same_question_only(tmp_path: Path) -> None:
+    """Killed at any moment it has both the files by which it goes on, or is as it was."""
+    out = tmp_path / "out"
+    ValidationFolder(out, {"asked": 1}, force=False)
+    (out / "mine").touch()
+    ValidationFolder(out, {"asked": 1}, force=False)
+    with pytest.raises(UsageError, match="holds a validation of another plan"):
+        ValidationFolder(out, {"asked": 2}, force=False)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "rename", _interrupted)
+        ValidationFolder(out, {"asked": 2}, force=True)
+    assert sorted(path.name for path in out.iterdir()) == ["manifest.json", "mine", "question.json"]
+    (out / "question.json").write_text("[")
+    with pytest.raises(UsageError, match="holds a validation of another plan"):
+        ValidationFolder(out, {"asked": 1}, force=False)
+    ValidationFolder(out, {"asked": 1}, force=True)
+    assert sorted(path.name for path in out.iterdir()) == ["manifest.json", "question.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def _interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_no_two_runs_of_loads_have_the_same_prompts(folder: ValidationFolder) -> None:
