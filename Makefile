@@ -7,6 +7,7 @@ RUN := runs/demo
 INPUTS ?= 10000
 MUTANTS ?= 300
 FIRST ?= 0
+SOAK_S ?= 3600
 JOURNAL ?= runs/mutants
 REV ?= HEAD~1
 # What `make test COVERAGE=1` counts into, and the least percentage, of statements and of branches each: of all but what
@@ -15,7 +16,7 @@ COUNTED := runs/coverage
 FLOOR ?= 95
 BENCH := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m benchmark_only -s
 
-.PHONY: profiles demo test lint bench bench-store bench-against reproduce picture screens slow vllm nightly fuzz coverage mutants kills clean
+.PHONY: profiles demo test lint bench bench-store bench-against reproduce picture screens slow vllm nightly fuzz coverage mutants kills soak clean
 
 demo: $(VENV)/.installed
 	$(BIN)/simtune optimize examples/quickstart/study.yaml --out $(RUN) --force
@@ -40,7 +41,7 @@ slow: $(VENV)/.installed-dev
 
 # A hundred thousand random worlds: jumps against single steps, and laws between worlds.
 nightly: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n auto -m nightly
+	$(BIN)/python -m pytest -n auto -m nightly tests/worlds
 
 # Lines and branches that no test reaches, with the extras installed. TORCH_INDEX, an index with builds of torch without
 # CUDA, brings torch in, so that what drives it is reached too.
@@ -55,9 +56,13 @@ coverage: $(VENV)/.installed-dev
 mutants: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.mutants.campaign --mutants $(MUTANTS) --first $(FIRST) --journal $(JOURNAL)
 
-# Each verb that goes on where it was, killed at 50 random moments.
+# Each verb that goes on where it was, killed and interrupted at 50 random moments.
 kills: $(VENV)/.installed-dev
 	SIMTUNE_KILLS=50 $(BIN)/python -m pytest -m slow -s tests/kills
+
+# A week with failures, ten million requests, searches for SOAK_S seconds: whether memory grows.
+soak: $(VENV)/.installed-dev
+	SIMTUNE_SOAK_S=$(SOAK_S) $(BIN)/python -m pytest -m nightly -s tests/soak
 
 # Mutated files through every verb: make fuzz INPUTS=10000 FIRST=0
 fuzz: $(VENV)/.installed-dev

@@ -87,8 +87,8 @@ def _prefix(path: Path) -> str:
 
 
 def _part(path: Path) -> Path:
-    """Where `path` is written first. It is named before it is made, so that an interrupt never comes between the two and
-    leaves what nobody removes."""
+    """Where `path` is written first. It is named before it is made: no interrupt comes between the two and leaves what
+    nobody removes."""
     return path.absolute().with_name(f"{_prefix(path)}{secrets.token_hex(4)}")
 
 

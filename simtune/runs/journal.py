@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -9,29 +10,33 @@ from pathlib import Path
 from typing import Any
 
 from simtune.errors import SimtuneError
+from simtune.specs.reading import JsonError, parse_json, read_bytes
 
 
 class RowJournal:
-    """A file of lines `{"key": ..., "row": ...}`. A line that is not whole is as if it had not been written."""
+    """A file of lines `{"key": ..., "row": ..., "sha256": ...}`, the hash of key and row. A line that is not as it was
+    written is as if it had not been."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
         self._whole = False  # whether the file is known to end with the end of a line
 
     def read(self) -> dict[str, Any]:
-        """Rows by their key. Raises SimtuneError where the file cannot be read."""
+        """Rows by their key. Raises UsageError where the file cannot be read."""
         rows: dict[str, Any] = {}
         for line in self._bytes().split(b"\n"):
             try:
-                entry = json.loads(line)
-                rows[entry["key"]] = entry["row"]
-            except (ValueError, KeyError, TypeError, RecursionError):
+                entry = parse_json(line.decode())
+                key, row = entry["key"], entry["row"]
+                if entry["sha256"] == _hash(key, row):
+                    rows[key] = row
+            except (JsonError, UnicodeDecodeError, KeyError, TypeError):
                 continue
         return rows
 
     def add(self, key: str, row: Mapping[str, Any] | list[Any]) -> None:
         """Write a row down at once. Raises SimtuneError where it cannot be; the rows before it stay."""
-        line = (json.dumps({"key": key, "row": row}, allow_nan=False) + "\n").encode()
+        line = (json.dumps({"key": key, "row": row, "sha256": _hash(key, row)}, allow_nan=False) + "\n").encode()
         try:
             if not self._whole:
                 self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -53,10 +58,11 @@ class RowJournal:
             os.truncate(self.file, whole.rfind(b"\n") + 1)
 
     def _bytes(self) -> bytes:
-        try:
-            return self.file.read_bytes() if self.file.exists() else b""
-        except OSError as error:
-            raise SimtuneError(f"{self.file}: cannot be read ({error.strerror})") from None
+        return read_bytes(self.file) if self.file.exists() else b""
 
     def _refused(self, why: str | None, remedy: str = "make room and give the same command again") -> SimtuneError:
         return SimtuneError(f"{self.file}: cannot be written ({why}); what it holds is kept: {remedy}")
+
+
+def _hash(key: object, row: object) -> str:
+    return hashlib.sha256(json.dumps([key, row]).encode()).hexdigest()[:16]

@@ -35,6 +35,7 @@ from simtune.sim.parts import OwnCosts
 from simtune.sim.requests import RequestStream, build_stream
 from simtune.specs.hardware import Hardware
 from simtune.specs.plan import Plan, Pool
+from simtune.specs.reading import json_document, read_text
 from simtune.tuner.front import answer
 from simtune.tuner.question import Question
 from simtune.tuner.trial import Tuned
@@ -304,8 +305,8 @@ class _State:
         self._path, self._digest = path, digest
         self.done: dict[str, dict[str, Any]] = {}
         if path.exists():
-            data = json.loads(path.read_text(encoding="utf-8"))
-            if data["inputs"] != digest:
+            data = json_document(read_text(path), str(path))
+            if not isinstance(data, dict) or data.get("inputs") != digest or not isinstance(data.get("done"), dict):
                 raise UsageError(f"{path}: is of another study, engine settings or hardware; name another folder")
             self.done = data["done"]
 

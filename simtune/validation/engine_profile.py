@@ -33,7 +33,7 @@ from simtune.errors import SimtuneError, UsageError
 from simtune.profiling.timing import now
 from simtune.runs.files import write_file
 from simtune.specs.model import Model
-from simtune.specs.reading import read_text
+from simtune.specs.reading import decoded, json_document, json_lines, read_bytes, read_text
 from simtune.validation.engines.driving import DrivenRequest, StepDriver
 
 SESSIONS, STEPS, HELD_OUT, SUMMARY = "sessions.jsonl", "steps.jsonl", "held_out.jsonl", "summary.json"
@@ -241,7 +241,12 @@ def _finish(
 def reference_beside(steps: Path) -> float | None:
     """That of the gauge by which the steps of a profile were timed; None for a log from elsewhere."""
     summary = steps.with_name(SUMMARY)
-    return float(json.loads(read_text(summary))["reference_s"]) if summary.is_file() else None
+    if not summary.is_file():
+        return None
+    try:
+        return float(json_document(read_text(summary), str(summary))["reference_s"])
+    except (KeyError, TypeError, ValueError):
+        raise UsageError(f"{summary}: has no reference_s; profile the engine again") from None
 
 
 class _SessionJournal:
@@ -251,16 +256,18 @@ class _SessionJournal:
         self._path = path
         self.done: dict[tuple[int, int], list[TimedStep]] = {}
         self._header: dict[str, Any] | None = None
-        text = path.read_bytes() if path.exists() else b""
+        text = read_bytes(path) if path.exists() else b""
         whole = text[: text.rfind(b"\n") + 1]
         if text != whole:
             os.truncate(path, len(whole))  # the session that was being written is run again
-        for number, line in enumerate(whole.decode().splitlines()):
-            data = json.loads(line)
-            if number == 0:
+        for number, data in json_lines(decoded(path, whole), str(path)):
+            if self._header is None:
                 self._header = data
-            else:
+                continue
+            try:
                 self.done[data["round"], data["session"]] = [_step(step) for step in data["steps"]]
+            except (KeyError, TypeError, ValueError):
+                raise UsageError(f"{path}:{number}: is no session; remove the line, and it is run again") from None
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8", buffering=1)
 

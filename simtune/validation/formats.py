@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from simtune.errors import Problem, SpecError, UsageError
-from simtune.specs.reading import read_text
+from simtune.specs.reading import JsonError, parse_json, read_text
 from simtune.validation.measured import (
     MEASURED_METRICS,
     EngineFacts,
@@ -46,7 +46,7 @@ def read_run(path: Path) -> MeasuredRun:
     except ValidationError as error:
         item = error.errors()[0]
         raise SpecError(Problem(str(path), str(item["msg"]), ".".join(map(str, item["loc"])))) from None
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
         raise SpecError(Problem(str(path), f"is cut off or of another version: {error!r}")) from None
     if "request_latency" in whole or "time_to_first_token" in whole:
         raise UsageError(f"{path}: holds sums only; give the profile_export.jsonl that aiperf writes beside it")
@@ -55,8 +55,8 @@ def read_run(path: Path) -> MeasuredRun:
 
 def _object(text: str) -> dict[str, Any] | None:
     try:
-        data = json.loads(text)
-    except ValueError:
+        data = parse_json(text)
+    except JsonError:
         return None
     return data if isinstance(data, dict) else None
 

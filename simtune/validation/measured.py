@@ -22,7 +22,7 @@ from pydantic import Field, ValidationError, model_validator
 from simtune.arrays import Array, Ints, Mask
 from simtune.errors import Problem, SpecError
 from simtune.specs.base import Count, NonNegative, Record, Seq, Share
-from simtune.specs.reading import read_text
+from simtune.specs.reading import parse_json, read_text
 
 MEASURED_SCHEMA: Literal["simtune/measured@1"] = "simtune/measured@1"
 R = TypeVar("R", bound=Record)
@@ -239,7 +239,7 @@ def read_measured(path: Path) -> MeasuredRun:
 
 def _line(kind: type[R], file: str, number: int, text: str, problems: list[Problem]) -> R | None:
     try:
-        return kind.model_validate(json.loads(text))
+        return kind.model_validate(parse_json(text))
     except ValidationError as error:
         for item in error.errors(include_url=False):
             key = ".".join(str(part) for part in item["loc"])

@@ -80,6 +80,18 @@ def test_an_engine_that_is_slower_than_its_profile_ends_with_4(looped: Callable[
     assert "OUTSIDE" in table.out
 
 
+@pytest.mark.parametrize(
+    ("text", "said"), [("[]", "is of another study"), ('{"inputs": NaN}', "not valid JSON"), ("{", "not valid JSON")]
+)
+def test_a_state_that_is_damaged_is_named(looped: Callable[..., Said], desk: Desk, text: str, said: str) -> None:
+    (desk.folder / "out").mkdir()
+    desk.write("out/state.json", text)
+    found = looped(Engines())
+    assert found.code == 2
+    assert "out/state.json:" in found.err
+    assert said in found.err
+
+
 def test_an_interrupted_loop_says_how_it_goes_on(looped: Callable[..., Said], monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(self: PretendedDriver, *arguments: Any, **options: Any) -> Any:
         raise KeyboardInterrupt

@@ -1,4 +1,5 @@
-"""Whatever moment a verb is killed or interrupted at, the same command goes on, comes to the same, and leaves nothing else.
+"""Whatever moment a verb is killed or interrupted at, the same command goes on, comes to the
+same, and leaves nothing else.
 
 SIMTUNE_KILLS=50 python -m pytest -m slow tests/kills
 """

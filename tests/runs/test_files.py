@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import io
-import os
 import subprocess
 import sys
 from pathlib import Path

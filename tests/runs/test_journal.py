@@ -47,6 +47,15 @@ def test_a_line_that_was_cut_short_takes_no_other_along(tmp_path: Path, torn: by
     assert RowJournal(file).read() == {"one": {"x": 1}, "three": {"x": 3}}
 
 
+@pytest.mark.parametrize("line", ['"x": NaN', '"x": 2', '"y": 1', '"x": 1}, "row": {"x": 3'])
+def test_a_line_that_was_changed_is_none(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "rows.jsonl"
+    RowJournal(file).add("one", {"x": 1})
+    file.write_text(file.read_text().replace('"x": 1', line))
+    assert line in file.read_text()
+    assert RowJournal(file).read() == {}
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="a limit stands for a full disk")
 def test_a_full_disk_is_named_and_what_was_written_stays(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
@@ -55,13 +64,13 @@ def test_a_full_disk_is_named_and_what_was_written_stays(tmp_path: Path) -> None
     assert f"{file}: cannot be written (" in done.stderr
     assert done.stderr.count("\n") == 1
     rows = RowJournal(file).read()
-    assert len(rows) > 20
+    assert len(rows) > 10
     RowJournal(file).add("more", {})
     assert RowJournal(file).read() == rows | {"more": {}}
 
 
 def test_a_folder_in_the_way_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SimtuneError, match="cannot be read"):
+    with pytest.raises(SimtuneError, match="is a folder, a file was expected"):
         RowJournal(tmp_path).read()
 
 

@@ -17,7 +17,7 @@ from simtune.cli.profile import profile
 from simtune.costs.calibration import read_steps
 from simtune.costs.engine_steps import read_engine_costs
 from simtune.costs.iteration import StepModel
-from simtune.errors import UsageError
+from simtune.errors import SimtuneError, UsageError
 from simtune.specs.catalog import load_hardware
 from simtune.specs.model import Model
 from simtune.specs.plan import Batching, Pool
@@ -31,6 +31,7 @@ from simtune.validation.engine_profile import (
     EngineProfile,
     design,
     profile_engine,
+    reference_beside,
 )
 from simtune.validation.engines import driving, vllm_steps
 from simtune.validation.engines.driving import (
@@ -142,6 +143,27 @@ def test_a_run_goes_on_where_it_was_killed(tmp_path: Path) -> None:
     left = profiled(tmp_path / "part", made)
     assert left.summary["sessions"] == whole.summary["sessions"]
     assert made[2].sessions == 1 + whole.summary["sessions"] - (len(lines) - 4)  # a warm-up, and what was missing
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [('{"round": 0, "session": NaN}', "not valid JSON"), ('{"round": 0}', "is no session"), ("7", "an object was")],
+)
+def test_a_damaged_session_is_named_with_its_line(tmp_path: Path, line: str, said: str) -> None:
+    profiled(tmp_path, [], rounds=1)
+    file = tmp_path / SESSIONS
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join([lines[0], f"{line}\n", *lines[1:]]))
+    with pytest.raises(SimtuneError, match=rf"{SESSIONS}:2: {said}"):
+        profiled(tmp_path, [])
+
+
+def test_a_damaged_summary_is_named(tmp_path: Path) -> None:
+    profiled(tmp_path, [], rounds=1)
+    assert reference_beside(tmp_path / STEPS) == 0.5
+    (tmp_path / SUMMARY).write_text("[]")
+    with pytest.raises(UsageError, match=rf"{SUMMARY}: has no reference_s"):
+        reference_beside(tmp_path / STEPS)
 
 
 def test_the_budget_ends_it_once_every_session_was_run(tmp_path: Path) -> None:

@@ -245,6 +245,7 @@ def test_what_other_tools_say_of_failures_is_kept(tmp_path: Path) -> None:
         ('{"metadata": {}, "metrics": {}}\n\nhalf', "is cut off or of another version"),
         (AIPERF + "\n\n{half", r"file:3: not a JSON object; the file may be cut off"),
         (AIPERF.replace('"value": 8', '"value": -8'), r"file: output_tokens: Input should be greater than or equal"),
+        ('{"metadata": 7, "metrics": {}}', "is cut off or of another version"),
         ('{"metadata": {"benchmark_phase": "warmup"}, "metrics": {}}', "no requests of the profiling phase"),
     ],
 )

@@ -52,9 +52,10 @@ def test_a_folder_goes_on_for_the_same_question_only(tmp_path: Path) -> None:
     ValidationFolder(out, {"asked": 1}, force=False)
     with pytest.raises(UsageError, match="holds a validation of another plan"):
         ValidationFolder(out, {"asked": 2}, force=False)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Path, "rename", _interrupted)
-        ValidationFolder(out, {"asked": 2}, force=True)
+        with pytest.raises(KeyboardInterrupt):
+            ValidationFolder(out, {"asked": 2}, force=True)
     assert sorted(path.name for path in out.iterdir()) == ["manifest.json", "mine", "question.json"]
     (out / "question.json").write_text("[")
     with pytest.raises(UsageError, match="holds a validation of another plan"):
