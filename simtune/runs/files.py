@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import gzip
 import hashlib
 import os
 import re
@@ -204,6 +205,13 @@ def write_file(path: Path, content: str | bytes) -> None:
             raise
     except OSError as error:
         raise UsageError(f"{path}: cannot be written ({error.strerror})") from None
+
+
+def packed(text: str) -> bytes:
+    """A text as gzip data that are the same wherever they are made: no time, and no system (RFC 1952, OS = 255), which
+    Python 3.13 leaves out and earlier releases name."""
+    raw = gzip.compress(text.encode(), mtime=0)
+    return raw[:9] + b"\xff" + raw[10:]
 
 
 def _encoded(content: str | bytes) -> bytes:

@@ -6,7 +6,6 @@ span, with the time that went to each kind of step and the least and most of wha
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Iterable, Sequence
 from typing import Literal, Self
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from simtune.costs.ticks import TICKS_PER_SECOND
+from simtune.runs.files import packed
 from simtune.sim.outcome import Outcome, StepRecord
 from simtune.sim.result import Result
 from simtune.specs.base import Record, Seq
@@ -104,7 +104,7 @@ class Swimlanes(Record):
     def to_bytes(self) -> bytes:
         """The file; the same bytes for the same swimlanes."""
         text = json.dumps(self.to_data(), separators=(",", ":"), sort_keys=True, allow_nan=False)
-        return gzip.compress(text.encode(), mtime=0)
+        return packed(text)
 
 
 def swimlanes_of(result: Result, most_spans: int = MOST_SPANS, most_lives: int = MOST_LIVES) -> Swimlanes | None:

@@ -7,7 +7,6 @@ step and stand until the next one.
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from simtune.costs.ticks import TICKS_PER_SECOND
+from simtune.runs.files import packed
 from simtune.runs.schema import Timeline
 from simtune.sim.result import Result
 
@@ -128,7 +128,7 @@ def chrome_trace(slices: Iterable[TraceSlice]) -> bytes:
                 shown[s.instance, counter] = values
                 events.append({"ph": "C", "name": counter, "pid": process, "ts": start_ns / 1000, "args": values})
     text = json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":"), allow_nan=False)
-    return gzip.compress(text.encode(), mtime=0)
+    return packed(text)
 
 
 def _slice_event(s: TraceSlice, process: int, start_ns: int, end_ns: int) -> dict[str, Any]:

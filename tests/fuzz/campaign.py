@@ -35,6 +35,10 @@ KEPT = 4000
 """Characters of a message that are looked at."""
 
 
+_ANSWERS = {"replay": (4,), "certify": (4,), "validate": (1, 4)}
+"""Exit codes by which a verb says that something does not hold, or that requests failed."""
+
+
 @dataclass(frozen=True)
 class Answer:
     """What a command left."""
@@ -59,7 +63,7 @@ class Answer:
             last = next((line for line in reversed(self.err.splitlines()) if re.match(r"\w+(\.\w+)*(Error|\b)", line)
                          and not line.startswith("internal error")), "")  # fmt: skip
             return f"traceback at {':'.join(frames[-1]) if frames else '?'} {last[:100]}"
-        if self.code not in (0, 2, 3) and (self.code, self.case.command[0]) != (4, "replay"):
+        if self.code not in (0, 2, 3) and self.code not in _ANSWERS.get(self.case.command[0], ()):
             return f"exit {self.code}: {self.err[:100].strip()}"
         if self.left:
             return f"left {', '.join(self.left)}"
@@ -110,7 +114,10 @@ class Desk:
             answer = self.ask(command, warm=True)
             assert answer["code"] in (0, 3), (command, answer)
             if command[0] == "optimize" and "--dry-run" not in command:
+                shutil.copytree(self._folder / "out", self._folder / "certified")
                 shutil.move(self._folder / "out", self._folder / "run")
+            if command[0] == "validate" and "measured.jsonl" in command:
+                shutil.move(self._folder / "out", self._folder / "validated")
             for made in ("out", "out.yaml"):
                 path = self._folder / made
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)

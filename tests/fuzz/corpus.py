@@ -147,6 +147,16 @@ graph:
    output: {kind: lognormal, mean_tokens: 9, sigma: 1, max_tokens: 60}}
 - {name: judge, after: [plan], reads: [plan], delay_s: 0.05, prompt: {kind: fixed, tokens: 10}}
 """
+JUDGED = """\
+schema: simtune/plan@1
+name: judged
+model: ./model.yaml
+pools:
+- hardware: ./card/profile.yaml
+  instances: 1
+  batching: {max_num_seqs: 8, max_num_batched_tokens: 512}
+  max_model_len: 8192
+"""
 STUDY = """\
 schema: simtune/study@1
 name: tiny
@@ -235,7 +245,7 @@ def texts() -> dict[str, str]:
     ]
     return {
         "model.yaml": MODEL, "load.yaml": WORKLOAD, "turns.yaml": TURNS, "plan.yaml": PLAN, "drafts.yaml": DRAFTS,
-        "staged.yaml": STAGED, "lengths.yaml": LENGTHS, "families.yaml": FAMILIES,
+        "staged.yaml": STAGED, "lengths.yaml": LENGTHS, "families.yaml": FAMILIES, "judged.yaml": JUDGED,
         "study.yaml": STUDY, "acceptance.yaml": ACCEPTANCE, "engine.yaml": ENGINE, "facts.yaml": FACTS,
         "llama/config.json": json.dumps(CONFIG, indent=1), "moe/config.json": json.dumps(MOE_CONFIG, indent=1),
         "trace.csv": "TIMESTAMP,ContextTokens,GeneratedTokens,note\n"
@@ -244,6 +254,14 @@ def texts() -> dict[str, str]:
         + "".join(f"{0.3 * i},{50 * i + 1},{i + 1}\n" for i in range(12)),
         "trace.jsonl": _lines(
             *({"timestamp": 300 * i, "input_length": 600 + i, "output_length": 5, "hash_ids": [0, i]} for i in range(9))
+        ),
+        "measured.jsonl": _lines(
+            {"schema": "simtune/measured@1", "label": "light", "engine": {"engine": "made up"}, "preemptions": 0},
+            *(
+                {"request": i, "due_s": i / 4, "sent_s": i / 4, "first_token_s": i / 4 + 0.1, "finish_s": i / 4 + 0.3,
+                 "prompt_tokens": 30 + i, "output_tokens": 4, "times_s": [i / 4 + 0.1, i / 4 + 0.3]}
+                for i in range(9)
+            ),
         ),
         "gemm.csv": "\n".join(gemm) + "\n",
         "measurements.jsonl": _lines(head, *points),
@@ -270,14 +288,20 @@ def texts() -> dict[str, str]:
     }  # fmt: skip
 
 
-ALSO = ("card/profile.yaml", "card/arrays.npz", "log.jsonl", "run/summary.json", "run/candidates.csv")
+TOOLS = ("vllm-bench.json", "guidellm.json", "aiperf.jsonl", "genai-perf.json")
+ALSO = (
+    "card/profile.yaml", "card/arrays.npz", "log.jsonl", "run/summary.json", "run/candidates.csv",
+    "systems.yaml", *TOOLS,
+    "swept/points.jsonl", "swept/sweep.csv", "certified/certificate.json", "certified/plan.yaml",
+    "validated/validation.json",
+)  # fmt: skip
 """Files that are made, not written here."""
 
 _HERE = ("--model", "./model.yaml", "--hardware", "./card/profile.yaml", "--json")
 _SIMULATE = ("simulate", *_HERE, "--requests", "20")
 _CHECKED = (
     "model.yaml", "load.yaml", "turns.yaml", "plan.yaml", "drafts.yaml", "study.yaml", "acceptance.yaml", "engine.yaml",
-    "staged.yaml", "lengths.yaml", "families.yaml",
+    "staged.yaml", "lengths.yaml", "families.yaml", "judged.yaml",
     "facts.yaml", "llama/config.json", "moe/config.json", "trace.csv", "own.csv", "trace.jsonl", "card/profile.yaml",
 )  # fmt: skip
 _LOGS = (
@@ -345,7 +369,26 @@ def cases() -> list[Case]:
     ]
     found += [Case("log.jsonl", ("replay", "log.jsonl", "--json"))]
     found += [Case(f, ("report", "run")) for f in ("run/summary.json", "run/candidates.csv")]
-    return found  # fmt: skip
+    return found + _of_outputs()  # fmt: skip
+
+
+def _of_outputs() -> list[Case]:
+    """Verbs that read what other tools and other verbs wrote."""
+    parts = ("--part", "1")
+    found = [Case(f, ("workload", f, *(parts if f == "guidellm.json" else ()), "--json")) for f in TOOLS]
+    found += [Case(f, (*_SIMULATE, "--workload", f)) for f in TOOLS if f != "guidellm.json"]
+    judged = ("--out", "out", "--uncertainty", "0", "--tolerance", "1e6", "--quiet", "--json")
+    for file in ("vllm-bench.json", "measured.jsonl"):
+        found.append(Case(file, ("validate", "judged.yaml", "--from", file, *judged)))
+    found.append(Case("judged.yaml", ("validate", "judged.yaml", "--from", "measured.jsonl", *judged)))
+    sweep = ("sweep", *_HERE, "--workload", "./load.yaml", "--requests", "20", "--over", "rate=2,4", "--jobs", "1")
+    found.append(Case("swept/points.jsonl", (*sweep, "--out", "swept")))
+    found.append(Case("swept/sweep.csv", ("report", "swept")))
+    certify = ("certify", "certified", "--study", "study.yaml", "--json")
+    found += [Case(f, certify) for f in ("certified/certificate.json", "certified/plan.yaml", "study.yaml")]
+    found.append(Case("validated/validation.json", ("report", "validated", "run", "--json")))
+    found.append(Case("systems.yaml", ("reproduce", "systems.yaml", "--jobs", "1", "--quiet", "--json")))
+    return found
 
 
 def write(folder: Path) -> None:
@@ -355,6 +398,9 @@ def write(folder: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     shutil.copytree(ROOT / "hwprofiles" / "rtx-4090", folder / "card", dirs_exist_ok=True)
+    shutil.copy(ROOT / "examples" / "systems" / "experts.yaml", folder / "systems.yaml")
+    for name in TOOLS:
+        shutil.copy(ROOT / "tests" / "specs" / "tools" / name, folder / name)
     profile = yaml.safe_load((folder / "card" / "profile.yaml").read_text())
     profile.pop("arrays_sha256", None)  # so that what is in the arrays is looked at
     profile["links"] = {
