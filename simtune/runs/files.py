@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import gzip
 import hashlib
@@ -186,7 +187,7 @@ def whole(out: Path) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
             raise
     except OSError as error:
-        raise UsageError(f"{out}: cannot be written ({error.strerror})") from None
+        raise _unwritten(out, error) from None
 
 
 def write_file(path: Path, content: str | bytes) -> None:
@@ -204,7 +205,13 @@ def write_file(path: Path, content: str | bytes) -> None:
             part.unlink(missing_ok=True)
             raise
     except OSError as error:
-        raise UsageError(f"{path}: cannot be written ({error.strerror})") from None
+        raise _unwritten(path, error) from None
+
+
+def _unwritten(path: Path, error: OSError) -> UsageError:
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    remedy = "make room and give the same command again" if full else "name a place you may write to"
+    return UsageError(f"{path}: cannot be written ({error.strerror}); {remedy}")
 
 
 def packed(text: str) -> bytes:

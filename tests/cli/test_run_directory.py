@@ -241,7 +241,11 @@ def breaking(method: Callable[..., Any], error: BaseException, nth: int) -> Call
 @pytest.mark.parametrize(
     ("error", "code", "words"),
     [
-        (OSError(errno.ENOSPC, "No space left on device"), 2, "run: cannot be written (No space left on device)"),
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            2,
+            "run: cannot be written (No space left on device); make room and give the same command again",
+        ),
         (KeyboardInterrupt(), 130, "interrupted; what was not finished was not written"),
     ],
     ids=["full disk", "interrupt"],
