@@ -31,6 +31,7 @@ def _warm(job: dict[str, Any]) -> dict[str, Any]:
     from simtune.cli import main as simtune
 
     os.chdir(job["folder"])
+    sys.argv = ["simtune", *job["command"]]  # which manifests hold
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
         try:
             simtune(job["command"])
