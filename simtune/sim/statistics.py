@@ -54,7 +54,8 @@ def batch_means(values: Array, statistic: str) -> tuple[float, float] | None:
     else:
         of_batches = np.percentile(batches, float(statistic[1:]), axis=1)
     centre = float(of_batches.mean())
-    half = float(stdtrit(BATCHES - 1, 0.975)) * float(of_batches.std(ddof=1)) / math.sqrt(BATCHES)
+    quantile = round(float(stdtrit(BATCHES - 1, 0.975)), 12)  # further digits are those of a release of scipy
+    half = quantile * float(of_batches.std(ddof=1)) / math.sqrt(BATCHES)
     return centre - half, centre + half
 
 
