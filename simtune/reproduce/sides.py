@@ -261,6 +261,8 @@ class Side:
         most = spec.decodes if isinstance(spec.decodes, int) else self._capacity(spec.context)
         decodes = most if measure.within_s is None else self._most_within(model, spec, most, measure.within_s)
         work = _work(spec, decodes)
+        if not work.num_seqs:
+            raise UsageError("a step of no decodes and no chunks delivers nothing; give step.decodes or step.chunks")
         delivers = spec.delivers or work.num_seqs
         if measure.per_gpu:
             delivers *= self.pool.parallelism.attention_dp / self.pool.devices

@@ -327,25 +327,25 @@ class CandidateRow(Record):
     ]
     reason: Annotated[str, _column("why it was chosen, or why not")]
     kv_blocks: Annotated[int | None, _column("KV cache of an instance", "blocks")]
-    rate_bound_rps: Annotated[float | None, _column("no higher rate is possible", "requests/s")]
+    rate_bound_rps: Annotated[NonNegative | None, _column("no higher rate is possible", "requests/s")]
     bounded_by: Annotated[str | None, _column("what says so")] = None
-    rate_rps: Annotated[float | None, _column("offered in its last simulation", "requests/s")]
-    goodput_rps: Annotated[float | None, _column("answered within every limit", "requests/s")]
-    goodput_rps_per_gpu: Annotated[float | None, _column("goodput over num_gpus", "requests/s/GPU")]
-    output_tokens_per_s_per_gpu: Annotated[float | None, _column("output throughput over num_gpus", "tokens/s/GPU")]
-    output_tokens_per_s_per_user: Annotated[float | None, _column("1 / mean TPOT", "tokens/s")]
-    ttft_mean_s: Annotated[float | None, _column("time to first token, mean", "s")]
-    ttft_p99_s: Annotated[float | None, _column("time to first token, 99th percentile", "s")]
-    tpot_mean_s: Annotated[float | None, _column("time per output token after the first, mean", "s")]
-    tpot_p99_s: Annotated[float | None, _column("time per output token after the first, 99th percentile", "s")]
-    slo_attainment: Annotated[float | None, _column("share of the finished requests within every limit")]
+    rate_rps: Annotated[NonNegative | None, _column("offered in its last simulation", "requests/s")]
+    goodput_rps: Annotated[NonNegative | None, _column("answered within every limit", "requests/s")]
+    goodput_rps_per_gpu: Annotated[NonNegative | None, _column("goodput over num_gpus", "requests/s/GPU")]
+    output_tokens_per_s_per_gpu: Annotated[NonNegative | None, _column("output throughput over num_gpus", "tokens/s/GPU")]
+    output_tokens_per_s_per_user: Annotated[NonNegative | None, _column("1 / mean TPOT", "tokens/s")]
+    ttft_mean_s: Annotated[NonNegative | None, _column("time to first token, mean", "s")]
+    ttft_p99_s: Annotated[NonNegative | None, _column("time to first token, 99th percentile", "s")]
+    tpot_mean_s: Annotated[NonNegative | None, _column("time per output token after the first, mean", "s")]
+    tpot_p99_s: Annotated[NonNegative | None, _column("time per output token after the first, 99th percentile", "s")]
+    slo_attainment: Annotated[NonNegative | None, _column("share of the finished requests within every limit")]
     saturated: Annotated[bool | None, _column("requests pile up faster than they are served")]
     simulations: Annotated[int | None, _column("how many it took")]
     finished: Annotated[
         bool | None, _column("whether its last simulation ran to the end, or stopped when a limit was lost")
     ] = None
-    usd_per_million_output_tokens: Annotated[float | None, _column("price of its GPUs over its output", "USD")] = None
-    joules_per_token: Annotated[float | None, _column("energy of its GPUs over its output tokens", "J")] = None
+    usd_per_million_output_tokens: Annotated[NonNegative | None, _column("price of its GPUs over its output", "USD")] = None
+    joules_per_token: Annotated[NonNegative | None, _column("energy of its GPUs over its output tokens", "J")] = None
     launch: Annotated[str | None, _column("starts it; empty where it was not simulated or no engine can run it")] = None
 
 

@@ -74,7 +74,9 @@ def _parsed(row: type[R], cells: dict[str, str]) -> R:
 def _rule(row: type[Record], key: str, error: ErrorDetails) -> str:
     """What a cell of a column must be, in words."""
     if error["type"] == "greater_than_equal":
-        return f"{error['ctx']['ge']} or more"
+        return f"{error['ctx']['ge']:g} or more"
+    if error["type"] == "less_than_equal":
+        return f"{error['ctx']['le']:g} or less"
     field = next(field for name, field in row.model_fields.items() if key == (field.alias or name))
     return _kind(field.annotation)
 

@@ -179,6 +179,12 @@ def _one_decode(of: Entry) -> tuple[Systems, dict[str, object], StepSeconds]:
     return of.family, {**side, "step": {"decodes": 1, "context": 332}}, StepSeconds()
 
 
+def test_a_step_of_nothing_is_told() -> None:
+    nothing = entry(setup={"step": {"context": 512}}, measure={"kind": "step"})
+    with pytest.raises(UsageError, match="a step of no decodes and no chunks delivers nothing"):
+        list(reproduce([nothing], jobs=1))
+
+
 def test_a_formula_that_does_not_hold_is_told() -> None:
     load = {"arrivals": {"kind": "poisson", "rate_rps": 5}, "requests": 200, "prompt": 32, "output": 600}
     overloaded = entry(

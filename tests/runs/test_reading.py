@@ -159,6 +159,8 @@ def test_a_summary_that_is_no_mapping(make_run: RunMaker) -> None:
         ("attention_dp", "two", "must be a whole number or empty, not 'two'"),
         ("saturated", "maybe", "must be true, false or empty"),
         ("candidate", "", "must be a name"),
+        ("ttft_p99_s", "1e308", "must be 1e+24 or less"),
+        ("goodput_rps", "-1", "must be 0 or more"),
     ],
 )
 def test_a_wrong_cell_is_named_with_line_and_column(
