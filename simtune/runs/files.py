@@ -8,7 +8,6 @@ import gzip
 import hashlib
 import os
 import re
-import secrets
 import shutil
 import socket
 import sys
@@ -91,7 +90,7 @@ def _prefix(path: Path) -> str:
 def _part(path: Path) -> Path:
     """Where `path` is written first. It is named before it is made: no interrupt comes between the two and leaves what
     nobody removes."""
-    return path.absolute().with_name(f"{_prefix(path)}{secrets.token_hex(4)}")
+    return path.absolute().with_name(f"{_prefix(path)}{os.urandom(4).hex()}")
 
 
 def clear_within(out: Path) -> None:

@@ -332,7 +332,9 @@ class CandidateRow(Record):
     rate_rps: Annotated[NonNegative | None, _column("offered in its last simulation", "requests/s")]
     goodput_rps: Annotated[NonNegative | None, _column("answered within every limit", "requests/s")]
     goodput_rps_per_gpu: Annotated[NonNegative | None, _column("goodput over num_gpus", "requests/s/GPU")]
-    output_tokens_per_s_per_gpu: Annotated[NonNegative | None, _column("output throughput over num_gpus", "tokens/s/GPU")]
+    output_tokens_per_s_per_gpu: Annotated[
+        NonNegative | None, _column("output throughput over num_gpus", "tokens/s/GPU")
+    ]
     output_tokens_per_s_per_user: Annotated[NonNegative | None, _column("1 / mean TPOT", "tokens/s")]
     ttft_mean_s: Annotated[NonNegative | None, _column("time to first token, mean", "s")]
     ttft_p99_s: Annotated[NonNegative | None, _column("time to first token, 99th percentile", "s")]
@@ -344,7 +346,9 @@ class CandidateRow(Record):
     finished: Annotated[
         bool | None, _column("whether its last simulation ran to the end, or stopped when a limit was lost")
     ] = None
-    usd_per_million_output_tokens: Annotated[NonNegative | None, _column("price of its GPUs over its output", "USD")] = None
+    usd_per_million_output_tokens: Annotated[
+        NonNegative | None, _column("price of its GPUs over its output", "USD")
+    ] = None
     joules_per_token: Annotated[NonNegative | None, _column("energy of its GPUs over its output tokens", "J")] = None
     launch: Annotated[str | None, _column("starts it; empty where it was not simulated or no engine can run it")] = None
 

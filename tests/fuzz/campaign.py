@@ -184,6 +184,8 @@ def main() -> int:
                 break
             answer = at.answer(number)
             codes[answer.code] += 1
+            if codes.total() % 500 == 0:
+                print(f"{codes.total():,} in {time.monotonic() - begun:.0f} s", file=sys.stderr)
             most = [max(most[0], answer.cpu_s), max(most[1], answer.memory)]
             if answer.wrong is not None:
                 wrong.setdefault(answer.wrong, []).append(answer)
