@@ -229,8 +229,10 @@ def check_client(run: MeasuredRun, most_late: float = MOST_LATE) -> None:
     lateness, tpot_s = run.facts.lateness, run.statistic("tpot", "mean")
     if lateness is None or tpot_s is None or lateness.p99_s <= most_late * tpot_s:
         return
+    mean = f"the mean TPOT of {1e3 * tpot_s:.2f} ms"
+    share = f"{lateness.p99_s / tpot_s:.1%} of {mean}" if tpot_s > 0 else f"beyond any share of {mean}"
     raise EngineError(
         f"load {run.facts.label}: the client itself was late by {1e3 * lateness.p99_s:.2f} ms (p99), which is "
-        f"{lateness.p99_s / tpot_s:.1%} of the mean TPOT of {1e3 * tpot_s:.2f} ms and more than {most_late:.1%}; "
+        f"{share} and more than {most_late:.1%}; "
         "nothing is judged by its times. Give the client a quiet core (taskset), or allow more with --max-lateness"
     )

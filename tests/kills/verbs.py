@@ -124,7 +124,7 @@ def _validate(out: Path) -> None:
     from simtune.testing.fake_server import FakeServer
 
     port = int(Path("port").read_text()) if Path("port").exists() else 0
-    with FakeServer(first_token_s=0.005, token_s=0.002, port=port) as server:
+    with FakeServer(first_token_s=0.005, token_s=0.02, port=port) as server:
         Path("port").write_text(str(server.port))
         engine = ("--engine", server.url, "--uncertainty", "0", "--max-lateness", "1e6", "--tolerance", "1e6")
         loads = ("--workload", "load.yaml", "--rates", "40,80", "--repeat", "2", "--quiet")

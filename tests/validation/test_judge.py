@@ -129,6 +129,9 @@ def test_a_late_client_is_not_judged_by() -> None:
     with pytest.raises(EngineError, match=r"the client itself was late by 2\.00 ms .* nothing is judged"):
         check_client(run, most_late=0.0019 / tpot)
     check_client(as_measured(PREDICTED.result), most_late=0.0)  # fed in process: there is no client
+    at_once = [r.model_copy(update={"first_token_s": r.finish_s}) for r in run.requests]
+    with pytest.raises(EngineError, match=r"late by 2\.00 ms .* beyond any share of the mean TPOT of 0\.00 ms"):
+        check_client(MeasuredRun(run.facts, tuple(at_once)), most_late=1e6)
 
 
 def test_the_page_shows_every_load_and_loads_nothing() -> None:
