@@ -59,6 +59,17 @@ def test_a_router_of_ones_own_does_not_deal_in_turn_by_inheritance() -> None:
     assert not type("Mine", (RoundRobin,), {}).deals_in_turn
 
 
+# --- instances that stand for all --------------------------------------------------------------------------
+
+
+def test_some_instances_stand_for_all_where_they_are_fewer() -> None:
+    """Two instances of a core each."""
+    deployment, load = deployed(), stream()
+    assert [deployment.enough_instances(load, cores) for cores in (1, 2, 3, None)] == [1, None, None, None]
+    assert deployed(router={"kind": "least_outstanding"}).enough_instances(load, 1) is None
+    assert deployment.enough_instances(replace(load, arrival_s=None, users=3), 1) is None
+
+
 # --- parts of one's own -----------------------------------------------------------------------------------
 
 NUMBERS = count()
