@@ -5,13 +5,14 @@
 * Gap analyses (ai-dynamo/aiconfigurator): settings as its generator writes them for a batch of as many requests as
   there are users (src/aiconfigurator/generator: rule_plugin/, config/backend_templates/).
 
-One number no file tells: `SEATS_SHORT`.
+Two numbers no file tells: `SEATS_SHORT` and `WAITING_SHARE`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import log2
 from typing import Any
 
 from simtune.specs.engine import merged
@@ -22,6 +23,12 @@ SEATS_SHORT = {("trtllm", "llama-3.1-8b"): 1}
 """Seats fewer than users, in gap analyses of an engine and model: one request was waiting at all times there (by
 Little's law: what first tokens come later than of all at once, times requests per second, is 0.9 to 1.1 in most of 54
 runs). Chosen on these runs; no file tells why."""
+
+WAITING_SHARE = 1 / 24
+"""Of the users, for each doubling of tp: how many wait for a seat in analyses of SGLang 0.5.6. By Little's law a share
+of 0.04 to 0.05 of a request's time, for each doubling, passes before its first token beyond what its prompt takes, with
+512 users and whatever the lengths (500 to 2,000 tokens of answer, 13,000 to 19,000 tokens a second, which no queue at
+one rate comes to). Chosen on these six runs; no file tells why."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +76,22 @@ def analysed(launch: Launch) -> Settings:
         batching["chunked_prefill"] = False
     elif launch.engine == "vllm":
         batching["max_num_seqs"], batching["max_num_batched_tokens"] = users, users + launch.isl + 1500
-    elif launch.release.startswith("0.5.6"):
-        batching["options"] = {"max_prefill_tokens": launch.isl + 1500, "enable_mixed_chunk": True}
+    else:
+        return _analysed_sglang(launch)
     return {"batching": batching}
+
+
+def _analysed_sglang(launch: Launch) -> Settings:
+    """The client of an analysis asks for no temperature and Dynamo's worker passes none on, so that SGLang samples, by
+    torch.multinomial, which waits for the device. Until 0.5.3 a thread of its own did (python/sglang/srt/managers/
+    tp_worker_overlap_thread.py, gone with pull request 11210), since then the scheduler's."""
+    minor, patch = (int(part) for part in launch.release.split(".")[1:3])
+    settings: Settings = {"host": {"hidden": (minor, patch) < (5, 4)}}
+    if (minor, patch) == (5, 6):
+        options = {"max_prefill_tokens": launch.isl + 1500, "enable_mixed_chunk": True}
+        seats = launch.concurrency - round(WAITING_SHARE * log2(launch.tp) * launch.concurrency)
+        settings["batching"] = {"max_num_seqs": seats, "options": options}
+    return settings
 
 
 def swept(launch: Launch) -> Settings:

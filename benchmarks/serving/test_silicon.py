@@ -6,7 +6,8 @@
 engine, release and origin: `benchmarks.serving.silicon` and `benchmarks.serving.launches`, most of it from published
 launch files. Chosen on runs are: what launching a step with prompts takes in TensorRT-LLM, and that one seat is missing
 (on those of Llama-3.1-8B); that no two prompts share a step of its analyses (on these and those of Qwen3-32B); that
-requests of Llama-3.1-8B do not stay in step, on two engines; what launching prompts takes with the Triton experts of
+requests of Llama-3.1-8B do not stay in step, on two engines; SGLang's host time for each sequence, and how many users
+wait for a seat in SGLang 0.5.6 (on those of Llama-3.1-8B); what launching prompts takes with the Triton experts of
 TensorRT-LLM, and in an SGLang of 2025, on first tokens. Errors are shown without all of these too. Rules were
 chosen knowing the runs; how unevenly models route (`ROUTING_SKEW`) by tables of kernels beside them. Of each group: the
 signed median error, then median and 90th percentile of its size, in per cent, and the targets.

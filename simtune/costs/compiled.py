@@ -288,7 +288,7 @@ def _token_tables(models: _Models, pool: Pool, max_samples: int, with_chunks: bo
     head = scale * models.dense(lambda model, x: _total(model.head(x)), samples)
     host = [to_ticks(model.host_s(n)) for n in range(seqs + 1)]
     # A step takes max(GPU, floor) + after: the host hides behind the GPU or comes after it.
-    hides = pool.schedules_async and correction is None
+    hides = pool.hides_host and correction is None
     after = host if correction is None else [to_ticks(correction.offset_s)] * (seqs + 1)
     return TokenTables(
         linear=[0, *whole_ticks(scale * linear)],
@@ -308,7 +308,7 @@ def _floors(model: StepModel, pool: Pool, with_chunks: bool) -> list[int]:
     """The least ticks of a step by its sequences: what its kernels take to launch, and the host where it hides."""
     correction, seqs = model.correction(with_chunks), pool.batching.max_num_seqs
     launch = to_ticks((1.0 if correction is None else correction.scale) * model.launch_s[with_chunks])
-    if correction is not None or not pool.schedules_async:
+    if correction is not None or not pool.hides_host:
         return [launch] * (seqs + 1)
     return [max(launch, to_ticks(model.host_s(n))) for n in range(seqs + 1)]
 

@@ -369,7 +369,7 @@ class StepModel:
         host, correction = self.host_s(batch.num_seqs), self.correction(bool(batch.chunks))
         if correction is not None:
             return correction.scale * gpu + correction.offset_s
-        return max(gpu, host) if self._pool.schedules_async else gpu + host
+        return max(gpu, host) if self._pool.hides_host else gpu + host
 
     def _factor(self, kind: str) -> float:
         return self._factors.get(kind, 1.0)

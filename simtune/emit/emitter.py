@@ -8,9 +8,10 @@ from typing import Any, ClassVar, TypeVar
 
 from simtune.errors import UsageError, suggest
 from simtune.specs import yamlfile
+from simtune.specs.catalog import load_engine, names
 from simtune.specs.drafters import Drafter
 from simtune.specs.model import Model
-from simtune.specs.plan import Plan, Pool
+from simtune.specs.plan import HostTimes, Plan, Pool
 from simtune.specs.schemes import Scheme
 from simtune.specs.speculation import Speculation
 
@@ -41,6 +42,12 @@ def untold(pool: Pool) -> Iterator[str]:
 def quantised(pool: Pool, model: Model) -> bool:
     """Whether a pool has weights in another dtype than their checkpoint."""
     return model.with_weights(pool.weight_dtype) is not model
+
+
+def _host_of_preset(pool: Pool) -> HostTimes | None:
+    """What the shipped preset that a pool names says of its host; None where it says nothing, or none is named."""
+    given = load_engine(pool.engine).pool.get("host") if pool.engine in names("engine") else None
+    return None if given is None else HostTimes.model_validate(given)
 
 
 class Emitter(ABC):
@@ -119,7 +126,7 @@ class Emitter(ABC):
             yield "batching.safety_margin: the engine admits by a rule of its own"
         if pool.kv_cache.other_memory_gib is not None:
             yield "kv_cache.other_memory_gib: the engine measures what else takes memory"
-        if pool.host is not None:
+        if pool.host not in (None, _host_of_preset(pool)):
             yield "host: its times are the engine's own"
 
     def speculation(self, speculation: Speculation, draft: Model | None = None) -> Settings:

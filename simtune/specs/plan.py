@@ -214,6 +214,11 @@ class HostTimes(Part):
 
     step_s: Seconds
     per_sequence_s: Seconds
+    hidden: bool = Field(
+        True,
+        description="whether the devices compute meanwhile where scheduling is asynchronous; false: the sampler makes "
+        "the host wait for them, and they wait for the host's other work",
+    )
 
 
 class FrontEndTimes(Part):
@@ -391,10 +396,16 @@ class Pool(Part):
 
     @property
     def schedules_async(self) -> bool:
-        """Whether the host's work hides behind the GPU's: `async_scheduling`, unless drafts must be awaited. It does so
-        with schemes that no engine has (PEARL, DSI, frontier) as well.
+        """Whether a step is scheduled before the last one's tokens are known: `async_scheduling`, unless drafts must be
+        awaited. It is so with schemes that no engine has (PEARL, DSI, frontier) as well.
         """
         return self.async_scheduling and (self.speculation is None or not self.speculation.drafter.awaited)
+
+    @property
+    def hides_host(self) -> bool:
+        """Whether the host's work hides behind the devices': where scheduling is asynchronous, unless `host` says that
+        sampling waits for them."""
+        return self.schedules_async and (self.host is None or self.host.hidden)
 
     @property
     def devices(self) -> int:

@@ -31,7 +31,7 @@ from simtune.specs.model import (
     NoAttention,
     NoFeedForward,
 )
-from simtune.specs.plan import KvCache
+from simtune.specs.plan import HostTimes, KvCache
 from tests.costs.made_up import hardware, model, moe, operator, pool
 
 US = 1e-6
@@ -161,6 +161,20 @@ def test_host_time_hides_behind_the_gpu_or_adds_to_it() -> None:
     assert StepModel(model(), slow_host, pool()).seconds(batch) == 1.5
     assert StepModel(model(), slow_host, pool(asynchronous=False)).seconds(batch) == pytest.approx(1.5 + gpu)
     assert StepModel(model(), hardware(), pool()).seconds(batch) == pytest.approx(gpu)
+
+
+def test_a_host_that_waits_for_sampling_adds_to_the_gpu_under_asynchronous_scheduling() -> None:
+    """Steps take as long as synchronous ones, tables and all; the scheduler stays a step ahead."""
+    host = HostTimes(step_s=1.0, per_sequence_s=0.25, hidden=False)
+    waits, alone = pool().model_copy(update={"host": host}), pool(asynchronous=False).model_copy(update={"host": host})
+    batch = StepWork(2, 20, ((0, 3),), 3)
+    step = StepModel(model(), hardware(), waits)
+    assert step.seconds(batch) == pytest.approx(1.75 + step.gpu_s(batch))
+    assert (waits.schedules_async, waits.hides_host) == (True, False)
+    waiting, synchronous = (compile_costs(model(), hardware(), p, 100) for p in (waits, alone))
+    assert waiting.decode(3, 60) == synchronous.decode(3, 60)
+    assert waiting.mixed(2, 20, [(0, 3)], 3) == synchronous.mixed(2, 20, [(0, 3)], 3)
+    assert waiting.mixed(2, 20, [(0, 3)], 3) / TICKS_PER_SECOND == pytest.approx(step.seconds(batch), rel=1e-3)
 
 
 @given(

@@ -146,3 +146,14 @@ def test_the_device_decides_what_is_set_aside() -> None:
         for name in ("rtx-4090", "l40s", "h100-sxm", "h200-sxm", "b200")
     }
     assert budgets == {"rtx-4090": 2048, "l40s": 4096, "h100-sxm": 8192, "h200-sxm": 8192, "b200": 16384}
+
+
+def test_the_host_times_of_a_preset_are_the_engines_own(tmp_path: Path) -> None:
+    emitter = ENGINES["sglang"]
+    (preset,) = plan_of(tmp_path, "sglang-0.5").pools
+    assert preset.host is not None
+    assert not [one for one in emitter.unsaid(preset) if one.startswith("host: ")]
+    (other,) = plan_of(tmp_path, "sglang-0.5", host={"step_s": 0.5}).pools
+    assert [one for one in emitter.unsaid(other) if one.startswith("host: ")] == [
+        "host: its times are the engine's own"
+    ]

@@ -83,3 +83,13 @@ def test_what_a_preset_says_is_not_told() -> None:
 
 def test_a_preset_of_ones_own_is_told_of_as_a_plan_is() -> None:
     assert len(said("llama-3.1-8b", {"engine": "ours", "fused": ["norm"]})) == 1
+
+
+def test_a_host_that_nothing_hides_is_said_of_asynchronous_scheduling() -> None:
+    host = {"step_s": 1e-3, "per_sequence_s": 1e-5}
+    assert said("llama-3.1-8b", {"host": {**host, "hidden": False}}) == []
+    assert said("llama-3.1-8b", {"host": host, "async_scheduling": False}) == []
+    assert said("llama-3.1-8b", {"host": {**host, "hidden": False}, "async_scheduling": False}) == [
+        "pools.0.host: hidden: false says what is so without asynchronous scheduling; leave it out, or set "
+        "async_scheduling"
+    ]

@@ -96,9 +96,7 @@ class CompiledRounds:
             heads=gemm.heads(drafter.parallel_heads, pool) if drafter.parallel_heads else (),
         )
         # Without graphs, and where nothing hides the host, it prepares every pass of the drafter like a step.
-        self._prepares_each = (
-            not pool.cuda_graphs and not pool.schedules_async and tables.model.correction(False) is None
-        )
+        self._prepares_each = not pool.cuda_graphs and not pool.hides_host and tables.model.correction(False) is None
         self.order = order_of(shape)(shape, target, drafts, self._prepares_each)
         self._host = to_ticks(drafter.host_cost_s)
         self._lines: dict[tuple[int, int, int], TickLine] = {}
