@@ -43,11 +43,16 @@ def fitted(name: str, recipe: dict[str, Any], data_dir: Path) -> Hardware:
         assert moved is not None, f"{name}: neither sources nor transfer"
         return moved
     sources = [data_dir / "profiles" / source for source in recipe["sources"]]
-    hardware = build(usable(read_tables(sources, recipe.get("kernels")), facts), facts)
+    tables, repair = read_tables(sources, recipe.get("kernels")), recipe.get("repair", False)
+    wanted = {key: table for key, table in tables.operators.items() if key not in recipe.get("without", ())}
+    hardware = build(usable(replace(tables, operators=wanted), facts, repair=repair), facts, repair=repair)
     for kernels, keys in recipe.get("borrow", {}).items():
         tables = usable(read_tables(sources, kernels), facts)
         wanted = {key: tables.operators[key] for key in keys if key not in hardware.operators}
         hardware = filled(hardware, build(replace(tables, operators=wanted, host=None, imbalance=None), facts))
+    for profile, keys in recipe.get("carry", {}).items():
+        carried = transfer(load_hardware(profile), facts)
+        hardware = filled(hardware, carried.model_copy(update={"operators": {k: carried.operators[k] for k in keys}}))
     for other in (*map(load_hardware, recipe.get("fill", ())), *([] if moved is None else [moved])):
         hardware = filled(hardware, other)
     return hardware.model_copy(update={"name": name, "engine": recipe["engine"]}).with_arrays(hardware.arrays)

@@ -2,6 +2,8 @@
 
 * Public sweeps (InferenceMAX, now SemiAnalysisAI/InferenceX): its launch files in benchmarks/, of about the day of the
   run, by model, engine and card: 70b_*, gptoss_fp4_*, dsr1_fp4_*, dsr1_fp8_*.
+  Those of Llama-3.1-70B on vLLM serve nvidia/Llama-3.3-70B-Instruct-FP8 or -FP4, with static scales, on 0.10.2
+  (.github/configs/master.yaml).
 * Gap analyses (ai-dynamo/aiconfigurator): settings as its generator writes them for a batch of as many requests as
   there are users (src/aiconfigurator/generator: rule_plugin/, config/backend_templates/).
 
@@ -86,7 +88,7 @@ def _analysed_sglang(launch: Launch) -> Settings:
     torch.multinomial, which waits for the device. Until 0.5.3 a thread of its own did (python/sglang/srt/managers/
     tp_worker_overlap_thread.py, gone with pull request 11210), since then the scheduler's."""
     minor, patch = (int(part) for part in launch.release.split(".")[1:3])
-    settings: Settings = {"host": {"hidden": (minor, patch) < (5, 4)}}
+    settings: Settings = {} if (minor, patch) < (5, 4) else {"exposed_host": "all"}
     if (minor, patch) == (5, 6):
         options = {"max_prefill_tokens": launch.isl + 1500, "enable_mixed_chunk": True}
         seats = launch.concurrency - round(WAITING_SHARE * log2(launch.tp) * launch.concurrency)

@@ -46,6 +46,9 @@ experts on one rank under it, over those of tokens dealt out, are about those of
 0.9 wake, from one to eight rows an expert."""
 OUT_OF_STEP = "llama-3.1-8b"
 """The model whose gap analyses are taken to have asked with lengths that vary by a tenth."""
+VLLM_11 = "2025-11-04"
+"""The day on which public sweeps went over from vLLM 0.10.2 to 0.11 (SemiAnalysisAI/InferenceX, .github/configs and
+pull requests 102, closed, and 159, merged); releases are told from December 2025 on."""
 ROUNDS = 10
 """Requests per client."""
 
@@ -138,11 +141,11 @@ def spread_of(run: Run) -> tuple[float, float]:
 
 def preset_of(run: Run) -> str:
     """The engine preset of a row: the newest release that is not newer, or the oldest there is. Where the row tells no
-    release, the newest; of vLLM the oldest, for all those rows are of 2025."""
+    release, the newest; of vLLM the one that sweeps had on the day."""
     family = run.row["engine"]
     releases = sorted(_release(name) for name in names("engine") if load_engine(name).family == family)
     version = run.row["engine_version"]
-    untold = releases[0] if family == "vllm" else releases[-1]
+    untold = (0, 10 if run.row["measured"] < VLLM_11 else 11) if family == "vllm" else releases[-1]
     measured = _release(f"-{version}") if version[:1].isdigit() else untold
     fitting = [release for release in releases if release <= measured] or releases[:1]
     return f"{family}-{'.'.join(map(str, fitting[-1]))}"

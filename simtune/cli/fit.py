@@ -53,7 +53,8 @@ operator."""
 @click.option(
     "--repair",
     is_flag=True,
-    help="Take message sizes as bytes where they cannot be elements; leave out rows of a window that was ignored.",
+    help="Take message sizes as bytes where they cannot be elements; leave out rows of a window that was ignored, and "
+    "products out of order.",
 )
 @json_option
 @click.option("--force", is_flag=True, help="Replace a profile that is already there.")

@@ -286,15 +286,15 @@ def _token_tables(models: _Models, pool: Pool, max_samples: int, with_chunks: bo
         if pool.parallelism.attention_dp > 1:
             experts = [0, *whole_ticks(scale * models.dense(lambda model, x: model.routed(x)["moe"], tokens))]
     head = scale * models.dense(lambda model, x: _total(model.head(x)), samples)
-    host = [to_ticks(model.host_s(n)) for n in range(seqs + 1)]
     # A step takes max(GPU, floor) + after: the host hides behind the GPU or comes after it.
-    hides = pool.hides_host and correction is None
-    after = host if correction is None else [to_ticks(correction.offset_s)] * (seqs + 1)
+    after_s = [model.exposed_s(n, pool.hides_host) for n in range(seqs + 1)]
+    if correction is not None:
+        after_s = [correction.offset_s] * (seqs + 1)
     return TokenTables(
         linear=[0, *whole_ticks(scale * linear)],
         head=[0, *whole_ticks(head)],
         floor=_floors(model, pool, with_chunks),
-        after=[0] * (seqs + 1) if hides else after,
+        after=list(map(to_ticks, after_s)),
         experts=experts,
     )
 
@@ -310,7 +310,7 @@ def _floors(model: StepModel, pool: Pool, with_chunks: bool) -> list[int]:
     launch = to_ticks((1.0 if correction is None else correction.scale) * model.launch_s[with_chunks])
     if correction is not None or not pool.hides_host:
         return [launch] * (seqs + 1)
-    return [max(launch, to_ticks(model.host_s(n))) for n in range(seqs + 1)]
+    return [max(launch, to_ticks(model.host_s(n)) - to_ticks(model.exposed_s(n, hides=True))) for n in range(seqs + 1)]
 
 
 def _chunks(budget: int) -> list[int]:

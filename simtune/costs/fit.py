@@ -185,6 +185,7 @@ def _fit(
         joint_box={} if residual is None else _joint_box(table, setting),
         families=_families(table),
         hold_out=(),
+        scales="known" if table.known_scales else None,
         provenance=provenance,
     )
     return operator, arrays

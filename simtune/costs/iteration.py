@@ -326,6 +326,13 @@ class StepModel:
         host = self._pool.host or self._hardware.host
         return host.step_s + host.per_sequence_s * num_seqs
 
+    def exposed_s(self, num_seqs: int, hides: bool) -> float:
+        """Seconds of that which come on top of the GPU's: all of it, or where it hides what the pool says."""
+        exposed = self._pool.exposed_host
+        if not hides or exposed == "all":
+            return self.host_s(num_seqs)
+        return 0.0 if exposed is None else exposed.step_s + exposed.per_sequence_s * num_seqs
+
     def breakdown(self, batch: StepWork) -> dict[str, float]:
         """GPU seconds of one step by kind (`KINDS`); kinds without work are left out."""
         parts: dict[str, float] = {}
@@ -366,10 +373,10 @@ class StepModel:
 
     def with_host_s(self, gpu: float, batch: StepWork) -> float:
         """Seconds of one step whose kernels and collectives take so many."""
-        host, correction = self.host_s(batch.num_seqs), self.correction(bool(batch.chunks))
+        correction = self.correction(bool(batch.chunks))
         if correction is not None:
             return correction.scale * gpu + correction.offset_s
-        return max(gpu, host) if self._pool.hides_host else gpu + host
+        return max(gpu + self.exposed_s(batch.num_seqs, self._pool.hides_host), self.host_s(batch.num_seqs))
 
     def _factor(self, kind: str) -> float:
         return self._factors.get(kind, 1.0)

@@ -95,6 +95,11 @@ class AttentionLayer(ABC):
         """Values per token that go into the last product."""
 
     @property
+    def query_width(self) -> int:
+        """Values per token of queries that are read in 8 bits beside a cache of 8 bits; 0 where none are."""
+        return 0
+
+    @property
     def values_per_token(self) -> int:
         """Values each token leaves in the KV cache."""
         return 0
@@ -149,6 +154,10 @@ class _Softmax(AttentionLayer):
 
     @property
     def output_width(self) -> int:
+        return self._heads * self._head_dim
+
+    @property
+    def query_width(self) -> int:
         return self._heads * self._head_dim
 
     @property

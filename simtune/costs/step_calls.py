@@ -98,6 +98,7 @@ class StepCalls:
         self._profile, self._layers, self._attention = profile, layers, attention
         self._tp = pool.parallelism.tp
         self._row_bytes = model.hidden_size * DTYPE_BYTES[model.dtype]
+        self._kv_dtype = pool.kv_cache.dtype or model.kv_dtype or model.dtype
         self._fused_tokens = 0.0
         if "norm" in pool.fused and self._tp > 1:
             self._fused_tokens = fused_bytes(hardware.device.architecture, self._tp) / self._row_bytes
@@ -140,9 +141,13 @@ class StepCalls:
         parts = [*(self._gemm(layers, n, k, dtype) for n, k in into), *parts]
         parts.append(self._gemm(layers, *out, dtype, behind="attention"))
         if dtype in ACTIVATION_BYTES and not self._quantises(dtype) and "attention" not in self._pool.fused:
-            quantise, width = self._quantising(dtype), layer.output_width
-            parts.append(StepCall("elementwise", layers, lambda m: quantise.seconds(m=m, k=width)))
+            parts.append(self._quantised_apart(self._quantising(dtype), layers, layer.output_width))
+        if layer.query_width and self._pool.quantising != "fused" and self._kv_dtype in ACTIVATION_BYTES:
+            parts.append(self._quantised_apart(self._quantise("fp8", "static"), layers, layer.query_width))
         return parts
+
+    def _quantised_apart(self, quantise: Predictor, times: int, width: int) -> StepCall:
+        return StepCall("elementwise", times, lambda m: quantise.seconds(m=m, k=width))
 
     def _feed_forward_parts(self, feed_forward: FeedForward, layers: int) -> list[StepCall]:
         if isinstance(feed_forward, DenseFeedForward):
@@ -221,15 +226,24 @@ class StepCalls:
         """Whether what is before a product quantises its inputs, in steps of so many tokens."""
         if behind == "attention":
             return "attention" in self._pool.fused
-        if self._pool.quantising == "fused":
+        if self._pool.quantising != "apart":
             return True
         return tokens <= self._fused_tokens if behind == "norm" else False
 
     def _quantising(self, dtype: str) -> Predictor:
-        """Quantising to a format, or to fp8 where only that was measured: the inputs that it reads are the same."""
+        """Quantising to a format, by known scales where products of it were timed so."""
+        known = self._profile.predictor("gemm", dtype).operator.scales == "known"
+        return self._quantise(dtype, "static" if known else None)
+
+    def _quantise(self, dtype: str, variant: str | None) -> Predictor:
+        """Quantising to a format, or to fp8 where only that was measured: the inputs that it reads are the same; by
+        scales that it finds where no other was.
+        """
         measured = self._profile.hardware.operators
-        known = next((to for to in (dtype, "fp8") if operator_key("quantise", to) in measured), dtype)
-        return self._profile.predictor("quantise", known)
+        ways = [(to, how) for how in dict.fromkeys((variant, None)) for to in (dtype, "fp8")]
+        found = next(((to, how) for to, how in ways if operator_key("quantise", to, variant=how) in measured), None)
+        to, how = found or (dtype, None)
+        return self._profile.predictor("quantise", to, variant=how)
 
     def _quantises(self, dtype: str) -> bool:
         """Whether products of a format were timed with the quantising of their inputs."""

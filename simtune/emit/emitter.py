@@ -44,10 +44,10 @@ def quantised(pool: Pool, model: Model) -> bool:
     return model.with_weights(pool.weight_dtype) is not model
 
 
-def _host_of_preset(pool: Pool) -> HostTimes | None:
+def _of_preset(pool: Pool, key: str) -> HostTimes | str | None:
     """What the shipped preset that a pool names says of its host; None where it says nothing, or none is named."""
-    given = load_engine(pool.engine).pool.get("host") if pool.engine in names("engine") else None
-    return None if given is None else HostTimes.model_validate(given)
+    given = load_engine(pool.engine).pool.get(key) if pool.engine in names("engine") else None
+    return HostTimes.model_validate(given) if isinstance(given, dict) else given
 
 
 class Emitter(ABC):
@@ -126,8 +126,9 @@ class Emitter(ABC):
             yield "batching.safety_margin: the engine admits by a rule of its own"
         if pool.kv_cache.other_memory_gib is not None:
             yield "kv_cache.other_memory_gib: the engine measures what else takes memory"
-        if pool.host not in (None, _host_of_preset(pool)):
-            yield "host: its times are the engine's own"
+        for key in ("host", "exposed_host"):
+            if getattr(pool, key) not in (None, _of_preset(pool, key)):
+                yield f"{key}: its times are the engine's own"
 
     def speculation(self, speculation: Speculation, draft: Model | None = None) -> Settings:
         """Its settings of speculation. `draft` is the model that a draft model names.

@@ -371,8 +371,8 @@ def _work(spec: OneStep, decodes: int) -> StepWork:
     chunks = [(past, new) for past, new in spec.chunks]
     if decodes and spec.shared_prefix and spec.shared_prefix >= spec.context:
         raise UsageError(
-            f"setup.step.shared_prefix {spec.shared_prefix:,} is all of the context of {spec.context:,.0f} tokens: every "
-            "decode has tokens of its own; give a shorter shared_prefix or a longer context"
+            f"setup.step.shared_prefix {spec.shared_prefix:,} is all of the context of {spec.context:,.0f} tokens: "
+            "every decode has tokens of its own; give a shorter shared_prefix or a longer context"
         )
     return StepWork(
         decodes, round(decodes * spec.context), chunks, decodes + len(chunks), shared_tokens=spec.shared_prefix

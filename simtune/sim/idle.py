@@ -68,16 +68,16 @@ def _front_end(pool: DeployedPool, model: Model) -> str | None:
     return "requests come to a decode pool from prefill pools, past a front end of its own; leave it out"
 
 
-def _host(pool: DeployedPool, model: Model) -> str | None:
-    if pool.spec.host is None or pool.spec.host.hidden or pool.spec.schedules_async:
+def _exposed_host(pool: DeployedPool, model: Model) -> str | None:
+    if pool.spec.exposed_host is None or pool.spec.schedules_async:
         return None
-    return "hidden: false says what is so without asynchronous scheduling; leave it out, or set async_scheduling"
+    return "all of the host's part is without asynchronous scheduling; leave it out, or set async_scheduling"
 
 
 IDLE: dict[str, Why] = {
     "fused": _fused,
     "expert_exchange": _expert_exchange,
     "front_end": _front_end,
-    "host": _host,
+    "exposed_host": _exposed_host,
 }
 """Why a key of a pool has no effect there, or None where it has one or is not given."""

@@ -232,6 +232,10 @@ class Operator(Part):
         (), description="where few combinations of these parameters were measured, all of them; others extrapolate"
     )
     hold_out: Seq[HoldOut]
+    scales: Literal["known"] | None = Field(
+        None,
+        description="of products timed with the quantising of their inputs: by scales known before; found unless said",
+    )
     provenance: Provenance
 
 

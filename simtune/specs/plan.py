@@ -214,11 +214,6 @@ class HostTimes(Part):
 
     step_s: Seconds
     per_sequence_s: Seconds
-    hidden: bool = Field(
-        True,
-        description="whether the devices compute meanwhile where scheduling is asynchronous; false: the sampler makes "
-        "the host wait for them, and they wait for the host's other work",
-    )
 
 
 class FrontEndTimes(Part):
@@ -274,7 +269,7 @@ class Offload(Part):
 
 
 FusedKernel = Literal["norm", "rope", "attention"]
-Quantising = Literal["fused", "apart"]
+Quantising = Literal["fused", "queries", "apart"]
 ExpertExchange = Literal["deepep", "all_gather"]
 
 Overlap = Literal["two_batches", "split_sequence", "ladder"]
@@ -305,6 +300,11 @@ class Pool(Part):
         "Decode pools get theirs from prefill pools, past their own",
     )
     async_scheduling: bool = True
+    exposed_host: HostTimes | Literal["all"] | None = Field(
+        None,
+        description="of the host's part of a step what asynchronous scheduling does not hide; all: sampling makes the "
+        "host wait for the devices, and they wait for its other work; nothing unless given",
+    )
     cuda_graphs: bool = Field(True, description="false: every kernel is launched on its own, as enforce-eager does")
     fused: Seq[FusedKernel] = Field(
         (),
@@ -314,7 +314,8 @@ class Pool(Part):
     quantising: Quantising = Field(
         "fused",
         description="of inputs of products in 8 and 4 bits: in the norms and activations before them, or apart, by "
-        "kernels of their own but behind all-reduces that hold a norm",
+        "kernels of their own but behind all-reduces that hold a norm; of queries beside a KV cache of 8 bits: before "
+        "them, or by a kernel of their own (queries, apart)",
     )
     expert_exchange: ExpertExchange = Field(
         "deepep",
@@ -403,9 +404,9 @@ class Pool(Part):
 
     @property
     def hides_host(self) -> bool:
-        """Whether the host's work hides behind the devices': where scheduling is asynchronous, unless `host` says that
-        sampling waits for them."""
-        return self.schedules_async and (self.host is None or self.host.hidden)
+        """Whether the host's work, or a part of it, hides behind the devices': where scheduling is asynchronous, unless
+        all of it is exposed."""
+        return self.schedules_async and self.exposed_host != "all"
 
     @property
     def devices(self) -> int:

@@ -165,8 +165,11 @@ def test_host_time_hides_behind_the_gpu_or_adds_to_it() -> None:
 
 def test_a_host_that_waits_for_sampling_adds_to_the_gpu_under_asynchronous_scheduling() -> None:
     """Steps take as long as synchronous ones, tables and all; the scheduler stays a step ahead."""
-    host = HostTimes(step_s=1.0, per_sequence_s=0.25, hidden=False)
-    waits, alone = pool().model_copy(update={"host": host}), pool(asynchronous=False).model_copy(update={"host": host})
+    host = {"host": HostTimes(step_s=1.0, per_sequence_s=0.25)}
+    waits, alone = (
+        pool().model_copy(update={**host, "exposed_host": "all"}),
+        pool(asynchronous=False).model_copy(update=host),
+    )
     batch = StepWork(2, 20, ((0, 3),), 3)
     step = StepModel(model(), hardware(), waits)
     assert step.seconds(batch) == pytest.approx(1.75 + step.gpu_s(batch))
@@ -175,6 +178,22 @@ def test_a_host_that_waits_for_sampling_adds_to_the_gpu_under_asynchronous_sched
     assert waiting.decode(3, 60) == synchronous.decode(3, 60)
     assert waiting.mixed(2, 20, [(0, 3)], 3) == synchronous.mixed(2, 20, [(0, 3)], 3)
     assert waiting.mixed(2, 20, [(0, 3)], 3) / TICKS_PER_SECOND == pytest.approx(step.seconds(batch), rel=1e-3)
+
+
+def test_what_of_the_host_is_exposed_comes_on_top_and_the_rest_hides() -> None:
+    """Only under asynchronous scheduling: else all of it is."""
+    slow_host = hardware(host_step_s=1.0, host_per_sequence_s=0.25)
+    batch = StepWork(2, 20, (), 2)
+    gpu = sum(StepModel(model(), slow_host, pool()).breakdown(batch).values())
+    for exposed, asynchronous, host in (
+        (HostTimes(step_s=0.5, per_sequence_s=0.125), True, 1.5),
+        (HostTimes(step_s=2.0, per_sequence_s=0.5), True, 3.0 + gpu),
+        (HostTimes(step_s=0.5, per_sequence_s=0.125), False, 1.5 + gpu),
+    ):
+        its = pool(asynchronous=asynchronous).model_copy(update={"exposed_host": exposed})
+        assert StepModel(model(), slow_host, its).seconds(batch) == pytest.approx(host)
+        ticks = compile_costs(model(), slow_host, its, 4096).mixed(2, 20, (), 2)
+        assert ticks == pytest.approx(host * TICKS_PER_SECOND, rel=1e-6)
 
 
 @given(
@@ -560,6 +579,47 @@ def test_inputs_are_quantised_apart_but_for_those_behind_a_norm_in_an_all_reduce
         width = eight_bit.layers[0].feed_forward.intermediate_size // tp  # type: ignore[union-attr]
         own = norms * (sheet(2e-6, 3 * 4 * 64) + 4e-10) + sheet(2e-6, 3 * 4 * width) + 4e-10
         assert apart.linear(tokens)["gemm"] - fused.linear(tokens)["gemm"] == pytest.approx([layers * own])
+
+
+def test_queries_beside_a_cache_of_8_bits_are_quantised_apart_where_a_plan_says_so() -> None:
+    """64 values of 4 heads; attention inside is that of the cache, whatever quantises its queries."""
+    work, tokens = StepWork(4, 40, (), 4), np.array([4.0])
+    for dtype, own in (("fp8", sheet(2e-6, 3 * 4 * 64) + 4e-10), ("bf16", 0.0)):
+        its = pool(kv_cache=KvCache(dtype=dtype))
+        fused, apart = (
+            StepModel(model(), hardware(), its.model_copy(update={"quantising": how})) for how in ("fused", "queries")
+        )
+        layers = model().num_layers
+        assert apart.linear(tokens)["elementwise"] - fused.linear(tokens)["elementwise"] == pytest.approx(
+            [layers * own]
+        )
+        assert apart.breakdown(work)["gemm"] == fused.breakdown(work)["gemm"]
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_of_products_timed_with_quantising_goes_what_that_took(known: bool) -> None:
+    """Behind a norm; behind attention it is a kernel of its own, and stays."""
+    static = operator("quantise", "fp8", variant="static")
+    found = operator("quantise", "fp8")
+    slower = found.model_copy(update={"base": found.base.model_copy(update={"overhead_s": 3e-6})})
+    product = operator("gemm", "fp8")
+    timed = product.model_copy(
+        update={
+            "base": product.base.model_copy(update={"ahead_s": 1e-15, "overhead_s": 1e-5}),
+            "scales": "known" if known else None,
+        }
+    )
+    device = hardware()
+    operators = {**device.operators, "quantise.static.fp8": static, "quantise.fp8": slower, "gemm.fp8": timed}
+    device = device.model_copy(update={"operators": operators})
+    eight_bit = model().model_copy(update={"weight_dtype": "fp8"})
+    fused, apart = (
+        StepModel(eight_bit, device, pool().model_copy(update={"quantising": how})).linear(np.array([4.0]))["gemm"]
+        for how in ("fused", "apart")
+    )
+    quantised = Profile(device).predictor("quantise", "fp8", variant="static" if known else None)
+    gone = sum(float(quantised.seconds(m=np.array([4]), k=k)[0]) for k in (64, 64, 128))
+    assert apart - fused == pytest.approx([eight_bit.num_layers * gone])
 
 
 def test_other_kernels_of_experts_reach_no_more_than_they_are_said_to() -> None:

@@ -51,7 +51,11 @@ def rounds(drafter: str, scheme: str = "chain", its: Pool | None = None) -> Comp
     return CompiledRounds(MODEL, HARDWARE, its or pool(), LONGEST, DRAFTERS[drafter], SCHEMES[scheme].shape, draft)
 
 
-@pytest.mark.parametrize("its", [pool(), pool(async_scheduling=False)], ids=["asynchronous", "synchronous"])
+@pytest.mark.parametrize(
+    "its",
+    [pool(), pool(async_scheduling=False), pool(exposed_host={"step_s": 1e-3, "per_sequence_s": 1e-5})],
+    ids=["asynchronous", "synchronous", "partly exposed"],
+)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_compiled_round_takes_what_the_model_says(drafter: str, scheme: str, its: Pool) -> None:

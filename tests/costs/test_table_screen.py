@@ -14,6 +14,8 @@ from simtune.costs.tables.screen import Sheet, launches, screen
 from simtune.errors import UsageError
 
 SHEET = Sheet(processors=100, flops_per_s=1e14, bytes_per_s=1e12)
+LAX = Sheet(processors=100, flops_per_s=1e16, bytes_per_s=1e14)
+"""So fast that its times say nothing."""
 LINK = Sheet(processors=100, flops_per_s=1e14, bytes_per_s=1e11)
 
 
@@ -56,6 +58,29 @@ def test_a_single_row_that_is_off_is_left_out_and_counted(row: int, by: float) -
 @given(row=st.integers(0, len(gemms()) - 1), by=st.sampled_from([0.4, 2.0, 5.0]))
 def test_what_a_kernel_switch_may_do_is_kept(row: int, by: float) -> None:
     assert len(screen(scaled(gemms(), row, by), SHEET)) == len(gemms())
+
+
+@pytest.mark.parametrize(("by", "told"), [(1.29, 0), (1.5, 1), (0.5, 1)])
+def test_a_product_out_of_order_is_named_and_left_out_only_when_asked(by: float, told: int) -> None:
+    """The time of half a kernel: of two rows that contradict one another the one that all others contradict goes."""
+    table = gemms()
+    row = int(np.argmax((table.shape["m"] == 64) & (table.shape["n"] == 2048) & (table.shape["k"] == 2048)))
+    wide = replace(table, seconds=np.full(len(table), 1e-3))  # a kernel that takes as long whatever its size
+    named = screen(scaled(wide, row, by), LAX)
+    assert (len(named), len(named.remarks)) == (len(wide), told)
+    repaired = screen(scaled(wide, row, by), LAX, repair=True)
+    assert len(repaired) == len(wide) - told
+    if told:
+        assert named.remarks == ("1 of 175 rows are more than 1.3 times off the order of sizes",)
+        assert account(repaired).endswith("1 left out: more than 1.3 times off the order of sizes")
+        kept = set(zip(*(repaired.shape[name] for name in "mnk"), strict=True))
+        assert tuple(table.shape[name][row] for name in "mnk") not in kept
+
+
+def test_kernels_that_take_turns_are_named_and_stay() -> None:
+    turns = scaled(gemms(), slice(None, None, 3), 2.0)
+    assert len(screen(turns, SHEET, repair=True)) == len(turns)
+    assert "off the order of sizes" in screen(turns, SHEET, repair=True).remarks[0]
 
 
 def test_two_units_in_one_table_are_refused() -> None:

@@ -84,6 +84,13 @@ def test_gemms_of_every_format(tmp_path: Path) -> None:
     }
 
 
+def test_who_was_timed_with_scales_that_were_known(tmp_path: Path) -> None:
+    for engine, known in (("VLLM", True), ("TRTLLM", False), ("SGLang", False)):
+        rows = [f"{engine},1.0,X1,{name},8,64,32,0.25" for name in ("bfloat16", "fp8", "nvfp4")]
+        operators = read_tables([write(tmp_path, f"{engine}.csv", GEMM, *rows)]).operators
+        assert {key for key, table in operators.items() if table.known_scales} == ({"gemm.fp8"} if known else set())
+
+
 QUANTISE = "framework,version,op_name,m,k,quant_dtype,latency"
 
 

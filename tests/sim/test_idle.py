@@ -87,9 +87,13 @@ def test_a_preset_of_ones_own_is_told_of_as_a_plan_is() -> None:
 
 def test_a_host_that_nothing_hides_is_said_of_asynchronous_scheduling() -> None:
     host = {"step_s": 1e-3, "per_sequence_s": 1e-5}
-    assert said("llama-3.1-8b", {"host": {**host, "hidden": False}}) == []
     assert said("llama-3.1-8b", {"host": host, "async_scheduling": False}) == []
-    assert said("llama-3.1-8b", {"host": {**host, "hidden": False}, "async_scheduling": False}) == [
-        "pools.0.host: hidden: false says what is so without asynchronous scheduling; leave it out, or set "
-        "async_scheduling"
-    ]
+    for exposed in ("all", host):
+        assert said("llama-3.1-8b", {"exposed_host": exposed}) == []
+        assert said("llama-3.1-8b", {"exposed_host": exposed, "async_scheduling": False}) == [
+            "pools.0.exposed_host: all of the host's part is without asynchronous scheduling; leave it out, or set "
+            "async_scheduling"
+        ]
+    preset = load_engine("vllm-0.10").settings(H100.device, load_model("llama-3.1-8b"))
+    assert preset["exposed_host"]
+    assert said("llama-3.1-8b", {"engine": "vllm-0.10", **preset}) == []

@@ -76,7 +76,7 @@ class RoundModel:
         if correction is not None:
             seconds = correction.scale * gpu + correction.offset_s
         else:
-            seconds = max(gpu, host) if hides else gpu + host
+            seconds = max(gpu + (self._target.exposed_s(batch, hides=True) if hides else host), host)
         return seconds + (batch * self._drafter.host_cost_s if draft_depth else 0.0)
 
     def verify_s(self, batch: int, context: int, tokens: int) -> float:

@@ -133,6 +133,8 @@ class OperatorForm(ABC):
 
     shape: ClassVar[tuple[str, ...]]
     """Parameters by which calls are told apart, in the order of tables."""
+    ordered: ClassVar[tuple[str, ...]] = ()
+    """Parameters, if any, with which times grow: of two calls the one that is nowhere smaller takes longer."""
     overhead_s: ClassVar[float]
     """Of one call where nothing was measured."""
     block_s: ClassVar[float]

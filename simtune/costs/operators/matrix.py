@@ -37,6 +37,7 @@ class Gemm(OperatorForm):
     """
 
     shape = ("m", "n", "k")
+    ordered = shape
     overhead_s = 4e-6
     block_s = 1e-6
     overlap = 2.0

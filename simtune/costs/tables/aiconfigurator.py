@@ -10,7 +10,10 @@ all_gather, reduce_scatter or alltoall of S bytes is one whose larger buffer hol
 Products of 8 and 4 bits are timed with the quantising of their 16-bit inputs: with next to no outputs they take longer
 than both tables of quantising together (vLLM and TensorRT-LLM on every card). Of those, scale_matrix is quantising with
 scales that are known, compute_scale what finding them adds. It is a difference of two measurements, cut off at zero;
-where most of a table is zero, as SGLang's, it tells nothing.
+where most of a table is zero, as SGLang's, it tells nothing. Which of the two is in a product the collectors say
+(collector/ENGINE/collect_gemm.py of ai-dynamo/aiconfigurator): of fp8 vLLM's layer has a static activation scheme,
+TensorRT-LLM's no input scale and SGLang's one for each token, so both find them. What quantising to nvfp4 takes no
+table tells.
 """
 
 from __future__ import annotations
@@ -53,7 +56,14 @@ _NCCL: dict[str, tuple[OperatorKind, str | None]] = {
 
 def _gemm(columns: Columns) -> FileContent:
     shape = {name: columns.numbers(name) for name in "mnk"}
-    return _by_dtype(columns, "gemm", ("gemm_dtype",), shape, dtypes=_GEMM_DTYPES)
+    content = _by_dtype(columns, "gemm", ("gemm_dtype",), shape, dtypes=_GEMM_DTYPES)
+    content.tables = [replace(table, known_scales=_knows_scales(table)) for table in content.tables]
+    return content
+
+
+def _knows_scales(table: Table) -> bool:
+    """Whether products quantise their inputs by scales that the collector gives, of formats with a table of that."""
+    return table.dtype == "fp8" and table.engine == "vllm"
 
 
 def _quantise(columns: Columns) -> FileContent:

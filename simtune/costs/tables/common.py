@@ -85,6 +85,8 @@ class Table:
     conflicts: Conflicts = Conflicts()
     remarks: tuple[str, ...] = ()
     """What else was done to the rows."""
+    known_scales: bool = False
+    """Whether products were timed with quantising their inputs by scales that were known before."""
 
     def __len__(self) -> int:
         return len(self.seconds)

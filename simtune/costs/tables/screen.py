@@ -32,6 +32,13 @@ _NARROW, _LONG_S, _PAIRS, _HEEDED = 8, 50e-6, 15, 0.9
 """A window narrow enough, a time long enough, and pairs enough to tell whether it was heeded; with one, published
 tables take 0.1 to 0.76 of the time without at the median."""
 
+_DISORDER = 1.3
+"""A row may take so many times as long as another with at least as much of everything: kernels change with sizes."""
+_DISORDERLY = 0.1
+"""A larger share of rows that must go for the others to be in order is no accident: two kernels take turns."""
+_AT_ONCE = 4000
+"""Rows that are compared with one another."""
+
 _UNITS = 100.0  # rows this far from the bulk of a table are in another unit
 _LAUNCHES = 8.0  # usual overheads; tables of kernels start with 0.5 to 5 of them, those of launches with 14 to 73
 _SLOW = 0.002  # best share of the data sheet below which a table with no time under a millisecond is in another unit
@@ -71,8 +78,8 @@ def screen(table: Table, sheet: Sheet, *, repair: bool = False) -> Table:
     """The table without outliers and impossible rows, which are counted.
 
     With `repair`, message sizes that are too large for the link and possible as bytes per element are divided by it,
-    and rows of a window that was ignored are left out. Raises UsageError for a table whose times cannot be what it
-    claims.
+    rows of a window that was ignored are left out, and so are matrix products out of order. Raises UsageError for a
+    table whose times cannot be what it claims.
     """
     if table.origin.kind == "measured":
         return table  # its unit is known, what was noisy is left out, and what is warm in a step was measured warm
@@ -84,7 +91,7 @@ def screen(table: Table, sheet: Sheet, *, repair: bool = False) -> Table:
             f"{table.key}: {off.sum():,} of {len(table):,} rows are more than {OFF:g} times off their neighbours in "
             f"shape; are several units or kernels mixed in {', '.join(table.files)}?"
         )
-    return _without(table, off, f"more than {OFF:g} times off the rows around them")
+    return _ordered(_without(table, off, f"more than {OFF:g} times off the rows around them"), repair)
 
 
 def _possible(table: Table, sheet: Sheet, repair: bool) -> Table:
@@ -141,6 +148,39 @@ def _windowed(table: Table, repair: bool) -> Table:
         f"{table.key}: {why}; it must have been ignored in {', '.join(table.files)}; give --repair to leave all rows "
         "with a window out"
     )
+
+
+def _ordered(table: Table, repair: bool) -> Table:
+    """Without rows, as few as are found, that take longer than others with at least as much of everything."""
+    if not OPERATORS[table.kind].ordered:
+        return table
+    rows = np.column_stack([table.shape[name] for name in OPERATORS[table.kind].ordered])
+    shuffled = np.random.default_rng(0).permutation(len(table))
+    off = np.zeros(len(table), dtype=np.bool_)
+    for group in np.array_split(shuffled, -(-len(table) // _AT_ONCE)):
+        off[group] = _out_of_order(rows[group], table.seconds[group])
+    if not off.any():
+        return table
+    if repair and off.mean() <= _DISORDERLY:
+        return _without(table, off, f"more than {_DISORDER:g} times off the order of sizes")
+    what = f"{off.sum():,} of {len(table):,} rows are more than {_DISORDER:g} times off the order of sizes"
+    return replace(table, remarks=(*table.remarks, what))
+
+
+def _out_of_order(sizes: Array, seconds: Array) -> Mask:
+    """Rows, those with most conflicts first, without which none takes far longer than one that is nowhere smaller."""
+    conflicts = np.array(
+        [(sizes >= size).all(axis=1) & (took > _DISORDER * seconds) for size, took in zip(sizes, seconds, strict=True)]
+    )
+    conflicts |= conflicts.T
+    number, off = conflicts.sum(axis=1), np.zeros(len(seconds), dtype=np.bool_)
+    while number.any():
+        worst = int(number.argmax())
+        off[worst] = True
+        number[conflicts[worst]] -= 1
+        number[worst] = 0
+        conflicts[:, worst] = False
+    return off
 
 
 def _share(table: Table, sheet: Sheet) -> Array:
