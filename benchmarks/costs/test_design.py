@@ -5,10 +5,14 @@
 Tables of vLLM's kernels on seven cards. Half of the rows of each, at random, are what may be measured, the other half
 (up to 3,000) is what is predicted: the same rows for all columns, three seeds, median / 90th percentile of
 |predicted / measured - 1| in per cent. Points are chosen by features of the residual alone, no time is looked at.
-Published tables keep three quarters as many centres as points; a user's own points are kept as they are. LENGTH and
-NOISE were chosen on every eighth table of three engines with one seed. There points farthest from those chosen before
-(maximin) were no better than random ones, and neither were those that a process fitted on 60 points, and again on 120,
-was least sure of.
+Published tables keep three quarters as many centres as points; a user's own points are kept as they are.
+
+Means of 13 tables of prefill, 13 of decode, 5 and 8 of products in bf16 and in 8 and 4 bits, and 20 of experts: at
+random 5.0 / 17.0, 4.4 / 15.9, 5.2 / 15.4, 4.7 / 16.4, 4.8 / 17.9, chosen 5.1 / 17.1, 4.3 / 15.4, 5.1 / 15.5, 4.8 / 16.8
+and 4.8 / 17.4: it does not matter which points of such tables are measured. LENGTH and NOISE were chosen on every
+eighth table of three engines with one seed, which promised a tenth less at the 90th percentile. There points farthest
+from those chosen before (maximin) were no better than random ones, and neither were those that a process fitted on 60
+points, and again on 120, was least sure of.
 """
 
 from __future__ import annotations
@@ -149,7 +153,7 @@ def test_points_chosen_by_their_shapes(group: str, data_dir: Path, record: Recor
     for name, (median, p90) in whole.items():
         record(f"{group}, {name}, median", float(median), "% off", "lower")
         record(f"{group}, {name}, p90", float(p90), "% off", "lower")
-    assert whole["chosen, one's own"][1] <= whole["random"][1]
+    assert abs(whole["chosen"][1] / whole["random"][1] - 1) <= 0.1, "the design matters after all"
 
 
 def _words(columns: dict[str, Array]) -> str:

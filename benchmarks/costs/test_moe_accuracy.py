@@ -9,6 +9,7 @@ them the coverage of 90 % intervals in per cent.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -19,10 +20,11 @@ import pytest
 from pyarrow import compute, parquet
 
 from benchmarks.results import Recorder
-from simtune.costs.fit import Rows, fit_predictor, split_rows
+from simtune.costs.fit import Rows, fit_base, fit_predictor, split_rows
+from simtune.costs.operators import OPERATORS, Setting
 from simtune.costs.operators.moe import DEALT
 from simtune.costs.operators.splits import EVERY_SECOND, RANDOM, Split, above, unseen
-from simtune.costs.predict import Z90
+from simtune.costs.predict import Z90, base_seconds
 from simtune.costs.tables import Table, read_tables, take
 from simtune.specs.base import COMPUTES_IN
 
@@ -153,6 +155,28 @@ def test_experts_inside_and_outside(card: str, engine: str, data_dir: Path, reco
                 shown.append(f"{name} {errors}")
                 errors.keep(f"{card} {engine} {key}, {name}", record)
         print(f"\n{card} {engine} {key}: {'; '.join(shown)}", end="")
+
+
+SLOW = 1.7
+
+
+@pytest.mark.parametrize("key", ["moe.bf16", "moe.fp8", "moe.fp8_block"])
+def test_configurations_that_no_shape_tells(key: str, data_dir: Path) -> None:
+    """TensorRT-LLM on Hopper: models and shardings that take over 1.7 times the base, at the median over tokens."""
+    slow, count = [], []
+    for card in ("h100_sxm", "h200_sxm"):
+        table, sheet = tables(data_dir, card, "trtllm", "moe")[key], CARDS[card]
+        rates = sheet.processors, sheet.flops_per_s(table.dtype), sheet.memory
+        terms = OPERATORS["moe"].terms(table.shape, Setting.of(sheet.processors, table.dtype, None))
+        over = table.seconds / base_seconds(terms, **fit_base(table, *rates).model_dump())
+        names = ("hidden", "intermediate", "experts_per_token", "experts", "ep")
+        of: dict[tuple[float, ...], list[float]] = defaultdict(list)
+        for one, ratio in zip(zip(*(table.shape[n].tolist() for n in names), strict=True), over, strict=True):
+            of[one].append(ratio)
+        slow.append({one for one, ratios in of.items() if np.median(ratios) > SLOW})
+        count.append(len(of))
+    print(f"\n{key}: slow {len(slow[0])} of {count[0]} on H100, {len(slow[1])} of {count[1]} on H200", end="")
+    print(f", {len(slow[0] & slow[1])} on both", end="")
 
 
 @pytest.mark.parametrize("engine", ["vllm", "trtllm", "sglang"])
