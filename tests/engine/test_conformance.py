@@ -168,6 +168,13 @@ def story(policy: str, *load: tuple[Any, ...], **change: Any) -> list[dict[int, 
     return steps
 
 
+def test_static_batches_need_a_budget_for_the_longest_prompt_whatever_chunked_prefill_says() -> None:
+    with pytest.raises(ValueError, match=r"without chunked prefill max_num_batched_tokens \(8\) must be at least"):
+        POLICIES["static"](
+            num_blocks=99, block_size=1, max_num_seqs=2, max_num_batched_tokens=8, max_model_len=9, chunked_prefill=True
+        )
+
+
 def test_static_batches_are_padded_and_run_until_the_last_member_is_done() -> None:
     """0 is done after two steps and is computed on; 2 could have its seat, and waits for 1."""
     assert story("static", (0, 2, 2), (0, 4, 4), (0, 3, 1), max_num_seqs=2, max_num_batched_tokens=24) == [

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simtune.engine import Batch, DraftingBatch, DraftingTerms, Request, VllmFcfs, VllmPriority
+from simtune.engine.drafting.needs import DraftNeeds
 from tests.engine.plain_batch import PlainBatch
 
 many = settings(max_examples=150, deadline=None)
@@ -281,3 +282,14 @@ def test_calendars_reach_as_far_as_the_longest_answer() -> None:
     assert sum(1 + sampler(long, i, 2) for i in range(rounds - 1)) < 29_999
     assert batch.advance(rounds) == [long]
     assert (batch.count, *batch.totals()) == (0, 0, 0, 0)
+
+
+def test_a_newcomer_is_padded_where_all_draft_alike_and_there_is_room() -> None:
+    """With 3 drafts and 2 slots besides a request takes 1 + 3 + 2 tokens of a step."""
+    terms = DraftingTerms(3, AcceptanceSampler(3), extra_slots=2)
+    needs = DraftNeeds.of(terms, 6, 20)
+    assert [needs.padding_after(past) for past in (0, 15, 16)] == [3, 3, 0]  # and one token to come
+    assert DraftNeeds.of(terms, 5, 20).padding == 0
+    assert DraftNeeds.of(replace(terms, drafts=lambda requests: 1), 6, 20).padding == 0
+    with pytest.raises(ValueError, match="must exceed the drafter's extra slots"):
+        DraftNeeds.of(terms, 2, 20)

@@ -55,6 +55,13 @@ SURVIVORS = (
         "the columns of a stream are of one length; strict is a guard against a mistake elsewhere",
     ),
     Survivor(
+        "simtune/sim/streamed.py",
+        "self.live = _Live(-1), _Live(0), _Live(0), _Live(0), _Live(0)",
+        "0",
+        "1",
+        "of a request in the system they are written when it arrives, and who takes one out that is not there says 0",
+    ),
+    Survivor(
         "simtune/sim/world.py",
         "if first_token[request.id] < 0:",
         "0",

@@ -61,6 +61,7 @@ def test_lengths_weigh_by_the_requests_of_their_clients(tables: Sequence[Path]) 
     # a sends 3 + 6, b 1 + 2; the lengths of c are not known.
     assert said["prompt tokens, mean"].recorded == pytest.approx((9 * 100 + 3 * (0.75 * 500 + 0.25 * 900)) / 12)
     assert said["output tokens, mean"].recorded == pytest.approx((9 * 10 + 3 * 40) / 12)
+    assert (said["prompt tokens, p99"].recorded, said["output tokens, p99"].recorded) == (900, 40)
     for a in load.agreements:
         assert a.recorded is not None
         assert a.drawn == pytest.approx(a.recorded, rel=0.05), a.what
