@@ -73,7 +73,9 @@ import simtune
 begun = time.monotonic()
 for seed in itertools.count():
     tuned = simtune.optimize(sys.argv[1], settings=(f"seed={seed}",), jobs=2)
-    print(len(tuned.rows), sum(row.simulations for row in tuned.rows), flush=True)
+    pages = int(open("/proc/self/statm").read().split()[1])
+    mib = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+    print(len(tuned.rows), sum(row.simulations for row in tuned.rows), mib, flush=True)
     if time.monotonic() - begun > float(sys.argv[2]):
         break
 """
@@ -176,14 +178,13 @@ def test_ten_million_requests_in_one_process(tmp_path: Path) -> None:
 def test_searches_of_two_thousand_candidates_for_an_hour(tmp_path: Path) -> None:
     (tmp_path / "study.yaml").write_text(STUDY)
     course, out, took = watched([sys.executable, "-c", SEARCHES, "study.yaml", str(SOAK_S)], tmp_path)
-    found = [line.split() for line in out.splitlines()]
+    found = [[float(word) for word in line.split()] for line in out.splitlines()]
     long = {pid: growth(told) for pid, told in course.items() if len(told) >= 60}
-    done = sum(int(simulations) for _, simulations in found)
-    print(
-        f"{len(found)} searches of {found[0][0]} candidates, {done} simulations, in {took:.0f} s: early and late {long}"
-    )
-    assert int(found[0][0]) >= 2000
-    assert not grown(course)
+    print(f"{len(found)} searches in {took:.0f} s, candidates, simulations and MiB after each: {found}; {long}")
+    assert found[0][0] >= 2000
+    main = max(course, key=lambda pid: len(course[pid]))
+    assert not grown({pid: told for pid, told in course.items() if pid != main}), "workers grow"
+    assert found[-1][2] < found[0][2] * (1 + SLACK) + SLACK_MIB, "what one search has is not kept for the next"
 
 
 def test_growth_is_seen() -> None:
