@@ -241,8 +241,8 @@ class StepCalls:
         """
         measured = self._profile.hardware.operators
         ways = [(to, how) for how in dict.fromkeys((variant, None)) for to in (dtype, "fp8")]
-        found = next(((to, how) for to, how in ways if operator_key("quantise", to, variant=how) in measured), None)
-        to, how = found or (dtype, None)
+        known = (way for way in ways if operator_key("quantise", way[0], variant=way[1]) in measured)
+        to, how = next(known, (dtype, None))
         return self._profile.predictor("quantise", to, variant=how)
 
     def _quantises(self, dtype: str) -> bool:
