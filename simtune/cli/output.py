@@ -146,9 +146,10 @@ def note_cut(workload: Workload, trace: Trace | None, requests: int) -> None:
 def note_estimates(deployment: Deployment) -> None:
     """Say on stderr which operators the answer leans on without a table.
 
-    Sampling has none on any device and is small: the report says so, here it would only be noise.
+    Sampling has none on any device, norms that an engine compiles have none either, and both are small: the report says
+    so, here it would only be noise.
     """
-    estimated = [key for key in deployment.estimated if not key.startswith("sampling")]
+    estimated = [key for key in deployment.estimated if not key.startswith(("sampling", "elementwise.norm"))]
     if estimated:
         click.echo(f"note: estimated from the data sheet, not fitted: {', '.join(estimated)}", err=True)
 

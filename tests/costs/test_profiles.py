@@ -25,6 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPES: dict[str, dict[str, Any]] = yamlfile.parse((ROOT / "hwprofiles/recipes.yaml").read_text(), "recipes.yaml").data
 FITTED = [name for name, recipe in RECIPES.items() if "sources" in recipe]
 CARDS = [name for name in FITTED if "facts" not in RECIPES[name]]
+NORMS_BY_SHEET = ("h100-sxm", "h200-sxm", "b200", "gb200")
+"""vLLM compiles its norms; what there is of tables is of older ones (benchmarks/costs/test_norms.py)."""
 MEASURED = ("cpu-x86-1thread",)  # by simtune itself: tests/profiling
 LICENCES = ("Apache-2.0", "MIT")
 
@@ -37,7 +39,8 @@ def test_every_profile_has_a_recipe() -> None:
 def test_a_shipped_profile_says_what_it_is(name: str) -> None:
     profile = load_hardware(name)
     assert (profile.name, profile.engine) == (name, RECIPES[name]["engine"])
-    assert {"gemm.bf16", "elementwise.norm.bf16"} <= set(profile.operators)
+    assert "gemm.bf16" in profile.operators
+    assert ("elementwise.norm.bf16" in profile.operators) == (name not in NORMS_BY_SHEET)
     assert any(key.startswith("prefill_attention.bf16") for key in profile.operators)
     own = 0
     for key, operator in profile.operators.items():
