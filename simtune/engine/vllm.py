@@ -65,8 +65,8 @@ class VllmFcfs(BatchScheduler):
         scheduler_reserve_full_isl: bool = True,
         **settings: Unpack[BatchSettings],
     ) -> None:
-        """With a threshold above 0 no prompt gets more tokens in a step. Raises ValueError, also for one that cuts
-        drafts."""
+        """With a threshold above 0 no prompt gets more tokens in a step, unless it is alone. Raises ValueError, also
+        for one that cuts drafts."""
         super().__init__(**settings)
         speculation = settings.get("speculation")
         if speculation is not None and 0 < long_prefill_token_threshold <= speculation.max_drafts:
@@ -90,6 +90,9 @@ class VllmFcfs(BatchScheduler):
             if step is not None:
                 return step
         while True:
+            if self._overtakes:  # nobody is kept waiting by a long prompt that is alone
+                alone = self.num_running + self.num_waiting == 1
+                self._longest_chunk = self.max_model_len if alone else self.long_prefill_token_threshold
             num_preempted = len(self._preempted)
             chunks, token_budget = self._schedule_running()
             preempting = len(self._preempted) > num_preempted

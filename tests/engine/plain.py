@@ -157,6 +157,7 @@ class PlainEngine:
 
     def _step(self) -> PlainStep:
         step, left = PlainStep(), self.budget
+        threshold = self.threshold if len(self.running) + len(self.waiting) > 1 else 0
         self.short = self.rested = prefills = False
         i = 0
         while i < len(self.running) and left > self.extra:
@@ -165,8 +166,8 @@ class PlainEngine:
                 i += 1
                 continue
             wanted = 1 + request.drafts if request.decoding else request.known - request.computed
-            if 0 < self.threshold < wanted:
-                wanted = self.threshold
+            if 0 < threshold < wanted:
+                wanted = threshold
             tokens = min(wanted, left - self.extra)
             if request.decoding:
                 tokens = min(tokens, self.max_model_len - 1 - request.computed - request.ahead)
@@ -217,8 +218,8 @@ class PlainEngine:
                 past = len(found) * self.block_size if found else request.computed
                 request.padding = 0
                 tokens = request.known - past
-                if 0 < self.threshold < tokens:
-                    tokens = self.threshold
+                if 0 < threshold < tokens:
+                    tokens = threshold
                 fits = past + self.drafts + 2 <= self.max_model_len and 1 + self.drafts + self.extra <= self.budget
                 if tokens == 1 and fits and self.by_batch is None and not prefills and (past or residents):
                     request.padding = self.drafts
