@@ -66,8 +66,10 @@ def _value(cell: str, file: str, key: str, line: int) -> float | int | bool | No
     if cell in ("", "true", "false"):
         return None if not cell else cell == "true"
     try:
-        return int(cell) if cell.lstrip("-").isdecimal() else float(cell)
-    except ValueError:
+        value = int(cell) if cell.lstrip("-").isdecimal() else float(cell)
+        float(value)  # whole ones beyond its range are none
+        return value
+    except (ValueError, OverflowError):
         raise SpecError(Problem(file, f"must be a number, true, false or empty, not {cell!r}", key, line)) from None
 
 

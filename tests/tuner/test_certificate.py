@@ -75,7 +75,8 @@ def test_of_objectives_at_a_given_load(objective: str) -> None:
 
 def test_limits_of_a_study_are_held_against_it() -> None:
     asked = question(objective="goodput", tp=(1, 2), pp=(1,), max_num_seqs=(64,), requests=150)
-    limited = replace(asked, study=asked.study.model_copy(update={"limits": StudyLimits(usd_per_million_tokens=0.234)}))
+    asked = replace(asked, hardware=(load_hardware("h100-sxm-trtllm"),))
+    limited = replace(asked, study=asked.study.model_copy(update={"limits": StudyLimits(usd_per_million_tokens=0.26)}))
     answer = optimize(limited, jobs=1)
     beyond = [row.candidate.name for row in answer.rows if row.simulations and row.reason.startswith("usd_per_million")]
     assert beyond
