@@ -90,9 +90,8 @@ class VllmFcfs(BatchScheduler):
             if step is not None:
                 return step
         while True:
-            if self._overtakes:  # nobody is kept waiting by a long prompt that is alone
-                alone = self.num_running + self.num_waiting == 1
-                self._longest_chunk = self.max_model_len if alone else self.long_prefill_token_threshold
+            if self._overtakes:
+                self._longest_chunk = self._longest_now()
             num_preempted = len(self._preempted)
             chunks, token_budget = self._schedule_running()
             preempting = len(self._preempted) > num_preempted
@@ -105,6 +104,11 @@ class VllmFcfs(BatchScheduler):
             self._rejoin()
             self._late.move_all(self._queue)
             self._settling.settle()
+
+    def _longest_now(self) -> int:
+        """Most tokens of a prompt in the coming step: nobody is kept waiting by one that is alone."""
+        alone = self.num_running + self.num_waiting == 1
+        return self.max_model_len if alone else self.long_prefill_token_threshold
 
     def _schedule_running(self) -> tuple[list[Chunk], int]:
         """Give the residents their next tokens: chunks of prompts, and what is left of the token budget."""
