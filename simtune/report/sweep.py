@@ -45,8 +45,8 @@ def curves(keys: Sequence[str], rows: Sequence[Row], column: str, scale: float) 
 def _place(value: str) -> Any:
     try:
         return float(value)
-    except (ValueError, OverflowError):
-        return str(value)
+    except ValueError:
+        return value
 
 
 def table(keys: Sequence[str], rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

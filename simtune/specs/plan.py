@@ -147,7 +147,9 @@ class Batching(Part):
         description="transformers policies: share of free blocks below which nobody is admitted; default theirs",
     )
     long_prefill_token_threshold: TokenBudget | None = Field(
-        None, description="vLLM policies: most tokens of one prompt in a step, so that several may be under way"
+        None,
+        description="vLLM policies: most tokens of one prompt in a step, so that several may be under way; not of one "
+        "that is alone",
     )
     scheduler_reserve_full_isl: bool | None = Field(
         None,
