@@ -7,6 +7,9 @@ mistake in it. It is made in a copy of the tree. Each test file is run once befo
 lines it reaches; a mutant meets those that reach its line, short ones and those that name what its file defines first,
 until one fails. A mutant that they all pass has survived. A run of no end counts as caught. A campaign with a journal
 goes on where it was; the copy and what was counted are kept there, so that it goes on with the same code.
+
+Most of the time goes into mutants that no test catches. With --within S, a mutant meets the tests that take S seconds
+together and is open where they do not catch it, which counts as not caught; with more seconds the same campaign goes on.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -45,6 +49,8 @@ CPU_S = 1200
 WALL_S = 6 * CPU_S
 BATCHES_S = (5.0, 30.0)
 """Tests meet a mutant in batches that take so long, and a last one: each begins an interpreter."""
+CAUGHT, SURVIVES, OPEN = "caught", "survives", "open"
+"""By a test; all tests pass; those pass that it met so far."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +95,11 @@ def ordered_for(root: Path, tests: Sequence[TestFile], path: Path, line: int) ->
     reaching = [test for test in tests if any(begin <= n <= end for n in test.lines.get(name, ()))]
     named = {t.name: len(names.intersection(re.findall(r"\w+", (root / t.name).read_text()))) for t in reaching}
     return sorted(reaching, key=lambda test: (test.seconds / (1 + named[test.name]), test.name))
+
+
+def first_of(tests: Sequence[TestFile], within: float) -> int:
+    """How many of the first tests take so many seconds together; at least one."""
+    return max(1, sum(1 for seconds in accumulate(test.seconds for test in tests) if seconds <= within))
 
 
 def batches(tests: Sequence[TestFile]) -> Iterator[list[str]]:
@@ -185,8 +196,8 @@ def _undone(undo: Path) -> None:
     undo.unlink(missing_ok=True)
 
 
-def run(folder: Path, numbers: range, seconds: float) -> list[dict[str, Any]]:
-    """Try mutants that the journal does not know yet, and say what became of each; all that it knows then."""
+def run(folder: Path, numbers: range, seconds: float, within: float) -> list[dict[str, Any]]:
+    """Try mutants whose fate the journal does not know, and say what became of each; all that it knows then."""
     begun, root, journal = time.monotonic(), folder / "tree", folder / "mutants.jsonl"
     if not root.exists():
         copied(folder / "half")
@@ -196,7 +207,10 @@ def run(folder: Path, numbers: range, seconds: float) -> list[dict[str, Any]]:
     tests = counted(folder, root)
     fates = {row["number"]: row for row in map(json.loads, _lines(journal))}
     for number in numbers:
-        if number in fates or time.monotonic() - begun > seconds:
+        if time.monotonic() - begun > seconds:
+            break
+        known = fates.get(number, {"fate": OPEN, "within": 0.0})
+        if known["fate"] != OPEN or known["within"] >= within:
             continue
         random = Random(number)
         path = random.choice(files(root))
@@ -206,16 +220,18 @@ def run(folder: Path, numbers: range, seconds: float) -> list[dict[str, Any]]:
             continue
         source, line, before, after = made
         begun_one, reaching = time.monotonic(), ordered_for(root, tests, path, line)
+        passed, most = first_of(reaching, known["within"]) if known["within"] else 0, first_of(reaching, within)
         _add(undo, {"path": str(path), "text": text})
         path.write_text(source)
-        fate = "caught" if caught(root, reaching) else "survives"
+        fate = CAUGHT if caught(root, reaching[passed:most]) else OPEN if most < len(reaching) else SURVIVES
         _undone(undo)
         where = f"{path.relative_to(root)}:{line}"
-        row = {"number": number, "where": where, "before": before, "after": after, "fate": fate}
+        row = {"number": number, "where": where, "before": before, "after": after, "fate": fate, "within": within}
         fates[number] = row
         _add(journal, row)
         took = time.monotonic() - begun_one
-        print(f"{number}: {where}: {before} -> {after}: {fate}, {len(reaching)} test files ({took:.0f} s)", flush=True)
+        met = f"{len(reaching[:most])} of {len(reaching)} test files"
+        print(f"{number}: {where}: {before} -> {after}: {fate}, {met} ({took:.0f} s)", flush=True)
     return [fates[number] for number in numbers if number in fates]
 
 
@@ -233,19 +249,21 @@ def main() -> int:
     options.add_argument("--mutants", type=int, default=300)
     options.add_argument("--first", type=int, default=0)
     options.add_argument("--seconds", type=float, default=float("inf"), help="begin no further mutant after these")
+    options.add_argument("--within", type=float, default=float("inf"), help="seconds of tests that each mutant meets")
     options.add_argument("--journal", type=Path, help="folder to go on from")
     given = options.parse_args()
     keeping: AbstractContextManager[str | Path]
     keeping = nullcontext(given.journal) if given.journal else tempfile.TemporaryDirectory()
     with keeping as folder:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        rows = run(Path(folder).resolve(), range(given.first, given.first + given.mutants), given.seconds)
-        survivors = [(row, reason(Path(folder) / "tree", row)) for row in rows if row["fate"] == "survives"]
+        numbers = range(given.first, given.first + given.mutants)
+        rows = run(Path(folder).resolve(), numbers, given.seconds, given.within)
+        survivors = [(row, reason(Path(folder) / "tree", row)) for row in rows if row["fate"] != CAUGHT]
     for row, why in survivors:
-        print(f"survives: {row['where']}: {row['before']} -> {row['after']}: {why or 'nobody knows why'}")
+        print(f"{row['fate']}: {row['where']}: {row['before']} -> {row['after']}: {why or 'nobody knows why'}")
     caught, explained = len(rows) - len(survivors), sum(why is not None for _, why in survivors)
     share = caught / max(1, len(rows))
-    print(f"{len(rows)} mutants, {caught} caught ({share:.0%}), {len(survivors)} survive, {explained} with a reason")
+    print(f"{len(rows)} mutants, {caught} caught ({share:.0%}), {len(survivors)} not, {explained} with a reason")
     return 0
 
 

@@ -86,7 +86,7 @@ def test_a_campaign_counts_what_is_caught_and_goes_on(tmp_path: Path, monkeypatc
     begin = tree / "tests/coverage/begin"
     shutil.copytree(ROOT / "tests/coverage/begin", begin)
     test.write_text("from simtune.sim.link import f\n\ndef test_f():\n    assert f(1) != 0\n")
-    weak = run(tmp_path, range(3), 1e9)
+    weak = run(tmp_path, range(3), 1e9, 1e9)
     expected = ["caught" if "x - 1" in row["after"] else "survives" for row in weak]
     assert [row["fate"] for row in weak] == expected
     assert len(weak) == 3
@@ -94,5 +94,5 @@ def test_a_campaign_counts_what_is_caught_and_goes_on(tmp_path: Path, monkeypatc
     (tmp_path / "undo.jsonl").write_text(json.dumps({"path": str(module), "text": source}) + "\n")
     module.write_text("a mistake")  # of a campaign that was killed
     monkeypatch.setattr("tests.mutants.campaign.caught", lambda *_: pytest.fail("known already"))
-    assert run(tmp_path, range(3), 1e9) == weak
+    assert run(tmp_path, range(3), 1e9, 1e9) == weak
     assert module.read_text() == source
