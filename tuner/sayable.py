@@ -67,7 +67,8 @@ class _Refuser:
         pool = choice.pool(question.study, self._max_model_len, self._settings[of])
         key = (pool.engine, pool.batching.policy)
         if key not in self._emitters:
-            self._emitters[key] = emitter_of(pool)
+            named = emitter_of(pool)
+            self._emitters[key] = None if named is None else named.of(pool.engine)
         emitter = self._emitters[key]
         if emitter is None:
             return ""

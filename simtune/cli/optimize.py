@@ -211,6 +211,7 @@ def _check_drafts(question: Question) -> None:
     emitter = engine_for((question.study.batching or StudyBatching()).policy)
     if emitter is None:
         return
+    emitter = emitter.of(question.study.engine)
     for draft in question.drafts:
         emitter.speculation(draft.speculation(draft.choice.scheme or Chain(tokens=1)), draft.drafting.model)
 

@@ -11,6 +11,7 @@ from simtune.emit.emitter import Emitter, Files, Settings
 from simtune.emit.llama_cpp import LlamaCpp
 from simtune.emit.sglang import Sglang
 from simtune.emit.tensorrt_llm import TensorrtLlm
+from simtune.emit.transformers import Transformers
 from simtune.emit.vllm import Vllm
 from simtune.errors import UsageError
 from simtune.plugins import PartKind, registered
@@ -31,7 +32,8 @@ __all__ = [
     "why_none",
 ]
 
-ENGINES: dict[str, Emitter] = {emitter.name: emitter for emitter in (Vllm(), Sglang(), TensorrtLlm(), LlamaCpp())}
+_OWN: tuple[Emitter, ...] = (Vllm(), Sglang(), TensorrtLlm(), LlamaCpp(), Transformers())
+ENGINES: dict[str, Emitter] = {emitter.name: emitter for emitter in _OWN}
 """The engines of the package that can be written for, by name."""
 
 ENGINE: PartKind[Emitter] = PartKind(
@@ -84,15 +86,15 @@ def engine_files(plan: Plan, model: Model, devices_per_node: int, draft_models: 
     if emitter is None or plan.stages:
         return {}
     drafting = [
-        (pool.speculation, draft_models.get(pool.speculation.drafter.own_model or ""))
+        (emitter.of(pool.engine), pool.speculation, draft_models.get(pool.speculation.drafter.own_model or ""))
         for pool in plan.pools
         if pool.speculation is not None
     ]
-    if all(drafting_settings(emitter, *one)[0] for one in drafting):
+    if all(drafting_settings(*one)[0] for one in drafting):
         return emitter.files(plan, model, devices_per_node, draft_models)
     files: Files = {}
     for other in engines().values():
-        settings, _ = drafting_settings(other, *drafting[0])
+        settings, _ = drafting_settings(other, *drafting[0][1:])
         if settings is not None and other is not emitter:
             files |= other.drafting_file(settings, f"The drafts of the plan, which {emitter.title} cannot be told.")
     return files

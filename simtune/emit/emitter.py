@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from simtune.errors import UsageError, suggest
 from simtune.specs import yamlfile
@@ -62,7 +62,7 @@ class Emitter(ABC):
     """In the names of files, and in reports."""
     title: ClassVar[str]
     """In sentences."""
-    version: ClassVar[str]
+    version: str
     """Whose names are written."""
     options: ClassVar[Mapping[str, type]]
     """The names by which speculation is set, and the types of their values."""
@@ -73,7 +73,7 @@ class Emitter(ABC):
     takes: ClassVar[str]
     """Which schemes those are, in words that end a refusal."""
     no_drafter: ClassVar[str] = "{title} {version} has no {drafter} drafter"
-    knows: ClassVar[frozenset[str]] = frozenset()
+    knows: frozenset[str] = frozenset()
     """Settings of a pool that not every engine has, and this one has."""
     quantizations: ClassVar[Mapping[str, str]] = {}
     """The engine's words for dtypes to which it quantises the weights of a checkpoint as it loads them."""
@@ -81,6 +81,11 @@ class Emitter(ABC):
     """The engine's words for the batching policies that it has."""
     presets: ClassVar[frozenset[str]] = frozenset()
     """Presets of an engine whose policy another engine has too: their plans are its own."""
+
+    def of(self, engine: str | None) -> Self:
+        """The same engine, of the release of a preset, by name or file; of the newest where none is named. Raises
+        UsageError where there is no such preset."""
+        return self
 
     def meant_by(self, pool: Pool) -> bool:
         """Whether a pool is of this engine rather than of another one that has its policy."""
@@ -194,6 +199,12 @@ def _of_class(table: Mapping[type, T], value: object) -> T | None:
 def loaded(key: str, checkpoint: str | None) -> Settings:
     """The setting that names what is loaded, if anything is."""
     return {} if checkpoint is None else {key: checkpoint}
+
+
+def written_by(*emitters: Emitter) -> str:
+    """A sentence for a file's comment: whose names stand in it."""
+    versions = sorted({emitter.version for emitter in emitters})
+    return f"Written by simtune with the option names of {emitters[0].title} {' and '.join(versions)}."
 
 
 def with_unsaid(comment: str, unsaid: Iterable[str]) -> str:

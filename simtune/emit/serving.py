@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from simtune.emit.emitter import Emitter, Files, Settings, with_unsaid
+from simtune.emit.emitter import Emitter, Files, Settings, with_unsaid, written_by
 from simtune.emit.launch import Server, launch_script
 from simtune.errors import UsageError
 from simtune.specs import yamlfile
@@ -31,19 +31,19 @@ class ServingEmitter(Emitter):
         self, plan: Plan, model: Model, devices_per_node: int = 8, draft_models: Mapping[str, Model] | None = None
     ) -> Files:
         """`engine/<engine>-<pool>.yaml` for each pool, and `engine/launch.sh`. See `Emitter.files`."""
-        drafts = draft_models or {}
+        drafts, of = draft_models or {}, {pool.name: self.of(pool.engine) for pool in plan.pools}
         problems = [
             f"{plan.name}: pool {pool.name}: {why}" for pool in plan.pools for why in self.refusals(pool, model, drafts)
         ]
         if problems:
             raise UsageError("\n".join(problems))
-        written = f"Written by simtune with the option names of {self.title} {self.version}."
+        written = written_by(*of.values())
         files = {}
         for pool in plan.pools:
-            settings = {**self.serving(pool, model), **self.drafting(pool, drafts)}
+            settings = {**of[pool.name].serving(pool, model), **self.drafting(pool, drafts)}
             given = {name: value for name, value in settings.items() if value is not None}
             assert not (wrong := self.misnamed(given)), wrong
-            comment = with_unsaid(f"Plan {plan.name}, pool {pool.name}. {written}", self.unsaid(pool))
+            comment = with_unsaid(f"Plan {plan.name}, pool {pool.name}. {written_by(of[pool.name])}", self.unsaid(pool))
             files[f"engine/{self.server.settings_file(pool)}"] = yamlfile.dump(given, comment)
         files["engine/launch.sh"] = launch_script(plan, model, devices_per_node, written, self.server)
         if plan.pools[0].role != "mixed" and all(p.parallelism.devices <= devices_per_node for p in plan.pools):

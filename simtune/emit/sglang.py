@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from simtune.emit.dynamo import deployment_file
-from simtune.emit.emitter import Files, Settings, loaded
+from simtune.emit.emitter import Files, Settings, loaded, written_by
 from simtune.emit.launch import Endpoint, Server, router_script
+from simtune.emit.releases import Release, release_of, words
 from simtune.emit.serving import ServingEmitter, own_options
 from simtune.specs.drafters import BlockDrafter, Drafter, DraftModel, Eagle, Ngram
 from simtune.specs.model import Model
@@ -17,6 +18,12 @@ from simtune.specs.speculation import Speculation
 
 _ALGORITHMS = {"eagle": "EAGLE", "eagle3": "EAGLE3", "mtp": "NEXTN", "dflash": "DFLASH", "dspark": "DSPARK"}
 
+NEWEST: Release = (0, 5, 23)
+_ATTENTION_RANKS: Release = (0, 5, 22)
+"""Since then a settings file may not say enable-dp-attention (python/sglang/srt/server_args.py)."""
+_EAGER = ("disable-decode-cuda-graph", "disable-prefill-cuda-graph")
+_GRAPHS_BY_PHASE: Release = (0, 5, 14)
+"""Since then a settings file may not say disable-cuda-graph."""
 _DRAFT_TREES = (DraftModel, Eagle)
 _OF_A_LOOKUP = (
     "speculative-algorithm",
@@ -76,7 +83,6 @@ class Sglang(ServingEmitter):
 
     name = "sglang"
     title = "SGLang"
-    version = "0.5.23"
     options: ClassVar[Mapping[str, type]] = {
         "speculative-algorithm": str,
         "speculative-draft-model-path": str,
@@ -109,6 +115,7 @@ class Sglang(ServingEmitter):
         "pp-size": int,
         "dp-size": int,
         "enable-dp-attention": bool,
+        "attn-dp-size": int,
         "ep-size": int,
         "max-running-requests": int,
         "chunked-prefill-size": int,
@@ -124,12 +131,23 @@ class Sglang(ServingEmitter):
         "disable-radix-cache": bool,
         "disable-overlap-schedule": bool,
         "disable-cuda-graph": bool,
+        "disable-decode-cuda-graph": bool,
+        "disable-prefill-cuda-graph": bool,
         "disaggregation-mode": str,
         "disaggregation-transfer-backend": str,
     }
     quantizations: ClassVar[Mapping[str, str]] = {"fp8": "fp8"}
     kv_dtypes: ClassVar[Mapping[str, str]] = {"fp8": "fp8_e4m3", "bf16": "bf16"}
     takes = "it drafts one chain or one EAGLE-2 tree for all loads: Schedule.dynamic_tree()"
+
+    def __init__(self, release: Release = NEWEST) -> None:
+        self._release = release
+        self.version = words(release)
+
+    def of(self, engine: str | None) -> Self:
+        """See `Emitter.of`."""
+        release = release_of(engine, self.name, NEWEST)
+        return self if release == self._release else type(self)(release)
 
     def serving(self, pool: Pool, model: Model) -> Settings:
         """See `ServingEmitter.serving`. Its tp counts the ranks of all groups with attention of their own."""
@@ -138,8 +156,7 @@ class Sglang(ServingEmitter):
         return {
             "tp-size": p.tp * p.attention_dp,
             "pp-size": p.pp,
-            "dp-size": p.attention_dp if p.attention_dp > 1 else None,
-            "enable-dp-attention": p.attention_dp > 1 or None,
+            **self._groups(p.attention_dp),
             "ep-size": p.tp * p.attention_dp if p.expert_parallel else None,
             "max-running-requests": batching.max_num_seqs,
             "chunked-prefill-size": batching.max_num_batched_tokens if batching.chunked_prefill else -1,
@@ -154,23 +171,36 @@ class Sglang(ServingEmitter):
             "schedule-conservativeness": own_options(pool).get("schedule_conservativeness"),
             "disable-radix-cache": not cache.prefix_caching or None,
             "disable-overlap-schedule": not pool.async_scheduling or None,
-            "disable-cuda-graph": not pool.cuda_graphs or None,
+            **({} if pool.cuda_graphs else dict.fromkeys(self._eager, True)),
             "disaggregation-mode": None if pool.role == "mixed" else pool.role,
             "disaggregation-transfer-backend": None if pool.role == "mixed" else "nixl",
         }
+
+    @property
+    def _eager(self) -> tuple[str, ...]:
+        """Flags without which graphs are captured."""
+        return _EAGER if self._release >= _GRAPHS_BY_PHASE else ("disable-cuda-graph",)
+
+    def _groups(self, attention_dp: int) -> Settings:
+        """Of groups of ranks with attention of their own."""
+        if attention_dp == 1:
+            return {}
+        if self._release >= _ATTENTION_RANKS:
+            return {"attn-dp-size": attention_dp}
+        return {"dp-size": attention_dp, "enable-dp-attention": True}
 
     def files(
         self, plan: Plan, model: Model, devices_per_node: int = 8, draft_models: Mapping[str, Model] | None = None
     ) -> Files:
         """See `ServingEmitter.files`; and a deployment by NVIDIA Dynamo."""
-        drafts = draft_models or {}
+        drafts, of = draft_models or {}, {pool.name: self.of(pool.engine) for pool in plan.pools}
         files = super().files(plan, model, devices_per_node, draft_models)
         return files | deployment_file(
             plan,
             model,
-            f"Written by simtune with the option names of {self.title} {self.version}.",
+            written_by(*of.values()),
             ("dynamo.sglang", "--model-path"),
-            lambda pool: {**self.serving(pool, model), **self.drafting(pool, drafts)},
+            lambda pool: {**of[pool.name].serving(pool, model), **self.drafting(pool, drafts)},
         )
 
     def router_files(self, plan: Plan, devices_per_node: int, written: str) -> Files:

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from simtune.emit.dynamo import deployment_file
-from simtune.emit.emitter import Emitter, Files, Settings, loaded, with_unsaid
+from simtune.emit.emitter import Emitter, Files, Settings, loaded, with_unsaid, written_by
 from simtune.emit.launch import Endpoint, Server, launch_script, router_script
+from simtune.emit.releases import Release, release_of, words
+from simtune.emit.vllm_releases import (
+    NEWEST,
+    drafts_since,
+    hides_pipelines,
+    hides_since,
+    knows,
+    kv_dtype_since,
+    takes_whole_prompts,
+)
 from simtune.errors import UsageError, suggest
 from simtune.specs import yamlfile
 from simtune.specs.drafters import BlockDrafter, Drafter, DraftModel, Eagle, Medusa, Ngram, Suffix
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan, Pool
 from simtune.specs.schemes import ByBatch, Chain, Scheme
-
-VLLM_VERSION = "0.32.0"
+from simtune.specs.speculation import Speculation
 
 OPTIONS: dict[str, type] = {
     "tensor-parallel-size": int,
@@ -44,10 +53,9 @@ OPTIONS: dict[str, type] = {
 }
 """The long options of `vllm serve` that are written here, and the type of their value.
 
-Named as in the argument parser of that version. A bool has a twin `no-<option>`.
+Named as in the argument parser of the newest release. A bool has a twin `no-<option>`.
 """
 
-_WRITTEN = f"Written by simtune with the option names of vLLM {VLLM_VERSION}."
 _METHODS = ("draft_model", "eagle", "eagle3", "mtp", "medusa", "ngram", "suffix", "dflash", "dspark")
 _NIXL = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
 """How prefill and decode instances send KV caches to one another: NIXL, in both roles."""
@@ -109,11 +117,10 @@ def _ngram(drafter: Ngram, checkpoint: str | None) -> Settings:
 
 
 class Vllm(Emitter):
-    """`vllm serve`: its settings files, and within them `--speculative-config`."""
+    """`vllm serve` of one release: its settings files, and within them `--speculative-config`."""
 
     name = "vllm"
     title = "vLLM"
-    version = VLLM_VERSION
     options: ClassVar[Mapping[str, type]] = {
         "method": str,
         "model": str,
@@ -135,9 +142,26 @@ class Vllm(Emitter):
         BlockDrafter: _method,
     }
     takes = "it drafts chains, of one length or by batch size: Schedule.by_batch()"
-    knows = frozenset({"watermark", "long_prefill_token_threshold", "scheduler_reserve_full_isl"})
     quantizations: ClassVar[Mapping[str, str]] = {"fp8": "fp8"}
     policies: ClassVar[Mapping[str, str]] = {"vllm-fcfs": "fcfs", "vllm-priority": "priority"}
+
+    def __init__(self, release: Release = NEWEST) -> None:
+        self._release = release
+        self.version = words(release)
+        self.knows = knows(release)
+
+    def of(self, engine: str | None) -> Self:
+        """See `Emitter.of`."""
+        release = release_of(engine, self.name, NEWEST)
+        return self if release == self._release else type(self)(release)
+
+    def speculation(self, speculation: Speculation, draft: Model | None = None) -> Settings:
+        """See `Emitter.speculation`; of what later releases have it says which."""
+        settings = super().speculation(speculation, draft)
+        for name in (settings["method"], *settings):
+            if (since := drafts_since(name)) > self._release:
+                raise UsageError(f"vLLM {self.version} has no {name}; it came with vLLM {words(since)}")
+        return settings
 
     def problems(self, settings: Settings) -> list[str]:
         """See `Emitter.problems`; the words of `method` and the lengths by batch are checked too."""
@@ -160,18 +184,23 @@ class Vllm(Emitter):
 
         See `Emitter.files`.
         """
-        drafts = draft_models or {}
+        drafts, of = draft_models or {}, {pool.name: self.of(pool.engine) for pool in plan.pools}
         problems = [
-            f"{plan.name}: pool {pool.name}: {why}" for pool in plan.pools for why in self.refusals(pool, model, drafts)
+            f"{plan.name}: pool {pool.name}: {why}"
+            for pool in plan.pools
+            for why in of[pool.name].refusals(pool, model, drafts)
         ]
         if problems:
             raise UsageError("\n".join(problems))
-        files = {f"engine/{SERVER.settings_file(p)}": self._settings_text(plan, p, model, drafts) for p in plan.pools}
-        files["engine/launch.sh"] = launch_script(plan, model, devices_per_node, _WRITTEN, SERVER)
+        files = {
+            f"engine/{SERVER.settings_file(p)}": of[p.name]._settings_text(plan, p, model, drafts) for p in plan.pools
+        }
+        written = written_by(*of.values())
+        files["engine/launch.sh"] = launch_script(plan, model, devices_per_node, written, SERVER)
         if plan.pools[0].role != "mixed" and all(p.parallelism.devices <= devices_per_node for p in plan.pools):
-            files["engine/router.sh"] = router_script(plan, devices_per_node, _WRITTEN, _proxy)
+            files["engine/router.sh"] = router_script(plan, devices_per_node, written, _proxy)
         files |= deployment_file(
-            plan, model, _WRITTEN, ("dynamo.vllm", "--model"), lambda p: self._settings(p, model, drafts)
+            plan, model, written, ("dynamo.vllm", "--model"), lambda p: of[p.name]._settings(p, model, drafts)
         )
         return files
 
@@ -190,21 +219,49 @@ class Vllm(Emitter):
         except UsageError as error:
             yield f"speculation: {error}"
         yield from _drafting_refusals(pool)
+        yield from self._async_refusals(pool)
         if pool.batching.policy not in self.policies:
             yield f"batching.policy: vLLM has no {pool.batching.policy}; it has {', '.join(self.policies)}"
-        yield from _memory_refusals(pool, model)
+        yield from self._memory_refusals(pool, model)
+        if not pool.batching.chunked_prefill and not takes_whole_prompts(self._release):
+            yield f"batching.chunked_prefill: vLLM {self.version} always cuts prompts; set it to true"
         yield from _batching_refusals(pool, model)
         yield from _parallelism_refusals(pool, model)
 
+    def _async_refusals(self, pool: Pool) -> Iterator[str]:
+        if not pool.schedules_async:
+            return
+        if pool.parallelism.pp > 1 and not hides_pipelines(self._release):
+            yield f"async_scheduling: vLLM {self.version} has none over pipeline stages; set it to false"
+        if pool.speculation is None:
+            return
+        method = pool.speculation.drafter.label
+        if (since := hides_since(method)) > self._release:
+            why = f"has none with {method} drafts, vLLM {words(since)} has"
+            yield f"async_scheduling: vLLM {self.version} {why}; set it to false"
+
+    def _memory_refusals(self, pool: Pool, model: Model) -> Iterator[str]:
+        if pool.kv_cache.preemption == "swap":
+            yield "kv_cache.preemption: vLLM V1 recomputes what it preempts; it cannot swap"
+        word = _kv_cache_dtype(pool, model)
+        if word is None:
+            yield (
+                f"kv_cache.dtype: vLLM cannot keep a {pool.kv_cache.dtype} cache for a {model.dtype} model; "
+                f"leave it out ({model.dtype}) or use fp8"
+            )
+        elif kv_dtype_since(word) > self._release:
+            yield f"kv_cache.dtype: vLLM {self.version} has no word for {pool.kv_cache.dtype}; leave it out"
+
     def _settings_text(self, plan: Plan, pool: Pool, model: Model, drafts: Mapping[str, Model]) -> str:
         use = f"Use: vllm serve MODEL --config {SERVER.settings_file(pool)}"
-        comment = f"Plan {plan.name}, pool {pool.name}. {_WRITTEN}\n{use}"
+        comment = f"Plan {plan.name}, pool {pool.name}. {written_by(self)}\n{use}"
         if pool.async_scheduling and not pool.schedules_async:
             assert pool.speculation is not None
             comment += f"\nvLLM cannot schedule asynchronously with {pool.speculation.drafter.kind} drafts."
         return yamlfile.dump(self._settings(pool, model, drafts), with_unsaid(comment, self.unsaid(pool)))
 
     def _settings(self, pool: Pool, model: Model, drafts: Mapping[str, Model]) -> dict[str, int | float | str | bool]:
+        reserved = pool.batching.scheduler_reserve_full_isl
         settings: dict[str, int | float | str | bool | None] = {
             "tensor-parallel-size": pool.parallelism.tp,
             "pipeline-parallel-size": pool.parallelism.pp,
@@ -219,11 +276,11 @@ class Vllm(Emitter):
             "quantization": self.quantization(pool, model),
             "kv-cache-dtype": _kv_cache_dtype(pool, model),
             "scheduling-policy": self.policies[pool.batching.policy],
-            "watermark": pool.kv_cache.watermark or None,
+            "watermark": pool.kv_cache.watermark or None if "watermark" in self.knows else None,
             "enable-chunked-prefill": pool.batching.chunked_prefill,
             "enable-prefix-caching": pool.kv_cache.prefix_caching,
             "long-prefill-token-threshold": pool.batching.long_prefill_token_threshold,
-            "scheduler-reserve-full-isl": pool.batching.scheduler_reserve_full_isl,
+            "scheduler-reserve-full-isl": reserved if "scheduler_reserve_full_isl" in self.knows else None,
             "async-scheduling": pool.schedules_async,  # vLLM refuses to be told so where it cannot
             "enforce-eager": not pool.cuda_graphs or None,
             "kv-transfer-config": None if pool.role == "mixed" else _NIXL,
@@ -249,16 +306,6 @@ def _drafting_refusals(pool: Pool) -> Iterator[str]:
         yield (
             "speculation.scheme: with attention_dp vLLM drops draft lengths by batch size, "
             "because its ranks would draft unequal lengths; take a chain"
-        )
-
-
-def _memory_refusals(pool: Pool, model: Model) -> Iterator[str]:
-    if pool.kv_cache.preemption == "swap":
-        yield "kv_cache.preemption: vLLM V1 recomputes what it preempts; it cannot swap"
-    if _kv_cache_dtype(pool, model) is None:
-        yield (
-            f"kv_cache.dtype: vLLM cannot keep a {pool.kv_cache.dtype} cache for a {model.dtype} model; "
-            f"leave it out ({model.dtype}) or use fp8"
         )
 
 

@@ -25,6 +25,10 @@ class SweepTable(NamedTuple):
     rows: tuple[Mapping[str, Any], ...]
 
 
+_MOST = 1e300
+"""Of a number in a table: it may be shown in another unit."""
+
+
 def is_sweep(folder: Path) -> bool:
     """Whether `simtune sweep --out` wrote the folder, to its end."""
     return (folder / TABLE).is_file() and not (folder / "summary.json").is_file()
@@ -67,10 +71,11 @@ def _value(cell: str, file: str, key: str, line: int) -> float | int | bool | No
         return None if not cell else cell == "true"
     try:
         value = int(cell) if cell.lstrip("-").isdecimal() else float(cell)
-        float(value)  # whole ones beyond its range are none
-        return value
+        if abs(float(value)) <= _MOST:  # not NaN; whole ones beyond the range of floats raise
+            return value
     except (ValueError, OverflowError):
-        raise SpecError(Problem(file, f"must be a number, true, false or empty, not {cell!r}", key, line)) from None
+        pass
+    raise SpecError(Problem(file, f"must be a number, true, false or empty, not {cell!r}", key, line))
 
 
 def write_sweep(folder: Path, rows: Sequence[Mapping[str, Any]], page: str, parquet: bool) -> None:

@@ -71,7 +71,7 @@ def test_there_is_one_of_each() -> None:
     assert {type(scheme) for scheme in ONE_OF_EACH} == set(SCHEMES.values())
     assert {type(drafter) for drafter in EACH_DRAFTER} == set(DRAFTERS.values())
     assert [emitter.name for emitter in ENGINES.values()] == list(ENGINES)
-    assert list(ENGINES) == ["vllm", "sglang", "tensorrt-llm", "llamacpp"]
+    assert list(ENGINES) == ["vllm", "sglang", "tensorrt-llm", "llamacpp", "transformers"]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -147,7 +147,7 @@ def test_an_engine_of_ones_own_is_written_for_where_it_schedules(monkeypatch: py
 def test_installed_packages_register_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (emit, plugins):
         monkeypatch.setattr(module, "registered", lambda group: {"own": f"{__name__}:Own"})
-    assert list(engines()) == ["vllm", "sglang", "tensorrt-llm", "llamacpp", "own"]
+    assert list(engines()) == ["vllm", "sglang", "tensorrt-llm", "llamacpp", "transformers", "own"]
     assert engine_files(plan_of(policy="static"), MODEL, 8, {}) == {"engine/own.txt": "plan\n"}
     own = engine_for("static")
     assert own is not None

@@ -93,14 +93,13 @@ def test_sglangs_groups_with_attention_of_their_own() -> None:
             "parallelism": plan.pools[1].parallelism.model_copy(update={"attention_dp": 2, "expert_parallel": True})
         }
     )
-    files = ENGINES["sglang"].files(plan.model_copy(update={"pools": (plan.pools[0], dp)}), load_model("mixtral-8x7b"))
-    settings = yaml.safe_load(files["engine/sglang-back.end.yaml"])
-    assert {key: settings[key] for key in ("tp-size", "dp-size", "enable-dp-attention", "ep-size")} == {
-        "tp-size": 4,
-        "dp-size": 2,
-        "enable-dp-attention": True,
-        "ep-size": 4,
-    }
+    names = ("tp-size", "attn-dp-size", "dp-size", "enable-dp-attention", "ep-size")
+    for engine, said in ((None, (4, 2, None, None, 4)), ("sglang-0.5", (4, None, 2, True, 4))):
+        pools = tuple(pool.model_copy(update={"engine": engine}) for pool in (plan.pools[0], dp))
+        files = ENGINES["sglang"].files(plan.model_copy(update={"pools": pools}), load_model("mixtral-8x7b"))
+        settings = yaml.safe_load(files["engine/sglang-back.end.yaml"])
+        assert tuple(settings.get(name) for name in names) == said
+        assert f"option names of SGLang {'0.5.23' if engine is None else '0.5.14'}." in files["engine/dynamo.yaml"]
 
 
 def test_tensorrt_llm_apart() -> None:

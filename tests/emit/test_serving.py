@@ -70,7 +70,8 @@ def test_sglang_is_told_what_the_plan_changes(tmp_path: Path) -> None:
     assert settings["schedule-conservativeness"] == 0.5
     assert settings["kv-cache-dtype"] == "fp8_e4m3"
     assert settings["disable-overlap-schedule"]
-    assert settings["disable-cuda-graph"]
+    assert settings["disable-decode-cuda-graph"]
+    assert settings["disable-prefill-cuda-graph"]
 
 
 def test_tensorrt_llm(tmp_path: Path) -> None:

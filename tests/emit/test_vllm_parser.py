@@ -1,36 +1,107 @@
-"""vLLM itself reads what is written for it: its argument parser, and the checks of its own configuration.
+"""vLLM itself reads what is written for it: the argument parser of each release, and its checks of its configuration.
 
-Needs vLLM 0.32 and is skipped without; no GPU is needed, vLLM's CPU build will do:
+    VLLM_PYTHON=.venv-vllm/bin/python python -m pytest -m slow tests/emit/test_vllm_parser.py
 
-    python -m pytest tests/emit/test_vllm_parser.py -m slow
-
-On a CPU vLLM switches asynchronous scheduling off after its checks and takes any block size; that one GPU backend or
-another refuses a block size or a dtype is not seen here.
+reads what is written for the newest; `make releases` unpacks those of the presets into .venv-vllm/releases, one folder
+each (vllm-0.12, ...); RELEASES may name another place. No GPU is needed, the CPU build will do; on a CPU vLLM takes any
+block size, and that one GPU backend or another refuses a block size or a dtype is not seen here.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from simtune.emit.vllm import VLLM_VERSION, Vllm
-from simtune.specs.catalog import load_model
+from simtune.emit import ENGINES
+from simtune.errors import UsageError
+from simtune.specs.catalog import load_engine, load_hardware, load_model, names
+from simtune.specs.engine import merged
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan, Pool
+from simtune.specs.schemes import ByBatch
 from simtune.specs.study import Study
 from simtune.tuner.space import space_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-
+PYTHON = os.environ.get("VLLM_PYTHON", "")
+RELEASES = Path(os.environ.get("RELEASES", Path(PYTHON).parents[1] / "releases" if PYTHON else ""))
+READER = Path(__file__).with_name("read_by_vllm.py")
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-Read = Callable[..., list[tuple[Pool, Any, Any]]]
+NEWEST = "newest"
+OPTIONS: dict[str, dict[str, Any]] = {
+    "cache": {"kv_cache": {"prefix_caching": True, "num_blocks": 9000}},
+    "cache of fp8": {"kv_cache": {"dtype": "fp8"}},
+    "watermark": {"kv_cache": {"watermark": 0.01}},
+    "parallel": {"parallelism": {"tp": 2, "pp": 2}, "async_scheduling": False, "cuda_graphs": False},
+    "asynchronous": {"async_scheduling": True},
+    "asynchronous stages": {"parallelism": {"pp": 2}, "async_scheduling": True},
+    "experts": {"parallelism": {"tp": 2, "attention_dp": 2, "expert_parallel": True}, "async_scheduling": False},
+    "priority": {"batching": {"policy": "vllm-priority", "max_num_seqs": 64, "max_num_batched_tokens": 512}},
+    "whole prompts": {
+        "batching": {"chunked_prefill": False, "max_num_batched_tokens": 16384},
+        "max_model_len": 16384,
+    },
+    "long prompts": {"batching": {"long_prefill_token_threshold": 256}},
+    "first chunks": {"batching": {"scheduler_reserve_full_isl": False}},
+    "quantised": {"weight_dtype": "fp8"},
+    "prefill": {"role": "prefill"},
+}
+OF_THE_CPU = "on the CPU backend is not compatible with FP8 KV cache"
+"""Some CPU builds refuse that after everything was read."""
+DRAFTERS = ("draft_model", "eagle", "eagle3", "ngram")
+"""Those for which vLLM wants no package beside its own."""
+RANGES = [{"first": 1, "last": 8, "tokens": 4}, {"first": 17, "last": 64, "tokens": 0}]
+SCHEMES: dict[str, dict[str, Any]] = {
+    "chain": {"kind": "chain", "tokens": 3},
+    "by batch": {"kind": "by_batch", "max_tokens": 4, "ranges": RANGES},
+}
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not PYTHON, reason="VLLM_PYTHON names no interpreter with vLLM")]
+
+Read = Callable[[list[tuple[str, Pool, Model]]], list[dict[str, Any]]]
 
 
-def config_of(model: Model) -> dict[str, Any]:
+@pytest.fixture(scope="module", params=[NEWEST, *(name for name in names("engine") if name.startswith("vllm"))])
+def release(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    if name != NEWEST and not (RELEASES / name).is_dir():
+        pytest.skip(f"{RELEASES / name} is not there; make releases unpacks it")
+    return name
+
+
+@pytest.fixture
+def read(release: str, tmp_path: Path) -> Read:
+    """Gives what the release makes of settings files."""
+
+    def read(cases: list[tuple[str, Pool, Model]]) -> list[dict[str, Any]]:
+        asked = []
+        for at, (settings, _, model) in enumerate(cases):
+            folder = tmp_path / f"case-{at}"
+            folder.mkdir()
+            (folder / "config.json").write_text(json.dumps(config_of(model)))
+            (folder / "settings.yaml").write_text(settings)
+            asked.append({"model": str(folder), "settings": str(folder / "settings.yaml")})
+        (tmp_path / "cases.json").write_text(json.dumps(asked))
+        own = {} if release == NEWEST else {"PYTHONPATH": str(RELEASES / release)}
+        environment = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", **own}
+        run = subprocess.run(
+            [PYTHON, READER, tmp_path / "cases.json"], cwd=tmp_path, env=os.environ | environment,
+            capture_output=True, text=True,
+        )  # fmt: skip
+        assert run.returncode == 0, run.stderr[-4000:]
+        answers: list[dict[str, Any]] = json.loads(run.stdout.splitlines()[-1])
+        assert len(answers) == len(cases)
+        return answers
+
+    return read
+
+
+def config_of(model: Model, **more: Any) -> dict[str, Any]:
     """As much of a config.json as vLLM's checks look at."""
     (group,) = model.layers
     moe = group.feed_forward.kind == "moe"
@@ -46,133 +117,145 @@ def config_of(model: Model) -> dict[str, Any]:
         "head_dim": group.attention.head_dim,
         "vocab_size": model.vocab_size,
         "max_position_embeddings": model.max_position,
+        **more,
     }
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    monkeypatch.setenv("VLLM_NO_USAGE_STATS", "1")
-    return tmp_path
-
-
-@pytest.fixture
-def read(folder: Path) -> Read:
-    """Writes a plan's files and gives, by pool, what vLLM's parser and its configuration made of them."""
-    pytest.importorskip("vllm", reason=f"vLLM is not installed; its {VLLM_VERSION} would check the emitted options")
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.cli.serve import cmd_init
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    parser = FlexibleArgumentParser()
-    (serve,) = cmd_init()
-    serve.subparser_init(parser.add_subparsers())
-
-    def read(plan: Plan, model: Model, drafts: dict[str, Model] | None = None) -> list[tuple[Pool, Any, Any]]:
-        (folder / "config.json").write_text(json.dumps(config_of(model)))
-        (folder / "engine").mkdir(exist_ok=True)
-        for name, text in Vllm().files(plan, model, draft_models=drafts).items():
-            (folder / name).write_text(text)
-        found = []
-        for pool in plan.pools:
-            settings = folder / "engine" / f"vllm-{pool.name}.yaml"
-            arguments = parser.parse_args(["serve", str(folder), "--config", str(settings), "--port", "8003"])
-            serve.validate(arguments)
-            arguments.model = arguments.model_tag
-            found.append((pool, arguments, AsyncEngineArgs.from_cli_args(arguments).create_engine_config()))
-        return found
-
-    return read
-
-
-def check(pool: Pool, arguments: Any, config: Any) -> None:
-    parallel, scheduler, cache = config.parallel_config, config.scheduler_config, config.cache_config
-    assert (parallel.tensor_parallel_size, parallel.pipeline_parallel_size) == (
-        pool.parallelism.tp,
-        pool.parallelism.pp,
-    )
-    assert parallel.data_parallel_size == pool.parallelism.attention_dp
-    assert parallel.enable_expert_parallel == pool.parallelism.expert_parallel
-    assert scheduler.max_num_seqs == pool.batching.max_num_seqs
-    assert scheduler.max_num_batched_tokens == pool.batching.max_num_batched_tokens
-    assert scheduler.enable_chunked_prefill == pool.batching.chunked_prefill
-    assert f"vllm-{scheduler.policy}" == pool.batching.policy
-    assert scheduler.watermark == pool.kv_cache.watermark
-    assert scheduler.long_prefill_token_threshold == pool.batching.long_prefill_token_threshold
-    assert scheduler.scheduler_reserve_full_isl == pool.batching.scheduler_reserve_full_isl
-    assert cache.block_size == pool.kv_cache.block_size
-    assert cache.num_gpu_blocks_override == pool.kv_cache.num_blocks
-    assert cache.gpu_memory_utilization == pool.kv_cache.memory_utilization
-    assert cache.enable_prefix_caching == pool.kv_cache.prefix_caching
-    assert config.model_config.enforce_eager != pool.cuda_graphs
-    assert pool.max_model_len in (None, config.model_config.max_model_len)
-    if pool.speculation is None:
-        assert arguments.async_scheduling == pool.async_scheduling
-
-
-@pytest.mark.parametrize("name", sorted(path.parent.name for path in EXAMPLES.glob("*/study.yaml")))
-def test_every_plan_that_an_example_may_choose(name: str, read: Read) -> None:
-    study = Study.from_file(EXAMPLES / name / "study.yaml")
-    model = load_model(study.model)
-    for candidate in space_of(study).candidates:
-        for found in read(candidate.plan(study, max_model_len=8192), model):
-            check(*found)
-
-
-def test_pools_that_hand_over(read: Read) -> None:
-    plan = Plan.from_file(EXAMPLES / "prefill-decode" / "plan.yaml")
-    for pool, arguments, config in read(plan, load_model(plan.model)):
-        check(pool, arguments, config)
-        assert config.kv_transfer_config.kv_connector == "NixlConnector"
-
-
-@pytest.mark.parametrize(
-    "pool",
-    [
-        {"kv_cache": {"dtype": "fp8", "prefix_caching": True, "watermark": 0.01, "num_blocks": 9000}},
-        {"parallelism": {"tp": 2, "pp": 2}, "async_scheduling": False, "cuda_graphs": False},
-        {"parallelism": {"tp": 2, "attention_dp": 2, "expert_parallel": True}},
-        {"batching": {"policy": "vllm-priority", "max_num_seqs": 64, "max_num_batched_tokens": 512}},
-        {"batching": {"chunked_prefill": False, "max_num_batched_tokens": 16384}, "max_model_len": 16384},
-        {"batching": {"long_prefill_token_threshold": 256, "scheduler_reserve_full_isl": False}},
-    ],
-    ids=["cache", "parallel", "experts", "priority", "whole prompts", "long prompts"],
-)
-def test_every_other_option(pool: dict[str, Any], read: Read) -> None:
-    for found in read(plan_of(pool), load_model("mixtral-8x7b")):
-        check(*found)
-
-
-@pytest.mark.parametrize(
-    "kind",
-    ["draft_model", "eagle", "eagle3", "ngram"],  # those for which vLLM wants no package beside its own
-)
-@pytest.mark.parametrize("by_batch", [False, True], ids=["chain", "by batch"])
-def test_drafts(kind: str, by_batch: bool, read: Read, folder: Path) -> None:
-    target, draft = load_model("llama-3.1-8b"), load_model("llama-3.2-1b")
-    head = folder / "head"
-    head.mkdir()
-    heads = {"eagle": "LlamaForCausalLM", "eagle3": "LlamaForCausalLMEagle3"}
-    architecture = {"architectures": [heads[kind]]} if kind in heads else {}
-    (head / "config.json").write_text(json.dumps(config_of(draft if kind == "draft_model" else target) | architecture))
-    drafter = {
-        "draft_model": {"kind": "draft_model", "model": "a draft"},
-        "ngram": {"kind": "ngram", "lookup_min": 2, "lookup_max": 4},
-    }.get(kind, {"kind": "eagle", "method": kind, "checkpoint": str(head)})
-    ranges = [{"first": 1, "last": 8, "tokens": 4}, {"first": 17, "last": 64, "tokens": 0}]
-    scheme = {"kind": "by_batch", "max_tokens": 4, "ranges": ranges} if by_batch else {"kind": "chain", "tokens": 3}
-    plan = plan_of({"speculation": {"drafter": drafter, "scheme": scheme, "acceptance": "mine"}})
-    ((pool, arguments, config),) = read(plan, target, {"a draft": draft.model_copy(update={"hf": str(head)})})
-    check(pool, arguments, config)
-    drafting = config.speculative_config
-    assert drafting.method == kind
-    assert drafting.num_speculative_tokens == (4 if by_batch else 3)
-    assert drafting.num_speculative_tokens_per_batch_size == ([(1, 8, 4), (17, 64, 0)] if by_batch else None)
-    assert arguments.async_scheduling is (kind != "ngram")
-
-
-def plan_of(pool: dict[str, Any]) -> Plan:
+def plan_of(release: str, model: Model, pool: dict[str, Any]) -> Plan:
+    """A plan of one pool, or of it and a decode pool; what it leaves out is as the release has it."""
     batching = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, **pool.get("batching", {})}
     pool = {"hardware": "h100-sxm", "instances": 1, "max_model_len": 32768, **pool, "batching": batching}
-    return Plan.model_validate({"name": "plan", "model": "a model", "pools": [pool]})
+    if release != NEWEST:
+        preset = load_engine(release).settings(load_hardware("h100-sxm").device, model)
+        pool = {**merged(pool, preset), "engine": release}
+    pools = [pool] if pool.get("role") is None else [{"name": "a", **pool}, {"name": "b", **pool, "role": "decode"}]
+    link = {} if pool.get("role") is None else {"link": {}}
+    return Plan.model_validate({"name": "plan", "model": "a model", "pools": pools, **link})
+
+
+def settings_of(plan: Plan, model: Model, drafts: dict[str, Model] | None = None) -> Iterator[tuple[str, Pool, Model]]:
+    files = ENGINES["vllm"].files(plan, model, draft_models=drafts)
+    for pool in plan.pools:
+        yield files[f"engine/vllm-{pool.name}.yaml"], pool, model
+
+
+def wrong(pool: Pool, found: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Where what vLLM reads is not what a pool says: (said, read) by key."""
+    if "error" in found:
+        if pool.kv_cache.dtype == "fp8" and OF_THE_CPU in found["error"]:
+            return {}
+        return {"error": (None, found["error"])}
+    knows = ENGINES["vllm"].of(pool.engine).knows
+    batching, cache, parallelism = pool.batching, pool.kv_cache, pool.parallelism
+    said = {
+        "tp": parallelism.tp,
+        "pp": parallelism.pp,
+        "attention_dp": parallelism.attention_dp,
+        "expert_parallel": parallelism.expert_parallel,
+        "max_num_seqs": batching.max_num_seqs,
+        "max_num_batched_tokens": batching.max_num_batched_tokens,
+        "chunked_prefill": batching.chunked_prefill,
+        "policy": batching.policy.removeprefix("vllm-"),
+        "watermark": cache.watermark if "watermark" in knows else None,
+        "long_prefill_token_threshold": batching.long_prefill_token_threshold or 0,
+        "scheduler_reserve_full_isl": (
+            found.get("scheduler_reserve_full_isl")
+            if batching.scheduler_reserve_full_isl is None or "scheduler_reserve_full_isl" not in knows
+            else batching.scheduler_reserve_full_isl
+        ),
+        "block_size": cache.block_size,
+        "num_blocks": cache.num_blocks,
+        "memory_utilization": cache.memory_utilization,
+        "prefix_caching": cache.prefix_caching,
+        "kv_dtype": "fp8" if cache.dtype == "fp8" else "auto",
+        "quantization": pool.weight_dtype,
+        "cuda_graphs": pool.cuda_graphs,
+        "max_model_len": pool.max_model_len,
+        "async_scheduling": pool.schedules_async,
+        "connector": None if pool.role == "mixed" else "NixlConnector",
+        "method": None if pool.speculation is None else pool.speculation.drafter.label,
+        "drafts": None if pool.speculation is None else pool.speculation.scheme.max_tokens,
+        "by_batch": None,
+    }
+    if pool.speculation is not None and isinstance(scheme := pool.speculation.scheme, ByBatch):
+        said["by_batch"] = [[r.first, r.last, r.tokens] for r in scheme.ranges]
+    return {key: (value, found.get(key)) for key, value in said.items() if value != found.get(key)}
+
+
+def test_every_plan_that_an_example_may_choose(release: str, read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = []
+    for path in sorted(EXAMPLES.glob("*/study.yaml")):
+        monkeypatch.chdir(path.parent)
+        study = Study.from_file(path)
+        model = load_model(study.model)
+        if len(model.layers) > 1 or (study.batching and study.batching.policy not in ENGINES["vllm"].policies):
+            continue
+        preset = {} if release == NEWEST else load_engine(release).settings(load_hardware("h100-sxm").device, model)
+        engine = {} if release == NEWEST else {"engine": release}
+        for candidate in space_of(study).candidates:
+            plan = candidate.plan(
+                study,
+                min(8192, model.max_position),
+                lambda shape, more=(preset, engine): {"hardware": shape.gpu, **more[0], **more[1]},
+            )
+            if any(pool.parallelism.pp > 1 and pool.schedules_async for pool in plan.pools):
+                continue
+            cases += settings_of(plan, model)
+    answers = read(cases)
+    assert len(cases) > 20
+    assert [w for (_, pool, _), found in zip(cases, answers, strict=True) if (w := wrong(pool, found))] == []
+
+
+def test_every_option_is_read_or_refused_with_reason(release: str, read: Read) -> None:
+    model = load_model("mixtral-8x7b")
+    said, refused = [], []
+    for name, pool in OPTIONS.items():
+        try:
+            said += [(name, *case) for case in settings_of(plan_of(release, model, pool), model)]
+        except UsageError:
+            refused += [(name, *case) for case in settings_of(plan_of(NEWEST, model, pool), model)]
+    answers = read([case[1:] for case in said + refused])
+    assert {
+        name: w for (name, _, pool, _), found in zip(said, answers, strict=False) if (w := wrong(pool, found))
+    } == {}
+    for (name, _, pool, _), found in zip(refused, answers[len(said) :], strict=True):
+        assert wrong(pool, found), f"{name} is refused, and yet read: {found}"
+
+
+def test_unknown_names_are_refused(release: str, read: Read) -> None:
+    model = load_model("mixtral-8x7b")
+    ((settings, pool, _),) = settings_of(plan_of(release, model, {}), model)
+    lacking = {"watermark", "scheduler_reserve_full_isl"} - ENGINES["vllm"].of(pool.engine).knows
+    lines = ["max-num-seqz: 8", *(f"{name.replace('_', '-')}: 0.01" for name in sorted(lacking))]
+    answers = read([(f"{settings}{line}\n", pool, model) for line in lines])
+    assert all("error" in found for found in answers), answers
+
+
+def test_drafts_are_read_or_refused_with_reason(release: str, read: Read, tmp_path: Path) -> None:
+    target, draft = load_model("llama-3.1-8b"), load_model("llama-3.2-1b")
+    heads = {"eagle": "LlamaForCausalLM", "eagle3": "LlamaForCausalLMEagle3"}
+    said, refused = [], []
+    for kind in DRAFTERS:
+        (head := tmp_path / kind).mkdir()
+        more = {"architectures": [heads[kind]]} if kind in heads else {}
+        (head / "config.json").write_text(json.dumps(config_of(draft if kind == "draft_model" else target, **more)))
+        drafter = {
+            "draft_model": {"kind": "draft_model", "model": "a draft"},
+            "ngram": {"kind": "ngram", "lookup_min": 2, "lookup_max": 4},
+        }.get(kind, {"kind": "eagle", "method": kind, "checkpoint": str(head)})
+        drafts = {"a draft": draft.model_copy(update={"hf": str(head)})}
+        for name, scheme in SCHEMES.items():
+            for asynchronous in (False, True):
+                speculation = {"drafter": drafter, "scheme": scheme, "acceptance": "mine"}
+                pool = {"speculation": speculation, "async_scheduling": asynchronous}
+                try:
+                    ((settings, read_as, _),) = settings_of(plan_of(release, target, pool), target, drafts)
+                    said.append(((kind, name, asynchronous), settings, read_as, target))
+                except UsageError:
+                    ((settings, read_as, _),) = settings_of(plan_of(NEWEST, target, pool), target, drafts)
+                    refused.append(((kind, name, asynchronous), settings, read_as, target))
+    answers = read([case[1:] for case in said + refused])
+    differ = {case[0]: w for case, found in zip(said, answers, strict=False) if (w := wrong(case[2], found))}
+    assert differ == {}
+    for (name, _, pool, _), found in zip(refused, answers[len(said) :], strict=True):
+        assert wrong(pool, found), f"{name} is refused, and yet read: {found}"

@@ -8,8 +8,8 @@ lines it reaches; a mutant meets those that reach its line, short ones and those
 until one fails. A mutant that they all pass has survived. A run of no end counts as caught. A campaign with a journal
 goes on where it was; the copy and what was counted are kept there, so that it goes on with the same code.
 
-Most of the time goes into mutants that no test catches. With --within S, a mutant meets the tests that take S seconds
-together and is open where they do not catch it, which counts as not caught; with more seconds the same campaign goes on.
+Most of the time goes into mutants that no test catches. With --within S, a mutant meets tests that take S seconds
+together and is open where they do not catch it, which counts as not caught; the campaign goes on with more seconds.
 """
 
 from __future__ import annotations

@@ -132,6 +132,8 @@ def called(*words: object) -> int:
         ("rate,saturated,error\n", "no points"),
         ("rate,saturated,error\n2,false\n", "sweep.csv:2: 2 cells under a header of 3"),
         ("rate,saturated,num_gpus,error\n2,false,many,\n", "sweep.csv:2: num_gpus: must be a number"),
+        ("rate,saturated,num_gpus,error\n2,false,nan,\n", "sweep.csv:2: num_gpus: must be a number"),
+        ("rate,saturated,num_gpus,error\n2,false,1e303,\n", "sweep.csv:2: num_gpus: must be a number"),
     ],
 )
 def test_a_damaged_table_is_refused_with_its_place(tmp_path: Path, text: str, said: str) -> None:

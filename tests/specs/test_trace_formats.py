@@ -208,6 +208,23 @@ def test_genai_perf_counts_what_the_server_counted_and_estimates_the_rest(tmp_pa
     assert trace.notes[-1] == "lengths estimated from texts, 4 characters to a token"
 
 
+def test_what_is_no_request_or_no_list_of_them_is_said(tmp_path: Path) -> None:
+    requests = GENAI_PERF["experiments"][0]["requests"]  # type: ignore[index]
+    for broken, said in (
+        (["no request", *requests], "timestamp"),
+        ([*requests, {"timestamp": START, "response_outputs": 5}], "response_outputs: must be at least 1 token"),
+        (5, "has no list of requests"),
+    ):
+        experiments = [{"requests": requests}, {"requests": broken}]
+        path = document(tmp_path, {"service_kind": "openai", "experiments": experiments})
+        assert said in refused(path, LogReading(part=2))
+    benchmarks = [{"requests": {"successful": []}}, 5]
+    path = document(tmp_path, {"benchmarks": benchmarks})
+    assert "no successful request" in refused(path, LogReading(part=2))
+    rows = {"successful": [guidellm_request(1.0, 8, 4)], "incomplete": 7}
+    assert columns(read_trace(document(tmp_path, {"benchmarks": [{"requests": rows}]}))) == ([0.0], [8], [4])
+
+
 def test_sharegpt_turns_contain_what_was_said_before(tmp_path: Path) -> None:
     trace = read_trace(document(tmp_path, SHAREGPT), LogReading(characters_per_token=2.0))
     assert columns(trace) == (None, [200, 320, 32], [100, 40, 1])

@@ -53,7 +53,7 @@ class VllmBench:
         """Answered requests, by the time each was sent; lengths alone where the file has no start_times."""
         run = _chosen(objects, "results", reading, problems)
         present = self._lists(run, lines[0], problems)
-        errors = run.get("errors")
+        errors = look_up(run, "errors")
         count = len(run["input_lens"])
         good = list(range(count))
         if isinstance(errors, list) and len(errors) == count:
@@ -67,7 +67,7 @@ class VllmBench:
     def _lists(self, run: Any, line: int, problems: Problems) -> dict[str, str]:
         """The keys of the lists that are there, by field. Stops where one is missing or of another length."""
         for key in ("input_lens", "output_lens"):
-            if not isinstance(run.get(key), list):
+            if not isinstance(look_up(run, key), list):
                 message = "the requests are missing, only totals are here; run vllm bench serve with --save-detailed"
                 problems.stop(message, line, key)
         columns = {"prompt": "input_lens", "output": "output_lens", "arrival": "start_times"}
@@ -141,8 +141,7 @@ class GuideLlm:
     ) -> LogRequests:
         """The requests of one benchmark that were successful; turns of one conversation are a session."""
         run = _chosen(objects[0]["benchmarks"], "benchmarks", reading, problems)
-        by_end = run["requests"]
-        rows = by_end.get("successful") if isinstance(by_end, Mapping) else None
+        rows = look_up(run, "requests.successful")
         if not isinstance(rows, list) or not rows:
             problems.stop("no successful request is in this benchmark", lines[0], "requests.successful")
         assert isinstance(rows, list)
@@ -151,7 +150,8 @@ class GuideLlm:
         notes = [
             note
             for end in ("incomplete", "errored")
-            for note in left_out(len(by_end.get(end) or ()), f"{end} requests")
+            if isinstance(ended := look_up(run, f"requests.{end}"), list)
+            for note in left_out(len(ended), f"{end} requests")
         ]
         values = _columns(rows, at, names, problems) | sessions_of(rows, ("info.conversation_id",))
         return LogRequests(names, values, at, notes=notes)
@@ -171,14 +171,16 @@ class GenAiPerf:
         self, objects: Sequence[Any], lines: Sequence[int], reading: LogReading, problems: Problems
     ) -> LogRequests:
         """Lengths as the server counted them where it said so, else of the texts."""
-        run = _chosen(objects[0]["experiments"], "experiments", reading, problems)
-        rows = [row for row in run["requests"] if _answered(row)]
+        requests = look_up(_chosen(objects[0]["experiments"], "experiments", reading, problems), "requests")
+        if not isinstance(requests, list):
+            problems.stop("has no list of requests", None)
+        rows = [row for row in requests if _answered(row)]
         at = [lines[0]] * len(rows)
         names = {"arrival": "timestamp", "prompt": "request_inputs.payload", "output": "response_outputs"}
         values: dict[str, list[Any]] = {"arrival": [look_up(row, "timestamp") for row in rows]}
         lengths = [_counted(row) or _guessed(row, reading) for row in rows]
         values["prompt"], values["output"] = [a for a, _ in lengths], [b for _, b in lengths]
-        notes = left_out(len(run["requests"]) - len(rows), "requests that nothing came back for")
+        notes = left_out(len(requests) - len(rows), "requests that nothing came back for")
         notes += [] if all(_counted(row) for row in rows) else [estimated(reading)]
         values |= sessions_of(rows, ("request_inputs.session_id",))
         return LogRequests(names, values, at, per_s=1e9, notes=notes)
@@ -193,7 +195,8 @@ def _answered(row: Any) -> bool:
 def _messages(row: Any) -> Iterator[Any]:
     """What came back, each message of a stream for itself; Perf Analyzer may have one in pieces, or several at once."""
     stream = ""
-    for output in row.get("response_outputs") or ():
+    outputs = look_up(row, "response_outputs")
+    for output in outputs if isinstance(outputs, list) else ():
         piece = str(look_up(output, "response") or "")
         rest_of_one = "data:" in stream and not piece.startswith(("data:", "event:", ":"))
         stream += piece if rest_of_one else "\n" + piece
@@ -214,7 +217,7 @@ def _counted(row: Any) -> tuple[int, int] | None:
 
 def _guessed(row: Any, reading: LogReading) -> tuple[int, int]:
     """Of the texts of the request and of its answer."""
-    inputs = row.get("request_inputs")
+    inputs = look_up(row, "request_inputs")
     asked = parsed_json(look_up(inputs, "payload")) or inputs
     answer = "".join(_texts([_mapping(message).get("choices") or message for message in _messages(row)]))
     return tokens_of(" ".join(_texts(asked)), reading), tokens_of(answer, reading)

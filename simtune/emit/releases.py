@@ -1,0 +1,24 @@
+"""Which release of an engine a preset is of."""
+
+from __future__ import annotations
+
+import re
+
+from simtune.specs.catalog import load_engine
+
+Release = tuple[int, ...]
+
+
+def release_of(engine: str | None, family: str, newest: Release) -> Release:
+    """The numbers of an engine preset's release, by its name or file; the newest where none of the family is named.
+    Raises UsageError where there is no such preset."""
+    if engine is None:
+        return newest
+    preset = load_engine(engine)
+    numbers = re.search(r"\d+(\.\d+)+", preset.release)
+    return tuple(map(int, numbers[0].split("."))) if preset.family == family and numbers else newest
+
+
+def words(release: Release) -> str:
+    """As it is called."""
+    return ".".join(map(str, release))

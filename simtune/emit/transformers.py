@@ -1,0 +1,81 @@
+"""Plans as `transformers serve` with continuous batching reads them: its long options without their dashes.
+
+Names are those of cli/serve.py of transformers 5.23; `tests/emit/test_other_parsers.py` has its own parser read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
+
+from simtune.emit.emitter import Files, Settings
+from simtune.emit.launch import Server
+from simtune.emit.serving import ServingEmitter
+from simtune.specs.drafters import Drafter
+from simtune.specs.model import Model
+from simtune.specs.plan import Plan, Pool
+from simtune.specs.schemes import Scheme
+
+
+class Transformers(ServingEmitter):
+    """Options of `transformers serve`, one GPU and one model to a server."""
+
+    name = "transformers"
+    title = "transformers"
+    version = "5.23"
+    options: ClassVar[Mapping[str, type]] = {}
+    schemes: ClassVar[Mapping[type[Scheme], Callable[[Any], Settings]]] = {}
+    drafters: ClassVar[Mapping[type[Drafter], Callable[[Any, str | None], Settings]]] = {}
+    policies: ClassVar[Mapping[str, str]] = {"transformers-fifo": "fifo"}
+    takes = "its server drafts nothing"
+    server = Server(
+        name="transformers",
+        title="transformers",
+        # The settings file holds one `option: value` a line, and `option: true` for a flag.
+        command="""CUDA_VISIBLE_DEVICES="$2" transformers serve "$MODEL" --port "$((PORT + $3))" \\
+        $(sed -n '/^[a-z]/{s/: true$//;s/: / /;s/^/--/;p;}' "$here/$1")""",
+    )
+    serving_options: ClassVar[Mapping[str, type]] = {
+        "continuous-batching": bool,
+        "cb-block-size": int,
+        "cb-num-blocks": int,
+        "cb-max-batch-tokens": int,
+        "cb-use-cuda-graph": bool,
+        "no-cb-use-cuda-graph": bool,
+    }
+    kv_dtypes: ClassVar[Mapping[str, str]] = {}
+
+    def serving(self, pool: Pool, model: Model) -> Settings:
+        """See `ServingEmitter.serving`."""
+        return {
+            "continuous-batching": True,
+            "cb-block-size": pool.kv_cache.block_size,
+            "cb-num-blocks": pool.kv_cache.num_blocks,
+            "cb-max-batch-tokens": pool.batching.max_num_batched_tokens,
+            "cb-use-cuda-graph" if pool.cuda_graphs else "no-cb-use-cuda-graph": True,
+        }
+
+    def refusals(self, pool: Pool, model: Model, draft_models: Mapping[str, Model]) -> Iterator[str]:
+        """One pool of instances of one GPU that cut prompts."""
+        yield from super().refusals(pool, model, draft_models)
+        if pool.role != "mixed":
+            yield f"role: {self.title} hands no KV cache from one server to another; take a mixed pool"
+        if pool.parallelism.devices > 1:
+            yield f"parallelism: {self.title} serves on one GPU here; set tp, pp and attention_dp to 1"
+        if not pool.batching.chunked_prefill:
+            yield f"batching.chunked_prefill: {self.title} always cuts prompts to its batch"
+
+    def unsaid(self, pool: Pool) -> Iterator[str]:
+        """Its server is told of its batch and blocks alone."""
+        yield from super().unsaid(pool)
+        yield "batching.max_num_seqs: it takes as many as its memory has room for"
+        if pool.kv_cache.num_blocks is None:
+            yield "kv_cache.memory_utilization: it measures what is free, and takes most of it"
+        if not pool.kv_cache.prefix_caching:
+            yield "kv_cache.prefix_caching: its server shares blocks of equal text"
+        if pool.async_scheduling:
+            yield "async_scheduling: it chooses by the device"
+
+    def router_files(self, plan: Plan, devices_per_node: int, written: str) -> Files:
+        """None: it has no prefill and decode pools."""
+        return {}

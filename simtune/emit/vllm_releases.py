@@ -1,0 +1,61 @@
+"""Since which release vLLM has what is written for it.
+
+Facts of each release from 0.10 to 0.32, by file: options in vllm/engine/arg_utils.py, drafts in
+vllm/config/speculative.py, what goes together in vllm/config/vllm.py (before 0.12 in arg_utils.py), words for dtypes in
+vllm/config/cache.py. The parsers and checks of six of them read what is written: tests/emit/test_vllm_parser.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from simtune.emit.releases import Release
+
+NEWEST: Release = (0, 32)
+_FIRST: Release = (0, 10)
+"""What is here since then or longer has no entry."""
+
+_OPTIONS: Mapping[str, Release] = {"scheduler_reserve_full_isl": (0, 19), "watermark": (0, 24)}
+_DRAFTS: Mapping[str, Release] = {
+    "mtp": (0, 11),
+    "suffix": (0, 12),
+    "draft_model": (0, 15),
+    "dflash": (0, 20),
+    "dspark": (0, 25),
+    "num_speculative_tokens_per_batch_size": (0, 24),
+}
+_HIDDEN: Mapping[str, Release] = {"draft_model": (0, 16)}
+_HIDDEN_HEADS: Release = (0, 12)
+_HIDDEN_PIPELINES: Release = (0, 15)
+_WHOLE_PROMPTS: Release = (0, 12)
+_KV_DTYPES: Mapping[str, Release] = {"bfloat16": (0, 11)}
+
+
+def knows(release: Release) -> frozenset[str]:
+    """Settings of a pool that not every engine has, and this release has."""
+    return frozenset({"long_prefill_token_threshold", *(key for key, since in _OPTIONS.items() if since <= release)})
+
+
+def drafts_since(name: str) -> Release:
+    """The first release that has a method or a setting of drafts."""
+    return _DRAFTS.get(name, _FIRST)
+
+
+def hides_since(method: str) -> Release:
+    """The first release that schedules asynchronously where it drafts by a method."""
+    return _HIDDEN.get(method, _HIDDEN_HEADS)
+
+
+def hides_pipelines(release: Release) -> bool:
+    """Whether it schedules asynchronously over a pipeline of stages."""
+    return release >= _HIDDEN_PIPELINES
+
+
+def takes_whole_prompts(release: Release) -> bool:
+    """Whether it can be told not to cut prompts; earlier ones of V1 always do."""
+    return release >= _WHOLE_PROMPTS
+
+
+def kv_dtype_since(word: str) -> Release:
+    """The first release that has a word for the dtype of the KV cache."""
+    return _KV_DTYPES.get(word, _FIRST)
