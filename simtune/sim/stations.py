@@ -18,6 +18,7 @@ from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.errors import UsageError
 from simtune.sim.outcome import Outcome
 from simtune.sim.requests import RequestStream
+from simtune.specs.base import LONGEST_S
 from simtune.specs.plan import Plan
 from simtune.specs.stages import Stage
 
@@ -59,6 +60,13 @@ def passed(plan: Plan, stream: RequestStream) -> Passed:
     if stream.arrival_s is None or stream.graph is not None:
         raise UsageError(f"plan {plan.name} has stages, through which requests come at known times: use open arrivals")
     ends = serve(plan.stages, stream.arrival_s, stream.prompt_tokens)
+    slowest = max(plan.stages, key=lambda stage: ends[stage.name].max(initial=0.0))
+    last = ends[slowest.name].max(initial=0.0)
+    if last > LONGEST_S >= stream.arrival_s.max(initial=0.0):
+        raise UsageError(
+            f"plan {plan.name}: stages: requests leave {slowest.name} after up to {last / 86400:,.0f} days; the "
+            f"simulated clock counts to {LONGEST_S / 86400:.0f}. Lower its seconds or seconds_per_token"
+        )
     before = [ends[stage.name] for stage in plan.stages if stage.place == "before"]
     beside = [ends[stage.name] for stage in plan.stages if stage.place == "beside"]
     ready: Array = np.maximum.reduce([stream.arrival_s, *before])

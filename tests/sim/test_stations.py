@@ -140,6 +140,12 @@ def test_stages_that_lead_nowhere_are_refused_with_their_place(stages: str, mess
     assert message in str(caught.value)
 
 
+def test_a_stage_that_ends_after_the_end_of_the_clock_is_named() -> None:
+    slow = [{"name": "read", "pool": "mixed", "seconds_per_token": 1e9}, {"name": "guard", "pool": "mixed"}]
+    with pytest.raises(UsageError, match=r"plan p: stages: requests leave read after up to [\d,]+ days; .* counts to 49"):
+        simulated(slow)
+
+
 def test_users_who_wait_for_answers_do_not_go_through_stages() -> None:
     with pytest.raises(UsageError, match="use open arrivals"):
         simulated([{"name": "a", "pool": "mixed", "seconds": 1}], {"kind": "closed_loop", "users": 2})
