@@ -25,6 +25,8 @@ def read(parser: Any, serve: Any, model: str, settings: str) -> dict[str, Any]:
     arguments = parser.parse_args(["serve", model, "--config", settings, "--port", "8003"])
     serve.validate(arguments)
     arguments.model = arguments.model_tag
+    if hasattr(arguments, "swap_space"):
+        arguments.swap_space = 0  # releases that swap look whether this machine has memory for it
     config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config()
     parallel, scheduler, cache = config.parallel_config, config.scheduler_config, config.cache_config
     drafting, transfer = config.speculative_config, config.kv_transfer_config

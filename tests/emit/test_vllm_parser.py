@@ -24,7 +24,7 @@ from simtune.specs.catalog import load_engine, load_hardware, load_model, names
 from simtune.specs.engine import merged
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan, Pool
-from simtune.specs.schemes import ByBatch
+from simtune.specs.schemes import ByBatch, Chain
 from simtune.specs.study import Study
 from simtune.tuner.space import space_of
 
@@ -51,8 +51,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "quantised": {"weight_dtype": "fp8"},
     "prefill": {"role": "prefill"},
 }
-OF_THE_CPU = "on the CPU backend is not compatible with FP8 KV cache"
-"""Some CPU builds refuse that after everything was read."""
+OF_THE_CPU = ("on the CPU backend is not compatible with FP8 KV cache", "not supported with --kv-cache-dtype")
+"""What some CPU builds say of a cache of fp8, after everything was read."""
 DRAFTERS = ("draft_model", "eagle", "eagle3", "ngram")
 """Those for which vLLM wants no package beside its own."""
 RANGES = [{"first": 1, "last": 8, "tokens": 4}, {"first": 17, "last": 64, "tokens": 0}]
@@ -142,7 +142,7 @@ def settings_of(plan: Plan, model: Model, drafts: dict[str, Model] | None = None
 def wrong(pool: Pool, found: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Where what vLLM reads is not what a pool says: (said, read) by key."""
     if "error" in found:
-        if pool.kv_cache.dtype == "fp8" and OF_THE_CPU in found["error"]:
+        if pool.kv_cache.dtype == "fp8" and any(words in found["error"] for words in OF_THE_CPU):
             return {}
         return {"error": (None, found["error"])}
     knows = ENGINES["vllm"].of(pool.engine).knows
@@ -174,11 +174,15 @@ def wrong(pool: Pool, found: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
         "async_scheduling": pool.schedules_async,
         "connector": None if pool.role == "mixed" else "NixlConnector",
         "method": None if pool.speculation is None else pool.speculation.drafter.label,
-        "drafts": None if pool.speculation is None else pool.speculation.scheme.max_tokens,
+        "drafts": None,
         "by_batch": None,
     }
-    if pool.speculation is not None and isinstance(scheme := pool.speculation.scheme, ByBatch):
-        said["by_batch"] = [[r.first, r.last, r.tokens] for r in scheme.ranges]
+    scheme = None if pool.speculation is None else pool.speculation.scheme
+    if isinstance(scheme, ByBatch):
+        ranges = [[r.first, r.last, r.tokens] for r in scheme.ranges]
+        said |= {"drafts": scheme.max_tokens, "by_batch": ranges}
+    elif isinstance(scheme, Chain):
+        said["drafts"] = scheme.tokens
     return {key: (value, found.get(key)) for key, value in said.items() if value != found.get(key)}
 
 
