@@ -50,13 +50,6 @@ class Flight:
         self.ends = [end - now]
         return self.ends
 
-    def ticks_of(self, repetition: int) -> int:
-        """What a repetition takes, numbered from 0, without waiting."""
-        alone = self.alone
-        if alone is None:
-            return self.time.first + repetition * self.time.slope
-        return alone[repetition] - (alone[repetition - 1] if repetition else 0)
-
 
 class Pipeline(SharedStepping):
     """Virtual engines that share the stages of an instance: a stage works for one of them at a time.
@@ -185,9 +178,9 @@ class Pipeline(SharedStepping):
                 horizon = end
         now, number, flight = upcoming[0]
         while now < horizon:
-            ends, time = flight.ends, flight.time
+            ends, time, alone = flight.ends, flight.time, flight.alone
             done = len(ends)
-            ticks = time.first + done * time.slope if flight.alone is None else flight.ticks_of(done)
+            ticks = time.first + done * time.slope if alone is None else alone[done] - alone[done - 1]
             share, rest = divmod(ticks, stages)
             end, left = now, []
             for until in free:
