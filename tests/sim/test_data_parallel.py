@@ -102,3 +102,19 @@ def test_jumps_of_groups_with_experts_are_exact(lengths: list[int], host_step_s:
     world = Setting(64, 4, 8, 64, 2, compiled(host_step_s=host_step_s), stream)
     (jumped, _), (stepped, _) = run(world), run(world, single_steps=True)
     assert columns(jumped) == columns(stepped)
+
+
+def test_a_lone_group_s_steps_wait_for_the_host_until_their_context_is_long() -> None:
+    """Two sequences decode beside an idle group, whose share of the experts makes their steps as long as the host at a
+    context of 340 tokens: until then every step takes the host's time, from then on more and more."""
+    costs = compiled()
+    host = costs.together(costs.decode(2, 340)[0], 2, 2, 2, False)
+    waiting = compiled(host_step_s=host / TICKS_PER_SECOND)
+    world = Setting(800, 1, 8, 64, 2, waiting, stream_of([0.0] * 4, [20] * 4, [300, 1, 300, 1]))
+    (jumped, _), (stepped, _) = run(world), run(world, single_steps=True)
+    assert columns(jumped) == columns(stepped)
+    assert len(jumped.records) < len(stepped.records) == 301
+    took = np.array([r.end - r.start for r in stepped.records if not r.prefill_tokens])
+    long = np.arange(42, 42 + 2 * len(took), 2) > 340
+    assert (took[~long] == host).all()
+    assert (np.diff(took[long], prepend=host) > 0).all()
