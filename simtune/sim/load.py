@@ -113,12 +113,12 @@ def length_facts(tokens: Ints) -> LengthFacts:
     """Of a column of lengths."""
     low, high = max(1, int(tokens.min())), max(int(tokens.max()), 2)
     edges = np.unique(np.rint(np.geomspace(low, high + 1, BINS_OF_LENGTH + 1)))
-    counts, _ = np.histogram(tokens, bins=edges) if len(edges) > 1 else (np.array([len(tokens)]), None)
+    counts, _ = np.histogram(tokens, bins=edges)
     at = {name: float(np.quantile(tokens, level)) for name, level in LEVELS.items()}
     return LengthFacts(
         mean=float(tokens.mean()),
         **at,
-        edges=tuple(edges.tolist()) if len(edges) > 1 else (float(low), float(low) + 1),
+        edges=tuple(edges.tolist()),
         counts=tuple(counts.tolist()),
     )
 

@@ -1,4 +1,4 @@
-"""Instances that fail while requests are on their way between them."""
+"""Instances that fail: what becomes of the requests there, and of those on their way between them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import VllmFcfs
 from simtune.sim.availability import Change
 from simtune.sim.core import EngineCore, KvConnector
+from simtune.sim.deployment import deploy
 from simtune.sim.link import TransferLink
 from simtune.sim.router import LeastOutstanding
 from simtune.sim.world import World
+from simtune.specs.catalog import load_hardware, load_model
+from simtune.specs.plan import Plan
 from simtune.testing.clusters import stream_of
 
 
@@ -43,3 +46,40 @@ def test_source_and_target_of_a_transfer_fail_in_one_step(decode_fails_s: float)
     for core in (front, back):
         assert not core.has_work
         assert core.scheduler.kv.free == core.scheduler.kv.total
+
+
+@pytest.mark.parametrize(("decodes", "sent_s"), [(2, 61.0), (1, 150.0)])
+def test_a_transfer_whose_target_fails_begins_anew_towards_one_that_is_up(decodes: int, sent_s: float) -> None:
+    """The prompt is done at 1 s and would be sent by 51 s; the first decode instance is down from 11 s to 100 s."""
+    front = EngineCore(engine(), LinearCosts(step_s=1.0), connector=KvConnector(TransferLink(1.0), 1, 0, 0))
+    back = [EngineCore(engine(), LinearCosts(step_s=2.0), i) for i in range(decodes)]
+    for number, core in enumerate(back, 1):
+        core.number = number
+    changes = [
+        Change(11 * TICKS_PER_SECOND, back[:1], up=False, lost=True),
+        Change(100 * TICKS_PER_SECOND, back[:1], up=True),
+    ]
+    outcome = World(
+        [front, *back],
+        stream_of([0.0], [50], [3]),
+        router=LeastOutstanding([front]),
+        decode_router=LeastOutstanding(back),
+        changes=changes,
+    ).run()
+    assert outcome.core.tolist() == [decodes]
+    assert outcome.resent.tolist() == [0], "the prompt is where it was"
+    assert (outcome.transferred / TICKS_PER_SECOND).tolist() == [sent_s]
+    assert (outcome.finish / TICKS_PER_SECOND).tolist() == [sent_s + 4]
+    assert not front.holding
+
+
+def test_what_an_instance_of_a_plan_has_when_it_fails_is_computed_anew_elsewhere() -> None:
+    """Steps of 1 s; ten tokens. Five were delivered when the instance fails at 5.5 s, and the step under way is lost:
+    the other one computes the prompt and them again, in a step that delivers the sixth."""
+    pool = {"hardware": "h100-sxm", "instances": 2, "batching": {"max_num_seqs": 4, "max_num_batched_tokens": 512}}
+    events = [{"kind": "failure", "at_s": 5.5, "pool": "mixed", "instance": 0}]
+    plan = Plan.model_validate({"name": "p", "model": "llama-3.1-8b", "pools": [pool], "events": events}, strict=False)
+    deployment = deploy(plan, load_model("llama-3.1-8b"), load_hardware("h100-sxm"), LinearCosts(step_s=1.0))
+    result = deployment.simulate(stream_of([0.0], [50], [10]))
+    assert result.outcome.resent.tolist() == [1]
+    assert (result.first_token_s.tolist(), result.finish_s.tolist()) == ([1.0], [10.5])

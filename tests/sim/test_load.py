@@ -111,6 +111,9 @@ def test_facts_of_a_small_load() -> None:
     assert (facts.requests, facts.span_s, facts.rate_rps, facts.gap_cv) == (17, 16.0, 1.0, 0.0)
     assert (facts.bin_s, facts.rates_rps) == (8.0, (1.0, 1.125))
     assert sum(facts.output_tokens.counts) == sum(facts.prompt_tokens.counts) == 17
+    assert len(facts.output_tokens.edges) == len(facts.output_tokens.counts) + 1
+    assert (facts.output_tokens.edges[0], facts.output_tokens.edges[-1]) == (1, 18)
+    assert (facts.prompt_tokens.edges, facts.prompt_tokens.counts) == ((32, 33), (17,))
     assert facts.output_tokens.p50 == 9
     assert facts.shared_prompt_share == 16 / 17
 

@@ -207,6 +207,15 @@ def test_of_two_drawn_the_one_with_less() -> None:
     assert chosen(router, [ask(4002)]) == [None]
 
 
+def test_the_two_that_are_drawn_are_never_the_same() -> None:
+    """So the fullest is never taken, and of two cores always the other one."""
+    for count in (2, 3, 8):
+        up = cores(count)
+        router = PowerOfTwo(up, seed=4)
+        router.load[1] = 10**6
+        assert 1 not in chosen(router, map(ask, range(500)))
+
+
 def test_sessions_stay_and_only_those_of_a_failed_core_move() -> None:
     up = cores(4)
     sessions = [i % 400 for i in range(1200)]

@@ -122,6 +122,10 @@ def test_only_the_class_that_drifts_does() -> None:
     drawn = sampler(Chain(tokens=3), mixed, None, HIGH, conditions=conditions)
     plain = sampler(Chain(tokens=3), mixed, None, HIGH, conditions=(conditions[1],))
     assert survival(drawn, 0, 30, 39) == [pytest.approx(KEPT[id(rates)]) for rates in (LOW, HIGH, HIGH)]
+    assert survival(drawn, *range(1, 40, 3)) == [pytest.approx(KEPT[id(HIGH)])] * 13
+    own = survival(drawn, *range(2, 40, 3))
+    assert own == [pytest.approx([p, p**2, p**3]) for p, *_ in own], "each has an acceptance of its own"
+    assert len({p for p, *_ in own}) == len(own)
     others = [i for i in range(40) if i % 3]
     assert survival(drawn, *others) == survival(plain, *others)
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from simtune.sim.drafting.rounds import overlapped
 from simtune.tuner.drafting import chain
 from tests.oracles import chain as exact
 from tests.oracles import overlap
@@ -70,3 +71,20 @@ def test_chunks_of_a_round_overlap() -> None:
     assert overlap.frontier_seconds([1.0, 1.0], [2.0, 2.0], 0.5, 0.5) == 1.0 + max(2.0, 4.0) + 2.0
     assert overlap.frontier_seconds([1.0], [2.0], 0.5, 0.5) == 3.0, "one chunk has nothing to overlap with"
     assert overlap.frontier_seconds([1.0, 1.0, 1.0], [1.0, 1.0, 1.0], 1.0, 1.0) == 4.0
+
+
+@pytest.mark.parametrize(
+    ("replicas", "right", "kept", "computed"),
+    [
+        # 1 token, then 3, then 4 at a time; after a wrong draft anew, and again where the first is wrong.
+        (1, [4, 4, 4, 1, 0, 4, 4], [0, 2, 3, 1, 0, 0, 2], [0, 2, 3, 3, 0, 0, 2]),
+        # Each time a round before without any.
+        (2, [4, 4, 4, 4, 1, 4, 4, 0], [-1, 0, 2, 3, 1, -1, 0, 0], [-1, 0, 2, 3, 3, -1, 0, 2]),
+    ],
+)
+def test_rounds_of_a_window_of_four_drafts_by_hand(
+    replicas: int, right: list[int], kept: list[int], computed: list[int]
+) -> None:
+    """Two requests with the same luck; each begins anew."""
+    found = overlapped(np.array(right * 2), [0, len(right), 2 * len(right)], 4, replicas)
+    assert [column.tolist() for column in found] == [kept * 2, computed * 2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -313,6 +314,18 @@ def test_a_repeat_shares_prefixes_within_itself_only() -> None:
     assert {x for row in first for x in row}.isdisjoint(x for row in second for x in row)
     assert second[0][0] == second[1][0]
     assert [len(row) for row in second] == [len(row) for row in first]
+
+
+def test_a_share_of_a_load_keeps_what_its_prompts_share() -> None:
+    """The names of their blocks, whether they come from a trace or are listed."""
+    repeated = build_stream(REPLAY, TRACE, requests=10, seed=0)
+    assert repeated.hash_ids is not None
+    rows = tuple(repeated.hash_ids)
+    for whole in (repeated, replace(repeated, hash_ids=rows)):
+        seen = whole.share_of(2, 3).hash_ids
+        assert seen is not None
+        assert (*seen,) == tuple(row for i, row in enumerate(rows) if i % 3 < 2)
+    assert replace(repeated, hash_ids=None).share_of(2, 3).hash_ids is None
 
 
 def test_a_replay_can_be_stretched_to_a_rate() -> None:

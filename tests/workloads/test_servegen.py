@@ -68,6 +68,14 @@ def test_lengths_weigh_by_the_requests_of_their_clients(tables: Sequence[Path]) 
     assert "lengths are of 2 of 3 clients" in load.notes
 
 
+def test_lengths_hold_from_their_window_on_until_the_client_s_next(tmp_path: Path) -> None:
+    """a sends 3 in the window at 0 and 6 in that at 600; the lengths of b are known from 600 on, when it sends 2."""
+    later = LENGTHS.replace("b,0,", "b,600,") + "a,600,input_tokens,200,1\na,600,output_tokens,20,1\n"
+    said = {a.what: a for a in fit_servegen(written(tmp_path, RATES, later), "x").agreements}
+    assert said["output tokens, mean"].recorded == pytest.approx((3 * 10 + 6 * 20 + 2 * 40) / 11)
+    assert said["prompt tokens, mean"].recorded == pytest.approx((3 * 100 + 6 * 200 + 2 * 600) / 11)
+
+
 def test_nothing_is_said_of_lengths_that_are_known_of_all(tmp_path: Path) -> None:
     known = LENGTHS + "c,0,input_tokens,100,1\nc,0,output_tokens,10,1\n"
     assert not any("lengths are of" in note for note in fit_servegen(written(tmp_path, RATES, known), "x").notes)
