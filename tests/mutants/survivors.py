@@ -68,4 +68,18 @@ SURVIVORS = (
         "1",
         "a first token comes at the end of a step, which takes a tick or more: there is none at tick 0",
     ),
+    Survivor(
+        "simtune/sim/idle.py",
+        'said = value.model_dump(exclude_none=True) if hasattr(value, "model_dump") else value',
+        "True",
+        "False",
+        "no value that is compared with a preset's has a field that may be none; presets leave out such fields",
+    ),
+    Survivor(
+        "simtune/sim/recorder.py",
+        "rows[:, 1], rows[:, 3] = 0, np.repeat(decodes, steps)",
+        "0",
+        "1",
+        "each of these rows is one step, and the slope tells how much longer a second would take",
+    ),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from copy import copy
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 from pydantic.fields import FieldInfo
 
 from simtune.costs.compiled import LinearCosts
+from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import POLICIES
 from simtune.engine.scheduler import SETTINGS_OF
 from simtune.errors import PartError, UsageError
@@ -297,6 +300,16 @@ def test_answers_of_costs_are_whole_positive_ticks() -> None:
     with pytest.raises(PartError, match=r"cost model object \(builtins\) has no method decode"):
         OwnCosts(object())  # type: ignore[arg-type]
     assert OwnCosts(LinearCosts(1e-3)).decode(3, 5) == LinearCosts(1e-3).decode(3, 5)
+    assert OwnCosts(LinearCosts(1 / TICKS_PER_SECOND)).mixed(1, 1, (), 1) == 1
+
+
+def test_costs_of_ones_own_have_what_else_they_have_and_can_be_copied() -> None:
+    costs = OwnCosts(LinearCosts(1e-3, per_depth_s=0.25))
+    for same in (costs, copy(costs), pickle.loads(pickle.dumps(costs))):
+        assert same.per_depth_s == 0.25
+        assert same.own == costs.own
+        with pytest.raises(AttributeError, match="'LinearCosts' object has no attribute 'depth_s'"):
+            _ = same.depth_s
 
 
 @pytest.mark.parametrize("answer", [(1, 0, 1), (1, -1, 1), (5, -4, 2), (5, -4, 9)])

@@ -1,4 +1,5 @@
-"""Virtual engines that share the stages of a pipeline: steps whose ticks the stages cannot share evenly, by hand."""
+"""Virtual engines that share the stages of a pipeline, by hand: steps that the stages cannot share evenly, and their
+own shares of the KV blocks."""
 
 from __future__ import annotations
 
@@ -6,9 +7,13 @@ import pytest
 
 from simtune.costs.compiled import LinearCosts
 from simtune.costs.ticks import TICKS_PER_SECOND
+from simtune.errors import Infeasible
+from simtune.sim.deployment import Deployment, deploy
 from simtune.sim.outcome import Outcome
 from simtune.sim.stepping import Pipeline
 from simtune.sim.world import World
+from simtune.specs.catalog import load_hardware, load_model
+from simtune.specs.plan import Plan
 from simtune.testing.clusters import stream_of
 from tests.sim.worlds import Setting
 
@@ -44,3 +49,28 @@ def test_steps_of_engines_beside_one_another_are_taken_as_if_one_by_one(ticks: i
     flown, stepped = (run(ticks, stages, answers, single_steps=single) for single in (False, True))
     assert flown.finish.tolist() == stepped.finish.tolist()
     assert flown.steps == stepped.steps == sum(answers)
+
+
+def test_a_virtual_engine_must_hold_the_longest_request_in_its_own_blocks() -> None:
+    """Each of two has half of those of the instance."""
+    pool = {
+        "hardware": "h100-sxm",
+        "instances": 1,
+        "parallelism": {"pp": 2},
+        "batching": {"max_num_seqs": 4, "max_num_batched_tokens": 512},
+        "kv_cache": {"memory_utilization": 0.2, "block_size": 16},
+    }
+    model, hardware = load_model("llama-3.1-8b"), load_hardware("h100-sxm")
+
+    def deployed(longest: int) -> Deployment:
+        given = {"name": "p", "model": model.name, "pools": [{**pool, "max_model_len": longest}]}
+        return deploy(Plan.model_validate(given, strict=False), model, hardware, LinearCosts(1e-3))
+
+    own = deployed(16).pools[0].memory.num_blocks // 2
+    assert 16 * own < model.max_position
+    deployed(16 * own)
+    too_long = 16 * own + 1
+    with pytest.raises(
+        Infeasible, match=rf"{own} blocks and one request of max_model_len \({too_long}\) needs {own + 1}:"
+    ):
+        deployed(too_long)

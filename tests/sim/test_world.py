@@ -16,6 +16,7 @@ from simtune.errors import UsageError
 from simtune.sim.agenda import Agenda
 from simtune.sim.core import EngineCore
 from simtune.sim.outcome import Outcome
+from simtune.sim.recorder import Recorder
 from simtune.sim.source import RequestSource
 from simtune.sim.world import World
 from simtune.specs.base import LONGEST_S
@@ -119,6 +120,17 @@ def test_a_tiny_world_by_hand() -> None:
     ]  # fmt: skip
 
 
+def test_what_never_came_is_at_no_time() -> None:
+    """Of two requests the first is longer than the cache: -1 wherever something would have happened to it."""
+    stream = stream_of([0.0, 1.0], [9, 3], [2, 2])
+    outcome = Setting(10, 1, 2, 16, 1, LinearCosts(step_s=1.0), stream).run()
+    assert outcome.refused == 1
+    times = (outcome.scheduled, outcome.first_token, outcome.finish)
+    assert [(column / TICKS_PER_SECOND).tolist()[1:] for column in times] == [[1.0], [2.0], [3.0]]
+    assert [int(column[0]) for column in (*times, outcome.transferred)] == [-1] * 4
+    assert outcome.arrival[0] == 0
+
+
 def test_at_one_instant_steps_end_before_arrivals_and_arrivals_before_scheduling() -> None:
     """B arrives exactly when a step of A's jump ends: B is in the very next step."""
     stream = stream_of([0.0, 3.0], [1, 1], [10, 1])
@@ -171,6 +183,21 @@ def test_requests_leave_no_garbage_that_only_a_collector_would_find() -> None:
     assert garbage(200) == garbage(20)
     Setting(8, 4, 4, 8, 1, LinearCosts(step_s=0.1), stream_of([0.0], [8], [12])).run()
     assert gc.isenabled()
+
+
+def test_intervals_are_packed_whenever_there_are_many_and_stay_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row for each of 60 answers of two tokens."""
+    world = Setting(10, 1, 2, 16, 1, LinearCosts(step_s=1.0), stream_of(np.arange(60.0), [3] * 60, [2] * 60))
+    whole, packed, pack = world.run(), list[int](), Recorder.pack
+
+    def counting(recorder: Recorder) -> None:
+        packed.append(len(recorder.rows))
+        pack(recorder)
+
+    monkeypatch.setattr(Recorder, "pack", counting)
+    monkeypatch.setattr("simtune.sim.world.MOST_ROWS", 8)
+    assert world.run().intervals.tolist() == whole.intervals.tolist()
+    assert packed == [9] * 6 + [6], "as soon as there are more than 8, and what is left at the end"
 
 
 def test_steps_after_a_swap_do_not_wait_for_it_again() -> None:
