@@ -187,7 +187,7 @@ def test_requests_leave_no_garbage_that_only_a_collector_would_find() -> None:
 
 def test_intervals_are_packed_whenever_there_are_many_and_stay_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """One row for each of 60 answers of two tokens."""
-    world = Setting(10, 1, 2, 16, 1, LinearCosts(step_s=1.0), stream_of(np.arange(60.0), [3] * 60, [2] * 60))
+    world = Setting(10, 1, 2, 16, 1, LinearCosts(step_s=1.0), stream_of([*map(float, range(60))], [3] * 60, [2] * 60))
     whole, packed, pack = world.run(), list[int](), Recorder.pack
 
     def counting(recorder: Recorder) -> None:
