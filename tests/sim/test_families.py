@@ -229,8 +229,8 @@ def test_who_comes_later_than_the_next_family_does_not_turn_the_clock_back() -> 
 @pytest.mark.parametrize("first", [1, 2])
 def test_a_node_whose_requests_no_engine_takes_is_over_at_once(first: int) -> None:
     """Prompts longer than the model's context: who waited for their answers is sent when they are refused."""
-    graph = [{"name": "long", "count": 2, "first": first, "prompt": 70_000}, {"name": "next", "after": ["long"]}]
-    result = simulated(workload(graph), 2)
+    long = {"name": "long", "count": 2, "first": first, "prompt": 70_000}
+    result = simulated(workload([long, {"name": "next", "after": ["long"]}]), 2)
     assert result.refused == 4
     assert result.completed.tolist() == [False, False, True] * 2
     assert result.arrival_s == pytest.approx([0, 0, 0, 100, 100, 100])
