@@ -111,7 +111,7 @@ def test_sglang_reads_every_setting(tmp_path: Path, engine: str | None) -> None:
 def test_transformers_reads_every_setting(tmp_path: Path, pool: dict[str, Any]) -> None:
     if not (RELEASES / "transformers").is_dir():
         pytest.skip(f"{RELEASES / 'transformers'} is not there; make releases unpacks it")
-    files = engine_files(plan_of("transformers-5", pool), MODEL, 8, {})
+    files = engine_files(plan_of("transformers", pool), MODEL, 8, {})
     (call,) = calls(tmp_path, files, "launch.sh", ("transformers",), MODEL="/models/m")
     command, *words = call.removesuffix("|").split("|")
     assert (command, words[0]) == ("transformers", "serve")
