@@ -344,6 +344,12 @@ def test_tensorrt_llm_keeps_room_for_whole_answers_or_pauses() -> None:
     assert together == [{0: 8}, {0: 1, 1: 4}, *[{0: 1}] * 4, {1: 5}, *[{1: 1}] * 4]
 
 
+def test_tensorrt_llm_without_chunks_takes_whole_prompts_until_one_does_not_fit() -> None:
+    """Of 24 tokens a third prompt of 10 finds 4 left; beside the first two, which decode then, it fits."""
+    steps = story("tensorrt-llm", *[(0, 10, 2)] * 3, chunked_prefill=False, max_num_batched_tokens=24)
+    assert steps == [{0: 10, 1: 10}, {0: 1, 1: 1, 2: 10}, {2: 1}]
+
+
 def test_tensorrt_llm_may_give_prompts_equal_progress() -> None:
     steps = story("tensorrt-llm", (0, 12, 1), (0, 12, 1), context_chunking_policy="EQUAL_PROGRESS")
     assert steps == [{0: 4, 1: 4}, {0: 4, 1: 4}, {0: 4, 1: 4}]

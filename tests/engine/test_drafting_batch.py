@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simtune.engine import Batch, DraftingBatch, DraftingTerms, Request, VllmFcfs, VllmPriority
+from simtune.engine import Batch, Chunk, DraftingBatch, DraftingTerms, Request, VllmFcfs, VllmPriority
 from simtune.engine.drafting.needs import DraftNeeds
 from tests.engine.plain_batch import PlainBatch
 
@@ -282,6 +282,43 @@ def test_calendars_reach_as_far_as_the_longest_answer() -> None:
     assert sum(1 + sampler(long, i, 2) for i in range(rounds - 1)) < 29_999
     assert batch.advance(rounds) == [long]
     assert (batch.count, *batch.totals()) == (0, 0, 0, 0)
+
+
+def test_who_rejoins_is_the_last_of_the_members_and_of_those_that_are_complete_together() -> None:
+    batch = DraftingBatch(4, DraftingTerms(2, lambda r, n, d: 0), 100)
+    members = [Request(number, 4, output, computed=4, emitted=1) for number, output in ((0, 6), (1, 7), (2, 7))]
+    for member in members:
+        batch.join(member)
+    batch.leave(members[0])
+    batch.advance(1)
+    batch.rejoin(members[0])
+    assert list(batch) == [members[1], members[2], members[0]]
+    assert batch.newest() is members[0]
+    assert batch.advance(batch.steps_to_completion()) == [members[1], members[2], members[0]]
+
+
+def test_a_padded_chunk_completes_its_prompt_and_is_sampled_from_once() -> None:
+    """All but the last token of the second prompt is found, and three drafts that nobody made follow that one."""
+    scheduler = VllmFcfs(
+        num_blocks=20,
+        block_size=4,
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        max_model_len=40,
+        prefix_caching=True,
+        speculation=DraftingTerms(3, AcceptanceSampler(0)),
+    )
+    chunks: list[Chunk] = []
+    for number in range(2):
+        assert scheduler.add(Request(number, 9, 1, blocks=("a", "b")))
+        step = scheduler.schedule()
+        assert step is not None
+        chunks += step.chunks
+        scheduler.complete()
+    _, chunk = chunks
+    assert (chunk.past, chunk.tokens, chunk.padding) == (8, 4, 3)
+    assert replace(chunk, request=Request(2, 9, 1)).completes
+    assert not replace(chunk, request=Request(2, 10, 1)).completes
 
 
 def test_a_newcomer_is_padded_where_all_draft_alike_and_there_is_room() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simtune.engine import PrefixCache, Request, VllmFcfs, hit_rate
+from simtune.engine import PrefixCache, Request, VllmFcfs, VllmPriority, hit_rate
 
 
 def engine(**changes: Any) -> VllmFcfs:
@@ -78,6 +78,48 @@ def test_an_answer_is_found_by_the_next_turn_and_a_preempted_request_finds_its_o
         scheduler.complete()
     # Ten blocks for 4 + 4 of the prompts, and one more each; the second lacks the sixth, and four of its five survive.
     assert (both[1].preemptions, found) == (1, [0, 0, 16])
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_who_is_preempted_with_its_tokens_given_finds_the_block_that_its_last_one_filled(ahead: bool) -> None:
+    """Both have filled two blocks and need a third; there is one. The first is given it, then loses all to the second,
+    which is more urgent: only the third block contains nothing."""
+    scheduler = VllmPriority(
+        num_blocks=5,
+        block_size=4,
+        max_num_seqs=2,
+        max_num_batched_tokens=16,
+        max_model_len=20,
+        prefix_caching=True,
+        async_scheduling=ahead,
+    )
+    patient, urgent = Request(0, 6, 7, priority=1), Request(1, 7, 3)
+    coming, found = [urgent], []
+    assert scheduler.add(patient)
+    while (step := scheduler.schedule()) is not None:
+        found += [(chunk.request.id, chunk.past) for chunk in step.chunks]
+        scheduler.complete()
+        if coming:
+            assert scheduler.add(coming.pop())
+    assert patient.preemptions == 1
+    assert found == [(0, 0), (1, 0), (0, 8)]
+
+
+def test_who_comes_back_finds_of_shared_blocks_what_a_newcomer_finds() -> None:
+    """The last of them is dropped from either hit; another request holds them all, so that none is idle."""
+    cache = PrefixCache(8, 4, 4, drops_last_hit=True)
+    both = [Request(number, 13, 4, blocks=("a", "b")) for number in range(2)]
+    for request in both:
+        hit = cache.find(request)
+        cache.hold(request, hit)
+        cache.take(2 - hit.blocks)
+        request.computed = 8
+        cache.name(request, 8)
+    cache.release(both[1], 8, returns=True)
+    both[1].computed, both[1].preemptions = 0, 1
+    back, new = cache.find(both[1]), cache.find(Request(2, 13, 4, blocks=("a", "b")))
+    assert back == new
+    assert (len(back.runs), back.private, back.blocks, back.idle) == (1, None, 1, 0)
 
 
 def test_a_large_hash_block_loses_its_tail_block_by_block() -> None:
