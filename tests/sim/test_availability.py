@@ -83,3 +83,18 @@ def test_what_an_instance_of_a_plan_has_when_it_fails_is_computed_anew_elsewhere
     result = deployment.simulate(stream_of([0.0], [50], [10]))
     assert result.outcome.resent.tolist() == [1]
     assert (result.first_token_s.tolist(), result.finish_s.tolist()) == ([1.0], [10.5])
+
+
+def test_what_a_failed_instance_had_counts_there_no_more() -> None:
+    """The first request is lost with its instance at 0.5 s and computed by the other. Both are up and idle when the
+    second one comes, and equals go to the first."""
+    cores = [EngineCore(engine(), LinearCosts(step_s=1.0)) for _ in range(2)]
+    cores[1].number = 1
+    changes = [
+        Change(round(at * TICKS_PER_SECOND), cores[:1], up=up, lost=not up) for at, up in ((0.5, False), (5.0, True))
+    ]
+    router = LeastOutstanding(cores)
+    outcome = World(cores, stream_of([0.0, 10.0], [4, 4], [2, 2]), router=router, changes=changes).run()
+    assert outcome.resent.tolist() == [1, 0]
+    assert outcome.core.tolist() == [1, 0]
+    assert (outcome.finish / TICKS_PER_SECOND).tolist() == [2.5, 12.0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,8 +13,11 @@ from click.testing import CliRunner
 from simtune.api import load_specs as specs_of
 from simtune.api import set_up
 from simtune.cli.simulate import simulate
+from simtune.costs.basis import KindBasis
+from simtune.costs.compiled import LinearCosts
+from simtune.costs.predict import Basis
 from simtune.engine import Step
-from simtune.sim.basis import cost_basis, evenly, note
+from simtune.sim.basis import asked_calls, cost_basis, evenly, note, summed
 from simtune.sim.sampling import MOST, SampledStep, StepSampler
 from simtune.sim.summary import BasisShares, CostBasis, OperatorBasis
 from simtune.sim.timing import JumpTime
@@ -95,10 +99,53 @@ def test_a_run_says_what_it_rests_on() -> None:
     assert again.interpolated == pytest.approx(found.interpolated, abs=0.02), "recorded or not"
 
 
+@pytest.mark.parametrize("unit", [1e-9, 1.0, 1e9])
+def test_shares_of_the_time_are_the_same_in_any_unit(unit: float) -> None:
+    gemm, attention = KindBasis(), KindBasis()
+    gemm.add(3 * unit, Basis.MEASURED, 0.0)
+    attention.add(1 * unit, Basis.EXTRAPOLATED, 0.2)
+    found = summed([{"gemm": gemm, "attention": attention}])
+    assert found is not None
+    assert (found.measured, found.extrapolated) == (0.75, 0.25)
+    assert [(o.operator, o.share, o.log_sd) for o in found.operators] == [("gemm", 0.75, 0.0), ("attention", 0.25, 0.2)]
+
+
+TWO_APART = {"arrival_s": [0.0, 1.0], "prompt_tokens": [8, 8], "output_tokens": [4, 4]}
+
+
 def test_own_costs_rest_on_nothing_that_is_known_here() -> None:
-    specs = specs_of("llama-3.1-8b", None, {"arrival_s": [0.0, 1.0], "prompt_tokens": [8, 8], "output_tokens": [4, 4]})
+    specs = specs_of("llama-3.1-8b", None, TWO_APART)
     experiment = set_up(specs, costs=lambda num_decodes, context_tokens, chunks: 1e-3)
-    assert cost_basis(experiment.deployment, experiment.run()) is None
+    result = experiment.run()
+    assert cost_basis(experiment.deployment, result) is None
+    assert [*asked_calls(experiment.deployment, result)] == [], "nor do they ask operators for anything"
+
+
+def test_the_steps_of_a_run_ask_the_operators_of_its_hardware() -> None:
+    experiment = set_up(specs_of("llama-3.1-8b", "h100-sxm", TWO_APART))
+    asked = [*asked_calls(experiment.deployment, experiment.run())]
+    assert {hardware for hardware, _ in asked} == {"h100-sxm"}
+    assert {"decode_attention", "prefill_attention"} <= {call.kind for _, call in asked}
+
+
+class Stated(LinearCosts):
+    """Of steps that all take as long, those with a prompt were measured."""
+
+    log_sd = 0.2
+
+    def basis(self, num_decodes: int, context_tokens: int, chunks: Sequence[tuple[int, int]]) -> int:
+        return Basis.MEASURED if chunks else Basis.EXTRAPOLATED
+
+
+def test_own_costs_may_state_what_they_rest_on_and_err_where_nothing_was_measured() -> None:
+    """One step in four has the prompt, for either request."""
+    experiment = set_up(specs_of("llama-3.1-8b", None, TWO_APART), costs=Stated(step_s=0.01))
+    found = cost_basis(experiment.deployment, experiment.run())
+    assert found is not None
+    assert (found.measured, found.extrapolated) == pytest.approx((0.25, 0.75), abs=0.01)
+    (step,) = found.operators
+    assert step.operator == "step"
+    assert step.log_sd == pytest.approx(0.2 * found.extrapolated, abs=1e-6)
 
 
 def test_the_command_says_so() -> None:

@@ -119,6 +119,15 @@ def test_load_that_turns_from_prompts_to_answers_takes_instances_there_and_back(
     assert same(result.outcome, stepped.outcome)
 
 
+def test_who_waits_to_be_sent_to_a_decode_instance_counts_as_waiting_there() -> None:
+    """One decode instance with 64 seats, and 70 short prompts at once: at the first look 6 wait for a seat. They were
+    dealt out before another comes, with which it is 3 for each."""
+    control = {"every_s": 0.5, "prefill": {"high": 1e6}, "decode": {"high": 5.5}}
+    result = run(plan_of(control, prefills=3, decodes=1), stream_of([0.0] * 70, [1] * 70, [40] * 70))
+    assert result.outcome.role_switches == 1
+    assert result.completed.all()
+
+
 def test_a_pool_keeps_the_instances_it_is_to_keep() -> None:
     control = {"every_s": 0.1, "prefill": {"high": 1.0}, "decode": {"high": 1e6, "least": 2}}
     result = run(plan_of(control), every_second(60, 4000, 10))
