@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import IntEnum
 from functools import cached_property
+from pathlib import Path
 from statistics import NormalDist, median
 from typing import Any
 
@@ -18,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from simtune.arrays import Array, Mask
 from simtune.costs import curve
 from simtune.costs.estimate import estimate
-from simtune.costs.operators import OPERATORS, UNKNOWN, Chip, CurveForm, Setting, Terms, operator_key
+from simtune.costs.operators import OPERATORS, UNKNOWN, Chip, CurveForm, OperatorForm, Setting, Terms, operator_key
 from simtune.costs.residual import Process
 from simtune.errors import Infeasible, Problem, SpecError
 from simtune.specs.hardware import ARRAYS, Arrays, Hardware, Operator, OperatorKind, Residual
@@ -117,6 +118,7 @@ class Predictor:
         self.overhead_s = operator.base.overhead_s
         self._base = operator.base.model_dump()
         self._form = OPERATORS[operator.kind]
+        _check_names(operator, self._form, arrays)
         self._setting = Setting.of(processors, operator.dtype, operator.kv_dtype, chip)
         self.arrays = Arrays({}) if arrays is None else arrays
         self._curve_form = self._form.curve or CurveForm()
@@ -345,6 +347,32 @@ class Profile:
         sds = dict.fromkeys((*OPERATORS, "send"), DATA_SHEET_LOG_SD)
         sds |= {kind: median(log_sds) for kind, log_sds in by_kind.items()}
         return sds | {"head": sds["gemm"]}
+
+
+def _check_names(operator: Operator, form: OperatorForm, arrays: Mapping[str, NDArray[Any]] | None) -> None:
+    """Raises SpecError for a shape parameter that calls of the operator's kind do not have, or that a curve lacks."""
+    shared = () if form.curve is None else form.curve.shared
+    told = [("box", name) for name in operator.box]
+    told += [("families", name) for family in operator.families for name in family]
+    wrong = [
+        (f"operators: {place}", f"{operator.kind} has no {name}; it has {', '.join(form.shape)}")
+        for place, name in told
+        if name not in form.shape
+    ]
+    wrong += [
+        ("operators: curves.at", f"a curve of {operator.kind} is at no {name}")
+        for curve in operator.curves
+        for name in shared
+        if name not in curve.at
+    ]
+    if wrong:
+        key, why = wrong[0]
+        raise SpecError(Problem(_profile_beside(arrays), why, key))
+
+
+def _profile_beside(arrays: Mapping[str, NDArray[Any]] | None) -> str:
+    """The file of the profile that has the arrays, as far as it is known."""
+    return str(Path(str(arrays)).with_name("profile.yaml")) if isinstance(arrays, Arrays) else "profile.yaml"
 
 
 def load_residuals(hardware: Hardware) -> int:

@@ -21,7 +21,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from simtune.arrays import Array, Ints, Mask
 from simtune.errors import Problem, SpecError
-from simtune.specs.base import Count, NonNegative, Record, Seq, Share
+from simtune.specs.base import Count, NonNegative, Record, Seconds, Seq, Share
 from simtune.specs.reading import parse_json, read_text
 
 MEASURED_SCHEMA: Literal["simtune/measured@1"] = "simtune/measured@1"
@@ -39,13 +39,13 @@ class MeasuredRequest(Record):
     """One request. Times in seconds since the run began; null is what never came or was not recorded."""
 
     request: int = Field(ge=0, description="its number in the stream of requests")
-    due_s: NonNegative | None = Field(description="when it should be sent; null in a closed loop")
-    sent_s: NonNegative = Field(description="when it was sent, or came to an engine in process")
-    first_token_s: NonNegative | None
-    finish_s: NonNegative | None
+    due_s: Seconds | None = Field(description="when it should be sent; null in a closed loop")
+    sent_s: Seconds = Field(description="when it was sent, or came to an engine in process")
+    first_token_s: Seconds | None
+    finish_s: Seconds | None
     prompt_tokens: Count
     output_tokens: int = Field(ge=0, description="that came")
-    times_s: Seq[NonNegative] | None = Field(None, description="of every message that carried tokens")
+    times_s: Seq[Seconds] | None = Field(None, description="of every message that carried tokens")
     error: str | None = Field(None, description="why it was not answered to the end")
 
 

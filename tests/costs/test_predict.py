@@ -90,6 +90,16 @@ def test_collectives_follow_the_curve_of_their_group() -> None:
     assert all_reduce.inside(devices=devices, bytes=size).tolist() == [True, True, False], "nobody measured eight"
 
 
+def test_a_parameter_that_calls_do_not_have_is_refused() -> None:
+    for changes, said in (
+        ({"box": {"kind": (1.0, 2.0)}}, "profile.yaml: operators: box: gemm has no kind; it has m, n, k"),
+        ({"families": ({"rows": 8.0},)}, "profile.yaml: operators: families: gemm has no rows"),
+        ({"curves": (Curve(at={"n": 64.0}, x=(1.0, 4.0), seconds=(1e-3, 2e-3)),)}, "a curve of gemm is at no k"),
+    ):
+        with pytest.raises(SpecError, match=said):
+            Predictor(operator("gemm").model_copy(update=changes), 8)
+
+
 def test_the_error_widens_outside_the_box() -> None:
     gemm = Predictor(corrected(), 8, residual()[1])
     inside, edge, outside = gemm.log_sd(m=np.array([32.0, 256.0, 257.0]), n=64, k=32)

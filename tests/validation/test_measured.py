@@ -76,6 +76,7 @@ def test_what_never_came_has_no_statistics() -> None:
         ("", "the file is empty"),
         (RUN.to_text()[:-9], ":5: not JSON"),
         (RUN.to_text().replace('"sent_s":2.0', '"sent_s":-2.0', 1), ":4: sent_s: "),
+        (RUN.to_text().replace('"sent_s":2.0', '"sent_s":1e9', 1), ":4: sent_s: "),
         (RUN.to_text().replace('"sent_s":2.0', '"sent_s":NaN', 1), ":4: not JSON"),
         (RUN.to_text().replace("measured@1", "measured@9"), ":1: schema: "),
         (RUN.to_text().splitlines()[0], "has no requests"),
