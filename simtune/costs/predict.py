@@ -352,11 +352,11 @@ class Profile:
 def _check_names(operator: Operator, form: OperatorForm, arrays: Mapping[str, NDArray[Any]] | None) -> None:
     """Raises SpecError for a shape parameter that calls of the operator's kind do not have, or that a curve lacks."""
     shared = () if form.curve is None else form.curve.shared
-    told = [("box", name) for name in operator.box]
-    told += [("families", name) for family in operator.families for name in family]
+    given = [("box", name) for name in operator.box]
+    given += [("families", name) for family in operator.families for name in family]
     wrong = [
         (f"operators: {place}", f"{operator.kind} has no {name}; it has {', '.join(form.shape)}")
-        for place, name in told
+        for place, name in given
         if name not in form.shape
     ]
     wrong += [
