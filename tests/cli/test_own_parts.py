@@ -239,5 +239,5 @@ def test_what_is_built_in_is_listed() -> None:
     listed = json.loads(typed("list", "--json").out)
     assert listed["policy"][0] == "vllm-fcfs"
     assert "prefix_aware" in listed["router"]
-    assert listed["emitter"] == ["vllm", "sglang", "tensorrt-llm", "llamacpp"]
+    assert listed["emitter"] == ["vllm", "sglang", "tensorrt-llm", "llamacpp", "transformers"]
     assert typed("list", "router").out.splitlines()[:2] == ["router:", "  round_robin"]
