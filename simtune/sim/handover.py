@@ -167,8 +167,12 @@ class Handover:
             target.inbox.dropped.append(transfer.request)
             target.notify(now)
             return
-        (self._unroutable if target is None else target.inbox.waiting).remove(transfer)
         self._recorder.waiting -= 1
+        if target is None:
+            self._unroutable.remove(transfer)
+        else:
+            target.inbox.waiting.remove(transfer)
+            target.notify(now)  # there may be room for those behind it
 
     def _stop(self, now: int, transfer: KvTransfer) -> None:
         """Take a KV cache off the link; its transfer may begin anew."""

@@ -11,7 +11,7 @@ from simtune.sim.availability import Change
 from simtune.sim.core import EngineCore, KvConnector
 from simtune.sim.deployment import deploy
 from simtune.sim.link import TransferLink
-from simtune.sim.router import LeastOutstanding
+from simtune.sim.router import LeastOutstanding, RoundRobin
 from simtune.sim.world import World
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import Plan
@@ -98,3 +98,28 @@ def test_what_a_failed_instance_had_counts_there_no_more() -> None:
     assert outcome.resent.tolist() == [1, 0]
     assert outcome.core.tolist() == [1, 0]
     assert (outcome.finish / TICKS_PER_SECOND).tolist() == [2.5, 12.0]
+
+
+def test_who_waits_behind_a_transfer_that_is_given_up_goes_at_the_end_of_the_step() -> None:
+    """A decodes from 3 s on, in steps of 2 s. B's 61 tokens find no room beside it, and C's one waits behind them until
+    B's instance fails at 12.5 s: it goes when the step under way ends, at 13 s."""
+    fronts = [
+        EngineCore(engine(), LinearCosts(step_s=1.0), connector=KvConnector(TransferLink(1.0, i), 1, 0, 0))
+        for i in range(2)
+    ]
+    small = VllmFcfs(num_blocks=64, block_size=1, max_num_seqs=10, max_num_batched_tokens=1000, max_model_len=63)
+    back = EngineCore(small, LinearCosts(step_s=2.0))
+    fronts[1].number, back.number = 1, 2
+    changes = [
+        Change(round(12.5 * TICKS_PER_SECOND), fronts[1:], up=False, lost=True),
+        Change(500 * TICKS_PER_SECOND, fronts[1:], up=True),
+    ]
+    outcome = World(
+        [*fronts, back],
+        stream_of([0.0, 4.0, 6.0], [2, 61, 1], [40, 2, 4]),
+        router=RoundRobin(fronts),
+        decode_router=LeastOutstanding([back]),
+        changes=changes,
+    ).run()
+    assert outcome.resent.tolist() == [0, 1, 0]
+    assert (outcome.transferred / TICKS_PER_SECOND).tolist()[::2] == [3.0, 14.0]
