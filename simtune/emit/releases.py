@@ -10,8 +10,11 @@ Release = tuple[int, ...]
 
 
 def release_of(engine: str | None, family: str, newest: Release) -> Release:
-    """The numbers of an engine preset's release, by its name or file; the newest where none of the family is named.
-    Raises UsageError where there is no such preset."""
+    """The numbers of an engine preset's release, by its name or file; the newest where none of the family is named,
+    or its release is no number: what is written says whose names it has.
+
+    Raises UsageError where there is no such preset.
+    """
     if engine is None:
         return newest
     preset = load_engine(engine)

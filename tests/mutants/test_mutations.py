@@ -91,6 +91,17 @@ def test_a_campaign_counts_what_is_caught_and_goes_on(tmp_path: Path, monkeypatc
     assert [row["fate"] for row in weak] == expected
     assert len(weak) == 3
     assert module.read_text() == source
+    slow = test.with_name("test_slow.py")
+    assert [row["fate"] for row in run(tmp_path, range(3), 1e9, 0.0)] == expected, "a fate that is known stays"
+    slow.write_text("from simtune.sim.link import f\n\ndef test_f():\n    assert f(1) == 2\n")
+    (tmp_path / "mutants.jsonl").unlink()
+    known = TestFile("tests/sim/test_slow.py", 1e6, {"simtune/sim/link.py": [1, 2, 3]})
+    with (tmp_path / "tests.jsonl").open("a") as file:
+        file.write(json.dumps(vars(known)) + "\n")
+    first = ["open" if fate == "survives" else fate for fate in expected]
+    assert [row["fate"] for row in run(tmp_path, range(3), 1e9, 1e3)] == first, "what takes longer is left for later"
+    weak = run(tmp_path, range(3), 1e9, 1e9)
+    assert {row["fate"] for row in weak} == {"caught"}
     (tmp_path / "undo.jsonl").write_text(json.dumps({"path": str(module), "text": source}) + "\n")
     module.write_text("a mistake")  # of a campaign that was killed
     monkeypatch.setattr("tests.mutants.campaign.caught", lambda *_: pytest.fail("known already"))
