@@ -180,9 +180,12 @@ class BestFirst:
 
     def _reopen(self) -> None:
         """When the best plan turns out to be less good: those that were only not better than it was."""
+        still_open = {id(plan) for item in self._open for plan in item.plans}
         for plan in self.plans:
             best = plan.row.best
-            if plan.row.status == "infeasible" and best is not None and self._could_be_better(best):
+            if id(plan) in still_open or plan.row.status != "infeasible" or best is None:
+                continue
+            if self._could_be_better(best):
                 plan.best = best
                 self._push([plan], "all there is")
 

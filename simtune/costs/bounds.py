@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,8 @@ from simtune.costs.compiled import CompiledCosts, DecodeTable, LinearCosts, Step
 from simtune.costs.drafting import CompiledRounds
 from simtune.costs.protocol import StepCosts
 from simtune.costs.ticks import TICKS_PER_SECOND, to_ticks
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class LeastCosts:
             least_head_s=min(min(kind.head[1:]) for kind in kinds) / TICKS_PER_SECOND,
             after_s=min(min(kind.after[1:]) for kind in kinds) / TICKS_PER_SECOND,
             shortest_s=min(min(kind.floor[1:]) for kind in kinds) / TICKS_PER_SECOND,
-            prefill_s=bounds.prefill_cost_s,
+            prefill_s=_Prompts(tables).least_s,
         )
 
     @classmethod
@@ -78,7 +80,19 @@ class LeastCosts:
         return cls([(step, token)], context, context, 0.0, 0.0, 0.0, step, prefill_s)
 
 
-@lru_cache(maxsize=16)
+def _once(of: Callable[[StepTables], R]) -> Callable[[StepTables], R]:
+    """What is read off tables, which is kept as long as they are: no longer, for they are large."""
+    kept: WeakKeyDictionary[StepTables, R] = WeakKeyDictionary()
+
+    def read(tables: StepTables) -> R:
+        if tables not in kept:
+            kept[tables] = of(tables)
+        return kept[tables]
+
+    return read
+
+
+@_once
 def _least_of(tables: StepTables) -> LeastCosts:
     return LeastCosts.of_tables(tables)
 
@@ -134,12 +148,7 @@ class CostBounds:
         The differences of the chunks add up to the whole; the overhead of at least one chunk comes on top.
         Prompts longer than max_model_len count as if they were that long.
         """
-        tables = self._tables
-        most = len(tables.prefill) - 1
-        whole = np.array(tables.prefill)[np.minimum(prompt_tokens, most)]
-        cached = np.array(tables.cached)[np.minimum(cached_tokens, most)]
-        seconds: Array = (np.maximum(whole - cached, 0) + tables.chunk) / TICKS_PER_SECOND
-        return seconds
+        return _Prompts(self._tables).least_s(prompt_tokens, cached_tokens)
 
     def head_cost_s(self) -> float:
         """The largest c with head and sampling >= c n for all numbers n of sampled rows."""
@@ -173,12 +182,26 @@ def _turns_down(a: tuple[int, int], b: tuple[int, int], c: tuple[int, int]) -> b
     return (b[1] - a[1]) * (c[0] - a[0]) >= (c[1] - a[1]) * (b[0] - a[0])
 
 
+class _Prompts:
+    """What tables say of whole prompts; it lives on without them."""
+
+    def __init__(self, tables: StepTables) -> None:
+        self._whole, self._cached, self._chunk = np.array(tables.prefill), np.array(tables.cached), tables.chunk
+
+    def least_s(self, prompt_tokens: NDArray[np.integer], cached_tokens: NDArray[np.integer] | int = 0) -> Array:
+        """See `CostBounds.prefill_cost_s`."""
+        most = len(self._whole) - 1
+        whole, cached = self._whole[np.minimum(prompt_tokens, most)], self._cached[np.minimum(cached_tokens, most)]
+        seconds: Array = (np.maximum(whole - cached, 0) + self._chunk) / TICKS_PER_SECOND
+        return seconds
+
+
 class _LeastAttention(NamedTuple):
     context_s: float
     any_s: float
 
 
-@lru_cache(maxsize=16)
+@_once
 def _least_attention(tables: StepTables) -> _LeastAttention:
     per_context, least = float("inf"), float("inf")
     numbers = np.arange(1, tables.max_num_seqs + 1)

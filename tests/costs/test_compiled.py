@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
+import weakref
 from functools import cache
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simtune.costs.bounds import CostBounds
+from simtune.costs.bounds import CostBounds, least_costs
 from simtune.costs.compiled import CompiledCosts, LinearCosts, compile_costs
 from simtune.costs.iteration import StepModel, StepWork
 from simtune.costs.knots import whole_ticks
@@ -312,3 +314,17 @@ def test_times_that_no_step_takes_are_refused(seconds: float) -> None:
     """Rather than rounded to whatever fits a tick."""
     with pytest.raises(UsageError, match="the hardware profile gives a step"):
         whole_ticks(np.array([1.0, seconds]))
+
+
+def test_bounds_do_not_keep_the_tables_that_they_were_read_off() -> None:
+    """Tables take megabytes: a process that searches again and again must not gather those of all searches."""
+    costs = compile_costs(model(), hardware(), pool(max_num_seqs=SEQS, budget=BUDGET), LONGEST)
+    tables, least = weakref.ref(costs.tables), least_costs(costs)
+    assert least is not None
+    assert least is least_costs(costs)
+    prompts = np.array([1, LONGEST, 2 * LONGEST])
+    said = CostBounds(costs.tables).prefill_cost_s(prompts, 1)
+    del costs
+    gc.collect()
+    assert tables() is None
+    assert (least.prefill_s(prompts, np.array([1, 1, 1])) == said).all()

@@ -36,7 +36,7 @@ KEPT = 4000
 
 
 _ANSWERS = {"replay": (4,), "certify": (4,), "validate": (1, 4)}
-"""Exit codes by which a verb says that something does not hold, or that requests failed."""
+"""Exit codes by which a verb says that something does not hold, or that requests failed; it is written down too."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,8 @@ class Desk:
         before = {path.name for path in self._folder.iterdir()}
         ended = self.ask(case.command)
         said = [(self._folder / name).read_text("utf-8", "replace")[-KEPT * 100 :] for name in ("stdout", "stderr")]
-        made = {"stdout", "stderr"} | ({"out", "out.yaml"} if ended["code"] in (0, 3) else set())
+        answers = (0, 3, *_ANSWERS.get(case.command[0], ()))
+        made = {"stdout", "stderr"} | ({"out", "out.yaml"} if ended["code"] in answers else set())
         left = {path.name for path in self._folder.iterdir()} - before - made
         return Answer(number, case, how, ended["code"], *said, ended["cpu_s"], ended["memory"], tuple(sorted(left)))
 

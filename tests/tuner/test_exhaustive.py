@@ -98,6 +98,7 @@ def check(q: Question) -> tuple[int, int] | None:
         return None
     for plan in deployments(q):
         _not_better(q, tuned, *plan)
+    assert all(len(row.tried) == len(set(row.tried)) for row in tuned.rows)
     return sum(row.simulations > 0 for row in tuned.rows), len(tuned.rows)
 
 

@@ -11,7 +11,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from simtune.errors import Infeasible, UsageError
-from simtune.specs.catalog import load_hardware, load_model
+from simtune.specs.catalog import load_hardware, load_model, load_workload
 from simtune.specs.study import HardwareCount, Search, Study
 from simtune.specs.workload import ClosedLoop, FixedLength, Lognormal, Poisson, RequestClass, Slo, Workload
 from simtune.tuner import rate_sweep
@@ -257,6 +257,18 @@ def test_some_cores_stand_for_all() -> None:
         assert ours == pytest.approx(theirs, rel=0.05)
     ours, theirs = some.summary().output_tokens_per_s, all_of_them.summary().output_tokens_per_s
     assert ours == pytest.approx(theirs, rel=0.05)
+
+
+def test_no_plan_is_asked_twice_what_it_has_answered() -> None:
+    """Where all cores miss what some met, other plans come into play again, each of them once."""
+    chat, _ = load_workload("chat")
+    asked = question(
+        slo=Slo(ttft_s={"p99": 1.0}, tpot_s={"p99": 0.030}), workload=chat, devices=8, tp=(1,), pp=(1,),
+        prefix_caching=(False, True), max_num_seqs=(256, 384), max_num_batched_tokens=(2048,), requests=200,
+    )  # fmt: skip
+    tuned = optimize(replace(asked, study=asked.study.model_copy(update={"seed": 7})), jobs=1)
+    assert sum(tried.all_cores and not tried.met for row in tuned.rows for tried in row.tried) > 4
+    assert [row.candidate.name for row in tuned.rows if len(row.tried) > len(set(row.tried))] == []
 
 
 class _Surer:
