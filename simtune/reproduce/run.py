@@ -59,10 +59,13 @@ def _finding(entry: Entry, runner: Runner, hardware: str | None) -> Finding:
 
 
 def _gain(entry: Entry, runner: Runner, otherwise: Otherwise, measure: Measure | None = None) -> float:
-    """Of the variant over the base, with something otherwise."""
+    """Of the variant over the base, with something otherwise; 0, in no band, where one of them cannot do it at all."""
     sides = entry.family.varied(entry.system, otherwise)
     measured_by = measure or entry.system.measure
-    done = {name: runner.measure(entry.family, side, measured_by) for name, side in sides.items()}
+    try:
+        done = {name: runner.measure(entry.family, side, measured_by) for name, side in sides.items()}
+    except Infeasible:
+        return 0.0
     return _over(entry.system, done["variant"], done.get("base"))[0]
 
 

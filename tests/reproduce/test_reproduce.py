@@ -258,6 +258,14 @@ def test_reproduced_is_only_what_assumes_nothing(
     assert finding.chosen == fields.get("chosen")
 
 
+def test_what_cannot_be_done_otherwise_is_in_no_band() -> None:
+    """One assumption under which a side does not come off at all is not the end of the run, nor a gain."""
+    measure = {"kind": "step", "within_s": 0.003}
+    (finding,) = reproduce([entry(measure=measure, **ONE_AND_TWO, **guessed(32, 100_000_000))], jobs=1)
+    assert finding.status == "assumed"
+    assert finding.inputs[0].gains[1] == 0 < finding.inputs[0].gains[0]
+
+
 def test_the_line_counts_what_is_fitted_apart() -> None:
     """Each of the serving systems once, and none of the others."""
     of = [finding for finding in RESULTS.findings if finding.family != NOT_SERVING]

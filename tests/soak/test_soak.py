@@ -188,8 +188,8 @@ def test_searches_of_two_thousand_candidates_for_an_hour(tmp_path: Path) -> None
     assert found[0][0] >= 2000
     main = max(course, key=lambda pid: len(course[pid]))
     assert not grown({pid: told for pid, told in course.items() if pid != main}), "workers grow"
-    second, last = ([line[2] for line in found[at : at + SEEDS]] for at in (SEEDS, len(found) - SEEDS))
-    assert all(z < a * (1 + SLACK) + SLACK_MIB for a, z in zip(second, last, strict=True)), "searches are kept"
+    early, late = (statistics.median(line[2] for line in found[at:][:SEEDS]) for at in (SEEDS, len(found) - SEEDS))
+    assert late < early * (1 + SLACK) + SLACK_MIB, "what searches have is kept when they are over"
 
 
 def test_growth_is_seen() -> None:
