@@ -129,8 +129,7 @@ class BestFirst:
         evaluator: Evaluator,
         progress: SearchProgress | None = None,
     ) -> None:
-        self.question, self.progress = question, progress
-        self.evaluator = evaluator
+        self.question, self.evaluator, self.progress = question, evaluator, progress
         self.workshop = Workshop(question, candidates)
         self.entry = Admission(question, self.workshop)
         self.step = 1 + question.study.search.rate_tolerance
@@ -141,11 +140,10 @@ class BestFirst:
         self.best: Entrant | None = None
         self.confirmed: tuple[Deployment, Result] | None = None
         self.total = len(candidates)
-        self._candidates = candidates
         self._open: list[_Open] = []
         self._pushed = 0
         self._seen = SeenPlans()
-        self._classes = UnopenedClasses(PlanClasses(question, self.workshop), self._candidates)
+        self._classes = UnopenedClasses(PlanClasses(question, self.workshop), candidates)
 
     def run(self) -> bool:
         """Decide all plans; whether an interrupt left some open."""
@@ -182,10 +180,8 @@ class BestFirst:
         """When the best plan turns out to be less good: those that were only not better than it was."""
         still_open = {id(plan) for item in self._open for plan in item.plans}
         for plan in self.plans:
-            best = plan.row.best
-            if id(plan) in still_open or plan.row.status != "infeasible" or best is None:
-                continue
-            if self._could_be_better(best):
+            best = None if id(plan) in still_open else plan.row.best
+            if plan.row.status == "infeasible" and best is not None and self._could_be_better(best):
                 plan.best = best
                 self._push([plan], "all there is")
 
