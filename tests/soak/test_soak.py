@@ -82,6 +82,31 @@ for turn in itertools.count():
         break
 """
 
+WORKER = """\
+import pickle, sys
+import simtune
+from simtune.tuner import evaluator
+
+class Enough(Exception):
+    pass
+
+def kept(self, key, task, expected, of=evaluator.Evaluator.finding):
+    tasks.append(pickle.dumps(task))
+    if len(tasks) == 60:
+        raise Enough
+    return of(self, key, task, expected)
+
+tasks, evaluator.Evaluator.finding = [], kept
+try:
+    simtune.optimize(sys.argv[1], settings=("seed=8",), jobs=1)
+except Enough:
+    pass
+for turn in range(20):
+    for task in tasks:
+        pickle.loads(task).run()
+print(len(tasks))
+"""
+
 SEEDS = 16
 """Of a round of searches, each with workers of its own. Some end after six simulations and some after thousands, so a
 round is compared with an earlier one: of one search and its workers nothing is told but how much they come to need."""
@@ -191,6 +216,18 @@ def test_searches_of_two_thousand_candidates_for_an_hour(tmp_path: Path) -> None
     assert late < early * (1 + SLACK) + SLACK_MIB, "what searches have is kept when they are over"
     early, late = found[2 * SEEDS - 1][3], found[-1][3]
     assert late < early * (1 + SLACK) + SLACK_MIB, "workers of the same searches take more and more"
+
+
+@pytest.mark.nightly
+def test_a_worker_keeps_nothing_of_what_it_did(tmp_path: Path) -> None:
+    """The same simulations, sent as to a worker, again and again in one process."""
+    (tmp_path / "study.yaml").write_text(STUDY)
+    course, out, _ = watched([sys.executable, "-c", WORKER, "study.yaml"], tmp_path)
+    (only,) = course.values()
+    print(f"early and late {growth(only)} MiB")
+    assert out.split() == ["60"]
+    assert len(only) >= 20
+    assert growth(only)[1] < growth(only)[0] + SLACK_MIB / 2
 
 
 def test_growth_is_seen() -> None:
