@@ -69,6 +69,8 @@ _PRIOR_SD = (0.7, 0.7, 0.5, OperatorForm.block_log_sd, 1.0)
 """Of log flops_per_s, bytes_per_s, overhead_s, block_s, overlap_p - 1; on a GPU of block_s as the operator says."""
 _STARTS = (0.0, -1.5, 1.0)  # shifts of both log rates from the prior
 _MAX_EVALUATIONS = 200
+_FARTHEST = 6.0  # of a log error: one farther off has no say in which way to go
+_TINY = float(np.finfo(float).tiny)
 _DIGITS = 6
 
 Rows = NDArray[np.intp]
@@ -169,8 +171,9 @@ def _fit(
             kept = _condensed(process, rows, base, setting)
             residual, arrays = kept.spec(table.key)
             sheet = flops_per_s, bytes_per_s
-            interval = _residual_interval(rows, rest, process, (kept, base), setting, sheet)
-            outside = _outside(table, process, setting, sheet, interval.quantile)
+            full = _Fitted(process, base)
+            interval = _residual_interval(rows, rest, full, kept, setting, sheet)
+            outside = _outside(table, full, setting, sheet, interval.quantile)
             interval = interval.model_copy(update={"outside": outside})
     operator = Operator(
         kind=table.kind,
@@ -286,6 +289,13 @@ def _fit_curve(line: _CurveRows, table: Table) -> Curve:
     return curve.fit_curve(*line, table.resolution_s)
 
 
+class _Fitted(NamedTuple):
+    """A base, and the process of what it leaves over."""
+
+    process: Process
+    base: BaseFit
+
+
 class _Scores(NamedTuple):
     """Log errors on rows that a fit did not see, and the sd that its process predicts there."""
 
@@ -299,13 +309,13 @@ def _scores(process: Process, base: BaseFit, rows: Table, setting: Setting) -> _
 
 
 def _scores_without(
-    table: Table, held: Mask, process: Process | None, setting: Setting, sheet: tuple[float, float]
+    table: Table, held: Mask, near: _Fitted | None, setting: Setting, sheet: tuple[float, float]
 ) -> _Scores | None:
-    """Of the rows held back, by a fit of all others whose lengths start from those of a process, if one is given; None
-    if no feature varies in the others."""
+    """Of the rows held back, by a fit of all others that starts from the numbers of another, if one is given; None if
+    no feature varies in the others."""
     rows = take(table, np.flatnonzero(~held))
-    base = fit_base(rows, setting.processors, *sheet, setting.chip)
-    fitted = _fit_process(rows, base, setting, process)
+    base = fit_base(rows, setting.processors, *sheet, setting.chip, near=None if near is None else near.base)
+    fitted = _fit_process(rows, base, setting, None if near is None else near.process)
     if fitted is None:
         return None
     return _scores(_condensed(fitted, rows, base, setting), base, take(table, np.flatnonzero(held)), setting)
@@ -314,8 +324,8 @@ def _scores_without(
 def _residual_interval(
     rows: Table,
     rest: Table,
-    process: Process,
-    kept: tuple[Process, BaseFit],
+    full: _Fitted,
+    kept: Process,
     setting: Setting,
     sheet: tuple[float, float],
 ) -> Interval:
@@ -326,22 +336,22 @@ def _residual_interval(
     """
     method: Literal["cross-validation", "split"] = "split"
     if len(rest):
-        scores = [_scores(*kept, rest, setting)]
+        scores = [_scores(kept, full.base, rest, setting)]
     else:
         method = "cross-validation"
         few = len(rows) < WARM_POINTS
         folds = _FEW_FOLDS if few else _FOLDS
         fold = np.random.default_rng(0).permutation(len(rows)) % folds
-        near = None if few else process
+        near = None if few else full
         without = (_scores_without(rows, fold == i, near, setting, sheet) for i in range(folds))
-        scores = [one for one in without if one is not None] or [_scores(*kept, rows, setting)]
+        scores = [one for one in without if one is not None] or [_scores(kept, full.base, rows, setting)]
     off, sd = (np.concatenate(column) for column in zip(*scores, strict=True))
     quantile = conformal_quantile(np.abs(off) / sd)
     return Interval(method=method, quantile=_short(quantile), log_sd=_short(float(np.median(sd)) * quantile / Z90))
 
 
 def _outside(
-    table: Table, process: Process, setting: Setting, sheet: tuple[float, float], inside: float
+    table: Table, full: _Fitted, setting: Setting, sheet: tuple[float, float], inside: float
 ) -> dict[str, float]:
     """By shape parameter, the quantile of log errors beyond its largest values, in units of the sd predicted there and
     of how far beyond they are (`GROWTH`): those values are left out of a fit of the others.
@@ -360,7 +370,7 @@ def _outside(
         held = values > limit
         if held.sum() < _FEWEST or (~held).sum() < _OUTSIDE_KEPT:
             continue
-        scores = _scores_without(rows, held, process, setting, sheet)
+        scores = _scores_without(rows, held, full, setting, sheet)
         if scores is not None:
             grown = scores.sd * (1 + octaves(values[held], limit)) ** GROWTH
             quantile = conformal_quantile(np.abs(scores.off) / grown)
@@ -402,14 +412,22 @@ def _short(value: float) -> float:
     return float(f"{value:.{_DIGITS}g}")
 
 
-def fit_base(table: Table, processors: int, flops_per_s: float, bytes_per_s: float, chip: Chip = UNKNOWN) -> BaseFit:
+def fit_base(
+    table: Table,
+    processors: int,
+    flops_per_s: float,
+    bytes_per_s: float,
+    chip: Chip = UNKNOWN,
+    *,
+    near: BaseFit | None = None,
+) -> BaseFit:
     """Maximum a posteriori fit of the base parameters; the rates are those of the data sheet.
 
     Minimises a soft-L1 loss of log(predicted / measured) plus Gaussian priors on the logarithms of the
     parameters: rates at 70 % of the data sheet, overhead at 0.9 of the shortest time, block time, overlap
     and, where a kernel goes ahead, its time per value as the operator kind says. The priors keep a fit on
     a few dozen points sane; a few hundred overrule them. Where times were rounded, the rounding widens the
-    scale of the loss.
+    scale of the loss. It is looked for from several starts, or only from a fit of nearly the same rows.
     """
     from scipy.optimize import least_squares
 
@@ -426,14 +444,21 @@ def fit_base(table: Table, processors: int, flops_per_s: float, bytes_per_s: flo
         prior, sd = np.append(prior, np.log(operator.ahead_s)), np.append(sd, operator.ahead_log_sd)
 
     def residuals(theta: Array) -> Array:
-        deviation = np.clip(np.log(_seconds(terms, theta)) - log_measured, -6, 6) / scale
-        soft = np.sign(deviation) * np.sqrt(2 * (np.sqrt(1 + deviation**2) - 1))
+        deviation = np.clip(np.log(_seconds(terms, theta)) - log_measured, -_FARTHEST, _FARTHEST) / scale
+        soft = deviation * np.sqrt(2 / (1 + np.sqrt(1 + deviation**2)))
         return np.concatenate([soft, (theta - prior) / sd])
 
-    fits = [
-        least_squares(residuals, prior + shift * (np.arange(len(prior)) < 2), max_nfev=_MAX_EVALUATIONS)
-        for shift in _STARTS
-    ]
+    def slopes(theta: Array) -> Array:
+        seconds = _seconds(terms, theta)
+        off = np.log(seconds) - log_measured
+        root = np.sqrt(1 + (off / scale) ** 2)
+        of_soft = np.where(np.abs(off) < _FARTHEST, np.sqrt((1 + root) / 2) / root / scale / seconds, 0.0)
+        return np.concatenate([of_soft[:, None] * base_slopes(terms, theta), np.diag(1 / sd)])
+
+    starts = [prior + shift * (np.arange(len(prior)) < 2) for shift in _STARTS]
+    if near is not None:
+        starts = [_logarithms(near, len(prior))]
+    fits = [least_squares(residuals, at, slopes, method="lm", max_nfev=_MAX_EVALUATIONS) for at in starts]
     best = np.exp(min(fits, key=lambda fit: float(fit.cost)).x)
     best[4] += 1
     return BaseFit(**{name: _short(value) for name, value in zip(BaseFit.model_fields, best, strict=False)})
@@ -442,6 +467,33 @@ def fit_base(table: Table, processors: int, flops_per_s: float, bytes_per_s: flo
 def _seconds(terms: Terms, theta: Array) -> Array:
     flops_per_s, bytes_per_s, overhead_s, block_s, overlap, *ahead = np.exp(theta)
     return base_seconds(terms, flops_per_s, bytes_per_s, overhead_s, block_s, 1 + overlap, *ahead)
+
+
+def _logarithms(base: BaseFit, count: int) -> Array:
+    """The first numbers of a base as `fit_base` varies them, none of them 0."""
+    values: Array = np.array([getattr(base, name) for name in BaseFit.model_fields][:count])
+    values[4] -= 1
+    logarithms: Array = np.log(np.maximum(values, _TINY))
+    return logarithms
+
+
+def base_slopes(terms: Terms, theta: Array) -> Array:
+    """(calls, parameters) derivatives of `base_seconds` with respect to theta: the logarithms of its parameters, of
+    overlap_p less 1, and of ahead_s only if there is one.
+    """
+    flops_per_s, bytes_per_s, overhead_s, block_s, overlap, *ahead = np.exp(theta)
+    p = 1 + overlap
+    a, b = terms.flops / flops_per_s, terms.bytes / bytes_per_s
+    longer = np.maximum(np.maximum(a, b), _TINY)
+    share = np.minimum(a, b) / longer
+    power = share**p
+    work_s = longer * (1 + power) ** (1 / p)
+    lesser = power / (1 + power)  # of the derivative by both logarithms, what falls to the shorter
+    by_a = np.where(a >= b, 1 - lesser, lesser)
+    by_p = lesser * np.log(np.maximum(share, _TINY)) / p - np.log1p(power) / p**2
+    columns = [-work_s * by_a, -work_s * (1 - by_a), np.full(len(a), overhead_s), block_s * terms.blocks]
+    columns += [work_s * by_p * overlap, *(ahead_s * terms.ahead for ahead_s in ahead)]
+    return np.stack(columns, axis=-1)
 
 
 def fit_imbalance(table: ImbalanceTable, form: OperatorForm, processors: int) -> float | None:

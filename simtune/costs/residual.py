@@ -14,7 +14,7 @@ all rows had a say in (`Process.condensed`): from the exact one their times coul
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -238,8 +238,22 @@ def _most_likely(x: Array, z: Array, near: Hyper | None = None) -> Hyper:
 
 def pair_squares(x: Array) -> Array:
     """(d, pairs) squared differences of all pairs of different points, feature by feature."""
-    i, j = np.tril_indices(len(x), -1)
-    return ((x[i] - x[j]) ** 2).T.copy()
+    pairs = _pairs(len(x))
+    return ((x[pairs.first] - x[pairs.second]) ** 2).T.copy()
+
+
+class _Pairs(NamedTuple):
+    """All pairs of n different points: both of them, and where LAPACK has the lower of their two elements in n^2."""
+
+    first: NDArray[np.intp]
+    second: NDArray[np.intp]
+    at: NDArray[np.intp]
+
+
+@lru_cache(maxsize=2)
+def _pairs(n: int) -> _Pairs:
+    first, second = np.tril_indices(n, -1)
+    return _Pairs(first, second, second * n + first)
 
 
 def negative_log_posterior(theta: Array, squares: Array, z: Array) -> tuple[float, Array]:
@@ -248,28 +262,31 @@ def negative_log_posterior(theta: Array, squares: Array, z: Array) -> tuple[floa
     theta: the logarithms of the lengths, of the signal and of the noise. With Q = w w^T - K^-1 and w = K^-1 z,
     the derivative of the likelihood is -1/2 tr(Q dK/dtheta).
     """
-    from scipy.linalg import cho_solve
+    from scipy.linalg.lapack import dpotrf, dpotri, dpotrs
 
     n = len(z)
     length, signal, noise = _split(np.exp(theta))
-    scaled = _ROOT3 * np.sqrt(length**-2 @ squares)
+    pairs = _pairs(n)
+    scaled = length**-2 @ squares
+    np.sqrt(scaled, out=scaled)
+    scaled *= _ROOT3
     decay = np.exp(-scaled)
-    below = np.tril_indices(n, -1)
-    kernel = np.zeros((n, n))
-    kernel[below] = signal**2 * (1 + scaled) * decay
-    kernel[np.diag_indices(n)] = signal**2
-    factor = _cholesky(kernel, noise)
-    weights = cho_solve((factor, True), z)
-    inverse = _inverse(factor)
+    scaled += 1
+    covariance = signal**2 * scaled * decay
+    kernel = np.zeros(n * n)  # its lower half, column by column as LAPACK has it
+    kernel[pairs.at] = covariance
+    kernel[:: n + 1] = signal**2 + noise**2
+    factor, failed = dpotrf(kernel.reshape(n, n).T, lower=1, clean=0, overwrite_a=1)
+    if failed:
+        raise np.linalg.LinAlgError(f"the covariance of {n} points is not positive definite")
+    weights, _ = dpotrs(factor, z, lower=1)
     value = 0.5 * z @ weights + np.log(np.diag(factor)).sum()
-    q_diagonal = weights**2 - np.diag(inverse)
-    q = weights[below[0]] * weights[below[1]] - inverse[below]  # each stands for two elements of Q
-    gradient = np.concatenate(
-        [
-            -3 * signal**2 * (squares @ (q * decay)) / length**2,
-            [-2 * q @ kernel[below] - signal**2 * q_diagonal.sum(), -(noise**2) * q_diagonal.sum()],
-        ]
-    )
+    inverse = dpotri(factor, lower=1, overwrite_c=1)[0].T.ravel()
+    q_diagonal = weights**2 - inverse[:: n + 1]
+    q = weights[pairs.first] * weights[pairs.second] - inverse[pairs.at]  # each stands for two elements of Q
+    by_signal, by_noise = -2 * q @ covariance - signal**2 * q_diagonal.sum(), -(noise**2) * q_diagonal.sum()
+    q *= decay
+    gradient = np.concatenate([-3 * signal**2 * (squares @ q) / length**2, [by_signal, by_noise]])
     deviation = np.concatenate([(theta[:-2] - _LENGTH[0]) / _LENGTH[1], [0, (theta[-1] - _NOISE[0]) / _NOISE[1]]])
     scale = np.concatenate([np.full(len(length), _LENGTH[1]), [1, _NOISE[1]]])
     return float(value + 0.5 * deviation @ deviation), gradient + deviation / scale

@@ -7,8 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from simtune.arrays import Array
 from simtune.costs.fit import (
+    base_slopes,
     fit_base,
     fit_host,
     fit_imbalance,
@@ -17,7 +21,7 @@ from simtune.costs.fit import (
     hold_out,
     split_rows,
 )
-from simtune.costs.operators import OPERATORS, Setting
+from simtune.costs.operators import OPERATORS, Setting, Terms
 from simtune.costs.operators.moe import DEALT
 from simtune.costs.operators.splits import EVERY_SECOND, RANDOM, unseen
 from simtune.costs.predict import Predictor, base_seconds
@@ -62,6 +66,34 @@ def planted(
     exact = base_seconds(OPERATORS[kind].terms(shape, Setting.of(PROCESSORS, "bf16", None)), **base)
     factor = np.exp(noise * rng.standard_normal(rows)) * np.where(rng.random(rows) < outliers, 10.0, 1.0)
     return Table(kind=kind, dtype="bf16", shape=shape, seconds=exact * factor, origin=PUBLISHED, files=("planted",))
+
+
+@settings(max_examples=40)
+@given(
+    theta=st.tuples(*(st.floats(-3, 3),) * 5),
+    ahead=st.sampled_from([(), (np.log(1e-11),)]),
+    share=st.sampled_from([1e-9, 0.3, 1.0, 1e9]),
+)
+def test_slopes_are_those_of_finite_differences(
+    theta: tuple[float, ...], ahead: tuple[float, ...], share: float
+) -> None:
+    """Where either of compute and memory rules, and where they balance."""
+    middle = np.log([SHEET_FLOPS, SHEET_BYTES, 5e-6, 1e-6, 2.0])
+    at = np.array([*(middle + theta), *ahead])
+    bytes_ = np.array([1e3, 1e6, 1e9])
+    flops = share * bytes_ * np.exp(at[0] - at[1])
+    terms = Terms(flops=flops, bytes=bytes_, blocks=np.array([0.0, 3.0, 100.0]), ahead=np.array([0.0, 1e4, 1e6]))
+
+    def seconds(theta: Array) -> Array:
+        flops_per_s, bytes_per_s, overhead_s, block_s, overlap, *ahead_s = np.exp(theta)
+        return base_seconds(terms, flops_per_s, bytes_per_s, overhead_s, block_s, 1 + overlap, *ahead_s)
+
+    step = 1e-5
+    slopes = base_slopes(terms, at)
+    for i, unit in enumerate(np.eye(len(at))):
+        numeric = (seconds(at + step * unit) - seconds(at - step * unit)) / (2 * step)
+        rounding = 1e-9 * float(seconds(at).max())
+        assert slopes[:, i] == pytest.approx(numeric, rel=1e-4, abs=rounding)
 
 
 @pytest.mark.parametrize("kind", RANGES)
