@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 
 from simtune.tuner.question import Question
 from simtune.tuner.sayable import space_for
+from simtune.tuner.space import without_numbers
 from simtune.tuner.workshop import Refused, Workshop
 
 
@@ -32,22 +32,13 @@ def census(question: Question) -> Census:
     question.check()
     space = space_for(question)
     workshop = Workshop(question, space.candidates)
-    left_out = Counter({f"constraint `{text}`": count for text, count in space.left_out.items()})
-    for why, count in space.refused.items():
-        left_out[_words(why)] += count
+    left_out = Counter(space.reasons)
     shapes, plans = set(), 0
     for candidate in space.candidates:
         settled = workshop.settled(candidate)
         if isinstance(settled, Refused):
-            left_out[_words(settled.reason)] += 1
+            left_out[without_numbers(settled.reason)] += 1
         else:
             plans += 1
             shapes.add(settled.shape)
     return Census(plans, len(shapes), dict(left_out.most_common()))
-
-
-def _words(reason: str) -> str:
-    """A refusal without the numbers that differ from plan to plan."""
-    if "are missing" in reason:
-        return "weights and KV cache do not fit the memory"
-    return re.sub(r"^(model \S+|pool \S+)( on \S+)?:? ", "", re.sub(r" \(\d+\)", "", reason).split(";")[0])

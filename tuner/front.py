@@ -55,7 +55,9 @@ def answer(
     with executor(jobs, AHEAD) as pool:
         search = FrontSearch(question, space.candidates, Evaluator(pool, ledger), progress)
         interrupted = search.run()
-    return search.answer(interrupted)
+    tuned = search.answer(interrupted)
+    tuned.left_out = space.reasons
+    return tuned
 
 
 @dataclass

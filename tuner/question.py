@@ -139,14 +139,14 @@ class Question:
         return stream if rate_rps is None else stream.at_rate(rate_rps)
 
     def settings_of(self, shape: PoolShape) -> Mapping[str, Any]:
-        """What pools of a hardware profile and a dtype of weights have in common: the profile's name, or that of the
-        one with the kernels of the study's engine, and the settings of that engine."""
+        """What pools of a hardware profile, a dtype of weights and a number of stages have in common: the profile's
+        name, or that of the one with the kernels of the study's engine, and the settings of that engine."""
         hardware = self.profiles[shape.gpu]
         named = {"hardware": shape.gpu if is_path(shape.gpu) else hardware.name}
         if self.engine is None:
             return named
         served = self.model.with_weights(cast(Dtype, shape.weight_dtype) or None)
-        return {**named, "engine": self.study.engine, **self.engine.settings(hardware.device, served)}
+        return {**named, "engine": self.study.engine, **self.engine.settings(hardware.device, served, shape.pp)}
 
     def plan(self, candidate: Candidate, max_model_len: int) -> Plan:
         """The plan that a candidate stands for."""

@@ -49,7 +49,7 @@ class _Refuser:
         self._question = question
         longest = max(space.candidates, key=question.num_requests)
         self._max_model_len = length_limit(question.model, question.stream(longest))
-        self._settings: dict[tuple[str, str], Mapping[str, Any]] = {}
+        self._settings: dict[tuple[str, str, int], Mapping[str, Any]] = {}
         self._emitters: dict[tuple[str | None, str], Emitter | None] = {}
         self._known: dict[PoolChoice, str] = {}
 
@@ -61,7 +61,7 @@ class _Refuser:
         return self._known[alone]
 
     def _asked(self, choice: PoolChoice) -> str:
-        question, of = self._question, (choice.shape.gpu, choice.shape.weight_dtype)
+        question, of = self._question, (choice.shape.gpu, choice.shape.weight_dtype, choice.shape.pp)
         if of not in self._settings:
             self._settings[of] = question.settings_of(choice.shape)
         pool = choice.pool(question.study, self._max_model_len, self._settings[of])

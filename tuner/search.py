@@ -84,7 +84,7 @@ def optimize(
         search = BestFirst(question, space.candidates, Evaluator(pool, ledger), course)
         interrupted = search.run()
     tuned = search.answer(interrupted)
-    tuned.course = tuple(course.points)
+    tuned.course, tuned.left_out = tuple(course.points), space.reasons
     return tuned
 
 

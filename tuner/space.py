@@ -308,12 +308,27 @@ class Space:
     """By the reason why the engine would not run them (`simtune.tuner.sayable`)."""
 
     @property
+    def reasons(self) -> dict[str, int]:
+        """How many plans were left out before any was looked at, by what left them out, the most frequent first."""
+        counts = Counter({f"constraint `{text}`": count for text, count in self.left_out.items()})
+        for why, count in self.refused.items():
+            counts[without_numbers(why)] += count
+        return dict(counts.most_common())
+
+    @property
     def shapes(self) -> dict[Shape, list[Candidate]]:
         """The candidates by the shape of their pools."""
         shapes: dict[Shape, list[Candidate]] = {}
         for candidate in self.candidates:
             shapes.setdefault(candidate.shape, []).append(candidate)
         return shapes
+
+
+def without_numbers(reason: str) -> str:
+    """A refusal without the numbers that differ from plan to plan, and without its remedy."""
+    if "are missing" in reason:
+        return "weights and KV cache do not fit the memory"
+    return re.sub(r"^(model \S+|pool \S+)( on \S+)?:? ", "", re.sub(r" \(\d+\)", "", reason).split(";")[0])
 
 
 def space_of(study: Study) -> Space:

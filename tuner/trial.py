@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -106,6 +107,8 @@ class Tuned:
     """With what no allocation exceeds: all classes of plans, and the parts of them that were ruled out whole."""
     course: tuple[CoursePoint, ...] = ()
     """The best plan and the bound as the search went on."""
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    """Plans that are no rows, by the constraint that they break or why the engine would not run them."""
 
     @property
     def chosen(self) -> Trial:

@@ -284,6 +284,8 @@ def _print(tuned: Tuned, summary: Summary, out: Path) -> None:
         f"{counts['infeasible']} missed it, {counts['pruned']} could not win, {counts['does_not_fit']} do not fit; "
         f"{sum(row.simulations for row in tuned.rows)} simulations"
     )
+    for reason, count in tuned.left_out.items():
+        click.echo(f"{count:,} more left out before the search: {reason}")
     if tuned.ladder is None:
         click.echo(f"no plan in this space is more than {tuned.gap:.1%} better under this cost model")
         if unseen := Counter(row.allocation for row in tuned.rows if row.allocation):

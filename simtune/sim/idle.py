@@ -31,8 +31,8 @@ def idle_settings(deployment: Deployment) -> Iterator[str]:
 
 def _preset(pool: DeployedPool, model: Model) -> dict[str, Any]:
     """What the pool's engine sets by itself; nothing where it names none that is shipped."""
-    engine = pool.spec.engine
-    return load_engine(engine).settings(pool.hardware.device, model) if engine in names("engine") else {}
+    engine, pp = pool.spec.engine, pool.spec.parallelism.pp
+    return load_engine(engine).settings(pool.hardware.device, model, pp) if engine in names("engine") else {}
 
 
 def _as_preset(value: Any, preset: Any) -> bool:

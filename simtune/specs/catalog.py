@@ -182,7 +182,10 @@ def _with_engine(pool: Any, model: Any) -> Any:
     if not (isinstance(engine, str) and isinstance(hardware, str) and isinstance(model, str)):
         return pool
     served = load_model(model).with_weights(next((d for d in get_args(Dtype) if d == pool.get("weight_dtype")), None))
-    return merged(pool, load_engine(engine).settings(load_hardware(hardware).device, served))
+    parallelism = pool.get("parallelism")
+    pp = parallelism.get("pp") if isinstance(parallelism, dict) else None
+    stages = pp if isinstance(pp, int) else 1  # anything else is refused with the plan
+    return merged(pool, load_engine(engine).settings(load_hardware(hardware).device, served, stages))
 
 
 def kernels_of(hardware: str, engine: str | None) -> str:

@@ -31,15 +31,17 @@ class Case(Part):
     memory_gib_from: NonNegative = Field(0.0, description="devices of so much memory and more")
     not_devices: Seq[str] = Field((), description="but none whose name has one of these words")
     weights: Seq[Dtype] = Field((), description="checkpoints whose weights are one of these; any unless given")
+    pp_from: int = Field(1, ge=1, description="pipelines of so many stages and more")
     pool: dict[str, Any]
 
-    def applies(self, device: Device, model: Model) -> bool:
-        """Whether a model on a device is such a case."""
+    def applies(self, device: Device, model: Model, pp: int) -> bool:
+        """Whether a model on pp stages of a device is such a case."""
         name = device.name.lower()
         return (
             device.memory_bytes >= self.memory_gib_from * GIB
             and not any(word in name for word in self.not_devices)
             and (not self.weights or model.weight_dtype in self.weights)
+            and pp >= self.pp_from
         )
 
 
@@ -69,11 +71,11 @@ class EnginePreset(Spec):
             _check_pool(merged(case.pool, self.pool), "cases", at, "pool")
         return self
 
-    def settings(self, device: Device, model: Model) -> dict[str, Any]:
-        """The keys of a pool for a model on a device."""
+    def settings(self, device: Device, model: Model, pp: int = 1) -> dict[str, Any]:
+        """The keys of a pool for a model on a device, or on a pipeline of pp of them."""
         settings = self.pool
         for case in self.cases:
-            if case.applies(device, model):
+            if case.applies(device, model, pp):
                 settings = merged(case.pool, settings)
         return settings
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -337,6 +338,15 @@ def test_optimize_answers_on_stdout_and_writes_the_run(desk: Any) -> None:
     assert "chosen plan first" in said.out
     assert "plan:   run/plan.yaml" in said.out
     assert "4 candidates: 1 chosen" in said.out
+    assert "left out" not in said.out
+
+
+def test_optimize_says_what_was_left_out_before_the_search(desk: Any) -> None:
+    said = desk.optimize("--set", "constraints=[tp * max_num_seqs < 128]")
+    assert said.code == 0
+    left = re.search(r"^(\d+) more left out before the search: constraint `tp \* max_num_seqs < 128`$", said.out, re.M)
+    assert left is not None
+    assert f"{4 - int(left[1])} candidates: 1 chosen" in said.out
 
 
 def test_optimize_as_json_agrees_with_the_run_directory(desk: Any) -> None:

@@ -122,10 +122,13 @@ def test_a_checkpoint_with_an_fp8_cache_is_not_told_otherwise_before_there_is_a_
 
 def test_a_study_leaves_out_what_its_release_refuses(tmp_path: Path) -> None:
     study = tmp_path / "study.yaml"
-    study.write_text(STUDY.replace("pp: [1]", "pp: [1, 2]") + "engine: vllm-0.14\n")
+    quantised = tmp_path / "quantised.yaml"  # a checkpoint that asks for an 8-bit cache
+    quantised.write_text(MODEL.model_copy(update={"kv_dtype": "fp8"}).to_yaml())
+    asked = STUDY.replace("pp: [1]", "pp: [1]\n  kv_dtype: [bf16, fp8]").replace("llama-3.1-8b", str(quantised))
+    study.write_text(asked + "engine: vllm-0.10\n")
     said = call("optimize", study, "--dry-run", "--set", "hardware.devices=4")
     assert said.code == 0
-    assert "left out: vLLM: async_scheduling: vLLM 0.14 has none over pipeline stages" in said.out
+    assert "left out: vLLM: kv_cache.dtype: vLLM 0.10 has no word for bf16" in said.out
 
 
 def test_older_sglang_leaves_graphs_out_by_one_flag(tmp_path: Path) -> None:

@@ -76,6 +76,16 @@ def test_large_devices_are_given_larger_batches_and_an_a100_is_not(tmp_path: Pat
     assert sizes == {"h100-sxm": 8192, "a100-sxm-80g": 2048, "rtx-4090": 2048}
 
 
+def test_a_release_that_cannot_schedule_ahead_over_stages_does_not(tmp_path: Path) -> None:
+    def ahead(engine: str, more: str) -> bool:
+        return plan_of(tmp_path, engine, more=more).pools[0].async_scheduling
+
+    stages = "  parallelism: {pp: 2}\n"
+    assert [ahead("vllm-0.14", more) for more in ("", stages)] == [True, False]
+    assert [ahead("vllm-0.19", more) for more in ("", stages)] == [True, True]
+    assert ahead("vllm-0.14", f"{stages}  async_scheduling: true\n")  # which its emitter refuses
+
+
 def test_what_the_plan_says_stays(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, "vllm-0.12", more="  kv_cache: {block_size: 32}\n  async_scheduling: true\n")
     (pool,) = plan.pools

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from simtune.emit import engine_for
 from simtune.errors import Infeasible
-from simtune.specs.catalog import load_hardware, load_model
+from simtune.specs.catalog import load_engine, load_hardware, load_model
 from simtune.specs.plan import Batching, KvCache, Parallelism, Pool
 from simtune.specs.study import HardwareCount, Search, Study, StudyBatching
 from simtune.specs.workload import FixedLength, Poisson, Slo, Workload
@@ -58,6 +59,26 @@ def test_every_plan_of_a_space_can_be_written(policy: str) -> None:
     for candidate in lost:
         pools = asked.plan(candidate, 1024).pools
         assert any(why for pool in pools for why in emitter.refusals(pool, MODEL, {}))
+
+
+def test_pipelines_are_searched_in_a_release_that_schedules_them_step_by_step() -> None:
+    asked = question(tp=(1,), pp=(1, 2))
+    asked = replace(
+        asked, study=asked.study.model_copy(update={"engine": "vllm-0.14"}), engine=load_engine("vllm-0.14")
+    )
+    space = space_for(asked)
+    shapes = [candidate.pools[0].shape for candidate in space.candidates]
+    ahead = {shape.pp: asked.settings_of(shape)["async_scheduling"] for shape in shapes}
+    assert ahead == {1: True, 2: False}
+    assert not any("async" in why for why in space.refused)
+
+
+def test_an_answer_says_what_was_left_out_before_the_search() -> None:
+    asked = question(tp=(1, 3))
+    tuned = optimize(asked, jobs=1)
+    assert tuned.left_out == space_for(asked).reasons
+    assert "vLLM: parallelism.tp: 3 does not divide the 32 attention heads of llama-3.1-8b" in tuned.left_out
+    assert len(tuned.rows) + sum(tuned.left_out.values()) == len(space_of(asked.study).candidates)
 
 
 def test_the_dry_run_counts_what_is_refused_and_why() -> None:
