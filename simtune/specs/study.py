@@ -140,8 +140,8 @@ class Search(Part):
     front: Annotated[int, Field(ge=2, le=200)] = Field(
         16, description="loads at which the plans of a front are held against each other, of objective pareto"
     )
-    rate_tolerance: Annotated[float, Field(gt=0, lt=1)] = Field(
-        0.02, description="relative width at which the search for the highest rate stops"
+    rate_tolerance: Annotated[float, Field(ge=0.005, lt=1)] = Field(
+        0.02, description="relative width at which the search for the highest rate stops; many simulations where small"
     )
 
 
