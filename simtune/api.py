@@ -271,8 +271,11 @@ def load_drafting(plan: Plan) -> dict[str, Drafting]:
     for pool in plan.pools:
         if pool.speculation is not None:
             own = pool.speculation.drafter.own_model
-            model = None if own is None else load_model(own)
-            named[pool.name] = Drafting(load_acceptance(pool.speculation.acceptance), model)
+            try:
+                model = None if own is None else load_model(own)
+                named[pool.name] = Drafting(load_acceptance(pool.speculation.acceptance), model)
+            except UsageError as error:
+                raise UsageError(f"plan {plan.name}, pool {pool.name}, speculation: {error}") from None
     return named
 
 

@@ -55,6 +55,10 @@ BETWEEN = 0.15
 CHANCE = 0.15
 """Over the square root of the requests: by so much u is off for who of them happens to meet whom. The highest rate that
 met the SLO did so with as much good fortune as that: in other worlds it has to do without."""
+_ENDLESS = math.log(1e3)
+"""What keeps its limits at a thousand times the rate keeps them at any: simulations of so few requests show no end."""
+_LARGEST = 1e24
+"""That a record takes; more is unbounded."""
 _FLAT = 1e-9
 """A latency whose logarithm rises by no more, as everything takes longer, does not change."""
 ONE_INSTANCE = 1
@@ -215,7 +219,7 @@ class Stretched:
         for limit, curve, u in zip(self.limits, self.curves, self.worlds, strict=True):
             off = self.fortune + longer * self._doubt(limit, curve, u)
             slack = np.minimum(slack, curve.reached(math.log(limit.limit_s) - u - off, less=1.0) - u - off)
-        return slack
+        return np.where(slack > _ENDLESS, np.inf, slack)
 
     def kept(self, longer: float = 0.0) -> float:
         """Share of worlds that keep all limits."""
@@ -282,8 +286,8 @@ def _safe_rps(rate: float, slack: Array) -> float | None:
 
 
 def _short(value: float | None) -> float | None:
-    """To six significant digits: the last bits are the processor's own."""
-    return None if value is None else float(f"{value:.6g}")
+    """To six significant digits, None where there is no end: the last bits are the processor's own."""
+    return None if value is None or value > _LARGEST else float(f"{value:.6g}")
 
 
 # --- the few simulations ----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -9,8 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from simtune.errors import SimtuneError
+from simtune.errors import SimtuneError, UsageError
 from simtune.specs.reading import JsonError, parse_json, read_bytes
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Of a disk, not of what was asked for."""
 
 
 class RowJournal:
@@ -35,7 +39,8 @@ class RowJournal:
         return rows
 
     def add(self, key: str, row: Mapping[str, Any] | list[Any]) -> None:
-        """Write a row down at once. Raises SimtuneError where it cannot be; the rows before it stay."""
+        """Write a row down at once. Raises SimtuneError where there is no room, UsageError where no file can be; rows
+        before it stay."""
         line = (json.dumps({"key": key, "row": row, "sha256": _hash(key, row)}, allow_nan=False) + "\n").encode()
         try:
             if not self._whole:
@@ -44,12 +49,14 @@ class RowJournal:
             with self.file.open("ab", buffering=0) as file:
                 self._whole = file.write(line) == len(line)
                 os.fsync(file.fileno())
-        except PermissionError as error:
-            raise self._refused(error.strerror, "name a file you may write to") from None
         except OSError as error:
-            raise self._refused(error.strerror) from None
+            if error.errno in _FULL:
+                raise self._full(error.strerror) from None
+            raise UsageError(
+                f"{self.file}: cannot be written ({error.strerror}); name a file you may write to"
+            ) from None
         if not self._whole:
-            raise self._refused("no space left")
+            raise self._full("no space left")
 
     def _end(self) -> None:
         """Take off a last line that was cut short: it must not take the next one with it."""
@@ -60,7 +67,8 @@ class RowJournal:
     def _bytes(self) -> bytes:
         return read_bytes(self.file) if self.file.exists() else b""
 
-    def _refused(self, why: str | None, remedy: str = "make room and give the same command again") -> SimtuneError:
+    def _full(self, why: str | None) -> SimtuneError:
+        remedy = "make room and give the same command again"
         return SimtuneError(f"{self.file}: cannot be written ({why}); what it holds is kept: {remedy}")
 
 

@@ -25,7 +25,7 @@ from simtune.sim.result import MissBudget, Result
 from simtune.sim.stations import passed
 from simtune.sim.watch import StopWhen, Watch, watched
 from simtune.sim.wiring import transfer_terms, wire
-from simtune.specs.engine import EnginePreset
+from simtune.specs.engine import EnginePreset, merged
 from simtune.specs.hardware import Device, Hardware, Host, Provenance
 from simtune.specs.model import Model
 from simtune.specs.plan import Batching, KvCache, Plan, Pool
@@ -329,9 +329,11 @@ def length_limit(model: Model, stream: RequestStream) -> int:
 def default_plan(model: Model, hardware: Hardware, stream: RequestStream, engine: EnginePreset | None = None) -> Plan:
     """One instance on the fewest GPUs that fit, with an engine's settings or vLLM's batching. Raises Infeasible when a
     node is too small."""
-    settings: dict[str, Any] = {"batching": vllm_batching(hardware).model_dump()}
+    batching = vllm_batching(hardware).model_dump()
+    settings: dict[str, Any] = {"batching": batching}
     if engine is not None:
-        settings = {"engine": engine.name, **engine.settings(hardware.device, model)}
+        left_open = {"batching": {key: batching[key] for key in ("max_num_seqs", "max_num_batched_tokens")}}
+        settings = {"engine": engine.name, **merged(engine.settings(hardware.device, model), left_open)}
     refusal: Infeasible | None = None
     tp = 1
     while tp <= hardware.device.devices_per_node:

@@ -79,6 +79,10 @@ def _failed(row: Any) -> bool:
 _TIME = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d(?:[.,]\d{1,9})?) ?(?:Z|UTC|([+-])(\d\d):?(\d\d))?")
 
 
+_LAST_NS = 2**63
+"""Nanoseconds since 1970: more is no time of day, and may be no float."""
+
+
 def _epoch_s(value: Any) -> float | None:
     """Seconds since 1970: a time of day in words (UTC unless it says otherwise), or a number, by how large it is."""
     if isinstance(value, str):
@@ -88,7 +92,7 @@ def _epoch_s(value: Any) -> float | None:
         return None
     for least, per_s in ((1e17, 1e9), (1e14, 1e6), (1e11, 1e3), (1e8, 1.0)):
         if value >= least:
-            return float(value / per_s)
+            return float(value) / per_s if value < _LAST_NS else None
     return None
 
 
