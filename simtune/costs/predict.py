@@ -118,8 +118,8 @@ class Predictor:
         self.overhead_s = operator.base.overhead_s
         self._base = operator.base.model_dump()
         self._form = OPERATORS[operator.kind]
-        _check_names(operator, self._form, arrays)
         self._setting = Setting.of(processors, operator.dtype, operator.kv_dtype, chip)
+        _check_names(operator, self._form, self._setting, arrays)
         self.arrays = Arrays({}) if arrays is None else arrays
         self._curve_form = self._form.curve or CurveForm()
         self._curves = {tuple(c.at[name] for name in self._curve_form.shared): c for c in operator.curves}
@@ -349,8 +349,12 @@ class Profile:
         return sds | {"head": sds["gemm"]}
 
 
-def _check_names(operator: Operator, form: OperatorForm, arrays: Mapping[str, NDArray[Any]] | None) -> None:
-    """Raises SpecError for a shape parameter that calls of the operator's kind do not have, or that a curve lacks."""
+def _check_names(
+    operator: Operator, form: OperatorForm, setting: Setting, arrays: Mapping[str, NDArray[Any]] | None
+) -> None:
+    """Raises SpecError for a shape parameter or a feature that calls of the operator's kind do not have, or that a
+    curve lacks.
+    """
     shared = () if form.curve is None else form.curve.shared
     given = [("box", name) for name in operator.box]
     given += [("families", name) for family in operator.families for name in family]
@@ -364,6 +368,14 @@ def _check_names(operator: Operator, form: OperatorForm, arrays: Mapping[str, ND
         for curve in operator.curves
         for name in shared
         if name not in curve.at
+    ]
+    features = form.features({name: np.ones(1) for name in form.shape}, setting)
+    read = [("joint_box", name) for name in operator.joint_box]
+    read += [] if operator.residual is None else [("residual: features", name) for name in operator.residual.features]
+    wrong += [
+        (f"operators: {place}", f"{operator.kind} has no feature {name}; it has {', '.join(features)}")
+        for place, name in read
+        if name not in features
     ]
     if wrong:
         key, why = wrong[0]

@@ -12,8 +12,9 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from io import BytesIO
 from pathlib import Path
 
 from simtune.errors import UsageError
@@ -213,11 +214,14 @@ def _unwritten(path: Path, error: OSError) -> UsageError:
     return UsageError(f"{path}: cannot be written ({error.strerror}); {remedy}")
 
 
-def packed(text: str) -> bytes:
+def packed(parts: Iterable[str]) -> bytes:
     """A text as gzip data that are the same wherever they are made: no time, and no system (RFC 1952, OS = 255), which
     Python 3.13 leaves out and earlier releases name."""
-    raw = gzip.compress(text.encode(), mtime=0)
-    return raw[:9] + b"\xff" + raw[10:]
+    raw = BytesIO()
+    with gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as file:
+        file.writelines(part.encode() for part in parts)
+    raw.getbuffer()[9] = 0xFF
+    return raw.getvalue()
 
 
 def _encoded(content: str | bytes) -> bytes:

@@ -104,7 +104,7 @@ class Swimlanes(Record):
     def to_bytes(self) -> bytes:
         """The file; the same bytes for the same swimlanes."""
         text = json.dumps(self.to_data(), separators=(",", ":"), sort_keys=True, allow_nan=False)
-        return packed(text)
+        return packed([text])
 
 
 def swimlanes_of(result: Result, most_spans: int = MOST_SPANS, most_lives: int = MOST_LIVES) -> Swimlanes | None:

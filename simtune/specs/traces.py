@@ -414,9 +414,10 @@ def _arrival_s(table: _Table, problems: _Problems) -> tuple[Array | None, float 
     if table.per_s is not None:
         times, per_s = _numbers(table, "arrival", problems), table.per_s
         began_s = float(times[0]) / per_s if times[0] / per_s > EARLIEST_S else None
-        if began_s is not None and all(type(value) is int for value in table.values["arrival"]):
+        exact = began_s is not None and not np.isnan(times).any()
+        if exact and all(type(value) is int for value in table.values["arrival"]):
             first = table.values["arrival"][0]
-            times = np.array([value - first for value in table.values["arrival"]], dtype=np.float64)  # exact
+            times = np.array([value - first for value in table.values["arrival"]], dtype=np.float64)
     elif name == "timestamp" and not table.is_json:
         (times, began_s), per_s = _wall_clock_ns(table, problems), 1e9
     else:

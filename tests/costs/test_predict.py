@@ -95,6 +95,11 @@ def test_a_parameter_that_calls_do_not_have_is_refused() -> None:
         ({"box": {"kind": (1.0, 2.0)}}, "profile.yaml: operators: box: gemm has no kind; it has m, n, k"),
         ({"families": ({"rows": 8.0},)}, "profile.yaml: operators: families: gemm has no rows"),
         ({"curves": (Curve(at={"n": 64.0}, x=(1.0, 4.0), seconds=(1e-3, 2e-3)),)}, "a curve of gemm is at no k"),
+        ({"joint_box": {"width": (1.0, 2.0)}}, "profile.yaml: operators: joint_box: gemm has no feature width; it has"),
+        (
+            {"residual": residual()[0].model_copy(update={"features": ("0x10",)})},
+            "profile.yaml: operators: residual: features: gemm has no feature 0x10; it has",
+        ),
     ):
         with pytest.raises(SpecError, match=said):
             Predictor(operator("gemm").model_copy(update=changes), 8)

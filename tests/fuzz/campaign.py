@@ -3,7 +3,9 @@
     python -m tests.fuzz.campaign --inputs 10000 --first 0
 
 Input n is the same on every machine. It is wrong to end in a traceback, by a signal (no end, too much memory), with
-exit code 1, without naming a file or a key, with something else than JSON on stdout, or to leave files behind.
+exit code 1, without naming a file or a key, with something else than JSON on stdout, or to leave files behind. A
+command that is not done after `CPU_S` is asked once more and given `LONG_S`: a file may ask for a million requests,
+and gets them; what does not end then is a hang. How many were long is told.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from typing import Any
 from simtune.errors import SimtuneError
 from simtune.specs.reading import JsonError, parse_json
 from tests.fuzz import corpus
+from tests.fuzz.forks import CPU_S, LONG_S
 from tests.fuzz.mutations import mutate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,11 +98,11 @@ class Desk:
         self._folder, self._process = folder, process
         self._clean = folder.parent / "clean"
 
-    def ask(self, command: tuple[str, ...], warm: bool = False) -> dict[str, Any]:
-        """Run a command to its end."""
+    def ask(self, command: tuple[str, ...], warm: bool = False, cpu_s: int = CPU_S) -> dict[str, Any]:
+        """Run a command to its end, or to that of its seconds."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        job = {"folder": str(self._folder), "command": list(command), "warm": warm}
+        job = {"folder": str(self._folder), "command": list(command), "warm": warm, "cpu_s": cpu_s}
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
         answer: dict[str, Any] = json.loads(self._process.stdout.readline())
@@ -131,18 +134,25 @@ class Desk:
 
     def answer(self, number: int) -> Answer:
         """Of input `number`."""
-        random = Random(number)
-        case = random.choice(corpus.cases())
-        shutil.rmtree(self._folder)
-        shutil.copytree(self._clean, self._folder)
-        how = mutate(self._folder / case.file, random)
+        case, how = self._mutated(number)
         before = {path.name for path in self._folder.iterdir()}
         ended = self.ask(case.command)
+        if ended["code"] < 0 and ended["cpu_s"] > CPU_S - 1:
+            self._mutated(number)
+            ended = self.ask(case.command, cpu_s=LONG_S)
         said = [(self._folder / name).read_text("utf-8", "replace")[-KEPT * 100 :] for name in ("stdout", "stderr")]
         answers = (0, 3, *_ANSWERS.get(case.command[0], ()))
         made = {"stdout", "stderr"} | ({"out", "out.yaml"} if ended["code"] in answers else set())
         left = {path.name for path in self._folder.iterdir()} - before - made
         return Answer(number, case, how, ended["code"], *said, ended["cpu_s"], ended["memory"], tuple(sorted(left)))
+
+    def _mutated(self, number: int) -> tuple[corpus.Case, str]:
+        """The corpus anew with input `number`'s mutation in it; its command, and what was done to the file."""
+        random = Random(number)
+        case = random.choice(corpus.cases())
+        shutil.rmtree(self._folder)
+        shutil.copytree(self._clean, self._folder)
+        return case, mutate(self._folder / case.file, random)
 
 
 @contextmanager
@@ -178,7 +188,7 @@ def main() -> int:
     begun = time.monotonic()
     codes: Counter[int] = Counter()
     wrong: dict[str, list[Answer]] = {}
-    most = [0.0, 0]
+    most, long = [0.0, 0], 0
     with desk() as at:
         for number in range(given.first, given.first + given.inputs):
             if time.monotonic() - begun > given.seconds:
@@ -187,13 +197,17 @@ def main() -> int:
             codes[answer.code] += 1
             if codes.total() % 500 == 0:
                 print(f"{codes.total():,} in {time.monotonic() - begun:.0f} s", file=sys.stderr)
+            if answer.cpu_s > CPU_S:
+                long += 1
+                print(f"{number}: {answer.case.name} ({answer.how}): {answer.cpu_s:.0f} s", flush=True)
             most = [max(most[0], answer.cpu_s), max(most[1], answer.memory)]
             if answer.wrong is not None:
                 wrong.setdefault(answer.wrong, []).append(answer)
                 if len(wrong[answer.wrong]) == 1:
                     print(f"{number}: {answer.case.name} ({answer.how}): {answer.wrong}", flush=True)
-    print(f"\n{codes.total():,} inputs; exit codes {dict(sorted(codes.items()))}; at most {most[0]:.1f} s and "
-          f"{most[1] / 2**20:,.0f} MiB; {sum(map(len, wrong.values()))} wrong in {len(wrong)} ways")  # fmt: skip
+    print(f"\n{codes.total():,} inputs; exit codes {dict(sorted(codes.items()))}; at most {most[0]:.1f} s "
+          f"({long} above {CPU_S}) and {most[1] / 2**20:,.0f} MiB; "
+          f"{sum(map(len, wrong.values()))} wrong in {len(wrong)} ways")  # fmt: skip
     for words, answers in sorted(wrong.items(), key=lambda item: -len(item[1])):
         print(f"{len(answers):5}  {words}  e.g. {[a.number for a in answers[:4]]}")
     return 1 if wrong else 0

@@ -1,7 +1,7 @@
 """Runs commands in forked children of one warm process, each with limits: `python forks.py` reads jobs from stdin.
 
-A job is a line of JSON: the folder to stand in and the command. So is its answer: exit code, or minus the signal that
-ended it.
+A job is a line of JSON: the folder to stand in, the command and the seconds that it may use. So is its answer: exit
+code, or minus the signal that ended it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import sys
 from typing import Any
 
 MEMORY = 2 << 30
-CPU_S = 20
-WALL_S = 90
+CPU_S, LONG_S = 20, 600
+"""What a command may use, and what one that asks for much may."""
+WALL_PER_CPU = 4.5
 
 
 def main() -> None:
@@ -59,9 +60,9 @@ def _run(job: dict[str, Any]) -> None:
         sys.argv = ["simtune", *job["command"]]
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-        resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
+        resource.setrlimit(resource.RLIMIT_CPU, (job["cpu_s"], job["cpu_s"]))
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(WALL_S)
+        signal.alarm(round(WALL_PER_CPU * job["cpu_s"]))
         from simtune.cli import main as simtune
 
         simtune(job["command"])
