@@ -111,7 +111,7 @@ def simulated(out: Path) -> None:
     simtune("simulate", *ONE_CARD, *SHORT, "--rate", "200", "--out", str(out / "saturated"), may=(3,))
     profile = out / "profile"
     card = load_hardware("l40s")
-    shutil.copytree(ROOT / "hwprofiles" / "l40s", profile)
+    shutil.copytree(ROOT / "simtune/hwprofiles" / "l40s", profile)
     text = (profile / "profile.yaml").read_text("utf-8")
     named = text.replace(card.device.name, json.dumps(DEVICE, ensure_ascii=False), 1)
     if named == text:

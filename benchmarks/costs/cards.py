@@ -39,7 +39,7 @@ class Card:
     @cached_property
     def facts(self) -> Facts:
         """Of the data sheet."""
-        facts = Facts.from_file(ROOT / "hwprofiles" / self.profile / "facts.yaml")
+        facts = Facts.from_file(ROOT / "simtune/hwprofiles" / self.profile / "facts.yaml")
         return facts.model_copy(update={"name": self.name})
 
     def tables(self, data_dir: Path) -> dict[str, Table]:

@@ -25,7 +25,7 @@ from simtune.specs.hardware import Facts, Hardware
 from simtune.specs.reading import read_text
 
 ROOT = Path(__file__).resolve().parents[2]
-PROFILES = ROOT / "hwprofiles"
+PROFILES = ROOT / "simtune/hwprofiles"
 
 
 def recipes() -> dict[str, dict[str, Any]]:

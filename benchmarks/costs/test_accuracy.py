@@ -144,7 +144,7 @@ def test_vidur_unseen_tp(data_dir: Path, record: Recorder) -> None:
 
 
 def test_fitting_and_loading_a_profile(data_dir: Path, record: Recorder) -> None:
-    facts = Facts.from_file(ROOT / "hwprofiles/h100-sxm/facts.yaml")
+    facts = Facts.from_file(ROOT / "simtune/hwprofiles/h100-sxm/facts.yaml")
     sources = ["aiconfigurator/h100_sxm", "vidur/h100", "vidur/a100/cpu_overheads.csv.gz"]
     fitted = repeated(lambda: build(read_tables([data_dir / "profiles" / source for source in sources]), facts), 3)
     start = time.process_time()

@@ -75,7 +75,7 @@ def tables(data_dir: Path, device: str) -> dict[tuple[str, str], Table]:
 
 @cache
 def facts(device: str) -> Facts:
-    return Facts.from_file(ROOT / "hwprofiles" / PROFILES[device] / "facts.yaml")
+    return Facts.from_file(ROOT / "simtune/hwprofiles" / PROFILES[device] / "facts.yaml")
 
 
 @cache

@@ -49,14 +49,14 @@ STUDIED = (
 
 
 def facts_of(name: str) -> Facts:
-    return Facts.from_file(ROOT / "hwprofiles" / name / "facts.yaml")
+    return Facts.from_file(ROOT / "simtune/hwprofiles" / name / "facts.yaml")
 
 
 def measured() -> list[str]:
     """Shipped profiles of processors whose tables are at hand and that are fitted on tables of their own."""
     found = []
     for name in dict.fromkeys((*SOURCES, *CARDS)):
-        if (ROOT / "hwprofiles" / name / "profile.yaml").exists():
+        if (ROOT / "simtune/hwprofiles" / name / "profile.yaml").exists():
             operators = load_hardware(name).operators.values()
             if any(o.provenance.kind in ("measured", "published-tables") for o in operators):
                 found.append(name)

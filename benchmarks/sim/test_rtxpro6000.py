@@ -117,7 +117,7 @@ def show(rows: list[Comparison], before: list[Comparison]) -> None:
 
 def test_against_vllm(data_dir: Path, tmp_path: Path, record: Recorder) -> None:
     folder = data_dir / "validation" / "llmservingsim_rtxpro6000_llama31_8b"
-    facts = Facts.from_file(ROOT / "hwprofiles/rtx-pro-6000/facts.yaml")
+    facts = Facts.from_file(ROOT / "simtune/hwprofiles/rtx-pro-6000/facts.yaml")
     profile = build(read_tables([folder / name for name in TABLES]), facts)
     log = measured(folder)
     simulation = simulated(folder, written(profile, tmp_path / "profile"), tmp_path)

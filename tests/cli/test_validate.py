@@ -153,7 +153,8 @@ def test_plans_around_one_are_run_for_real(call: Call, at: Path) -> None:
     weights.mkdir()
     (weights / "config.json").write_text("{}")
     mine = at / "mine.yaml"  # a model of one's own, which no catalogue knows by name
-    mine.write_text((Path(root) / "models/llama-3.2-1b.yaml").read_text().replace("name: llama-3.2-1b", "name: mine"))
+    shipped = (Path(root) / "simtune/models/llama-3.2-1b.yaml").read_text()
+    mine.write_text(shipped.replace("name: llama-3.2-1b", "name: mine"))
     (at / "run").mkdir()
     (at / "run" / "plan.yaml").write_text(PLAN.replace("llama-3.1-8b", str(mine)))
     engine = ("--engine", "vllm", "--weights", weights, "--vllm-python", python)

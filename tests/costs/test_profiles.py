@@ -22,7 +22,8 @@ from simtune.specs.plan import Batching, Parallelism, Pool
 
 ROOT = Path(__file__).resolve().parents[2]
 
-RECIPES: dict[str, dict[str, Any]] = yamlfile.parse((ROOT / "hwprofiles/recipes.yaml").read_text(), "recipes.yaml").data
+_RECIPES_TEXT = (ROOT / "simtune/hwprofiles/recipes.yaml").read_text()
+RECIPES: dict[str, dict[str, Any]] = yamlfile.parse(_RECIPES_TEXT, "recipes.yaml").data
 FITTED = [name for name, recipe in RECIPES.items() if "sources" in recipe]
 CARDS = [name for name in FITTED if "facts" not in RECIPES[name]]
 NORMS_BY_SHEET = ("h100-sxm", "h200-sxm", "b200", "gb200")
@@ -114,7 +115,7 @@ def test_a_shipped_profile_holds_no_rows_of_the_tables(name: str) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    sorted(p for p in (ROOT / "hwprofiles").glob("*/facts.yaml") if p.parent.name not in MEASURED),
+    sorted(p for p in (ROOT / "simtune/hwprofiles").glob("*/facts.yaml") if p.parent.name not in MEASURED),
     ids=lambda p: p.parent.name,
 )
 def test_a_data_sheet_hangs_together(path: Path) -> None:

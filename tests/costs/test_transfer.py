@@ -34,7 +34,7 @@ def source() -> Hardware:
 
 
 def facts(name: str) -> Facts:
-    return Facts.from_file(ROOT / "hwprofiles" / name / "facts.yaml")
+    return Facts.from_file(ROOT / "simtune/hwprofiles" / name / "facts.yaml")
 
 
 def twin(source: Hardware, **device: object) -> Facts:
@@ -174,7 +174,7 @@ def test_the_error_is_that_of_transfers_that_are_like_it(source: Hardware) -> No
 
 
 def test_the_command_writes_what_the_function_gives(tmp_path: Path, source: Hardware) -> None:
-    card = ROOT / "hwprofiles" / "l4" / "facts.yaml"
+    card = ROOT / "simtune/hwprofiles" / "l4" / "facts.yaml"
     arguments = ["--transfer-from", "h100-sxm", "--facts", str(card), "--out", str(tmp_path)]
     result = CliRunner().invoke(fit, arguments)
     assert result.exit_code == 0, result.output

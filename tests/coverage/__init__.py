@@ -1,1 +1,1 @@
-"""Lines and branches of simtune and tuner that the tests reach, counted in every process that they start."""
+"""Lines and branches of simtune that the tests reach, counted in every process that they start."""

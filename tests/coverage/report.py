@@ -1,4 +1,4 @@
-"""What of simtune and tuner the tests reached: `python -m tests.coverage.report FOLDER` sums what processes counted.
+"""What of simtune the tests reached: `python -m tests.coverage.report FOLDER` sums what processes counted.
 
 A branch is a way on from an if, a loop or a match; a statement counts once, however many lines it has. What cannot be
 imported without torch counts apart, since tests skip it where torch is not installed. Exit code 1 where less than

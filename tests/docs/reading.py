@@ -65,9 +65,8 @@ def links(document: str) -> list[str]:
 
 
 def sources() -> Iterator[Path]:
-    """Every module of the package. The links of the package lead to folders that are walked once."""
-    for folder in ("simtune", "tuner"):
-        yield from sorted((ROOT / folder).rglob("*.py"))
+    """Yield the files of all modules of the package."""
+    yield from sorted((ROOT / "simtune").rglob("*.py"))
 
 
 @cache
@@ -75,9 +74,7 @@ def modules() -> dict[str, ast.Module]:
     """Every module of the package by its name, parsed."""
     found = {}
     for file in sources():
-        parts = file.relative_to(ROOT).with_suffix("").parts
-        name = ".".join(parts if parts[0] == "simtune" else ("simtune", *parts))
-        found[name.removesuffix(".__init__")] = parsed(file)
+        found[".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = parsed(file)
     return found
 
 
@@ -127,6 +124,8 @@ def _names_of(node: ast.AST) -> set[str]:
     return set()
 
 
-def module_names() -> set[str]:
-    """Names under which parts of the package can be imported: `simtune.costs`, `simtune.costs.ticks`, ..."""
-    return set(modules())
+@cache
+def module_names() -> frozenset[str]:
+    """Return the names under which modules can be imported (`simtune.costs.ticks`), without parsing the files."""
+    parts = (file.relative_to(ROOT).with_suffix("").parts for file in sources())
+    return frozenset(".".join(part).removesuffix(".__init__") for part in parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from functools import cache
 
 import pytest
 
@@ -27,11 +28,15 @@ KEPT = {
 }
 """Names in which such a word says something else, or that files have."""
 
-NAMES = [
-    (str(path.relative_to(ROOT)), name)
-    for path in reading.sources()
-    for name in sorted(reading.names(reading.parsed(path)) - set(KEPT))
-]
+
+@cache
+def names() -> list[tuple[str, str]]:
+    """Return (file, name) of everything in the package that has a name."""
+    return [
+        (str(path.relative_to(ROOT)), name)
+        for path in reading.sources()
+        for name in sorted(reading.names(reading.parsed(path)) - set(KEPT))
+    ]
 
 
 def test_each_word_has_one_meaning() -> None:
@@ -57,4 +62,4 @@ def test_what_replaced_a_word_has_a_row() -> None:
 @pytest.mark.parametrize("word", REPLACED)
 def test_a_replaced_word_is_no_name(word: str) -> None:
     parts = re.compile(rf"(^|_){word}s?($|_)", re.IGNORECASE)
-    assert [(file, name) for file, name in NAMES if parts.search(name)] == []
+    assert [(file, name) for file, name in names() if parts.search(name)] == []

@@ -397,8 +397,8 @@ def write(folder: Path) -> None:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    shutil.copytree(ROOT / "hwprofiles" / "rtx-4090", folder / "card", dirs_exist_ok=True)
-    shutil.copy(ROOT / "examples" / "systems" / "experts.yaml", folder / "systems.yaml")
+    shutil.copytree(ROOT / "simtune/hwprofiles" / "rtx-4090", folder / "card", dirs_exist_ok=True)
+    shutil.copy(ROOT / "simtune" / "systems" / "experts.yaml", folder / "systems.yaml")
     for name in TOOLS:
         shutil.copy(ROOT / "tests" / "specs" / "tools" / name, folder / name)
     profile = yaml.safe_load((folder / "card" / "profile.yaml").read_text())

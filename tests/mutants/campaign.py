@@ -43,7 +43,7 @@ TESTS = (
     "tests/engine", "tests/sim", "tests/worlds", "tests/speculation", "tests/golden", "tests/workloads", "tests/api",
     "tests/testing", "tests/costs", "tests/specs",
 )  # fmt: skip
-COPIED = ("simtune", "tuner", "hwprofiles", "models", "workloads", "examples", "benchmarks", "tests", "pyproject.toml")
+COPIED = ("simtune", "examples", "benchmarks", "tests", "pyproject.toml")
 CPU_S = 1200
 """Of the processor, for a batch of tests: on a busy machine they take longer and are not caught by that."""
 WALL_S = 6 * CPU_S

@@ -8,11 +8,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.docs.reading import ROOT, module_names, modules
 
 GROUND = {"arrays", "errors", "parallel", "plugins", "specs"}
 LAW: dict[str, set[str]] = {
@@ -70,21 +69,6 @@ ADAPTER = "simtune.validation.engines.transformers"  # inside functions
 NUMPY_GENERATORS = {"default_rng", "Generator", "Philox", "PCG64", "SeedSequence"}
 
 
-def modules() -> dict[str, ast.Module]:
-    """Every module of the package by name, parsed."""
-    files = [*(ROOT / "simtune").rglob("*.py"), *(ROOT / "tuner").rglob("*.py")]
-    found = {}
-    for file in files:
-        path = file.relative_to(ROOT)
-        parts = path.with_suffix("").parts
-        name = ".".join(parts if parts[0] == "simtune" else ("simtune", *parts)).removesuffix(".__init__")
-        found[name] = ast.parse(file.read_text(encoding="utf-8"), str(path))
-    return found
-
-
-MODULES = modules()
-
-
 def imports(module: ast.Module) -> Iterator[str]:
     """Full names of all that is imported, at the top or inside functions: `from a.b import c` is a.b.c."""
     for node in ast.walk(module):
@@ -101,29 +85,31 @@ def floor(name: str) -> str:
 
 
 def test_every_floor_is_under_the_law() -> None:
-    floors = {floor(name) for name in MODULES if "." in name} - {"__main__"}
+    floors = {floor(name) for name in modules() if "." in name} - {"__main__"}
     assert floors == set(LAW)
 
 
-@pytest.mark.parametrize("name", sorted(name for name in MODULES if "." in name and name != "simtune.__main__"))
+@pytest.mark.parametrize("name", sorted(name for name in module_names() if "." in name and name != "simtune.__main__"))
 def test_imports_go_one_way(name: str) -> None:
     allowed = LAW[floor(name)] | {floor(name), "__version__"}
-    own = [found for found in imports(MODULES[name]) if found.split(".")[0] == "simtune"]
-    assert [found for found in own if floor(found) not in allowed] == []
-    assert not [found for found in imports(MODULES[name]) if found.split(".")[0] in ("tuner", "tests")]
+    imported = list(imports(modules()[name]))
+    inside = [full_name for full_name in imported if full_name.split(".")[0] == "simtune"]
+    assert [full_name for full_name in inside if floor(full_name) not in allowed] == []
+    assert not [full_name for full_name in imported if full_name.split(".")[0] in ("tuner", "tests")]
 
 
 def test_no_imports_run_in_a_circle() -> None:
     """Those under TYPE_CHECKING and inside functions included. CycleError names the modules of a circle."""
+    known = module_names()
     graph = {
-        name: {found if found in MODULES else found.rpartition(".")[0] for found in imports(module)} - {"simtune"}
-        for name, module in MODULES.items()
+        name: {full if full in known else full.rpartition(".")[0] for full in imports(module)} - {"simtune"}
+        for name, module in modules().items()
     }
     TopologicalSorter(graph).prepare()
 
 
 def test_only_the_manifest_the_profiler_and_real_engines_know_a_clock() -> None:
-    readers = {name for name, module in MODULES.items() if {i.split(".")[0] for i in imports(module)} & CLOCKS}
+    readers = {name for name, module in modules().items() if {i.split(".")[0] for i in imports(module)} & CLOCKS}
     assert readers == CLOCK_READERS
 
 
@@ -131,7 +117,7 @@ def test_durations_are_told_by_clocks_that_nobody_sets() -> None:
     """The time of day may be set: only the manifest has it, and stamps of the kernel while nobody did."""
     asked = {
         name
-        for name, module in MODULES.items()
+        for name, module in modules().items()
         for node in ast.walk(module)
         if isinstance(node, ast.Attribute)
         and ast.unparse(node).startswith(("time.", "datetime."))
@@ -141,7 +127,7 @@ def test_durations_are_told_by_clocks_that_nobody_sets() -> None:
 
 
 def test_chance_comes_from_seeded_generators_only() -> None:
-    for name, module in MODULES.items():
+    for name, module in modules().items():
         heads = {found.split(".")[0] for found in imports(module)}
         assert not heads & {"random", "secrets", "uuid"}, name
         assert not [
@@ -155,7 +141,7 @@ def test_chance_comes_from_seeded_generators_only() -> None:
 
 
 def test_torch_and_other_heavy_company_stay_out() -> None:
-    for name, module in MODULES.items():
+    for name, module in modules().items():
         heads = {found.split(".")[0] for found in imports(module)}
         assert not heads & {"sklearn", "pickle"}, name
         assert "pandas" not in heads or name == "simtune.sim.frames", name  # inside a function, for those who have it
@@ -166,7 +152,7 @@ def test_torch_and_other_heavy_company_stay_out() -> None:
 def test_hypothesis_is_for_those_who_test_only() -> None:
     users = {
         floor(name)
-        for name, module in MODULES.items()
+        for name, module in modules().items()
         if "hypothesis" in {found.split(".")[0] for found in imports(module)}
     }
     assert users == {"testing"}
@@ -175,7 +161,7 @@ def test_hypothesis_is_for_those_who_test_only() -> None:
 def test_the_library_never_reads_argv() -> None:
     readers = {
         floor(name)
-        for name, module in MODULES.items()
+        for name, module in modules().items()
         for node in ast.walk(module)
         if isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.argv"
     }

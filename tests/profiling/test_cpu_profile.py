@@ -16,10 +16,10 @@ NAME = "cpu-x86-1thread"
 
 def test_it_says_that_it_is_one_machines_and_how_far_off_it_was() -> None:
     profile = load_hardware(NAME)
-    facts = Facts.from_file(ROOT / "hwprofiles" / NAME / "facts.yaml")
+    facts = Facts.from_file(ROOT / "simtune/hwprofiles" / NAME / "facts.yaml")
     assert profile.device == facts.device
     assert profile.device.price_per_hour_usd is None
-    assert "one machine" in (ROOT / "hwprofiles" / NAME / "profile.yaml").read_text()[:400]
+    assert "one machine" in (ROOT / "simtune/hwprofiles" / NAME / "profile.yaml").read_text()[:400]
     assert "not a data sheet" in facts.device.source
     for key in ("gemm.bf16", "decode_attention.bf16", "prefill_attention.bf16"):
         checked = profile.operators[key].hold_out[0]

@@ -108,7 +108,7 @@ def test_parameters_of_glm_4_5() -> None:
         "vocab_size": 151552,
     }
     model = from_config(yamlfile.parse(json.dumps(config), "config.json"), "glm-4.5")
-    shipped = Model.from_file(ROOT / "models" / "glm-4.5.yaml")
+    shipped = Model.from_file(ROOT / "simtune/models" / "glm-4.5.yaml")
     assert model.model_copy(update={"hf": shipped.hf, "source": shipped.source}) == shipped
     assert model.mtp_layers == 1
     further = one_layer(model.layers[-1]).matrices(5120) + 2 * 5120**2  # with the product of two inputs
@@ -181,6 +181,6 @@ SHIPPED = {
 
 @pytest.mark.parametrize("shipped", SHIPPED)
 def test_a_shipped_model_is_its_published_config(shipped: str) -> None:
-    model = Model.from_file(ROOT / "models" / f"{shipped}.yaml")
+    model = Model.from_file(ROOT / "simtune/models" / f"{shipped}.yaml")
     of_config = read(SHIPPED[shipped]).model_copy(update={"name": model.name, "hf": model.hf, "source": model.source})
     assert model == of_config

@@ -27,8 +27,8 @@ from simtune.specs.workload import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-MODELS = sorted((ROOT / "models").glob("*.yaml"))
-WORKLOADS = sorted((ROOT / "workloads").glob("*.yaml"))
+MODELS = sorted((ROOT / "simtune/models").glob("*.yaml"))
+WORKLOADS = sorted((ROOT / "simtune/workloads").glob("*.yaml"))
 
 # Parameters in units of 1e9, as the publishers' model cards and weight files state them.
 PUBLISHED_PARAMETERS = {

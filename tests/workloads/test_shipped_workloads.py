@@ -19,7 +19,7 @@ SHIPPED = [("chat", "azure_2023_conv.csv.gz"), ("code", "azure_2023_code.csv.gz"
 
 @pytest.mark.parametrize(("name", "trace_file"), SHIPPED)
 def test_a_shipped_workload_is_computed_from_its_trace(data_dir: Path, name: str, trace_file: str) -> None:
-    shipped = Workload.from_file(ROOT / "workloads" / f"{name}.yaml")
+    shipped = Workload.from_file(ROOT / "simtune/workloads" / f"{name}.yaml")
     trace = read_trace(data_dir / "traces" / trace_file)
     assert shipped.source is not None
     assert quantile_workload(trace, name, shipped.source) == shipped
@@ -36,7 +36,7 @@ def test_a_shipped_workload_is_computed_from_its_trace(data_dir: Path, name: str
 
 @pytest.mark.parametrize(("name", "trace_file"), SHIPPED)
 def test_its_requests_are_like_those_of_the_trace(data_dir: Path, name: str, trace_file: str) -> None:
-    shipped = Workload.from_file(ROOT / "workloads" / f"{name}.yaml")
+    shipped = Workload.from_file(ROOT / "simtune/workloads" / f"{name}.yaml")
     trace = read_trace(data_dir / "traces" / trace_file)
     stream = build_stream(shipped, None, requests=200_000, seed=0)
     for drawn, observed in (

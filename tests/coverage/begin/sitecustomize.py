@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-COUNTED = ("simtune", "tuner")
+COUNTED = ("simtune",)
 ROOT = Path(__file__).resolve().parents[3]
 
 
