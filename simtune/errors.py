@@ -74,6 +74,24 @@ class Infeasible(SimtuneError):
     exit_code = 3
 
 
+def is_interrupt(error: BaseException) -> bool:
+    """Return True if the error is a KeyboardInterrupt or came from one.
+
+    Ctrl-C may land while a module is being imported, and code there turns it into another exception: until Python 3.12
+    one out of `__set_name__` becomes a RuntimeError. The chain of `__cause__` and `__context__` still holds it.
+    """
+    seen: set[int] = set()
+    chain = [error]
+    while chain:
+        link = chain.pop()
+        if isinstance(link, KeyboardInterrupt):
+            return True
+        if id(link) not in seen:
+            seen.add(id(link))
+            chain += [further for further in (link.__cause__, link.__context__) if further is not None]
+    return False
+
+
 def suggest(word: str, known: Iterable[str]) -> str:
     """`, did you mean x?` or nothing."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)

@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from simtune import __version__
-from simtune.errors import SimtuneError
+from simtune.errors import SimtuneError, is_interrupt
 
 VERBS = {
     "new": "Write a study, from five answers.",
@@ -100,28 +100,31 @@ def main(args: list[str] | None = None) -> Any:
             stream.reconfigure(errors="replace")  # a terminal without these letters shows what it can
     try:
         code = cli.main(args, standalone_mode=False)
-        sys.exit(code if isinstance(code, int) else 0)
-    except click.exceptions.Exit as error:
-        sys.exit(error.exit_code)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
-    except (click.Abort, KeyboardInterrupt):
+    except (Exception, KeyboardInterrupt) as error:
+        sys.exit(_report(error))
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _report(error: BaseException) -> int:
+    """Print what ended a command on stderr; return the exit code."""
+    if isinstance(error, click.exceptions.Exit):
+        return error.exit_code
+    if isinstance(error, click.Abort) or is_interrupt(error):
         click.echo("interrupted; what was not finished was not written", err=True)
-        sys.exit(130)
-    except SimtuneError as error:
+        return 130
+    if isinstance(error, click.ClickException):
+        error.show()
+        return error.exit_code
+    if isinstance(error, SimtuneError):
         click.echo(str(error), err=True)
-        sys.exit(error.exit_code)
-    except BrokenPipeError:
+        return error.exit_code
+    if isinstance(error, BrokenPipeError):
         sys.stderr.close()
-        sys.exit(1)
-    except OSError as error:
+    elif isinstance(error, OSError):
         click.echo(f"cannot go on: {error}", err=True)
-        sys.exit(1)
-    except MemoryError:
+    elif isinstance(error, MemoryError):
         click.echo("out of memory; ask for fewer requests or fewer --jobs", err=True)
-        sys.exit(1)
-    except Exception:
-        traceback.print_exc()
+    else:
+        traceback.print_exception(error)
         click.echo(INTERNAL, err=True)
-        sys.exit(1)
+    return 1

@@ -6,9 +6,10 @@ Everything downstream calls `Predictor.seconds(**shape)` and nothing else, whate
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import IntEnum
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from statistics import NormalDist, median
 from typing import Any
@@ -352,34 +353,30 @@ class Profile:
 def _check_names(
     operator: Operator, form: OperatorForm, setting: Setting, arrays: Mapping[str, NDArray[Any]] | None
 ) -> None:
-    """Raises SpecError for a shape parameter or a feature that calls of the operator's kind do not have, or that a
-    curve lacks.
-    """
+    """Raise SpecError for a shape parameter or a feature that calls of the operator's kind do not have."""
+    for key, why in (*_unknown_shapes(operator, form), *_unknown_features(operator, form, setting)):
+        raise SpecError(Problem(_profile_beside(arrays), why, f"operators: {key}"))
+
+
+def _unknown_shapes(operator: Operator, form: OperatorForm) -> Iterator[tuple[str, str]]:
+    used = [("box", name) for name in operator.box]
+    used += [("families", name) for family in operator.families for name in family]
+    for key, name in used:
+        if name not in form.shape:
+            yield key, f"{operator.kind} has no {name}; it has {', '.join(form.shape)}"
     shared = () if form.curve is None else form.curve.shared
-    given = [("box", name) for name in operator.box]
-    given += [("families", name) for family in operator.families for name in family]
-    wrong = [
-        (f"operators: {place}", f"{operator.kind} has no {name}; it has {', '.join(form.shape)}")
-        for place, name in given
-        if name not in form.shape
-    ]
-    wrong += [
-        ("operators: curves.at", f"a curve of {operator.kind} is at no {name}")
-        for curve in operator.curves
-        for name in shared
-        if name not in curve.at
-    ]
+    for at, name in product((given.at for given in operator.curves), shared):
+        if name not in at:
+            yield "curves.at", f"a curve of {operator.kind} is at no {name}"
+
+
+def _unknown_features(operator: Operator, form: OperatorForm, setting: Setting) -> Iterator[tuple[str, str]]:
     features = form.features({name: np.ones(1) for name in form.shape}, setting)
-    read = [("joint_box", name) for name in operator.joint_box]
-    read += [] if operator.residual is None else [("residual: features", name) for name in operator.residual.features]
-    wrong += [
-        (f"operators: {place}", f"{operator.kind} has no feature {name}; it has {', '.join(features)}")
-        for place, name in read
-        if name not in features
-    ]
-    if wrong:
-        key, why = wrong[0]
-        raise SpecError(Problem(_profile_beside(arrays), why, key))
+    used = [("joint_box", name) for name in operator.joint_box]
+    used += [] if operator.residual is None else [("residual: features", name) for name in operator.residual.features]
+    for key, name in used:
+        if name not in features:
+            yield key, f"{operator.kind} has no feature {name}; it has {', '.join(features)}"
 
 
 def _profile_beside(arrays: Mapping[str, NDArray[Any]] | None) -> str:

@@ -40,8 +40,7 @@ class _Loader(_Base):  # type: ignore[misc]
         """Called before each node is composed: libyaml's composer recurses in C and would overflow the stack."""
         self._depth += 1
         if self._depth > DEEPEST:
-            mark = parent.start_mark if parent else None
-            raise yaml.MarkedYAMLError(problem=f"nested deeper than {DEEPEST} levels", problem_mark=mark)
+            raise yaml.YAMLError(f"nested deeper than {DEEPEST} levels")
 
     def ascend_resolver(self) -> None:
         """Called after each node."""
@@ -160,27 +159,59 @@ class _Expanded:
         return SpecError(Problem(self._file, message, "", node.start_mark.line + 1, node.start_mark.column + 1))
 
 
+_OPENS = (
+    yaml.FlowSequenceStartToken,
+    yaml.FlowMappingStartToken,
+    yaml.BlockSequenceStartToken,
+    yaml.BlockMappingStartToken,
+)
+_CLOSES = (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.BlockEndToken)
+
+
+def _too_deep(text: str) -> yaml.Mark | None:
+    """Return the mark at which lists and mappings exceed `DEEPEST` levels, None if they do not.
+
+    Releases of PyYAML and libyaml differ in the depth they accept and in how they report it. The scanner written in
+    Python has no limit and does not recurse, so that its tokens give one answer under every release.
+    """
+    depth = 0
+    try:
+        for token in yaml.scan(text, Loader=yaml.SafeLoader):
+            depth += isinstance(token, _OPENS) - isinstance(token, _CLOSES)
+            if depth > DEEPEST:
+                mark: yaml.Mark = token.start_mark
+                return mark
+    except yaml.YAMLError:
+        pass  # not nested too deeply up to the syntax error, which the caller reports
+    return None
+
+
 def parse(text: str, file: str) -> Document:
     """Parse YAML or JSON text. Raises SpecError for a syntax error, a repeated key, and aliases without end."""
     try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
-        if node is None:
-            return Document(file, None, None)
-        if "*" in text:
-            _Expanded(file, _MOST_REPEATED + len(text)).measure(node)
-        problems = _duplicates(node, file)
-        if problems:
-            raise SpecError(problems)
-        return Document(file, loader.construct_document(node), node)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
+        return _parsed(text, file)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: numbers of thousands of digits
+        deep = _too_deep(text)
+        if deep is not None:
+            message = f"not valid YAML: nested deeper than {DEEPEST} levels"
+            raise SpecError(Problem(file, message, "", deep.line + 1, deep.column + 1)) from None
+        mark = getattr(error, "problem_mark", None)
         line, column = (mark.line + 1, mark.column + 1) if mark else (None, None)
-        raise SpecError(Problem(file, f"not valid YAML: {error.problem}", "", line, column)) from None
-    except yaml.YAMLError as error:
-        raise SpecError(Problem(file, f"not valid YAML: {error}")) from None
-    except (ValueError, RecursionError) as error:  # thousands of digits or of nested lists
-        raise SpecError(Problem(file, f"not valid YAML: {error}")) from None
+        problem = getattr(error, "problem", None) or error
+        raise SpecError(Problem(file, f"not valid YAML: {problem}", "", line, column)) from None
+
+
+def _parsed(text: str, file: str) -> Document:
+    loader = _Loader(text)
+    node = loader.get_single_node()
+    if node is None:
+        return Document(file, None, None)
+    if "*" in text:
+        _Expanded(file, _MOST_REPEATED + len(text)).measure(node)
+    problems = _duplicates(node, file)
+    if problems:
+        raise SpecError(problems)
+    return Document(file, loader.construct_document(node), node)
 
 
 def scalar(text: str) -> Any:

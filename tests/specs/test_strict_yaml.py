@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -104,8 +106,23 @@ def test_what_is_dumped_reads_back_exactly(data: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "- " * 50_000 + "1", "{a: " * 300 + "1" + "}" * 300])
 def test_nesting_without_end_is_refused_before_it_fills_the_stack(text: str) -> None:
-    with pytest.raises(SpecError, match="nested deeper than 200 levels"):
+    with pytest.raises(SpecError, match=r"f.yaml:1:\d+: not valid YAML: nested deeper than 200 levels"):
         read(text)
+
+
+@pytest.mark.parametrize("text", ["[" * 2000 + "]" * 2000, "a:\n  " + "[" * 300 + "]" * 300])
+def test_nesting_is_reported_alike_whatever_the_parser_says_of_it(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyYAML 6.0.4 limits nesting itself; earlier releases leave it to their caller."""
+
+    def refuses(self: Any) -> None:
+        raise yaml.scanner.ScannerError("while increasing flow level", None, "exceeded maximum nesting depth", None)
+
+    with pytest.raises(SpecError, match="nested deeper than 200 levels") as by_us:
+        read(text)
+    monkeypatch.setattr(yamlfile._Loader, "get_single_node", refuses)
+    with pytest.raises(SpecError) as by_parser:
+        read(text)
+    assert str(by_parser.value) == str(by_us.value)
 
 
 def test_nesting_as_deep_as_files_go_is_read() -> None:
