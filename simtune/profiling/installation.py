@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from simtune import __version__
+from simtune.errors import SimtuneError
 from simtune.specs.catalog import load_engine, load_hardware, names
 
 State = Literal["ok", "absent", "problem"]
@@ -88,9 +89,15 @@ def _presets() -> Diagnosis:
 
 
 def _profiles() -> Diagnosis:
+    """Read every profile. That none can be found means that the package's data were not installed."""
     profiles = names("hardware")
-    for name in profiles:
-        len(load_hardware(name).arrays)  # they are read where they are first needed
+    try:
+        for name in profiles:
+            len(load_hardware(name).arrays)  # they are read where they are first needed
+    except SimtuneError as error:
+        return Diagnosis("problem", "hardware profiles", str(error))
+    if not profiles:
+        return Diagnosis("problem", "hardware profiles", "none can be read; install simtune again")
     return Diagnosis("ok", "hardware profiles", f"{len(profiles)} can be read")
 
 

@@ -5,7 +5,6 @@ The path of a GPU and that of a processor differ in the timer and in which kerne
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -38,6 +37,7 @@ from simtune.profiling.timing import (
     measure,
     now,
 )
+from simtune.specs import room
 from simtune.specs.model import FullAttention, Model
 
 _GPU_WARM_UP_S = 1.0
@@ -189,27 +189,16 @@ class TorchRig:
         return ("in_memory", "to_device", "from_device") if self._cuda else ("in_memory",)
 
     def _memory(self) -> tuple[float, float]:
-        """Bytes there are, and bytes free."""
+        """Return bytes of memory and bytes free."""
         if self._cuda:
             free, total = torch.cuda.mem_get_info(self._device)
             return float(total), float(free)
-        total = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-        free = float((_first("/proc/meminfo", "MemAvailable") or f"{total / 1024} kB").split()[0]) * 1024
-        try:
-            with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
-                allowed = float(file.read())  # "max" is no number
-            total, free = min(total, allowed), min(free, allowed)
-        except (OSError, ValueError):
-            pass
-        return total, free
+        return room.memory()
 
     def _cache_bytes(self) -> int:
         if self._cuda:
             return int(getattr(self._properties, "L2_cache_size", 0)) or 64 << 20
-        try:
-            return os.sysconf("SC_LEVEL3_CACHE_SIZE") or 32 << 20
-        except (ValueError, OSError):
-            return 32 << 20
+        return room.system_value("SC_LEVEL3_CACHE_SIZE") or 32 << 20
 
     def _check_dtypes(self) -> None:
         for model in self._models.values():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
 import os
 
 from simtune.errors import UsageError
@@ -13,10 +15,47 @@ _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB", "ZiB", "YiB")
 
 def memory() -> tuple[float, float]:
     """Bytes there are, and bytes free: of this machine, of its control group, and of what this process may map."""
-    total = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    free = _number("/proc/meminfo", "MemAvailable:") * 1024 or total
+    total, free = _physical()
     allowed = min(_number("/sys/fs/cgroup/memory.max") or total, _mappable(total))
     return min(total, allowed), min(free, allowed)
+
+
+def system_value(name: str) -> int | None:
+    """Return a value of `os.sysconf`, such as SC_LEVEL3_CACHE_SIZE; None if this system does not have it."""
+    try:
+        value = os.sysconf(name)
+    except (AttributeError, ValueError, OSError):  # Windows has no sysconf, others lack some of its names
+        return None
+    return value if value > 0 else None
+
+
+def _physical() -> tuple[float, float]:
+    """Return bytes of memory and bytes free of this machine; infinity if the system does not report them."""
+    page, pages = system_value("SC_PAGE_SIZE"), system_value("SC_PHYS_PAGES")
+    if page is None or pages is None:
+        return _windows_memory()
+    total = float(page * pages)
+    return total, _number("/proc/meminfo", "MemAvailable:") * 1024 or total
+
+
+class _MemoryStatus(ctypes.Structure):
+    """MEMORYSTATUSEX of the Windows API."""
+
+    _fields_ = (
+        ("length", ctypes.c_uint32),
+        ("load", ctypes.c_uint32),
+        ("total", ctypes.c_uint64),
+        ("free", ctypes.c_uint64),
+        ("others", ctypes.c_uint64 * 5),
+    )
+
+
+def _windows_memory() -> tuple[float, float]:
+    library = getattr(ctypes, "windll", None)
+    status = _MemoryStatus(length=ctypes.sizeof(_MemoryStatus))
+    if library is None or not library.kernel32.GlobalMemoryStatusEx(ctypes.byref(status)):
+        return math.inf, math.inf
+    return float(status.total), float(status.free)
 
 
 def need(size: float, what: str, remedy: str) -> None:

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import BinaryIO
 
+from simtune.errors import EngineError
+
 GRACE_S = 10.0
 """Between asking a session to end and ending it."""
 
@@ -51,7 +53,14 @@ sys.exit(abs(child.wait()) % 256)
 
 
 def start(command: Sequence[str], environment: Mapping[str, str], log: BinaryIO) -> subprocess.Popen[bytes]:
-    """The guard of a command that has just been started; both write to `log`."""
+    """Start a command behind a guard and return the guard; both write to `log`.
+
+    Raises EngineError where the system has no sessions of processes (Windows).
+    """
+    if not hasattr(os, "setsid"):
+        raise EngineError(
+            "simtune starts engines on Linux and macOS only; start the engine and give its URL (--engine)"
+        )
     process = subprocess.Popen(
         [sys.executable, "-I", "-c", _GUARD], stdin=subprocess.PIPE, stdout=log, stderr=log, env=dict(environment)
     )

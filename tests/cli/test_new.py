@@ -145,6 +145,15 @@ def test_the_doctor_names_what_is_wrong(desk: Desk, call: Callable[..., Said], m
     assert problem["says"] == "nowhere is no folder; make it or take it out"
 
 
+def test_the_doctor_reports_that_no_profile_can_be_read(
+    call: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("simtune.profiling.installation.names", lambda kind: [])
+    said = call("doctor")
+    assert said.code == 1
+    assert "problem  hardware profiles  none can be read; install simtune again\n" in said.out
+
+
 def test_every_objective_of_a_study_may_be_asked_for(tmp_path: Path) -> None:
     from typing import get_args
 

@@ -149,6 +149,23 @@ def test_torch_and_other_heavy_company_stay_out() -> None:
         assert "transformers" not in heads or name == ADAPTER, name
 
 
+def test_what_windows_lacks_stays_in_its_helpers() -> None:
+    """`vllm_steps` runs beside vLLM, on Linux only."""
+    absent = ("sysconf", "fork", "setsid", "sched_getaffinity", "sched_setaffinity", "getppid", "getuid", "killpg")
+    users = {
+        name
+        for name, module in modules().items()
+        for node in ast.walk(module)
+        if (isinstance(node, ast.Attribute) and ast.unparse(node) in {f"os.{attribute}" for attribute in absent})
+        or (isinstance(node, ast.Import) and {alias.name for alias in node.names} & {"resource", "fcntl", "pwd"})
+    }
+    assert users == {
+        "simtune.specs.room",
+        "simtune.parallel",  # where sys.platform is linux
+        "simtune.validation.engines.vllm_steps",
+    }
+
+
 def test_hypothesis_is_for_those_who_test_only() -> None:
     users = {
         floor(name)
