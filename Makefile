@@ -1,7 +1,9 @@
 # Everything a newcomer, a developer and CI need. PYTHON picks the interpreter: make test PYTHON=python3.12
+# LOCKED=1 installs the releases of constraints.txt, with their hashes, in place of the newest ones.
 PYTHON ?= python3
 VENV := .venv
 VLLM := .venv-vllm
+OLDEST := .venv-oldest
 BIN := $(VENV)/bin
 RUN := runs/demo
 INPUTS ?= 10000
@@ -10,19 +12,29 @@ FIRST ?= 0
 SOAK_S ?= 3600
 JOURNAL ?= runs/mutants
 REV ?= HEAD~1
-# What `make test COVERAGE=1` counts into, and the least percentage, of statements and of branches each: of all but what
+# What `make check COVERAGE=1` counts into, and the least percentage, of statements and of branches each: of all but what
 # needs torch, and of everything too where torch is installed.
 COUNTED := runs/coverage
 FLOOR ?= 95
 BENCH := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m benchmark_only -s
 
-.PHONY: profiles demo test lint bench bench-store bench-against reproduce picture screens slow vllm releases nightly fuzz coverage mutants kills soak clean
+QUICK := HYPOTHESIS_PROFILE=quick
+QUICKLY := -n auto -m "not full and not slow and not nightly and not benchmark_only"
+# -qq: errors only; warnings are about the package index of the machine.
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
+
+.PHONY: profiles demo test check check-oldest durations constraints lint bench bench-store bench-against reproduce picture screens slow vllm releases nightly fuzz coverage mutants kills soak clean
 
 demo: $(VENV)/.installed
 	$(BIN)/simtune optimize examples/quickstart/study.yaml --out $(RUN) --force
+	@echo "Open $(RUN)/report.html"
 
-# With COVERAGE=1 also counts which statements and branches the tests reach, in all their processes; fails below FLOOR percent.
+# The quick tier: tests that take less than half a CPU-second each, and of every file at least one (tests/tiers).
 test: $(VENV)/.installed-dev
+	$(QUICK) $(BIN)/python -m pytest $(QUICKLY)
+
+# All tests but those marked slow, nightly and benchmark_only. With COVERAGE=1 also counts which statements and branches the tests reach, in all their processes; fails below FLOOR percent.
+check: $(VENV)/.installed-dev
 ifdef COVERAGE
 	rm -rf $(COUNTED) && mkdir -p $(COUNTED)
 	COVERAGE_INTO=$(CURDIR)/$(COUNTED) PYTHONPATH=$(CURDIR)/tests/coverage/begin $(BIN)/python -m pytest -n auto
@@ -30,6 +42,26 @@ ifdef COVERAGE
 else
 	$(BIN)/python -m pytest -n auto
 endif
+
+# The quick tier with the lowest releases that pyproject.toml admits.
+check-oldest: $(OLDEST)/.installed
+	$(QUICK) $(OLDEST)/bin/python -m pytest $(QUICKLY)
+
+$(OLDEST)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install -qq --disable-pip-version-check uv
+	$(OLDEST)/bin/uv pip install --quiet --python $(OLDEST)/bin/python --resolution lowest-direct --editable ".[dev]"
+	touch $@
+
+# Measures every test of `make check` anew, for the tiers.
+durations: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.tiers.measure
+
+# Writes constraints.txt anew: the newest release of every dependency, with hashes, for all admitted Pythons.
+constraints: $(VENV)/.installed-dev
+	$(PIP) uv
+	$(BIN)/uv pip compile pyproject.toml --quiet --universal --python-version 3.11 --generate-hashes --upgrade \
+		--extra dev --custom-compile-command "make constraints" --output-file constraints.txt
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
@@ -46,9 +78,9 @@ nightly: $(VENV)/.installed-dev
 # Lines and branches that no test reaches, with the extras installed. TORCH_INDEX, an index with builds of torch without
 # CUDA, brings torch in, so that what drives it is reached too.
 coverage: $(VENV)/.installed-dev
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,cluster,milp,parquet]"
-	$(if $(TORCH_INDEX),$(BIN)/python -m pip install --quiet --disable-pip-version-check --extra-index-url $(TORCH_INDEX) torch==2.13.0 transformers)
-	$(MAKE) test COVERAGE=1
+	$(PIP) --editable ".[dev,cluster,milp,parquet]"
+	$(if $(TORCH_INDEX),$(PIP) --extra-index-url $(TORCH_INDEX) torch==2.13.0 transformers)
+	$(MAKE) check COVERAGE=1
 	$(BIN)/python -m tests.coverage.report $(COUNTED) --missing
 
 # Mistakes put into the engine and the simulator, one at a time: how many do their tests catch? make mutants MUTANTS=300.
@@ -137,16 +169,21 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	$(PIP) --editable .
 	touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+ifdef LOCKED
+	$(PIP) --require-hashes --requirement constraints.txt
+	$(PIP) --no-deps --no-build-isolation --editable .
+else
+	$(PIP) --editable ".[dev]"
+endif
 	touch $@ $(VENV)/.installed
 
 $(VENV)/.installed-bench: pyproject.toml $(VENV)/.installed-dev
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,bench]"
+	$(PIP) --editable ".[dev,bench]"
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(OLDEST) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

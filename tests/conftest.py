@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
+
+from tests import tiers
 
 # Before numpy is loaded: on busy machines the threads of small matrix products only wait for one another.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -14,15 +18,37 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # The same examples on every machine, and no time limit on shared ones; HYPOTHESIS_PROFILE=explore looks further.
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("explore", deadline=None)
+hypothesis.settings.register_profile("quick", deadline=None, derandomize=True, max_examples=25)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = Path(os.environ.get("SIMTUNE_DATA", ROOT.parent / "shared" / "data"))
 
 
+NEEDS_DATA = "set SIMTUNE_DATA to the folder of published data"
+
+# They fork, or limit a process, which Windows does not know.
+collect_ignore = ["coverage", "fuzz", "kills", "mutants", "soak"] if sys.platform == "win32" else []
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of the full tier."""
+    for item in items:
+        if tiers.is_full(item.nodeid, item.get_closest_marker("quick") is not None):
+            item.add_marker(pytest.mark.full)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say in one line what the tests need that were skipped for want of data."""
+    skipped = [report for report in terminalreporter.stats.get("skipped", []) if NEEDS_DATA in str(report.longrepr)]
+    if skipped:
+        terminalreporter.write_line(f"{len(skipped)} tests were skipped: {NEEDS_DATA} to run them")
+
+
 def _there(path: Path) -> Path:
     if not path.is_dir():
-        pytest.skip(f"{path} is absent: set SIMTUNE_DATA to the folder of published data to run this test")
+        pytest.skip(f"{path} is absent: {NEEDS_DATA} to run this test")
     return path
 
 

@@ -31,6 +31,8 @@ HERE = Path(__file__).resolve().parent
 HASHES = HERE / "hashes.json"
 FILES = ("plan.yaml", "summary.json", "requests.csv", "trace.json.gz")
 PLANS = sorted((HERE / "plans").glob("*.yaml"))
+QUICK = ("vllm-fcfs", "prefill-decode", "data-parallel")
+"""Runs of the quick tier."""
 
 
 def _arithmetic() -> str:
@@ -65,7 +67,9 @@ def test_there_are_twelve_runs_and_every_one_has_its_hashes() -> None:
     assert sorted(stored["runs"]) == sorted(plan.stem for plan in PLANS)
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.stem)
+@pytest.mark.parametrize(
+    "plan", [pytest.param(plan, id=plan.stem, marks=[pytest.mark.quick] * (plan.stem in QUICK)) for plan in PLANS]
+)
 def test_a_fixed_run_leaves_the_same_bytes(plan: Path, tmp_path: Path) -> None:
     stored = json.loads(HASHES.read_text())
     found = _hashes_of(plan, tmp_path / "run")

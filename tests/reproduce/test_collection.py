@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import csv
-import os
+import re
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from simtune.errors import SpecError, UsageError
 from simtune.reproduce import collection, select
-from simtune.reproduce.collection import entries, read
+from simtune.reproduce.collection import Entry, entries, folder, read
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.systems import PRIMITIVES, Systems, merged, unfolded
 
-FAMILIES = collection()
-ENTRIES = list(entries(FAMILIES))
-TABLE = Path(os.environ.get("SIMTUNE_DATA", "shared/data")) / "systems" / "systems.csv"
+NAMES = [
+    name
+    for file in sorted(folder().glob("*.yaml"))
+    for name in re.findall(r"^ *- name: (\S+)\n +title:", file.read_text(encoding="utf-8"), re.MULTILINE)
+]
+"""Read off the text: parsing the collection takes a second, in every process that collects tests."""
+
+
+@cache
+def systems() -> dict[str, Entry]:
+    return {entry.system.name: entry for entry in entries(collection())}
+
 
 MINIMAL = """schema: simtune/systems@1
 name: mine
@@ -34,21 +44,21 @@ systems:
 
 
 def test_there_are_187_systems_in_files_of_their_names() -> None:
-    assert len(ENTRIES) == 187
-    assert len({entry.system.title for entry in ENTRIES}) == 187
-    assert all(entry.system.source for entry in ENTRIES)
+    assert len(systems()) == 187
+    assert [*systems()] == NAMES
+    assert len({entry.system.title for entry in systems().values()}) == 187
+    assert all(entry.system.source for entry in systems().values())
 
 
-@pytest.mark.skipif(not TABLE.exists(), reason="no table of systems in SIMTUNE_DATA")
-def test_every_row_of_the_table_has_its_entry() -> None:
-    with TABLE.open(encoding="utf-8") as file:
+def test_every_row_of_the_table_has_its_entry(data_dir: Path) -> None:
+    with (data_dir / "systems" / "systems.csv").open(encoding="utf-8") as file:
         rows = {row["system"] for row in csv.DictReader(file)}
-    assert rows == {entry.system.title for entry in ENTRIES}
+    assert rows == {entry.system.title for entry in systems().values()}
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.system.name)
-def test_what_an_entry_names_is_there(entry: object) -> None:
-    family, system = entry  # type: ignore[misc]
+@pytest.mark.parametrize("name", NAMES)
+def test_what_an_entry_names_is_there(name: str) -> None:
+    family, system = systems()[name]
     for side in family.sides(system).values():
         for one in unfolded(side):
             assert family.own_model(one["model"]) or load_model(one["model"])
@@ -62,9 +72,11 @@ def test_what_an_entry_names_is_there(entry: object) -> None:
 
 def test_primitives_that_nothing_needs_are_not_kept() -> None:
     """Nor is an entry without a reason: the spec asks for one of three."""
-    needed = {name for entry in ENTRIES for name in entry.system.needs}
+    needed = {name for entry in systems().values() for name in entry.system.needs}
     assert needed == set(PRIMITIVES)
-    assert all(entry.system.needs or entry.system.not_a_schedule or entry.system.variant for entry in ENTRIES)
+    assert all(
+        entry.system.needs or entry.system.not_a_schedule or entry.system.variant for entry in systems().values()
+    )
 
 
 def test_systems_are_chosen_by_name_by_family_and_by_file(tmp_path: Path) -> None:
