@@ -125,10 +125,10 @@ def weights_bytes(model: Model, parallelism: Parallelism, stage: int) -> float:
     tp, pp = parallelism.tp, parallelism.pp
     hidden = model.hidden_size
     plain, head = DTYPE_BYTES[model.dtype], DTYPE_BYTES[model.dtype_of("head")]
-    projections, dense = _Weights.of(model.dtype_of("attention")), _Weights.of(model.dtype_of("dense"))
-    routed = _Weights.of(model.dtype_of("experts"))
+    dense, routed = _Weights.of(model.dtype_of("dense")), _Weights.of(model.dtype_of("experts"))
     total = 0.0
     for group in stage_layers(model, pp)[stage]:
+        projections = _Weights.of(model.of_group(group).dtype_of("attention"))
         total += sum(projections.of_product(n, k) for n, k in attention_layer(model, group.attention, tp).products)
         feed_forward = group.feed_forward
         norms = model.norms_per_sublayer * group.sublayers * model.norm_parameters
