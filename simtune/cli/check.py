@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import click
 
@@ -14,8 +15,8 @@ from simtune.cli.output import json_option, print_json, set_option, settings_of
 @set_option
 @json_option
 def check(files: tuple[str, ...], settings: tuple[str, ...], as_json: bool) -> int:
-    """Check spec and trace FILEs: every problem of every file, with line and remedy, or what was understood of it.
-    Exits with 2 if there is a problem."""
+    """Check spec and trace FILEs: every problem of every file, with line and remedy, or what was understood of it. A
+    plan is deployed as `simulate` would. Exits with 2 if there is a problem."""
     from simtune.errors import SimtuneError
 
     understood: dict[str, str] = {}
@@ -37,9 +38,14 @@ def check(files: tuple[str, ...], settings: tuple[str, ...], as_json: bool) -> i
 
 
 def _understood(path: str, settings: Sequence[str]) -> str:
-    """In words. Raises SimtuneError with all that is wrong."""
+    """Return what was understood of a file, in words. Raises SimtuneError with all that is wrong."""
+    from simtune.api import try_out
     from simtune.report.understood import understood
     from simtune.sim import parts
     from simtune.specs import catalog
+    from simtune.specs.plan import Plan
 
-    return understood(*catalog.load_with_trace(path, parts.problems, settings))
+    spec, trace = catalog.load_with_trace(path, parts.problems, settings)
+    words = understood(spec, trace)
+    missing = try_out(spec, Path(path).parent) if isinstance(spec, Plan) else ""
+    return f"{words}; not tried on its hardware: {missing}" if missing else words

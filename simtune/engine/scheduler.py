@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from typing import ClassVar, Literal, TypedDict
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, TypedDict
 
 from simtune.engine.batch import Tally
 from simtune.engine.kv import KvBlocks
@@ -88,6 +89,16 @@ class Scheduler(ABC):
     admitted while somebody preempted waits; unless a `long_prefill_token_threshold` lets short prompts overtake. Not
     inherited: a policy derived from another one may have another order."""
 
+    recomputes: bool = True
+    """True if a request that lost its blocks computes prompt and delivered tokens again: without chunked prefill in one
+    step, so that the budget must hold the longest request. Otherwise the budget must hold prompts, and `outgrows`
+    refuses longer ones, and answers longer than `longest_answer`, for which nothing is reserved."""
+
+    @classmethod
+    def recomputes_with(cls, options: Mapping[str, Any]) -> bool:
+        """Return `recomputes` of a scheduler with these options of its own."""
+        return cls.recomputes
+
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         cls.first_come = vars(cls).get("first_come", False)
@@ -120,7 +131,7 @@ class Scheduler(ABC):
             raise ValueError(
                 f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least max_num_seqs ({max_num_seqs})"
             )
-        if not chunked_prefill and max_num_batched_tokens < max_model_len:
+        if not chunked_prefill and self.recomputes and max_num_batched_tokens < max_model_len:
             raise ValueError(
                 f"without chunked prefill max_num_batched_tokens ({max_num_batched_tokens}) must be at least "
                 f"max_model_len ({max_model_len})"
@@ -128,6 +139,8 @@ class Scheduler(ABC):
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
+        self.longest_answer = max_model_len
+        """Tokens that are reserved for an answer at most, if the policy reserves any."""
         self.chunked_prefill = chunked_prefill
         self.watermark_blocks = watermark_blocks
         self.async_scheduling = False
@@ -149,7 +162,7 @@ class Scheduler(ABC):
     # --- requests come and go ---------------------------------------------------------------------------------
 
     def add(self, request: Request) -> bool:
-        """Queue a request; False when it is refused because it could outgrow max_model_len."""
+        """Queue a request; False when it is refused, see `outgrows`."""
         if self.outgrows(request):
             return False
         self._queue(request)
@@ -174,7 +187,11 @@ class Scheduler(ABC):
         return True
 
     def outgrows(self, request: Request) -> bool:
-        """Whether a request could become longer than max_model_len."""
+        """True if a request could become longer than max_model_len, or its prompt is longer than any step may be."""
+        if not (self.chunked_prefill or self.recomputes):
+            too_long = request.known_tokens > self.max_num_batched_tokens
+            if too_long or request.output_tokens > self.longest_answer:
+                return True
         return request.prompt_tokens + request.output_tokens > self.max_model_len
 
     def expect(self, request: Request) -> bool:
