@@ -88,11 +88,8 @@ class Scheduler(ABC):
     """Whether first tokens come in the order in which requests were added, those of one step at once, and nobody new is
     admitted while somebody preempted waits; unless a `long_prefill_token_threshold` lets short prompts overtake. Not
     inherited: a policy derived from another one may have another order."""
-
     recomputes: bool = True
-    """True if a request that lost its blocks computes prompt and delivered tokens again: without chunked prefill in one
-    step, so that the budget must hold the longest request. Otherwise the budget must hold prompts, and `outgrows`
-    refuses longer ones, and answers longer than `longest_answer`, for which nothing is reserved."""
+    """True if a request may lose its blocks and compute all its tokens again, in one step without chunked prefill."""
 
     @classmethod
     def recomputes_with(cls, options: Mapping[str, Any]) -> bool:
@@ -139,8 +136,7 @@ class Scheduler(ABC):
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
-        self.longest_answer = max_model_len
-        """Tokens that are reserved for an answer at most, if the policy reserves any."""
+        self.longest_answer = max_model_len  # tokens that are reserved for an answer, if the policy reserves any
         self.chunked_prefill = chunked_prefill
         self.watermark_blocks = watermark_blocks
         self.async_scheduling = False
@@ -187,12 +183,11 @@ class Scheduler(ABC):
         return True
 
     def outgrows(self, request: Request) -> bool:
-        """True if a request could become longer than max_model_len, or its prompt is longer than any step may be."""
-        if not (self.chunked_prefill or self.recomputes):
-            too_long = request.known_tokens > self.max_num_batched_tokens
-            if too_long or request.output_tokens > self.longest_answer:
-                return True
-        return request.prompt_tokens + request.output_tokens > self.max_model_len
+        """True if a request could become longer than max_model_len, or no step has room for its prompt."""
+        whole = not (self.chunked_prefill or self.recomputes)
+        most = min(self.max_model_len, request.prompt_tokens + self.longest_answer) if whole else self.max_model_len
+        beyond = request.prompt_tokens + request.output_tokens > most
+        return beyond or (whole and request.known_tokens > self.max_num_batched_tokens)
 
     def expect(self, request: Request) -> bool:
         """Reserve a seat, and blocks for all known tokens, for a request whose KV cache is computed elsewhere.

@@ -24,11 +24,11 @@ from simtune.specs.hardware import Facts, Hardware
 from simtune.specs.hf import hub
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
-from simtune.specs.reading import read_text
+from simtune.specs.reading import decoded, read_bytes, read_text
 from simtune.specs.study import Study
 from simtune.specs.systems import Systems
 from simtune.specs.systems import problems as problems_of_systems
-from simtune.specs.trace_formats import FORMATS, title_of
+from simtune.specs.trace_formats import FORMATS, binary_title, stranger, title_of
 from simtune.specs.traces import Trace, read_trace
 from simtune.specs.workload import Workload
 
@@ -128,6 +128,7 @@ def _hardware(text: str, file: str) -> Hardware:
 def load_workload(reference: str, settings: Sequence[str] = ()) -> tuple[Workload, Trace | None]:
     """A workload by name, from a spec, or a published trace file as it is; with the trace it replays, if any."""
     path = _locate("workload", reference)
+    _refuse_stranger(path)
     if path.name.endswith(_TRACE_SUFFIXES) or log_title(path) is not None:
         trace = read_trace(path)
         workload = replay(trace, path.name.split(".")[0])
@@ -139,6 +140,17 @@ def load_workload(reference: str, settings: Sequence[str] = ()) -> tuple[Workloa
         _check_schema(path)
     workload = _read(Workload, path, settings)
     return workload, None if workload.trace is None else _replayed(path, workload.trace)
+
+
+def _refuse_stranger(path: Path, *, even_models: bool = True) -> None:
+    """Raises UsageError for a log or a result of a kind that holds no requests; `read_trace` looks at traces.
+    `even_models` refuses a model's config.json too."""
+    if not path.is_file() or path.name.endswith((".yaml", ".yml", *_TRACE_SUFFIXES)):
+        return
+    raw = read_bytes(path)
+    wrong = binary_title(raw) or stranger(decoded(path, raw))
+    if wrong is not None and (even_models or "config.json" not in wrong):
+        raise UsageError(f"{path}: {wrong}")
 
 
 def _check_schema(path: Path) -> None:
@@ -282,6 +294,7 @@ def _kind_of_file(path: Path) -> str:
         return "workload"
     if path.is_dir():
         return "hardware" if (path / "profile.yaml").exists() else "model"
+    _refuse_stranger(path, even_models=False)
     data = yamlfile.parse(read_text(path), str(path)).data
     schema = data.get("schema") if isinstance(data, dict) else None
     if schema is None and path.suffix == ".json":
