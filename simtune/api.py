@@ -248,6 +248,22 @@ def deploy_plan(plan: str | Plan) -> Deployment:
         raise UsageError(f"plan {plan.name}: {error}") from None
 
 
+def try_out(plan: Plan, folder: Path) -> str:
+    """Deploy a plan read from a file in `folder`, as `simulate` does before it runs.
+
+    Return an empty text, or what is missing if the plan names a model, hardware or acceptance that is not found here.
+    Raises UsageError if `simulate` would refuse the plan.
+    """
+    try:
+        load_model(plan.model)
+        _load_profiles(None, plan, ())
+        load_drafting(plan)
+    except UsageError as error:
+        return str(error)
+    deploy_plan(_tables_beside(plan, folder))
+    return ""
+
+
 def _planned(specs: Specs, stream: RequestStream, own_costs: bool) -> tuple[Plan, Sequence[Hardware]]:
     """The plan that is given, or the one that is meant by none; and the hardware of each of its pools."""
     plan, hardware = specs.plan, specs.hardware

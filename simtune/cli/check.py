@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import click
 
-from simtune.cli.output import json_option, print_json
+from simtune.cli.output import json_option, print_json, set_option, settings_of
 
 
 @click.command()
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@set_option
 @json_option
-def check(files: tuple[str, ...], as_json: bool) -> int:
-    """Check spec and trace FILEs: every problem of every file, with line and remedy, or what was understood of it.
-    Exits with 2 if there is a problem."""
+def check(files: tuple[str, ...], settings: tuple[str, ...], as_json: bool) -> int:
+    """Check spec and trace FILEs: every problem of every file, with line and remedy, or what was understood of it. A
+    plan is deployed as `simulate` would. Exits with 2 if there is a problem."""
     from simtune.errors import SimtuneError
 
     understood: dict[str, str] = {}
     problems: dict[str, list[str]] = {}
-    for file in dict.fromkeys(files):
+    paths = {file: file if "/" in file else f"./{file}" for file in files}
+    given = settings_of(settings, [*paths.values()])
+    for file, path in paths.items():
         try:
-            understood[file] = _understood(file)
+            understood[file] = _understood(path, given[path])
         except SimtuneError as error:
             problems[file] = str(error).splitlines()
     if as_json:
@@ -31,10 +37,15 @@ def check(files: tuple[str, ...], as_json: bool) -> int:
     return 2 if problems else 0
 
 
-def _understood(file: str) -> str:
-    """In words. Raises SimtuneError with all that is wrong."""
+def _understood(path: str, settings: Sequence[str]) -> str:
+    """Return what was understood of a file, in words. Raises SimtuneError with all that is wrong."""
+    from simtune.api import try_out
     from simtune.report.understood import understood
     from simtune.sim import parts
     from simtune.specs import catalog
+    from simtune.specs.plan import Plan
 
-    return understood(*catalog.load_with_trace(file if "/" in file else f"./{file}", parts.problems))
+    spec, trace = catalog.load_with_trace(path, parts.problems, settings)
+    words = understood(spec, trace)
+    missing = try_out(spec, Path(path).parent) if isinstance(spec, Plan) else ""
+    return f"{words}; not tried on its hardware: {missing}" if missing else words

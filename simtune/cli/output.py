@@ -107,6 +107,21 @@ def split_settings(settings: Sequence[str], allowed: Sequence[str]) -> dict[str,
     return by_spec
 
 
+def settings_of(settings: Sequence[str], references: Sequence[str]) -> dict[str, list[str]]:
+    """Return the settings for each spec by its reference: `model.dtype=bf16` is for those that are models.
+
+    Raises click.BadParameter for a setting of a kind that none of the references is, UsageError or SpecError for a
+    reference that is no spec.
+    """
+    from simtune.specs import catalog
+
+    if not settings:
+        return {reference: [] for reference in references}
+    kinds = {reference: catalog.kind_of(reference) for reference in references}
+    by_kind = split_settings(settings, sorted(set(kinds.values())))
+    return {reference: by_kind[kind] for reference, kind in kinds.items()}
+
+
 @contextmanager
 def progress(total_of: str, quiet: bool, patience_s: float = 0.0) -> Iterator[Callable[[int, int, str], None]]:
     """Yields update(done, total, words): a bar on a terminal from `patience_s` on, elsewhere a line now and then, with
@@ -144,11 +159,13 @@ def note_cut(workload: Workload, trace: Trace | None, requests: int) -> None:
 
 
 def note_estimates(deployment: Deployment) -> None:
-    """Say on stderr which operators the answer leans on without a table.
+    """Say on stderr what was assumed of the model, and which operators the answer leans on without a table.
 
     Sampling has none on any device, norms that an engine compiles have none either, and both are small: the report says
     so, here it would only be noise.
     """
+    for note in deployment.model.notes:
+        click.echo(f"note: {note}", err=True)
     estimated = [key for key in deployment.estimated if not key.startswith(("sampling", "elementwise.norm"))]
     if estimated:
         click.echo(f"note: estimated from the data sheet, not fitted: {', '.join(estimated)}", err=True)

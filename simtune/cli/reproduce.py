@@ -43,10 +43,11 @@ def reproduce(  # noqa: PLR0913 - one for each option
     as_json: bool,
     force: bool,
     quiet: bool,
-) -> None:
+) -> int:
     """Simulate published systems beside what they were compared with, and hold the gain against the claim.
 
-    Without arguments all of them: minutes. A family, a system or a file of your own runs alone.
+    Without arguments all of them: minutes. A family, a system or a file of your own runs alone. One that cannot be run
+    is reported with the reason, beside the others; exit code 2 if that is so on its own hardware.
     """
     from simtune.reproduce import Findings, headline, select
     from simtune.runs.files import write_file
@@ -56,7 +57,7 @@ def reproduce(  # noqa: PLR0913 - one for each option
     entries = select(systems)
     if only_list:
         _list(entries)
-        return
+        return 0
     findings: list[Finding] = []
     with progress("systems", quiet) as update:
         for finding in _run(entries, hardware, jobs, journal):
@@ -68,12 +69,16 @@ def reproduce(  # noqa: PLR0913 - one for each option
 
         write_file(html, render(document, entries))
         click.echo(f"wrote {html}", err=True)
+    failed = [finding for finding in findings if finding.status == "failed"]
+    for finding in failed:
+        click.echo(f"{finding.family}: {finding.system}: cannot be run: {finding.reason}", err=True)
     if as_json:
         print_json(document.to_data())
-        return
-    _print(findings)
-    if hardware is None:
-        click.echo(headline(findings))
+    else:
+        _print(findings)
+        if hardware is None:
+            click.echo(headline(findings))
+    return 2 if failed and hardware is None else 0
 
 
 def _run(entries: list[Entry], hardware: str | None, jobs: int | None, journal: Path | None) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from simtune.cli.names import ANY
-from simtune.cli.output import json_option, print_json, print_table
+from simtune.cli.output import json_option, print_json, print_table, set_option, settings_of
 from simtune.errors import UsageError
 from simtune.runs.files import write_file
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("reference", metavar="NAME_OR_FILE", type=ANY)
+@set_option
 @json_option
 @click.option(
     "--html",
@@ -28,14 +29,14 @@ if TYPE_CHECKING:
     help="Of a hardware profile: write one page with plots of its fits.",
 )
 @click.option("--force", is_flag=True, help="Replace FILE.")
-def show(reference: str, as_json: bool, html: Path | None, force: bool) -> None:
+def show(reference: str, settings: tuple[str, ...], as_json: bool, html: Path | None, force: bool) -> None:
     """Print a spec by built-in name or file; of a model, also its parameters and KV bytes; of a hardware profile, how
     far off its operators are."""
     from simtune.specs import catalog
     from simtune.specs.hardware import Hardware
     from simtune.specs.model import Model
 
-    spec = catalog.load(reference)
+    spec = catalog.load(reference, settings=settings_of(settings, [reference])[reference])
     if html is not None:
         from simtune.report.hardware import render
 
@@ -58,7 +59,9 @@ def _of_model(model: Model) -> list[tuple[str, str]]:
     """(what, how much), and what it fits on."""
     from simtune.report.models import facts, fits_on, weights
 
-    return [*facts(model), ("weights", weights(model)), *((f"fits on {card}", how) for card, how in fits_on(model))]
+    notes = [("note", note) for note in model.notes]
+    cards = [(f"fits on {card}", how) for card, how in fits_on(model)]
+    return [*notes, *facts(model), ("weights", weights(model)), *cards]
 
 
 def _show_hardware(hardware: Hardware) -> None:

@@ -43,6 +43,12 @@ if TYPE_CHECKING:
     show_default=True,
     help="Where a file holds texts and no token counts.",
 )
+@click.option(
+    "--columns",
+    metavar="FIELD=NAME,...",
+    help="What the file calls its columns: arrival=ts,prompt=tokens_in,output=tokens_out. arrival_s, arrival_ms and "
+    "arrival_ns are numbers since some start.",
+)
 @click.option("--part", type=click.IntRange(min=1), help="Which of several runs in one file.")
 @click.option(
     "--rate", type=click.FloatRange(min=0, min_open=True), help="Requests per second of lengths without times."
@@ -63,6 +69,7 @@ def workload(  # noqa: PLR0913 - one for each option
     scale: str | None,
     zero_output: str,
     characters_per_token: float,
+    columns: str | None,
     part: int | None,
     rate: float | None,
     span: str | None,
@@ -100,7 +107,8 @@ def workload(  # noqa: PLR0913 - one for each option
     if span is not None:
         raise UsageError("--span goes with scrapes of a server's metrics, and these files are traces")
     cut = Cut(begin, end, utc_offset, peak, scale)
-    reading = LogReading(zero_output, characters_per_token, part)  # type: ignore[arg-type]  # click has looked
+    named = _columns(columns)
+    reading = LogReading(zero_output, characters_per_token, part, named)  # type: ignore[arg-type]  # click has looked
     trace = cut.of(merged([read_trace(file, reading) for file in files]))
     name = files[0].name.split(".")[0]
     facts = load_facts(trace)
@@ -121,6 +129,25 @@ def workload(  # noqa: PLR0913 - one for each option
         _write(out, _text(trace, fitted, out.name))
 
 
+_FIELDS = ("arrival", "arrival_s", "arrival_ms", "arrival_ns", "prompt", "output")
+
+
+def _columns(text: str | None) -> tuple[tuple[str, str], ...]:
+    """Return `arrival=ts,prompt=tokens_in` as pairs. Raises UsageError for anything else."""
+    pairs = [] if text is None else [part.partition("=") for part in text.split(",")]
+    for field, equals, name in pairs:
+        if field.strip() not in _FIELDS or not equals or not name.strip():
+            raise UsageError(
+                f"--columns {text}: write FIELD=NAME,... with fields {', '.join(_FIELDS)}, for example "
+                "arrival=ts,prompt=tokens_in,output=tokens_out"
+            )
+    named = tuple((field.strip(), name.strip()) for field, _, name in pairs)
+    fields = [field.partition("_")[0] for field, _ in named]
+    if len(set(fields)) < len(fields):
+        raise UsageError(f"--columns {text}: names a field twice; keep one")
+    return named
+
+
 FITTED = "Fitted by simtune workload."
 
 
@@ -134,7 +161,8 @@ def _text(trace: Trace, fitted: FittedLoad | None, name: str) -> str:
 def _note(trace: Trace, fitted: FittedLoad | None) -> None:
     """What was left out on the way, and what a spec has not."""
     lost = fitted.lost if fitted is not None else ()
-    for note in (*trace.notes, *(f"not in a spec: {what}" for what in lost)):
+    ignored = [f"columns not read: {', '.join(trace.ignored)}"] if trace.ignored and trace.rate_rps is not None else []
+    for note in (*trace.notes, *ignored, *(f"not in a spec: {what}" for what in lost)):
         click.echo(f"note: {note}", err=True)
 
 

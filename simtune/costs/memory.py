@@ -7,9 +7,9 @@ GiB of them on H100; other devices, quantised experts and many ranks are less su
 `kv_cache.other_memory_gib` or `kv_cache.num_blocks` from a log of the engine itself.
 
 What a sequence needs however long it is, the states of linear attention, is set aside for max_num_seqs
-sequences. A sliding window is either counted like that, as a whole window for every seat, or in full for every
-token, whichever leaves more tokens; engines share one pool of pages among both and do at least as well as the
-better of the two.
+sequences; SGLang sets aside a share of memory, and seats are those that have states in it. A sliding window is either
+counted like that, as a whole window for every seat, or in full for every token, whichever leaves more tokens; engines
+share one pool of pages among both and do at least as well as the better of the two.
 """
 
 from __future__ import annotations
@@ -76,8 +76,10 @@ class Memory:
     other_bytes: float
     kv_bytes: float
     """Left for the KV cache, or the size of the cache asked for by `kv_cache.num_blocks`."""
+    seats: int
+    """Sequences that memory is set aside for: max_num_seqs, or as many as have states (kv_cache.state_memory_ratio)."""
     seat_bytes: float
-    """Set aside for max_num_seqs sequences, whatever their lengths: states, and windows where that is better."""
+    """Set aside for these sequences, whatever their lengths: states, and windows where that is better."""
     kv_bytes_per_token: float
     block_size: int
     num_blocks: int
@@ -125,10 +127,10 @@ def weights_bytes(model: Model, parallelism: Parallelism, stage: int) -> float:
     tp, pp = parallelism.tp, parallelism.pp
     hidden = model.hidden_size
     plain, head = DTYPE_BYTES[model.dtype], DTYPE_BYTES[model.dtype_of("head")]
-    projections, dense = _Weights.of(model.dtype_of("attention")), _Weights.of(model.dtype_of("dense"))
-    routed = _Weights.of(model.dtype_of("experts"))
+    dense, routed = _Weights.of(model.dtype_of("dense")), _Weights.of(model.dtype_of("experts"))
     total = 0.0
     for group in stage_layers(model, pp)[stage]:
+        projections = _Weights.of(model.of_group(group).dtype_of("attention"))
         total += sum(projections.of_product(n, k) for n, k in attention_layer(model, group.attention, tp).products)
         feed_forward = group.feed_forward
         norms = model.norms_per_sublayer * group.sublayers * model.norm_parameters
@@ -248,7 +250,8 @@ def kv_capacity(
         weights = _on_device(model, pool) * weights_bytes(own, pool.parallelism, stage) + extra_weights_bytes
         ranks.append(_rank(model, hardware, pool, stage, (weights, other), extra_kv_bytes_per_token))
     tightest = min(ranks, key=lambda rank: rank.num_blocks)
-    if tightest.num_blocks < 1:
+    tightest = replace(tightest, seats=min(rank.seats for rank in ranks))
+    if tightest.num_blocks < 1 or tightest.seats < 1:
         raise Infeasible(f"model {model.name} on {hardware.name}: {_shortage(pool, tightest)}")
     return tightest
 
@@ -258,11 +261,12 @@ def _shortage(pool: Pool, rank: Memory) -> str:
     if pool.kv_cache.num_blocks is not None:
         return f"kv_cache.num_blocks {pool.kv_cache.num_blocks} leaves none for requests; give at least 2"
     missing = 2 * rank.block_size * rank.kv_bytes_per_token - rank.kv_bytes
-    seats = f", {pool.batching.max_num_seqs} seats {rank.seat_bytes / GIB:.2f} GiB" if rank.seat_bytes else ""
+    seats = f", {rank.seats} seats {rank.seat_bytes / GIB:.2f} GiB" if rank.seat_bytes else ""
+    share = "" if pool.kv_cache.memory_utilization_of == "free" else f"{rank.utilization:.2f} x "
     return (
         f"with tp {tp} pp {pp} {missing / GIB:.2f} GiB per device are missing: weights take "
         f"{rank.weights_bytes / GIB:.2f} GiB{seats} and everything else {rank.other_bytes / GIB:.2f} GiB "
-        f"of {rank.utilization:.2f} x {rank.total_bytes / GIB:.2f} GiB; more tp or pp, fp8 weights, a higher "
+        f"of {share}{rank.total_bytes / GIB:.2f} GiB; more tp or pp, fp8 weights, a higher "
         "kv_cache.memory_utilization or a smaller batching.max_num_batched_tokens would help"
     )
 
@@ -278,8 +282,9 @@ def _rank(
     at_host = 0.0 if pool.offload is None else pool.offload.kv_cache
     held *= 1 - at_host
     counted = {_cache(model, pool.parallelism, stage, kv_dtype, limit, held) for limit in (None, longest)}
+    states = min(per_sequence for _, per_sequence in counted)  # the rest of the larger are windows
     ranks = [
-        _counted(hardware, pool, longest, taken, per_token + extra_per_token, per_sequence)
+        _counted(hardware, pool, longest, taken, per_token + extra_per_token, (states, per_sequence - states))
         for per_token, per_sequence in counted
     ]
     rank = max(ranks, key=lambda rank: (rank.num_blocks, rank.kv_bytes))
@@ -309,20 +314,25 @@ def _counted(
     longest: int,
     taken: tuple[float, float],
     per_token: float,
-    per_sequence: float,
+    per_sequence: tuple[float, float],
 ) -> Memory:
-    kv_cache, max_num_seqs = pool.kv_cache, pool.batching.max_num_seqs
+    """The memory of a rank; `per_sequence` are the bytes of a sequence's states, and of its windows."""
+    kv_cache = pool.kv_cache
     weights, other = taken
-    total = hardware.device.memory_bytes
-    seats = max_num_seqs * per_sequence
-    kv_bytes = kv_cache.memory_utilization * total - weights - other - seats
+    total, share = hardware.device.memory_bytes, kv_cache.memory_utilization
+    if kv_cache.memory_utilization_of == "free":
+        held = share * (total - weights - other)
+    else:
+        held = share * total - weights - other
+    num_seats, seats = _seats(pool, held, *per_sequence)
+    kv_bytes = held - seats
     if per_token == 0 and kv_bytes >= 0:
         # Nothing grows with the tokens: all seats hold requests of any length. They are the cache.
-        blocks = 1 + max_num_seqs * -(-longest // kv_cache.block_size)
+        blocks = 1 + num_seats * -(-longest // kv_cache.block_size)
         kv_bytes, seats = seats, 0.0
         per_token = kv_bytes / (blocks * kv_cache.block_size)
     else:
-        per_token = per_token or per_sequence / kv_cache.block_size
+        per_token = per_token or sum(per_sequence) / kv_cache.block_size
         blocks = int(kv_bytes // (kv_cache.block_size * per_token))
     if kv_cache.num_blocks is not None:
         blocks = kv_cache.num_blocks
@@ -333,8 +343,23 @@ def _counted(
         weights_bytes=weights,
         other_bytes=other,
         kv_bytes=kv_bytes,
+        seats=num_seats,
         seat_bytes=seats,
         kv_bytes_per_token=per_token,
         block_size=kv_cache.block_size,
         num_blocks=max(0, blocks - 1),
     )
+
+
+def _seats(pool: Pool, held: float, state: float, windows: float) -> tuple[int, float]:
+    """Return the sequences that find memory for their states and windows, and the bytes set aside for them.
+
+    With a `state_memory_ratio` r, r / (1 + r) of what is `held` for states, keys and values is cut into states (SGLang:
+    `_handle_max_mamba_cache` and `resolve_max_num_reqs` of python/sglang/srt/mem_cache/kv_cache_configurator.py).
+    """
+    most, ratio = pool.batching.max_num_seqs, pool.kv_cache.state_memory_ratio
+    if ratio is None or not state:
+        return most, most * (state + windows)
+    states = max(0, int(held * ratio / (1 + ratio) // state))
+    seats = min(most, states // pool.kv_cache.states_per_seat)
+    return seats, states * state + seats * windows

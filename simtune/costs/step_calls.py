@@ -13,9 +13,9 @@ from simtune.costs.experts import Experts
 from simtune.costs.layers import PRODUCTS, AttentionCosts, AttentionLayer, attention_layer
 from simtune.costs.operators import operator_key
 from simtune.costs.predict import Predictor, Profile
-from simtune.specs.base import ACTIVATION_BYTES, DTYPE_BYTES
+from simtune.specs.base import ACTIVATION_BYTES, DTYPE_BYTES, Dtype
 from simtune.specs.hardware import Hardware
-from simtune.specs.model import Attention, DenseFeedForward, FeedForward, Model, MoeFeedForward, NoFeedForward
+from simtune.specs.model import DenseFeedForward, FeedForward, LayerGroup, Model, MoeFeedForward, NoFeedForward
 from simtune.specs.plan import Overlap, Pool
 
 COMMUNICATION = frozenset({"all_reduce", "send", "all_to_all", "moe_dispatch", "moe_combine"})
@@ -31,6 +31,8 @@ class EqualLayers(NamedTuple):
     attention: AttentionLayer
     feed_forward: FeedForward
     number: int
+    projections: Dtype
+    """Number format of the attention's products."""
 
 
 class StepCall(NamedTuple):
@@ -43,13 +45,14 @@ class StepCall(NamedTuple):
 
 def equal_layers(model: Model, tp: int) -> list[EqualLayers]:
     """The layers of a model on one of tp ranks, equal ones together."""
-    equal: dict[tuple[Attention, FeedForward], int] = {}
+    equal: dict[LayerGroup, int] = {}
     for group in model.layers:
-        kind = (group.attention, group.feed_forward)
+        kind = group.model_copy(update={"count": 1})
         equal[kind] = equal.get(kind, 0) + group.count
+    layers = [(model.of_group(group), group, count) for group, count in equal.items()]
     return [
-        EqualLayers(attention_layer(model, attention, tp), feed_forward, count)
-        for (attention, feed_forward), count in equal.items()
+        EqualLayers(attention_layer(own, group.attention, tp), group.feed_forward, count, own.dtype_of("attention"))
+        for own, group, count in layers
     ]
 
 
@@ -107,8 +110,9 @@ class StepCalls:
         """Calls by the tokens of a step, routed experts apart."""
         model, tp = self._model, self._tp
         parts: list[StepCall] = []
-        for (attention, feed_forward, count), (_, costs) in zip(self._layers, self._attention, strict=True):
-            parts += self._attention_parts(attention, count, costs.includes)
+        for layers, (_, costs) in zip(self._layers, self._attention, strict=True):
+            attention, feed_forward, count, dtype = layers
+            parts += self._attention_parts(attention, count, costs.includes, dtype)
             parts += self._feed_forward_parts(feed_forward, count)
             sublayers = count * (bool(attention.products) + (feed_forward.kind != "none"))
             norms = model.norms_per_sublayer * sublayers
@@ -129,9 +133,8 @@ class StepCalls:
             parts.append(StepCall("elementwise", 1, lambda m: np.full_like(m, floor_s)))
         return parts
 
-    def _attention_parts(self, layer: AttentionLayer, layers: int, included: Set[str]) -> list[StepCall]:
+    def _attention_parts(self, layer: AttentionLayer, layers: int, included: Set[str], dtype: Dtype) -> list[StepCall]:
         """What runs beside the attention of a layer, less what its times include."""
-        dtype = self._model.dtype_of("attention")
         elsewhere = included | (set(self._pool.fused) & {"rope"})
         small = [(variant, width) for variant, width in layer.small if variant not in elsewhere]
         parts = [self._elementwise(variant, layers, width) for variant, width in small]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from typing import ClassVar, Literal, TypedDict
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, TypedDict
 
 from simtune.engine.batch import Tally
 from simtune.engine.kv import KvBlocks
@@ -87,6 +88,13 @@ class Scheduler(ABC):
     """Whether first tokens come in the order in which requests were added, those of one step at once, and nobody new is
     admitted while somebody preempted waits; unless a `long_prefill_token_threshold` lets short prompts overtake. Not
     inherited: a policy derived from another one may have another order."""
+    recomputes: bool = True
+    """True if a request may lose its blocks and compute all its tokens again, in one step without chunked prefill."""
+
+    @classmethod
+    def recomputes_with(cls, options: Mapping[str, Any]) -> bool:
+        """Return `recomputes` of a scheduler with these options of its own."""
+        return cls.recomputes
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -120,7 +128,7 @@ class Scheduler(ABC):
             raise ValueError(
                 f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least max_num_seqs ({max_num_seqs})"
             )
-        if not chunked_prefill and max_num_batched_tokens < max_model_len:
+        if not chunked_prefill and self.recomputes and max_num_batched_tokens < max_model_len:
             raise ValueError(
                 f"without chunked prefill max_num_batched_tokens ({max_num_batched_tokens}) must be at least "
                 f"max_model_len ({max_model_len})"
@@ -128,6 +136,7 @@ class Scheduler(ABC):
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
+        self.longest_answer = max_model_len  # tokens that are reserved for an answer, if the policy reserves any
         self.chunked_prefill = chunked_prefill
         self.watermark_blocks = watermark_blocks
         self.async_scheduling = False
@@ -149,7 +158,7 @@ class Scheduler(ABC):
     # --- requests come and go ---------------------------------------------------------------------------------
 
     def add(self, request: Request) -> bool:
-        """Queue a request; False when it is refused because it could outgrow max_model_len."""
+        """Queue a request; False when it is refused, see `outgrows`."""
         if self.outgrows(request):
             return False
         self._queue(request)
@@ -174,8 +183,11 @@ class Scheduler(ABC):
         return True
 
     def outgrows(self, request: Request) -> bool:
-        """Whether a request could become longer than max_model_len."""
-        return request.prompt_tokens + request.output_tokens > self.max_model_len
+        """True if a request could become longer than max_model_len, or no step has room for its prompt."""
+        whole = not (self.chunked_prefill or self.recomputes)
+        most = min(self.max_model_len, request.prompt_tokens + self.longest_answer) if whole else self.max_model_len
+        beyond = request.prompt_tokens + request.output_tokens > most
+        return beyond or (whole and request.known_tokens > self.max_num_batched_tokens)
 
     def expect(self, request: Request) -> bool:
         """Reserve a seat, and blocks for all known tokens, for a request whose KV cache is computed elsewhere.

@@ -89,8 +89,9 @@ def _parallelism(deployed: DeployedPool) -> Iterator[str]:
 def _memory(deployed: DeployedPool) -> Iterator[str]:
     memory, cache = deployed.memory, deployed.spec.kv_cache
     tokens = memory.num_blocks * cache.block_size
+    of = " of what is free beside weights and all else" if cache.memory_utilization_of == "free" else ""
     yield (
-        f"memory_utilization {cache.memory_utilization:g}: {gib(memory.kv_bytes)} are left for the KV cache, "
+        f"memory_utilization {cache.memory_utilization:g}{of}: {gib(memory.kv_bytes)} are left for the KV cache, "
         f"{number(memory.num_blocks)} blocks of {cache.block_size} tokens, {number(tokens)} tokens"
     )
     longest = deployed.spec.max_model_len
@@ -103,11 +104,13 @@ def _batching(deployed: DeployedPool) -> Iterator[str]:
     batching = pool.batching
     tokens = deployed.memory.num_blocks * pool.kv_cache.block_size
     yield f"policy {batching.policy}" + (f": {POLICIES[batching.policy]}" if batching.policy in POLICIES else "")
+    seats = deployed.memory.seats
+    fit = f", of which {seats:,} find memory for their states" if seats < batching.max_num_seqs else ""
     yield (
-        f"max_num_seqs {batching.max_num_seqs:,}: so many requests share a step at most; with all seats taken each has "
-        f"{number(tokens / batching.max_num_seqs)} tokens of KV cache"
+        f"max_num_seqs {batching.max_num_seqs:,}{fit}: so many requests share a step at most; with all seats taken "
+        f"each has {number(tokens / seats)} tokens of KV cache"
     )
     budget = batching.max_num_batched_tokens
-    decodes = percent(min(1.0, batching.max_num_seqs / budget))
+    decodes = percent(min(1.0, seats / budget))
     cut = "longer prompts are cut into chunks" if batching.chunked_prefill else "longer prompts are refused"
     yield f"max_num_batched_tokens {budget:,}: tokens of a step, of which decodes take {decodes} at most; {cut}"

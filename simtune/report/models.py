@@ -77,4 +77,10 @@ def _formats(model: Model) -> str:
     modules = {"attention": model.attention_dtype, "experts": model.expert_dtype, "head": model.head_dtype}
     if model.weight_dtype != model.dtype:
         modules["activations"] = model.dtype
-    return model.weight_dtype + "".join(f", {module} {dtype}" for module, dtype in modules.items() if dtype)
+    words = [f"{module} {dtype}" for module, dtype in modules.items() if dtype]
+    of_groups: dict[str, int] = {}
+    for group in model.layers:
+        if group.attention_dtype is not None:
+            of_groups[group.attention_dtype] = of_groups.get(group.attention_dtype, 0) + group.count
+    words += [f"attention of {count} layers {dtype}" for dtype, count in of_groups.items()]
+    return ", ".join([model.weight_dtype, *words])

@@ -34,7 +34,8 @@ def _words(spec: Spec) -> str:
 
 @_words.register
 def _model(model: Model) -> str:
-    return f"model {model.name}: " + "; ".join(f"{what} {how_much}" for what, how_much in facts(model))
+    notes = [f"note: {note}" for note in model.notes]
+    return f"model {model.name}: " + "; ".join([*(f"{what} {how_much}" for what, how_much in facts(model)), *notes])
 
 
 @_words.register

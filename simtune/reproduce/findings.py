@@ -13,7 +13,9 @@ from simtune.specs.systems import InputSource
 
 FINDINGS_SCHEMA: Literal["simtune/findings@1"] = "simtune/findings@1"
 
-Status = Literal["reproduced", "assumed", "fitted", "differs", "needs", "not a schedule", "elsewhere", "infeasible"]
+Status = Literal[
+    "reproduced", "assumed", "fitted", "differs", "needs", "not a schedule", "elsewhere", "infeasible", "failed"
+]
 
 WORDS: dict[Status, str] = {
     "reproduced": "within the band, and nothing that decides it is assumed",
@@ -24,6 +26,7 @@ WORDS: dict[Status, str] = {
     "not a schedule": "no schedule decides it",
     "elsewhere": "run on other hardware than the claim, and not judged",
     "infeasible": "does not fit on that hardware",
+    "failed": "cannot be run as it stands",
 }
 """What each status means."""
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import groupby
 
-from simtune.errors import Infeasible, UsageError
+from simtune.errors import Infeasible, SpecError, UsageError
 from simtune.parallel import executor, ordered_map
 from simtune.reproduce.collection import Entry
 from simtune.reproduce.findings import Finding, FoundInput, Status
@@ -20,8 +20,8 @@ DIGITS = 4
 def reproduce(entries: Sequence[Entry], *, hardware: str | None = None, jobs: int | None = None) -> Iterator[Finding]:
     """The findings of some systems, in their order, as they are made.
 
-    `hardware` takes the place of each entry's own; nothing is judged then. Families run in `jobs` processes. Raises
-    UsageError, naming the entry, where one cannot be run as it stands.
+    `hardware` takes the place of each entry's own; nothing is judged then. Families run in `jobs` processes. An entry
+    that cannot be run as it stands, or on that hardware, is a finding of its own, "failed" or "infeasible".
     """
     families = [list(group) for _, group in groupby(entries, key=lambda entry: entry.family.name)]
     with executor(jobs, len(families)) as pool:
@@ -39,14 +39,19 @@ def _finding(entry: Entry, runner: Runner, hardware: str | None) -> Finding:
     if system.variant is None or system.claim is None:
         return _unrun(entry)
     try:
-        sides = {
-            name: runner.measure(entry.family, side, system.measure)
-            for name, side in entry.family.sides(system).items()
-        }
+        return _run(entry, runner, hardware)
     except Infeasible as error:
-        if hardware is None:
-            raise UsageError(f"{entry.family.name}: {system.name}: {error}") from None
-        return _with(entry, "infeasible", reason=str(error))
+        return _with(entry, "failed" if hardware is None else "infeasible", reason=str(error))
+    except (UsageError, SpecError) as error:
+        return _with(entry, "failed", reason=str(error))
+
+
+def _run(entry: Entry, runner: Runner, hardware: str | None) -> Finding:
+    """The finding of an entry that has two sides. Raises Infeasible, UsageError or SpecError if it cannot be run."""
+    system = entry.system
+    sides = {
+        name: runner.measure(entry.family, side, system.measure) for name, side in entry.family.sides(system).items()
+    }
     variant, base = sides["variant"], sides.get("base")
     if hardware is not None:
         return _compared(entry, variant, base, "elsewhere", _inputs(system, []))

@@ -34,6 +34,8 @@ def check(pool: Pool, model: Model, hardware: Hardware, drafting: Drafting | Non
     _check_weights(pool, model, hardware)
     memory = _memory(pool, model, hardware, drafting, max_model_len)
     pp = pool.parallelism.pp
+    if memory.seats < pp:
+        raise Infeasible(f"memory holds the states of {memory.seats} sequences and pp ({pp}) needs as many; raise tp")
     blocks, needed = memory.num_blocks // pp, -(-max_model_len // pool.kv_cache.block_size)
     if blocks < needed:
         missing = (needed - blocks) * pool.kv_cache.block_size * memory.kv_bytes_per_token * pp / GIB
@@ -93,8 +95,10 @@ def _check_seats_and_budget(pool: Pool, max_model_len: int) -> None:
             f"max_num_batched_tokens ({batching.max_num_batched_tokens}) must be at least max_num_seqs "
             f"({batching.max_num_seqs}); vLLM refuses it too"
         )
-    never = POLICY.find(batching.policy).cuts_prompts == "never"
-    if (never or not batching.chunked_prefill) and batching.max_num_batched_tokens < max_model_len:
+    policy = POLICY.find(batching.policy)
+    never = policy.cuts_prompts == "never"
+    whole = (never or not batching.chunked_prefill) and policy.recomputes_with(batching.options or {})
+    if whole and batching.max_num_batched_tokens < max_model_len:
         why = f"policy {batching.policy} never cuts prompts: " if never else "without chunked prefill "
         raise Infeasible(
             f"{why}max_num_batched_tokens ({batching.max_num_batched_tokens}) must be at least max_model_len "

@@ -106,7 +106,7 @@ class DeployedPool:
         settings: dict[str, Any] = {
             "num_blocks": num_blocks,
             "block_size": kv_cache.block_size,
-            "max_num_seqs": batching.max_num_seqs // pool.parallelism.pp,
+            "max_num_seqs": self.memory.seats // pool.parallelism.pp,
             "max_num_batched_tokens": batching.max_num_batched_tokens,
             "max_model_len": self.max_model_len,
             "chunked_prefill": batching.chunked_prefill,

@@ -295,7 +295,8 @@ def _piecewise(arrivals: Piecewise, unit: Array) -> Array:
 
 def _trace_arrival_s(arrivals: TraceArrivals, trace: Trace, span: Span) -> Array:
     if trace.arrival_s is None:
-        raise UsageError(f"{trace.file}: has no arrival times; use arrivals of another kind with its lengths")
+        unread = f" (columns not read: {', '.join(trace.ignored)})" if trace.ignored else ""
+        raise UsageError(f"{trace.file}: has no arrival times{unread}; use arrivals of another kind with its lengths")
     wanted = arrivals.rate_rps
     if span.end <= len(trace) and wanted is None:
         return trace.arrival_s[span.first : span.end]

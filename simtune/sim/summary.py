@@ -102,7 +102,9 @@ class SimulationSummary(Record):
 
     requests: Whole
     completed: Uncertain[Whole]
-    refused: Uncertain[Whole] = Field(description="requests longer than max_model_len")
+    refused: Uncertain[Whole] = Field(
+        description="requests longer than max_model_len, or with prompts that no step has room for"
+    )
     unserved: Uncertain[Whole] = Field(description="requests left when no instance was up any more")
     preemptions: Uncertain[Whole]
     duration_s: Uncertain[NonNegative] = Field(description="from the first arrival to the last finish")

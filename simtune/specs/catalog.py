@@ -24,11 +24,11 @@ from simtune.specs.hardware import Facts, Hardware
 from simtune.specs.hf import hub
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
-from simtune.specs.reading import read_text
+from simtune.specs.reading import decoded, read_bytes, read_text
 from simtune.specs.study import Study
 from simtune.specs.systems import Systems
 from simtune.specs.systems import problems as problems_of_systems
-from simtune.specs.trace_formats import FORMATS, title_of
+from simtune.specs.trace_formats import FORMATS, binary_title, stranger, title_of
 from simtune.specs.traces import Trace, read_trace
 from simtune.specs.workload import Workload
 
@@ -71,8 +71,31 @@ def load_model(reference: str, settings: Sequence[str] = ()) -> Model:
     document = yamlfile.parse(read_text(path), str(path))
     if path.suffix == ".json" and isinstance(document.data, dict) and "schema" not in document.data:
         own = path.resolve().parent.name if path.name == "config.json" else path.stem
-        return hf.from_config(document, spec_name(name or own, "model"), settings)
+        modelopt, notes = _formats_beside(path, document.data)
+        notes = [] if any(setting.startswith("weight_dtype=") for setting in settings) else notes
+        return hf.from_config(document, spec_name(name or own, "model"), settings, modelopt=modelopt, notes=notes)
     return Model.from_document(override(document, settings))
+
+
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
+
+
+def _formats_beside(config: Path, data: dict[str, Any]) -> tuple[yamlfile.Document | None, list[str]]:
+    """Return the hf_quant_config.json beside a config.json that names no number format, and what is assumed without.
+
+    A folder with weights and without that file is an unquantised checkpoint. A config.json alone may belong to any.
+    """
+    if any(part.get(key) for part in (data, *hf.language_parts(data)) for key in hf.ALIASES["quantization"]):
+        return None, []
+    path = config.parent / hf.MODELOPT
+    if path.is_file():
+        return yamlfile.parse(read_text(path), str(path)), []
+    if any(next(config.parent.glob(pattern), None) for pattern in _WEIGHTS):
+        return None, []
+    return None, [
+        f"nothing says whether the checkpoint is quantised: {config.name} names no number format, and neither "
+        f"{hf.MODELOPT} nor weights are beside it; taken as not quantised, --set model.weight_dtype=fp8 takes another"
+    ]
 
 
 def _cached(model_id: str) -> Path:
@@ -105,6 +128,7 @@ def _hardware(text: str, file: str) -> Hardware:
 def load_workload(reference: str, settings: Sequence[str] = ()) -> tuple[Workload, Trace | None]:
     """A workload by name, from a spec, or a published trace file as it is; with the trace it replays, if any."""
     path = _locate("workload", reference)
+    _refuse_stranger(path)
     if path.name.endswith(_TRACE_SUFFIXES) or log_title(path) is not None:
         trace = read_trace(path)
         workload = replay(trace, path.name.split(".")[0])
@@ -116,6 +140,17 @@ def load_workload(reference: str, settings: Sequence[str] = ()) -> tuple[Workloa
         _check_schema(path)
     workload = _read(Workload, path, settings)
     return workload, None if workload.trace is None else _replayed(path, workload.trace)
+
+
+def _refuse_stranger(path: Path, *, even_models: bool = True) -> None:
+    """Raises UsageError for a log or a result of a kind that holds no requests; `read_trace` looks at traces.
+    `even_models` refuses a model's config.json too."""
+    if not path.is_file() or path.name.endswith((".yaml", ".yml", *_TRACE_SUFFIXES)):
+        return
+    raw = read_bytes(path)
+    wrong = binary_title(raw) or stranger(decoded(path, raw))
+    if wrong is not None and (even_models or "config.json" not in wrong):
+        raise UsageError(f"{path}: {wrong}")
 
 
 def _check_schema(path: Path) -> None:
@@ -201,33 +236,37 @@ def load_study(reference: str, settings: Sequence[str] = (), check: Check | None
     return _read(Study, Path(reference), settings, check)
 
 
-def load(reference: str, check: Check | None = None) -> Spec:
+def load(reference: str, check: Check | None = None, settings: Sequence[str] = ()) -> Spec:
     """Any spec, by path or by built-in name; what a file is, is found in its `schema`. `check` looks at what plans and
     studies name."""
-    return load_with_trace(reference, check)[0]
+    return load_with_trace(reference, check, settings)[0]
 
 
-def load_with_trace(reference: str, check: Check | None = None) -> tuple[Spec, Trace | None]:
+def load_with_trace(
+    reference: str, check: Check | None = None, settings: Sequence[str] = ()
+) -> tuple[Spec, Trace | None]:
     """The same, and of a workload the trace that it replays, if any."""
-    kind = _kind(reference)
-    return load_workload(reference) if kind == "workload" else (_load_other(kind, reference, check), None)
+    kind = kind_of(reference)
+    if kind == "workload":
+        return load_workload(reference, settings)
+    return _load_other(kind, reference, check, settings), None
 
 
-def _load_other(kind: str, reference: str, check: Check | None) -> Spec:
+def _load_other(kind: str, reference: str, check: Check | None, settings: Sequence[str]) -> Spec:
     if kind == "model":
-        return load_model(reference)
+        return load_model(reference, settings)
     if kind == "hardware":
-        return load_hardware(reference)
+        return load_hardware(reference, settings)
     if kind == "acceptance":
-        return load_acceptance(reference)
+        return load_acceptance(reference, settings)
     if kind == "engine":
-        return load_engine(reference)
+        return load_engine(reference, settings)
     if kind == "plan":
-        return load_plan(reference, (), check)
-    return _read(KINDS[kind], Path(reference), (), problems_of_systems if kind == "systems" else check)
+        return load_plan(reference, settings, check)
+    return _read(KINDS[kind], Path(reference), settings, problems_of_systems if kind == "systems" else check)
 
 
-def _kind(reference: str) -> str:
+def kind_of(reference: str) -> str:
     """The kind of spec that a reference leads to. Raises UsageError where it is none."""
     path = Path(reference)
     if hub.is_id(reference) and path.suffix not in _SPEC_SUFFIXES and not path.exists():
@@ -255,6 +294,7 @@ def _kind_of_file(path: Path) -> str:
         return "workload"
     if path.is_dir():
         return "hardware" if (path / "profile.yaml").exists() else "model"
+    _refuse_stranger(path, even_models=False)
     data = yamlfile.parse(read_text(path), str(path)).data
     schema = data.get("schema") if isinstance(data, dict) else None
     if schema is None and path.suffix == ".json":

@@ -294,12 +294,16 @@ class LayerGroup(Part):
     count: Annotated[int, Field(ge=1, le=10_000)]
     attention: Attention
     feed_forward: FeedForward
+    attention_dtype: Dtype | None = Field(
+        None, description="of attention's projections in these layers, if it differs from that of the model's others"
+    )
 
     def to_data(self) -> dict[str, Any]:
         """Plain data; what its sublayers have by default is left out, their kinds are not."""
         parts = {"attention": self.attention, "feed_forward": self.feed_forward}
         data = {key: {"kind": part.kind, **part.model_dump(exclude_defaults=True)} for key, part in parts.items()}
-        return {"count": self.count, **data}
+        dtype = {} if self.attention_dtype is None else {"attention_dtype": self.attention_dtype}
+        return {"count": self.count, **data, **dtype}
 
     @property
     def sublayers(self) -> int:
@@ -334,6 +338,7 @@ class Model(Spec):
     KIND: ClassVar[str] = "model"
     hf: str | None = Field(None, description="what an engine is told to load, e.g. meta-llama/Llama-3.1-8B")
     source: str | None = Field(None, description="where these sizes come from")
+    notes: Seq[str] = Field((), description="what was assumed where a checkpoint's files do not say it")
     hidden_size: Width
     vocab_size: Width
     max_position: Context = Field(description="longest context in tokens")
@@ -371,10 +376,17 @@ class Model(Spec):
         own = {"attention": self.attention_dtype, "experts": self.expert_dtype, "head": self.head_dtype or self.dtype}
         return own.get(module) or self.weight_dtype
 
+    def of_group(self, group: LayerGroup) -> Model:
+        """Return the model with the number formats of one of its groups as its own; itself if the group has none."""
+        if group.attention_dtype is None:
+            return self
+        return self.model_copy(update={"attention_dtype": group.attention_dtype})
+
     @property
     def layer_dtypes(self) -> frozenset[Dtype]:
         """What the matrices inside its layers are kept in."""
-        return frozenset((self.weight_dtype, self.dtype_of("attention"), self.dtype_of("experts")))
+        of_groups = (group.attention_dtype for group in self.layers if group.attention_dtype is not None)
+        return frozenset((self.weight_dtype, self.dtype_of("attention"), self.dtype_of("experts"), *of_groups))
 
     def without_feed_forward(self) -> Model:
         """The same with attention alone in its layers."""
@@ -385,7 +397,9 @@ class Model(Spec):
         """The same with all matrices inside its layers in a dtype, those of the head as they are; itself for None."""
         if dtype is None or self.layer_dtypes == {dtype}:
             return self
-        return self.model_copy(update={"weight_dtype": dtype, "attention_dtype": None, "expert_dtype": None})
+        layers = tuple(group.model_copy(update={"attention_dtype": None}) for group in self.layers)
+        formats = {"weight_dtype": dtype, "attention_dtype": None, "expert_dtype": None}
+        return self.model_copy(update={**formats, "layers": layers})
 
     @property
     def num_layers(self) -> int:

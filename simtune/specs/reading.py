@@ -227,15 +227,24 @@ def numbered_lines(text: str) -> Iterator[tuple[int, str]]:
 # --- CSV --------------------------------------------------------------------------------------------------
 
 
-def csv_rows(text: str, file: str) -> tuple[list[list[str]], list[int]]:
+DELIMITERS = ",;\t|"
+
+
+def delimiter_of(text: str) -> str:
+    """Return what stands between the columns of a table: the one of DELIMITERS that its first line has most of."""
+    header = next((line for _, line in numbered_lines(text)), "")
+    return max(DELIMITERS, key=header.count)
+
+
+def csv_rows(text: str, file: str, delimiter: str = ",") -> tuple[list[list[str]], list[int]]:
     """Rows that are not empty, and the line that each ends in.
 
     Raises SpecError for what is no CSV, a cell of more than 131,072 characters included, UsageError where the rows
     would not fit into memory.
     """
-    cells = text.count(",") + text.count("\n")
+    cells = text.count(delimiter) + text.count("\n")
     room.need(cells * CELL_BYTES, f"{file}: its {cells:,} cells", "cut the file")
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True, delimiter=delimiter)
     rows: list[list[str]] = []
     lines: list[int] = []
     try:

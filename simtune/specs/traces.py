@@ -4,11 +4,12 @@ Shapes of file are told apart by their content, plain or gzip-compressed:
 
 * CSV with a wall clock: `TIMESTAMP,ContextTokens,GeneratedTokens` (Azure LLM inference traces);
 * JSON lines: `timestamp` in milliseconds, `input_length`, `output_length`, `hash_ids` (Mooncake);
-* CSV with a header that names its columns as in `COLUMNS`; without an arrival column it is lengths only;
+* CSV with a header that names its columns as in `COLUMNS`, with commas, semicolons, tabs or bars between them; times
+  are numbers or a clock (`simtune.specs.trace_formats.clocks`); without an arrival column it is lengths only;
 * what load generators and gateways write, and conversations: `simtune.specs.trace_formats`.
 
-Further columns are ignored. A trace with anything wrong in it is refused with all its problems, the first
-MAX_SHOWN of them in full.
+Columns may also be named by hand (`LogReading.columns`). Further columns are ignored, and said so. A trace with
+anything wrong in it is refused with all its problems, the first MAX_SHOWN of them in full.
 """
 
 from __future__ import annotations
@@ -28,17 +29,36 @@ from numpy.typing import NDArray
 
 from simtune.arrays import Array, Ints
 from simtune.errors import Problem, SpecError
-from simtune.specs.reading import JsonError, csv_rows, decoded, numbered_lines, parse_json, read_bytes, unpacked
+from simtune.specs.reading import (
+    JsonError,
+    csv_rows,
+    decoded,
+    delimiter_of,
+    numbered_lines,
+    parse_json,
+    read_bytes,
+    unpacked,
+)
 from simtune.specs.scrapes import is_scrape
-from simtune.specs.trace_formats import AS_IT_IS, SHARED_BLOCK_TOKENS, LogReading, LogRequests, TraceFormat, recognised
+from simtune.specs.trace_formats import (
+    AS_IT_IS,
+    SHARED_BLOCK_TOKENS,
+    LogReading,
+    LogRequests,
+    TraceFormat,
+    binary_title,
+    cached_note,
+    clocks,
+    recognised,
+    stranger,
+)
+from simtune.specs.trace_formats.clocks import EARLIEST_S
+from simtune.specs.trace_formats.common import first_value, look_up
 from simtune.specs.workload import MAX_TOKENS
 
 MAX_SHOWN = 20
 MOONCAKE_BLOCK_TOKENS = 512
 MAX_HASH_ID = 2**62
-EARLIEST_S = 1e8
-"""Numbers beyond are seconds since 1970, below since some start."""
-
 COLUMNS = {
     "arrival": ("arrival_s", "arrival_time_s", "arrived_at", "arrival_ms", "arrival_time_ms", "arrival_ns",
                 "arrival_time_ns", "timestamp"),
@@ -49,7 +69,11 @@ COLUMNS = {
 }  # fmt: skip
 """What columns may be called, whatever their case; the first name of each is simtune's own."""
 
+_CACHED = ("cached_tokens", "num_cached_tokens", "prompt_cached_tokens")
+"""What a column of prompt tokens that were found in a prefix cache may be called."""
+
 _WALL_CLOCK = re.compile(r"(19|20)\d\d-\d\d-\d\d[ T]\d\d:\d\d:\d\d(\.\d{1,9})?(Z|[+-]\d\d:\d\d)?")
+"""The form of most times: they are read all at once, others one by one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,6 +114,9 @@ def read_trace(path: Path, reading: LogReading = AS_IT_IS) -> Trace:
     """Read a trace file. Raises SpecError with the problems found, UsageError when it cannot be read."""
     raw = read_bytes(path)
     problems = _Problems(str(path))
+    binary = binary_title(raw)
+    if binary is not None:
+        problems.stop(binary, None)
     text = decoded(path, unpacked(path, raw))
     start = text.lstrip()[:1]
     if is_scrape(text):
@@ -99,13 +126,16 @@ def read_trace(path: Path, reading: LogReading = AS_IT_IS) -> Trace:
         )  # fmt: skip
     if start == "":
         problems.stop("the file is empty; a trace has one request per line", None)
-    known = recognised(text)
+    known = None if reading.columns else recognised(text)
+    wrong = None if known is not None else stranger(text)
+    if wrong is not None:
+        problems.stop(wrong, None)
     if known is None and start == "[":
         problems.stop("a JSON list was found; write one JSON object per line (JSON lines)", 1)
     if known is not None:
         table = _formatted_table(*known, reading, problems)
     else:
-        table = _json_table(text, problems) if start == "{" else _csv_table(text, problems)
+        table = (_json_table if start == "{" else _csv_table)(text, problems, dict(reading.columns))
     if reading.zero_output != "refuse":
         table = _without_zeros(table, reading)
     return _trace(path, raw, table, problems)
@@ -187,6 +217,8 @@ class _Table:
     notes: Sequence[str] = ()
     block_tokens: int = MOONCAKE_BLOCK_TOKENS
     ignored: tuple[str, ...] = ()
+    unit: str | None = None
+    """Of arrivals, if they were named by hand: s, ms or ns."""
 
 
 def _formatted_table(
@@ -229,10 +261,11 @@ def _is_zero(value: Any) -> bool:
     return (isinstance(value, str) and _is_number(value) and float(value) == 0) or value == 0
 
 
-def _csv_table(text: str, problems: _Problems) -> _Table:
-    rows, lines = csv_rows(text, problems.file)
+def _csv_table(text: str, problems: _Problems, asked: Mapping[str, str]) -> _Table:
+    delimiter = delimiter_of(text)
+    rows, lines = csv_rows(text, problems.file, delimiter)
     header = [cell.strip() for cell in rows[0]]
-    names = _named_columns(header, problems, lines[0])
+    names = _named_columns(header, asked, problems, lines[0])
     if len(rows) == 1:
         problems.stop("the trace is empty: a header and no request", lines[0])
     if set(map(len, rows)) != {len(header)}:
@@ -240,9 +273,35 @@ def _csv_table(text: str, problems: _Problems) -> _Table:
         rows, lines = [rows[i] for i in whole], [lines[i] for i in whole]
         if len(rows) == 1:
             problems.raise_if_any()
-    columns = list(zip(*rows[1:], strict=True))
-    values = {field: columns[header.index(name)] for field, name in names.items()}
-    return _Table(names, values, lines[1:], is_json=False, ignored=_ignored(header, names))
+    columns = dict(zip(header, zip(*rows[1:], strict=True), strict=True))
+    values: dict[str, Sequence[str]] = {field: columns[name] for field, name in names.items()}
+    if delimiter == ";":
+        values = {field: _with_points(values[field], name, lines[1:], problems) for field, name in names.items()}
+    table = _Table(names, values, lines[1:], is_json=False, ignored=_ignored(header, names))
+    cached = next((column for name, column in columns.items() if name.lower() in _CACHED), ())
+    return replace(table, notes=[*_unread(table), *cached_note(cached, values["prompt"])], unit=_unit(names, asked))
+
+
+_DECIMAL_COMMA = re.compile(r"-?\d+,\d+")
+_THOUSANDS = re.compile(r"\d{1,3}(\.\d{3})+")
+
+
+def _with_points(values: Sequence[str], name: str, lines: Sequence[int], problems: _Problems) -> Sequence[str]:
+    """Return cells of a spreadsheet with decimal commas, with points in their place. What may be meant as thousands is
+    reported."""
+    for value, line in zip(values, lines, strict=True):
+        if _THOUSANDS.fullmatch(value.strip()):
+            problems.stop(
+                f"{value} may be {value.replace('.', '')} or a fraction; write numbers without points", line, name
+            )
+    return [value.replace(",", ".") if _DECIMAL_COMMA.fullmatch(value.strip()) else value for value in values]
+
+
+def _unread(table: _Table) -> list[str]:
+    """A note if no column gives arrivals and some column may, for it is not read."""
+    if "arrival" in table.names or not table.ignored:
+        return []
+    return [f"no column gives arrivals, so it is lengths only; not read: {', '.join(table.ignored)}. {_ARRIVALS}"]
 
 
 def _rows_as_long_as_the_header(rows: Sequence[Sequence[str]], lines: Sequence[int], problems: _Problems) -> list[int]:
@@ -255,11 +314,12 @@ def _rows_as_long_as_the_header(rows: Sequence[Sequence[str]], lines: Sequence[i
     return [i for i, row in enumerate(rows) if len(row) == width]
 
 
-def _json_table(text: str, problems: _Problems) -> _Table:
+def _json_table(text: str, problems: _Problems, asked: Mapping[str, str]) -> _Table:
     rows, lines = _json_rows(text, problems)
     if not rows:
         problems.raise_if_any()
-    names = _named_columns(list(rows[0]), problems, lines[0])
+    rows = _with_dotted(rows, asked)
+    names = _named_columns(list(rows[0]), asked, problems, lines[0])
     names |= _optional(rows)
     whole = []
     for i, row in enumerate(rows):
@@ -275,7 +335,15 @@ def _json_table(text: str, problems: _Problems) -> _Table:
     values = {field: [row[name] for row in rows] for field, name in names.items()}
     ignored = _ignored(chain.from_iterable(rows), names)
     block_tokens = _block_tokens(rows[0], lines[0], problems)
-    return _Table(names, values, lines, is_json=True, block_tokens=block_tokens, ignored=ignored)
+    table = _Table(names, values, lines, is_json=True, block_tokens=block_tokens, ignored=ignored)
+    cached = [] if "hash_ids" in names else [first_value(row, _CACHED) for row in rows]
+    return replace(table, notes=[*_unread(table), *cached_note(cached, values["prompt"])], unit=_unit(names, asked))
+
+
+def _with_dotted(rows: list[dict[str, Any]], asked: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Rows with the values at the dotted keys that were named by hand, such as usage.prompt_tokens."""
+    dotted = [name for name in asked.values() if "." in name and name not in rows[0]]
+    return [row | {name: look_up(row, name) for name in dotted} for row in rows] if dotted else rows
 
 
 def _optional(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -312,14 +380,31 @@ def _json_rows(text: str, problems: _Problems) -> tuple[list[dict[str, Any]], li
     return rows, lines
 
 
-def _named_columns(header: Sequence[str], problems: _Problems, line: int) -> dict[str, str]:
+def _unit(names: Mapping[str, str], asked: Mapping[str, str]) -> str | None:
+    """The unit of arrivals that were named by hand, as in `arrival_ms=ts`."""
+    key = next((key for key, name in asked.items() if name == names.get("arrival")), "")
+    return key.partition("_")[2] or None
+
+
+def _named_by_hand(asked: Mapping[str, str], header: Sequence[str], problems: _Problems, line: int) -> dict[str, str]:
+    """Field -> column name, of those that were named by hand. Stops if there is none of that name."""
+    for name in asked.values():
+        if name not in header:
+            close = difflib.get_close_matches(name, header, n=1)
+            hint = f", did you mean {close[0]}?" if close else ""
+            problems.stop(f"--columns: no column has this name{hint}; found: {', '.join(header)}", line, name)
+    return {key.partition("_")[0]: name for key, name in asked.items()}
+
+
+def _named_columns(header: Sequence[str], asked: Mapping[str, str], problems: _Problems, line: int) -> dict[str, str]:
     """Field -> column name as written. Stops when a length column is missing or a name stands twice."""
     if all(_is_number(cell) for cell in header):
         problems.stop(f"the first line must name the columns, for example {_EXAMPLE_HEADER}", line)
-    names: dict[str, str] = {}
+    names = _named_by_hand(asked, header, problems, line)
+    left = [cell for cell in header if cell not in names.values()]
     before = len(problems)
-    for field, known in COLUMNS.items():
-        columns = [cell for cell in header if cell.lower() in known]
+    for field in (field for field in COLUMNS if field not in names):
+        columns = _columns_of(field, left)
         if len(columns) > 1:
             problems.add(f"{' and '.join(columns)} both give the {field}; keep one of them", line, columns[1])
         if columns:
@@ -327,8 +412,23 @@ def _named_columns(header: Sequence[str], problems: _Problems, line: int) -> dic
         else:
             _report_missing(field, header, problems, line)
     if len(problems) > before:
+        if "arrival" not in names and not any("did you mean" in problem.message for problem in problems.problems):
+            problems.add(f"no column gives arrivals either. {_ARRIVALS}", line)
         problems.raise_if_any()
     return names
+
+
+def _columns_of(field: str, header: Sequence[str]) -> list[str]:
+    """The columns with a name of the field; for arrivals without any, the one whose name is most surely a clock's."""
+    columns = [cell for cell in header if cell.lower() in COLUMNS[field]]
+    return columns or (_clock_columns(header) if field == "arrival" else [])
+
+
+def _clock_columns(header: Sequence[str]) -> list[str]:
+    """The column whose name is most surely that of a time, if any."""
+    known = [name.lower() for name in clocks.NAMES]
+    columns = sorted((cell for cell in header if cell.lower() in known), key=lambda cell: known.index(cell.lower()))
+    return columns[:1]
 
 
 def _ignored(columns: Iterable[str], names: Mapping[str, str]) -> tuple[str, ...]:
@@ -347,10 +447,16 @@ def _report_missing(field: str, header: Sequence[str], problems: _Problems, line
             problems.add(f"unknown column, did you mean {close[0]}?", line, cell)
             return
     if field != "arrival":
-        problems.add(f"this column is missing; found: {', '.join(header)}", line, known[0])
+        others = f"it may also be called {', '.join(known[1:])}; another name: {_BY_HAND}"
+        problems.add(f"this column is missing; found: {', '.join(header)}; {others}", line, known[0])
 
 
 _EXAMPLE_HEADER = "arrival_s,prompt_tokens,output_tokens"
+_BY_HAND = "simtune workload FILE --columns arrival=NAME,prompt=NAME,output=NAME"
+_ARRIVALS = (
+    f"Arrivals may be called {', '.join(COLUMNS['arrival'])} or {', '.join(clocks.NAMES[1:])}, and be numbers or times "
+    f"such as {clocks.FORMS}; another name: {_BY_HAND}"
+)
 
 
 def _is_number(text: str) -> bool:
@@ -418,11 +524,11 @@ def _arrival_s(table: _Table, problems: _Problems) -> tuple[Array | None, float 
         if exact and all(type(value) is int for value in table.values["arrival"]):
             first = table.values["arrival"][0]
             times = np.array([value - first for value in table.values["arrival"]], dtype=np.float64)
-    elif name == "timestamp" and not table.is_json:
+    elif clocks.are_texts(table.values["arrival"]):
         (times, began_s), per_s = _wall_clock_ns(table, problems), 1e9
     else:
         times = _numbers(table, "arrival", problems)
-        per_s = 1e3 if name.endswith("_ms") or name == "timestamp" else 1e9 if name.endswith("_ns") else 1.0
+        per_s, began_s = _since(table, name, times, problems)
     good = np.flatnonzero(~np.isnan(times))
     for k in np.flatnonzero(np.diff(times[good]) < 0).tolist():
         before, here = good[k], good[k + 1]
@@ -431,6 +537,31 @@ def _arrival_s(table: _Table, problems: _Problems) -> tuple[Array | None, float 
         problems.add(f"{earlier}; sort the rows by time", table.lines[here], table.names["arrival"])
     since_first: Array = (times - times[0]) / per_s
     return since_first, began_s
+
+
+_PER_S = {"s": 1.0, "ms": 1e3, "ns": 1e9}
+
+
+def _since(table: _Table, name: str, times: Array, problems: _Problems) -> tuple[float, float | None]:
+    """Return how many of the units of arrivals make a second, and the first one's seconds since 1970 if they count from
+    there. Stops where neither the name nor the size of the numbers tells the unit."""
+    if table.unit is not None:
+        return _PER_S[table.unit], None
+    if name in COLUMNS["arrival"] and (name != "timestamp" or table.is_json):
+        return 1e3 if name.endswith("_ms") or name == "timestamp" else 1e9 if name.endswith("_ns") else 1.0, None
+    good = times[~np.isnan(times)]
+    if not len(good):
+        return 1.0, None
+    units = {clocks.per_second(float(edge)) for edge in (good.min(), good.max())}
+    per_s = units.pop()
+    if units or per_s is None:
+        message = (
+            f"must be a time such as {clocks.FORMS}, not {table.values['arrival'][0]}; numbers since the start of a "
+            f"log are in a column called arrival_s, arrival_ms or arrival_ns, or named so: --columns arrival_s={name}"
+        )
+        problems.stop(message, table.lines[0], table.names["arrival"])
+    assert per_s is not None
+    return per_s, float(good[0]) / per_s
 
 
 def _wall_clock_ns(table: _Table, problems: _Problems) -> tuple[Array, float | None]:
@@ -445,15 +576,16 @@ def _wall_clock_ns(table: _Table, problems: _Problems) -> tuple[Array, float | N
     except ValueError:
         for i, text in enumerate(texts):
             try:
-                if not _WALL_CLOCK.fullmatch(text):
+                at = clocks.text_ns(text)
+                if at is None:
                     raise ValueError
-                times[i] = np.datetime64(text[: _zone(text)], "ns") - _ahead([text])[0]
+                times[i] = at[0] - np.timedelta64(at[1], "m")
             except ValueError:
-                message = (
-                    f"must be a time such as 2023-11-16 18:15:46.6805900 (UTC), not {text!r}; "
-                    "a column of plain numbers is called arrival_s or arrival_ms"
+                if len(problems) > MAX_SHOWN:
+                    break  # a log of a million lines in a form that is not read
+                problems.add(
+                    f"must be a time such as {clocks.FORMS}, not {text!r}", table.lines[i], table.names["arrival"]
                 )
-                problems.add(message, table.lines[i], table.names["arrival"])
     known = times[~np.isnat(times)]
     if not len(known):
         return np.full(len(texts), np.nan), None

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from simtune.errors import Infeasible, SimtuneError, UsageError
 from simtune.specs.plan import Role
-from simtune.tuner.programmes import TOLERANCE, Unsolvable, solve, solver_name
+from simtune.tuner.programmes import TOLERANCE, Unsolvable, add_variable, constraint, solve, solver_name
 
 TIME_LIMIT_S = 10.0
 """For each solver run; an answer that is not proved by then says so."""
@@ -302,10 +302,12 @@ class _Programme:
         sense = pulp.LpMaximize if least_rps is None else pulp.LpMinimize
         self.problem = problem = pulp.LpProblem("allocation", sense)
         self._z = [
-            problem.add_variable(f"z{i}", 0, c.nodes.nodes // c.takes, cat=pulp.LpInteger)
-            for i, c in enumerate(columns)
+            add_variable(problem, f"z{i}", 0, c.nodes.nodes // c.takes, whole=True) for i, c in enumerate(columns)
         ]
-        self._prefill_decode, self._mixed = problem.add_variable("prefill_decode", 0), problem.add_variable("mixed", 0)
+        self._prefill_decode, self._mixed = (
+            add_variable(problem, "prefill_decode", 0),
+            add_variable(problem, "mixed", 0),
+        )
         rate = self._prefill_decode + self._mixed
         price = pulp.lpSum(c.price * z for c, z in zip(columns, self._z, strict=True))
         problem += rate if least_rps is None else price
@@ -333,9 +335,9 @@ class _Programme:
             served: dict[Role, Any] = {"mixed": capacity["mixed"]}
             uplink = self._asked.kv_rate(fleet.uplinks_bytes_per_s.get(rack, math.inf))
             if math.isfinite(uplink):
-                stays = problem.add_variable(f"stays{i}", 0)
+                stays = add_variable(problem, f"stays{i}", 0)
                 for role in ("prefill", "decode"):
-                    crosses = problem.add_variable(f"{role}{i}", 0, uplink)
+                    crosses = add_variable(problem, f"{role}{i}", 0, uplink)
                     problem += stays + crosses <= capacity[role]
                     served[role] = stays + crosses
             else:
@@ -358,7 +360,7 @@ class _Programme:
     def shadow_prices(self) -> dict[str, float]:
         """What one more of each limit is worth if a fraction of a node could be filled, by the name of its row."""
         self.relaxed()
-        rows = {name: self.problem.get_constraint_by_name(name) for name in (*ROLES, "budget", "demand")}
+        rows = {name: constraint(self.problem, name) for name in (*ROLES, "budget", "demand")}
         return {name: abs(row.pi or 0.0) for name, row in rows.items() if row is not None}
 
     def solved(self) -> tuple[list[tuple[_Column, int]], bool]:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from simtune.costs.replicas import spread
 from simtune.errors import Infeasible, UsageError
-from simtune.tuner.programmes import TOLERANCE, solve
+from simtune.tuner.programmes import TOLERANCE, add_variable, solve
 
 TIME_LIMIT_S = 10.0
 
@@ -50,10 +50,10 @@ def place_experts(
 
     _check_slots(load, gpus, slots)
     problem = pulp.LpProblem("experts", pulp.LpMinimize)
-    heaviest = problem.add_variable("heaviest", sum(load) / gpus)
+    heaviest = add_variable(problem, "heaviest", sum(load) / gpus)
     problem += heaviest
-    here = [[problem.add_variable(f"here{e}_{g}", cat=pulp.LpBinary) for g in range(gpus)] for e in range(len(load))]
-    share = [[problem.add_variable(f"share{e}_{g}", 0) for g in range(gpus)] for e in range(len(load))]
+    here = [[add_variable(problem, f"here{e}_{g}", binary=True) for g in range(gpus)] for e in range(len(load))]
+    share = [[add_variable(problem, f"share{e}_{g}", 0) for g in range(gpus)] for e in range(len(load))]
     for e, whole in enumerate(load):
         problem += pulp.lpSum(here[e]) >= 1
         problem += pulp.lpSum(share[e]) == whole

@@ -6,6 +6,10 @@ that ran out of time says Optimal all the same in `status`; only `sol_status` te
 
 from __future__ import annotations
 
+import ctypes
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from simtune.errors import SimtuneError
@@ -40,6 +44,63 @@ def _solver(whole: bool, time_limit_s: float | None) -> Any:
     return pulp.COIN_CMD(path=pulp_cbc_path, **settings)
 
 
+def add_variable(
+    problem: pulp.LpProblem,
+    name: str,
+    low: float | None = None,
+    high: float | None = None,
+    *,
+    whole: bool = False,
+    binary: bool = False,
+) -> pulp.LpVariable:
+    """Return a new variable of a programme, of whole numbers or of 0 and 1 if asked.
+
+    pulp has `LpProblem.add_variable` since 3.3.1 and deprecates the constructor of variables since then.
+    """
+    import pulp
+
+    cat = pulp.LpBinary if binary else pulp.LpInteger if whole else pulp.LpContinuous
+    if hasattr(problem, "add_variable"):
+        return problem.add_variable(name, low, high, cat=cat)
+    return pulp.LpVariable(name, low, high, cat)
+
+
+def constraint(problem: pulp.LpProblem, name: str) -> pulp.LpConstraint | None:
+    """Return a constraint by its name, or None; by a method that pulp has since 3.3.1, or by its mapping."""
+    if hasattr(problem, "get_constraint_by_name"):
+        return problem.get_constraint_by_name(name)
+    return problem.constraints.get(name)
+
+
+@contextmanager
+def _stdout_muted() -> Iterator[None]:
+    """Discard what a solver's own code writes to stdout, which holds data only.
+
+    HiGHS 1.16 prints a banner when it is constructed, before any option can silence it. It goes past `sys.stdout`, so
+    the file descriptor is redirected; C's buffer is emptied before and after, or the banner would come later.
+    """
+    try:
+        kept = os.dup(1)
+    except OSError:  # there is no stdout
+        yield
+        return
+    try:
+        _flush_c()
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
+        yield
+    finally:
+        _flush_c()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _flush_c() -> None:
+    """Empty the buffers of C's standard streams, where C's library can be found."""
+    with suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).fflush(None)
+
+
 def solve(problem: pulp.LpProblem, *, whole: bool = True, time_limit_s: float | None = None) -> bool:
     """Solve in place; whether the solution is proved optimal, or only the best found until `time_limit_s` was over.
 
@@ -49,7 +110,8 @@ def solve(problem: pulp.LpProblem, *, whole: bool = True, time_limit_s: float | 
     """
     import pulp
 
-    problem.solve(_solver(whole, time_limit_s))
+    with _stdout_muted():
+        problem.solve(_solver(whole, time_limit_s))
     if problem.sol_status == pulp.LpSolutionOptimal:
         return True
     if problem.sol_status == pulp.LpSolutionIntegerFeasible:

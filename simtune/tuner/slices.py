@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from simtune.errors import Infeasible
 from simtune.tuner.allocation import TIME_LIMIT_S
-from simtune.tuner.programmes import TOLERANCE, Unsolvable, solve
+from simtune.tuner.programmes import TOLERANCE, Unsolvable, add_variable, solve
 
 if TYPE_CHECKING:
     import pulp
@@ -65,10 +65,10 @@ def _programme(
 
     problem = pulp.LpProblem("slices", pulp.LpMinimize)
     most: Sequence[int | None] = available or [None] * len(price)
-    gpus = [problem.add_variable(f"gpus{t}", 0, most[t], cat=pulp.LpInteger) for t in range(len(price))]
+    gpus = [add_variable(problem, f"gpus{t}", 0, most[t], whole=True) for t in range(len(price))]
     problem += pulp.lpDot(price, gpus)
     on = [
-        {t: problem.add_variable(f"x{s}_{t}", cat=pulp.LpBinary) for t, share in enumerate(row) if math.isfinite(share)}
+        {t: add_variable(problem, f"x{s}_{t}", binary=True) for t, share in enumerate(row) if math.isfinite(share)}
         for s, row in enumerate(load)
     ]
     for choices in on:

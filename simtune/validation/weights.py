@@ -146,7 +146,8 @@ def _unwritten(model: Model) -> Iterator[str]:
         yield "layers that differ"
     if model.learned_positions or model.norm_bias or model.norms_per_sublayer > 1:
         yield "learned positions, layer norms, or norms behind its sublayers"
-    if {model.dtype_of(m) for m in ("attention", "dense", "head")} != {model.dtype}:
+    attention = {model.of_group(group).dtype_of("attention") for group in model.layers}
+    if attention | {model.dtype_of("dense"), model.dtype_of("head")} != {model.dtype}:
         yield f"weights in another format than {model.dtype}"
 
 

@@ -160,7 +160,9 @@ def test_hardware_without_the_operator_a_model_needs(desk: Any) -> None:
     [
         pytest.param(
             "arrival_s,prompt_tokens\n0,5\n",
-            "t.csv:1: output_tokens: this column is missing; found: arrival_s, prompt_tokens",
+            "t.csv:1: output_tokens: this column is missing; found: arrival_s, prompt_tokens; it may also be called "
+            "generated_tokens, generatedtokens, completion_tokens, num_decode_tokens, output_length, output_toks; "
+            "another name: simtune workload FILE --columns arrival=NAME,prompt=NAME,output=NAME",
             id="missing column",
         ),
         pytest.param(

@@ -107,3 +107,29 @@ def test_a_page_that_is_there_stays(own: Desk) -> None:
     assert said == "page.html: is there already; give --force to replace it"
     assert call("reproduce", "mine.yaml", "--html", "page.html", "--force", "--quiet", "--jobs", 1).code == 0
     assert "two at once take less" in (own.folder / "page.html").read_text()
+
+
+TWO = (
+    FILE
+    + """\
+  - name: two
+    title: Two
+    source: a test
+    claim: {says: nothing at once, gain: 2, band: [1, 4]}
+    measure: {kind: step}
+    base: {step: {context: 64}}
+    variant: {step: {decodes: 2, context: 64}}
+"""
+)
+
+
+def test_a_system_that_cannot_be_run_is_a_finding_beside_the_others(desk: Desk) -> None:
+    desk.write("mine.yaml", TWO)
+    said = call("reproduce", "mine.yaml", "--jobs", 1, "--json", "-q")
+    assert said.code == 2
+    assert said.err == "mine: two: cannot be run: " + said.json["findings"][1]["reason"] + "\n"
+    assert [finding["status"] for finding in said.json["findings"]] == ["reproduced", "failed"]
+    elsewhere = call("reproduce", "mine.yaml", "--hardware", "l4", "--jobs", 1, "-q")
+    assert elsewhere.code == 0
+    assert "mine: two: cannot be run: " in elsewhere.err
+    assert "elsewhere" in elsewhere.out

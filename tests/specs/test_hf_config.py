@@ -103,12 +103,14 @@ def test_two_names_that_disagree_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("word", "dtype"), [("bfloat16", "bf16"), ("float16", "fp16"), ("float32", "fp32")])
-def test_dtype_has_two_names_and_none_is_guessed(word: str, dtype: str) -> None:
+def test_dtype_has_two_names_and_is_bf16_with_a_note_without_either(word: str, dtype: str) -> None:
     config = without(TINY, "torch_dtype")
     for key in ("dtype", "torch_dtype"):
         model = read({**config, key: word})
         assert (model.dtype, model.weight_dtype) == (dtype, dtype)
-    assert "dtype: is required and missing (also read: torch_dtype): one of bfloat16," in refusal(config)[0]
+    without_either = read(config)
+    assert (without_either.dtype, without_either.weight_dtype) == ("bf16", "bf16")
+    assert "config.json has no dtype" in without_either.notes[0]
     assert (
         "torch_dtype: must be one of bfloat16, float16, float32, not 'int4'"
         in refusal({**config, "torch_dtype": "int4"})[0]
@@ -439,8 +441,8 @@ def test_modules_that_are_left_out_stay_in_sixteen_bits(left_out: list[str], dty
         ({"quant_method": "compressed-tensors", "config_groups": {"a": {"targets": []}}}, "a group without weights: {"),
         (compressed({"num_bits": 4, "type": "int"}, EIGHT), "weights of 4 bits (int) and activations of 8 bits"),
         (
-            {"quant_method": "fp8", "modules_to_not_convert": ["model.layers.0.self_attn"]},
-            "attention is quantised in some layers and not in others",
+            {"quant_method": "fp8", "modules_to_not_convert": ["model.layers.0.mlp"]},
+            "dense is quantised in some layers and not in others",
         ),
         (
             {"quant_method": "fp8", "modules_to_not_convert": ["lm_head", "transformer.h.0.attn"]},
@@ -470,7 +472,9 @@ def test_a_linear_layer_has_names_of_its_own() -> None:
     block = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": [*small, "mtp.fc"]}
     assert read({**HYBRID, "quantization_config": block}).dtype_of("attention") == "fp8_block"
     block["modules_to_not_convert"] = ["re:.*linear_attn.*"]
-    assert "attention is quantised in some layers" in refusal({**HYBRID, "quantization_config": block})[0]
+    model = read({**HYBRID, "quantization_config": block})
+    formats = {group.attention.kind: model.of_group(group).dtype_of("attention") for group in model.layers}
+    assert formats == {"linear": "bf16", "full": "fp8_block"}
 
 
 def test_experts_of_gpt_oss_alone_are_in_mxfp4() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, Unpack
+from collections.abc import Mapping
+from typing import Any, Literal, Unpack
 
 from simtune.engine.policies.listed import ScheduledTokens, StallFree
 from simtune.engine.request import Request
@@ -22,7 +23,8 @@ class TensorRtLlmScheduler(StallFree):
     when a decode finds no block; it is computed again. Requests are asked in order, and the first one without room
     ends it. A step that pauses somebody starts nobody.
 
-    *Tokens.* Without chunked prefill whole prompts follow one another until one does not fit the budget.
+    *Tokens.* Without chunked prefill whole prompts follow one another until one does not fit the budget; longer prompts
+    than the budget are refused (unless somebody may be paused: then the budget must hold the longest request).
     FIRST_COME_FIRST_SERVED gives each prompt what it needs, or what is left, rounded down to blocks unless it is the
     rest of the prompt; EQUAL_PROGRESS gives all prompts one block after another in turn. One that gets no tokens has
     not been started, and holds nothing.
@@ -49,6 +51,7 @@ class TensorRtLlmScheduler(StallFree):
         **settings: Unpack[Settings],
     ) -> None:
         """Raises ValueError for policies that it does not have."""
+        self.recomputes = self.recomputes_with({"capacity_scheduler_policy": capacity_scheduler_policy})
         super().__init__(**settings)
         if capacity_scheduler_policy not in ("GUARANTEED_NO_EVICT", "MAX_UTILIZATION"):
             raise ValueError(f"capacity_scheduler_policy must not be {capacity_scheduler_policy}")
@@ -57,16 +60,22 @@ class TensorRtLlmScheduler(StallFree):
         self._evicts = capacity_scheduler_policy == "MAX_UTILIZATION"
         self._in_turn = context_chunking_policy == "EQUAL_PROGRESS"
         self._unit = min(self.kv.block_size, self.max_num_batched_tokens)  # a budget below a block counts as one
-        self._max_new_tokens = self.max_model_len if max_new_tokens is None else max_new_tokens
+        if max_new_tokens is not None:
+            self.longest_answer = max_new_tokens
         self._wait_steps, self._wait_tokens = batch_wait_timeout_iters, batch_wait_max_tokens_ratio
         self._waited = 0  # steps for which prompts were held back
         self._holding = False  # in the step under way
+
+    @classmethod
+    def recomputes_with(cls, options: Mapping[str, Any]) -> bool:
+        """True under MAX_UTILIZATION; whoever is let in by GUARANTEED_NO_EVICT keeps its blocks to the end."""
+        return options.get("capacity_scheduler_policy") == "MAX_UTILIZATION"
 
     def reservation(self, request: Request) -> int:
         """All that it may ever need, or what is known of it."""
         if self._evicts:
             return request.known_tokens
-        asked = max(request.prompt_tokens + self._max_new_tokens, request.known_tokens)
+        asked = max(request.prompt_tokens + self.longest_answer, request.known_tokens)
         return min(asked, self.max_model_len)
 
     def serve_prompts(self, scheduled: ScheduledTokens, budget: int, admitting: bool) -> None:

@@ -22,28 +22,42 @@ from simtune.specs.hf.architectures import (
     NOT_MODELLED,
     WRAPPERS,
 )
-from simtune.specs.hf.reading import ALIASES, DTYPES, Config
+from simtune.specs.hf.reading import ALIASES, Config, language_parts
 from simtune.specs.model import Model
 from simtune.specs.yamlfile import Document
 
+MODELOPT = "hf_quant_config.json"
+"""The file in which modelopt keeps number formats, beside a config.json that may name none."""
 
-def from_config(document: Document, name: str, settings: Sequence[str] = ()) -> Model:
+
+def from_config(
+    document: Document,
+    name: str,
+    settings: Sequence[str] = (),
+    *,
+    modelopt: Document | None = None,
+    notes: Sequence[str] = (),
+) -> Model:
     """The Model that a Hugging Face config.json describes. Raises SpecError with every problem found.
 
     A multimodal config is read for its language part (`text_config`), and `source` says so. `settings` are `key=value`:
     of the config where that has the key or is asked for it, else of the model spec that was read; what is neither is a
-    problem.
+    problem. `modelopt` is the hf_quant_config.json beside the config: number formats are read from it if the config
+    names none. `notes` are kept in the model before those on what is assumed here.
     """
     if not isinstance(document.data, dict):
         message = "a Hugging Face config.json was expected: a JSON object"
         raise SpecError(Problem(document.file, message, "", 1, 1))
     standing = {key for part in (document.data, Config(document).nested or {}) for key in part}
-    asked = standing | _read(_overridden(document, settings), name)[1]
+    asked = standing | _read(Config(_overridden(document, settings), modelopt), name)[1]
     ours: list[str] = []
     theirs: list[str] = []
     for setting in settings:
         (theirs if _head(setting) in asked else ours).append(setting)
-    spec, _ = _read(_overridden(document, theirs), name, raising=True)
+    spec, _ = _read(Config(_overridden(document, theirs), modelopt), name, raising=True)
+    kept = [*notes, *spec.pop("notes")]
+    if kept:
+        spec["notes"] = kept
     return Model.from_document(override(Document(document.file, spec, None), ours))
 
 
@@ -66,21 +80,23 @@ def _overridden(document: Document, settings: Sequence[str]) -> Document:
     return override(document, placed)
 
 
-def _read(document: Document, name: str, raising: bool = False) -> tuple[dict[str, Any], set[str]]:
+def _read(config: Config, name: str, raising: bool = False) -> tuple[dict[str, Any], set[str]]:
     """The spec as plain data, and the keys of the config that were asked for.
 
     Raises SpecError where the architecture is not known, and where anything is wrong if `raising`.
     """
-    config = Config(document)
     architecture_name, architecture = _architecture(config)
     config.of_architecture(architecture.names, architecture.defaults)
     _refuse_not_modelled(config, architecture)
     config.refuse_contradictions()
     attention = architecture.attention(config, architecture)
     feed_forward = architecture.feed_forward(config, architecture)
-    dtype = config.choice("dtype", DTYPES)
+    dtype = config.dtype()
+    formats = quantization.formats(config, dtype, attention, feed_forward)
     positions = config.count("max_position_embeddings")
     language_part = "" if config.nested is None else ", language part only"
+    if config.modelopt is not None and not config.get(*ALIASES["quantization"]):
+        language_part += f", number formats from the {MODELOPT} beside it"
     spec: dict[str, Any] = {
         "schema": Model.schema_id(),
         "name": name,
@@ -94,13 +110,16 @@ def _read(document: Document, name: str, raising: bool = False) -> tuple[dict[st
         "norm_bias": architecture.norm_bias,
         "mtp_layers": config.count(architecture.mtp, default=0, minimum=0),
         "dtype": dtype,
-        **quantization.dtypes(config, dtype, attention, feed_forward),
+        "notes": config.notes,
+        **formats.of_model,
     }
     if raising:
         config.raise_if_any()
+    layers = zip(attention, feed_forward, formats.of_attention, strict=True)
     spec["layers"] = [
-        {"count": len(list(equal)), "attention": attention_, "feed_forward": feed_forward_}
-        for (attention_, feed_forward_), equal in groupby(zip(attention, feed_forward, strict=True))
+        {"count": len(list(equal)), "attention": mixing, "feed_forward": behind}
+        | ({} if projections is None else {"attention_dtype": projections})
+        for (mixing, behind, projections), equal in groupby(layers)
     ]
     return spec, config.asked
 
@@ -150,4 +169,4 @@ def _refuse_not_modelled(config: Config, architecture: Architecture) -> None:
         config.problem("word_embed_proj_dim", "embeddings narrower than the hidden size: not modelled")
 
 
-__all__ = ["ALIASES", "ARCHITECTURES", "NOT_MODELLED", "Architecture", "from_config"]
+__all__ = ["ALIASES", "ARCHITECTURES", "MODELOPT", "NOT_MODELLED", "Architecture", "from_config", "language_parts"]

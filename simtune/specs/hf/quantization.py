@@ -12,18 +12,19 @@ from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+from simtune.errors import Problem
 from simtune.specs.hf.architecture import Layers
 from simtune.specs.hf.reading import ALIASES, Config
 
 KNOWN = "fp8, fbgemm_fp8, awq and gptq, compressed-tensors, modelopt (FP8, NVFP4), mxfp4, bitsandbytes"
 
+_GATED = ("gate_proj", "up_proj", "down_proj")
+
 _KINDS = {
     "attention": (
-        "self_attn.q_proj",
-        "self_attn.qkv_proj",
-        "self_attn.o_proj",
-        "self_attn.kv_a_proj_with_mqa",
-        "mixer.q_proj",
+        *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.qkv_proj", "self_attn.o_proj"),
+        *("self_attn.q_a_proj", "self_attn.q_b_proj", "self_attn.kv_a_proj_with_mqa"),
+        *("mixer.q_proj", "mixer.k_proj", "mixer.v_proj", "mixer.o_proj"),
     ),
     "linear": ("linear_attn.in_proj_qkvz", "linear_attn.in_proj_qkv", "linear_attn.out_proj", "mixer.in_proj"),
     "dense": (
@@ -31,8 +32,9 @@ _KINDS = {
         *("feed_forward.up_proj", "mixer.up_proj", "mixer.down_proj"),
     ),
     "shared": (
-        *("mlp.shared_experts.up_proj", "mlp.shared_experts.down_proj"),
-        *("mlp.shared_expert.up_proj", "feed_forward.shared_expert.up_proj", "mixer.shared_experts.up_proj"),
+        *(f"mlp.{name}.{product}" for name in ("shared_expert", "shared_experts") for product in _GATED),
+        *(f"feed_forward.shared_expert.{product}" for product in _GATED),
+        *("mixer.shared_experts.up_proj", "mixer.shared_experts.down_proj"),
     ),
     "experts": (
         *("mlp.experts.0.gate_proj", "mlp.experts.0.up_proj", "mlp.experts.0.down_proj", "mlp.experts.gate_up_proj"),
@@ -47,6 +49,10 @@ _NO_PRODUCTS = re.compile(
     r"|visual|vision|image|audio|projector|mtp|eh_proj|shared_head"
 )
 """What a name or pattern may say besides: small modules, that no format is told for, and other parts of the model."""
+
+
+_WRAPPER = re.compile(r"(?:model\.)?language_model\.(?:model\.)?")
+"""Prefixes that a multimodal wrapper puts before the names of its language part."""
 
 
 class _Unread(Exception):
@@ -85,40 +91,76 @@ def _listed(block: dict[str, Any], key: str) -> list[str]:
     return [str(name) for name in names]
 
 
-def dtypes(config: Config, dtype: str, attention: Layers, feed_forward: Layers) -> dict[str, str]:
-    """Dtype settings of a model spec: of all weights, and of modules that differ; of the KV cache where it is told."""
-    name = config.key(*ALIASES["quantization"])
+class Formats(NamedTuple):
+    """Number formats of a checkpoint, as dtype settings of a model spec."""
+
+    of_model: dict[str, str]
+    """Of all weights, of modules that differ, and of the KV cache if the checkpoint names one."""
+    of_attention: Sequence[str | None]
+    """Of each layer's projections if they differ from those of the model, else None."""
+
+
+def formats(config: Config, dtype: str, attention: Layers, feed_forward: Layers) -> Formats:
+    """Return the number formats that a checkpoint's quantisation block means; without a block all are `dtype`.
+
+    The block stands in config.json, or in the hf_quant_config.json beside it, which engines read if config.json has
+    none. A block that cannot be read is noted as a problem of `config`.
+    """
+    plain = Formats({"weight_dtype": dtype}, [None] * len(attention))
     block = config.get(*ALIASES["quantization"])
+    if not block and config.modelopt is not None:
+        try:
+            return _read(_of_modelopt(config.modelopt.data), dtype, attention, feed_forward)
+        except _Unread as why:
+            config.problems.append(Problem(config.modelopt.file, str(why), "quantization"))
+            return plain
     if not block:
-        return {"weight_dtype": dtype}
+        return plain
     if not isinstance(block, dict):
         block = {"quant_method": block}
     try:
         return _read(block, dtype, attention, feed_forward)
     except _Unread as why:
-        config.problem(name, str(why))
-        return {"weight_dtype": dtype}
+        config.problem(config.key(*ALIASES["quantization"]), str(why))
+        return plain
 
 
-def _read(block: dict[str, Any], dtype: str, attention: Layers, feed_forward: Layers) -> dict[str, str]:
+def _of_modelopt(data: Any) -> dict[str, Any]:
+    """The block of an hf_quant_config.json, in the form in which config.json has it."""
+    block = data.get("quantization") if isinstance(data, dict) else None
+    if not isinstance(block, dict):
+        raise _Unread("must be a mapping with quant_algo, as modelopt writes it")
+    return {**block, "quant_method": "modelopt"}
+
+
+def _read(block: dict[str, Any], dtype: str, attention: Layers, feed_forward: Layers) -> Formats:
     method = str(block.get("quant_method") or block.get("quant_algo") or "").lower()
     if method not in _METHODS:
         raise _Unread(f"the method {block.get('quant_method')} is not modelled; modelled: {KNOWN}")
-    format_ = _METHODS[method](block)
+    format_ = _METHODS[method](block) or dtype
     if method == "mxfp4":  # only ever experts
-        return {"weight_dtype": dtype, "expert_dtype": format_}
+        return Formats({"weight_dtype": dtype, "expert_dtype": format_}, [None] * len(attention))
     given = _by_kind(format_, dtype, _Chosen.of(block), attention, feed_forward)
     if _fp8_cache(block):
-        given["kv_dtype"] = "fp8"
+        given.of_model["kv_dtype"] = "fp8"
     return given
 
 
-def _by_kind(format_: str, dtype: str, chosen: _Chosen, attention: Layers, feed_forward: Layers) -> dict[str, str]:
-    """Settings by what is left out. Raises _Unread where that differs between layers, or a name is not known."""
+def _by_kind(format_: str, dtype: str, chosen: _Chosen, attention: Layers, feed_forward: Layers) -> Formats:
+    """Settings by what is left out. Raises _Unread if that differs between feed-forward blocks of different layers, or
+    a name is not known."""
     names = _names(attention, feed_forward)
     _refuse_unknown([*chosen.left_out, *chosen.targets], names, len(attention))
-    of = {kind: dtype if _is_out(kind, layers, chosen) else format_ for kind, layers in names.items() if layers}
-    return _settings(of, format_)
+    projections = [(dtype if chosen.leaves_out(layer) else format_) if layer else None for layer in names["attention"]]
+    of = {
+        kind: dtype if _is_out(kind, layers, chosen) else format_
+        for kind, layers in names.items()
+        if kind != "attention" and any(layers)
+    }
+    if any(projections):  # the format of most layers is the model's, those of other layers are theirs
+        of["attention"] = max(filter(None, projections), key=projections.count)
+    settings = _settings(of, format_)
+    return Formats(settings, [None if p == of.get("attention") else p for p in projections])
 
 
 def _settings(of: dict[str, str], format_: str) -> dict[str, str]:
@@ -134,14 +176,14 @@ def _settings(of: dict[str, str], format_: str) -> dict[str, str]:
 
 def _is_out(kind: str, layers: Sequence[Sequence[str]], chosen: _Chosen) -> bool:
     """Whether the products of a kind are left out in all layers that have them. Raises _Unread where layers differ."""
-    out = {chosen.leaves_out(names) for names in layers}
+    out = {chosen.leaves_out(names) for names in layers if names}
     if len(out) == 2:
         raise _Unread(f"{kind} is quantised in some layers and not in others: not modelled")
     return out == {True}
 
 
 def _names(attention: Layers, feed_forward: Layers) -> dict[str, list[list[str]]]:
-    """Names of the products of each kind, layer by layer."""
+    """Names of the products of each kind, layer by layer; empty for a layer that has none of the kind."""
     names: dict[str, list[list[str]]] = {"attention": [], "dense": [], "shared": [], "experts": []}
     for i, (mixing, behind) in enumerate(zip(attention, feed_forward, strict=True)):
         of = {
@@ -151,8 +193,8 @@ def _names(attention: Layers, feed_forward: Layers) -> dict[str, list[list[str]]
             "experts": "experts" if behind["kind"] == "moe" else None,
         }
         for kind, words in of.items():
-            if words is not None:
-                names[kind].append([f"{_root(name)}.layers.{i}.{name}" for name in _KINDS[words]])
+            products = () if words is None else _KINDS[words]
+            names[kind].append([f"{_root(name)}.layers.{i}.{name}" for name in products])
     return names
 
 
@@ -173,8 +215,10 @@ def _refuse_unknown(patterns: Sequence[str], names: dict[str, list[list[str]]], 
 def _matches(pattern: str, name: str) -> bool:
     """Whether a module is meant: by regular expression, glob, its name, or that of what it is part of."""
     if pattern.startswith("re:"):
-        return re.match(pattern[3:], name) is not None
-    pattern = pattern.replace("language_model.model.", "model.").replace("model.language_model.", "model.")
+        inner = name.removeprefix("model.")
+        wrapped = (name, f"language_model.{name}", f"model.language_model.{inner}", f"language_model.{inner}")
+        return any(re.match(pattern[3:], each) for each in wrapped)
+    pattern = _WRAPPER.sub("model.", pattern)
     if "*" in pattern:
         return fnmatchcase(name, pattern) or fnmatchcase(name, pattern + ".*") or fnmatchcase(name, "*" + pattern)
     return f".{pattern}." in f".{name}."
@@ -183,7 +227,10 @@ def _matches(pattern: str, name: str) -> bool:
 def _fp8_cache(block: dict[str, Any]) -> bool:
     scheme = block.get("kv_cache_scheme")
     is_fp8 = isinstance(scheme, dict) and scheme.get("num_bits") == 8 and scheme.get("type") == "float"
-    return is_fp8 or block.get("kv_cache_quant_algo") == "FP8"
+    algorithm = block.get("kv_cache_quant_algo")
+    if algorithm not in (None, "FP8"):
+        raise _Unread(f"kv_cache_quant_algo {algorithm} is not modelled; modelled: FP8")
+    return is_fp8 or algorithm == "FP8"
 
 
 # --- formats ----------------------------------------------------------------------------------------------
@@ -212,14 +259,29 @@ def _of_bits(method: str, formats: dict[int, str]) -> Callable[[dict[str, Any]],
     return read
 
 
-def _modelopt(block: dict[str, Any]) -> str:
+_MODELOPT = {
+    "FP8": "fp8",
+    "FP8_PER_CHANNEL_PER_TOKEN": "fp8",
+    "FP8_PB_WO": "fp8_block",
+    "FP8_BLOCK_SCALES": "fp8_block",
+    "NVFP4": "nvfp4",
+    "NVFP4_AWQ": "nvfp4",
+    "W4A16_AWQ": "int4",
+    "W4A16_GPTQ": "int4",
+    "W8A16": "int8_wo",
+}
+"""Formats by the algorithms of modelopt and TensorRT-LLM (QuantAlgo)."""
+
+
+def _modelopt(block: dict[str, Any]) -> str | None:
     algorithm = block.get("quant_algo")
-    formats = {"FP8": "fp8", "FP8_PB_WO": "fp8_block", "NVFP4": "nvfp4"}
     if algorithm is None and "config_groups" in block:
         return _compressed(block)
-    if algorithm not in formats:
-        raise _Unread(f"modelopt with quant_algo {algorithm} is not modelled; modelled: {', '.join(formats)}")
-    return formats[algorithm]
+    if algorithm is None and "quant_algo" in block:  # weights as they are; the KV cache may be quantised all the same
+        return None
+    if algorithm not in _MODELOPT:
+        raise _Unread(f"modelopt with quant_algo {algorithm} is not modelled; modelled: {', '.join(_MODELOPT)}")
+    return _MODELOPT[algorithm]
 
 
 def _bitsandbytes(block: dict[str, Any]) -> str:
@@ -265,7 +327,7 @@ def _no(weights: dict[str, Any], activations: Any) -> str:
     raise _Unread(f"{bits} and {beside} quantised: not modelled; modelled: {KNOWN}")
 
 
-_METHODS: dict[str, Callable[[dict[str, Any]], str]] = {
+_METHODS: dict[str, Callable[[dict[str, Any]], str | None]] = {
     "fp8": _fp8,
     "fbgemm_fp8": lambda block: "fp8",
     "awq": _of_bits("awq", {4: "int4"}),

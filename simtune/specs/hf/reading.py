@@ -29,13 +29,21 @@ LANGUAGE_PARTS = ("text_config", "llm_config", "language_config")
 """Where multimodal configs keep that of their language model."""
 
 
+def language_parts(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the language part of a multimodal config in a list, or an empty list."""
+    return [data[key] for key in LANGUAGE_PARTS if isinstance(data.get(key), dict)][:1]
+
+
 class Config:
     """Reads keys with their aliases, the language part first, and collects what is wrong.
 
     A key that is absent has the default of its architecture, where it has one. Those that were `asked` for are known.
     """
 
-    def __init__(self, document: Document) -> None:
+    def __init__(self, document: Document, modelopt: Document | None = None) -> None:
+        """`modelopt` is the hf_quant_config.json beside the config, if there is one."""
+        self.modelopt = modelopt
+        self.notes: list[str] = []
         self.data: dict[str, Any] = document.data
         self.part = next((key for key in LANGUAGE_PARTS if isinstance(self.data.get(key), dict)), None)
         self.nested: dict[str, Any] | None = None if self.part is None else self.data[self.part]
@@ -109,17 +117,23 @@ class Config:
         """What an architecture always or never has, or has by a key."""
         return self.flag(key) if isinstance(key, str) else key
 
+    def dtype(self) -> str:
+        """Return the dtype of activations. Without the key it is bf16, as engines have it, and a note says so."""
+        if self.get(*ALIASES["dtype"]) is None:
+            self.notes.append(
+                "config.json has no dtype: activations and unquantised weights taken as bf16, as engines do; "
+                "--set model.dtype=float16 takes another"
+            )
+            return "bf16"
+        return self.choice("dtype", DTYPES)
+
     def choice(self, what: str, values: Mapping[str, str]) -> str:
         """One of some words, or of what they mean."""
         names = ALIASES[what]
         value = self.get(*names)
         if isinstance(value, str) and (value in values or value in values.values()):
             return values.get(value, value)
-        known = ", ".join(values)
-        if value is None:
-            self.problem(names[0], f"is required and missing (also read: {', '.join(names[1:])}): one of {known}")
-        else:
-            self.problem(self.key(*names), f"must be one of {known}, not {value!r}")
+        self.problem(self.key(*names), f"must be one of {', '.join(values)}, not {value!r}")
         return next(iter(values.values()))
 
     def layer_kinds(self, num_layers: int, known: Sequence[str], name: str = "layer_types") -> list[str] | None:

@@ -15,6 +15,7 @@ from simtune.specs.trace_formats.common import (
     Problems,
     estimated,
     first_of,
+    first_value,
     left_out,
     look_up,
     parsed_json,
@@ -84,10 +85,12 @@ class AiPerf:
     title = "aiperf"
     _prompt = ("metrics.input_sequence_length.value",)
     _output = ("metrics.output_sequence_length.value", "metrics.output_token_count.value")
+    _arrival = ("metadata.request_start_ns", "metadata.timestamp_ns")
+    """Its first releases wrote the second."""
 
     def recognises(self, first: Any) -> bool:
         """By the time in its metadata."""
-        return look_up(first, "metadata.request_start_ns") is not None and "metrics" in first
+        return first_of(first, self._arrival) is not None and "metrics" in first
 
     def read(
         self, objects: Sequence[Any], lines: Sequence[int], reading: LogReading, problems: Problems
@@ -99,14 +102,16 @@ class AiPerf:
         notes = left_out(measured.count(False), "requests of the warm-up")
         notes += left_out(sum(measured) - len(good), "failed requests")
         output = next((key for key in self._output if any(look_up(row, key) is not None for row in rows)), "")
-        names = {"arrival": "metadata.request_start_ns", "prompt": self._prompt[0], "output": output or self._output[0]}
+        arrival = first_of(objects[0], self._arrival) or self._arrival[0]
+        names = {"arrival": arrival, "prompt": self._prompt[0], "output": output or self._output[0]}
         values = _columns(rows, at, names, problems)
         values |= sessions_of(rows, ("metadata.x_correlation_id", "metadata.conversation_id"))
         return LogRequests(names, values, at, per_s=1e9, notes=notes)
 
 
 def _phase(row: Any) -> bool:
-    return look_up(row, "metadata.benchmark_phase") in (None, "profiling")
+    phase = first_value(row, ("metadata.benchmark_phase", "metadata.credit_phase"))
+    return phase in (None, "profiling")
 
 
 def _columns(

@@ -20,6 +20,8 @@ class LogReading:
     """Where a file holds texts and no token counts."""
     part: int | None = None
     """Which of several runs in one file, from 1."""
+    columns: tuple[tuple[str, str], ...] = ()
+    """Columns by the names that a file has for them: ("arrival", "ts"). Without them they are known by their names."""
 
 
 AS_IT_IS = LogReading()
@@ -72,6 +74,32 @@ def look_up(row: Any, key: str) -> Any:
 def first_of(row: Any, keys: Sequence[str]) -> str | None:
     """The first of these dotted keys at which there is something."""
     return next((key for key in keys if look_up(row, key) is not None), None)
+
+
+def first_value(row: Any, keys: Sequence[str]) -> Any:
+    """The first value at these dotted keys; None where there is none."""
+    key = first_of(row, keys)
+    return None if key is None else look_up(row, key)
+
+
+def cached_note(cached: Sequence[Any], prompts: Sequence[Any]) -> list[str]:
+    """A note on prompt tokens that were found in a prefix cache, of which requests say how many and not which."""
+    found = sum(number for number in map(_whole, cached) if number)
+    if not found:
+        return []
+    asked = sum(number for number in map(_whole, prompts) if number)
+    return [
+        f"{found:,} of {asked:,} prompt tokens were found cached; this load says nothing of prefixes, so prefix "
+        "caching has nothing to find: say what prompts share by shared_prefix in a spec, or by hash_ids"
+    ]
+
+
+def _whole(value: Any) -> int:
+    """A count of tokens, also from a cell of a table; 0 for what is none."""
+    try:
+        return 0 if isinstance(value, bool) else max(int(value), 0)
+    except (TypeError, ValueError, OverflowError):
+        return 0
 
 
 def left_out(count: int, why: str) -> list[str]:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
+from simtune.specs.trace_formats import clocks
 from simtune.specs.trace_formats.common import (
     LogReading,
     LogRequests,
     Problems,
+    cached_note,
     estimated,
     first_of,
+    first_value,
     left_out,
     look_up,
     sessions_of,
@@ -37,10 +37,11 @@ class OpenAiLog:
         "completion_tokens",
         "output_tokens",
     )
-    _time = (
-        "timestamp", "@timestamp", "time", "ts", "start_time", "startTime", "request_time", "received_at", "created_at",
-        "created", "response.created", "response.created_at", "response.body.created",
-    )  # fmt: skip
+    _time = (*clocks.NAMES, "response.created", "response.created_at", "response.body.created")
+    _cached = (
+        *(f"{u}.{key}.cached_tokens" for u in _USAGE for key in ("prompt_tokens_details", "input_tokens_details")),
+        "cached_tokens",
+    )
     _session = ("session_id", "conversation_id", "thread_id", "chat_id", "metadata.session_id")
 
     def recognises(self, first: Any) -> bool:
@@ -48,7 +49,7 @@ class OpenAiLog:
         usage = any(isinstance(look_up(first, key), Mapping) for key in _USAGE)
         flat = first_of(first, self._prompt) is not None and first_of(first, self._output) is not None
         key = first_of(first, self._time)
-        clock = key is not None and _epoch_s(look_up(first, key)) is not None
+        clock = key is not None and clocks.epoch_s(look_up(first, key)) is not None
         return usage or (flat and clock)
 
     def read(
@@ -65,10 +66,14 @@ class OpenAiLog:
         notes = left_out(len(objects) - len(good), "lines without an answer")
         time = first_of(rows[0], self._time)
         if time is None:
-            notes.append("it has no times, so it is lengths only")
+            known = ", ".join(clocks.NAMES)
+            notes.append(f"it has no times, so it is lengths only; a time may be called {known}")
         else:
             names["arrival"], values["arrival"] = time, _clock([look_up(row, time) for row in rows], at, time, problems)
-        return LogRequests(names, values | sessions_of(rows, self._session), at, notes=notes)
+        sessions = sessions_of(rows, self._session)
+        if not sessions:
+            notes += cached_note([first_value(row, self._cached) for row in rows], values["prompt"])
+        return LogRequests(names, values | sessions, at, notes=notes)
 
 
 def _failed(row: Any) -> bool:
@@ -76,43 +81,13 @@ def _failed(row: Any) -> bool:
     return (isinstance(status, int) and status >= 400) or bool(look_up(row, "error"))
 
 
-_TIME = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d(?:[.,]\d{1,9})?) ?(?:Z|UTC|([+-])(\d\d):?(\d\d))?")
-
-
-_LAST_NS = 2**63
-"""Nanoseconds since 1970: more is no time of day, and may be no float."""
-
-
-def _epoch_s(value: Any) -> float | None:
-    """Seconds since 1970: a time of day in words (UTC unless it says otherwise), or a number, by how large it is."""
-    if isinstance(value, str):
-        parts = _TIME.fullmatch(value.strip())
-        return None if parts is None else _of_words(*parts.groups())
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    for least, per_s in ((1e17, 1e9), (1e14, 1e6), (1e11, 1e3), (1e8, 1.0)):
-        if value >= least:
-            return float(value) / per_s if value < _LAST_NS else None
-    return None
-
-
-def _of_words(date: str, time: str, sign: str | None, hours: str | None, minutes: str | None) -> float | None:
-    try:
-        at = np.datetime64(f"{date}T{time.replace(',', '.')}", "ns")
-    except ValueError:
-        return None
-    ahead_s = 0 if sign is None else (-1 if sign == "-" else 1) * (3600 * int(hours or 0) + 60 * int(minutes or 0))
-    return float(at.astype(np.int64)) / 1e9 - ahead_s
-
-
 def _clock(values: Sequence[Any], lines: Sequence[int], key: str, problems: Problems) -> list[float]:
     """Seconds since 1970 of every row."""
     times = []
     for value, line in zip(values, lines, strict=True):
-        at = _epoch_s(value)
+        at = clocks.epoch_s(value)
         if at is None:
-            example = "2026-03-01T09:30:00+01:00 or seconds or milliseconds since 1970"
-            problems.stop(f"must be a time such as {example}, not {value!r}", line, key)
+            problems.stop(f"must be a time such as {clocks.FORMS}, not {value!r}", line, key)
         times.append(at or 0.0)
     return times
 

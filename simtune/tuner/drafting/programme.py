@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from simtune.errors import Infeasible
 from simtune.specs.trees import Node, Ranks, weight
-from simtune.tuner.programmes import Unsolvable, solve
+from simtune.tuner.programmes import Unsolvable, add_variable, solve
 
 if TYPE_CHECKING:
     import pulp
@@ -69,7 +69,7 @@ def _trees(requests: Sequence[Weights], in_rank_order: bool) -> tuple[pulp.LpPro
 
     problem = pulp.LpProblem("trees", pulp.LpMaximize)
     take = {
-        (i, node): problem.add_variable(f"x_{i}_{'_'.join(map(str, node))}", cat=pulp.LpBinary)
+        (i, node): add_variable(problem, f"x_{i}_{'_'.join(map(str, node))}", binary=True)
         for i, weights in enumerate(requests)
         for node in weights
     }
