@@ -22,6 +22,7 @@ from simtune.costs import curve
 from simtune.costs.estimate import estimate
 from simtune.costs.operators import OPERATORS, UNKNOWN, Chip, CurveForm, OperatorForm, Setting, Terms, operator_key
 from simtune.costs.residual import Process
+from simtune.costs.stated_links import under_stated_link
 from simtune.errors import Infeasible, Problem, SpecError
 from simtune.specs.hardware import ARRAYS, Arrays, Hardware, Operator, OperatorKind, Residual
 
@@ -318,6 +319,8 @@ class Profile:
         if operator is None:
             operator = estimate(kind, dtype, self.hardware, kv_dtype=kv_dtype, variant=variant)
             self.estimated.add(key)
+        else:
+            operator = under_stated_link(operator, self.hardware)
         if operator is None:
             has = ", ".join(sorted(k for k in self.hardware.operators if k.startswith(kind)))
             raise Infeasible(

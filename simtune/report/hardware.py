@@ -18,7 +18,7 @@ from simtune.report import figures, info
 from simtune.report.figures import Figure
 from simtune.report.labels import brief, escape
 from simtune.report.templates import fill, template
-from simtune.specs.hardware import Hardware, Operator, OperatorKind
+from simtune.specs.hardware import Hardware, Link, Operator, OperatorKind
 
 POINTS = 49
 
@@ -194,7 +194,7 @@ def facts(hardware: Hardware) -> list[tuple[str, str]]:
         ("dense peak, TFLOP/s", ", ".join(f"{dtype} {_tera(rate)}" for dtype, rate in d.flops_per_s.items())),
         ("source", d.source),
     ]
-    rows += [(f"link {n}", f"{x.bytes_per_s / 1e9:,.0f} GB/s ({x.source})") for n, x in hardware.links.items()]
+    rows += [(f"link {name}", _link(link)) for name, link in hardware.links.items()]
     if d.price_per_hour_usd is not None:
         rows.append(("price per hour", f"{d.price_per_hour_usd:.2f} USD ({d.price_source})"))
     host = hardware.host
@@ -204,6 +204,11 @@ def facts(hardware: Hardware) -> list[tuple[str, str]]:
         rows.append(("corrected by an engine's own log", calibration.words(hardware.calibration)))
     rows += [("validated", str(note)) for note in hardware.validations or ()] or [("validated", "never")]
     return rows
+
+
+def _link(link: Link) -> str:
+    stated = ", stated: outranks measured collectives" if "bytes_per_s" in (link.stated or ()) else ""
+    return f"{link.bytes_per_s / 1e9:,.0f} GB/s{stated} ({link.source})"
 
 
 def _tera(rate: float) -> str:

@@ -108,6 +108,11 @@ class Link(Part):
     bytes_per_s: Positive
     latency_s: NonNegative
     source: str
+    stated: Seq[Literal["bytes_per_s", "latency_s"]] | None = Field(
+        None,
+        description="values that outrank measured tables of collectives: large messages then move at bytes_per_s; "
+        "`--set` of a link states what it sets",
+    )
 
 
 class BaseFit(Part):
