@@ -53,13 +53,15 @@ class Basis(IntEnum):
     """It lies outside them."""
     CARRIED_OVER = 3
     """Measured on another device, and moved to this one by the data sheets."""
-    DATA_SHEET = 4
+    OTHER_ENGINE = 4
+    """Kernels of another engine than the one that runs, on this device or carried over to it."""
+    DATA_SHEET = 5
     """Nobody measured it, or it was assumed."""
 
     @property
     def words(self) -> str:
         """As reports name it."""
-        return self.name.lower().replace("_", " ")
+        return "kernels of another engine" if self is Basis.OTHER_ENGINE else self.name.lower().replace("_", " ")
 
 
 _NOT_MEASURED_HERE = {
@@ -153,6 +155,8 @@ class Predictor:
         """A `Basis` for each call."""
         x = self._columns(shape)
         of_all = _NOT_MEASURED_HERE.get(self.operator.provenance.kind)
+        if self.operator.other_engine is not None and of_all != Basis.DATA_SHEET:
+            of_all = Basis.OTHER_ENGINE
         if of_all is not None:
             return np.full(_size(x), of_all, dtype=np.intp)
         basis = np.where(self._inside(x), Basis.INTERPOLATED, Basis.EXTRAPOLATED).astype(np.intp)

@@ -149,7 +149,7 @@ def _moved(
         update={
             "base": base,
             "curves": tuple(curve.stretched(c, bytes_ratio) for c in operator.curves) if _along_bytes(operator) else (),
-            "interval": _wider(operator, expected.log_sd),
+            "interval": wider(operator, expected.log_sd),
             "hold_out": hold_out,
             "provenance": Provenance(
                 kind="transferred",
@@ -170,7 +170,7 @@ def _along_bytes(operator: Operator) -> bool:
     return form is not None and form.along is None
 
 
-def _wider(operator: Operator, log_sd: float) -> Interval:
+def wider(operator: Operator, log_sd: float) -> Interval:
     """The interval of the source, and the error of moving it on top, as if both were independent."""
     before = operator.interval or Interval(method="split", quantile=Z90, log_sd=typical_log_sd(operator))
     carried = _short(float(np.hypot(before.carried_log_sd, log_sd)))

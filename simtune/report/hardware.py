@@ -90,11 +90,12 @@ def headline(hardware: Hardware) -> str:
     """What the page is about, in a sentence."""
     counts: dict[str, int] = {}
     for operator in hardware.operators.values():
-        counts[operator.provenance.kind] = counts.get(operator.provenance.kind, 0) + 1
+        counts[operator.origin] = counts.get(operator.origin, 0) + 1
     words = {
         "measured": "measured by simtune",
         "published-tables": "fitted to published tables",
         "transferred": "scaled by its data sheet from those of another device",
+        "other-engine": "of another engine's kernels",
         "data-sheet": "taken from its data sheet",
         "assumed": "assumed",
     }
@@ -128,7 +129,7 @@ def _fit(hardware: Hardware, key: str, operator: Operator) -> Fit:
         f"× or ÷ {np.exp(Z90 * typical_log_sd(operator)):.2f}",
         "-" if operator.interval is None or operator.interval.coverage is None else f"{operator.interval.coverage:.0%}",
         f"{p.points or 0:,}",
-        p.kind,
+        operator.origin,
     )
     return Fit(key, along, lines, row, f"{p.source} ({p.licence or 'own'}). {p.note or ''}")
 
@@ -187,7 +188,7 @@ def facts(hardware: Hardware) -> list[tuple[str, str]]:
     """The device's data sheet in words."""
     d = hardware.device
     rows = [
-        ("kernels of", hardware.engine),
+        ("kernels of", _kernels(hardware)),
         ("architecture", d.architecture or "-"),
         ("memory an engine sees", f"{info.gib(d.memory_bytes)}, {d.memory_bytes_per_s / 1e12:.3g} TB/s"),
         ("processors", f"{d.processors:,}"),
@@ -204,6 +205,15 @@ def facts(hardware: Hardware) -> list[tuple[str, str]]:
         rows.append(("corrected by an engine's own log", calibration.words(hardware.calibration)))
     rows += [("validated", str(note)) for note in hardware.validations or ()] or [("validated", "never")]
     return rows
+
+
+def _kernels(hardware: Hardware) -> str:
+    """The engine of the profile, and how many operators are another's."""
+    others = [operator.other_engine for operator in hardware.operators.values() if operator.other_engine is not None]
+    if not others:
+        return hardware.engine
+    counted = ", ".join(f"{others.count(name)} operators of {name}" for name in sorted(set(others)))
+    return f"{hardware.engine}; kernels of another engine, in wider intervals: {counted}"
 
 
 def _link(link: Link) -> str:
@@ -337,7 +347,7 @@ def render(hardware: Hardware, sections: Sequence[Section] = ()) -> str:
         facts=facts(hardware),
         fits=shown,
         sections=sections,
-        kinds=sorted({o.provenance.kind for o in hardware.operators.values()}),
+        kinds=sorted({o.origin for o in hardware.operators.values()}),
         outside=OUTSIDE,
         version=__version__,
         figures={name: Markup(html) for name, html in drawn.items()},

@@ -241,7 +241,15 @@ class Operator(Part):
         None,
         description="of products timed with the quantising of their inputs: by scales known before; found unless said",
     )
+    other_engine: str | None = Field(
+        None, description="software whose kernels were timed, if they are not those of the engine that runs them here"
+    )
     provenance: Provenance
+
+    @property
+    def origin(self) -> str:
+        """The kind of its provenance, or other-engine if its times are of another engine's kernels."""
+        return self.provenance.kind if self.other_engine is None else "other-engine"
 
 
 class Host(Part):
