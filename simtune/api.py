@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from simtune.costs.other_engines import for_engine, load_kernels
 from simtune.costs.step_files import read_costs
 from simtune.errors import Infeasible, UsageError
 from simtune.parallel import Jobs
@@ -24,11 +25,9 @@ from simtune.sim.watch import Watch
 from simtune.specs.base import override
 from simtune.specs.catalog import (
     beside,
-    kernels_of,
     load,
     load_acceptance,
     load_engine,
-    load_hardware,
     load_model,
     load_plan,
     load_study,
@@ -131,8 +130,6 @@ def load_specs(
     given = settings or {}
     if engine is not None and plan is not None:
         raise UsageError("an engine is named beside a plan: name it in the plan's pools, or leave one of the two out")
-    if engine is not None and isinstance(hardware, str):
-        hardware = kernels_of(hardware, engine)
     if isinstance(plan, str):
         plan = _tables_beside(load_plan(plan, given.get("plan", ()), parts.problems), Path(plan).parent)
     if model is None and plan is not None:
@@ -142,7 +139,7 @@ def load_specs(
     requests, trace = _load_requests(workload, given.get("workload", ()))
     return Specs(
         model if isinstance(model, Model) else load_model(model, given.get("model", ())),
-        _load_profiles(hardware, plan, given.get("hardware", ())),
+        _load_profiles(hardware, plan, engine, given.get("hardware", ())),
         requests,
         trace,
         plan,
@@ -162,16 +159,25 @@ def _tables_beside(plan: Plan, folder: Path) -> Plan:
     return plan.model_copy(update={"pools": tuple(pools), "link": link, "links": links})
 
 
-def _load_profiles(hardware: str | Hardware | None, plan: Plan | None, settings: Sequence[str]) -> list[Hardware]:
-    """The hardware of every pool of a plan, of the one pool that there will be, or none."""
-    pools = 1 if plan is None else len(plan.pools)
-    if isinstance(hardware, Hardware):
-        return [hardware] * pools
-    if hardware is not None:
-        return [load_hardware(hardware, settings)] * pools
-    names = [] if plan is None else [kernels_of(pool.hardware, pool.engine) for pool in plan.pools]
-    profiles = {name: load_hardware(name, settings) for name in dict.fromkeys(names)}
-    return [profiles[name] for name in names]
+def _load_profiles(
+    hardware: str | Hardware | None, plan: Plan | None, engine: str | None, settings: Sequence[str]
+) -> list[Hardware]:
+    """The hardware of every pool of a plan, of the one pool that there will be, or none, with the kernels of its
+    engine."""
+    named = [(hardware, engine)] if plan is None else [(hardware or pool.hardware, pool.engine) for pool in plan.pools]
+    profiles: dict[tuple[str, str | None], Hardware] = {}
+    found = []
+    for profile, of_engine in named:
+        if profile is None:
+            continue
+        if isinstance(profile, Hardware):
+            found.append(for_engine(profile, None if of_engine is None else load_engine(of_engine).family))
+            continue
+        key = (profile, of_engine)
+        if key not in profiles:
+            profiles[key] = load_kernels(profile, of_engine, settings)
+        found.append(profiles[key])
+    return found
 
 
 def _load_requests(load: Load, settings: Sequence[str] = ()) -> tuple[Workload, Trace | None]:
@@ -239,7 +245,7 @@ def deploy_plan(plan: str | Plan) -> Deployment:
     """A plan on what it names, ready to run, without a load. Raises SpecError or UsageError where it cannot be."""
     if isinstance(plan, str):
         plan = _tables_beside(load_plan(plan, (), parts.problems), Path(plan).parent)
-    hardware = _load_profiles(None, plan, ())
+    hardware = _load_profiles(None, plan, None, ())
     pools = [pool.model_copy(update={"hardware": its.name}) for pool, its in zip(plan.pools, hardware, strict=True)]
     plan = plan.model_copy(update={"pools": tuple(pools)})
     try:
@@ -349,10 +355,10 @@ def _hardware_of(
     only one. Raises UsageError where it has several."""
     if hardware is None:
         names = [beside(folder, entry.profile) for entry in study.hardware]
-        return study, tuple(load_hardware(kernels_of(name, engine)) for name in names)
+        return study, tuple(load_kernels(name, engine) for name in names)
     if len(study.hardware) > 1:
         raise UsageError(f"{study.name} names several hardware profiles; change them in the study")
-    profile = load_hardware(kernels_of(hardware, engine)) if isinstance(hardware, str) else hardware
+    profile = load_kernels(hardware, engine) if isinstance(hardware, str) else hardware
     entry = study.hardware[0].model_copy(update={"profile": profile.name})
     return study.model_copy(update={"hardware": (entry,)}), (profile,)
 

@@ -38,13 +38,14 @@ def show(reference: str, settings: tuple[str, ...], as_json: bool, html: Path | 
 
     spec = catalog.load(reference, settings=settings_of(settings, [reference])[reference])
     if html is not None:
+        from simtune.costs.other_engines import for_engine
         from simtune.report.hardware import render
 
         if not isinstance(spec, Hardware):
             raise UsageError(f"--html: {reference} is no hardware profile")
         if html.exists() and not force:
             raise UsageError(f"{html}: is there already; give --force to replace it")
-        write_file(html, render(spec))
+        write_file(html, render(for_engine(spec)))
         click.echo(f"wrote {html}", err=True)
     if as_json:
         print_json(spec.to_data())
@@ -66,10 +67,12 @@ def _of_model(model: Model) -> list[tuple[str, str]]:
 
 def _show_hardware(hardware: Hardware) -> None:
     from simtune.costs.operators import OPERATORS
+    from simtune.costs.other_engines import for_engine
     from simtune.costs.predict import Z90, typical_log_sd
     from simtune.report.hardware import facts
 
     click.echo(f"{hardware.name}: {hardware.device.name}")
+    hardware = for_engine(hardware)
     for key, value in facts(hardware):
         click.echo(f"  {key}: {value}")
     rows = []
@@ -87,7 +90,7 @@ def _show_hardware(hardware: Hardware) -> None:
                 f"× or ÷ {math.exp(Z90 * typical_log_sd(operator)):.2f}",
                 "-" if coverage is None else f"{coverage:.0%}",
                 _errors(operator),
-                operator.provenance.kind,
+                operator.origin,
             )
         )
     columns = (

@@ -247,7 +247,7 @@ def validate(  # noqa: PLR0913 - one for each option
     choice = EngineChoice(engine or "", api_key, timeout, weights, vllm_python, engine_arg, device, clock)
     asked = _Asked(repeat, _rates(rates), tolerance, max_lateness, worlds, seed or 0, export, force, quiet)
     by_spec = split_settings(settings, ("model", "hardware", "workload", "plan"))
-    specs = _Given(plan_file, model, hardware, workload, requests, by_spec)
+    specs = _Given(plan_file, model, hardware, workload, requests, by_spec, relayed=engine in ENGINES)
     if plans is not None:
         return _decide(specs, plans, choice, asked, out, as_json)
     experiment = specs.experiment(asked.seed)
@@ -274,6 +274,8 @@ class _Given:
     workload: str | None
     requests: int | None
     settings: dict[str, list[str]]
+    relayed: bool
+    """Whether simtune's own client stands before prefill and decode servers; it takes the prefill server's token."""
 
     def in_run_directory(self) -> _Given:
         """A run directory stands for its chosen plan."""
@@ -286,7 +288,20 @@ class _Given:
 
         # Without a load of its own a measured run brings one; until then any will do.
         specs = load_specs(self.model, self.hardware, self.workload or "chat", self.plan, self.settings)
-        return set_up(specs if plan is None else replace(specs, plan=plan), requests=self.requests, seed=seed)
+        chosen = specs.plan if plan is None else plan
+        if self.relayed and chosen is not None:
+            chosen = _with_prefill_token(chosen)
+        return set_up(replace(specs, plan=chosen), requests=self.requests, seed=seed)
+
+
+def _with_prefill_token(plan: Plan) -> Plan:
+    """The plan with the first token from the prefill instance, unless its links say where it comes from."""
+    first = {"first_token": "prefill"}
+    link = plan.link
+    if link is not None and link.first_token is None:
+        link = link.model_copy(update=first)
+    links = plan.links and tuple(one if one.first_token else one.model_copy(update=first) for one in plan.links)
+    return plan.model_copy(update={"link": link, "links": links})
 
 
 @dataclass(frozen=True)

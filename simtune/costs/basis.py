@@ -100,8 +100,9 @@ class _Noting(Predictor):
 
     @property
     def estimates(self) -> bool:
-        """Whether nobody measured the operator on this device."""
-        return self.operator.provenance.kind not in ("measured", "published-tables")
+        """Whether nobody measured the operator of this engine on this device."""
+        operator = self.operator
+        return operator.other_engine is not None or operator.provenance.kind not in ("measured", "published-tables")
 
     def seconds(self, **shape: ArrayLike) -> Array:
         """See `Predictor.seconds`."""

@@ -64,6 +64,11 @@ def fit_curve(at: Mapping[str, float], x: Array, measured: Array, resolution_s: 
     return Curve(at=dict(at), x=tuple(x for x, _ in digits), seconds=tuple(t for _, t in digits))
 
 
+def stretched(curve: Curve, bytes_ratio: float) -> Curve:
+    """Return the curve with the same times for `bytes_ratio` times the bytes: its rate is scaled, its floor stays."""
+    return curve.model_copy(update={"x": tuple(float(f"{x * bytes_ratio:.6g}") for x in curve.x)})
+
+
 def per_rank_s(curves: Mapping[int, Curve]) -> float:
     """Latency that each further device adds: the difference of the floors of the smallest and the largest
     group, per device between them.

@@ -22,6 +22,7 @@ from simtune.costs import curve
 from simtune.costs.estimate import estimate
 from simtune.costs.operators import OPERATORS, UNKNOWN, Chip, CurveForm, OperatorForm, Setting, Terms, operator_key
 from simtune.costs.residual import Process
+from simtune.costs.stated_links import under_stated_link
 from simtune.errors import Infeasible, Problem, SpecError
 from simtune.specs.hardware import ARRAYS, Arrays, Hardware, Operator, OperatorKind, Residual
 
@@ -52,13 +53,15 @@ class Basis(IntEnum):
     """It lies outside them."""
     CARRIED_OVER = 3
     """Measured on another device, and moved to this one by the data sheets."""
-    DATA_SHEET = 4
+    OTHER_ENGINE = 4
+    """Kernels of another engine than the one that runs, on this device or carried over to it."""
+    DATA_SHEET = 5
     """Nobody measured it, or it was assumed."""
 
     @property
     def words(self) -> str:
         """As reports name it."""
-        return self.name.lower().replace("_", " ")
+        return "kernels of another engine" if self is Basis.OTHER_ENGINE else self.name.lower().replace("_", " ")
 
 
 _NOT_MEASURED_HERE = {
@@ -152,6 +155,8 @@ class Predictor:
         """A `Basis` for each call."""
         x = self._columns(shape)
         of_all = _NOT_MEASURED_HERE.get(self.operator.provenance.kind)
+        if self.operator.other_engine is not None and of_all != Basis.DATA_SHEET:
+            of_all = Basis.OTHER_ENGINE
         if of_all is not None:
             return np.full(_size(x), of_all, dtype=np.intp)
         basis = np.where(self._inside(x), Basis.INTERPOLATED, Basis.EXTRAPOLATED).astype(np.intp)
@@ -318,6 +323,8 @@ class Profile:
         if operator is None:
             operator = estimate(kind, dtype, self.hardware, kv_dtype=kv_dtype, variant=variant)
             self.estimated.add(key)
+        else:
+            operator = under_stated_link(operator, self.hardware)
         if operator is None:
             has = ", ".join(sorted(k for k in self.hardware.operators if k.startswith(kind)))
             raise Infeasible(

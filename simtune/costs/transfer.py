@@ -19,11 +19,12 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 from pydantic import Field
 
+from simtune.costs import curve
 from simtune.costs.operators import OPERATORS
 from simtune.costs.predict import Z90, typical_log_sd
 from simtune.errors import UsageError
 from simtune.specs.base import COMPUTES_IN, Count, NonNegative, Part, Positive, Seq, Spec
-from simtune.specs.hardware import Arrays, Curve, Facts, Hardware, HoldOut, Host, Interval, Operator, Provenance
+from simtune.specs.hardware import Arrays, Facts, Hardware, HoldOut, Host, Interval, Operator, Provenance
 
 
 class TransferError(Part):
@@ -147,8 +148,8 @@ def _moved(
     return operator.model_copy(
         update={
             "base": base,
-            "curves": tuple(_stretched(c, bytes_ratio) for c in operator.curves) if _along_bytes(operator) else (),
-            "interval": _wider(operator, expected.log_sd),
+            "curves": tuple(curve.stretched(c, bytes_ratio) for c in operator.curves) if _along_bytes(operator) else (),
+            "interval": wider(operator, expected.log_sd),
             "hold_out": hold_out,
             "provenance": Provenance(
                 kind="transferred",
@@ -165,16 +166,11 @@ def _moved(
 
 def _along_bytes(operator: Operator) -> bool:
     """Whether its curves run over bytes moved, so that a rate scales them."""
-    curve = OPERATORS[operator.kind].curve
-    return curve is not None and curve.along is None
+    form = OPERATORS[operator.kind].curve
+    return form is not None and form.along is None
 
 
-def _stretched(curve: Curve, bytes_ratio: float) -> Curve:
-    """The same times for bytes_ratio times the bytes: the rate is scaled and the floor stays."""
-    return curve.model_copy(update={"x": tuple(_short(x * bytes_ratio) for x in curve.x)})
-
-
-def _wider(operator: Operator, log_sd: float) -> Interval:
+def wider(operator: Operator, log_sd: float) -> Interval:
     """The interval of the source, and the error of moving it on top, as if both were independent."""
     before = operator.interval or Interval(method="split", quantile=Z90, log_sd=typical_log_sd(operator))
     carried = _short(float(np.hypot(before.carried_log_sd, log_sd)))

@@ -72,6 +72,8 @@ def _unsaid(plan: Plan, model: Model) -> Iterator[str]:
         yield f"router: Dynamo has no {plan.router.kind}; requests are dealt out {_DEFAULT_MODE}"
     elif plan.router.model_fields_set - {"kind"}:
         yield "router: its options are Dynamo's own"
+    if plan.link is not None and plan.link.first_token == "prefill":
+        yield "link.first_token: Dynamo's front end answers from the decode instance"
     if plan.decode_router is not None:
         yield "decode_router: Dynamo chooses the decode instance by its own rule"
     if plan.links or (plan.link is not None and plan.link.model_fields_set):

@@ -71,6 +71,12 @@ def _nodes(plan: Plan, devices_per_node: int, server: Server) -> list[list[str]]
     return nodes
 
 
+def _first_token(plan: Plan) -> list[str]:
+    if plan.link is None or plan.link.first_token != "prefill":
+        return []
+    return ["# Not said here: link.first_token: this router answers from the decode instance."]
+
+
 def router_script(plan: Plan, devices_per_node: int, written: str, command: Callable[[list[Endpoint]], str]) -> str:
     """The script that starts the router before prefill and decode instances.
 
@@ -85,6 +91,7 @@ def router_script(plan: Plan, devices_per_node: int, written: str, command: Call
         "# PORT         as for launch.sh: port of the first instance on each node, 8000 unless given",
         "# ROUTER_PORT  where it listens, 9000 unless given",
         *(f"# HOST{node}        the host of node {node}" for node in hosts),
+        *_first_token(plan),
         "set -eu",
         'PORT="${PORT:-8000}"',
         'ROUTER_PORT="${ROUTER_PORT:-9000}"',

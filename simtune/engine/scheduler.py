@@ -204,10 +204,12 @@ class Scheduler(ABC):
         return True
 
     def receive(self, request: Request) -> None:
-        """The KV cache of an expected request has come, its first token was delivered: it decodes from the next step
-        on."""
+        """Let an expected request, whose KV cache has come, decode from the next step on.
+
+        The step computes its newest known token: of one that has emitted nothing the last of its prompt, which samples
+        the first token again.
+        """
         assert request in self._reserved, "it was not expected"
-        assert request.emitted > 0, "its first token comes with its KV cache"
         self._received.append(request)
 
     def release(self, request: Request) -> None:

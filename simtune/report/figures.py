@@ -41,7 +41,7 @@ RED = "#d64545"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
 LOG_TICKS = [digit * 10**power for power in range(7) for digit in (1, 3)]
 FEW_TICKS = 3
-HATCHED = ("transferred", "data-sheet", "assumed")  # provenances that nobody measured on this device
+HATCHED = ("transferred", "other-engine", "data-sheet", "assumed")  # provenances that nobody measured on this device
 
 
 def fragment(figure: Figure, name: str, height_px: int) -> str:

@@ -18,7 +18,7 @@ from simtune.report import figures, info
 from simtune.report.figures import Figure
 from simtune.report.labels import brief, escape
 from simtune.report.templates import fill, template
-from simtune.specs.hardware import Hardware, Operator, OperatorKind
+from simtune.specs.hardware import Hardware, Link, Operator, OperatorKind
 
 POINTS = 49
 
@@ -90,11 +90,12 @@ def headline(hardware: Hardware) -> str:
     """What the page is about, in a sentence."""
     counts: dict[str, int] = {}
     for operator in hardware.operators.values():
-        counts[operator.provenance.kind] = counts.get(operator.provenance.kind, 0) + 1
+        counts[operator.origin] = counts.get(operator.origin, 0) + 1
     words = {
         "measured": "measured by simtune",
         "published-tables": "fitted to published tables",
         "transferred": "scaled by its data sheet from those of another device",
+        "other-engine": "of another engine's kernels",
         "data-sheet": "taken from its data sheet",
         "assumed": "assumed",
     }
@@ -128,7 +129,7 @@ def _fit(hardware: Hardware, key: str, operator: Operator) -> Fit:
         f"× or ÷ {np.exp(Z90 * typical_log_sd(operator)):.2f}",
         "-" if operator.interval is None or operator.interval.coverage is None else f"{operator.interval.coverage:.0%}",
         f"{p.points or 0:,}",
-        p.kind,
+        operator.origin,
     )
     return Fit(key, along, lines, row, f"{p.source} ({p.licence or 'own'}). {p.note or ''}")
 
@@ -187,14 +188,14 @@ def facts(hardware: Hardware) -> list[tuple[str, str]]:
     """The device's data sheet in words."""
     d = hardware.device
     rows = [
-        ("kernels of", hardware.engine),
+        ("kernels of", _kernels(hardware)),
         ("architecture", d.architecture or "-"),
         ("memory an engine sees", f"{info.gib(d.memory_bytes)}, {d.memory_bytes_per_s / 1e12:.3g} TB/s"),
         ("processors", f"{d.processors:,}"),
         ("dense peak, TFLOP/s", ", ".join(f"{dtype} {_tera(rate)}" for dtype, rate in d.flops_per_s.items())),
         ("source", d.source),
     ]
-    rows += [(f"link {n}", f"{x.bytes_per_s / 1e9:,.0f} GB/s ({x.source})") for n, x in hardware.links.items()]
+    rows += [(f"link {name}", _link(link)) for name, link in hardware.links.items()]
     if d.price_per_hour_usd is not None:
         rows.append(("price per hour", f"{d.price_per_hour_usd:.2f} USD ({d.price_source})"))
     host = hardware.host
@@ -204,6 +205,20 @@ def facts(hardware: Hardware) -> list[tuple[str, str]]:
         rows.append(("corrected by an engine's own log", calibration.words(hardware.calibration)))
     rows += [("validated", str(note)) for note in hardware.validations or ()] or [("validated", "never")]
     return rows
+
+
+def _kernels(hardware: Hardware) -> str:
+    """The engine of the profile, and how many operators are another's."""
+    others = [operator.other_engine for operator in hardware.operators.values() if operator.other_engine is not None]
+    if not others:
+        return hardware.engine
+    counted = ", ".join(f"{others.count(name)} operators of {name}" for name in sorted(set(others)))
+    return f"{hardware.engine}; kernels of another engine, in wider intervals: {counted}"
+
+
+def _link(link: Link) -> str:
+    stated = ", stated: outranks measured collectives" if "bytes_per_s" in (link.stated or ()) else ""
+    return f"{link.bytes_per_s / 1e9:,.0f} GB/s{stated} ({link.source})"
 
 
 def _tera(rate: float) -> str:
@@ -332,7 +347,7 @@ def render(hardware: Hardware, sections: Sequence[Section] = ()) -> str:
         facts=facts(hardware),
         fits=shown,
         sections=sections,
-        kinds=sorted({o.provenance.kind for o in hardware.operators.values()}),
+        kinds=sorted({o.origin for o in hardware.operators.values()}),
         outside=OUTSIDE,
         version=__version__,
         figures={name: Markup(html) for name, html in drawn.items()},

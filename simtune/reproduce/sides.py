@@ -13,13 +13,14 @@ import numpy as np
 from simtune.arrays import Array, Ints
 from simtune.costs.iteration import StepModel, StepWork
 from simtune.costs.memory import GIB, Memory, kv_capacity
+from simtune.costs.other_engines import load_kernels
 from simtune.errors import Infeasible, UsageError
 from simtune.sim.deployment import Deployment, deploy
 from simtune.sim.drafting import Drafting
 from simtune.sim.pools import DeployedPool
 from simtune.sim.requests import RequestStream, build_stream
 from simtune.sim.result import Result, statistic_of
-from simtune.specs.catalog import kernels_of, load_acceptance, load_hardware, load_model
+from simtune.specs.catalog import load_acceptance, load_model
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan, Pool
@@ -168,7 +169,7 @@ class Side:
     @cached_property
     def hardware(self) -> dict[str, Hardware]:
         """Of every pool, by the name that the plan has for it."""
-        return {pool.hardware: load_hardware(kernels_of(pool.hardware, pool.engine)) for pool in self.plan.pools}
+        return {pool.hardware: load_kernels(pool.hardware, pool.engine) for pool in self.plan.pools}
 
     @property
     def pool(self) -> Pool:

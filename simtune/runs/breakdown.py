@@ -65,6 +65,6 @@ def _decode_batch(result: Result, pool: str) -> int:
 
 def _provenance(pool: DeployedPool, model: StepModel) -> dict[str, str]:
     """Where the numbers of each operator kind come from; the output head is a matrix product like others."""
-    kinds: dict[str, str] = {o.kind: o.provenance.kind for o in pool.hardware.operators.values()}
+    kinds: dict[str, str] = {o.kind: o.origin for o in pool.hardware.operators.values()}
     kinds["head"] = kinds.get("gemm", "assumed")
     return kinds | {key.split(".")[0]: "data-sheet" for key in model.estimated}

@@ -266,7 +266,7 @@ def _hardware(hardware: Hardware, estimated: Sequence[str]) -> HardwareFacts:
                 median=errors.median if errors else None,
                 p90=errors.p90 if errors else None,
                 max=errors.max if errors else None,
-                provenance=operator.provenance.kind,
+                provenance=operator.origin,
                 source=operator.provenance.source,
             )
             for key, operator, errors in held_out

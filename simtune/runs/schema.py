@@ -379,7 +379,10 @@ class RequestRow(Record):
     tpot_s: Annotated[float | None, _column("mean time per token after the first; empty for one-token answers", "s")]
     e2el_s: Annotated[float | None, _column("finish_s - arrival_s", "s")]
     queue_s: Annotated[float | None, _column("scheduled_s - arrival_s", "s")]
-    prefill_s: Annotated[float | None, _column("first_token_s - scheduled_s", "s")]
+    prefill_s: Annotated[
+        float | None,
+        _column("until its prompt was done, first_token_s - scheduled_s unless a decode instance delivers that", "s"),
+    ]
     transfer_s: Annotated[float | None, _column("until its KV cache had come to a decode instance", "s")]
     decode_s: Annotated[float | None, _column("from there, or from the first token, to the last", "s")]
     preemptions: Annotated[Whole, _column("times it was put back to waiting")]

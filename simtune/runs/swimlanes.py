@@ -175,7 +175,7 @@ def _column(records: Sequence[StepRecord], name: str) -> Ints:
 def _transfers(outcome: Outcome, core: int, duration_us: int) -> tuple[tuple[int, int], ...]:
     """Where KV caches come to a core; those that overlap, or are apart by less than a page can show, are one."""
     sent = (outcome.transferred >= 0) & (outcome.core == core)
-    begins, ends = _us(outcome.first_token[sent]), _us(outcome.transferred[sent])
+    begins, ends = _us(outcome.prompt_done[sent]), _us(outcome.transferred[sent])
     apart, joined = duration_us // 20_000, list[list[int]]()
     for at in np.argsort(begins, kind="stable"):
         begin, end = int(begins[at]), int(ends[at])

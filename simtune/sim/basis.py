@@ -154,7 +154,8 @@ def summed(pools: Iterable[Mapping[str, KindBasis]]) -> CostBasis | None:
 
 def _shares(shares: np.ndarray[tuple[int], np.dtype[np.float64]]) -> dict[str, float]:
     """By the field names of `BasisShares`."""
-    return {basis.name.lower(): _short(shares[basis]) for basis in Basis}
+    found = {basis.name.lower(): _short(shares[basis]) for basis in Basis}
+    return {name: share for name, share in found.items() if share or name != Basis.OTHER_ENGINE.name.lower()}
 
 
 def _short(value: float) -> float:
@@ -164,7 +165,7 @@ def _short(value: float) -> float:
 
 def note(basis: CostBasis) -> str | None:
     """What to say where much of the step time was not measured; None where little of it."""
-    unmeasured = (Basis.EXTRAPOLATED, Basis.CARRIED_OVER, Basis.DATA_SHEET)
+    unmeasured = (Basis.EXTRAPOLATED, Basis.CARRIED_OVER, Basis.OTHER_ENGINE, Basis.DATA_SHEET)
     if sum(getattr(basis, b.name.lower()) for b in unmeasured) <= WORTH_A_NOTE:
         return None
     parts = []

@@ -111,9 +111,13 @@ class Inbox:
     def __bool__(self) -> bool:
         return bool(self.waiting or self.arrived or self.dropped or self.aborted)
 
+    unheard: list[Request] = field(default_factory=list)
+    """Those that have joined, and whose first token the core's next step is to deliver."""
+
     def settle(self, scheduler: Scheduler) -> bool:
         """Between two steps: let requests join whose KV cache has come, and give up the reservations of others. Whether
         any were aborted, who may have waited."""
+        self.unheard += [request for request in self.arrived if not request.emitted]
         self.release_dropped(scheduler)
         for request in self.arrived:
             scheduler.receive(request)
@@ -122,6 +126,12 @@ class Inbox:
         for request in aborted:
             scheduler.abort(request)
         return bool(aborted)
+
+    def heard(self, progress: Progress, scheduler: Scheduler) -> Progress:
+        """What came out of a step, with the first tokens of requests whose prompt was computed elsewhere."""
+        first = [request for request in self.unheard if scheduler.emitted(request)]
+        self.unheard = [request for request in self.unheard if not scheduler.emitted(request)]
+        return Progress([*progress.first_token, *first], progress.finished)
 
     def make_room(self, now: int, scheduler: Scheduler, agenda: Agenda, recorder: Recorder) -> None:
         """Reserve seats and blocks for requests handed over, oldest first, and let their KV caches come."""
@@ -352,6 +362,8 @@ class EngineCore:
         self._account(now)
         progress = self.scheduler.complete(self.time.repetitions)
         self.step, self._ended = None, now
+        if self.inbox.unheard:
+            progress = self.inbox.heard(progress, self.scheduler)
         if progress.first_token or progress.finished:
             deliver(now, self, progress)
 
@@ -407,6 +419,7 @@ class EngineCore:
 
     def fail(self, now: int) -> None:
         """End a step that fails: repetitions that are over have delivered their tokens, the one under way is lost."""
+        self.inbox.unheard.clear()
         if self.step is None:
             return
         time = self.time
@@ -450,6 +463,8 @@ class EngineCore:
         else:
             most = step.repeat
             self._timer.decode(step, most if most == 1 or self._may_jump(step) else 1, time)
+        if self.inbox.unheard:
+            time.repetitions = 1  # its end is that of the first tokens
         if step.part != (0, 1):
             time.first = self._timer.of_part(step, time.first)
         if self.swap and (moved := step.swapped_out_blocks + step.swapped_in_blocks):
@@ -471,7 +486,7 @@ class EngineCore:
         self.busy += end - self.started
         if self.busy >= self.sampler.due:
             self.sampler.take(self.busy, step, time, end - self.started)
-        decodes = step.num_decodes - step.discarded
+        decodes = max(0, step.num_decodes - step.discarded - len(self.inbox.unheard))  # a first token follows none
         if time.ends is not None:
             recorder.note_listed(time.ends[: time.repetitions], decodes)
         elif decodes:

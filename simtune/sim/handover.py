@@ -2,7 +2,8 @@
 
 A prompt that is done on a prefill core is handed to a decode core at once, but its KV cache stays where it is until the
 decode core has reserved a seat and blocks for it, first come first served; then it is sent, and freed when the last
-byte has gone. So a full decode pool fills the prefill pool. The first token is delivered when the prompt is done.
+byte has gone. So a full decode pool fills the prefill pool. The first token is delivered when the prompt is done, or by
+the decode core: as the KV cache has come, or with its first step, which then samples that token again.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from simtune.sim.link import TransferLink
 from simtune.sim.recorder import Recorder
 from simtune.sim.router import Router
 from simtune.sim.source import RequestSource
+from simtune.specs.plan import FirstToken
 
 
 class Routers(NamedTuple):
@@ -42,9 +44,16 @@ class Handover:
     """All requests on their way from prefill to decode cores."""
 
     def __init__(
-        self, agenda: Agenda, recorder: Recorder, source: RequestSource, routers: Routers, cores: Iterable[EngineCore]
+        self,
+        agenda: Agenda,
+        recorder: Recorder,
+        source: RequestSource,
+        routers: Routers,
+        cores: Iterable[EngineCore],
+        first_token: FirstToken = "prefill",
     ) -> None:
-        """`cores` are all of the deployment."""
+        """`cores` are all of the deployment; `first_token` is where the client's first token comes from."""
+        self.first_token = first_token
         self._agenda, self._recorder, self._source = agenda, recorder, source
         self._routers, self._router = routers, routers.back
         self._transfers: dict[int, KvTransfer] = {}  # by request
@@ -60,8 +69,11 @@ class Handover:
 
     def take(self, now: int, core: EngineCore, held: Request) -> bool:
         """Hand a request whose prompt is done on to a decode core; False when it is complete as it is."""
-        request = self._source.rest_of(held)
+        request = self._source.rest_of(held, sampled_again=self.first_token == "decode")
+        if self.first_token != "prefill":
+            self._recorder.prefilled[held.id] = now
         if request is None:
+            self._delivered(now, held.id)
             core.scheduler.release(held)
             return False
         transfer = KvTransfer(request, core, held, now, self._next_serial())
@@ -109,12 +121,19 @@ class Handover:
             assert target is not None
             self._recorder.transferred_bytes += transfer.blocks * transfer.connector.block_bytes
             self._recorder.transferred[request] = now
+            if transfer.request.emitted:
+                self._delivered(now, request)
             source.scheduler.release(transfer.held)
             source.holding -= 1
             source.notify(now)
             target.inbox.arrived.append(transfer.request)
             target.notify(now)
         self._announce(link)
+
+    def _delivered(self, now: int, number: int) -> None:
+        """The client has the first token of a request, unless it had it before."""
+        if self._recorder.first_token[number] < 0:
+            self._recorder.first_token[number] = now
 
     def _announce(self, link: TransferLink) -> None:
         end = link.next_end()

@@ -89,6 +89,8 @@ class Outcome:
     """Requests waiting in the whole deployment when this one arrived, itself not counted."""
     transferred: Ticks
     """When its KV cache had come to the decode instance; -1 where nothing was sent."""
+    prefilled: Ticks
+    """When its prompt was done at the prefill instance, if a decode instance delivers the first token; otherwise -1."""
     resent: Ticks
     """How often it was sent again because an instance failed; those that waited at one that left are not counted."""
     refused: int
@@ -106,6 +108,11 @@ class Outcome:
     records: list[StepRecord] = field(default_factory=list)
     role_switches: int | None = None
     """Instances that took the other role, where a controller lets them."""
+
+    @property
+    def prompt_done(self) -> Ticks:
+        """When the prompt of each request was done: with the first token, unless a decode instance delivers that."""
+        return np.where(self.prefilled >= 0, self.prefilled, self.first_token)
 
     @property
     def controlled(self) -> dict[str, int]:

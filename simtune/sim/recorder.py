@@ -20,7 +20,7 @@ class Recorder:
     def __init__(self, requests: int, record: bool = False) -> None:
         """`record` keeps every jump, for timelines."""
         self.scheduled, self.first_token, self.finish = (_column(requests, -1) for _ in range(3))
-        self.core, self.transferred = _column(requests, -1), _column(requests, -1)
+        self.core, self.transferred, self.prefilled = (_column(requests, -1) for _ in range(3))
         self.preemptions, self.waiting_at_arrival, self.resent = (_column(requests, 0) for _ in range(3))
         self.waiting = 0
         """Requests waiting in the whole deployment now."""
@@ -68,6 +68,7 @@ class Recorder:
             preemptions=_array(self.preemptions),
             waiting_at_arrival=_array(self.waiting_at_arrival),
             transferred=_array(self.transferred),
+            prefilled=_array(self.prefilled),
             resent=_array(self.resent),
             refused=self.refused,
             stopped=dict(stopped or {}),

@@ -88,8 +88,8 @@ class Result:
 
     @cached_property
     def prefill_s(self) -> Array:
-        """From the first step to the first token."""
-        return self.first_token_s - self.scheduled_s
+        """From the first step until the prompt was done."""
+        return _seconds(self.outcome.prompt_done) - self.scheduled_s
 
     @cached_property
     def transferred_s(self) -> Array:
@@ -98,8 +98,8 @@ class Result:
 
     @cached_property
     def transfer_s(self) -> Array:
-        """From the first token until the KV cache had come to the decode instance; NaN where none was sent."""
-        return self.transferred_s - self.first_token_s
+        """From the end of the prompt until the KV cache had come to the decode instance; NaN where none was sent."""
+        return self.transferred_s - _seconds(self.outcome.prompt_done)
 
     @cached_property
     def decode_s(self) -> Array:

@@ -240,9 +240,9 @@ class StreamRecorder(Recorder):
 
     def __init__(self, load: StreamedLoad, slo: Slo, cores: int) -> None:
         super().__init__(0)
-        self.live = _Live(-1), _Live(-1), _Live(-1), _Finish(self), _Live(-1), _Live(0), _Live(0)
-        self.scheduled, self.first_token, self.transferred, self.finish = self.live[:4]  # type: ignore[assignment]
-        self.core, self.preemptions, self.resent = self.live[4:]  # type: ignore[assignment]
+        self.live = _Live(-1), _Live(-1), _Live(-1), _Live(-1), _Finish(self), _Live(-1), _Live(0), _Live(0)
+        self.scheduled, self.first_token, self.prefilled = self.live[:3]  # type: ignore[assignment]
+        self.transferred, self.finish, self.core, self.preemptions, self.resent = self.live[3:]  # type: ignore[assignment]
         self.queue = _Waiting(len(load))
         self.waiting_at_arrival = self.queue  # type: ignore[assignment]
         self.totals = Totals(answered=np.zeros(cores, dtype=np.int64))
@@ -267,7 +267,10 @@ class StreamRecorder(Recorder):
         if not numbers:
             return
         rows = np.array([self._forget(number) for number in numbers], dtype=np.int64).T
-        arrival, prompt, output, kind, scheduled, first, transferred, finish, core, preemptions, resent = rows
+        arrival, prompt, output, kind, scheduled, first, prefilled, transferred, finish, core, preemptions, resent = (
+            rows
+        )
+        done_at = np.where(prefilled >= 0, prefilled, first)
         t, done = self.totals, finish >= 0
         t.completed += int(done.sum())
         t.prompt_tokens += int(prompt[done].sum())
@@ -276,7 +279,7 @@ class StreamRecorder(Recorder):
         t.resent += int(resent.sum())
         t.last_finish = max(t.last_finish, int(finish.max()))
         t.answered += np.bincount(core[done], minlength=len(t.answered))
-        latencies = _latencies(arrival, scheduled, first, transferred, finish, output)
+        latencies = _latencies(arrival, scheduled, first, done_at, transferred, finish, output)
         for metric, values in latencies.items():
             t.latencies[metric].add(values[np.isfinite(values)])
         good = done
@@ -313,6 +316,7 @@ class StreamRecorder(Recorder):
             preemptions=none,
             waiting_at_arrival=none,
             transferred=none,
+            prefilled=none,
             resent=none,
             refused=self.refused,
             stopped={},
@@ -348,18 +352,18 @@ class StreamRecorder(Recorder):
 
 
 def _latencies(
-    arrival: Ints, scheduled: Ints, first: Ints, transferred: Ints, finish: Ints, output: Ints
+    arrival: Ints, scheduled: Ints, first: Ints, prompt_done: Ints, transferred: Ints, finish: Ints, output: Ints
 ) -> dict[str, Array]:
     """Of every request in ticks, NaN where something never came."""
 
     def known(ticks: Ints) -> Array:
         return np.where(ticks < 0, np.nan, ticks.astype(np.float64))
 
-    a, s, f, t, e = (known(ticks) for ticks in (arrival, scheduled, first, transferred, finish))
+    a, s, f, p, t, e = (known(ticks) for ticks in (arrival, scheduled, first, prompt_done, transferred, finish))
     gaps = np.where(output > 1, output - 1.0, np.nan)
     received = np.where(np.isfinite(t), t, f)
     return {
-        "ttft": f - a, "tpot": (e - f) / gaps, "e2el": e - a, "queue": s - a, "prefill": f - s, "transfer": t - f,
+        "ttft": f - a, "tpot": (e - f) / gaps, "e2el": e - a, "queue": s - a, "prefill": p - s, "transfer": t - p,
         "decode": e - received,
     }  # fmt: skip
 
@@ -509,6 +513,7 @@ def simulate_streamed(
         world = StreamedWorld(
             load, slo, cores=wiring.cores, router=wiring.router, decode_router=wiring.decode_router,
             front_end=wiring.front_end, changes=wiring.changes, control=wiring.control,
+            first_token=wiring.first_token,
             stop_when=watched(watch, len(load)),
         )  # fmt: skip
         outcome = world.run()

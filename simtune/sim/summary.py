@@ -157,6 +157,9 @@ class BasisShares(Record):
     interpolated: Share = Field(description="of shapes among those measured")
     extrapolated: Share = Field(description="of shapes outside them")
     carried_over: Share = Field(description="measured on another device and moved to this one by the data sheets")
+    other_engine: Share = Field(
+        0.0, description="kernels of another engine than the one that runs; written only if there are any"
+    )
     data_sheet: Share = Field(description="measured by nobody, or assumed")
 
 

@@ -5,9 +5,49 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from simtune.errors import UsageError
 from simtune.sim.core import EngineCore, KvConnector
 from simtune.sim.link import TransferLink
-from simtune.specs.plan import KvLink
+from simtune.specs.catalog import load_engine
+from simtune.specs.engine import EngineFamily
+from simtune.specs.plan import FirstToken, KvLink, Plan, Pool
+
+
+def first_token_of(plan: Plan) -> FirstToken:
+    """Return where the client's first token comes from in a plan with prefill and decode apart.
+
+    Measured transfers include sampling the token again, so that it comes with the KV cache. Raises UsageError if links
+    differ in it.
+    """
+    prefills, decodes = ([p for p in plan.pools if p.role == role] for role in ("prefill", "decode"))
+    found = {_first_token(plan.way(one.name, other.name), other) for one in prefills for other in decodes}
+    if len(found) > 1:
+        raise UsageError(
+            f"plan {plan.name}: first tokens come from {' and '.join(sorted(found))}, by link and decode pool; set "
+            "first_token of all links alike"
+        )
+    return found.pop()
+
+
+def _first_token(link: KvLink, pool: Pool) -> FirstToken:
+    first_token = link.first_token or ("transfer" if _family(pool) in _SENT_ALONG else "decode")
+    return "transfer" if first_token == "decode" and link.costs is not None else first_token
+
+
+_SENT_ALONG = ("sglang", "trtllm")
+"""Engines whose prefill instances send the token that they sampled along with the KV cache: SGLang in its metadata
+buffers (srt/disaggregation), TensorRT-LLM as first_gen_tokens of disaggregated_params. vLLM's decode instances sample
+it again, behind its own proxy, llm-d's and Dynamo's alike."""
+
+
+def merges(link: KvLink, pool: Pool) -> bool:
+    """True if the engine of a pool sends neighbouring blocks as one piece, as SGLang does with runs of pages
+    (group_concurrent_contiguous in srt/disaggregation)."""
+    return _family(pool) == "sglang" if link.merged is None else link.merged
+
+
+def _family(pool: Pool) -> EngineFamily | None:
+    return None if pool.engine is None else load_engine(pool.engine).family
 
 
 @dataclass(slots=True, frozen=True)

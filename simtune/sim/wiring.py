@@ -25,10 +25,10 @@ from simtune.sim.parts import POLICY, make_router
 from simtune.sim.pools import DeployedPool, kv_block_bytes
 from simtune.sim.requests import RequestStream
 from simtune.sim.router import Router
-from simtune.sim.ways import ForkedConnector, Links
+from simtune.sim.ways import ForkedConnector, Links, first_token_of, merges
 from simtune.sim.world import World
 from simtune.specs.model import Model
-from simtune.specs.plan import Failure, KvLink, LeastTokensRouting, Plan, Role, Start, Switch
+from simtune.specs.plan import Failure, FirstToken, KvLink, LeastTokensRouting, Plan, Role, Start, Switch
 from simtune.specs.workload import Slo
 
 ByPool = Mapping[str, Sequence[EngineCore]]
@@ -45,6 +45,7 @@ class Wiring:
     front_end: FrontEnd | None
     changes: Sequence[Change]
     control: RoleController | None
+    first_token: FirstToken
     predicted_tokens: Sequence[int] | None
     """Of every request, where a policy goes by them."""
     deadlines: Sequence[float] | None
@@ -60,6 +61,7 @@ class Wiring:
             front_end=self.front_end,
             changes=self.changes,
             control=self.control,
+            first_token=self.first_token,
             predicted_tokens=self.predicted_tokens,
             deadlines=self.deadlines,
             **how,
@@ -103,6 +105,7 @@ def wire(
         front_end=FrontEnd.of((pool.spec, instances or pool.spec.instances) for pool in pools),
         changes=changes,
         control=_controller(plan, by_pool),
+        first_token=first_token_of(plan) if receiving else "prefill",
         predicted_tokens=_predicted_tokens(pools, stream, seed),
         deadlines=_deadlines(stream, slo) if _reading(pools, "deadline") else None,
     )
@@ -174,20 +177,30 @@ def transfer_terms(sent: Sequence[Model], pool: DeployedPool, link: KvLink) -> T
     """The plan's own numbers, and where it gives none those of its log of transfers, or else of the profile's operator;
     for the keys and values of so many models, the target first.
 
-    Raises Infeasible when the hardware has no link of that name, and SpecError for a log that is none.
+    Of blocks that are merged the descriptors count once for the request, in its setup: as if all of its blocks were
+    neighbours on both sides, which leans to the fast side where caches are fragmented. Raises Infeasible when the
+    hardware has no link of that name, and SpecError for a log that is none.
     """
-    pieces = 1 if link.packed else 2 * sum(model.num_layers for model in sent)
+    pieces = 1 if link.packed else sum(_vectors(model) for model in sent)
     if link.costs is not None:
         fit = read_transfer_fit(Path(link.costs))
         setup_s = fit.setup_s if link.setup_s is None else link.setup_s
         return Transfer(link.bytes_per_s or fit.bytes_per_s, setup_s, pieces * (link.descriptor_s or 0.0))
     kv_dtype = pool.spec.kv_cache.dtype or sent[0].kv_dtype or sent[0].dtype
     base = Profile(pool.hardware).predictor("kv_transfer", kv_dtype, variant=link.path).operator.base
-    return Transfer(
-        bytes_per_s=link.bytes_per_s or base.bytes_per_s * pool.spec.parallelism.devices,
-        setup_s=base.overhead_s if link.setup_s is None else link.setup_s,
-        block_s=pieces * (base.block_s if link.descriptor_s is None else link.descriptor_s),
-    )
+    pieces_s = pieces * (base.block_s if link.descriptor_s is None else link.descriptor_s)
+    setup_s = base.overhead_s if link.setup_s is None else link.setup_s
+    bytes_per_s = link.bytes_per_s or base.bytes_per_s * pool.spec.parallelism.devices
+    if merges(link, pool.spec):
+        return Transfer(bytes_per_s, setup_s + pieces_s, 0.0)
+    return Transfer(bytes_per_s, setup_s, pieces_s)
+
+
+def _vectors(model: Model) -> int:
+    """Pieces of memory that a KV block lies in: keys and values of every layer, or the one vector of latent attention;
+    a linear layer has no blocks."""
+    pieces = {"mla": 1, "linear": 0, "none": 0}
+    return sum(group.count * pieces.get(group.attention.kind, 2) for group in model.layers)
 
 
 def _connect(plan: Plan, model: Model, pools: Sequence[DeployedPool], by_pool: ByPool) -> None:

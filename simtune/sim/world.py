@@ -35,6 +35,7 @@ from simtune.sim.recorder import MOST_ROWS, Recorder
 from simtune.sim.requests import RequestStream
 from simtune.sim.router import RoundRobin, Router
 from simtune.sim.source import Hints, RequestSource
+from simtune.specs.plan import FirstToken
 
 
 class World:
@@ -50,6 +51,7 @@ class World:
         front_end: FrontEnd | None = None,
         changes: Sequence[Change] = (),
         control: RoleController | None = None,
+        first_token: FirstToken = "prefill",
         predicted_tokens: Sequence[int] | None = None,
         deadlines: Sequence[float] | None = None,
         single_steps: bool = False,
@@ -58,13 +60,12 @@ class World:
     ) -> None:
         """`cores` are all cores of the deployment. `router` chooses among those that take new requests (all of them,
         one after the other, unless given), `decode_router` among those that take over from cores with a `connector`.
-        `control` moves instances between the two; `front_end` is what requests pass before they are sent to one.
+        `first_token` comes from where it says then. `control` moves instances between the two; `front_end` is what
+        requests pass before they are sent to one.
 
         `single_steps` takes every step as an event of its own: slow, and the oracle for jumps. `record` keeps every
-        jump for timelines.
-
-        `stop_when(request, arrival, first_token, finish)` is asked at every finished request; once it answers True the
-        run ends there and the outcome is marked `aborted`.
+        jump for timelines. `stop_when(request, arrival, first_token, finish)` is asked at every finished request; once
+        it answers True the run ends there and the outcome is marked `aborted`.
         """
         self._cores, self._control, self._stop_when = list(cores), control, stop_when
         for number, core in enumerate(self._cores):
@@ -77,7 +78,7 @@ class World:
             self._routers = control.counted(self._routers)
         self._agenda = Agenda()
         self._recorder, self._source = self._books(stream, record, predicted_tokens, deadlines)
-        self._handover = Handover(self._agenda, self._recorder, self._source, self._routers, self._cores)
+        self._handover = Handover(self._agenda, self._recorder, self._source, self._routers, self._cores, first_token)
         self._dispatcher = Dispatcher(
             self._agenda, self._recorder, self._source, self._routers, self._handover, front_end
         )
@@ -158,7 +159,8 @@ class World:
     def _deliver(self, now: int, core: EngineCore, progress: Progress) -> None:
         """What comes out of a step: first tokens, and requests that are answered or handed over."""
         recorder, first_token = self._recorder, self._recorder.first_token
-        for request in progress.first_token:
+        late = core.connector is not None and self._handover.first_token != "prefill"  # a decode core delivers it
+        for request in () if late else progress.first_token:
             if first_token[request.id] < 0:
                 first_token[request.id] = now
         if self._unheard and core.connector is None:

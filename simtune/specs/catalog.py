@@ -115,8 +115,34 @@ def load_hardware(reference: str, settings: Sequence[str] = ()) -> Hardware:
     path = _locate("hardware", reference)
     path = path / "profile.yaml" if path.is_dir() else path
     if settings:
-        return _read(Hardware, path, settings)
+        return _stated(_read(Hardware, path, settings), settings)
     return _hardware(read_text(path), str(path)).reopened()
+
+
+_FITTED_BY = ("architecture", "cache_bytes", "flops_per_s", "memory_bytes_per_s", "processors")
+"""Facts of a device that its operators were fitted with: another value changes only what no fit covers."""
+
+
+def _stated(hardware: Hardware, settings: Sequence[str]) -> Hardware:
+    """Return the profile with the links that `settings` state marked as stated, so that they outrank its tables.
+
+    Raises UsageError for a setting of a fact that fitted operators would not follow.
+    """
+    links = dict(hardware.links)
+    for setting in settings:
+        block, _, rest = setting.partition("=")[0].partition(".")
+        name, _, key = rest.partition(".")
+        if block == "device" and name in _FITTED_BY and hardware.operators:
+            raise UsageError(
+                f"--set hardware.{setting}: the {len(hardware.operators)} fitted operators of {hardware.name} would "
+                f"not follow it; change device.{name} in a facts file, and carry the profile over with `simtune fit "
+                f"--transfer-from {hardware.name} --facts FILE`"
+            )
+        for link in (name,) if name else tuple(links):
+            if block == "links" and key not in ("source", "stated"):
+                stated = {*(links[link].stated or ()), key or "bytes_per_s"}
+                links[link] = links[link].model_copy(update={"stated": tuple(sorted(stated))})
+    return hardware.model_copy(update={"links": links}).with_arrays(hardware.arrays)
 
 
 @lru_cache(maxsize=16)

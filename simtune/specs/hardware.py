@@ -108,6 +108,11 @@ class Link(Part):
     bytes_per_s: Positive
     latency_s: NonNegative
     source: str
+    stated: Seq[Literal["bytes_per_s", "latency_s"]] | None = Field(
+        None,
+        description="values that outrank measured tables of collectives: large messages then move at bytes_per_s; "
+        "`--set` of a link states what it sets",
+    )
 
 
 class BaseFit(Part):
@@ -236,7 +241,15 @@ class Operator(Part):
         None,
         description="of products timed with the quantising of their inputs: by scales known before; found unless said",
     )
+    other_engine: str | None = Field(
+        None, description="software whose kernels were timed, if they are not those of the engine that runs them here"
+    )
     provenance: Provenance
+
+    @property
+    def origin(self) -> str:
+        """The kind of its provenance, or other-engine if its times are of another engine's kernels."""
+        return self.provenance.kind if self.other_engine is None else "other-engine"
 
 
 class Host(Part):

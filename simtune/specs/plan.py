@@ -566,6 +566,10 @@ class Switch(_Event):
 Event = Annotated[Start | Failure | Switch, Field(discriminator="kind")]
 
 
+FirstToken = Literal["prefill", "transfer", "decode"]
+"""Where the client's first token comes from, with prefill and decode apart."""
+
+
 class KvLink(Part):
     """The way of a KV cache from a prefill to a decode instance.
 
@@ -580,6 +584,18 @@ class KvLink(Part):
     layerwise: bool = Field(False, description="each layer is sent while the next is computed")
     costs: str | None = Field(
         None, description="measured transfers in place of the link's rates: a log of `simtune profile --transfers`"
+    )
+    first_token: FirstToken | None = Field(
+        None,
+        description="where the client's first token comes from: the prefill instance, as its prompt is done; the "
+        "decode instance as the KV cache has come (transfer: the token is sent along); or its first step, which "
+        "samples the token again (decode). As the router that is emitted answers unless given: transfer with SGLang "
+        "and TensorRT-LLM, otherwise decode",
+    )
+    merged: bool | None = Field(
+        None,
+        description="neighbouring blocks go as one piece, so that pieces are counted per request, not per block; true "
+        "with SGLang unless given",
     )
     shared: bool = Field(False, description="true: all prefill instances share one link; false: each has its own")
 

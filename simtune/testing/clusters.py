@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from hypothesis import event
@@ -25,6 +25,7 @@ from simtune.sim.stepping import DpGroup, Pipeline
 from simtune.sim.ways import ForkedConnector
 from simtune.sim.world import World
 from simtune.specs.control import Pressure
+from simtune.specs.plan import FirstToken
 
 BLOCK_BYTES = 1000
 SESSIONS = 5
@@ -105,6 +106,8 @@ class Way(NamedTuple):
     shared: bool
     forked: bool = False
     """Half of the decode instances are a pool with a link of its own, twice as fast."""
+    first_token: FirstToken = "prefill"
+    """Where the client's first token comes from."""
 
 
 class Incident(NamedTuple):
@@ -176,6 +179,7 @@ class Cluster:
             decode_router=self._router(back) if back else None,
             changes=[change for incident in self.incidents for change in _changes(incident, front, back)],
             control=control,
+            first_token=self.way.first_token,
             predicted_tokens=self.predicted_tokens,
             deadlines=self.deadlines,
             single_steps=single_steps,
@@ -319,6 +323,7 @@ def clusters(draw: st.DrawFn, apart: bool, failing: bool, max_pp: int = 3) -> Cl
             draw(st.sampled_from([1, 4])),
             draw(st.booleans()),
             draw(st.booleans()),
+            draw(st.sampled_from(get_args(FirstToken))),
         ),
         async_scheduling=draw(st.booleans()),
     )
@@ -455,8 +460,13 @@ def _check_transfers(cluster: Cluster, outcome: Outcome) -> None:
         assert not sent.any(), "a KV cache was sent, and there is nowhere to send it"
         return
     whole = outcome.resent == 0
-    assert (sent == (cluster.stream.output_tokens > 1))[whole].all(), "who has more than one token is sent"
-    assert (outcome.first_token[sent] <= outcome.transferred[sent]).all(), "sent before the prompt was done"
+    least = 0 if cluster.way.first_token == "decode" else 1
+    assert (sent == (cluster.stream.output_tokens > least))[whole].all(), "who has more tokens to come is sent"
+    assert (outcome.prompt_done[sent] <= outcome.transferred[sent]).all(), "sent before the prompt was done"
+    if cluster.way.first_token != "prefill":
+        first, came = outcome.first_token[sent & whole], outcome.transferred[sent & whole]
+        assert (first >= came).all(), "the first token is delivered before the KV cache has come"
+        assert cluster.way.first_token == "decode" or (first == came).all(), "a token that is sent along comes late"
     assert (outcome.transferred[sent & whole] < outcome.finish[sent & whole]).all(), "finished before it was sent"
     if whole.all() and cluster.moves is None and not any(i.what == "switch" for i in cluster.incidents):
         blocks = -(-cluster.stream.prompt_tokens[sent] // cluster.block_size)

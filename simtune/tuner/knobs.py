@@ -164,7 +164,7 @@ def _asks_only(pool: DeployedPool) -> bool:
 
 def _reached(pool: DeployedPool, result: Result) -> Allowed:
     outcome, stream, role = result.outcome, result.stream, pool.spec.role
-    begin = outcome.first_token if role == "decode" else outcome.scheduled
+    begin = outcome.prompt_done if role == "decode" else outcome.scheduled
     end = outcome.finish if role != "prefill" else outcome.transferred
     came = begin >= 0
     begin, end = begin[came], end[came]

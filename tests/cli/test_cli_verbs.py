@@ -16,6 +16,7 @@ import yaml
 
 import simtune
 from simtune.cli import VERBS
+from simtune.costs.other_engines import for_engine
 from simtune.emit import ENGINES
 from simtune.engine import POLICIES
 from simtune.sim.router import ROUTERS
@@ -146,10 +147,10 @@ def test_a_setting_of_a_config_applies_or_is_an_error(call: Call, desk: Any) -> 
 def test_show_of_a_profile_says_how_far_off_it_is(call: Call) -> None:
     said = call("show", "h100-sxm")
     assert said.code == 0
-    hardware = load_hardware("h100-sxm")
+    hardware = for_engine(load_hardware("h100-sxm"))
     for key, operator in hardware.operators.items():
         (line,) = [line for line in said.out.splitlines() if f"│ {key} " in line]
-        assert operator.provenance.kind in line
+        assert operator.origin in line
     first = next(iter(hardware.operators.values())).hold_out[0]
     assert f"{first.median:.1%}/{first.p90:.1%}" in said.out
     assert "source: " in said.out

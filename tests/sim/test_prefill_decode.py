@@ -219,7 +219,9 @@ def test_transferred_bytes_are_those_of_whole_blocks(block_size: int) -> None:
     model, stream = load_model("llama-3.1-8b"), chat()
     hardware, results = load_hardware("h100-sxm"), []
     for layerwise in (False, True):
-        deployment = deploy(plan(KvLink(layerwise=layerwise), block_size=block_size), model, hardware)
+        deployment = deploy(
+            plan(KvLink(layerwise=layerwise, first_token="prefill"), block_size=block_size), model, hardware
+        )
         results.append(deployment.simulate(stream))
     # Keys and values of 32 layers with 8 heads of 128 numbers, 2 bytes each.
     blocks = -(-stream.prompt_tokens // block_size)

@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from simtune.api import load_hardware, load_model
 from simtune.costs.compiled import LinearCosts
 from simtune.costs.drafting import RoundModel, draft_memory
 from simtune.costs.ticks import TICKS_PER_SECOND
@@ -25,6 +24,7 @@ from simtune.sim.requests import RequestStream
 from simtune.sim.world import World
 from simtune.specs import trees
 from simtune.specs.acceptance import Acceptance, BetaMixture, Condition, PerPosition, PerRank, Rates, Revealed
+from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.drafters import BlockDrafter, Drafter, DraftModel, Eagle, Medusa, Ngram
 from simtune.specs.feedback import GainRule, StepRule
 from simtune.specs.plan import Batching, KvLink, Plan, Pool

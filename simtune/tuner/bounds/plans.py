@@ -20,6 +20,7 @@ from simtune.costs.bounds import least_costs
 from simtune.sim.deployment import Deployment
 from simtune.sim.parts import POLICY, ROUTER
 from simtune.sim.requests import RequestStream
+from simtune.sim.ways import first_token_of
 from simtune.specs.plan import RoundRobinRouting
 from simtune.specs.workload import Slo
 from simtune.tuner.bounds.limits import MeanLimit, SloLimits, of_one_request, of_statistics
@@ -116,15 +117,32 @@ class PlanBounds:
 
     @cached_property
     def ttft_s(self) -> Array:
-        """Of each request if it were alone, on the pool that serves it fastest."""
+        """Of each request if it were alone, on the pool that serves it fastest; the way of its KV cache included if a
+        decode instance delivers the first token."""
+        return self.prompt_s + (np.where(self.load.decodes > 0, self.way_s, 0.0) if self.first_after_way else 0.0)
+
+    @cached_property
+    def prompt_s(self) -> Array:
+        """Until its prompt is done, the same."""
         floor: Array = np.min([pool.prefill_floor_s for pool in self.front], axis=0)
         return floor
 
     @cached_property
+    def first_after_way(self) -> bool:
+        """Whether a decode instance delivers the first token."""
+        return bool(self.back) and first_token_of(self.deployment.plan) != "prefill"
+
+    @cached_property
     def decode_s(self) -> Array:
-        """From its first to its last token, the same; the way of its KV cache included."""
+        """From its first to its last token, the same; the way of its KV cache included if it comes between them."""
+        way_s = np.where(self.load.decodes > 0, self.way_s, 0.0) if self.back and not self.first_after_way else 0.0
+        return self.steps_s + way_s
+
+    @cached_property
+    def steps_s(self) -> Array:
+        """Its decode steps alone."""
         pools = self.back or self.front
-        floor = np.min([pool.decode_floor_s for pool in pools], axis=0) + (self.way_s if self.back else 0.0)
+        floor = np.min([pool.decode_floor_s for pool in pools], axis=0)
         alone: Array = np.where(self.load.decodes > 0, floor, 0.0)
         return alone
 
@@ -185,14 +203,14 @@ class PlanBounds:
             tpot = limits.tpot_s[counted & (self.load.decodes > 0)]
             longest = float(tpot.max(initial=0.0)) or float("inf")
             pools = self.back or self.front
-            lead = self.ttft_s + self.way_s if self.back else nothing
+            lead = self.prompt_s + self.way_s if self.back else nothing
             totals = [pool.total_s(counted, longest) for pool in pools]
             shared = _as_one([pool.speed for pool in pools], totals, counted)
             yield "resources", self._competing(counted, lead, whole, *shared)
             if self.ways:
                 shared = _as_one([way.links for way in self.ways], [[way.sending_s] for way in self.ways], counted)
-                own = whole - self.decode_s + self.way_s
-                yield "link", self._competing(counted, self.ttft_s, own, *shared)
+                own = whole - self.steps_s
+                yield "link", self._competing(counted, self.prompt_s, own, *shared)
 
     def _competing(
         self, counted: NDArray[np.bool_], lead_s: Array, slack_s: Array, works: Sequence[Array], speed: float

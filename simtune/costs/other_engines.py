@@ -1,0 +1,76 @@
+"""Operators whose times are those of another engine's kernels than the engine that a plan names.
+
+A profile of one engine answers for another where nobody measured that one's kernels on the card, and single operators
+of a profile are borrowed. Such times stay as they are, are named as another engine's, and get wider intervals. Kernels
+of libraries that all engines call, as NCCL's, and those whose tables name no engine, are nobody's in particular.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import get_args
+
+from simtune.costs.transfer import wider
+from simtune.specs.catalog import kernels_of, load_engine, load_hardware
+from simtune.specs.engine import EngineFamily
+from simtune.specs.hardware import Hardware, Operator
+
+_BEGINNINGS: dict[str, EngineFamily] = {
+    "vllm": "vllm",
+    "sglang": "sglang",
+    "trtllm": "trtllm",
+    "tensorrt-llm": "trtllm",
+    "torch": "transformers",
+}
+assert set(_BEGINNINGS.values()) <= set(get_args(EngineFamily))
+
+OTHER_ENGINE_LOG_SD: dict[str, float] = {
+    "all_reduce": 0.34, "conv_decode": 0.47, "conv_prefill": 1.79, "decode_attention": 0.68, "delta_decode": 0.18,
+    "delta_prefill": 0.92, "dsa_context_block": 1.05, "dsa_decode_block": 0.58, "encoder_attention": 0.29, "gemm": 0.45,
+    "mla_context_block": 0.44, "mla_decode": 0.74, "mla_decode_block": 0.4, "mla_prefill": 0.74, "mla_products": 0.08,
+    "moe": 0.47, "prefill_attention": 0.76, "quantise": 1.33,
+}  # fmt: skip
+"""Log error of taking one engine's kernels for another's, by operator kind: the 70 % quantile, over pairs of engines
+and three cards (H100, H200, B200), of the 90 % quantile of |log(ratio of their fitted times)| / 1.645. Found by
+benchmarks/costs/test_other_engines.py. What two engines' convolutions differ by is mostly what their tables count."""
+
+
+def engine_of(software: str | None) -> EngineFamily | None:
+    """Return the engine whose kernels a table or profile names; None if it names none that is known here."""
+    lower = (software or "").lower()
+    return next((family for word, family in _BEGINNINGS.items() if lower.startswith(word)), None)
+
+
+def for_engine(hardware: Hardware, engine: EngineFamily | None = None) -> Hardware:
+    """Return the profile with operators of other engines than `engine` marked and their intervals widened.
+
+    Without an engine it is the one that the profile names.
+    """
+    wanted = engine or engine_of(hardware.engine)
+    if wanted is None:
+        return hardware
+    if all(_for_engine(operator, wanted) is operator for operator in hardware.operators.values()):
+        return hardware
+    operators = {key: _for_engine(operator, wanted) for key, operator in hardware.operators.items()}
+    return hardware.model_copy(update={"operators": operators}).with_arrays(hardware.arrays)
+
+
+def _for_engine(operator: Operator, wanted: EngineFamily) -> Operator:
+    timed = engine_of(operator.provenance.software)
+    if timed is None or timed == wanted or operator.other_engine is not None:
+        return operator
+    log_sd = OTHER_ENGINE_LOG_SD.get(operator.kind, median(OTHER_ENGINE_LOG_SD.values()))
+    return operator.model_copy(
+        update={"other_engine": operator.provenance.software, "interval": wider(operator, log_sd)}
+    )
+
+
+def load_kernels(hardware: str, engine: str | None, settings: Sequence[str] = ()) -> Hardware:
+    """Return the profile with the kernels of an engine preset if there is one, otherwise the card's own with every
+    operator of another engine marked.
+
+    `hardware` and `engine` are names or paths; `settings` are keys of the profile as `--set` gives them.
+    """
+    profile = load_hardware(kernels_of(hardware, engine), settings)
+    return for_engine(profile, None if engine is None else load_engine(engine).family)

@@ -1,0 +1,68 @@
+"""Kernels of another engine than the one that runs are named, and their intervals are wider."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from simtune.api import load_specs, set_up
+from simtune.costs.other_engines import OTHER_ENGINE_LOG_SD, engine_of, for_engine, load_kernels
+from simtune.costs.predict import Basis, Profile, typical_log_sd
+from simtune.report.hardware import facts
+from simtune.sim.basis import cost_basis, note
+from simtune.specs.catalog import load_hardware
+from tests.costs.made_up import hardware
+
+SHAPE = {"m": 64.0, "n": 4096.0, "k": 4096.0}
+
+
+@pytest.mark.parametrize("engine", ["sglang-0.5", "trtllm-1.2", "llamacpp", "transformers"])
+@pytest.mark.parametrize("card", ["b300", "gb200", "gb300"])
+def test_a_card_without_a_profile_of_the_engine_answers_with_anothers_kernels(card: str, engine: str) -> None:
+    own, other = load_kernels(card, "vllm-0.24"), load_kernels(card, engine)
+    here, there = (Profile(profile).predictor("gemm", "bf16") for profile in (own, other))
+    assert there.seconds(**SHAPE) == here.seconds(**SHAPE)
+    assert there.basis(**SHAPE) == Basis.OTHER_ENGINE != here.basis(**SHAPE)
+    widened = float(there.log_sd(**SHAPE)) ** 2 - float(here.log_sd(**SHAPE)) ** 2
+    assert widened == pytest.approx(OTHER_ENGINE_LOG_SD["gemm"] ** 2, rel=1e-4)
+
+
+def test_an_engine_with_a_profile_of_its_own_gets_its_kernels() -> None:
+    profile = load_kernels("h100-sxm", "sglang-0.5")
+    assert profile.name == "h100-sxm-sglang"
+    assert profile.operators["gemm.bf16"].other_engine is None
+
+
+def test_operators_that_a_profile_borrowed_are_named_without_an_engine_too() -> None:
+    profile = for_engine(load_hardware("h100-sxm"))
+    assert [key for key, o in profile.operators.items() if o.other_engine is not None] == ["gemm.fp8_block"]
+    assert profile.operators["gemm.fp8_block"].origin == "other-engine"
+    assert for_engine(profile) is profile
+
+
+def test_kernels_of_libraries_and_of_unknown_engines_are_nobodys_in_particular() -> None:
+    profile = load_kernels("b300", "sglang-0.5")
+    assert profile.operators["all_gather.bf16"].other_engine is None, "NCCL's"
+    assert for_engine(hardware()) == hardware()
+    assert engine_of(None) is None
+
+
+def test_the_facts_of_a_profile_say_which_operators_are_of_another_engine() -> None:
+    shown = dict(facts(for_engine(load_hardware("h100-sxm-sglang"))))["kernels of"]
+    assert "SGLang 0.5.14; kernels of another engine, in wider intervals: 10 operators of VLLM" in shown
+    assert dict(facts(load_hardware("h100-sxm")))["kernels of"] == "vLLM 0.24.0", "as read, before it is marked"
+
+
+def test_a_simulation_says_how_much_of_its_time_is_another_engines(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.yaml"
+    pool = "{name: a, role: mixed, hardware: b300, engine: sglang-0.5, instances: 1}"
+    plan.write_text(f"schema: simtune/plan@1\nname: p\nmodel: llama-3.1-8b\npools: [{pool}]\n")
+    experiment = set_up(load_specs(None, None, "chat", str(plan)), requests=20)
+    basis = cost_basis(experiment.deployment, experiment.run())
+    assert basis is not None
+    assert basis.other_engine > 0.8
+    assert "kernels of another engine (" in (note(basis) or "")
+    kind = {operator.operator: operator for operator in basis.operators}["gemm"]
+    assert kind.log_sd > OTHER_ENGINE_LOG_SD["gemm"]
+    assert kind.log_sd > typical_log_sd(load_hardware("b300").operators["gemm.bf16"])
