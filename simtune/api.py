@@ -262,7 +262,7 @@ def try_out(plan: Plan, folder: Path) -> str:
     """
     try:
         load_model(plan.model)
-        _load_profiles(None, plan, ())
+        _load_profiles(None, plan, None, ())
         load_drafting(plan)
     except UsageError as error:
         return str(error)

@@ -340,6 +340,17 @@ def _print(name: str, summary: SimulationSummary, drawn: Uncertainty | None, pri
         click.echo("NOT SERVED: requests were left when no instance was up any more")
     elif summary.saturated:
         click.echo("SATURATED: requests pile up faster than they are served; latencies grow without bound")
+    elif summary.steadiness == "too short to tell":
+        long = "" if summary.lifetimes is None else f" ({number(summary.lifetimes)} lifetimes)"
+        click.echo(
+            f"TOO SHORT TO TELL whether the plan keeps up with this load: {summary.requests:,} requests{long}; "
+            "ask for more with --requests"
+        )
+    if summary.too_few_for:
+        click.echo(
+            f"TOO FEW REQUESTS for {', '.join(summary.too_few_for)}: {summary.completed:,} ended, and ten must lie "
+            "beyond a percentile (p99 needs 1,000); ask for more with --requests"
+        )
 
 
 def _print_latencies(name: str, summary: SimulationSummary, drawn: Uncertainty | None) -> None:

@@ -23,12 +23,15 @@ from simtune.sim.energy import Power, energy_of
 from simtune.sim.frames import PlainCurve, arrow, frame, html_table, plotted
 from simtune.sim.outcome import Outcome
 from simtune.sim.requests import RequestStream
-from simtune.sim.statistics import TokenIntervals, piles_up, warm_up
+from simtune.sim.statistics import TokenIntervals, warm_up
+from simtune.sim.steady import Steadiness, in_system, needed_for, steadiness
 from simtune.sim.summary import LatencyQuantiles, Metric, SimulationSummary, SloLimit
 from simtune.sim.summing import between_tokens, distribution, instances, prefix_cache, quantiles, verifications
 from simtune.specs.workload import Slo
 
 METRICS: tuple[Metric, ...] = ("ttft", "tpot", "e2el", "queue", "prefill", "transfer", "decode")
+PERCENTILES = ("p50", "p90", "p95", "p99")
+"""Of a summary."""
 _ROUNDING = 1e-9
 """Relative; what adding up may come to."""
 _SHOWN = ("requests", "offered_rate_rps", "request_throughput_rps", "goodput_rps", "slo_attainment", "num_gpus")
@@ -143,20 +146,43 @@ class Result:
         return float(np.nanmax(self.finish_s) - self.arrival_s[self.outcome.arrival >= 0].min())
 
     @cached_property
-    def saturated(self) -> bool:
-        """Whether requests pile up: over the second half of the arrivals the waiting queue grows without turning.
+    def steadiness(self) -> Steadiness | None:
+        """Whether the load is kept up with (`simtune.sim.steady`).
 
-        The second half is cut into ten batches, whose mean queue lengths are asked (`simtune.sim.statistics.piles_up`).
-        A closed loop cannot saturate: its users wait; nor can requests that all come at once: they have no rate. Of a
-        run that was stopped early it is not known. Requests that are left when no instance is up pile up for ever.
+        None where that is no question: in a closed loop, whose users wait; of requests that all come at once; and of a
+        run that was stopped early. Requests that are left when no instance is up saturate any system.
         """
         if self.unserved:
-            return True
-        waiting = self.outcome.waiting_at_arrival[len(self.arrival_s) // 2 :]
-        if self.stream.offered_rate_rps is None or len(waiting) < 20 or self.outcome.aborted:
-            return False
-        size = len(waiting) // 10
-        return piles_up(waiting[: 10 * size].reshape(10, size).mean(axis=1), size)
+            return "saturated"
+        if self.stream.offered_rate_rps is None or self.outcome.aborted:
+            return None
+        outcome = self.outcome
+        present, waiting = in_system(outcome.arrival, outcome.finish, outcome.waiting_at_arrival)
+        return steadiness(present, waiting, int((outcome.arrival >= 0).sum()))
+
+    @property
+    def saturated(self) -> bool:
+        """True if requests pile up for certain."""
+        return self.steadiness == "saturated"
+
+    @cached_property
+    def lifetimes(self) -> float | None:
+        """Time in which requests arrive, over the mean end-to-end latency; None if they have no rate or none ends."""
+        mean = self.values("e2el")
+        if self.stream.offered_rate_rps is None or not len(mean):
+            return None
+        return float(np.ptp(self.arrival_s[self.outcome.arrival >= 0]) / mean.mean())
+
+    @cached_property
+    def too_few_for(self) -> tuple[str, ...]:
+        """Percentiles of the summary and of the objective that fewer requests ended for than they need."""
+        finished = int(self.completed.sum())
+        short = {p: finished for p in PERCENTILES if finished < needed_for(p)}
+        for index, name, slo in self._objectives():
+            count = finished if index is None else int((self.completed & (self.stream.class_index == index)).sum())
+            of_class = "" if name is None else f" of class {name}"
+            short |= {f"{s}{of_class}": count for _, s, _ in slo.limits() if count < needed_for(s)}
+        return tuple(short)
 
     def values(self, metric: str, request_class: int | None = None) -> Array:
         """Finite values of one of METRICS, of one class or of all."""
@@ -221,10 +247,11 @@ class Result:
 
     @property
     def goodput_rps(self) -> float | None:
-        """Requests per second answered within their limits: offered rate times attainment."""
-        if self.offered_rate_rps is not None:
+        """Requests per second answered within their limits: of a stable system the offered rate times the attainment,
+        of any other those that were answered so, over the time that took."""
+        if self.offered_rate_rps is not None and self.steadiness == "stable":
             return self.offered_rate_rps * (self.slo_attainment or 0.0)
-        return float(self.good.sum()) / self.duration_s if self.duration_s > 0 else None
+        return float(self.good.sum()) * self.scale / self.duration_s if self.duration_s > 0 else None
 
     def _objectives(self) -> list[tuple[int | None, str | None, Slo]]:
         return objectives(self.stream, self.slo)
@@ -255,6 +282,9 @@ class Result:
             preemptions=int(self.outcome.preemptions.sum()),
             duration_s=duration,
             saturated=self.saturated,
+            steadiness=self.steadiness,
+            lifetimes=self.lifetimes,
+            too_few_for=self.too_few_for,
             offered_rate_rps=self.offered_rate_rps,
             request_throughput_rps=per_second(int(completed.sum())),
             goodput_rps=self.goodput_rps,

@@ -59,18 +59,6 @@ def batch_means(values: Array, statistic: str) -> tuple[float, float] | None:
     return centre - half, centre + half
 
 
-def piles_up(means: Array, size: int) -> bool:
-    """Whether mean lengths of a queue at ten batches of so many arrivals each grow without turning.
-
-    A line laid through them rises by more than 2 % of the arrivals and by more than three of its standard errors.
-    """
-    x = np.arange(10.0)
-    slope, intercept = np.polyfit(x, means, 1)
-    residual = float(np.sum((means - intercept - slope * x) ** 2))
-    error = math.sqrt(residual / 8 / float(np.sum((x - x.mean()) ** 2)))
-    return bool(slope / size > 0.02 and slope > 3 * error)
-
-
 class TokenIntervals:
     """Distribution of the times between tokens (ITL): every token counts once, none is stored. The tokens of one round
     of speculation come together and count as one, as for a client that times what is streamed to it.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -25,10 +26,10 @@ from simtune.sim.energy import Power, energy_of, power_of
 from simtune.sim.outcome import EngineCoreUse, Outcome
 from simtune.sim.recorder import Recorder
 from simtune.sim.requests import RequestStream, Span, draw, unit_arrivals
-from simtune.sim.result import METRICS, Result, objectives
+from simtune.sim.result import METRICS, PERCENTILES, Result, objectives
 from simtune.sim.sketch import Sketch
 from simtune.sim.source import LONGEST_S, RequestSource
-from simtune.sim.statistics import piles_up
+from simtune.sim.steady import Steadiness, needed_for, steadiness, stride
 from simtune.sim.summary import Distribution, Metric, SimulationSummary, SloLimit
 from simtune.sim.summing import instances, prefix_cache, verifications
 from simtune.sim.watch import Watch, watched
@@ -129,23 +130,26 @@ class _Finish(_Live):
         self._recorder = recorder
 
     def __setitem__(self, number: int, now: int) -> None:
+        self._recorder.finished += 1
         if len(self) >= FOLD:
             self._recorder.fold(list(self))
         super().__setitem__(number, now)
 
 
-class _Waiting(_Live):
-    """Queue lengths at arrivals, summed over ten batches of the second half."""
+class _Arrivals(_Live):
+    """What every `stride`-th arrival finds in the system."""
 
-    def __init__(self, requests: int) -> None:
+    def __init__(self, recorder: StreamRecorder, requests: int) -> None:
         super().__init__(0)
-        self._from, self.size = requests // 2, (requests - requests // 2) // 10
-        self.sums = [0] * 10
+        self._recorder, self._every, self._come = recorder, stride(requests), 0
+        self.present, self.waiting = array("q"), array("q")
 
     def __setitem__(self, number: int, waiting: int) -> None:
-        at = number - self._from
-        if 0 <= at < 10 * self.size:
-            self.sums[at // self.size] += waiting
+        if self._come % self._every == 0:
+            gone = self._recorder.finished + self._recorder.refused
+            self.present.append(max(0, self._come - gone))
+            self.waiting.append(waiting)
+        self._come += 1
 
 
 class StreamedSource(RequestSource):
@@ -243,8 +247,9 @@ class StreamRecorder(Recorder):
         self.live = _Live(-1), _Live(-1), _Live(-1), _Live(-1), _Finish(self), _Live(-1), _Live(0), _Live(0)
         self.scheduled, self.first_token, self.prefilled = self.live[:3]  # type: ignore[assignment]
         self.transferred, self.finish, self.core, self.preemptions, self.resent = self.live[3:]  # type: ignore[assignment]
-        self.queue = _Waiting(len(load))
-        self.waiting_at_arrival = self.queue  # type: ignore[assignment]
+        self.finished = 0
+        self.found = _Arrivals(self, len(load))
+        self.waiting_at_arrival = self.found  # type: ignore[assignment]
         self.totals = Totals(answered=np.zeros(cores, dtype=np.int64))
         self.source: StreamedSource | None = None
         self._objectives = objectives(load.head, slo)
@@ -390,8 +395,8 @@ class StreamedResult:
     outcome: Outcome
     """Without columns."""
     totals: Totals
-    queue: tuple[list[int], int]
-    """Sums of queue lengths at arrivals, in ten batches of so many."""
+    found: tuple[Ints, Ints]
+    """Requests in the system, and requests waiting, as every `simtune.sim.steady.stride`-th arrival found them."""
     num_gpus: int
     slo: Slo
     power: Power | None = None
@@ -407,15 +412,23 @@ class StreamedResult:
         """Requests left when no instance was up any more to serve them."""
         return len(self.load) - self.totals.completed - self.outcome.refused
 
+    @cached_property
+    def steadiness(self) -> Steadiness | None:
+        """Whether the load is kept up with, as `Result.steadiness` has it."""
+        if self.unserved:
+            return "saturated"
+        return None if self.load.offered_rate_rps is None else steadiness(*self.found, len(self.load))
+
     @property
     def saturated(self) -> bool:
-        """Whether requests pile up, as `Result.saturated` has it."""
-        sums, size = self.queue
-        if self.unserved:
-            return True
-        if self.load.offered_rate_rps is None or len(self.load) - len(self.load) // 2 < 20:
-            return False
-        return piles_up(np.array(sums) / size, size)
+        """True if requests pile up for certain."""
+        return self.steadiness == "saturated"
+
+    @property
+    def lifetimes(self) -> float | None:
+        """As `Result.lifetimes` has it."""
+        offered, mean = self.load.offered_rate_rps, self.totals.latencies["e2el"].mean_s
+        return None if offered is None or not mean else (len(self.load) - 1) / offered / mean
 
     @property
     def duration_s(self) -> float:
@@ -450,9 +463,14 @@ class StreamedResult:
             preemptions=t.preemptions,
             duration_s=duration,
             saturated=self.saturated,
+            steadiness=self.steadiness,
+            lifetimes=self.lifetimes,
+            too_few_for=self._too_few_for(),
             offered_rate_rps=offered,
             request_throughput_rps=per_second(t.completed),
-            goodput_rps=per_second(t.good) if offered is None else offered * (attainment or 0.0),
+            goodput_rps=offered * (attainment or 0.0)
+            if offered and self.steadiness == "stable"
+            else per_second(t.good),
             slo_attainment=attainment,
             output_tokens_per_s=output_rate,
             total_tokens_per_s=per_second(t.output_tokens + t.prompt_tokens),
@@ -467,6 +485,16 @@ class StreamedResult:
             slo=tuple(self._limits()),
             **further,
         )
+
+    def _too_few_for(self) -> tuple[str, ...]:
+        """As `Result.too_few_for` has it."""
+        short = {p: 0 for p in PERCENTILES if self.totals.completed < needed_for(p)}
+        for index, name, slo in objectives(self.load.head, self.slo):
+            for metric, statistic, _ in slo.limits():
+                sketch = self.totals.latencies[metric] if index is None else self.totals.by_class[index, metric]
+                if sketch.count < needed_for(statistic):
+                    short[f"{statistic} of class {name}" if name else statistic] = 0
+        return tuple(short)
 
     def _itl(self) -> Distribution:
         """As `simtune.sim.summing.between_tokens` has it."""
@@ -519,12 +547,18 @@ def simulate_streamed(
         outcome = world.run()
     if brought:
         parts.check_nobody_waits(plan, wiring.cores)
-    totals, queue = world.recorder.totals, world.recorder.queue
+    totals, found = world.recorder.totals, world.recorder.found
     if not totals.completed:
         raise UsageError(
             f"no request is answered: all are longer than max_model_len ({deployment.max_model_len} tokens), or the "
             f"events of plan {plan.name} leave no instance"
         )
     return StreamedResult(
-        load, outcome, totals, (queue.sums, queue.size), plan.num_devices, slo, power_of(deployment.pools)
+        load,
+        outcome,
+        totals,
+        (np.array(found.present, dtype=np.int64), np.array(found.waiting, dtype=np.int64)),
+        plan.num_devices,
+        slo,
+        power_of(deployment.pools),
     )

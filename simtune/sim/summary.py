@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field, GetJsonSchemaHandler
 from pydantic_core import CoreSchema
 
+from simtune.sim.steady import Steadiness
 from simtune.specs.base import Count, NonNegative, Positive, Record, Seq, Share
 from simtune.specs.workload import SloMetric
 
@@ -109,9 +110,20 @@ class SimulationSummary(Record):
     preemptions: Uncertain[Whole]
     duration_s: Uncertain[NonNegative] = Field(description="from the first arrival to the last finish")
     saturated: bool = Field(description="requests pile up faster than they are served")
+    steadiness: Steadiness | None = Field(
+        None, description="whether the load is kept up with; null for a closed loop, a batch and a single instant"
+    )
+    lifetimes: Uncertain[NonNegative | None] = Field(
+        None, description="time in which requests arrive, over the mean end-to-end latency; null without a rate"
+    )
+    too_few_for: Seq[str] = Field(
+        (), description="percentiles that fewer requests ended for than they need: ten must lie beyond"
+    )
     offered_rate_rps: Positive | None = Field(description="null for a closed loop and a single instant")
     request_throughput_rps: Uncertain[NonNegative | None]
-    goodput_rps: Uncertain[NonNegative | None] = Field(description="answered within every limit that applies")
+    goodput_rps: Uncertain[NonNegative | None] = Field(
+        description="answered within every limit that applies: share of the offered rate if stable, else finished rate"
+    )
     slo_attainment: Uncertain[Share | None] = Field(description="share of the finished requests within every limit")
     output_tokens_per_s: Uncertain[NonNegative | None]
     total_tokens_per_s: Uncertain[NonNegative | None] = Field(description="of prompts and outputs")

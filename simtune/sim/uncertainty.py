@@ -191,7 +191,7 @@ def _nested(values: Sequence[Any]) -> Any:
             return intervals(values)
         case dict() as named if all(isinstance(value, Record) for value in named.values()):
             return {key: intervals([value[key] for value in values]) for key in named}
-        case tuple():
+        case (Record(), *_):
             return [intervals(items) for items in zip(*values, strict=True)]
     return None
 

@@ -80,14 +80,33 @@ def test_refused_requests_spoil_the_objective() -> None:
     assert not result.meets_slo
 
 
-@pytest.mark.parametrize(("load", "piles_up"), [(0.5, False), (0.8, False), (1.1, True), (1.5, True)])
-def test_overload_is_called_saturated(load: float, piles_up: bool) -> None:
-    gaps = np.random.default_rng(4).exponential(1 / load, 3000)
-    result = served(stream_of(np.cumsum(gaps).tolist(), [5] * 3000, [1] * 3000), seqs=1)
-    assert result.saturated is piles_up
-    assert result.meets_slo is not piles_up
-    if piles_up:
+@pytest.mark.parametrize(
+    ("load", "requests", "steadiness"),
+    [
+        (0.5, 3000, "stable"),
+        (0.8, 3000, "stable"),
+        (1.1, 3000, "too short to tell"),
+        (1.1, 12_000, "saturated"),
+        (1.5, 3000, "saturated"),
+    ],
+)
+def test_overload_is_called_saturated(load: float, requests: int, steadiness: str) -> None:
+    gaps = np.random.default_rng(4).exponential(1 / load, requests)
+    result = served(stream_of(np.cumsum(gaps).tolist(), [5] * requests, [1] * requests), seqs=1)
+    assert result.steadiness == steadiness
+    assert result.saturated is (steadiness == "saturated")
+    assert result.meets_slo is not result.saturated
+    if result.saturated:
         assert all(limit.value_s is None for limit in replace_slo(result, Slo(ttft_s={"p99": 1e6})).limits)
+
+
+def test_the_goodput_of_what_is_not_stable_is_what_was_finished() -> None:
+    """A tenth more than is served: as many in time as are finished, and no more than that."""
+    gaps = np.random.default_rng(4).exponential(1 / 1.1, 3000)
+    result = served(stream_of(np.cumsum(gaps).tolist(), [5] * 3000, [1] * 3000), Slo(ttft_s={"p99": 1e6}), seqs=1)
+    assert result.slo_attainment == 1.0
+    assert result.goodput_rps == pytest.approx(3000 / result.duration_s)
+    assert result.goodput_rps < 1.01
 
 
 def replace_slo(result: Result, slo: Slo) -> Result:
