@@ -42,7 +42,8 @@ def optimize(example: str, out: Path, *more: str, requests: int = 400) -> None:
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert all(line.startswith("note: ") for line in done.stderr.splitlines()), done.stderr
+    # Progress is for searches of more than 20 s, which a busy machine makes of any.
+    assert all(line.startswith(("note: ", "plans: ")) for line in done.stderr.splitlines()), done.stderr
 
 
 def look_at(example: str, run: Path) -> tuple[Plan, list[dict[str, str]], Any]:
@@ -135,7 +136,8 @@ def test_prefill_and_decode_apart_with_a_failure(tmp_path: Path) -> None:
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert all(line.startswith("note: ") for line in done.stderr.splitlines()), done.stderr
+    # Progress is for searches of more than 20 s, which a busy machine makes of any.
+    assert all(line.startswith(("note: ", "plans: ")) for line in done.stderr.splitlines()), done.stderr
     plan, summary = Plan.from_file(run / "plan.yaml"), json.loads((run / "summary.json").read_text())
     assert {pool.role for pool in plan.pools} == {"prefill", "decode"}
     assert [event.kind for event in plan.events] == ["failure"]

@@ -46,8 +46,9 @@ def test_every_file_has_a_quick_test() -> None:
         full.setdefault(test.partition("::")[0], []).append(test)
     without = {file for file, tests in full.items() if len(tests) == tiers.stored()["files"][file]}
     marked = {file for file in without if "pytest.mark.quick" in text(file)}
-    # Each of these runs a verb seven times; tests/cli/test_interrupt.py is quick.
-    assert without - marked <= {"tests/kills/test_kills.py"}
+    # Each test of the first runs a verb seven times (tests/cli/test_interrupt.py is quick), those of the second
+    # simulate many random clusters (tests/sim/test_router.py is quick).
+    assert without - marked <= {"tests/kills/test_kills.py", "tests/sim/test_cluster.py"}
 
 
 def text(file: str) -> str:
