@@ -259,8 +259,8 @@ class _Targets:
             deployment, seed = experiment.deployment, experiment.seed
             inputs = (deployment.model, deployment.hardware, experiment.workload, deployment.plan)
             name, load, trace = deployment.plan.name, experiment.workload, experiment.trace
-            contents = of_simulation(deployment, result, name, seed, drawn, load, trace)
-            write_run(self.out, contents.without(self.leave_out), inputs, experiment.trace, seed)
+            contents = of_simulation(deployment, result, name, seed, drawn, load, trace, self.leave_out)
+            write_run(self.out, contents, inputs, experiment.trace, seed)
         if self.timeline is not None:
             write_file(self.timeline, trace_file(result, self.window_s))
         if self.per_request is not None:

@@ -68,13 +68,6 @@ class Contents:
     files: Files
     """Those that no report is drawn from: the plan, engine settings, requests, the timeline."""
 
-    def without(self, parts: Collection[str]) -> Contents:
-        """Less of it: of `requests`, `trace` and `swimlanes` those that are named."""
-        names = {"requests": "requests.csv", "trace": "trace.json.gz"}
-        left_out = {names[part] for part in parts if part in names}
-        run = self.run._replace(swimlanes=None) if "swimlanes" in parts else self.run
-        return Contents(run, {name: text for name, text in self.files.items() if name not in left_out})
-
     def complete(self, page: str, manifest: Manifest) -> Files:
         """All files of the directory, with the page that was drawn from `run`."""
         files = {**self.files, "summary.json": _json(self.run.summary.to_data())}
@@ -104,9 +97,13 @@ def of_simulation(
     uncertainty: Uncertainty | None = None,
     workload: Workload | None = None,
     trace: Trace | None = None,
+    leave_out: Collection[str] = (),
 ) -> Contents:
-    """One simulated plan: plan.yaml, engine/, summary.json, requests.csv, trace.json.gz and swimlanes.json.gz."""
-    files = _files(deployment, result)
+    """One simulated plan: plan.yaml, engine/, summary.json, requests.csv, trace.json.gz and swimlanes.json.gz.
+
+    `leave_out` names what of `requests`, `trace` and `swimlanes` is not made.
+    """
+    files = _files(deployment, result, leave_out)
     summary = Summary(
         name=name,
         seed=seed,
@@ -117,7 +114,7 @@ def of_simulation(
         uncertainty=uncertainty,
         **_common(deployment, result, files, (workload, trace), pool_bases(deployment, result)),
     )
-    return Contents(Run(summary, (), swimlanes_of(result)), files)
+    return Contents(Run(summary, (), None if "swimlanes" in leave_out else swimlanes_of(result)), files)
 
 
 def of_study(
@@ -185,13 +182,16 @@ def _asked_for(tuned: Tuned, answers: Mapping[str, Any], drafts: Mapping[str, An
 # --- what both have ---------------------------------------------------------------------------------------
 
 
-def _files(deployment: Deployment, result: Result) -> Files:
-    return {
+def _files(deployment: Deployment, result: Result, leave_out: Collection[str] = ()) -> Files:
+    files: Files = {
         "plan.yaml": deployment.plan.to_yaml("Written by simtune; read by simtune simulate."),
         **engine_files(deployment),
-        "requests.csv": requests_csv(result),
-        "trace.json.gz": trace_file(result),
     }
+    if "requests" not in leave_out:
+        files["requests.csv"] = requests_csv(result)
+    if "trace" not in leave_out:
+        files["trace.json.gz"] = trace_file(result)
+    return files
 
 
 def _load_source(workload: Workload | None, trace: Trace | None, requests: int) -> str | None:
