@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from simtune.cli.numbers import JOBS, WORLDS, Real, Whole
 from simtune.cli.output import (
     force_option,
     json_option,
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 @click.option("--out", type=click.Path(path_type=Path), default=None, help="Run directory to write.")
 @click.option(
     "--jobs",
-    type=click.IntRange(min=1),
+    type=JOBS,
     default=None,
     help="Processes; one per core by default. The answer does not depend on it.",
 )
@@ -59,13 +60,13 @@ if TYPE_CHECKING:
 @click.option("--cluster-fallback", is_flag=True, help="Go on without the cluster where it does not answer.")
 @click.option(
     "--worlds",
-    type=click.IntRange(min=2),
+    type=Whole(2, WORLDS),
     default=None,
     help="Simulate so many worlds in which operators are off: how sure is the choice beside rivals, what to measure?",
 )
 @click.option(
     "--robust",
-    type=click.FloatRange(min=0, max=1, min_open=True, max_open=True),
+    type=Real(above=0, most=1, below=True),
     default=None,
     metavar="Q",
     help="Choose the plan that is best at this quantile of the worlds, e.g. 0.1; as predicted by default.",

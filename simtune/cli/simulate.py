@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from simtune.cli.names import ENGINE, HARDWARE, MODEL, WORKLOAD
+from simtune.cli.numbers import JOBS, RATE, REQUESTS, WORLDS, Whole
 from simtune.cli.output import (
     force_option,
     json_option,
@@ -74,25 +75,25 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--rate",
-    type=click.FloatRange(min=0, min_open=True),
+    type=RATE,
     default=None,
     help="Mean requests per second, exactly, instead of the workload's own.",
 )
 @click.option(
     "--requests",
-    type=click.IntRange(min=1),
+    type=REQUESTS,
     default=None,
     help="Requests to simulate, instead of the workload's own number.",
 )
 @click.option(
     "--uncertainty",
     "worlds",
-    type=click.IntRange(min=20),
+    type=Whole(20, WORLDS),
     default=None,
     metavar="N",
     help="Also simulate N worlds in which operator times are off, and give 90 % intervals.",
 )
-@click.option("--jobs", type=click.IntRange(min=1), default=None, help="Processes for --uncertainty; one per core.")
+@click.option("--jobs", type=JOBS, default=None, help="Processes for --uncertainty; one per core.")
 @click.option(
     "--timeline",
     type=click.Path(dir_okay=False, path_type=Path),

@@ -22,7 +22,7 @@ from simtune.arrays import Array, Ints
 from simtune.errors import UsageError
 from simtune.sim.graphs import BLOCK_TOKENS, FamilyGraph, compiled
 from simtune.specs import room
-from simtune.specs.base import LONGEST_S
+from simtune.specs.base import LARGEST_RATE_RPS, LONGEST_S
 from simtune.specs.traces import MOONCAKE_BLOCK_TOKENS, Trace
 from simtune.specs.workload import (
     Arrivals,
@@ -104,8 +104,10 @@ class RequestStream:
 
         Raises UsageError for a stream that has no rate: a closed loop, or requests that all come at once.
         """
-        if not 0 < rate_rps < math.inf:
-            raise UsageError(f"the request rate must be positive and finite, not {rate_rps} requests/s")
+        if not 0 < rate_rps <= LARGEST_RATE_RPS:
+            raise UsageError(
+                f"the request rate must be above 0 and at most {LARGEST_RATE_RPS:.0e} requests/s, not {rate_rps}"
+            )
         if self.arrival_s is None:
             raise UsageError("a closed loop has no request rate to change; change arrivals.users instead")
         if self.offered_rate_rps is None:
