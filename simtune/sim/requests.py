@@ -121,7 +121,10 @@ class RequestStream:
 
     def share_of(self, count: int, instances: int) -> RequestStream:
         """What the first `count` of so many instances see of this stream under round robin."""
-        seen = np.arange(len(self)) % instances < count
+        return self.kept(np.arange(len(self)) % instances < count)
+
+    def kept(self, seen: NDArray[np.bool_]) -> RequestStream:
+        """Return the requests for which `seen` is true, at their own times; of families whole ones must be kept."""
         return replace(
             self,
             arrival_s=None if self.arrival_s is None else self.arrival_s[seen],
