@@ -52,7 +52,7 @@ from simtune.specs.traces import Trace
 from simtune.specs.workload import Workload
 from simtune.tuner.certificate import Certificate, certificate_of
 from simtune.tuner.confidence import Confidence
-from simtune.tuner.day import DayHour, day_of
+from simtune.tuner.day import DayHour, Done, day_of
 from simtune.tuner.drafting import Contexts, schedule
 from simtune.tuner.front_certificate import front_certificate_of
 from simtune.tuner.odds import odds
@@ -123,8 +123,10 @@ def of_study(
     jobs: Jobs = None,
     confidence: Confidence | None = None,
     uncertainty: Uncertainty | None = None,
+    progress: Done | None = None,
 ) -> Contents:
-    """The same for the chosen plan of a study, with all candidates, goodput curves, and how sure all of it is."""
+    """The same for the chosen plan of a study, with all candidates, goodput curves, and how sure all of it is.
+    `progress` hears of the windows of a day."""
     study, files = tuned.question.study, _files(tuned.deployment, tuned.result)
     chosen, *rivals = sweeps(tuned, jobs=jobs)
     of_chosen, *of_rivals = map(_points, (chosen, *rivals))
@@ -134,7 +136,9 @@ def of_study(
     drafts = None if facts is None else {**facts, "load": _drafted_load(of_chosen)}
     bases = pool_bases(tuned.deployment, tuned.result)
     known = None if uncertainty else odds(tuned, chosen, bases)
-    asked = _asked_for(tuned, {"confidence": confidence, "odds": known, "day": day_of(tuned, jobs=jobs)}, drafts)
+    asked = _asked_for(
+        tuned, {"confidence": confidence, "odds": known, "day": day_of(tuned, jobs=jobs, progress=progress)}, drafts
+    )
     if "day" in asked:
         files["day.csv"] = to_csv(columns(DayHour), ([*hour.model_dump().values()] for hour in asked["day"].hours))
     summary = Summary(
@@ -142,14 +146,7 @@ def of_study(
         seed=study.seed,
         study=study,
         interrupted=tuned.interrupted,
-        objective=ObjectiveValue(
-            name=study.objective,
-            unit=tuned.question.objective.unit,
-            value=tuned.value,
-            # Of a front its own file says what is certified.
-            bound=None if tuned.ladder else tuned.bound,
-            gap=None if tuned.ladder else tuned.gap,
-        ),
+        objective=_objective_value(tuned),
         sweep=tuple(chain(of_chosen, *of_rivals)) or None,
         runners_up=tuple(
             RunnerUp(candidate=s.candidate, ttft_quantiles_s=s.judged.ttft_s, tpot_quantiles_s=s.judged.tpot_s)
@@ -167,6 +164,15 @@ def of_study(
     files |= _proof(tuned, certificate)
     course = tuple(CourseRow(**point._asdict()) for point in tuned.course)
     return Contents(Run(summary, candidates, swimlanes_of(tuned.result), certificate, course), files)
+
+
+def _objective_value(tuned: Tuned) -> ObjectiveValue:
+    """What the chosen plan comes to; of a front its own file says what is certified."""
+    objective, single = tuned.question.objective, not tuned.ladder
+    bound, gap = (tuned.bound, tuned.gap) if single else (None, None)
+    return ObjectiveValue(
+        name=tuned.question.study.objective, unit=objective.unit, value=tuned.value, bound=bound, gap=gap
+    )
 
 
 def _asked_for(tuned: Tuned, answers: Mapping[str, Any], drafts: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -79,9 +79,9 @@ def test_the_commands_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     experiment = set_up(load_specs(None, None, words[words.index("--workload") + 1], words[1]))
     wanted = loads(deploy_plan(words[1]), experiment.stream)
     assert [load.label for load in wanted] == [*FRACTIONS]
-    with FakeServer() as server:
+    with FakeServer(first_token_s=0.05, token_s=0.02) as server:
         words[words.index("--engine") + 1] = server.url
-        said = call(*words, "--requests", 60, "--repeat", 1, "--uncertainty", 0, "-q")
+        said = call(*words, "--requests", 60, "--repeat", 1, "--uncertainty", 0, "--max-lateness", 1_000, "-q")
     assert said.code in (0, 4), said.err  # the stub is no H100
     assert len(server.requests) > 3 * 60
     assert (tmp_path / "runs" / "validated" / "validation.html").exists()
