@@ -92,6 +92,11 @@ def is_interrupt(error: BaseException) -> bool:
     return False
 
 
+def plural(count: int, word: str) -> str:
+    """`1 request`, `2 requests`."""
+    return f"{count:,} {word}" if count == 1 else f"{count:,} {word}s"
+
+
 def suggest(word: str, known: Iterable[str]) -> str:
     """`, did you mean x?` or nothing."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)

@@ -17,6 +17,7 @@ from simtune.parallel import executor, ordered_map
 from simtune.runs.journal import RowJournal
 from simtune.runs.price import price
 from simtune.sim.summary import Metric
+from simtune.specs.reading import shortened
 
 SPECS = ("model", "hardware", "workload", "plan")
 NUMBERS = ("rate", "requests", "seed")
@@ -103,6 +104,13 @@ class Point:
     def __post_init__(self) -> None:
         if self.base.workload is None and "workload" not in self.values:
             raise UsageError("name a --workload")
+        self._read_numbers()
+
+    def _read_numbers(self) -> dict[str, Any]:
+        """Rate, requests and seed. Raises UsageError for what is no such number."""
+        given = {**asdict(self.base), **self.values}
+        kinds: dict[str, Callable[[str], Any]] = {"rate": float, "requests": int, "seed": int}
+        return {what: _number(what, given[what], kind) for what, kind in kinds.items()}
 
     @property
     def name(self) -> str:
@@ -147,12 +155,8 @@ class Point:
             spec, _, rest = field.partition(".")
             settings[spec].append(rest)
         specs = load_specs(given["model"], given["hardware"], given["workload"], given["plan"], settings)
-        experiment = set_up(
-            specs,
-            rate_rps=_number("rate", given["rate"], float),
-            requests=_number("requests", given["requests"], int),
-            seed=_number("seed", given["seed"], int) or 0,
-        )
+        numbers = self._read_numbers()
+        experiment = set_up(specs, rate_rps=numbers["rate"], requests=numbers["requests"], seed=numbers["seed"] or 0)
         result = experiment.run()
         summary = result.summary()
         cost = price(experiment.deployment, summary)
@@ -181,10 +185,19 @@ def _number(what: str, text: str | None, kind: Callable[[str], Any]) -> Any:
     try:
         value = None if text is None else kind(text)
     except ValueError:
-        raise UsageError(f"{what} {text}: must be a {'number' if kind is float else 'whole number'}") from None
-    if value is not None and (value < 0 or (value == 0 and what != "seed")):
+        word = "number" if kind is float else "whole number"
+        raise UsageError(f"{what} {shortened(text)}: must be a {word}") from None
+    if value is None:
+        return None
+    if value < 0 or (value == 0 and what != "seed"):
         raise UsageError(f"{what} {text}: must be above zero")
+    if not value <= MOST[what]:
+        raise UsageError(f"{what} {shortened(text)}: must be at most {MOST[what]:,}")
     return value
+
+
+MOST: dict[str, int] = {"rate": 10**9, "requests": 10**9, "seed": 2**63 - 1}
+"""Of what is swept, as options and files bound it."""
 
 
 def sweep(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from simtune.cli.numbers import Whole
 from simtune.cli.output import json_option, print_json, print_table
 from simtune.errors import UsageError
 from simtune.runs.files import write_file
@@ -18,9 +19,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="FILE...")
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Acceptance spec to write.")
-@click.option(
-    "--draft-tokens", type=click.IntRange(min=1), help="Draft tokens of each round, where the file does not tell."
-)
+@click.option("--draft-tokens", type=Whole(1, 1024), help="Draft tokens of each round, where the file does not tell.")
 @click.option("--model", help="Which model of a table with several.")
 @json_option
 @click.option("--force", is_flag=True, help="Replace a file that is already there.")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from simtune.cli.names import MODEL
+from simtune.cli.numbers import GPUS
 from simtune.cli.output import json_option, print_json, print_table, write_profile
 from simtune.errors import UsageError
 
@@ -30,7 +31,7 @@ operator."""
     help="Steps an engine took: simtune's own CSV or JSON lines, steplog/1, or Splitwise's CSV.",
 )
 @click.option("--model", type=MODEL, default=None, help="Model the engine ran; the plan's own if not given.")
-@click.option("--tp", type=click.IntRange(min=1), default=None, help="Ranks it ran on; the plan's, or 1.")
+@click.option("--tp", type=GPUS, default=None, help="Ranks it ran on; the plan's, or 1.")
 @click.option("--plan", "plan_file", default=None, help="plan.yaml of what ran, where model and tp do not tell it all.")
 @click.option("--out", type=click.Path(path_type=Path), default=None, help="Folder for the corrected profile.")
 @json_option

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from simtune.cli.numbers import TRIALS, Real, Whole
 from simtune.cli.output import json_option, milliseconds, print_json, print_table, write_run
 from simtune.errors import UsageError
 
@@ -23,11 +24,11 @@ COLUMNS = ("metric", "predicted ms", "measured ms", "error %", "repeat noise %",
 @click.option("--engine", type=click.Choice(["torch", "vllm"]), default="torch", show_default=True)
 @click.option("--vllm-python", default=None, metavar="FILE", help="With --engine vllm: the interpreter that has it.")
 @click.option(
-    "--budget", type=click.FloatRange(min=1), default=120.0, show_default=True, help="Of the profile, seconds."
+    "--budget", type=Real(least=1, most=1e7), default=120.0, show_default=True, help="Of the profile, seconds."
 )
-@click.option("--tolerance", type=click.FloatRange(min=0, max=1), default=0.1, show_default=True, help="Of each mean.")
-@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="At most.")
-@click.option("--requests", type=click.IntRange(min=4), default=60, show_default=True, help="Replayed each time.")
+@click.option("--tolerance", type=Real(most=1), default=0.1, show_default=True, help="Of each mean.")
+@click.option("--rounds", type=TRIALS, default=3, show_default=True, help="At most.")
+@click.option("--requests", type=Whole(4, 10**6), default=60, show_default=True, help="Replayed each time.")
 @click.option("--clock", type=click.Choice(["cpu", "wall"]), default="cpu", show_default=True, help="Of replays.")
 @json_option
 def loop(  # noqa: PLR0913 - one for each option

@@ -11,17 +11,18 @@ from typing import Any
 import click
 
 from simtune.cli.names import HARDWARE, MODEL, WORKLOAD
+from simtune.cli.numbers import GPUS, LONGEST_S, Real
 from simtune.cli.output import force_option
 from simtune.errors import SimtuneError, UsageError
 
-POSITIVE = click.FloatRange(min=0, min_open=True)
+POSITIVE = Real(above=0, most=1e3 * LONGEST_S)
 
 
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path), default="study.yaml")
 @click.option("--model", type=MODEL, help="Name, spec, Hugging Face config.json, or id of a model in its cache.")
 @click.option("--hardware", type=HARDWARE, help="Name of a profile; found by nvidia-smi where there is a known card.")
-@click.option("--devices", type=click.IntRange(min=1), help="How many of them.")
+@click.option("--devices", type=GPUS, help="How many of them.")
 @click.option("--workload", type=WORKLOAD, help="Name, spec, or a log as a tool wrote it.")
 @click.option("--ttft", type=POSITIVE, help="p99 limit of the time to first token, ms.")
 @click.option("--tpot", type=POSITIVE, help="p99 limit of the time per token after it, ms.")
@@ -57,7 +58,7 @@ def new(  # noqa: PLR0913 - one for each option
     answers = Answers(
         model=served,
         hardware=card,
-        devices=devices or _ask("How many of them", count, click.IntRange(min=1)),
+        devices=devices or _ask("How many of them", count, GPUS),
         workload=workload or _ask("Load (name, or a log)", "chat", _loaded(load_workload)),
         ttft_p99_s=(ttft or _ask("p99 TTFT limit, ms", 1000.0, POSITIVE)) / 1e3,
         tpot_p99_s=(tpot or _ask("p99 TPOT limit, ms", 50.0, POSITIVE)) / 1e3,

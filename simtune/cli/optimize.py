@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from simtune.cli.numbers import JOBS, WORLDS, Real, Whole
 from simtune.cli.output import (
     force_option,
     json_option,
@@ -27,7 +28,8 @@ from simtune.cli.output import (
     set_option,
     write_run,
 )
-from simtune.errors import UsageError
+from simtune.cli.pace import seconds_of
+from simtune.errors import UsageError, plural
 
 if TYPE_CHECKING:
     from simtune.parallel import Jobs
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
 @click.option("--out", type=click.Path(path_type=Path), default=None, help="Run directory to write.")
 @click.option(
     "--jobs",
-    type=click.IntRange(min=1),
+    type=JOBS,
     default=None,
     help="Processes; one per core by default. The answer does not depend on it.",
 )
@@ -59,13 +61,13 @@ if TYPE_CHECKING:
 @click.option("--cluster-fallback", is_flag=True, help="Go on without the cluster where it does not answer.")
 @click.option(
     "--worlds",
-    type=click.IntRange(min=2),
+    type=Whole(2, WORLDS),
     default=None,
     help="Simulate so many worlds in which operators are off: how sure is the choice beside rivals, what to measure?",
 )
 @click.option(
     "--robust",
-    type=click.FloatRange(min=0, max=1, min_open=True, max_open=True),
+    type=Real(above=0, most=1, below=True),
     default=None,
     metavar="Q",
     help="Choose the plan that is best at this quantile of the worlds, e.g. 0.1; as predicted by default.",
@@ -117,7 +119,7 @@ def optimize(  # noqa: PLR0913 - one for each option
     with _workers(cluster, cluster_fallback, jobs) as workers:
         claim(out, force, resume)
         note_cut(question.workload, question.trace, question.requests)
-        journal = _journal(question, out / JOURNAL, resume)
+        journal = _journal(question, out / JOURNAL, resume, quiet)
         try:
             with progress("plans", quiet) as update, journal:
                 tuned = search(
@@ -126,9 +128,10 @@ def optimize(  # noqa: PLR0913 - one for each option
                     progress=lambda now: update(now.done, now.total, _course(now)),
                     ledger=journal,
                 )
-            tuned, sure = _sure(tuned, worlds, robust, workers)
+            tuned, sure = _sure(tuned, worlds, robust, workers, quiet)
             drawn = None if sure is None else of_chosen(tuned, worlds=sure.worlds, jobs=workers)
-            contents = of_study(tuned, jobs=workers, confidence=sure, uncertainty=drawn)
+            with progress("windows of the day", quiet, PATIENCE_S) as update:
+                contents = of_study(tuned, jobs=workers, confidence=sure, uncertainty=drawn, progress=update)
             if tuned.interrupted and journal.path.exists():
                 contents.files[JOURNAL] = journal.path.read_bytes()
             note_estimates(tuned.deployment)
@@ -169,27 +172,59 @@ def _workers(where: str | None, fallback: bool, jobs: int | None) -> Iterator[Jo
         yield workers
 
 
-def _sure(tuned: Tuned, worlds: int | None, level: float | None, jobs: Jobs) -> tuple[Tuned, Confidence | None]:
-    """The search with its choice judged in redrawn worlds, and chosen anew where the best at a quantile is wanted."""
-    from simtune.tuner.robust import WORLDS, of_search, robust
+PATIENCE_S = 3.0
+"""What is over sooner draws no bar."""
+
+
+def _sure(
+    tuned: Tuned, worlds: int | None, level: float | None, jobs: Jobs, quiet: bool
+) -> tuple[Tuned, Confidence | None]:
+    """The search with its choice judged in redrawn worlds, and chosen anew where the best at a quantile is wanted.
+
+    What that costs is said before it starts.
+    """
+    from simtune.tuner.robust import WORLDS as USUAL
+    from simtune.tuner.robust import of_search, robust
 
     if tuned.interrupted or (worlds is None and level is None):
         return tuned, None
-    sure = of_search(tuned, worlds=worlds or WORLDS, jobs=jobs)
+    count = worlds or USUAL
+    if not quiet:
+        _say_price(tuned, count)
+    with progress("plans in worlds", quiet, PATIENCE_S) as update:
+        sure = of_search(tuned, worlds=count, jobs=jobs, progress=update)
     if level is not None and (chosen := robust(tuned, sure, level)) is not tuned:
-        return chosen, of_search(chosen, worlds=worlds or WORLDS, jobs=jobs)
+        with progress("plans in worlds, of the new choice", quiet, PATIENCE_S) as update:
+            return chosen, of_search(chosen, worlds=count, jobs=jobs, progress=update)
     return tuned, sure
 
 
-def _journal(question: Question, path: Path, resume: bool) -> SearchJournal[SimulationFinding]:
-    """What is simulated, kept as it comes; of an earlier search, to go on with it."""
+def _say_price(tuned: Tuned, worlds: int) -> None:
+    """Say on stderr how much work the worlds are, by the time that one simulation takes here."""
+    from simtune.tuner.robust import contenders, simulate_chosen
+
+    each_s = seconds_of(lambda: simulate_chosen(tuned))
+    plans = len(contenders(tuned))
+    what = "a search for its highest rate, of several simulations" if tuned.question.searches_rate else "a simulation"
+    click.echo(
+        f"worlds: {plural(plans, 'plan')} in {plural(worlds, 'world')} are {plans * worlds:,} times {what}; one "
+        f"takes {each_s:.2g} s here: at least {plans * worlds * each_s:,.0f} s of processor time",
+        err=True,
+    )
+
+
+def _journal(question: Question, path: Path, resume: bool, quiet: bool) -> SearchJournal[SimulationFinding]:
+    """What is simulated, kept as it comes; of an earlier search, to go on with it, and how much there is is said."""
     from simtune.tuner.certificate import inputs_hash
     from simtune.tuner.climb import SimulationFinding
     from simtune.tuner.journal import SearchJournal
 
-    return (SearchJournal if resume and path.exists() else SearchJournal.begin)(
+    journal = (SearchJournal if resume and path.exists() else SearchJournal.begin)(
         path, inputs_hash(question), SimulationFinding
     )
+    if resume and not quiet:
+        click.echo(f"resumes with {plural(len(journal), 'simulation')} of {path}", err=True)
+    return journal
 
 
 def _leave(journal: SearchJournal[SimulationFinding], error: BaseException, out: Path, resume: bool) -> None:
@@ -199,7 +234,8 @@ def _leave(journal: SearchJournal[SimulationFinding], error: BaseException, out:
     if not resume and (not len(journal) or isinstance(error, (Infeasible, SpecError))):
         journal.discard()
     elif len(journal):
-        click.echo(f"{len(journal)} simulations are kept: --resume goes on with them, in {out}", err=True)
+        kept = plural(len(journal), "simulation")
+        click.echo(f"{kept} are kept: --resume goes on with them, in {out}", err=True)
 
 
 def _check_drafts(question: Question) -> None:

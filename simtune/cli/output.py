@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from simtune.cli.numbers import SEED
 from simtune.cli.pace import Bar, Pace
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ set_option = click.option(
 )
 force_option = click.option("--force", is_flag=True, help="Replace an earlier run in the output folder.")
 quiet_option = click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
-seed_option = click.option("--seed", type=click.IntRange(min=0), default=None, help="Seed of all random streams.")
+seed_option = click.option("--seed", type=SEED, default=None, help="Seed of all random streams.")
 out_option = click.option("--out", type=click.Path(path_type=Path), default=None, help="Run directory to write.")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import click
@@ -14,6 +15,13 @@ if TYPE_CHECKING:
 EVERY_S = 20.0
 """Between two lines about work under way, where nobody looks at a terminal."""
 EVERY_JSON_S = 1.0
+
+
+def seconds_of(work: Callable[[], None]) -> float:
+    """Return how long some work takes."""
+    began = time.monotonic()
+    work()
+    return time.monotonic() - began
 
 
 class Pace:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from simtune.cli.names import MODEL
+from simtune.cli.numbers import LONGEST_S, Whole
 from simtune.cli.output import json_option, print_json, print_table, quiet_option, write_profile
 from simtune.errors import UsageError
 from simtune.runs.files import hold, write_file
@@ -34,8 +35,8 @@ def _duration(ctx: click.Context, param: click.Parameter, value: str) -> float:
     """90s, 3m, 1.5h or plain seconds, as seconds."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", value)
     seconds = float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]] if match else 0.0
-    if seconds < 20:
-        raise click.BadParameter(f"{value!r}: write it as 90s, 3m or 1h, 20 seconds at least")
+    if not 20 <= seconds <= LONGEST_S:
+        raise click.BadParameter(f"{value[:20]!r}: write it as 90s, 3m or 1h, from 20 seconds to 48 days")
     return seconds
 
 
@@ -52,8 +53,8 @@ def _share(ctx: click.Context, param: click.Parameter, value: str | None) -> flo
 
 def _numbers(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
     """1,2,4."""
-    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", value):
-        raise click.BadParameter(f"{value!r}: write it as 1,2,4")
+    if not re.fullmatch(r"[1-9]\d{0,4}(,[1-9]\d{0,4})*", value):
+        raise click.BadParameter(f"{value[:40]!r}: write it as 1,2,4, each below 100,000")
     return tuple(dict.fromkeys(int(n) for n in value.split(",")))
 
 
@@ -82,9 +83,9 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str) -> tuple[in
 )
 @click.option("--kernels", default=None, metavar="PROFILE", help="With --engine: measured here, to split its steps by.")
 @click.option("--vllm-python", default=None, metavar="FILE", help="With --engine vllm: the interpreter that has it.")
-@click.option("--max-num-seqs", type=click.IntRange(min=2), default=16, show_default=True, help="With --engine.")
-@click.option("--max-num-batched-tokens", type=click.IntRange(min=16), default=256, show_default=True, help="The same.")
-@click.option("--max-model-len", type=click.IntRange(min=64), default=1024, show_default=True, help="The same.")
+@click.option("--max-num-seqs", type=Whole(2, 2**20), default=16, show_default=True, help="With --engine.")
+@click.option("--max-num-batched-tokens", type=Whole(16, 2**24), default=256, show_default=True, help="The same.")
+@click.option("--max-model-len", type=Whole(64, 2**27), default=1024, show_default=True, help="The same.")
 @click.option("--transfers", is_flag=True, help="With --engine vllm: how long KV caches go from one to another, too.")
 @click.option("--target", callback=_share, default=None, help="Stop once every hold-out error is within it, e.g. 5%.")
 @json_option

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from simtune.cli.names import HARDWARE, PUBLISHED
+from simtune.cli.numbers import JOBS
 from simtune.cli.output import force_option, json_option, number, print_json, print_table, progress, quiet_option
 from simtune.errors import UsageError
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     "--hardware", type=HARDWARE, default=None, help="Run all of them on this profile instead; nothing is judged then."
 )
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write one page with a figure.")
-@click.option("--jobs", type=click.IntRange(min=1), default=None, help="Processes, a family each; one per core.")
+@click.option("--jobs", type=JOBS, default=None, help="Processes, a family each; one per core.")
 @click.option(
     "--journal",
     type=click.Path(dir_okay=False, path_type=Path),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from simtune.cli.names import ENGINE, HARDWARE, MODEL, WORKLOAD
+from simtune.cli.numbers import JOBS, RATE, REQUESTS, WORLDS, Whole
 from simtune.cli.output import (
     force_option,
     json_option,
@@ -74,25 +75,25 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--rate",
-    type=click.FloatRange(min=0, min_open=True),
+    type=RATE,
     default=None,
     help="Mean requests per second, exactly, instead of the workload's own.",
 )
 @click.option(
     "--requests",
-    type=click.IntRange(min=1),
+    type=REQUESTS,
     default=None,
     help="Requests to simulate, instead of the workload's own number.",
 )
 @click.option(
     "--uncertainty",
     "worlds",
-    type=click.IntRange(min=20),
+    type=Whole(20, WORLDS),
     default=None,
     metavar="N",
     help="Also simulate N worlds in which operator times are off, and give 90 % intervals.",
 )
-@click.option("--jobs", type=click.IntRange(min=1), default=None, help="Processes for --uncertainty; one per core.")
+@click.option("--jobs", type=JOBS, default=None, help="Processes for --uncertainty; one per core.")
 @click.option(
     "--timeline",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -259,8 +260,8 @@ class _Targets:
             deployment, seed = experiment.deployment, experiment.seed
             inputs = (deployment.model, deployment.hardware, experiment.workload, deployment.plan)
             name, load, trace = deployment.plan.name, experiment.workload, experiment.trace
-            contents = of_simulation(deployment, result, name, seed, drawn, load, trace)
-            write_run(self.out, contents.without(self.leave_out), inputs, experiment.trace, seed)
+            contents = of_simulation(deployment, result, name, seed, drawn, load, trace, self.leave_out)
+            write_run(self.out, contents, inputs, experiment.trace, seed)
         if self.timeline is not None:
             write_file(self.timeline, trace_file(result, self.window_s))
         if self.per_request is not None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from simtune.cli.names import ACCEPTANCE, HARDWARE, MODEL
+from simtune.cli.numbers import GPUS
 from simtune.cli.output import json_option, number, print_json, print_table
 from simtune.errors import UsageError
 from simtune.runs.files import write_file
@@ -34,7 +35,7 @@ CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384)
 @click.option(
     "--acceptance", type=ACCEPTANCE, required=True, help="How often drafts are kept: a spec, by name or file."
 )
-@click.option("--tp", type=click.IntRange(min=1), default=1, show_default=True, help="GPUs of one instance.")
+@click.option("--tp", type=GPUS, default=1, show_default=True, help="GPUs of one instance.")
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write one page with maps and the tree.")
 @json_option
 @click.option("--force", is_flag=True, help="Replace FILE.")

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from simtune.cli.names import HARDWARE, MODEL, WORKLOAD
+from simtune.cli.numbers import JOBS
 from simtune.cli.output import json_option, print_json, print_table, progress, quiet_option, set_option
 from simtune.errors import UsageError
 
@@ -24,7 +25,7 @@ from simtune.errors import UsageError
 @click.option("--requests", help="Requests to simulate.")
 @click.option("--seed", default="0", show_default=True, help="Seed of all random streams.")
 @set_option
-@click.option("--jobs", type=click.IntRange(min=1), help="Processes; one per core.")
+@click.option("--jobs", type=JOBS, help="Processes; one per core.")
 @click.option(
     "--out", type=click.Path(path_type=Path), help="Folder for sweep.csv and sweep.html; goes on where it was."
 )

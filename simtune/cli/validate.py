@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from simtune.cli.names import HARDWARE, MODEL, WORKLOAD
+from simtune.cli.numbers import LARGEST_RATE, REQUESTS, SMALLEST, TRIALS, WORLDS, Real, Whole
 from simtune.cli.output import (
     command_line,
     force_option,
@@ -165,24 +166,20 @@ def make_engine(choice: EngineChoice, experiment: Experiment) -> Engine:
 )
 @click.option("--model", type=MODEL, default=None, help="Another model than the plan's.")
 @click.option("--hardware", type=HARDWARE, default=None, help="Another hardware profile than the plan's.")
-@click.option("--requests", type=click.IntRange(min=1), default=None, help="How many, instead of the workload's own.")
-@click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True, help="Runs of every load.")
+@click.option("--requests", type=REQUESTS, default=None, help="How many, instead of the workload's own.")
+@click.option("--repeat", type=TRIALS, default=3, show_default=True, help="Runs of every load.")
 @click.option("--rates", default=None, help="Requests per second, e.g. 2,4,8; fractions of the knee otherwise.")
-@click.option(
-    "--plans", type=click.IntRange(min=2), default=None, help="Run K plans around PLAN, or what optimize chose."
-)
-@click.option("--tolerance", type=click.FloatRange(min=0, min_open=True), default=0.1, show_default=True)
+@click.option("--plans", type=Whole(2, 10_000), default=None, help="Run K plans around PLAN, or what optimize chose.")
+@click.option("--tolerance", type=Real(above=0, most=1000), default=0.1, show_default=True)
 @click.option(
     "--max-lateness",
-    type=click.FloatRange(min=0),
+    type=Real(most=1000),
     default=0.01,
     show_default=True,
     help="Of the mean TPOT: a later client is not judged by.",
 )
-@click.option(
-    "--uncertainty", "worlds", type=click.IntRange(min=0), default=20, show_default=True, help="Redrawn worlds."
-)
-@click.option("--timeout", type=click.FloatRange(min=0, min_open=True), default=120.0, help="Seconds without a byte.")
+@click.option("--uncertainty", "worlds", type=Whole(0, WORLDS), default=20, show_default=True, help="Redrawn worlds.")
+@click.option("--timeout", type=Real(above=0, most=1e7), default=120.0, help="Seconds without a byte.")
 @click.option("--api-key", default=None, envvar="OPENAI_API_KEY", help="Of the server.")
 @click.option("--weights", type=click.Path(path_type=Path), default=None, help="Folder that a started engine serves.")
 @click.option("--vllm-python", default=None, help="Python of the environment that vLLM is in.")
@@ -326,8 +323,11 @@ def _rates(text: str | None) -> tuple[float, ...]:
         rates = tuple(float(part) for part in text.split(","))
     except ValueError:
         rates = ()
-    if not rates or not all(0 < rate < float("inf") for rate in rates):
-        raise UsageError(f"--rates {text}: write requests per second with commas between, for example 2,4,8")
+    if not rates or not all(SMALLEST <= rate <= LARGEST_RATE for rate in rates):
+        raise UsageError(
+            f"--rates {text}: write requests per second with commas between, at most {LARGEST_RATE:.0e}, for example "
+            "2,4,8"
+        )
     return tuple(dict.fromkeys(rates))
 
 

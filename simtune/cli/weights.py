@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from simtune.cli.numbers import Real
 from simtune.cli.output import force_option, seed_option, set_option, split_settings
 from simtune.errors import UsageError
 
@@ -14,7 +15,7 @@ from simtune.errors import UsageError
 @click.argument("model", metavar="MODEL")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder to write.")
 @click.option("--rigged", "draft", default=None, metavar="DRAFT", help="Also a draft model, both with known answers.")
-@click.option("--acceptance", type=click.FloatRange(0, 1), default=None, help="Share of the drafts that is accepted.")
+@click.option("--acceptance", type=Real(most=1), default=None, help="Share of the drafts that is accepted.")
 @seed_option
 @set_option
 @force_option

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from simtune.cli.numbers import RATE, Real, Whole
 from simtune.cli.output import force_option, json_option, milliseconds, print_json, print_table
 from simtune.errors import UsageError
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--characters-per-token",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Real(above=0, most=1e6),
     default=4.0,
     show_default=True,
     help="Where a file holds texts and no token counts.",
@@ -49,10 +50,8 @@ if TYPE_CHECKING:
     help="What the file calls its columns: arrival=ts,prompt=tokens_in,output=tokens_out. arrival_s, arrival_ms and "
     "arrival_ns are numbers since some start.",
 )
-@click.option("--part", type=click.IntRange(min=1), help="Which of several runs in one file.")
-@click.option(
-    "--rate", type=click.FloatRange(min=0, min_open=True), help="Requests per second of lengths without times."
-)
+@click.option("--part", type=Whole(1, 10**6), help="Which of several runs in one file.")
+@click.option("--rate", type=RATE, help="Requests per second of lengths without times.")
 @click.option("--span", metavar="TIME", help="From the first to the last scrape, or until the only one: 30m.")
 @click.option(
     "--out", type=click.Path(path_type=Path), metavar="FILE", help="A spec (.yaml), or the trace (.csv, .jsonl)."

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from simtune.report.info import gib, number, percent, plural
+from simtune.errors import plural
+from simtune.report.info import gib, number, percent
 from simtune.sim.deployment import Deployment
 from simtune.sim.pools import DeployedPool
 from simtune.specs.plan import Pool

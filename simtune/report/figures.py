@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from simtune.errors import plural
 from simtune.report.info import (
     BreakdownInfo,
     Cdf,
@@ -234,7 +235,7 @@ def _hover(p: ParetoPoint) -> str:
     lines = [
         f"<b>{escape(c.candidate)}</b>",
         f"{number(p.x)} tokens/s per user, {number(p.y)} per GPU",
-        f"goodput {number(c.goodput_rps)} requests/s on {c.num_gpus} GPUs",
+        f"goodput {number(c.goodput_rps)} requests/s on {plural(c.num_gpus, 'GPU')}",
         f"p99 TTFT {ms(c.ttft_p99_s)} ms, p99 TPOT {ms(c.tpot_p99_s)} ms",
     ]
     if c.reason:

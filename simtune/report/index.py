@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from simtune import __version__
+from simtune.errors import plural
 from simtune.report import info
 from simtune.report.beside import NamedFindings, NamedValidation
 from simtune.report.compare import Compared, NamedRun
@@ -66,7 +67,7 @@ def published_row(each: NamedFindings, page: str) -> IndexRow:
     """Of a list of published systems likewise."""
     f = each.findings
     state = ", ".join(f"{count} {status}" for status, count in counts(f.findings).items())
-    many = info.plural(len(f.findings), "published system")
+    many = plural(len(f.findings), "published system")
     values = (each.name, None, None, f.hardware, many, None, None, None, None, None, None, state)
     return IndexRow(quote(page), "", tuple(map(_shown, values)), _keys(values))
 
@@ -79,7 +80,7 @@ def sweep_row(sweep: SweepTable) -> IndexRow:
     columns = (
         "num_gpus", "offered_rate_rps", "goodput_rps", "ttft_p99_s", "tpot_p99_s", "usd_per_million_output_tokens",
     )  # fmt: skip
-    state = f"sweep of {info.plural(len(sweep.rows), 'point')} over {', '.join(sweep.keys)}"
+    state = f"sweep of {plural(len(sweep.rows), 'point')} over {', '.join(sweep.keys)}"
     named = (same.get("model"), same.get("hardware"), same.get("plan"))
     values: tuple[Any, ...] = (sweep.name, None, *named, *(same.get(column) for column in columns), state)
     shown = [*map(_shown, values)]
@@ -125,7 +126,7 @@ def render(title: str, listed: Compared, sweeps: Sequence[SweepTable], pages: Ma
     return fill(
         "index.html.j2",
         title=title,
-        count=", ".join(info.plural(len(those), word) for word, those in counted.items() if those),
+        count=", ".join(plural(len(those), word) for word, those in counted.items() if those),
         columns=COLUMNS,
         texts=TEXTS,
         rows=sorted(rows, key=lambda row: row.cells[0]),

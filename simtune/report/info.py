@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from simtune.costs.predict import Z90, Basis
+from simtune.errors import plural
 from simtune.runs.schema import CandidateRow, HardwareFacts, Run, Summary
 from simtune.sim.basis import note
 from simtune.sim.summary import Metric, SloLimit
@@ -52,11 +53,6 @@ def percent(share: float | None) -> str:
 def gib(num_bytes: float) -> str:
     """Binary gigabytes to one decimal."""
     return f"{num_bytes / 2**30:.1f} GiB"
-
-
-def plural(count: int, word: str) -> str:
-    """`1 request`, `2 requests`."""
-    return f"{count:,} {word}" if count == 1 else f"{count:,} {word}s"
 
 
 # --- words ------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from typing import NamedTuple
 
+from simtune.errors import plural
 from simtune.report import info
 from simtune.report.templates import fill
 from simtune.runs.schema import Run
@@ -46,7 +47,7 @@ def note(swimlanes: Swimlanes) -> str:
     )
     of = "all" if len(swimlanes.lives) == swimlanes.requests else f"{len(swimlanes.lives):,}"
     kept = "" if of == "all" else ": the slowest, and others evenly spread"
-    steps = info.plural(swimlanes.steps, "step")
+    steps = plural(swimlanes.steps, "step")
     return f"{steps} in {spans:,} spans{merged}; {of} of {swimlanes.requests:,} requests{kept}."
 
 

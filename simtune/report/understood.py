@@ -8,6 +8,7 @@ import numpy as np
 
 from simtune.arrays import Ints
 from simtune.costs.predict import load_residuals
+from simtune.errors import plural
 from simtune.report.models import facts
 from simtune.sim.requests import build_stream
 from simtune.specs.base import Spec
@@ -49,7 +50,7 @@ def _hardware(hardware: Hardware) -> str:
 @_words.register
 def _plan(plan: Plan) -> str:
     pools = ", ".join(_pool(pool) for pool in plan.pools)
-    return f"plan {plan.name}: {plan.model} on {plan.num_devices:,} GPUs: {pools}"
+    return f"plan {plan.name}: {plan.model} on {plural(plan.num_devices, 'GPU')}: {pools}"
 
 
 def _pool(pool: Pool) -> str:

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from simtune import __version__
-from simtune.report import figures, info
+from simtune.errors import plural
+from simtune.report import figures
 from simtune.report.figures import COLOURS, GREY, Figure
 from simtune.report.labels import brief
 from simtune.report.templates import fill, template
@@ -197,7 +198,7 @@ def render(v: Validation, drawn: Sequence[Curves]) -> str:
         "validation.html.j2",
         v=v,
         headline=headline(v),
-        circumstances=f"{info.plural(len(v.loads), 'load')}; hardware profile {v.hardware}; {v.clock} clock.",
+        circumstances=f"{plural(len(v.loads), 'load')}; hardware profile {v.hardware}; {v.clock} clock.",
         warnings=warnings(v),
         loads=[
             LoadSection(load.label, _load_words(load, v.clock), rows(load), by_load.get(load.label, ()))

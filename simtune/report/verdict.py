@@ -105,15 +105,31 @@ def edges(run: Run) -> list[str]:
     ]
     unfelt = {step.knob for step in neighbours(run) if step.effect.startswith(NO_EFFECT)}
     knobs = ("max_num_seqs", "max_num_batched_tokens", "tp", "pp", "attention_dp")
-    notes = (_edge(knob, chosen, alike) for knob in knobs if knob not in unfelt)
+    notes = (_edge(knob, chosen, alike, run) for knob in knobs if knob not in unfelt)
     return [note for note in notes if note is not None]
 
 
-def _edge(knob: str, chosen: CandidateRow, alike: Sequence[CandidateRow]) -> str | None:
-    """The note on one knob; None where its value is between others, the only one, or 1, below which there is none."""
+def _ends_here(knob: str, value: int, chosen: CandidateRow, run: Run) -> bool:
+    """True if no plan lies beyond the value of a knob: larger ones were tried and do not fit, an instance would need
+    more GPUs than the study has, or seats and token budget bound each other."""
+    rows = [c for c in run.candidates if (c.prefill is None) == (chosen.prefill is None)]
+    if any(c.status == "does_not_fit" and getattr(c, knob) > value for c in rows):
+        return True
+    if knob == "max_num_batched_tokens" and value == chosen.max_num_seqs:  # a budget holds a token for every seat
+        return True
+    study = run.summary.study
+    if study is None or knob not in ("tp", "pp", "attention_dp"):
+        return False
+    gpus = chosen.tp * chosen.pp * (chosen.attention_dp or 1)
+    return value == max(getattr(c, knob) or 1 for c in rows) and 2 * gpus > sum(x.devices for x in study.hardware)
+
+
+def _edge(knob: str, chosen: CandidateRow, alike: Sequence[CandidateRow], run: Run) -> str | None:
+    """The note on one knob; None where its value is between others, the only one, or an end beyond which nothing lies,
+    such as 1."""
     tried = sorted({value for c in alike if (value := getattr(c, knob)) is not None})
     value = getattr(chosen, knob)
-    if len(tried) < 2 or value == 1 or value not in (tried[0], tried[-1]):
+    if len(tried) < 2 or value == 1 or value not in (tried[0], tried[-1]) or _ends_here(knob, value, chosen, run):
         return None
     end = "smallest" if value == tried[0] else "largest"
     whose = "" if chosen.prefill is None else " of the decode pool"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from simtune.costs.iteration import StepModel, StepWork
 from simtune.runs.schema import StepPart, StepTime
 from simtune.sim.deployment import Deployment
@@ -57,10 +59,15 @@ def _typical(pool: Pool, decodes: int, context: int, longest: int) -> Iterator[t
 
 def _decode_batch(result: Result, pool: str) -> int:
     """The mean number of decodes in a step of the pool, weighted by the steps' time; 1 where nothing decodes."""
-    cores = result.outcome.cores
-    decoding = [r for r in result.outcome.records if r.num_decodes and cores[r.core].pool == pool]
-    ticks = sum(r.end - r.start for r in decoding)
-    return max(1, round(sum(r.num_decodes * (r.end - r.start) for r in decoding) / ticks)) if ticks else 1
+    records = result.outcome.records
+    of_pool = np.array([core.pool == pool for core in result.outcome.cores])
+    decodes = records.column("num_decodes")
+    here = (decodes > 0) & of_pool[records.column("core")]
+    decodes, lasted = decodes[here], (records.column("end") - records.column("start"))[here]
+    # Exact sums: ticks times decodes of a long run are beyond 64 bits.
+    ticks = int(lasted.sum())
+    weighted = sum(int(lasted[decodes == number].sum()) * number for number in np.unique(decodes).tolist())
+    return max(1, round(weighted / ticks)) if ticks else 1
 
 
 def _provenance(pool: DeployedPool, model: StepModel) -> dict[str, str]:

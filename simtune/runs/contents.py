@@ -52,7 +52,7 @@ from simtune.specs.traces import Trace
 from simtune.specs.workload import Workload
 from simtune.tuner.certificate import Certificate, certificate_of
 from simtune.tuner.confidence import Confidence
-from simtune.tuner.day import DayHour, day_of
+from simtune.tuner.day import DayHour, Done, day_of
 from simtune.tuner.drafting import Contexts, schedule
 from simtune.tuner.front_certificate import front_certificate_of
 from simtune.tuner.odds import odds
@@ -67,13 +67,6 @@ class Contents:
     run: Run
     files: Files
     """Those that no report is drawn from: the plan, engine settings, requests, the timeline."""
-
-    def without(self, parts: Collection[str]) -> Contents:
-        """Less of it: of `requests`, `trace` and `swimlanes` those that are named."""
-        names = {"requests": "requests.csv", "trace": "trace.json.gz"}
-        left_out = {names[part] for part in parts if part in names}
-        run = self.run._replace(swimlanes=None) if "swimlanes" in parts else self.run
-        return Contents(run, {name: text for name, text in self.files.items() if name not in left_out})
 
     def complete(self, page: str, manifest: Manifest) -> Files:
         """All files of the directory, with the page that was drawn from `run`."""
@@ -104,9 +97,13 @@ def of_simulation(
     uncertainty: Uncertainty | None = None,
     workload: Workload | None = None,
     trace: Trace | None = None,
+    leave_out: Collection[str] = (),
 ) -> Contents:
-    """One simulated plan: plan.yaml, engine/, summary.json, requests.csv, trace.json.gz and swimlanes.json.gz."""
-    files = _files(deployment, result)
+    """One simulated plan: plan.yaml, engine/, summary.json, requests.csv, trace.json.gz and swimlanes.json.gz.
+
+    `leave_out` names what of `requests`, `trace` and `swimlanes` is not made.
+    """
+    files = _files(deployment, result, leave_out)
     summary = Summary(
         name=name,
         seed=seed,
@@ -117,7 +114,7 @@ def of_simulation(
         uncertainty=uncertainty,
         **_common(deployment, result, files, (workload, trace), pool_bases(deployment, result)),
     )
-    return Contents(Run(summary, (), swimlanes_of(result)), files)
+    return Contents(Run(summary, (), None if "swimlanes" in leave_out else swimlanes_of(result)), files)
 
 
 def of_study(
@@ -126,8 +123,10 @@ def of_study(
     jobs: Jobs = None,
     confidence: Confidence | None = None,
     uncertainty: Uncertainty | None = None,
+    progress: Done | None = None,
 ) -> Contents:
-    """The same for the chosen plan of a study, with all candidates, goodput curves, and how sure all of it is."""
+    """The same for the chosen plan of a study, with all candidates, goodput curves, and how sure all of it is.
+    `progress` hears of the windows of a day."""
     study, files = tuned.question.study, _files(tuned.deployment, tuned.result)
     chosen, *rivals = sweeps(tuned, jobs=jobs)
     of_chosen, *of_rivals = map(_points, (chosen, *rivals))
@@ -137,7 +136,9 @@ def of_study(
     drafts = None if facts is None else {**facts, "load": _drafted_load(of_chosen)}
     bases = pool_bases(tuned.deployment, tuned.result)
     known = None if uncertainty else odds(tuned, chosen, bases)
-    asked = _asked_for(tuned, {"confidence": confidence, "odds": known, "day": day_of(tuned, jobs=jobs)}, drafts)
+    asked = _asked_for(
+        tuned, {"confidence": confidence, "odds": known, "day": day_of(tuned, jobs=jobs, progress=progress)}, drafts
+    )
     if "day" in asked:
         files["day.csv"] = to_csv(columns(DayHour), ([*hour.model_dump().values()] for hour in asked["day"].hours))
     summary = Summary(
@@ -145,14 +146,7 @@ def of_study(
         seed=study.seed,
         study=study,
         interrupted=tuned.interrupted,
-        objective=ObjectiveValue(
-            name=study.objective,
-            unit=tuned.question.objective.unit,
-            value=tuned.value,
-            # Of a front its own file says what is certified.
-            bound=None if tuned.ladder else tuned.bound,
-            gap=None if tuned.ladder else tuned.gap,
-        ),
+        objective=_objective_value(tuned),
         sweep=tuple(chain(of_chosen, *of_rivals)) or None,
         runners_up=tuple(
             RunnerUp(candidate=s.candidate, ttft_quantiles_s=s.judged.ttft_s, tpot_quantiles_s=s.judged.tpot_s)
@@ -172,6 +166,15 @@ def of_study(
     return Contents(Run(summary, candidates, swimlanes_of(tuned.result), certificate, course), files)
 
 
+def _objective_value(tuned: Tuned) -> ObjectiveValue:
+    """What the chosen plan comes to; of a front its own file says what is certified."""
+    objective, single = tuned.question.objective, not tuned.ladder
+    bound, gap = (tuned.bound, tuned.gap) if single else (None, None)
+    return ObjectiveValue(
+        name=tuned.question.study.objective, unit=objective.unit, value=tuned.value, bound=bound, gap=gap
+    )
+
+
 def _asked_for(tuned: Tuned, answers: Mapping[str, Any], drafts: Mapping[str, Any] | None) -> dict[str, Any]:
     """Fields of the summary by name; what was not asked for has no key."""
     asked = {
@@ -185,13 +188,16 @@ def _asked_for(tuned: Tuned, answers: Mapping[str, Any], drafts: Mapping[str, An
 # --- what both have ---------------------------------------------------------------------------------------
 
 
-def _files(deployment: Deployment, result: Result) -> Files:
-    return {
+def _files(deployment: Deployment, result: Result, leave_out: Collection[str] = ()) -> Files:
+    files: Files = {
         "plan.yaml": deployment.plan.to_yaml("Written by simtune; read by simtune simulate."),
         **engine_files(deployment),
-        "requests.csv": requests_csv(result),
-        "trace.json.gz": trace_file(result),
     }
+    if "requests" not in leave_out:
+        files["requests.csv"] = requests_csv(result)
+    if "trace" not in leave_out:
+        files["trace.json.gz"] = trace_file(result)
+    return files
 
 
 def _load_source(workload: Workload | None, trace: Trace | None, requests: int) -> str | None:

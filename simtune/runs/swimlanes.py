@@ -7,7 +7,7 @@ span, with the time that went to each kind of step and the least and most of wha
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Literal, Self
 
 import numpy as np
@@ -16,7 +16,8 @@ from pydantic import Field, model_validator
 
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.runs.files import packed
-from simtune.sim.outcome import Outcome, StepRecord
+from simtune.sim.outcome import Outcome
+from simtune.sim.recorded_steps import RecordedSteps
 from simtune.sim.result import Result
 from simtune.specs.base import Record, Seq
 
@@ -112,18 +113,16 @@ def swimlanes_of(result: Result, most_spans: int = MOST_SPANS, most_lives: int =
     outcome = result.outcome
     if not outcome.records:
         return None
-    by_core: list[list[StepRecord]] = [[] for _ in outcome.cores]
-    for record in outcome.records:
-        by_core[record.core].append(record)
-    together = -(-len(outcome.records) // most_spans)
-    duration = max(int(_us(max(r.end for r in outcome.records))), 1)
+    records = outcome.records
+    together = -(-len(records) // most_spans)
+    duration = max(int(_us(int(records.column("end").max()))), 1)
     swimlanes = [
         CoreLane(
             instance=f"{core.pool} {core.instance}",
             core=core.virtual_engine,
             blocks=core.blocks,
             transfer_us=_transfers(outcome, number, duration),
-            **_spans(by_core[number], together),
+            **_spans(records, np.flatnonzero(records.column("core") == number), together),
         )
         for number, core in enumerate(outcome.cores)
     ]
@@ -143,33 +142,32 @@ def _us(ticks: int | Ints) -> Ints:
     return np.rint(np.asarray(ticks) * (1e6 / TICKS_PER_SECOND)).astype(np.int64)
 
 
-def _spans(records: Sequence[StepRecord], together: int) -> dict[str, tuple[int, ...]]:
-    """Columns of a swimlane, each row of so many records."""
-    if not records:
+def _spans(records: RecordedSteps, here: Ints, together: int) -> dict[str, tuple[int, ...]]:
+    """Columns of the swimlane of the jumps `here`, each row of `together` of them."""
+    if not len(here):
         return dict.fromkeys((*_SPAN_COLUMNS, "start_us"), ())
-    start, end, steps = _us(_column(records, "start")), _us(_column(records, "end")), _column(records, "steps")
-    prompts, decodes = _column(records, "prefill_tokens") > 0, _column(records, "num_decodes") > 0
-    drafts, first = _column(records, "draft_tokens") > 0, np.arange(0, len(records), together)
+
+    def column(name: str) -> Ints:
+        return records.column(name)[here]
+
+    start, end, steps = _us(column("start")), _us(column("end")), column("steps")
+    prompts, decodes = column("prefill_tokens") > 0, column("num_decodes") > 0
+    drafts, first = column("draft_tokens") > 0, np.arange(0, len(here), together)
     is_kind = {"prefill": prompts & ~decodes, "mixed": prompts & decodes, "draft": ~prompts & drafts}
     is_kind["decode"] = ~prompts & ~drafts
     spent = end - start
     begins = start[first]
     columns = {
         "start_us": np.diff(begins, prepend=0),
-        "length_us": end[np.minimum(first + together, len(records)) - 1] - begins,
+        "length_us": end[np.minimum(first + together, len(here)) - 1] - begins,
         "steps": np.add.reduceat(steps, first),
     }
     columns |= {f"{kind}_us": np.add.reduceat(np.where(those, spent, 0), first) for kind, those in is_kind.items()}
     for what in COUNTED:
-        values = _column(records, what)
+        values = column(what)
         columns[f"{what}_low"] = np.minimum.reduceat(values, first)
         columns[f"{what}_high"] = np.maximum.reduceat(values, first)
     return {name: tuple(column.tolist()) for name, column in columns.items()}
-
-
-def _column(records: Sequence[StepRecord], name: str) -> Ints:
-    at = StepRecord._fields.index(name)
-    return np.array([record[at] for record in records], dtype=np.int64)
 
 
 def _transfers(outcome: Outcome, core: int, duration_us: int) -> tuple[tuple[int, int], ...]:
@@ -204,14 +202,14 @@ def _lives(result: Result, kept: Iterable[int]) -> tuple[RequestLife, ...]:
     outcome, stream = result.outcome, result.stream
     chunks: dict[int, list[tuple[int, int, int, int]]] = {request: [] for request in kept}
     preempted: dict[int, list[int]] = {request: [] for request in chunks}
-    for record in outcome.records:
-        for request, tokens in record.chunks:
-            if request in chunks:
-                start = int(_us(record.start))
-                chunks[request].append((record.core, start, int(_us(record.end)) - start, tokens))
-        for request in record.preempted:
-            if request in preempted:
-                preempted[request].append(int(_us(record.start)))
+    records, wanted = outcome.records, np.array(list(chunks), dtype=np.int64)
+    start, end = _us(records.column("start")), _us(records.column("end"))
+    computed, lost = records.chunks(), records.preempted()
+    for jump, request, tokens in computed[np.isin(computed[:, 1], wanted)].tolist():
+        core, begin = int(records.column("core")[jump]), int(start[jump])
+        chunks[request].append((core, begin, int(end[jump]) - begin, tokens))
+    for jump, request in lost[np.isin(lost[:, 1], wanted)].tolist():
+        preempted[request].append(int(start[jump]))
 
     def at(column: Ints, request: int) -> int | None:
         return int(_us(column[request])) if column[request] >= 0 else None

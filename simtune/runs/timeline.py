@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,28 +28,25 @@ def sampled(result: Result, pool: str | None = None) -> Timeline:
     outcome = result.outcome
     if not outcome.records:
         return Timeline(t_s=(), running=(), waiting=(), kv_used=())
-    by_core: dict[int, list[Any]] = {
-        number: [] for number, core in enumerate(outcome.cores) if pool in (None, core.pool)
-    }
-    for record in outcome.records:
-        if record.core in by_core:
-            by_core[record.core].append(record)
-    grid = np.linspace(0, max(r.end for r in outcome.records), POINTS)
+    records, cores = outcome.records, [n for n, core in enumerate(outcome.cores) if pool in (None, core.pool)]
+    grid = np.linspace(0, records.column("end").max(), POINTS)
     running, waiting, used = np.zeros(POINTS), np.zeros(POINTS), np.zeros(POINTS)
-    for number, records in by_core.items():
-        if not records:
+    for number in cores:
+        here = np.flatnonzero(records.column("core") == number)
+        if not len(here):
             continue
-        at = np.searchsorted([r.start for r in records], grid, side="right") - 1
-        inside = (at >= 0) & (grid < np.array([r.end for r in records])[at])
-        free = np.array([r.free_blocks for r in records])[at] / outcome.cores[number].blocks
-        running += np.where(inside, np.array([r.running for r in records])[at], 0)
-        waiting += np.where(inside, np.array([r.waiting for r in records])[at], 0)
+        at = np.searchsorted(records.column("start")[here], grid, side="right") - 1
+        latest = here[at]
+        inside = (at >= 0) & (grid < records.column("end")[latest])
+        free = records.column("free_blocks")[latest] / outcome.cores[number].blocks
+        running += np.where(inside, records.column("running")[latest], 0)
+        waiting += np.where(inside, records.column("waiting")[latest], 0)
         used += np.where(inside, 1 - free, 0)
     return Timeline(
         t_s=tuple((grid / TICKS_PER_SECOND).tolist()),
         running=tuple(running.tolist()),
         waiting=tuple(waiting.tolist()),
-        kv_used=tuple((used / len(by_core)).tolist()),
+        kv_used=tuple((used / len(cores)).tolist()),
     )
 
 
@@ -82,25 +79,34 @@ class TraceSlice(NamedTuple):
 
 def trace_file(result: Result, window_s: tuple[float, float] | None = None) -> bytes:
     """The simulated steps; only those that touch the window, where one is given."""
-    cores = result.outcome.cores
-    slices = [
-        TraceSlice(
-            instance=f"{cores[r.core].pool} {cores[r.core].instance}",
-            core=cores[r.core].virtual_engine,
-            start_s=r.start / TICKS_PER_SECOND,
-            end_s=r.end / TICKS_PER_SECOND,
-            steps=r.steps,
-            num_decodes=r.num_decodes,
-            prefill_tokens=r.prefill_tokens,
-            running=r.running,
-            waiting=r.waiting,
-            free_blocks=r.free_blocks,
-        )
-        for r in result.outcome.records
-    ]
-    if window_s is not None:
-        slices = [s for s in slices if s.end_s > window_s[0] and s.start_s < window_s[1]]
-    return chrome_trace(slices)
+    return packed(_trace_json(_SlicesInOrder(result, window_s)))
+
+
+class _SlicesInOrder:
+    """The slices of a simulation by instance, start and core, made one by one as they are read: all at once would take
+    several times the memory of the steps."""
+
+    def __init__(self, result: Result, window_s: tuple[float, float] | None) -> None:
+        records, cores = result.outcome.records, result.outcome.cores
+        self._records = records
+        self._of_core = [(f"{core.pool} {core.instance}", core.virtual_engine) for core in cores]
+        places = np.array([sorted({name for name, _ in self._of_core}).index(name) for name, _ in self._of_core])
+        engines = np.array([engine for _, engine in self._of_core])
+        start, end, core = (records.column(name) for name in ("start", "end", "core"))
+        self._order = np.lexsort((end, engines[core], start, places[core])) if len(records) else np.zeros(0, int)
+        if window_s is not None:
+            first, last = (x * TICKS_PER_SECOND for x in window_s)
+            self._order = self._order[(end[self._order] > first) & (start[self._order] < last)]
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __iter__(self) -> Iterator[TraceSlice]:
+        for at in self._order.tolist():
+            core, start, end, *counts = self._records.counts(at)
+            yield TraceSlice(
+                *self._of_core[core], start / TICKS_PER_SECOND, end / TICKS_PER_SECOND, *counts[: len(counts) - 1]
+            )
 
 
 def chrome_trace(slices: Iterable[TraceSlice]) -> bytes:
@@ -111,7 +117,7 @@ def chrome_trace(slices: Iterable[TraceSlice]) -> bytes:
     return packed(_trace_json(sorted(slices, key=lambda s: (s.instance, s.start_s, s.core, s.end_s))))
 
 
-def _trace_json(ordered: Sequence[TraceSlice]) -> Iterator[str]:
+def _trace_json(ordered: Collection[TraceSlice] | _SlicesInOrder) -> Iterator[str]:
     """The text in parts: all events at once would take ten times the memory of the steps."""
     separator = '{"displayTimeUnit":"ms","traceEvents":['
     for event in _events(ordered):
@@ -121,7 +127,7 @@ def _trace_json(ordered: Sequence[TraceSlice]) -> Iterator[str]:
     yield "]}" if ordered else f"{separator}]}}"
 
 
-def _events(ordered: Sequence[TraceSlice]) -> Iterator[dict[str, Any]]:
+def _events(ordered: Iterable[TraceSlice]) -> Iterator[dict[str, Any]]:
     tracks = sorted({(s.instance, s.core) for s in ordered})
     processes = {name: number for number, name in enumerate(sorted({s.instance for s in ordered}, key=_natural))}
     yield from _track_names(processes, tracks)

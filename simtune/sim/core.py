@@ -17,7 +17,6 @@ from simtune.costs.protocol import StepCosts
 from simtune.engine import NO_PROGRESS, Progress, Request, Scheduler, Step
 from simtune.sim.agenda import DRAINED, STEP_END, TRANSFER_START, WAKE, Agenda
 from simtune.sim.link import TransferLink
-from simtune.sim.outcome import StepRecord
 from simtune.sim.recorder import Recorder
 from simtune.sim.sampling import StepSampler
 from simtune.sim.timing import JumpTime, StepTimer, timer_for
@@ -493,6 +492,5 @@ class EngineCore:
             recorder.rows.append((time.first, time.slope, time.repetitions, decodes))
         if recorder.jumps is not None:
             waiting = self.scheduler.num_waiting + len(self.inbox.waiting)
-            recorder.jumps.append(
-                StepRecord.of(step, self.number, (self.started, end), time.repetitions, waiting, self.scheduler.kv.free)
-            )
+            span, free = (self.started, end), self.scheduler.kv.free
+            recorder.jumps.add(step, self.number, span, time.repetitions, waiting, free)

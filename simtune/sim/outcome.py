@@ -8,48 +8,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from simtune.engine import Step, Tally
+from simtune.engine import Tally
+from simtune.sim.recorded_steps import RecordedSteps
 from simtune.sim.sampling import SampledStep
 
 Ticks = NDArray[np.int64]
-
-
-class StepRecord(NamedTuple):
-    """One jump of one core, for timelines: `steps` equal steps from start to end."""
-
-    core: int
-    start: int
-    end: int
-    steps: int
-    num_decodes: int
-    prefill_tokens: int
-    running: int
-    waiting: int
-    free_blocks: int
-    draft_tokens: int = 0
-    """Drafts that each of the steps verifies."""
-    chunks: tuple[tuple[int, int], ...] = ()
-    """(request, tokens) of the prompts computed."""
-    preempted: tuple[int, ...] = ()
-    """Requests that lost their seat when it was scheduled."""
-
-    @classmethod
-    def of(cls, step: Step, core: int, span: tuple[int, int], steps: int, waiting: int, free: int) -> StepRecord:
-        """So many steps like this one, from the first tick of `span` to the last."""
-        return cls(
-            core=core,
-            start=span[0],
-            end=span[1],
-            steps=steps,
-            num_decodes=step.num_decodes,
-            prefill_tokens=sum(chunk.tokens for chunk in step.chunks),
-            running=step.num_decodes + len(step.chunks),
-            waiting=waiting,
-            free_blocks=free,
-            draft_tokens=step.draft_tokens,
-            chunks=tuple((chunk.request.id, chunk.tokens) for chunk in step.chunks),
-            preempted=tuple(request.id for request in step.preempted),
-        )
 
 
 class EngineCoreUse(NamedTuple):
@@ -105,7 +68,8 @@ class Outcome:
     intervals: Ticks
     """Times between tokens, without a value per token, for a jump's are an arithmetic progression. A row (first, slope,
     steps, decodes) stands for `steps` steps of `decodes` tokens, the k-th taking first + k * slope ticks."""
-    records: list[StepRecord] = field(default_factory=list)
+    records: RecordedSteps = field(default_factory=RecordedSteps)
+    """Every jump, if that was asked for."""
     role_switches: int | None = None
     """Instances that took the other role, where a controller lets them."""
 

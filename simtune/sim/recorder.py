@@ -8,7 +8,8 @@ from itertools import chain
 
 import numpy as np
 
-from simtune.sim.outcome import EngineCoreUse, Outcome, StepRecord, Ticks
+from simtune.sim.outcome import EngineCoreUse, Outcome, Ticks
+from simtune.sim.recorded_steps import RecordedSteps
 
 MOST_ROWS = 1 << 10
 """How many rows of intervals are kept as tuples, at most."""
@@ -27,7 +28,7 @@ class Recorder:
         self.refused = 0
         self.steps = 0
         self.transferred_bytes = 0
-        self.jumps: list[StepRecord] | None = [] if record else None
+        self.jumps = RecordedSteps() if record else None
         self.rows: list[tuple[int, int, int, int]] = []
         """Intervals not packed yet: (first, slope, steps, decodes)."""
         self._intervals = array("q")
@@ -78,7 +79,7 @@ class Recorder:
             transferred_bytes=self.transferred_bytes,
             cores=cores,
             intervals=np.concatenate([_array(self._intervals).reshape(-1, 4), self._listed_intervals()]),
-            records=self.jumps or [],
+            records=RecordedSteps() if self.jumps is None else self.jumps,
         )
 
     def _listed_intervals(self) -> Ticks:

@@ -22,7 +22,7 @@ from simtune.arrays import Array, Ints
 from simtune.errors import UsageError
 from simtune.sim.graphs import BLOCK_TOKENS, FamilyGraph, compiled
 from simtune.specs import room
-from simtune.specs.base import LONGEST_S
+from simtune.specs.base import LARGEST_RATE_RPS, LONGEST_S
 from simtune.specs.traces import MOONCAKE_BLOCK_TOKENS, Trace
 from simtune.specs.workload import (
     Arrivals,
@@ -104,8 +104,10 @@ class RequestStream:
 
         Raises UsageError for a stream that has no rate: a closed loop, or requests that all come at once.
         """
-        if not 0 < rate_rps < math.inf:
-            raise UsageError(f"the request rate must be positive and finite, not {rate_rps} requests/s")
+        if not 0 < rate_rps <= LARGEST_RATE_RPS:
+            raise UsageError(
+                f"the request rate must be above 0 and at most {LARGEST_RATE_RPS:.0e} requests/s, not {rate_rps}"
+            )
         if self.arrival_s is None:
             raise UsageError("a closed loop has no request rate to change; change arrivals.users instead")
         if self.offered_rate_rps is None:
@@ -119,7 +121,10 @@ class RequestStream:
 
     def share_of(self, count: int, instances: int) -> RequestStream:
         """What the first `count` of so many instances see of this stream under round robin."""
-        seen = np.arange(len(self)) % instances < count
+        return self.kept(np.arange(len(self)) % instances < count)
+
+    def kept(self, seen: NDArray[np.bool_]) -> RequestStream:
+        """Return the requests for which `seen` is true, at their own times; of families whole ones must be kept."""
         return replace(
             self,
             arrival_s=None if self.arrival_s is None else self.arrival_s[seen],

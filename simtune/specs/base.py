@@ -72,7 +72,8 @@ Drafts = Annotated[int, Field(ge=1, le=1024)]
 """Tokens that are drafted at once, and levels and branches of their trees."""
 BlockSize = Annotated[int, Field(ge=1, le=2**20)]
 """Tokens of a KV block."""
-Rate = Annotated[float, Field(gt=0, le=1e9), AfterValidator(_of_this_world)]
+LARGEST_RATE_RPS = 1e9
+Rate = Annotated[float, Field(gt=0, le=LARGEST_RATE_RPS), AfterValidator(_of_this_world)]
 """Requests per second."""
 LogSigma = Annotated[float, Field(ge=0, le=20)]
 """A standard deviation of logarithms."""

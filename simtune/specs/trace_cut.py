@@ -13,10 +13,13 @@ from numpy.typing import NDArray
 
 from simtune.arrays import Array, Ints, Mask
 from simtune.errors import UsageError
+from simtune.specs.reading import shortened
 from simtune.specs.traces import Trace
 from simtune.specs.workload import Workload
 
 DAY_S = 86_400.0
+_LONGEST_S = 36_500 * DAY_S
+_LARGEST_FACTOR = 1e9
 _UNITS_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": DAY_S}
 
 
@@ -24,8 +27,11 @@ def duration_s(text: str) -> float:
     """`90s`, `30m`, `1.5h`, `2d` or plain seconds. Raises UsageError."""
     matched = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([a-z]*)", text.strip())
     if matched is None or (matched[2] or "s") not in _UNITS_S or not float(matched[1]) > 0:
-        raise UsageError(f"{text}: write a time as 90s, 30m, 1.5h or 2d")
-    return float(matched[1]) * _UNITS_S[matched[2] or "s"]
+        raise UsageError(f"{shortened(text)}: write a time as 90s, 30m, 1.5h or 2d")
+    seconds = float(matched[1]) * _UNITS_S[matched[2] or "s"]
+    if seconds > _LONGEST_S:
+        raise UsageError(f"{shortened(text)}: must be at most {_LONGEST_S / DAY_S:,.0f} days")
+    return seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +59,8 @@ def _factor(text: str) -> float:
         factor = float(text.removesuffix("x"))
     except ValueError:
         factor = -1.0
-    if not 0 < factor < float("inf"):
-        raise UsageError(f"{text}: write a factor of the rate as 2x or 0.5x")
+    if not 1 / _LARGEST_FACTOR <= factor <= _LARGEST_FACTOR:
+        raise UsageError(f"{shortened(text)}: write a factor of the rate as 2x or 0.5x, at most {_LARGEST_FACTOR:.0e}x")
     return factor
 
 

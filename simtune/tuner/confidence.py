@@ -167,6 +167,7 @@ def confidence(
     seed: int = 0,
     tolerance: float = 0.02,
     jobs: Jobs = None,
+    progress: Callable[[int, int, str], None] | None = None,
 ) -> Confidence:
     """Judge the first contender, which was chosen, against the others in `worlds` redrawn worlds.
 
@@ -181,7 +182,12 @@ def confidence(
     for contender, run in zip(contenders, runs, strict=True):
         tasks += _tasks(contender, spreads(contender.deployment, run), drawn, slo, tolerance, seed)
     with executor(jobs, len(tasks)) as pool:
-        values = np.array(list(ordered_map(pool, _InWorld.run, tasks))).reshape(len(contenders), worlds)
+        worth = []
+        for value in ordered_map(pool, _InWorld.run, tasks):
+            worth.append(value)
+            if progress is not None:
+                progress(len(worth), len(tasks), contenders[(len(worth) - 1) // worlds].name)
+    values = np.array(worth).reshape(len(contenders), worlds)
     asked = [[*asked_calls(c.deployment, run)] for c, run in zip(contenders, runs, strict=True)]
     in_doubt = {call.kind for calls in asked for _, call in calls}
     if any(c.deployment.drafting for c in contenders):

@@ -10,13 +10,14 @@ its first window follows the last.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 from pydantic import Field
 
+from simtune.errors import plural
 from simtune.parallel import Jobs, executor, ordered_map
 from simtune.sim.deployment import length_limit
 from simtune.sim.requests import RequestStream, build_stream
@@ -74,8 +75,8 @@ class DayPlan(Record):
         if self.usd is not None and self.peak_usd is not None:
             lines[0] += f", {self.peak_usd - self.usd:,.2f} of {self.peak_usd:,.2f} USD"
         lines += [
-            f"day: from hour {hour.begin_h:g} {hour.rate_rps:.4g} requests/s are more than {hour.gpus} GPUs serve "
-            "within the SLO"
+            f"day: from hour {hour.begin_h:g} {hour.rate_rps:.4g} requests/s are more than "
+            f"{plural(hour.gpus, 'GPU')} can serve within the SLO"
             for hour in missed
         ]
         return lines
@@ -89,7 +90,11 @@ class _Window(Record):
     """Of the part of the trace."""
 
 
-def day_of(tuned: Tuned, *, jobs: Jobs = None) -> DayPlan | None:
+Done = Callable[[int, int, str], None]
+"""Hears how many of how many windows are done, and a word on the latest."""
+
+
+def day_of(tuned: Tuned, *, jobs: Jobs = None, progress: Done | None = None) -> DayPlan | None:
     """The day of a study under its chosen plan; None where it has none. `jobs` processes; the answer is the same."""
     question, day = tuned.question, tuned.question.study.day
     if day is None:
@@ -100,7 +105,11 @@ def day_of(tuned: Tuned, *, jobs: Jobs = None) -> DayPlan | None:
     windows = windows_of(day, question.trace)
     tasks = [_WindowTask(question, unit, window, tuned.deployment.max_model_len, each) for window in windows]
     with executor(jobs, len(tasks)) as pool:
-        hours = tuple(ordered_map(pool, _WindowTask.run, tasks))
+        hours = []
+        for hour in ordered_map(pool, _WindowTask.run, tasks):
+            hours.append(hour)
+            if progress is not None:
+                progress(len(hours), len(tasks), f"hour {hour.begin_h:g}: {plural(hour.replicas, 'replica')}")
     return _summed(question, unit, day, hours)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from simtune.errors import plural
 from simtune.tuner.question import Question
 from simtune.tuner.trial import Trial
 
@@ -16,7 +17,7 @@ def praise(row: Trial, question: Question, value: float) -> str:
     if objective.name == "e2el":
         return f"meets the SLO with a mean end-to-end latency of {value:.4g} s"
     if objective.name == "gpus":
-        return f"meets the SLO on {row.candidate.num_gpus} GPUs"
+        return f"meets the SLO on {plural(row.candidate.num_gpus, 'GPU')}"
     return f"meets the SLO at {value:.4g} {objective.unit}"
 
 
@@ -28,9 +29,8 @@ def no_better(question: Question, row: Trial, best: float, leader: Trial | None,
         return f"no better than {best:.4g} {objective.unit}; {reached}"
     reached = "no plan met the SLO"
     if leader is not None:
-        reached = (
-            f"{leader.candidate.name} reached {leader.rate_rps:.4g} requests/s on {leader.candidate.num_gpus} GPUs"
-        )
+        gpus = plural(leader.candidate.num_gpus, "GPU")
+        reached = f"{leader.candidate.name} reached {leader.rate_rps:.4g} requests/s on {gpus}"
     return f"cannot exceed {row.rate_bound_rps:.4g} requests/s ({row.bounded_by}); {reached}"
 
 
@@ -60,7 +60,7 @@ def _beaten(row: Trial, best: Trial, question: Question, values: Mapping[int, fl
     objective, own, chosen = question.objective, values[id(row)], values[id(best)]
     if objective.name == "gpus":
         more = row.candidate.num_gpus - best.candidate.num_gpus
-        return f"needs {more} GPUs more" if more else "as many GPUs, and found later"
+        return f"needs {plural(more, 'GPU')} more" if more else "as many GPUs, and found later"
     if objective.sign > 0:
         return f"{own:.4g} {objective.unit}, {1 - own / chosen:.1%} less than the chosen plan"
     if objective.name == "e2el":

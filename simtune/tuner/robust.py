@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 from simtune.parallel import Jobs
@@ -22,7 +23,14 @@ RIVALS = 4
 """Runners-up that the chosen plan is compared with."""
 
 
-def of_search(tuned: Tuned, *, worlds: int, rivals: int = RIVALS, jobs: Jobs = None) -> Confidence:
+def of_search(
+    tuned: Tuned,
+    *,
+    worlds: int,
+    rivals: int = RIVALS,
+    jobs: Jobs = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> Confidence:
     """The chosen plan against those that could come nearest (`contenders`). See `simtune.tuner.confidence`."""
     study = tuned.question.study
     return confidence(
@@ -32,7 +40,15 @@ def of_search(tuned: Tuned, *, worlds: int, rivals: int = RIVALS, jobs: Jobs = N
         seed=study.seed,
         tolerance=study.search.rate_tolerance,
         jobs=jobs,
+        progress=progress,
     )
+
+
+def simulate_chosen(tuned: Tuned) -> None:
+    """Simulate the chosen plan once, as it is judged in every world: the unit of what worlds cost."""
+    chosen = contenders(tuned, 0)[0]
+    stream = chosen.stream if chosen.rate_rps is None else chosen.stream.at_rate(chosen.rate_rps)
+    chosen.deployment.simulate(stream, tuned.question.study.slo, cores=chosen.cores)
 
 
 def contenders(tuned: Tuned, rivals: int = RIVALS) -> list[RivalPlan]:

@@ -11,6 +11,7 @@ import numpy as np
 from simtune.errors import UsageError
 from simtune.sim.deployment import Deployment
 from simtune.sim.requests import RequestStream
+from simtune.specs.base import LONGEST_S
 
 FRACTIONS = {"light": 0.3, "knee": 0.9, "overload": 1.5}
 """Of the knee's rate, by name of the load."""
@@ -22,6 +23,8 @@ WARM_UPS = 4
 _HALVINGS = 12
 _ALONE = 1e-3
 """Of the rate at which requests follow one another: at that rate none meets another."""
+_FEW = 48
+"""Requests that tell how long one takes alone: of all of them a simulation would last months."""
 
 
 class Load(NamedTuple):
@@ -55,8 +58,8 @@ def knee_rps(deployment: Deployment, stream: RequestStream, seed: int = 0) -> fl
     UsageError where the plan refuses some of the requests, which no engine could be asked to serve.
     """
 
-    def e2el_s(rate: float) -> float:
-        value = deployment.simulate(stream.at_rate(rate), seed=seed).statistic("e2el", "mean")
+    def e2el_s(rate: float, requests: RequestStream = stream) -> float:
+        value = deployment.simulate(requests.at_rate(rate), seed=seed).statistic("e2el", "mean")
         assert value is not None
         return value
 
@@ -67,8 +70,11 @@ def knee_rps(deployment: Deployment, stream: RequestStream, seed: int = 0) -> fl
         )
     first = alone.statistic("e2el", "mean")
     assert first is not None
-    alone_s = e2el_s(_ALONE / max(first, 1e-9))
-    low, high = _ALONE / alone_s, len(stream) / alone_s
+    few = _few(stream)
+    slowest = 2 * len(few) / LONGEST_S  # the last of them still comes within what can be simulated
+    alone_s = e2el_s(max(_ALONE / max(first, 1e-9), slowest), few)
+    high = len(stream) / alone_s
+    low = min(max(_ALONE / alone_s, 2 * len(stream) / LONGEST_S), high)
     if e2el_s(high) <= KNEE_SLOWDOWN * alone_s:
         return high
     for _ in range(_HALVINGS):
@@ -78,6 +84,18 @@ def knee_rps(deployment: Deployment, stream: RequestStream, seed: int = 0) -> fl
         else:
             high = middle
     return low
+
+
+def _few(stream: RequestStream) -> RequestStream:
+    """Return _FEW of the requests, or as many whole families, evenly spread over their lengths, in order of arrival."""
+    size = 1 if stream.graph is None else stream.graph.size
+    families, wanted = len(stream) // size, max(2, _FEW // size)
+    if families <= wanted:
+        return stream
+    # Answers take most of the time: a few drawn at random could all be short.
+    lengths = stream.output_tokens.reshape(families, size).sum(axis=1)
+    chosen = np.argsort(lengths, kind="stable")[np.linspace(0, families - 1, wanted).round().astype(np.int64)]
+    return stream.kept(np.repeat(np.isin(np.arange(families), chosen), size))
 
 
 def warm_up(stream: RequestStream) -> RequestStream:

@@ -1,0 +1,53 @@
+"""Numbers given as options: bounded as those in files are, and refused in one line."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import click
+
+LARGEST_RATE, LONGEST_S = 1e9, 2.0**22
+"""Requests per second, and simulated seconds, as `simtune.specs.base` has them (which loads pydantic)."""
+
+
+class Whole(click.IntRange):
+    """A whole number between two bounds."""
+
+    def __init__(self, least: int, most: int) -> None:
+        super().__init__(min=least, max=most)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Read a number; text of thousands of digits is refused before it is read."""
+        if isinstance(value, str) and len(value) > len(str(self.max)) + 20:
+            self.fail(f"{value[:20]}... is not in the range {self._describe_range()}.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class Real(click.FloatRange):
+    """A finite number above `above` or from `least` on, and at most `most`."""
+
+    def __init__(self, *, above: float | None = None, least: float = 0.0, most: float, below: bool = False) -> None:
+        """`below` excludes `most` itself."""
+        super().__init__(min=least if above is None else above, max=most, min_open=above is not None, max_open=below)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Read a number; NaN lies between no bounds, though it is below none and above none."""
+        number = super().convert(value, param, ctx)
+        if math.isnan(number) or 0 < number < SMALLEST:
+            self.fail(f"{value} is not in the range {self._describe_range()}.", param, ctx)
+        return number
+
+
+SMALLEST = 1e-18
+"""Nothing that is asked for is smaller; its inverse would be no number."""
+
+JOBS = Whole(1, 10_000)
+SEED = Whole(0, 2**63 - 1)
+REQUESTS = Whole(1, 10**9)
+WORLDS = 100_000
+"""At most so many redrawn worlds."""
+GPUS = Whole(1, 100_000)
+RATE = Real(above=0, most=LARGEST_RATE)
+TRIALS = Whole(1, 10_000)
+"""Rounds, repetitions and parts."""
