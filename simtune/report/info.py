@@ -63,7 +63,14 @@ def plural(count: int, word: str) -> str:
 
 PARTS: dict[Metric, str] = {"queue": "Queueing", "prefill": "Prefill", "transfer": "KV transfer", "decode": "Decode"}
 """What E2EL is made up of."""
-METRIC_NAMES: dict[Metric, str] = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2EL", **PARTS}
+METRIC_NAMES: dict[Metric, str] = {
+    "ttft": "TTFT",
+    "tpot": "TPOT",
+    "itl": "ITL",
+    "e2el": "E2EL",
+    "family": "Family",
+    **PARTS,
+}
 
 
 def limit(slo: SloLimit) -> str:

@@ -26,7 +26,8 @@ def requests_table(result: Result) -> dict[str, list[Any]]:
         "resent": outcome.resent.tolist(),
         "good": result.good.tolist(),
     }
-    return {name: list(computed[name]) if name in computed else _times(result, name) for name in columns(RequestRow)}
+    names = [name for name in columns(RequestRow) if stream.graph is not None or name not in RequestRow.MAY_LACK]
+    return {name: list(computed[name]) if name in computed else _times(result, name) for name in names}
 
 
 def _times(result: Result, column: str) -> list[float | None]:
