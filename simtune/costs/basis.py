@@ -210,7 +210,9 @@ class StepBasis:
         tokens = work.num_tokens + (step.width - 1) * work.num_decodes
         samples = max(1, work.num_samples + (step.width - 1) * work.num_decodes)
         mean = np.array([work.context_tokens / work.num_decodes])
-        parts = {kind: float(seconds[0]) for kind, seconds in model.linear(np.array([tokens])).items()}
+        parts = {
+            kind: float(seconds[0]) for kind, seconds in model.linear(np.array([tokens]), bool(work.chunks)).items()
+        }
         parts |= {kind: float(seconds[0]) for kind, seconds in model.head(np.array([samples])).items()}
         parts["decode_attention"] = float(model.decode(work.num_decodes, mean, step.width)[0])
         if work.chunks:

@@ -240,8 +240,9 @@ def compile_tables(
     room.need(entries * _ENTRY_BYTES, f"step costs up to max_model_len {max_model_len:,}", "lower max_model_len")
     contexts = knots(KNOTS_PER_OCTAVE, max_model_len, step_model.windows)
     differs = step_model.correction(True) != step_model.correction(False)
+    separate = differs or step_model.overlaps
     pure = _token_tables(models, pool, width * seqs, with_chunks=False)
-    mixed = _token_tables(models, pool, width * seqs, with_chunks=True) if differs else _launched(pure, models, pool)
+    mixed = _token_tables(models, pool, width * seqs, with_chunks=True) if separate else _launched(pure, models, pool)
     scales = [1.0 if c is None else c.scale for c in (step_model.correction(False), step_model.correction(True))]
     alone = DecodeTable(models, contexts, seqs, 0, scales[False])
     beside: tuple[DecodeTable, ...] = (alone,)
@@ -279,12 +280,15 @@ def _token_tables(models: _Models, pool: Pool, max_samples: int, with_chunks: bo
     samples = np.arange(1, max_samples + 1, dtype=np.float64)
     tokens = np.arange(1, max(pool.batching.max_num_batched_tokens, max_samples) + 1, dtype=np.float64)
     padded = padded_tokens(tokens) if pool.cuda_graphs else tokens
-    linear = models.dense(lambda model, x: _total(model.padded(x)), padded)
+    linear = models.dense(lambda model, x: _total(model.padded(x, with_chunks)), padded)
     experts: list[int] = []
     if models.model.routes:
-        linear = linear + models.dense(lambda model, x: _total(model.routed(x)), tokens)
+        linear = linear + models.dense(lambda model, x: _total(model.routed(x, with_chunks)), tokens)
         if pool.parallelism.attention_dp > 1:
-            experts = [0, *whole_ticks(scale * models.dense(lambda model, x: model.routed(x)["moe"], tokens))]
+            experts = [
+                0,
+                *whole_ticks(scale * models.dense(lambda model, x: model.routed(x, with_chunks)["moe"], tokens)),
+            ]
     head = scale * models.dense(lambda model, x: _total(model.head(x)), samples)
     # A step takes max(GPU, floor) + after: the host hides behind the GPU or comes after it.
     after_s = [model.exposed_s(n, pool.hides_host) for n in range(seqs + 1)]

@@ -36,14 +36,14 @@ from functools import partial
 
 import numpy as np
 
-from simtune.arrays import Array
+from simtune.arrays import Array, Mask
 from simtune.costs.afd import BatchPart, FeedForwardDevices, attention_side
 from simtune.costs.context_parallel import Ranks, across_ranks
 from simtune.costs.layers import AttentionCosts, AttentionLayer, under_policy
 from simtune.costs.offload import HostWork, floor_s
 from simtune.costs.predict import Profile
 from simtune.costs.sharding import check_parallelism
-from simtune.costs.step_calls import COMMUNICATION, StepCall, StepCalls, equal_layers, exposed, in_halves
+from simtune.costs.step_calls import StepCall, StepCalls, equal_layers, exposed, hidden_kinds, in_halves, overlapped
 from simtune.errors import Infeasible
 from simtune.specs.hardware import Correction, Hardware
 from simtune.specs.model import Model
@@ -109,6 +109,11 @@ def padded_tokens(tokens: Array) -> Array:
     return np.where(at < len(sizes), sizes[np.minimum(at, len(sizes) - 1)], tokens)
 
 
+def _chosen(first: Mask, these: Mapping[str, Array], those: Mapping[str, Array]) -> dict[str, Array]:
+    """By kind, these times where `first` is true, and those elsewhere."""
+    return {kind: np.where(first, these[kind], seconds) for kind, seconds in those.items()}
+
+
 def _launch_s(model: Model, pool: Pool, kernels: int) -> float:
     """Seconds of launching so many kernels one by one, or those that the pool's runtime has; 0 under graphs."""
     if pool.cuda_graphs:
@@ -159,8 +164,10 @@ class StepModel:
             layers * costs.overhead_s for layers, costs in self._attention
         )
         """What each prefill chunk costs besides its share of `prefill` and its `past`."""
-        talks = any(part.kind in COMMUNICATION for part in (*self._linear, *self._routed))
-        self._overlap = pool.overlap if talks else None
+        self._overlap = pool.overlap
+        if pool.overlap is not None:
+            talks = any(part.kind in hidden_kinds(pool.overlap) for part in (*self._linear, *self._routed))
+            self._overlap = pool.overlap if talks else None
         self._host = HostWork.of(model, hardware, pool)
         kernels = model.num_layers + sum(part.times for part in (*self._linear, *self._routed, *self._head))
         launch_s = max(_launch_s(model, pool, kernels), floor_s(self._host))
@@ -192,17 +199,29 @@ class StepModel:
         """Operators that no fit covers, by their keys in a profile: their times are off a data sheet."""
         return set(self._profile.estimated)
 
-    def linear(self, num_tokens: Array) -> dict[str, Array]:
-        """Seconds per kind of all calls that depend on the number of tokens in the step only."""
-        return self.padded(num_tokens) | self.routed(num_tokens)
+    @property
+    def overlaps(self) -> bool:
+        """Whether communication hides in some steps; which depends on whether they have prompts."""
+        return self._overlap is not None
 
-    def padded(self, num_tokens: Array) -> dict[str, Array]:
+    def linear(self, num_tokens: Array, prompts: bool = False) -> dict[str, Array]:
+        """Seconds per kind of all calls that depend on the number of tokens in the step only, and, where communication
+        hides, on whether it has prompts."""
+        return self.padded(num_tokens, prompts) | self.routed(num_tokens, prompts)
+
+    def padded(self, num_tokens: Array, prompts: bool = False) -> dict[str, Array]:
         """Of `linear`, the kinds whose calls are as large as the CUDA graph of the step."""
         if self._apart is not None:
             of_part = self._by_kind(self._linear, self._graph_tokens(self._of_part(num_tokens)))
             return {kind: self._apart.parts * seconds for kind, seconds in of_part.items()}
         by_kind, tokens = partial(self._by_kind, self._linear), self._graph_tokens(num_tokens)
-        return by_kind(tokens) if self._overlap is None else exposed(in_halves(self._overlap, by_kind, tokens))[0]
+        if self._overlap is None:
+            return by_kind(tokens)
+        hides = overlapped(self._overlap, np.asarray(num_tokens, dtype=np.float64), prompts)
+        if not hides.any():
+            return by_kind(tokens)
+        halves, _ = exposed(in_halves(self._overlap, by_kind, tokens), hidden=hidden_kinds(self._overlap))
+        return _chosen(hides, halves, by_kind(tokens))
 
     def _graph_tokens(self, num_tokens: Array) -> Array:
         tokens = np.asarray(num_tokens, dtype=np.float64)
@@ -210,16 +229,22 @@ class StepModel:
             tokens = np.ceil(tokens / self._cp)  # each rank has its share of the tokens
         return padded_tokens(tokens) if self._pool.cuda_graphs else tokens
 
-    def routed(self, num_tokens: Array) -> dict[str, Array]:
+    def routed(self, num_tokens: Array, prompts: bool = False) -> dict[str, Array]:
         """Of `linear`, the kinds that no padding makes longer: routed experts and what is exchanged with them."""
         tokens = np.asarray(num_tokens, dtype=np.float64)
         if self._apart is not None:
             return self._waited(self._apart, tokens)
+        whole = self._by_kind(self._routed, tokens)
         if self._overlap is None or not self._routed:
-            return self._by_kind(self._routed, tokens)
+            return whole
+        hides = overlapped(self._overlap, tokens, prompts)
+        if not hides.any():
+            return whole
+        hidden = hidden_kinds(self._overlap)
         beside = in_halves(self._overlap, partial(self._by_kind, self._linear), self._graph_tokens(tokens))
-        _, room = exposed(beside)
-        return exposed(in_halves(self._overlap, partial(self._by_kind, self._routed), tokens), room)[0]
+        _, room = exposed(beside, hidden=hidden)
+        halves = in_halves(self._overlap, partial(self._by_kind, self._routed), tokens)
+        return _chosen(hides, exposed(halves, room, hidden)[0], whole)
 
     def head(self, num_samples: Array) -> dict[str, Array]:
         """Seconds of the language-model head and of sampling, for at least one row each."""
@@ -336,7 +361,7 @@ class StepModel:
     def breakdown(self, batch: StepWork) -> dict[str, float]:
         """GPU seconds of one step by kind (`KINDS`); kinds without work are left out."""
         parts: dict[str, float] = {}
-        for kind, seconds in self.linear(np.array([batch.num_tokens])).items():
+        for kind, seconds in self.linear(np.array([batch.num_tokens]), bool(batch.chunks)).items():
             parts[kind] = float(seconds[0])
         if batch.num_samples:
             for kind, seconds in self.head(np.array([batch.num_samples])).items():

@@ -56,16 +56,39 @@ def equal_layers(model: Model, tp: int) -> list[EqualLayers]:
     ]
 
 
-def exposed(by_kind: Mapping[str, Array], room: Array | float = 0.0) -> tuple[dict[str, Array], Array]:
-    """Seconds by kind where communication hides behind computation, and what room is left behind it.
+EXCHANGE = frozenset({"all_to_all", "moe_dispatch", "moe_combine"})
+"""Kinds in which ranks exchange tokens with the experts of others."""
 
-    T = max(computation + room, communication) - room: the kinds of communication keep what nothing hides.
+DECODE_THRESHOLD, PROMPT_THRESHOLD = 32, 512
+"""Tokens from which on vLLM works on a step in two batches, without and with prompts: dbo_decode_token_threshold and
+dbo_prefill_token_threshold of its ParallelConfig."""
+
+
+def hidden_kinds(overlap: Overlap) -> frozenset[str]:
+    """Kinds of communication that hide: two batches take turns about the exchange with experts only."""
+    return EXCHANGE if overlap == "two_batches" else COMMUNICATION
+
+
+def overlapped(overlap: Overlap, tokens: Array, prompts: bool) -> Mask:
+    """True for steps of so many tokens in which communication hides, with `prompts` or of decodes alone."""
+    if overlap == "two_batches":
+        enough: Mask = tokens >= (PROMPT_THRESHOLD if prompts else DECODE_THRESHOLD)
+        return enough
+    return np.full(tokens.shape, prompts or overlap == "ladder")
+
+
+def exposed(
+    by_kind: Mapping[str, Array], room: Array | float = 0.0, hidden: Set[str] = COMMUNICATION
+) -> tuple[dict[str, Array], Array]:
+    """Seconds by kind where kinds of communication (`hidden`) hide behind computation, and what room is left behind it.
+
+    T = max(computation + room, communication) - room: the kinds that hide keep what nothing hides.
     """
     total: Array = np.sum([seconds for kind, seconds in by_kind.items() if kind not in COMMUNICATION], axis=0) + room
-    busy: Array = np.sum([seconds for kind, seconds in by_kind.items() if kind in COMMUNICATION], axis=0) + 0.0 * total
+    busy: Array = np.sum([seconds for kind, seconds in by_kind.items() if kind in hidden], axis=0) + 0.0 * total
     seen = np.divide(np.maximum(busy - total, 0.0), busy, out=np.zeros_like(total), where=busy > 0)
     left = np.maximum(total - busy, 0.0)
-    return {kind: seconds * seen if kind in COMMUNICATION else seconds for kind, seconds in by_kind.items()}, left
+    return {kind: seconds * seen if kind in hidden else seconds for kind, seconds in by_kind.items()}, left
 
 
 def in_halves(overlap: Overlap, seconds: Callable[[Array], dict[str, Array]], tokens: Array) -> dict[str, Array]:

@@ -10,9 +10,9 @@ follow the first one chosen.
 
 *Reset.* Residents that were passed over for want of blocks are starved. After the step is chosen, starved residents
 are reset, the one tried last first, until the free blocks suffice for the rest of them, always leaving one resident.
-They lose all blocks and go to the end of the waiting queue one after the other, prompt and delivered tokens together
-being their new prompt; nobody is admitted then until a request finishes, or none is left of those who came in. Where
-nobody at all can be chosen, residents are reset first and the choice is made again.
+They lose all blocks and go to the end of the waiting queue in the order of their admission, prompt and delivered tokens
+together being their new prompt; nobody is admitted then until a request finishes, or none is left of those who came in.
+Where nobody at all can be chosen, residents are reset first and the choice is made again.
 
 *Sharing* (`allow_block_sharing`, prefix_caching in a plan). A waiting candidate looks for the beginning of its text in
 the cache (`simtune.engine.sharing`). One that finds some of it is a resident from then on, even if there are too few
@@ -191,14 +191,15 @@ class TransformersFifo(ListScheduler):
         """Send starved residents back until the others' blocks are free, counting those they still hold as free."""
         kv = self.kv
         missing = [kv.blocks_for(request.computed + tokens) - kv.held_by(request) for request, tokens in starved]
-        free, keep = kv.free, len(starved)
+        free, keep, here = kv.free, len(starved), list(self.residents)
         while keep and len(self.residents) > 1 and sum(missing[:keep]) > free:
             keep -= 1
             victim = starved[keep][0]
             free += kv.freed_by(victim)
             self._leave(victim)
             self._unserved.discard(victim)
-        reset = [request for request, _ in reversed(starved[keep:])]
+        victims = {request for request, _ in starved[keep:]}
+        reset = [request for request in here if request in victims]
         for request in reset:
             request.computed = 0  # its slots stay taken until they are released
             request.preemptions += 1

@@ -59,7 +59,14 @@ def gib(num_bytes: float) -> str:
 
 PARTS: dict[Metric, str] = {"queue": "Queueing", "prefill": "Prefill", "transfer": "KV transfer", "decode": "Decode"}
 """What E2EL is made up of."""
-METRIC_NAMES: dict[Metric, str] = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2EL", **PARTS}
+METRIC_NAMES: dict[Metric, str] = {
+    "ttft": "TTFT",
+    "tpot": "TPOT",
+    "itl": "ITL",
+    "e2el": "E2EL",
+    "family": "Family",
+    **PARTS,
+}
 
 
 def limit(slo: SloLimit) -> str:

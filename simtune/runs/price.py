@@ -11,13 +11,20 @@ HOUR_S = 3600.0
 
 
 def price(deployment: Deployment, simulated: SimulationSummary) -> Price | None:
-    """Dollars of all GPUs, over what they deliver under this load; None where a pool's hardware names no price."""
-    known = [(pool.hardware.device.price_per_hour_usd, pool.spec) for pool in deployment.pools]
-    per_hour = 0.0
-    for usd, spec in known:
+    """Dollars of all GPUs, over what they deliver under this load; None where a pool's hardware names no price.
+
+    GPUs of a stage cost what those of the pool that it serves cost; GPUs that two pools share count once.
+    """
+    each: dict[str, float] = {}
+    for pool in deployment.pools:
+        usd = pool.hardware.device.price_per_hour_usd
         if usd is None:
             return None
-        per_hour += usd * spec.devices * spec.instances
+        each[pool.spec.name] = usd
+    plan = deployment.plan
+    own = [pool for pool in plan.pools if pool.share is None or pool.share.beside is None]
+    per_hour = sum(each[pool.name] * pool.devices * pool.instances for pool in own)
+    per_hour += sum(each[stage.pool] * stage.devices * stage.instances for stage in plan.stages or ())
     sources = dict.fromkeys(pool.hardware.device.price_source or "not said" for pool in deployment.pools)
     return Price(
         per_hour_usd=per_hour,

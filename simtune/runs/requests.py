@@ -33,8 +33,14 @@ def requests_table(result: Result, rows: slice = slice(None)) -> dict[str, list[
     }
     return {
         name: list(computed[name]) if name in computed else _times(getattr(result, name)[rows])
-        for name in columns(RequestRow)
+        for name in _names(result)
     }
+
+
+def _names(result: Result) -> list[str]:
+    """Return the columns of the table: those of request graphs only if the load has any."""
+    has_graph = result.stream.graph is not None
+    return [name for name in columns(RequestRow) if has_graph or name not in RequestRow.MAY_LACK]
 
 
 def _times(column: Array) -> list[float | None]:
@@ -50,7 +56,7 @@ def _rows(result: Result) -> Iterator[tuple[Any, ...]]:
 
 def requests_csv(result: Result) -> str:
     """`requests.csv` of a simulation."""
-    return to_csv(columns(RequestRow), _rows(result))
+    return to_csv(tuple(_names(result)), _rows(result))
 
 
 def requests_file(name: str, result: Result) -> bytes:
@@ -58,7 +64,8 @@ def requests_file(name: str, result: Result) -> bytes:
     if name.endswith(".csv"):
         return requests_csv(result).encode()
     if name.endswith(".jsonl"):
-        rows = (dict(zip(columns(RequestRow), row, strict=True)) for row in _rows(result))
+        names = _names(result)
+        rows = (dict(zip(names, row, strict=True)) for row in _rows(result))
         return "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
     if name.endswith(".parquet"):
         try:

@@ -366,6 +366,8 @@ class CourseRow(Record):
 class RequestRow(Record):
     """A row of `requests.csv`: a simulated request. A time is empty where it never came."""
 
+    MAY_LACK: ClassVar[frozenset[str]] = frozenset({"family_s"})
+
     request: Annotated[Whole, _column("number, by arrival")]
     request_class: Annotated[str, Field(alias="class", description="class of the workload")]
     engine_core: Annotated[int, _column("number of the engine core that it finished on; -1 where it never got to one")]
@@ -378,6 +380,9 @@ class RequestRow(Record):
     ttft_s: Annotated[float | None, _column("first_token_s - arrival_s", "s")]
     tpot_s: Annotated[float | None, _column("mean time per token after the first; empty for one-token answers", "s")]
     e2el_s: Annotated[float | None, _column("finish_s - arrival_s", "s")]
+    family_s: Annotated[
+        float | None, _column("of a request graph: from its family's arrival until the last node was over", "s")
+    ] = None
     queue_s: Annotated[float | None, _column("scheduled_s - arrival_s", "s")]
     prefill_s: Annotated[
         float | None,

@@ -64,7 +64,11 @@ def _seconds_by_kind(model: StepModel, steps: Sequence[SampledStep]) -> dict[str
     of_step, past, new = np.array(chunks or [(0, 0, 0)], dtype=np.float64).T
     at = of_step.astype(np.int64)
     samples = np.array([step.num_samples for step in steps]) + verified - decodes
-    columns = model.linear(verified + np.bincount(at, new, len(steps)))
+    tokens: Array = verified + np.bincount(at, new, len(steps))
+    columns = model.linear(tokens)
+    if model.overlaps:
+        prompts, with_them = np.array([bool(step.chunks) for step in steps]), model.linear(tokens, prompts=True)
+        columns = {kind: np.where(prompts, with_them[kind], seconds) for kind, seconds in columns.items()}
     columns |= {kind: np.where(samples > 0, x, 0.0) for kind, x in model.head(np.maximum(samples, 1)).items()}
     context = np.array([step.context_tokens for step in steps]) / np.maximum(decodes, 1)
     width = max(1, round(float(verified.sum() / max(1, decodes.sum()))))

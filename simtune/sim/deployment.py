@@ -127,7 +127,8 @@ class Deployment:
             )
         if brought and not outcome.aborted:
             parts.check_nobody_waits(self.plan, wiring.cores)
-        result = Result(stream, outcome, self.plan.num_devices, slo, offered_rate_rps, scale, power_of(self.pools))
+        power = power_of(self.pools, self.plan.stages, stream)
+        result = Result(stream, outcome, self.plan.num_devices, slo, offered_rate_rps, scale, power)
         self._check_answered(result)
         return result
 

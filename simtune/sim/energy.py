@@ -8,11 +8,14 @@ than a meter would show; hosts, switches and cooling are not counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypedDict
 
 from simtune.sim.pools import DeployedPool
+from simtune.sim.requests import RequestStream
 from simtune.sim.summary import InstanceUse
+from simtune.specs.plan import Pool
+from simtune.specs.stages import Stage
 
 
 class InstancePower(NamedTuple):
@@ -22,24 +25,53 @@ class InstancePower(NamedTuple):
     tdp_w: float
     instances: int
     """That the pool begins with: GPUs of those that come to it from other pools are counted there while idle."""
+    stage_busy_s: float | None = None
+    """Of a stage: seconds in which its servers, the instances, work, all together."""
 
 
 Power = Mapping[str, InstancePower]
-"""By pool."""
+"""By pool, and by `stage NAME`."""
 
 
-def power_of(pools: Iterable[DeployedPool]) -> Power | None:
-    """Of each pool; None where a hardware profile names no power."""
-    power = {}
+def power_of(
+    pools: Sequence[DeployedPool], stages: Sequence[Stage] | None = None, stream: RequestStream | None = None
+) -> Power | None:
+    """Power of each pool, and of each stage with GPUs, which are those of the pool that it serves; None if a hardware
+    profile names no power. Pools that share GPUs share what these draw while idle as they share processors.
+
+    `stream` are the requests that go through the stages.
+    """
+    power, devices = {}, {}
     for pool in pools:
         device, share = pool.hardware.device, pool.spec.share
-        gpus = pool.spec.devices * (1.0 if share is None else share.processors)
         if device.power is None:
             return None
+        devices[pool.spec.name] = device.power
+        gpus = pool.spec.devices * (1.0 if share is None else share.processors)
+        idle_gpus = gpus if share is None else gpus / _shared_processors(pool.spec, pools)
         power[pool.spec.name] = InstancePower(
-            device.power.idle_w * gpus, device.power.tdp_w * gpus, pool.spec.instances
+            device.power.idle_w * idle_gpus,
+            device.power.idle_w * idle_gpus + (device.power.tdp_w - device.power.idle_w) * gpus,
+            pool.spec.instances,
+        )
+    for stage in stages or ():
+        assert stream is not None
+        of = devices[stage.pool]
+        busy_s = len(stream) * stage.seconds + stage.seconds_per_token * float(stream.prompt_tokens.sum())
+        power[f"stage {stage.name}"] = InstancePower(
+            of.idle_w * stage.devices, of.tdp_w * stage.devices, stage.instances, busy_s
         )
     return power
+
+
+def _shared_processors(pool: Pool, pools: Sequence[DeployedPool]) -> float:
+    """Share of the processors that a pool and the one on the same GPUs have together."""
+    assert pool.share is not None
+    others = (other.spec for other in pools if other.spec.share is not None)
+    both = [other for other in others if other.share and pool.name in (other.name, other.share.beside)]
+    if pool.share.beside is not None:
+        both = [pool, *(other.spec for other in pools if other.spec.name == pool.share.beside)]
+    return sum(one.share.processors for one in both if one.share is not None)
 
 
 class Energy(TypedDict, total=False):
@@ -64,4 +96,9 @@ def energy_j(power: Power, instances: Sequence[InstanceUse], duration_s: float) 
         of = power[instance.pool]
         own = of.idle_w if instance.instance < of.instances else 0.0
         watts += own + (of.tdp_w - of.idle_w) * min(1.0, instance.busy)
-    return watts * duration_s
+    joules = watts * duration_s
+    for of in power.values():
+        if of.stage_busy_s is not None:
+            busy_s = min(of.stage_busy_s, of.instances * duration_s)
+            joules += of.idle_w * of.instances * duration_s + (of.tdp_w - of.idle_w) * busy_s
+    return joules

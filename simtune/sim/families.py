@@ -15,7 +15,7 @@ from simtune.engine import Request
 from simtune.errors import UsageError
 from simtune.sim.agenda import ARRIVAL, Agenda
 from simtune.sim.core import EngineCore
-from simtune.sim.recorder import Recorder
+from simtune.sim.recorder import Recorder, empty_column
 from simtune.sim.requests import RequestStream
 from simtune.sim.source import Hints, RequestSource
 from simtune.specs.plan import Plan
@@ -53,6 +53,8 @@ class FamilySource(RequestSource):
         assert stream.graph is not None
         self._graph, self._cores, self._recorder = stream.graph, cores, recorder
         self._families: dict[int, Family] = {}
+        recorder.family_begin = empty_column(len(self.arrival) // self._graph.size, -1)
+        recorder.family_end = empty_column(len(recorder.family_begin), -1)
         self._here: dict[int, Request] = {}  # those that have arrived and are not over
         self._aborted: dict[int, Request] = {}
         self._size, self._node_of = self._graph.size, self._graph.node_of.tolist()
@@ -116,6 +118,7 @@ class FamilySource(RequestSource):
         self._next += 1
         at = self._begins[number] if self._open else tick
         waits_for = [len(after) for after in graph.after]
+        self._recorder.family_begin[number] = at
         self._families[number] = Family(at, waits_for, list(graph.first), list(graph.count))
         for node, after in enumerate(graph.after):
             if not after:
@@ -145,6 +148,7 @@ class FamilySource(RequestSource):
         family.over += 1
         if family.over == len(graph.after):
             del self._families[number]
+            self._recorder.family_end[number] = now
             if not self._open:
                 self._begin_next(now + self._think)
 

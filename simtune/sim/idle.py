@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from simtune.costs.iteration import StepModel
 from simtune.costs.step_calls import fused_bytes
 from simtune.sim.deployment import Deployment
 from simtune.sim.pools import DeployedPool
 from simtune.specs.catalog import load_engine, names
 from simtune.specs.model import Model, MoeFeedForward
+from simtune.specs.plan import Pool
 
 Why = Callable[[DeployedPool, Model], str | None]
 
@@ -25,8 +27,14 @@ def idle_settings(deployment: Deployment) -> Iterator[str]:
         preset = _preset(pool, model)
         for key, why in IDLE.items():
             reason = why(pool, model)
-            if reason is not None and not _as_preset(getattr(pool.spec, key), preset.get(key)):
+            if reason is not None and not _as_preset(_value(pool.spec, key), preset.get(key)):
                 yield f"pools.{at}.{key}: {reason}"
+
+
+def _value(spec: Pool, key: str) -> Any:
+    """Of a pool, or of its parallelism."""
+    block, _, rest = key.partition(".")
+    return getattr(spec.parallelism, rest) if rest else getattr(spec, block)
 
 
 def _preset(pool: DeployedPool, model: Model) -> dict[str, Any]:
@@ -74,10 +82,29 @@ def _exposed_host(pool: DeployedPool, model: Model) -> str | None:
     return "all of the host's part is without asynchronous scheduling; leave it out, or set async_scheduling"
 
 
+def _overlap(pool: DeployedPool, model: Model) -> str | None:
+    if pool.spec.overlap is None or StepModel(model, pool.hardware, pool.spec).overlaps:
+        return None
+    if pool.spec.overlap == "two_batches":
+        return "no tokens are exchanged with experts of other ranks; leave it out, or set parallelism.expert_parallel"
+    return "the GPUs of an instance send one another nothing; leave it out, or raise parallelism.tp"
+
+
+def _expert_replicas(pool: DeployedPool, model: Model) -> str | None:
+    if not pool.spec.parallelism.expert_replicas:
+        return None
+    blocks = [layers.feed_forward for layers in model.layers]
+    if any(isinstance(block, MoeFeedForward) and block.routing_skew for block in blocks):
+        return None
+    return f"routing of {model.name} has no skew, so every expert has the same load; leave it out, or set routing_skew"
+
+
 IDLE: dict[str, Why] = {
     "fused": _fused,
     "expert_exchange": _expert_exchange,
     "front_end": _front_end,
     "exposed_host": _exposed_host,
+    "overlap": _overlap,
+    "parallelism.expert_replicas": _expert_replicas,
 }
 """Why a key of a pool has no effect there, or None where it has one or is not given."""

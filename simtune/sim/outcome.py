@@ -54,6 +54,10 @@ class Outcome:
     """When its KV cache had come to the decode instance; -1 where nothing was sent."""
     prefilled: Ticks
     """When its prompt was done at the prefill instance, if a decode instance delivers the first token; otherwise -1."""
+    family_begin: Ticks
+    """When each family of a request graph arrived; empty without a graph."""
+    family_end: Ticks
+    """When its last node was over."""
     resent: Ticks
     """How often it was sent again because an instance failed; those that waited at one that left are not counted."""
     refused: int

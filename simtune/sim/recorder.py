@@ -20,9 +20,11 @@ class Recorder:
 
     def __init__(self, requests: int, record: bool = False) -> None:
         """`record` keeps every jump, for timelines."""
-        self.scheduled, self.first_token, self.finish = (_column(requests, -1) for _ in range(3))
-        self.core, self.transferred, self.prefilled = (_column(requests, -1) for _ in range(3))
-        self.preemptions, self.waiting_at_arrival, self.resent = (_column(requests, 0) for _ in range(3))
+        self.scheduled, self.first_token, self.finish = (empty_column(requests, -1) for _ in range(3))
+        self.core, self.transferred, self.prefilled = (empty_column(requests, -1) for _ in range(3))
+        self.preemptions, self.waiting_at_arrival, self.resent = (empty_column(requests, 0) for _ in range(3))
+        self.family_begin, self.family_end = empty_column(0, -1), empty_column(0, -1)
+        """By family, of a load with a request graph: when it arrived, and when its last node was over."""
         self.waiting = 0
         """Requests waiting in the whole deployment now."""
         self.refused = 0
@@ -70,6 +72,8 @@ class Recorder:
             waiting_at_arrival=_array(self.waiting_at_arrival),
             transferred=_array(self.transferred),
             prefilled=_array(self.prefilled),
+            family_begin=_array(self.family_begin),
+            family_end=_array(self.family_end),
             resent=_array(self.resent),
             refused=self.refused,
             stopped=dict(stopped or {}),
@@ -93,7 +97,8 @@ class Recorder:
         return rows
 
 
-def _column(n: int, value: int) -> array[int]:
+def empty_column(n: int, value: int) -> array[int]:
+    """Return a column of `n` rows that all have one value."""
     return array("q", [value]) * n
 
 

@@ -9,6 +9,7 @@ the KV cache has come to the decode instance, where there is one) and decode (un
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from simtune.arrays import Array
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import Tally
+from simtune.errors import UsageError
 from simtune.sim.energy import Power, energy_of
 from simtune.sim.frames import PlainCurve, arrow, frame, html_table, plotted
 from simtune.sim.outcome import Outcome
@@ -184,9 +186,17 @@ class Result:
             short |= {f"{s}{of_class}": count for _, s, _ in slo.limits() if count < needed_for(s)}
         return tuple(short)
 
+    @cached_property
+    def family_s(self) -> Array:
+        """Of each request, how long its family took from its arrival until its last node was over; NaN without one."""
+        return family_latencies(self.outcome, len(self.stream))
+
     def values(self, metric: str, request_class: int | None = None) -> Array:
-        """Finite values of one of METRICS, of one class or of all."""
+        """Finite values of one of METRICS, of one class or of all; of families, each once."""
         column: Array = getattr(self, metric + "_s")
+        if metric == "family":
+            column = column[:: max(1, len(column) // max(1, len(self.outcome.family_end)))]
+            return column[np.isfinite(column)]
         keep = np.isfinite(column)
         if request_class is not None:
             keep &= self.stream.class_index == request_class
@@ -232,7 +242,7 @@ class Result:
         """
         good = self.completed.copy()
         for index, _, slo in self._objectives():
-            for metric in ("ttft", "tpot", "e2el"):
+            for metric in ("ttft", "tpot", "e2el", "family"):
                 limits = [limit for m, _, limit in slo.limits() if m == metric]
                 if limits:
                     late = getattr(self, metric + "_s") > max(limits)
@@ -295,7 +305,8 @@ class Result:
             output_tokens_per_s_per_user=1 / float(tpot.mean()) if len(tpot) and tpot.mean() > 0 else None,
             num_gpus=self.num_gpus,
             metrics={m: distribution(self.values(m), noise=noise and not self.saturated) for m in METRICS}
-            | {"itl": between_tokens(self.itl)},
+            | {"itl": between_tokens(self.itl)}
+            | ({"family": distribution(self.values("family"), noise=False)} if self.stream.graph else {}),
             warm_up_requests=warm_up(self.values("ttft")),
             resent=int(self.outcome.resent.sum()),
             transferred_bytes=self.outcome.transferred_bytes,
@@ -318,14 +329,7 @@ class Result:
 
     def figures(self) -> dict[str, Any]:
         """Distributions of TTFT, TPOT and E2EL as figures of Plotly, by metric; none of what no request has."""
-        drawn = {}
-        for metric in ("ttft", "tpot", "e2el"):
-            values = [1e3 * x for x in quantiles(self.values(metric))]
-            if len(values) > 1:
-                levels = [100 * i / (len(values) - 1) for i in range(len(values))]
-                curve = PlainCurve(metric.upper(), values, levels)
-                drawn[metric] = plotted(f"{metric.upper()}, ms", "requests, %", [curve])
-        return drawn
+        return _drawn({metric: quantiles(self.values(metric)) for metric in ("ttft", "tpot", "e2el")})
 
     def _columns(self) -> dict[str, Any]:
         """Of all requests, by name."""
@@ -368,7 +372,12 @@ class Result:
 
 
 def objectives(stream: RequestStream, slo: Slo) -> list[tuple[int | None, str | None, Slo]]:
-    """(class index, class name, objective): one for all requests, or one per class where classes have their own."""
+    """(class index, class name, objective): one for all requests, or one per class where classes have their own.
+
+    Raises UsageError for a limit of families if the requests are none.
+    """
+    if stream.graph is None and any(one.family_s for one in (slo, *stream.slos) if one is not None):
+        raise UsageError("slo.family_s limits families of a request graph, and this load has none; leave it out")
     if all(own is None for own in stream.slos):
         return [(None, None, slo)]
     return [
@@ -411,8 +420,10 @@ class MissBudget:
                 took = first_token - arrival
             elif metric == "e2el":
                 took = finish - arrival
-            else:
+            elif metric == "tpot":
                 took, gaps = finish - first_token, self._gaps[request]
+            else:
+                continue  # of families, which are judged when the run is over
             if limit is None:
                 self._left[line] -= took / (gaps or 1)
             elif took > limit * gaps:
@@ -420,6 +431,28 @@ class MissBudget:
             if self._left[line] <= 0:
                 return True
         return False
+
+
+def _drawn(of_metrics: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Figures of quantiles in seconds, by metric."""
+    drawn = {}
+    for metric, seconds in of_metrics.items():
+        values = [1e3 * x for x in seconds]
+        if len(values) > 1:
+            levels = [100 * i / (len(values) - 1) for i in range(len(values))]
+            drawn[metric] = plotted(
+                f"{metric.upper()}, ms", "requests, %", [PlainCurve(metric.upper(), values, levels)]
+            )
+    return drawn
+
+
+def family_latencies(outcome: Outcome, requests: int) -> Array:
+    """Seconds from the arrival of each request's family until its last node was over; NaN without families, and of
+    families that never were."""
+    families = len(outcome.family_end)
+    if not families:
+        return np.full(requests, np.nan)
+    return np.repeat(_seconds(outcome.family_end) - _seconds(outcome.family_begin), requests // families)
 
 
 def statistic_of(values: Array, statistic: str) -> float:

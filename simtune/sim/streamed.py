@@ -322,6 +322,8 @@ class StreamRecorder(Recorder):
             waiting_at_arrival=none,
             transferred=none,
             prefilled=none,
+            family_begin=none,
+            family_end=none,
             resent=none,
             refused=self.refused,
             stopped={},
@@ -505,6 +507,8 @@ class StreamedResult:
     def _limits(self) -> Iterator[SloLimit]:
         for index, name, slo in objectives(self.load.head, self.slo):
             for metric, statistic, limit in slo.limits():
+                if metric == "family":
+                    continue  # streamed loads have no request graph
                 metric_: Metric = metric
                 its = self.totals.latencies[metric_] if index is None else self.totals.by_class[index, metric_]
                 value = its.statistic_s(statistic) if its.count and not self.saturated else None

@@ -29,7 +29,8 @@ Uncertain = Annotated[T, Redrawn()]
 run's own noise."""
 
 Whole = Annotated[int, Field(ge=0)]
-Metric = Literal["ttft", "tpot", "itl", "e2el", "queue", "prefill", "transfer", "decode"]
+Metric = Literal["ttft", "tpot", "itl", "e2el", "family", "queue", "prefill", "transfer", "decode"]
+"""`family` is of families of a request graph, from their arrival until their last node is over."""
 
 
 class Distribution(Record):

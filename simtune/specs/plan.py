@@ -351,9 +351,10 @@ class Pool(Part):
     offload: Offload | None = Field(None, description="what stands in host memory; nothing unless given")
     overlap: Overlap | None = Field(
         None,
-        description="communication of a step beside its products: two_batches: of one half of the batch beside those "
-        "of the other; split_sequence: the same with halves of a prompt (ISO); ladder: of a layer beside those of the "
-        "next; without communication it changes nothing",
+        description="communication of a step beside its products: two_batches: the exchange with experts of one half "
+        "of the batch beside the products of the other, from 32 decodes or, with prompts, 512 tokens on, as in vLLM; "
+        "split_sequence: all communication, with halves of a prompt (ISO), in steps with prompts; ladder: of a layer "
+        "beside those of the next; without communication it changes nothing",
     )
     max_model_len: Context | None = Field(None, description="longest prompt + output; the model's limit unless given")
     speculation: Speculation | None = Field(None, description="how it drafts; every token by itself unless given")

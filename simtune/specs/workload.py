@@ -148,7 +148,7 @@ DrawnLengths = Annotated[FixedLength | Lognormal | Quantiles, Field(discriminato
 
 # --- service level objectives -----------------------------------------------------------------------------
 
-SloMetric = Literal["ttft", "tpot", "e2el"]
+SloMetric = Literal["ttft", "tpot", "e2el", "family"]
 Statistic = Annotated[str, Field(pattern=r"^(mean|p(50|[5-9][0-9]|99\.[0-9]+))$")]
 
 
@@ -158,6 +158,9 @@ class Slo(Part):
     ttft_s: dict[Statistic, Positive] = Field(default_factory=dict)
     tpot_s: dict[Statistic, Positive] = Field(default_factory=dict)
     e2el_s: dict[Statistic, Positive] = Field(default_factory=dict)
+    family_s: dict[Statistic, Positive] = Field(
+        default_factory=dict, description="of a request graph: from the arrival of a family until its last node is over"
+    )
 
     def limits(self) -> list[tuple[SloMetric, str, float]]:
         """(metric, statistic, limit in seconds), e.g. ("ttft", "p99", 1.0)."""

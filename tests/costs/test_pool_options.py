@@ -111,16 +111,36 @@ class TestOverlap:
     def test_experts_hide_their_traffic_behind_all_products(self) -> None:
         wide = {"parallelism": {"expert_parallel": True, "attention_dp": 32}}
         step = StepWork(64, 64 * 4096, (), 64)
+        small = StepWork(31, 31 * 4096, (), 31), StepWork(0, 0, ((0, 511),), 1)
         plain, overlapped = (
             step_model(pool(**wide, **more), "deepseek-v3") for more in ({}, {"overlap": "two_batches"})
         )
         assert overlapped.gpu_s(step) < plain.gpu_s(step)
         before, after = plain.breakdown(step), overlapped.breakdown(step)
         assert after["moe_dispatch"] < before["moe_dispatch"]
+        for few in small:  # below vLLM's thresholds nothing is split
+            assert overlapped.breakdown(few) == plain.breakdown(few)
         # What is worked on in halves reads its weights twice.
         assert after["moe"] >= before["moe"]
 
-    @pytest.mark.parametrize("overlap", ["two_batches", "ladder"])
+    def test_two_batches_hide_no_all_reduce(self) -> None:
+        plain, overlapped = (
+            step_model(pool(parallelism={"tp": 4}, **more), "llama-3.1-70b")
+            for more in ({}, {"overlap": "two_batches"})
+        )
+        for step in STEPS:
+            assert overlapped.breakdown(step) == plain.breakdown(step)
+
+    def test_a_split_sequence_hides_communication_of_steps_with_prompts_only(self) -> None:
+        plain, overlapped = (
+            step_model(pool(parallelism={"tp": 4}, **more), "llama-3.1-70b")
+            for more in ({}, {"overlap": "split_sequence"})
+        )
+        prompt = StepWork(0, 0, ((0, 4096),), 1)
+        assert overlapped.breakdown(DECODES) == plain.breakdown(DECODES)
+        assert overlapped.gpu_s(prompt) < plain.gpu_s(prompt)
+
+    @pytest.mark.parametrize("overlap", ["split_sequence", "ladder"])
     def test_tables_are_those_of_the_model(self, overlap: str) -> None:
         its = pool(parallelism={"tp": 4}, overlap=overlap)
         model = step_model(its, "llama-3.1-70b")

@@ -82,7 +82,8 @@ class PlainV0(PlainEngine):
         prompts: dict[One, int] = {}
         while not self.swapped and self.waiting and len(self.running) < self.seqs:
             one = self.waiting[0]
-            if sum(prompts.values()) + one.known > self.budget or self.free - self.need(one.known) < self.floor():
+            longest = max([*prompts.values(), one.known])
+            if (len(prompts) + 1) * longest > self.budget or self.free - self.need(one.known) < self.floor():
                 break
             self.waiting.pop(0)
             self.grow(one, one.known)

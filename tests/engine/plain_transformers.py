@@ -150,6 +150,7 @@ class PlainTransformers:
 
     def _reset(self, starved: list[tuple[PlainRequest, int]]) -> list[PlainRequest]:
         reset: list[PlainRequest] = []
+        order = list(self.active)
         free = self.free
         while starved and len(self.active) > 1:
             needed = sum(-(-(r.computed + n) // self.block_size) - len(r.table) for r, n in starved)
@@ -160,9 +161,10 @@ class PlainTransformers:
             self.active.remove(victim)
             victim.status = "pending"
             victim.computed = 0
-            self.waiting.append(victim)
             self.closed = True
             reset.append(victim)
+        reset.sort(key=order.index)
+        self.waiting += reset
         return reset
 
     def step(self) -> PlainStep:

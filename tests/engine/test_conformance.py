@@ -334,6 +334,30 @@ def test_vllm_of_2023_stops_everybody_for_a_prompt() -> None:
     assert steps == [{0: 4}, {0: 1}, {1: 6}, {2: 20}, {0: 1, 1: 1}, {0: 1}]
 
 
+def test_prompts_of_a_step_of_vllm_of_2023_count_as_the_longest_of_them() -> None:
+    """4 + 9 + 9 tokens are 22, and 3 x 9 are 27: under a budget of 24 the third prompt waits for the next step."""
+    steps = story("vllm-v0", (0, 4, 1), (0, 9, 1), (0, 9, 1), max_num_batched_tokens=24)
+    assert steps == [{0: 4, 1: 9}, {2: 9}]
+
+
+def test_residents_that_transformers_resets_in_one_step_return_in_order_of_admission() -> None:
+    """Four residents fill eight blocks and need one more each; of those reset the one admitted first returns first."""
+    engine = POLICIES["transformers-fifo"](
+        num_blocks=8, block_size=4, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=32, safety_margin=0.0
+    )
+    for number in range(4):
+        engine.add(Request(number, 8, 8))
+    reset: list[int] = []
+    while not reset:
+        step = engine.schedule()
+        assert step is not None
+        reset = [request.id for request in step.preempted]
+        engine.complete()
+    assert len(reset) > 1
+    assert reset == sorted(reset)
+    assert [request.id for request in engine.waiting] == reset
+
+
 def test_tensorrt_llm_keeps_room_for_whole_answers_or_pauses() -> None:
     """Four blocks. Reserved for 8 tokens of answer, one request is all there is room for; else the last is paused."""
     load, memory = ((0, 8, 6), (0, 4, 6)), {"num_blocks": 4, "max_model_len": 16, "max_new_tokens": 8}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -15,13 +16,14 @@ import simtune
 from simtune.costs.ticks import to_ticks
 from simtune.engine import POLICIES
 from simtune.errors import SpecError, UsageError
+from simtune.runs.requests import requests_table
 from simtune.sim.deployment import deploy
 from simtune.sim.parts import OwnCosts
 from simtune.sim.requests import build_stream
 from simtune.sim.result import Result
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import Plan
-from simtune.specs.workload import Workload
+from simtune.specs.workload import Slo, Workload
 
 STEP_S = 0.01
 
@@ -268,3 +270,48 @@ def test_instances_that_come_and_go_do_not_go_with_a_graph() -> None:
     plan = Plan.model_validate({"name": "p", "model": "llama-3.1-8b", "pools": [pool], "events": events}, strict=False)
     with pytest.raises(UsageError, match="its instances come and go"):
         simtune.simulate(None, None, workload([{"name": "a"}]), plan, costs=Constant(), requests=2)
+
+
+# --- latency of a family ----------------------------------------------------------------------------------
+
+
+def fork_join(**fields: Any) -> Workload:
+    """A root of 10 tokens, three branches of 20, and a join of 5: (10 + 20 + 5) steps of 10 ms from root to join."""
+    graph = [
+        {"name": "root", "output": 10},
+        {"name": "branch", "after": ["root"], "count": 3, "output": 20},
+        {"name": "join", "after": ["branch"], "output": 5, "delay_s": 0.5},
+    ]
+    return workload(graph, **fields)
+
+
+def test_a_family_takes_from_its_arrival_until_its_join() -> None:
+    result = simulated(fork_join(), 4)
+    assert result.values("family") == pytest.approx([0.35 + 0.5] * 4, abs=2e-3)
+    assert result.family_s.tolist() == np.repeat(result.values("family"), 5).tolist()
+    summary = result.summary()
+    family = summary.metrics["family"]
+    assert family.count == 4
+    assert family.mean == pytest.approx(0.85, abs=2e-3)
+    assert family.p99 is not None
+    assert summary.metrics["e2el"].p99 < 0.25
+    table = requests_table(result)
+    assert table["family_s"] == result.family_s.tolist()
+
+
+def test_a_limit_of_families_is_judged_and_counts_in_goodput() -> None:
+    result = simulated(fork_join(), 4)
+    for limit_s, met in ((1.0, True), (0.5, False)):
+        judged = dataclasses.replace(result, slo=Slo(family_s={"p95": limit_s}))
+        assert (judged.meets_slo, judged.limits[0].met) == (met, met)
+        assert judged.slo_attainment == float(met)
+    assert "FAMILY p95" in str(judged.limits[0])
+
+
+def test_loads_without_a_graph_have_no_families() -> None:
+    result = simulated(workload([{"name": "a", "output": 10}]), 2)
+    plain = dataclasses.replace(result, stream=dataclasses.replace(result.stream, graph=None))
+    assert "family" not in plain.summary().metrics
+    assert "family_s" not in requests_table(plain)
+    with pytest.raises(UsageError, match=r"slo.family_s limits families of a request graph, and this load has none"):
+        _ = dataclasses.replace(plain, slo=Slo(family_s={"p95": 1.0})).limits

@@ -97,3 +97,20 @@ def test_a_host_that_nothing_hides_is_said_of_asynchronous_scheduling() -> None:
     preset = load_engine("vllm-0.10").settings(H100.device, load_model("llama-3.1-8b"))
     assert preset["exposed_host"]
     assert said("llama-3.1-8b", {"engine": "vllm-0.10", **preset}) == []
+
+
+@pytest.mark.parametrize("overlap", ["two_batches", "split_sequence", "ladder"])
+def test_overlap_without_communication_changes_nothing(overlap: str) -> None:
+    (note,) = said("llama-3.1-8b", {"overlap": overlap})
+    assert note.startswith("pools.0.overlap: ")
+    assert "leave it out" in note
+    notes = said("llama-3.1-8b", {"overlap": overlap, "parallelism": {"tp": 2}})
+    assert bool(notes) == (overlap == "two_batches"), "two batches hide no all-reduce"
+    wide = {"attention_dp": 2, "expert_parallel": True}
+    assert said("gpt-oss-120b", {"overlap": overlap, "parallelism": wide}) == []
+
+
+def test_replicas_of_experts_without_skew_change_nothing() -> None:
+    wide = {"attention_dp": 2, "expert_parallel": True, "expert_replicas": 16}
+    (note,) = said("gpt-oss-120b", {"parallelism": wide})
+    assert note.startswith("pools.0.parallelism.expert_replicas: routing of gpt-oss-120b has no skew")

@@ -16,15 +16,16 @@ arrival = attrgetter("id")
 class VllmV0(ListScheduler):
     """Whole prompts first, in a step of their own; where none can come in, all residents decode.
 
-    Waiting requests come in, in order, while there are seats, their prompts together fit the token budget, and their
-    blocks leave the watermark free. To decode, a resident asks for one free block whether it needs one or not; where
-    there is none, the resident that arrived last is preempted, at last the one that asks (not one that is alone and has
-    room: the engine would be stuck). With recompute it waits
-    before all others. With swap it keeps its keys and values in host memory; as long as anybody is there no prompt
-    comes in, and in a step that preempts nobody those who arrived first come back while seats and watermark allow.
+    Waiting requests come in, in order, while there are seats, their prompts fit the token budget, each counting as long
+    as the longest of the step (the engine pads them), and their blocks leave the watermark free. To decode, a resident
+    asks for one free block whether it needs one or not; where there is none, the resident that arrived last is
+    preempted, at last the one that asks (not one that is alone and has room: the engine would be stuck). With recompute
+    it waits before all others. With swap it keeps its keys and values in host memory; as long as anybody is there no
+    prompt comes in, and in a step that preempts nobody those who arrived first come back while seats and watermark
+    allow.
 
     Facts: vllm/core/scheduler.py and block_manager.py of release 0.2. Its limit on the padding of prompts
-    (`max_paddings`) is left out, and prompts count as long as they are.
+    (`max_paddings`) is left out.
     """
 
     offers = frozenset({"swap", "watermark"})
@@ -58,17 +59,17 @@ class VllmV0(ListScheduler):
 
     def _admit(self) -> ScheduledTokens:
         scheduled: ScheduledTokens = {}
-        budget, waiting = self.max_num_batched_tokens, self.waiting
+        longest, waiting = 0, self.waiting
         while waiting and self.num_running < self.max_num_seqs:
             request = waiting[0]
             tokens = request.known_tokens
-            if tokens > budget or self.kv.blocks_for(tokens) > self.room:
+            longest = max(longest, tokens)
+            if (len(scheduled) + 1) * longest > self.max_num_batched_tokens or self.kv.blocks_for(tokens) > self.room:
                 break
             waiting.popleft()
             self.allocate(request, tokens)
             self.residents[request] = None
             scheduled[request] = tokens
-            budget -= tokens
         return scheduled
 
     def _decode(self, preempted: list[Request]) -> ScheduledTokens:
