@@ -75,9 +75,16 @@ def steadiness(present: Ints, waiting: Ints, requests: int) -> Steadiness:
     if settled and growth > GROWTH and _rise(queue) > 2 * max(_rise(running), 0.0):
         return "saturated"
     long_enough = requests >= LIFETIMES * float(found.mean())
-    change = float(np.mean(np.diff(found) ** 2))
-    forgets = float(found.var()) <= SPREAD**2 * change * len(found)
+    forgets = wander(found) <= SPREAD**2
     return "stable" if long_enough and max(growth, _growth(found)) < DRIFT and forgets else "too short to tell"
+
+
+def wander(found: Array) -> float:
+    """Return the variance of a number of requests over n c^2: of a free random walk 1/6 on average, and near 0 of a
+    number that comes back to its mean many times."""
+    change = len(found) * float(np.mean(np.diff(found) ** 2))
+    variance = float(found.var())
+    return variance / change if change > 0 else 0.0 if variance == 0 else math.inf
 
 
 def _growth(queue: Array) -> float:
