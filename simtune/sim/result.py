@@ -155,12 +155,12 @@ class Result(RequestTimes):
     def steadiness(self) -> Steadiness | None:
         """Whether the load is kept up with (`simtune.sim.steady`).
 
-        None where that is no question: in a closed loop, whose users wait; of requests that all come at once; and of a
-        run that was stopped early. Requests that are left when no instance is up saturate any system.
+        None where that is no question: in a closed loop, whose users wait; of a batch and of requests that all come at
+        once; and of a run that was stopped early. Requests that are left when no instance is up saturate any system.
         """
         if self.unserved:
             return "saturated"
-        if self.stream.offered_rate_rps is None or self.outcome.aborted:
+        if self.stream.offered_rate_rps is None or self.stream.batch or self.outcome.aborted:
             return None
         return steadiness(*self._found, int((self.outcome.arrival >= 0).sum()))
 
@@ -189,7 +189,7 @@ class Result(RequestTimes):
     def lifetimes(self) -> float | None:
         """Time in which requests arrive, over the mean end-to-end latency; None if they have no rate or none ends."""
         mean = self.values("e2el")
-        if self.stream.offered_rate_rps is None or not len(mean):
+        if self.stream.offered_rate_rps is None or self.stream.batch or not len(mean):
             return None
         return float(np.ptp(self.arrival_s[self.outcome.arrival >= 0]) / mean.mean())
 

@@ -413,7 +413,9 @@ class StreamedResult:
         """Whether the load is kept up with, as `Result.steadiness` has it."""
         if self.unserved:
             return "saturated"
-        return None if self.load.offered_rate_rps is None else steadiness(*self.found, len(self.load))
+        if self.load.offered_rate_rps is None or self.load.workload.batch:
+            return None
+        return steadiness(*self.found, len(self.load))
 
     @property
     def saturated(self) -> bool:
@@ -424,7 +426,9 @@ class StreamedResult:
     def lifetimes(self) -> float | None:
         """As `Result.lifetimes` has it."""
         offered, mean = self.load.offered_rate_rps, self.totals.latencies["e2el"].mean_s
-        return None if offered is None or not mean else (len(self.load) - 1) / offered / mean
+        return (
+            None if offered is None or not mean or self.load.workload.batch else (len(self.load) - 1) / offered / mean
+        )
 
     @property
     def duration_s(self) -> float:

@@ -458,7 +458,9 @@ class Audit:
             self.problems.append(f"{fate.plan} was chosen, and {len(needed)} fresh draws have not all confirmed it")
             return
         seen = [self._finding(entrant, fresh[draw]) for draw in needed]
-        short = any(finding.summary.requests < confirm.requests for finding in seen)
+        short = not self.question.workload.batch and any(
+            finding.summary.requests < confirm.requests for finding in seen
+        )
         if seen and (
             short or not all(finding.met for finding in seen) or judged_together(self.question, seen).confirmed is None
         ):

@@ -84,6 +84,8 @@ class FreshDraws:
     def _requests(self, plan: Entrant, rate_rps: float | None) -> int:
         """Over all cores, so that those that are simulated see as many as are needed."""
         question, seen = self._question, plan.row.summary
+        if question.workload.batch:
+            return question.num_requests(plan.candidate)
         statistics = [statistic for slo in _objectives(question) for _, statistic, _ in slo.limits()]
         least = max(question.study.search.confirm.requests, *(needed_for(statistic) for statistic in statistics), 1)
         rate = rate_rps if seen is None or rate_rps is not None else seen.offered_rate_rps

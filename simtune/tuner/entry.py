@@ -165,7 +165,8 @@ class Admission:
     def _weigh(self, entrant: Entrant) -> None:
         """What the objective makes of a bound, and whether it leaves the plan a chance."""
         row, objective = entrant.row, self.question.objective
-        offered = self.workshop.stream(entrant.candidate).offered_rate_rps
+        stream = self.workshop.stream(entrant.candidate)
+        offered = None if stream.batch else stream.offered_rate_rps
         rate = entrant.bound_rps if objective.searches_rate or offered is None else offered
         entrant.best = objective.best(entrant.facts, rate, entrant.e2el_s)
         row.best = None

@@ -94,6 +94,11 @@ class Question:
         self._check_day()
         if not self.searches_rate:
             return
+        if self.workload.batch:
+            raise UsageError(
+                f"{name}: objective {study.objective} looks for a request rate, but workload {self.workload.name} is a "
+                "batch; use objective e2el, gpus or usd_per_million_tokens, or remove batch"
+            )
         if isinstance(self.workload.arrivals, ClosedLoop):
             raise UsageError(
                 f"{name}: objective {study.objective} looks for a request rate, but workload "

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from simtune.errors import UsageError
 from simtune.sim.requests import build_stream
 from simtune.specs.catalog import load_workload
 from simtune.specs.study import Confirmation
@@ -29,7 +30,7 @@ DRAWS = Confirmation(draws=2, requests=1000)
 def asked(**given: Any) -> Question:
     load = LOAD.model_copy(update={"requests": 60})
     one_card = {"tp": (1,), "pp": (1,), "devices": 1, "max_num_seqs": (64,), "max_num_batched_tokens": (2048,)}
-    return question(workload=load, **{**one_card, "confirm": DRAWS, "slo": Slo(ttft_s={"p90": 0.5}), **given})
+    return question(**{"workload": load, **one_card, "confirm": DRAWS, "slo": Slo(ttft_s={"p90": 0.5}), **given})
 
 
 @pytest.fixture(scope="module")
@@ -127,3 +128,14 @@ def test_a_miss_on_few_requests_bounds_a_plan_less_tightly() -> None:
     assert reached[8000] == pytest.approx(10 * math.exp(4 / math.sqrt(8000)))
     assert Goodput().reaches(facts, Miss(10.0, 400), 11.0) == 11.0
     assert allowance(400) == pytest.approx(math.exp(2 * spread(400)))
+
+
+def test_a_batch_is_searched_as_it_is() -> None:
+    """Its requests come faster than they are served, and no run is longer than they are."""
+    load = LOAD.model_copy(update={"requests": 60, "batch": True, "arrivals": FixedInterval(rate_rps=500.0)})
+    found = optimize(asked(workload=load, objective="e2el", slo=Slo(e2el_s={"p90": 60.0})), jobs=1)
+    assert found.confirmed is not None
+    assert (found.confirmed.requests, found.confirmed.lifetimes) == (60, None)
+    assert Audit(certificate_of(found), found.question).run()
+    with pytest.raises(UsageError, match="is a batch; use objective e2el"):
+        optimize(asked(workload=load), jobs=1)
