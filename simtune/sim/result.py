@@ -162,10 +162,10 @@ class Result(RequestTimes):
             return "saturated"
         if self.stream.offered_rate_rps is None or self.stream.batch or self.outcome.aborted:
             return None
-        return steadiness(*self._found, int((self.outcome.arrival >= 0).sum()))
+        return steadiness(*self._at_arrivals, int((self.outcome.arrival >= 0).sum()))
 
     @cached_property
-    def _found(self) -> tuple[Ints, Ints]:
+    def _at_arrivals(self) -> tuple[Ints, Ints]:
         """Requests in the system, and requests waiting, as arrivals find them."""
         return in_system(self.outcome.arrival, self.outcome.finish, self.outcome.waiting_at_arrival)
 
@@ -173,7 +173,7 @@ class Result(RequestTimes):
     def wander(self) -> float | None:
         """How far the number in the system strays in the second half (`simtune.sim.steady.wander`); None where the
         verdict is None."""
-        present = self._found[0]
+        present = self._at_arrivals[0]
         return (
             None
             if self.steadiness is None or len(present) < 4

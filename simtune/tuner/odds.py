@@ -258,8 +258,8 @@ def odds(tuned: Tuned, sweep: RateSweep, bases: Mapping[str, Mapping[str, KindBa
     # The highest rate that met the SLO on the draw of the search was lucky; one that is confirmed has passed others.
     of_draws = spread(len(tuned.result.stream) if confirmed is None else confirmed.draws * confirmed.requests)
     fortune = 0.0 if rate is None or confirmed is not None else of_draws
-    luck = of_draws * np.random.default_rng(seed).standard_normal(WORLDS)
-    plan = Stretched(limits, curves, worlds + luck + _of_acceptance(few, curves, seed), of_draws, fortune)
+    of_draw = of_draws * np.random.default_rng(seed).standard_normal(WORLDS)
+    plan = Stretched(limits, curves, worlds + of_draw + _of_acceptance(few, curves, seed), of_draws, fortune)
     most = replace(plan, curves=drawn) if _unfelt(curves, drawn, limits) else plan
     return SloOdds(
         worlds=WORLDS,
