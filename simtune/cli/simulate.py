@@ -337,6 +337,8 @@ def _print(name: str, summary: SimulationSummary, drawn: Uncertainty | None, pri
     if summary.power_w is not None:
         energy = f"{number(summary.joules_per_token)}{_between(drawn.of('joules_per_token') if drawn else None)}"
         click.echo(f"{'power':30} {number(summary.power_w)} W, {energy} J per output token")
+    if summary.steadiness is None and not summary.unserved:
+        click.echo(f"{'makespan':30} {number(summary.duration_s)} s")
     if summary.unserved:
         click.echo("NOT SERVED: requests were left when no instance was up any more")
     elif summary.saturated:

@@ -79,6 +79,8 @@ class RequestStream:
     """Which conversation a request belongs to, where the workload knows."""
     graph: FamilyGraph | None = None
     """How requests follow one another: each `graph.size` of them are a family, which arrives as one."""
+    batch: bool = False
+    """Whether they are a finite load, and no part of one that goes on."""
     of_load: Ints | None = None
     """Which requests of a load these are, counted from 0; None where they are all of it."""
 
@@ -218,6 +220,7 @@ def draw(workload: Workload, trace: Trace | None, span: Span, seed: int) -> Requ
         session=shared.session,
         users=users,
         think_s=think_s,
+        batch=workload.batch,
     )
 
 
@@ -352,6 +355,7 @@ def _families(workload: Workload, asked_for: Sequence[GraphNode], families: int,
         session=np.repeat(np.arange(families), graph.size),
         users=users,
         think_s=think_s,
+        batch=workload.batch,
         graph=graph,
     )
 

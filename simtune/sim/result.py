@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from simtune.arrays import Array
+from simtune.arrays import Array, Ints
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import Tally
 from simtune.errors import UsageError
@@ -26,7 +26,7 @@ from simtune.sim.frames import PlainCurve, arrow, frame, html_table, plotted
 from simtune.sim.outcome import Outcome
 from simtune.sim.requests import RequestStream
 from simtune.sim.statistics import TokenIntervals, warm_up
-from simtune.sim.steady import Steadiness, in_system, needed_for, steadiness
+from simtune.sim.steady import Steadiness, in_system, needed_for, steadiness, wander
 from simtune.sim.summary import LatencyQuantiles, Metric, SimulationSummary, SloLimit
 from simtune.sim.summing import between_tokens, distribution, instances, prefix_cache, quantiles, verifications
 from simtune.specs.workload import Slo
@@ -41,20 +41,11 @@ _SHOWN = ("requests", "offered_rate_rps", "request_throughput_rps", "goodput_rps
 
 
 @dataclass
-class Result:
+class RequestTimes:
     """Arrays in order of request number, NaN where something never came."""
 
     stream: RequestStream
     outcome: Outcome
-    num_gpus: int
-    """GPUs of the whole deployment."""
-    slo: Slo = field(default_factory=Slo)
-    offered_rate_rps: float | None = None
-    """Mean arrival rate at the deployment; None for a closed loop and for a single instant."""
-    scale: float = 1.0
-    """How many equal and independent cores each simulated one stands for; throughputs are those of all of them."""
-    power: Power | None = None
-    """What instances draw; None where a hardware profile does not say."""
 
     @cached_property
     def arrival_s(self) -> Array:
@@ -130,6 +121,21 @@ class Result:
         """Which requests were answered to the end."""
         return self.outcome.finish >= 0
 
+
+@dataclass
+class Result(RequestTimes):
+    """Times of requests, and the statistics and verdicts that follow from them."""
+
+    num_gpus: int
+    """GPUs of the whole deployment."""
+    slo: Slo = field(default_factory=Slo)
+    offered_rate_rps: float | None = None
+    """Mean arrival rate at the deployment; None for a closed loop and for a single instant."""
+    scale: float = 1.0
+    """How many equal and independent cores each simulated one stands for; throughputs are those of all of them."""
+    power: Power | None = None
+    """What instances draw; None where a hardware profile does not say."""
+
     @property
     def refused(self) -> int:
         """Requests that exceed max_model_len; 0 for a run that was stopped early, where it cannot be told."""
@@ -151,16 +157,30 @@ class Result:
     def steadiness(self) -> Steadiness | None:
         """Whether the load is kept up with (`simtune.sim.steady`).
 
-        None where that is no question: in a closed loop, whose users wait; of requests that all come at once; and of a
-        run that was stopped early. Requests that are left when no instance is up saturate any system.
+        None where that is no question: in a closed loop, whose users wait; of a batch and of requests that all come at
+        once; and of a run that was stopped early. Requests that are left when no instance is up saturate any system.
         """
         if self.unserved:
             return "saturated"
-        if self.stream.offered_rate_rps is None or self.outcome.aborted:
+        if self.stream.offered_rate_rps is None or self.stream.batch or self.outcome.aborted:
             return None
-        outcome = self.outcome
-        present, waiting = in_system(outcome.arrival, outcome.finish, outcome.waiting_at_arrival)
-        return steadiness(present, waiting, int((outcome.arrival >= 0).sum()))
+        return steadiness(*self._at_arrivals, int((self.outcome.arrival >= 0).sum()))
+
+    @cached_property
+    def _at_arrivals(self) -> tuple[Ints, Ints]:
+        """Requests in the system, and requests waiting, as arrivals find them."""
+        return in_system(self.outcome.arrival, self.outcome.finish, self.outcome.waiting_at_arrival)
+
+    @property
+    def wander(self) -> float | None:
+        """How far the number in the system strays in the second half (`simtune.sim.steady.wander`); None where the
+        verdict is None."""
+        present = self._at_arrivals[0]
+        return (
+            None
+            if self.steadiness is None or len(present) < 4
+            else wander(present[len(present) // 2 :].astype(np.float64))
+        )
 
     @property
     def saturated(self) -> bool:
@@ -171,7 +191,7 @@ class Result:
     def lifetimes(self) -> float | None:
         """Time in which requests arrive, over the mean end-to-end latency; None if they have no rate or none ends."""
         mean = self.values("e2el")
-        if self.stream.offered_rate_rps is None or not len(mean):
+        if self.stream.offered_rate_rps is None or self.stream.batch or not len(mean):
             return None
         return float(np.ptp(self.arrival_s[self.outcome.arrival >= 0]) / mean.mean())
 

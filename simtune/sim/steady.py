@@ -68,16 +68,23 @@ def steadiness(present: Ints, waiting: Ints, requests: int) -> Steadiness:
     half = len(present) // 2
     if requests < LEAST or half < BATCHES:
         return "too short to tell"
-    found, queue = present[half:].astype(np.float64), waiting[half:].astype(np.float64)
-    running = found - queue
+    present_counts, queue = present[half:].astype(np.float64), waiting[half:].astype(np.float64)
+    running = present_counts - queue
     growth = _growth(queue)
-    settled = len(found) * stride(requests) >= SETTLED * max(1.0, float(running.mean()))
+    settled = len(present_counts) * stride(requests) >= SETTLED * max(1.0, float(running.mean()))
     if settled and growth > GROWTH and _rise(queue) > 2 * max(_rise(running), 0.0):
         return "saturated"
-    long_enough = requests >= LIFETIMES * float(found.mean())
-    change = float(np.mean(np.diff(found) ** 2))
-    forgets = float(found.var()) <= SPREAD**2 * change * len(found)
-    return "stable" if long_enough and max(growth, _growth(found)) < DRIFT and forgets else "too short to tell"
+    long_enough = requests >= LIFETIMES * float(present_counts.mean())
+    forgets = wander(present_counts) <= SPREAD**2
+    return "stable" if long_enough and max(growth, _growth(present_counts)) < DRIFT and forgets else "too short to tell"
+
+
+def wander(present_counts: Array) -> float:
+    """Return the variance of a number of requests over n c^2: of a free random walk 1/6 on average, and near 0 of a
+    number that comes back to its mean many times."""
+    change = len(present_counts) * float(np.mean(np.diff(present_counts) ** 2))
+    variance = float(present_counts.var())
+    return variance / change if change > 0 else 0.0 if variance == 0 else math.inf
 
 
 def _growth(queue: Array) -> float:

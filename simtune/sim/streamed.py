@@ -248,8 +248,8 @@ class StreamRecorder(Recorder):
         self.scheduled, self.first_token, self.prefilled = self.live[:3]  # type: ignore[assignment]
         self.transferred, self.finish, self.core, self.preemptions, self.resent = self.live[3:]  # type: ignore[assignment]
         self.finished = 0
-        self.found = _Arrivals(self, len(load))
-        self.waiting_at_arrival = self.found  # type: ignore[assignment]
+        self.at_arrivals = _Arrivals(self, len(load))
+        self.waiting_at_arrival = self.at_arrivals  # type: ignore[assignment]
         self.totals = Totals(answered=np.zeros(cores, dtype=np.int64))
         self.source: StreamedSource | None = None
         self._objectives = objectives(load.head, slo)
@@ -397,7 +397,7 @@ class StreamedResult:
     outcome: Outcome
     """Without columns."""
     totals: Totals
-    found: tuple[Ints, Ints]
+    at_arrivals: tuple[Ints, Ints]
     """Requests in the system, and requests waiting, as every `simtune.sim.steady.stride`-th arrival found them."""
     num_gpus: int
     slo: Slo
@@ -419,7 +419,9 @@ class StreamedResult:
         """Whether the load is kept up with, as `Result.steadiness` has it."""
         if self.unserved:
             return "saturated"
-        return None if self.load.offered_rate_rps is None else steadiness(*self.found, len(self.load))
+        if self.load.offered_rate_rps is None or self.load.workload.batch:
+            return None
+        return steadiness(*self.at_arrivals, len(self.load))
 
     @property
     def saturated(self) -> bool:
@@ -430,7 +432,9 @@ class StreamedResult:
     def lifetimes(self) -> float | None:
         """As `Result.lifetimes` has it."""
         offered, mean = self.load.offered_rate_rps, self.totals.latencies["e2el"].mean_s
-        return None if offered is None or not mean else (len(self.load) - 1) / offered / mean
+        return (
+            None if offered is None or not mean or self.load.workload.batch else (len(self.load) - 1) / offered / mean
+        )
 
     @property
     def duration_s(self) -> float:
@@ -551,7 +555,7 @@ def simulate_streamed(
         outcome = world.run()
     if brought:
         parts.check_nobody_waits(plan, wiring.cores)
-    totals, found = world.recorder.totals, world.recorder.found
+    totals, counts = world.recorder.totals, world.recorder.at_arrivals
     if not totals.completed:
         raise UsageError(
             f"no request is answered: all are longer than max_model_len ({deployment.max_model_len} tokens), or the "
@@ -561,7 +565,7 @@ def simulate_streamed(
         load,
         outcome,
         totals,
-        (np.array(found.present, dtype=np.int64), np.array(found.waiting, dtype=np.int64)),
+        (np.array(counts.present, dtype=np.int64), np.array(counts.waiting, dtype=np.int64)),
         plan.num_devices,
         slo,
         power_of(deployment.pools),

@@ -109,7 +109,9 @@ class SimulationSummary(Record):
     )
     unserved: Uncertain[Whole] = Field(description="requests left when no instance was up any more")
     preemptions: Uncertain[Whole]
-    duration_s: Uncertain[NonNegative] = Field(description="from the first arrival to the last finish")
+    duration_s: Uncertain[NonNegative] = Field(
+        description="from the first arrival to the last finish: the makespan of a batch"
+    )
     saturated: bool = Field(description="requests pile up faster than they are served")
     steadiness: Steadiness | None = Field(
         None, description="whether the load is kept up with; null for a closed loop, a batch and a single instant"

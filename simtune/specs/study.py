@@ -103,6 +103,15 @@ class PoolChoices(Part):
     drafters: Labels | None = Field(None, description="labels of `speculation`; '' is none; all and none unless given")
 
 
+class Confirmation(Part):
+    """How a plan is confirmed before it is reported: on draws of the requests that the search has not seen."""
+
+    draws: Annotated[int, Field(ge=0, le=20)] = Field(
+        3, description="fresh draws, on all of which it must keep the SLO; 0: none, and what is found is not confirmed"
+    )
+    requests: Count = Field(8000, description="of a draw at least; more where 25 lifetimes or a percentile need them")
+
+
 class Search(Part):
     """The space, and how finely it is searched."""
 
@@ -136,7 +145,12 @@ class Search(Part):
         None,
         description="of decode pools, where they differ; the smallest budget with a token for each seat unless given",
     )
-    requests: Count | None = Field(None, description="simulated per evaluation; the workload's own number unless given")
+    requests: Count | None = Field(
+        None,
+        description="simulated per evaluation, and more where they last less than ten lifetimes; the workload's own "
+        "number unless given",
+    )
+    confirm: Confirmation = Confirmation()
     front: Annotated[int, Field(ge=2, le=200)] = Field(
         16, description="loads at which the plans of a front are held against each other, of objective pareto"
     )

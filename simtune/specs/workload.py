@@ -233,6 +233,10 @@ class Workload(Spec):
     KIND: ClassVar[str] = "workload"
     source: str | None = Field(None, description="where the numbers come from, with licence")
     requests: Tokens = 8000
+    batch: bool = Field(
+        False,
+        description="a finite load: judged by when all of it is done, not as a rate that goes on, and not made longer",
+    )
     arrivals: Arrivals
     prompt: Lengths
     output: Lengths

@@ -1,8 +1,9 @@
 """What a search claims, written so that somebody else can check it: `certificate.json`, and the check.
 
 A certificate names every plan of the space with what it could reach at most, and why: a bound, or a simulation at a
-rate where it missed the SLO (a plan that misses it at some rate is taken to miss it above). The best of these is what
-no plan exceeds; its distance from the chosen plan is the gap. `Audit` trusts none of it: it takes the inputs,
+rate where it missed the SLO (on a draw of so many requests; a plan that misses it at some rate is taken to miss it at
+rates that are higher by two standard deviations of what draws differ by, `simtune.tuner.chance`). The best of these is
+what no plan exceeds; its distance from the chosen plan is the gap. `Audit` trusts none of it: it takes the inputs,
 enumerates the space, and computes every bound, the chosen plan's simulation and every simulation that ruled a plan out
 again. What comes to something else is refused, also where less is claimed than could be.
 """
@@ -18,18 +19,19 @@ from typing import Any, Literal
 from pydantic import Field
 
 from simtune import __version__
-from simtune.specs.base import Record, Seq, Spec
+from simtune.specs.base import Count, NonNegative, Record, Seq, Spec
 from simtune.specs.hardware import Hardware
 from simtune.specs.plan import Plan, Role
 from simtune.tuner.classes import PlanClass, PlanClasses
 from simtune.tuner.climb import Simulation, SimulationFinding
+from simtune.tuner.confirm import judged_together, num_draws
 from simtune.tuner.entry import Admission, Entrant
-from simtune.tuner.objectives import Objective, RateObjective
+from simtune.tuner.objectives import Miss, Objective, RateObjective
 from simtune.tuner.question import SAMPLED_CORES, Question
 from simtune.tuner.relaxation import Worths
 from simtune.tuner.sayable import space_for
 from simtune.tuner.space import Candidate
-from simtune.tuner.trial import Trial, Tuned
+from simtune.tuner.trial import Confirmed, Trial, Tuned
 from simtune.tuner.workshop import Refused, Workshop
 
 CERTIFICATE_SCHEMA: Literal["simtune/certificate@1"] = "simtune/certificate@1"
@@ -43,6 +45,8 @@ class Tried(Record):
     rate_rps: float | None = Field(description="null: the workload's own")
     met: bool = Field(description="whether it met the SLO")
     all_cores: bool = Field(description="whether all cores were simulated, where some can stand for all")
+    draw: int = Field(0, description="of the requests: 0 is that of the search, others are fresh")
+    requests: int | None = Field(None, description="over all cores, to begin with; null: the study's own number")
 
 
 class PlanFate(Record):
@@ -93,6 +97,19 @@ class Incumbent(Record):
     rate_rps: float | None = Field(description="at which it was simulated; null: the workload's own")
 
 
+class Confirmation(Record):
+    """The fresh draws on all of which the chosen plan keeps the SLO."""
+
+    draws: Count
+    requests: Count = Field(description="that were simulated in each, at least")
+    lifetimes: NonNegative | None = Field(description="that each lasts, at least; null without a rate")
+
+    @classmethod
+    def of(cls, confirmed: Confirmed | None) -> Confirmation | None:
+        """Of a search; None where no draws were asked for."""
+        return None if confirmed is None else cls(**confirmed._asdict())
+
+
 class Certificate(Record):
     """`certificate.json`."""
 
@@ -107,6 +124,7 @@ class Certificate(Record):
     bound: float = Field(description="no plan of the space reaches more, or less where less is better")
     gap: float = Field(description="from the incumbent to the bound, as a share of its value")
     interrupted: bool
+    confirmed: Confirmation | None = Field(None, description="the fresh draws that the incumbent was confirmed on")
     plans: Seq[PlanFate]
     allocations: Seq[AllocationBound]
     digest: str = Field(description="sha256 of all the rest")
@@ -143,6 +161,7 @@ def certificate_of(tuned: Tuned) -> Certificate:
         bound=bound,
         gap=gap,
         interrupted=tuned.interrupted,
+        confirmed=Confirmation.of(tuned.confirmed),
         plans=tuple(plans),
         allocations=tuple(AllocationBound.of(group) for group in tuned.classes),
     )
@@ -343,7 +362,7 @@ class Audit:
             best = self._after(entrant, tried.rate_rps, self._finding(entrant, tried), best)
         self._at_most(fate, best)
         if fate.plan == self.certificate.incumbent.plan:
-            self._confirm(entrant)
+            self._confirm(entrant, fate)
 
     def _best_by_bound(self, entrant: Entrant, fate: PlanFate) -> float | None:
         """What it could reach by the first of its bounds that comes to what is claimed, or by the last: its capacity,
@@ -372,7 +391,11 @@ class Audit:
         if not finding.met:
             if rate is None or not isinstance(objective, RateObjective):
                 return None
-            return rate * objective.worth(entrant.facts)
+            return objective.reaches(
+                entrant.facts,
+                Miss(rate, finding.summary.requests),
+                self._workshop.capacity(entrant.candidate).rps,
+            )
         entrant.row.take(finding.summary, rate)
         if self._beyond_limits(entrant):
             return None
@@ -403,7 +426,7 @@ class Audit:
         if name in self._looked_at:
             entrant, fate = self._looked_at[name]
             for tried in fate.simulated:
-                if not tried.all_cores and (tried.rate_rps is None or not tried.met):
+                if not tried.all_cores and not tried.draw and (tried.rate_rps is None or not tried.met):
                     yield entrant, tried
 
     def _finding(self, entrant: Entrant, tried: Tried) -> SimulationFinding:
@@ -411,22 +434,53 @@ class Audit:
         known = (entrant.candidate.name, tried)
         if known not in self._findings:
             self.simulations += 1
-            stream, cores = self._workshop.stream(entrant.candidate), None if tried.all_cores else SAMPLED_CORES
-            task = Simulation(entrant.deployment, stream, self.question.study.slo, tried.rate_rps, cores)
+            task = self._task(entrant, tried)
             finding = self._findings[known] = task.run()
             at = "" if tried.rate_rps is None else f" at {tried.rate_rps:.6g} requests/s"
             self._same(f"{entrant.candidate.name}{at}: whether it meets the SLO", tried.met, finding.met)
         return self._findings[known]
 
-    def _confirm(self, entrant: Entrant) -> None:
-        """Simulate the chosen plan on all its cores."""
+    def _task(self, entrant: Entrant, tried: Tried) -> Simulation:
+        draws, deployment, slo = self.question.draws, entrant.deployment, self.question.study.slo
+        stream = self._workshop.stream(entrant.candidate)
+        if tried.requests is not None:
+            stream = draws.stream(tried.requests, tried.draw)
+        if tried.all_cores:
+            return Simulation(deployment, stream, slo, tried.rate_rps, None)
+        return Simulation(deployment, stream, slo, tried.rate_rps, SAMPLED_CORES, draws, tried.draw)
+
+    def _confirm_draws(self, entrant: Entrant, fate: PlanFate) -> None:
+        """Simulate the chosen plan on the fresh draws that confirmed it."""
+        confirm, rate = self.question.study.search.confirm, self.certificate.incumbent.rate_rps
+        fresh = {tried.draw: tried for tried in fate.simulated if tried.draw and tried.rate_rps == rate}
+        needed = range(1, 1 + (num_draws(self.question) if confirm.draws else 0))
+        if [*sorted(fresh)] != [*needed]:
+            self.problems.append(f"{fate.plan} was chosen, and {len(needed)} fresh draws have not all confirmed it")
+            return
+        seen = [self._finding(entrant, fresh[draw]) for draw in needed]
+        short = not self.question.workload.batch and any(
+            finding.summary.requests < confirm.requests for finding in seen
+        )
+        if seen and (
+            short or not all(finding.met for finding in seen) or judged_together(self.question, seen).confirmed is None
+        ):
+            self.problems.append(f"{fate.plan} was chosen, and fresh draws do not confirm it")
+
+    def _confirm(self, entrant: Entrant, fate: PlanFate) -> None:
+        """Simulate the chosen plan on all its cores, and on the fresh draws."""
         incumbent, question = self.certificate.incumbent, self.question
         if self._handed_out not in (None, entrant.deployment.plan):
             self.problems.append(f"the plan that was handed out is not {incumbent.plan}, which was chosen")
         if not self._of_its_load(incumbent.rate_rps):
             self.problems.append(f"{incumbent.plan} was chosen under another load than {question.objective.name} is of")
             return
-        stream = question.stream(entrant.candidate, incumbent.rate_rps)
+        self._confirm_draws(entrant, fate)
+        last = next((t for t in reversed(fate.simulated) if t.all_cores and t.rate_rps == incumbent.rate_rps), None)
+        stream = question.stream(entrant.candidate)
+        if last is not None and last.requests is not None:
+            stream = question.draws.stream(last.requests)
+        if incumbent.rate_rps is not None:
+            stream = stream.at_rate(incumbent.rate_rps)
         result = entrant.deployment.simulate(stream, question.study.slo)
         self.simulations += 1
         if not result.meets_slo:

@@ -9,8 +9,10 @@ from typing import NamedTuple
 from simtune.sim.deployment import Deployment
 from simtune.sim.requests import RequestStream
 from simtune.sim.result import Result
+from simtune.sim.steady import LIFETIMES
 from simtune.sim.summary import SimulationSummary
 from simtune.specs.workload import Slo
+from simtune.tuner.draws import MOST_REQUESTS, LoadDraws
 from simtune.tuner.knobs import Use, first_tokens_miss, uses
 from simtune.tuner.question import SAMPLED_CORES
 
@@ -22,6 +24,10 @@ GUESSES = 6
 """After so many simulations the rates that are left are halved."""
 LOWEST = 0.01
 """Of the rate bound: a plan that misses the SLO there is given up."""
+
+
+LONGER = 8.0
+"""Times the requests, where a run is made longer, at most."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,8 @@ class SimulationFinding:
     """Whether plans with the same prefill pool miss the SLO as well, whatever decodes (`simtune.tuner.knobs`)."""
     strain: float | None
     """The largest share of a limit that was taken, above 1 where it was missed; None where requests piled up."""
+    wander: float | None = None
+    """How far the number in the system strays (`simtune.sim.steady.wander`)."""
 
 
 @dataclass(frozen=True)
@@ -51,20 +59,54 @@ class Simulation:
     """None: the stream's own."""
     cores: int | None = SAMPLED_CORES
     """So many stand for all; None: all are simulated."""
+    draws: LoadDraws | None = None
+    """Where more requests come from, if these last less than ten lifetimes; None: from nowhere."""
+    draw: int = 0
+    """Which of them the stream is of."""
 
     def run(self) -> SimulationFinding:
         """What is found; the same wherever it is run."""
-        stream = self.stream if self.rate_rps is None else self.stream.at_rate(self.rate_rps)
-        result = self.deployment.simulate(stream, self.slo, cores=self.cores, stop_when_lost=True)
-        met = result.meets_slo
+        stream = self.stream
+        result = self._simulated(stream)
+        while self.draws is not None and (needed := longer(result, len(stream))) is not None:
+            stream = self.draws.stream(needed, self.draw)
+            result = self._simulated(stream)
+        short = "" if self.draws is None else too_short(result)
+        met = result.meets_slo and not short
         return SimulationFinding(
             met=met,
             summary=result.summary(noise=False),
-            reason="" if met else violation(result),
+            reason="" if met else violation(result) or short,
             used=uses(self.deployment, result),
-            first_tokens_miss=not met and first_tokens_miss(self.deployment, result),
+            first_tokens_miss=not result.meets_slo and first_tokens_miss(self.deployment, result),
             strain=_strain(result),
+            wander=result.wander,
         )
+
+    def _simulated(self, stream: RequestStream) -> Result:
+        at_rate = stream if self.rate_rps is None else stream.at_rate(self.rate_rps)
+        return self.deployment.simulate(at_rate, self.slo, cores=self.cores, stop_when_lost=True)
+
+
+def longer(result: Result, requests: int) -> int | None:
+    """How many requests to draw in place of so many, where these last less than ten lifetimes; None where they need
+    not, or cannot, be more."""
+    simulated = len(result.stream)
+    if not too_short(result) or not result.meets_slo or simulated >= MOST_REQUESTS:
+        return None
+    assert result.lifetimes is not None
+    factor = min(LONGER, max(1.5, 1.2 * LIFETIMES / max(result.lifetimes, 1e-9)), MOST_REQUESTS / simulated)
+    return math.ceil(requests * factor)
+
+
+def too_short(result: Result) -> str:
+    """Why a run is too short to be judged: it lasts less than ten lifetimes; empty where it is not, or was given up."""
+    lifetimes = result.lifetimes
+    if result.outcome.aborted or lifetimes is None or lifetimes >= LIFETIMES:
+        return ""
+    return (
+        f"too short to tell: {len(result.stream):,} requests last {lifetimes:.2g} lifetimes, and {LIFETIMES} are needed"
+    )
 
 
 def _strain(result: Result) -> float | None:

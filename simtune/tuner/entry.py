@@ -11,7 +11,7 @@ from simtune.tuner.classes import PlanClass
 from simtune.tuner.climb import SimulationFinding
 from simtune.tuner.collector import uncollected
 from simtune.tuner.knobs import tell_apart
-from simtune.tuner.objectives import PlanFacts
+from simtune.tuner.objectives import Miss, PlanFacts, RateObjective
 from simtune.tuner.promise import least_e2el_s, most_favourable, slo_bound
 from simtune.tuner.question import SAMPLED_CORES, Question
 from simtune.tuner.space import Candidate
@@ -35,8 +35,11 @@ class Entrant:
     """Whether more (1) or less (-1) of that is better."""
     e2el_s: float = 0.0
     """Mean end-to-end latency at least."""
-    missed_rps: float = float("inf")
-    """The lowest rate at which it was seen to miss the SLO."""
+    missed: Miss | None = None
+    """At the lowest rate at which it was seen to miss the SLO."""
+
+    given_up: bool = False
+    """True if fresh draws leave it no rate that is better than that of a confirmed plan."""
 
     @cached_property
     def deployment(self) -> Deployment:
@@ -57,7 +60,16 @@ class Entrant:
     @property
     def ceiling_rps(self) -> float:
         """The same, and no rate from that on at which it missed the SLO."""
-        return min(self.bound_rps, self.missed_rps)
+        return self.bound_rps if self.missed is None else min(self.bound_rps, self.missed.rate_rps)
+
+    @property
+    def reaches(self) -> float | None:
+        """The most of a rate objective on any draw, where it was seen to miss the SLO on one (`RateObjective.reaches`);
+        else what is known without."""
+        objective = self.workshop.question.objective
+        if self.missed is None or self.row.best is None or not isinstance(objective, RateObjective):
+            return self.row.best
+        return objective.reaches(self.facts, self.missed, self.workshop.capacity(self.candidate).rps)
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -153,7 +165,8 @@ class Admission:
     def _weigh(self, entrant: Entrant) -> None:
         """What the objective makes of a bound, and whether it leaves the plan a chance."""
         row, objective = entrant.row, self.question.objective
-        offered = self.workshop.stream(entrant.candidate).offered_rate_rps
+        stream = self.workshop.stream(entrant.candidate)
+        offered = None if stream.batch else stream.offered_rate_rps
         rate = entrant.bound_rps if objective.searches_rate or offered is None else offered
         entrant.best = objective.best(entrant.facts, rate, entrant.e2el_s)
         row.best = None

@@ -9,8 +9,8 @@ from simtune.tuner.climb import Simulation, SimulationFinding
 from simtune.tuner.journal import Ledger, key_of
 from simtune.tuner.lookahead import LookAhead
 
-Key = tuple[str, float | None]
-"""Of a simulation: a plan by its name, and a rate."""
+Key = tuple[str, float | None, int]
+"""Of a simulation: a plan by its name, a rate, and a draw."""
 Keyed = tuple[Key, Simulation]
 
 
@@ -27,11 +27,15 @@ class Evaluator:
         if finding is None:
             finding = task.run() if self._ahead is None else self._ahead.result(key, task, self._unknown(expected))
             if self._ledger is not None:
-                self._ledger.keep(key_of(task.deployment.plan, task.rate_rps), finding)
+                self._ledger.keep(_ledger_key(task), finding)
         return finding
 
     def _known(self, task: Simulation) -> SimulationFinding | None:
-        return None if self._ledger is None else self._ledger.look(key_of(task.deployment.plan, task.rate_rps))
+        return None if self._ledger is None else self._ledger.look(_ledger_key(task))
 
     def _unknown(self, expected: Iterable[Keyed]) -> Iterator[Keyed]:
         return ((key, task) for key, task in expected if self._known(task) is None)
+
+
+def _ledger_key(task: Simulation) -> str:
+    return key_of(task.deployment.plan, task.rate_rps, task.draw, len(task.stream))

@@ -187,7 +187,7 @@ class FrontSearch:
     def _keyed(self, runner: _Runner, rate: float, wanted: Slo) -> Keyed:
         plan = runner.plan
         task = Simulation(plan.deployment, self._workshop.stream(plan.candidate), wanted, rate)
-        return (f"{plan.candidate.name} {wanted.tpot_s.get('mean')}", rate), task
+        return (f"{plan.candidate.name} {wanted.tpot_s.get('mean')}", rate, 0), task
 
     def _next(self, number: int, load: float, wanted: Slo) -> Iterator[Keyed]:
         """The simulations that come next, unless the best changes."""

@@ -35,9 +35,11 @@ class Ledger(Protocol[R]):
         """Know it from now on."""
 
 
-def key_of(plan: Plan, rate_rps: float | None) -> str:
-    """Of a simulation of a plan at a rate, or at the workload's own."""
-    return _digest(json.dumps([plan.to_data(), None if rate_rps is None else float(rate_rps).hex()], sort_keys=True))
+def key_of(plan: Plan, rate_rps: float | None, draw: int = 0, requests: int = 0) -> str:
+    """Of a simulation of a plan at a rate, or at the workload's own; of a fresh draw, with how many requests."""
+    at = None if rate_rps is None else float(rate_rps).hex()
+    fresh = [draw, requests] if draw else []
+    return _digest(json.dumps([plan.to_data(), at, *fresh], sort_keys=True))
 
 
 def _digest(text: str) -> str:

@@ -6,9 +6,10 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from simtune.specs.study import StudyLimits
+from simtune.tuner.chance import allowance
 from simtune.tuner.relaxation import Aim
 
 
@@ -37,6 +38,14 @@ class Judged:
     """Mean."""
     tokens_per_s_per_user: float | None = None
     joules_per_token: float | None = None
+
+
+class Miss(NamedTuple):
+    """A simulation in which a plan missed the SLO."""
+
+    rate_rps: float
+    requests: int
+    """That were simulated."""
 
 
 class Objective(ABC):
@@ -89,6 +98,11 @@ class RateObjective(Objective):
     def best(self, plan: PlanFacts, rate_bound_rps: float, floor_e2el_s: float) -> float:
         """At the highest rate it could serve."""
         return rate_bound_rps * self.worth(plan)
+
+    def reaches(self, plan: PlanFacts, missed: Miss, capacity_rps: float) -> float:
+        """At most, where a plan missed the SLO on a draw: of rates that draws may tell apart the highest, and no more
+        than its capacity."""
+        return min(missed.rate_rps * allowance(missed.requests), capacity_rps) * self.worth(plan)
 
     def rate_for(self, plan: PlanFacts, value: float) -> float:
         """The request rate at which a plan has that value."""

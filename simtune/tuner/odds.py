@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from pydantic import Field
@@ -39,7 +40,9 @@ from simtune.sim.sampling import SampledStep
 from simtune.sim.summary import SimulationSummary, SloLimit
 from simtune.sim.uncertainty import ACCEPTANCE, LEVEL, Blueprint, draws, interval
 from simtune.specs.base import Count, NonNegative, Positive, Record, Seq, Share
+from simtune.tuner.chance import spread
 from simtune.tuner.objectives import RateObjective
+from simtune.tuner.promise import sustained_rps
 from simtune.tuner.question import SAMPLED_CORES
 from simtune.tuner.rate_sweep import RateSweep
 from simtune.tuner.trial import Tuned
@@ -52,9 +55,6 @@ RANK = 0.1
 """Of the spread of worlds: by so much one may do as if it were longer or shorter than its sum says."""
 BETWEEN = 0.15
 """Of the way between two knots: how far off the place may be at which a limit is reached between them."""
-CHANCE = 0.15
-"""Over the square root of the requests: by so much u is off for who of them happens to meet whom. The highest rate that
-met the SLO did so with as much good fortune as that: in other worlds it has to do without."""
 _ENDLESS = math.log(1e3)
 """What keeps its limits at a thousand times the rate keeps them at any: simulations of so few requests show no end."""
 _LARGEST = 1e24
@@ -207,8 +207,8 @@ class Stretched:
     curves: Sequence[StretchCurve]
     worlds: Array
     """u, a row for each limit."""
-    requests: int
-    """That the latencies are of."""
+    spread: float
+    """Of u, by who of the requests happens to meet whom (`simtune.tuner.chance`)."""
     fortune: float = 0.0
     """By so much sooner a limit is reached in other worlds than where the plan was chosen."""
 
@@ -238,7 +238,7 @@ class Stretched:
         """By how much a world may do as if it were longer, or the limit be reached before."""
         border = float(curve.reached(np.array(math.log(limit.limit_s))))
         between = BETWEEN * curve.gap(border) if math.isfinite(border) else 0.0
-        return math.hypot(RANK * float(u.std()), between, CHANCE / math.sqrt(self.requests))
+        return math.hypot(RANK * float(u.std()), between, self.spread)
 
 
 def odds(tuned: Tuned, sweep: RateSweep, bases: Mapping[str, Mapping[str, KindBasis]]) -> SloOdds | None:
@@ -254,9 +254,12 @@ def odds(tuned: Tuned, sweep: RateSweep, bases: Mapping[str, Mapping[str, KindBa
     few = _FewWorlds(tuned, rate)
     drawn = _curves(few, sweep, worlds, limits)
     curves = drawn if rate is None else _not_above_missed(few, limits, drawn)
-    requests = len(tuned.result.stream)
-    fortune = 0.0 if rate is None else CHANCE / math.sqrt(requests)
-    plan = Stretched(limits, curves, worlds + _of_acceptance(few, curves, seed), requests, fortune)
+    confirmed = tuned.confirmed
+    # The highest rate that met the SLO on the draw of the search was lucky; one that is confirmed has passed others.
+    of_draws = spread(len(tuned.result.stream) if confirmed is None else confirmed.draws * confirmed.requests)
+    fortune = 0.0 if rate is None or confirmed is not None else of_draws
+    of_draw = of_draws * np.random.default_rng(seed).standard_normal(WORLDS)
+    plan = Stretched(limits, curves, worlds + of_draw + _of_acceptance(few, curves, seed), of_draws, fortune)
     most = replace(plan, curves=drawn) if _unfelt(curves, drawn, limits) else plan
     return SloOdds(
         worlds=WORLDS,
@@ -309,6 +312,19 @@ class _FewWorlds:
     def __init__(self, tuned: Tuned, rate_rps: float | None) -> None:
         """`rate_rps` is the chosen one; None where the load is given."""
         self.tuned, self.rate_rps, self.simulations = tuned, rate_rps, 0
+
+    @cached_property
+    def capacity(self) -> float:
+        """u from which on requests pile up whatever a short run shows: the rate is above what the plan sustains."""
+        result = self.tuned.result
+        offered = result.stream.offered_rate_rps if self.rate_rps is None else self.rate_rps
+        return math.inf if offered is None else math.log(sustained_rps(self.tuned.deployment, result.stream) / offered)
+
+    @property
+    def piling_up(self) -> dict[float, list[float]]:
+        """The knot that says so."""
+        ends = math.isfinite(self.capacity) and self.capacity > 0
+        return {self.capacity: [math.inf] * len(self.tuned.result.limits)} if ends else {}
 
     def stretched(self, u: float) -> list[float]:
         """Seconds of the limited latencies where everything takes e^u times as long."""
@@ -363,19 +379,21 @@ class _FewWorlds:
 def _curves(few: _FewWorlds, sweep: RateSweep, worlds: Array, limits: Sequence[SloLimit]) -> list[StretchCurve]:
     """Of each limit, by what is known and a few simulations that reach as far as these worlds do."""
     low, high = (float(np.quantile(worlds, level)) for level in ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
-    knots = {0.0: _seconds(few.tuned.result.limits)}
+    knots, end = {0.0: _seconds(few.tuned.result.limits)}, few.capacity
     if few.rate_rps is None:
-        knots |= {u: few.stretched(u) for u in (low, high)}
+        knots |= {u: few.stretched(u) for u in (low, high) if u < end}
+        knots |= few.piling_up
         border = _border(_drawn(knots), limits)
-        if 0 < border < high and high - border > BETWEEN * high:
+        if 0 < border < min(high, end) and high - border > BETWEEN * high:
             knots[border] = few.stretched(border)
         return _drawn(knots)
     for rate, summary in sweep.points:
         u = math.log(rate / few.rate_rps)
-        if rate != few.rate_rps:
+        if rate != few.rate_rps and u < end:
             knots[u] = [math.exp(u) * seconds for seconds in few.swept(summary)]
-    if high > max(knots) and all(map(math.isfinite, knots[max(knots)])):
+    if max(knots) < high < end and all(map(math.isfinite, knots[max(knots)])):
         knots[high] = few.stretched(high)
+    knots |= few.piling_up
     return _drawn(knots)
 
 

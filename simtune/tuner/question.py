@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 from simtune.costs.protocol import StepCosts
 from simtune.errors import UsageError
-from simtune.sim.deployment import Deployment, deploy
+from simtune.sim.deployment import Deployment, deploy, length_limit
 from simtune.sim.drafting import Drafting
 from simtune.sim.parts import ROUTER
 from simtune.sim.requests import RequestStream, build_stream
@@ -23,6 +23,7 @@ from simtune.specs.study import Study
 from simtune.specs.traces import Trace
 from simtune.specs.workload import ClosedLoop, Workload
 from simtune.tuner.drafting import Draft
+from simtune.tuner.draws import MOST_REQUESTS, LoadDraws
 from simtune.tuner.objectives import OBJECTIVES, Limit, Objective, PlanFacts
 from simtune.tuner.space import Candidate, PoolShape
 
@@ -93,6 +94,11 @@ class Question:
         self._check_day()
         if not self.searches_rate:
             return
+        if self.workload.batch:
+            raise UsageError(
+                f"{name}: objective {study.objective} looks for a request rate, but workload {self.workload.name} is a "
+                "batch; use objective e2el, gpus or usd_per_million_tokens, or remove batch"
+            )
         if isinstance(self.workload.arrivals, ClosedLoop):
             raise UsageError(
                 f"{name}: objective {study.objective} looks for a request rate, but workload "
@@ -137,6 +143,18 @@ class Question:
         number = self.num_requests(candidate, requests)
         stream = build_stream(self.workload, self.trace, requests=number, seed=self.study.seed)
         return stream if rate_rps is None else stream.at_rate(rate_rps)
+
+    @property
+    def draws(self) -> LoadDraws:
+        """The requests, as many as are asked for and as often as they are drawn anew."""
+        return LoadDraws(self.workload, self.trace, self.study.seed)
+
+    def length_limit(self, candidates: Iterable[Candidate]) -> int:
+        """A max_model_len for all requests that may be simulated: of every draw, as long as a run may become."""
+        widest = max(candidates, key=self.num_requests)
+        requests = max(self.num_requests(widest), self.num_requests(widest, MOST_REQUESTS))
+        draws = range(1 + self.study.search.confirm.draws)
+        return max(length_limit(self.model, self.draws.stream(requests, draw)) for draw in draws)
 
     def settings_of(self, shape: PoolShape) -> Mapping[str, Any]:
         """What pools of a hardware profile, a dtype of weights and a number of stages have in common: the profile's

@@ -51,7 +51,8 @@ def sweeps(tuned: Tuned, *, jobs: Jobs = None) -> list[RateSweep]:
     """
     question = tuned.question
     own = tuned.chosen.rate_rps if question.searches_rate else None
-    loads = () if own is None else tuple((f * own, _requests(question, f)) for f in FRACTIONS)
+    most = question.requests if tuned.confirmed is None else max(question.requests, tuned.confirmed.requests)
+    loads = () if own is None else tuple((f * own, _requests(most, f)) for f in FRACTIONS)
     tasks = [_SweepTask(question, row, tuned.deployment.max_model_len, loads) for row in [tuned.chosen, *rivals(tuned)]]
     tasks[0] = replace(tasks[0], loads=tuple(load for load in loads if load[0] != own), judged=False)
     with executor(jobs, len(tasks)) as pool:
@@ -61,9 +62,9 @@ def sweeps(tuned: Tuned, *, jobs: Jobs = None) -> list[RateSweep]:
     return [replace(chosen, points=points, judged=tuned.result.latency_quantiles()), *of_rivals]
 
 
-def _requests(question: Question, fraction: float) -> int:
-    shorter = max(LEAST, question.requests // SHORTER) if fraction <= LIGHT else question.requests
-    return min(question.requests, shorter)
+def _requests(most: int, fraction: float) -> int:
+    shorter = max(LEAST, most // SHORTER) if fraction <= LIGHT else most
+    return min(most, shorter)
 
 
 @dataclass(frozen=True)

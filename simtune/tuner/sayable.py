@@ -8,7 +8,6 @@ from typing import Any
 
 from simtune.emit import Emitter, emitter_of
 from simtune.errors import Infeasible
-from simtune.sim.deployment import length_limit
 from simtune.tuner.collector import uncollected
 from simtune.tuner.question import Question
 from simtune.tuner.space import PoolChoice, Space, space_of
@@ -47,8 +46,7 @@ class _Refuser:
 
     def __init__(self, question: Question, space: Space) -> None:
         self._question = question
-        longest = max(space.candidates, key=question.num_requests)
-        self._max_model_len = length_limit(question.model, question.stream(longest))
+        self._max_model_len = question.length_limit(space.candidates)
         self._settings: dict[tuple[str, str, int], Mapping[str, Any]] = {}
         self._emitters: dict[tuple[str | None, str], Emitter | None] = {}
         self._known: dict[PoolChoice, str] = {}

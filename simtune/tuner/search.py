@@ -23,14 +23,13 @@ from typing import Literal, NamedTuple
 
 from simtune.errors import Infeasible
 from simtune.parallel import Jobs, executor
-from simtune.sim.deployment import Deployment
-from simtune.sim.result import Result
 from simtune.tuner.classes import PlanClasses, UnopenedClasses
-from simtune.tuner.climb import LOWEST, Climb, Simulation, SimulationFinding, violation
+from simtune.tuner.climb import LOWEST, Climb, Simulation, SimulationFinding
+from simtune.tuner.confirm import ConfirmedPlan, Confirmer
 from simtune.tuner.entry import Admission, Entrant
 from simtune.tuner.evaluator import Evaluator, Keyed
 from simtune.tuner.journal import Ledger
-from simtune.tuner.objectives import RateObjective
+from simtune.tuner.objectives import Miss, RateObjective
 from simtune.tuner.question import Question
 from simtune.tuner.reasons import no_allocation, no_better, praise, ranked, why_none
 from simtune.tuner.sayable import space_for
@@ -138,7 +137,8 @@ class BestFirst:
         """Of plans that were simulated, or compared with one that was."""
         self.plans: list[Entrant] = []
         self.best: Entrant | None = None
-        self.confirmed: tuple[Deployment, Result] | None = None
+        self.confirmed: ConfirmedPlan | None = None
+        self._confirmer = Confirmer(question, self.workshop, evaluator)
         self.total = len(candidates)
         self._open: list[_Open] = []
         self._pushed = 0
@@ -181,7 +181,8 @@ class BestFirst:
         still_open = {id(plan) for item in self._open for plan in item.plans}
         for plan in self.plans:
             best = None if id(plan) in still_open else plan.row.best
-            if plan.row.status == "infeasible" and best is not None and self._could_be_better(best):
+            may_be_better = best is not None and not plan.given_up and self._could_be_better(best)
+            if plan.row.status == "infeasible" and best is not None and may_be_better:
                 plan.best = best
                 self._push([plan], "all there is")
 
@@ -226,11 +227,12 @@ class BestFirst:
         row.status, row.summary, row.rate_rps, row.reason = "infeasible", finding.summary, rate, reason
         row.best = None
         if rate is not None and isinstance(objective, RateObjective):
-            plan.missed_rps, row.best = rate, rate * objective.worth(plan.facts)
+            plan.missed, row.best = Miss(rate, finding.summary.requests), rate * objective.worth(plan.facts)
 
     def _judge(self, plan: Entrant, low: float | None) -> None:
         """Simulate a plan until it is known whether it is better than the best one, and by how much."""
         self._looked_at[id(plan.row)] = plan.row
+        plan.row.same_as = ""
         climb = Climb(plan.ceiling_rps, self.step, low)
         objective = self.question.objective
         if not objective.searches_rate:
@@ -240,9 +242,9 @@ class BestFirst:
         while (rate := climb.rate_rps) is not None:
             finding = self._simulated(plan, rate)
             climb = climb.after(rate, finding)
-            if climb.missed is not None:
-                plan.missed_rps = climb.missed.rate_rps
-                plan.row.best = plan.missed_rps * objective.worth(plan.facts)
+            if not finding.met:
+                plan.missed = Miss(rate, finding.summary.requests)
+                plan.row.best = rate * objective.worth(plan.facts)
             if finding.met or climb.met is None:
                 self._take(plan, rate, finding)
             else:
@@ -253,13 +255,13 @@ class BestFirst:
     def _simulated(self, plan: Entrant, rate: float | None) -> SimulationFinding:
         """One simulation of a plan; by a worker, and perhaps before it was asked for, where there are some."""
         plan.row.simulations += 1
-        finding = self.evaluator.finding((plan.candidate.name, rate), self._task(plan, rate), self._next())
+        finding = self.evaluator.finding((plan.candidate.name, rate, 0), self._task(plan, rate), self._next())
         plan.row.tried.append(Attempt(rate, finding.met))
         return finding
 
     def _task(self, plan: Entrant, rate: float | None) -> Simulation:
         stream = self.workshop.stream(plan.candidate)
-        return Simulation(plan.deployment, stream, self.question.study.slo, rate)
+        return Simulation(plan.deployment, stream, self.question.study.slo, rate, draws=self.question.draws)
 
     def _next(self) -> Iterator[Keyed]:
         """The simulations that come next, unless the best plan changes."""
@@ -270,7 +272,7 @@ class BestFirst:
             low = self._low(plan)
             rate = Climb(plan.ceiling_rps, self.step, low).rate_rps if self.question.searches_rate else None
             if self._seen.tell(plan, low) is None:
-                yield (plan.candidate.name, rate), self._task(plan, rate)
+                yield (plan.candidate.name, rate, 0), self._task(plan, rate)
 
     def _take(self, plan: Entrant, rate: float | None, finding: SimulationFinding) -> None:
         """Write down what a simulation of a plan showed, and whether it is the best one now."""
@@ -365,50 +367,48 @@ class BestFirst:
         """The best plan, confirmed on all its cores. Raises Infeasible where none meets the SLO."""
         while self.confirmed is None and not self._confirm():
             pass
-        best = self.best
-        if best is None or self.confirmed is None:
+        confirmed = self.confirmed
+        if confirmed is None:
             self._look_at_nearest()
             raise Infeasible(why_none(self.question, self.rows))
-        deployment, result = self.confirmed
+        best = self.best = confirmed.plan
         value = self.value(best)
+        for plan in self.plans:
+            plan.row.best = plan.reaches
         bound = self._best_of([value, *(row.best for row in self.rows)])
         assert bound is not None
         rows = ranked(self.rows, best.row, self.question, {id(p.row): self.value(p) for p in self._feasible()})
         best.row.status, best.row.reason = "chosen", praise(best.row, self.question, value)
-        classes = tuple(self._classes.bounded)
-        return Tuned(self.question, rows, deployment, result, value, bound, interrupted, classes=classes)
+        tuned = Tuned(self.question, rows, confirmed.deployment, confirmed.result, value, bound, interrupted)
+        tuned.classes, tuned.confirmed = tuple(self._classes.bounded), confirmed.draws
+        return tuned
 
     def _feasible(self) -> list[Entrant]:
         return [plan for plan in self.plans if plan.row.status == "feasible"]
 
-    def _confirm(self) -> bool:
-        """Simulate all cores of the best plan, not some of them; whether it meets the SLO, or none is left.
+    # --- what is confirmed --------------------------------------------------------------------------------
 
-        Else its verdict is taken back, a rate by one step of the tolerance, a verdict at a given load altogether, and
-        the best of all is another one, or this one with less.
+    def _confirm(self) -> bool:
+        """Confirm the best plan on fresh draws, then on all its cores, not some of them; whether it is the best then,
+        or none is left.
+
+        Else its verdict is taken back: a rate is stepped down until it holds, a verdict at a given load falls
+        altogether. The best of all is then another one, or this one with less.
         """
-        question, objective, feasible = self.question, self.question.objective, self._feasible()
+        feasible, objective = self._feasible(), self.question.objective
         if not feasible:
-            self.best = None
+            self.best = self.confirmed = None
             return True
         best = min(feasible, key=lambda plan: (-objective.sign * self.value(plan), plan.order()))
-        row, rate = best.row, best.row.rate_rps if objective.searches_rate else None
-        deployment = question.deploy(best.candidate, self.workshop.max_model_len)
-        result = deployment.simulate(question.stream(best.candidate, rate), question.study.slo, record=True)
-        row.simulations += 1
-        row.tried.append(Attempt(rate, result.meets_slo, all_cores=True))
-        if result.meets_slo:
-            row.take(result.summary(), rate)
-            self.best, self.confirmed = best, (deployment, result)
-            return True
-        if isinstance(objective, RateObjective) and row.rate_rps is not None:
-            best.missed_rps, row.best = row.rate_rps, row.rate_rps * objective.worth(best.facts)
-            row.rate_rps /= self.step
-        else:
-            row.take(result.summary(), rate)
-            row.status, row.reason, row.best = "infeasible", violation(result), None
-        self.best = max(self._feasible(), key=lambda plan: objective.sign * self.value(plan), default=None)
-        return False
+        before = self.value(best)
+        if self.confirmed is None or self.confirmed.plan is not best:
+            confirmed = self._confirmer.confirm(best, self.confirmed)
+            if confirmed is None:
+                self.best = max(self._feasible(), key=lambda plan: objective.sign * self.value(plan), default=None)
+                return False
+            self.confirmed = confirmed
+        self.best = max([best, *self._feasible()], key=lambda plan: objective.sign * self.value(plan))
+        return self.best is best and self.value(best) == before
 
     def _look_at_nearest(self) -> None:
         """Where bounds alone say that no plan meets the SLO, simulate one, to say by how much it is missed: that with

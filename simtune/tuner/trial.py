@@ -26,6 +26,20 @@ class Attempt(NamedTuple):
     """Whether it met the SLO."""
     all_cores: bool = False
     """Whether all cores were simulated, where some can stand for all."""
+    draw: int = 0
+    """Of the requests: 0 is that of the search."""
+    requests: int | None = None
+    """To begin with, over all cores; None: the study's own number."""
+
+
+class Confirmed(NamedTuple):
+    """The fresh draws on all of which the chosen plan keeps the SLO."""
+
+    draws: int
+    requests: int
+    """That were simulated in each, at least."""
+    lifetimes: float | None
+    """That each lasts, at least; None for a load without a rate."""
 
 
 @dataclass
@@ -99,7 +113,8 @@ class Tuned:
     """The objective of the chosen plan, in its own unit."""
     bound: float
     """No plan of the space reaches more than this of the objective, under the cost model and within what was simulated
-    (a plan that misses the SLO at some rate is taken to miss it above)."""
+    (a plan that misses the SLO on a draw of the requests is taken to miss it on any at rates that are more than two
+    standard deviations higher, `simtune.tuner.chance`)."""
     interrupted: bool = False
     ladder: Ladder | None = None
     """The front, where that was asked for."""
@@ -107,6 +122,8 @@ class Tuned:
     """With what no allocation exceeds: all classes of plans, and the parts of them that were ruled out whole."""
     course: tuple[CoursePoint, ...] = ()
     """The best plan and the bound as the search went on."""
+    confirmed: Confirmed | None = None
+    """None where no draws were asked for."""
     left_out: Mapping[str, int] = field(default_factory=dict)
     """Plans that are no rows, by the constraint that they break or why the engine would not run them."""
 

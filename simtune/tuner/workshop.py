@@ -11,7 +11,7 @@ from simtune.costs.compiled import CompiledCosts
 from simtune.costs.drafting import CompiledRounds
 from simtune.costs.memory import Memory
 from simtune.errors import Infeasible
-from simtune.sim.deployment import Deployment, compiled_costs, length_limit
+from simtune.sim.deployment import Deployment, compiled_costs
 from simtune.sim.feasibility import check
 from simtune.sim.pools import DeployedPool
 from simtune.sim.requests import RequestStream
@@ -40,8 +40,7 @@ class Workshop:
     def __init__(self, question: Question, candidates: Iterable[Candidate]) -> None:
         self.question = question
         every = list(candidates)
-        longest = max(every, key=question.num_requests)
-        self.max_model_len = length_limit(question.model, question.stream(longest))
+        self.max_model_len = question.length_limit(every)
         self._widest = _widest(pool for candidate in every for pool in candidate.pools)
         self._settled: dict[PoolChoice, PoolChoice | Refused] = {}
         self._settled_objects: dict[int, tuple[PoolChoice, PoolChoice | Refused]] = {}

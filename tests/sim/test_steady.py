@@ -160,3 +160,20 @@ def test_a_card_is_saturated_above_what_it_serves_and_stable_below() -> None:
 @pytest.mark.parametrize(("statistic", "needed"), [("mean", 1), ("p50", 20), ("p90", 100), ("p95", 200), ("p99", 1000)])
 def test_a_percentile_needs_ten_values_beyond_it(statistic: str, needed: int) -> None:
     assert needed_for(statistic) == needed
+
+
+def test_a_batch_is_finite_and_has_no_verdict() -> None:
+    """Far above what the card serves: as it goes on it would be saturated, as a batch it has an end."""
+    workload = load_workload("chat")[0]
+    pool = {"hardware": "h100-sxm", "instances": 1, "max_model_len": 8192}
+    batching = {"max_num_seqs": 32, "max_num_batched_tokens": 8192}
+    plan = Plan.model_validate({"name": "p", "model": "llama-3.1-8b", "pools": [pool | {"batching": batching}]})
+    deployment = deploy(plan, load_model("llama-3.1-8b"), load_hardware("h100-sxm"))
+    found = {}
+    for batch in (False, True):
+        load = workload.model_copy(update={"batch": batch})
+        found[batch] = deployment.simulate(build_stream(load, None, requests=600, seed=0).at_rate(200.0))
+    assert found[False].steadiness == "saturated"
+    assert (found[True].steadiness, found[True].lifetimes, found[True].saturated) == (None, None, False)
+    assert found[True].duration_s == found[False].duration_s
+    assert found[True].goodput_rps == pytest.approx(600 / found[True].duration_s)

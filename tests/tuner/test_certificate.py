@@ -15,6 +15,7 @@ from simtune.specs.catalog import load_hardware
 from simtune.specs.plan import Plan
 from simtune.specs.study import StudyLimits
 from simtune.tuner.certificate import Audit, Certificate, certificate_of
+from simtune.tuner.chance import allowance
 from simtune.tuner.question import Question
 from simtune.tuner.search import optimize
 from simtune.tuner.trial import Tuned
@@ -49,8 +50,8 @@ def test_it_holds_and_says_how_near_the_best_plan_is(tuned: Tuned, certificate: 
     assert {fate.plan for fate in certificate.plans} == {row.candidate.name for row in tuned.rows}
     assert certificate.incumbent.plan == tuned.chosen.candidate.name
     assert certificate.incumbent.value == tuned.value
-    # What is left open is the tolerance of the search, and nothing else.
-    assert 0 <= certificate.gap <= tuned.question.study.search.rate_tolerance * 1.01
+    # What is left open is the tolerance of the search, and by how much draws of so few requests differ.
+    assert 0 <= certificate.gap <= (1 + tuned.question.study.search.rate_tolerance * 1.01) * allowance(150) - 1
     assert certificate.bound == pytest.approx(tuned.value * (1 + certificate.gap))
     assert 0 < audit.simulations < sum(row.simulations for row in tuned.rows)
 
@@ -76,14 +77,14 @@ def test_of_objectives_at_a_given_load(objective: str) -> None:
 def test_limits_of_a_study_are_held_against_it() -> None:
     asked = question(objective="goodput", tp=(1, 2), pp=(1,), max_num_seqs=(64,), requests=150)
     asked = replace(asked, hardware=(load_hardware("h100-sxm-trtllm"),))
-    limited = replace(asked, study=asked.study.model_copy(update={"limits": StudyLimits(usd_per_million_tokens=0.26)}))
+    limited = replace(asked, study=asked.study.model_copy(update={"limits": StudyLimits(usd_per_million_tokens=0.32)}))
     answer = optimize(limited, jobs=1)
     beyond = [row.candidate.name for row in answer.rows if row.simulations and row.reason.startswith("usd_per_million")]
     assert beyond
     claimed = certificate_of(answer)
     assert [fate.plan for fate in claimed.plans if fate.simulated and fate.best is None] == beyond
     assert audited(claimed, limited).problems == []
-    dear = claimed.model_copy(update={"incumbent": claimed.incumbent.model_copy(update={"rate_rps": 50.0})})
+    dear = claimed.model_copy(update={"incumbent": claimed.incumbent.model_copy(update={"rate_rps": 30.0})})
     problems = audited(dear.model_copy(update={"digest": dear.expected_digest}), limited).problems
     assert any("usd_per_million_tokens" in problem for problem in problems)
 
@@ -135,7 +136,7 @@ def changes_of(data: dict[str, Any]) -> dict[str, Change]:
             same_as=d["plans"][twin]["same_as"], best=1
         ),
         "what nobody did": lambda d: d["plans"][twin].update(same_as=d["plans"][bounded]["plan"]),
-        "another plan": lambda d: d["incumbent"].update(plan=d["plans"][ruled_out]["plan"]),
+        "another plan": lambda d: d["incumbent"].update(plan=d["plans"][other_cut]["plan"]),
         "a profile": lambda d: d["inputs"].update({"hardware:h100-sxm": "0" * 64}),
         "arrays": lambda d: d["inputs"].update({"arrays:h100-sxm": "0" * 64}),
         "the seed": lambda d: d.update(seed=7),

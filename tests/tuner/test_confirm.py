@@ -1,0 +1,141 @@
+"""Rates are judged in steady state, and confirmed on requests that the search has not seen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from simtune.errors import UsageError
+from simtune.sim.requests import build_stream
+from simtune.specs.catalog import load_workload
+from simtune.specs.study import Confirmation
+from simtune.specs.workload import FixedInterval, FixedLength, Slo, Workload
+from simtune.tuner.certificate import Audit, Certificate, certificate_of
+from simtune.tuner.chance import allowance, spread
+from simtune.tuner.climb import LoadDraws, Simulation
+from simtune.tuner.confirm import highest_rung, num_draws
+from simtune.tuner.objectives import Goodput, Miss, PlanFacts
+from simtune.tuner.question import Question
+from simtune.tuner.search import optimize
+from simtune.tuner.trial import Tuned
+from tests.tuner.test_search import LOAD, question
+
+DRAWS = Confirmation(draws=2, requests=1000)
+
+
+def asked(**given: Any) -> Question:
+    load = LOAD.model_copy(update={"requests": 60})
+    one_card = {"tp": (1,), "pp": (1,), "devices": 1, "max_num_seqs": (64,), "max_num_batched_tokens": (2048,)}
+    return question(**{"workload": load, **one_card, "confirm": DRAWS, "slo": Slo(ttft_s={"p90": 0.5}), **given})
+
+
+@pytest.fixture(scope="module")
+def tuned() -> Tuned:
+    return optimize(asked(), jobs=1)
+
+
+def test_the_rate_holds_on_draws_that_the_search_has_not_seen(tuned: Tuned) -> None:
+    assert tuned.confirmed is not None
+    assert tuned.confirmed.draws == 2
+    assert tuned.confirmed.requests >= 1000
+    assert tuned.confirmed.lifetimes is not None
+    assert tuned.confirmed.lifetimes >= 10
+    rate = tuned.chosen.rate_rps
+    fresh = [tried for tried in tuned.chosen.tried if tried.draw]
+    assert [(tried.draw, tried.met) for tried in fresh if tried.rate_rps == rate] == [(1, True), (2, True)]
+    # 60 requests of one draw promise more than 1,000 of another hold.
+    once = optimize(asked(confirm=Confirmation(draws=0)), jobs=1)
+    assert once.confirmed is None
+    assert any(not tried.met for tried in fresh)
+    assert tuned.value < once.value
+    assert all(not tried.met for tried in fresh if tried.rate_rps is not None and tried.rate_rps >= once.value)
+
+
+def test_the_certificate_holds_the_draws_and_checks_them(tuned: Tuned) -> None:
+    certificate = certificate_of(tuned)
+    assert Audit(certificate, tuned.question).run()
+    assert certificate.confirmed is not None
+    assert certificate.confirmed.draws == 2
+    content = certificate.model_dump(mode="json", by_alias=True)
+    content.pop("digest")
+    for fate in content["plans"]:
+        fate["simulated"] = [tried for tried in fate["simulated"] if tried["draw"] != 2]
+    forged = Certificate.sealed(**{key: value for key, value in certificate if key not in ("digest", "schema_id")}
+                                | {"plans": Certificate.model_validate({**content, "digest": ""}).plans})  # fmt: skip
+    audit = Audit(forged, tuned.question)
+    assert not audit.run()
+    assert any("fresh draws" in problem for problem in audit.problems)
+
+
+def test_a_plan_for_a_given_load_is_confirmed_too() -> None:
+    found = optimize(asked(objective="e2el", slo=Slo(ttft_s={"p90": 5.0})), jobs=1)
+    assert found.confirmed is not None
+    assert found.confirmed.requests >= 1000
+
+
+def test_a_run_is_made_longer_until_it_lasts_ten_lifetimes() -> None:
+    q = asked()
+    (candidate,) = {row.candidate for row in optimize(q, jobs=1).rows}
+    deployment = q.deploy(candidate, 4096)
+    draws = LoadDraws(q.workload, None, 0)
+    loose = Slo(ttft_s={"p90": 100.0})
+    short = Simulation(deployment, draws.stream(60), loose, 8.0).run()
+    assert short.summary.lifetimes is not None
+    assert short.summary.lifetimes < 10
+    finding = Simulation(deployment, draws.stream(60), loose, 8.0, draws=draws).run()
+    assert finding.met
+    assert finding.summary.lifetimes is not None
+    assert finding.summary.lifetimes >= 10
+    assert finding.summary.requests > 60
+
+
+def test_draws_of_a_load_without_chance_are_one() -> None:
+    fixed = Workload(
+        name="fixed",
+        arrivals=FixedInterval(rate_rps=1.0),
+        prompt=FixedLength(tokens=100),
+        output=FixedLength(tokens=10),
+    )
+    assert num_draws(replace(asked(), workload=fixed)) == 1
+    assert num_draws(asked()) == 2
+    assert num_draws(asked(confirm=Confirmation(draws=0))) == 0
+
+
+def test_a_fresh_draw_is_another_one_and_always_the_same() -> None:
+    workload, _ = load_workload("chat")
+    draws = LoadDraws(workload, None, 5)
+    assert (draws.stream(50).prompt_tokens == build_stream(workload, None, requests=50, seed=5).prompt_tokens).all()
+    assert (draws.stream(50, 1).prompt_tokens != draws.stream(50, 2).prompt_tokens).any()
+    assert (draws.stream(50, 1).prompt_tokens == LoadDraws(workload, None, 5).stream(50, 1).prompt_tokens).all()
+
+
+@pytest.mark.parametrize(
+    ("holds", "most", "rung"),
+    [({0}, 5, 0), ({3, 4, 5}, 5, 3), ({5}, 5, 5), (set(), 5, None), (set(range(9, 99)), 98, 9)],
+)
+def test_a_rate_is_stepped_down_until_it_holds(holds: set[int], most: int, rung: int | None) -> None:
+    assert highest_rung(lambda k: k in holds, most) == rung
+
+
+def test_a_miss_on_few_requests_bounds_a_plan_less_tightly() -> None:
+    facts = PlanFacts(1, None, 100.0)
+    reached: Mapping[int, float] = {n: Goodput().reaches(facts, Miss(10.0, n), 100.0) for n in (400, 8000)}
+    assert reached[400] == pytest.approx(10 * math.exp(0.2))
+    assert reached[8000] == pytest.approx(10 * math.exp(4 / math.sqrt(8000)))
+    assert Goodput().reaches(facts, Miss(10.0, 400), 11.0) == 11.0
+    assert allowance(400) == pytest.approx(math.exp(2 * spread(400)))
+
+
+def test_a_batch_is_searched_as_it_is() -> None:
+    """Its requests come faster than they are served, and no run is longer than they are."""
+    load = LOAD.model_copy(update={"requests": 60, "batch": True, "arrivals": FixedInterval(rate_rps=500.0)})
+    found = optimize(asked(workload=load, objective="e2el", slo=Slo(e2el_s={"p90": 60.0})), jobs=1)
+    assert found.confirmed is not None
+    assert (found.confirmed.requests, found.confirmed.lifetimes) == (60, None)
+    assert Audit(certificate_of(found), found.question).run()
+    with pytest.raises(UsageError, match="is a batch; use objective e2el"):
+        optimize(asked(workload=load), jobs=1)
