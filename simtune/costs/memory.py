@@ -361,5 +361,5 @@ def _seats(pool: Pool, held: float, state: float, windows: float) -> tuple[int, 
     if ratio is None or not state:
         return most, most * (state + windows)
     states = max(0, int(held * ratio / (1 + ratio) // state))
-    seats = min(most, states // pool.kv_cache.states_per_seat)
+    seats = min(most, states // (pool.kv_cache.states_per_seat or 1))
     return seats, states * state + seats * windows

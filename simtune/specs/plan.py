@@ -199,18 +199,18 @@ class KvCache(Part):
     dtype: KvDtype | None = Field(None, description="the model's own dtype unless given")
     block_size: BlockSize = 16
     memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.92
-    memory_utilization_of: Literal["device", "free"] = Field(
-        "device",
+    memory_utilization_of: Literal["device", "free"] | None = Field(
+        None,
         description="what memory_utilization is a share of: the whole device, weights and all else included (vLLM, "
-        "SGLang), or what is free beside them (TensorRT-LLM)",
+        "SGLang), as unless given, or what is free beside them (TensorRT-LLM)",
     )
     state_memory_ratio: Annotated[NonNegative, Field(le=1000)] | None = Field(
         None,
         description="memory for the states of linear attention over that for keys and values; seats are then as many "
         "as the states have room for, at most max_num_seqs. Unless given, states are kept for max_num_seqs sequences",
     )
-    states_per_seat: Annotated[int, Field(ge=1, le=100)] = Field(
-        1, description="states that a running sequence may need beside each other, with state_memory_ratio"
+    states_per_seat: Annotated[int, Field(ge=1, le=100)] | None = Field(
+        None, description="states that a running sequence may need, with state_memory_ratio; 1 unless given"
     )
     other_memory_gib: NonNegative | None = Field(
         None,

@@ -100,7 +100,7 @@ def test_what_all_devices_do_not_serve_is_said(tuned: Tuned) -> None:
     assert made is not None
     assert [hour.meets_slo for hour in made.hours] == [True, False]
     assert made.hours[1].gpus == 6
-    assert "from hour 1 500 requests/s are more than 6 GPUs serve within the SLO" in made.lines()[1]
+    assert "from hour 1 500 requests/s are more than 6 GPUs can serve within the SLO" in made.lines()[1]
 
 
 def test_a_replica_of_prefill_and_decode_pools_keeps_their_ratio() -> None:
