@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike
 
 from simtune.arrays import Array, Mask
 from simtune.costs.iteration import StepModel, StepWork
-from simtune.costs.operators import Chip, operator_key
+from simtune.costs.operators import operator_key
 from simtune.costs.predict import OUTSIDE, Basis, Predictor, Profile
 from simtune.specs.hardware import Hardware, OperatorKind
 from simtune.specs.model import Model
@@ -94,8 +94,7 @@ class _Noting(Predictor):
     """A predictor that notes what it is asked, and by which key it is found in a profile."""
 
     def __init__(self, predictor: Predictor, hardware: Hardware, notes: _Notes) -> None:
-        device = hardware.device
-        super().__init__(predictor.operator, device.processors, hardware.arrays, Chip.of(device))
+        super().__init__(predictor.operator, hardware.device.processors, hardware.arrays, predictor.chip)
         self._notes = notes
 
     @property
@@ -117,7 +116,7 @@ class _NotingProfile(Profile):
     """A profile of noting predictors, one for each operator."""
 
     def __init__(self, hardware: Hardware, notes: _Notes) -> None:
-        super().__init__(hardware)
+        super().__init__(hardware, in_step=True)
         self._notes = notes
         self._made: dict[str, _Noting] = {}
 

@@ -150,7 +150,7 @@ class StepModel:
             )
         self._model, self._hardware, self._pool = model, hardware, pool
         self._factors = factors or {}
-        self._profile = profile or Profile(hardware)
+        self._profile = profile or Profile(hardware, in_step=True)
         layers = equal_layers(model, pool.parallelism.tp)
         self._cp = pool.parallelism.context_ranks
         self._attention = [(equal.number, self._attention_costs(equal.attention)) for equal in layers]

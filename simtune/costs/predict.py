@@ -119,7 +119,7 @@ class Predictor:
         chip: Chip = UNKNOWN,
     ) -> None:
         self.operator = operator
-        self.overhead_s = operator.base.overhead_s
+        self.overhead_s, self.chip = operator.base.overhead_s, chip
         self._base = operator.base.model_dump()
         self._form = OPERATORS[operator.kind]
         self._setting = Setting.of(processors, operator.dtype, operator.kv_dtype, chip)
@@ -302,8 +302,10 @@ def typical_log_sd(operator: Operator) -> float:
 class Profile:
     """The operators of a hardware profile, by what a model needs."""
 
-    def __init__(self, hardware: Hardware) -> None:
-        self.hardware = hardware
+    def __init__(self, hardware: Hardware, *, in_step: bool = False) -> None:
+        """With `in_step` calls are those of an engine's step, which find no keys and values in the cache; otherwise
+        those of tables, which time one batch again and again."""
+        self.hardware, self._in_step = hardware, in_step
         self.estimated: set[str] = set()
         """Keys of the operators asked for that no fit covers: their times are off the data sheet."""
 
@@ -334,7 +336,7 @@ class Profile:
                 "with `simtune fit`"
             )
         device = self.hardware.device
-        return Predictor(operator, device.processors, self.hardware.arrays, Chip.of(device))
+        return Predictor(operator, device.processors, self.hardware.arrays, Chip.of(device, in_step=self._in_step))
 
     def measured(self, kind: OperatorKind, dtype: str, kv_dtype: str) -> bool:
         """Whether the profile has a fit of the operator, so that `predictor` would not answer from the data sheet."""

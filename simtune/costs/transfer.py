@@ -80,6 +80,7 @@ def transfer(profile: Hardware, facts: Facts, errors: TransferErrors | None = No
     """
     if any(o.provenance.kind == "data-sheet" for o in profile.operators.values()):
         raise UsageError(f"{profile.name}: is itself taken from a data sheet; transfer from a measured profile")
+    _check_alike(profile, facts)
     errors = errors or known_errors()
     operators = {}
     for key, operator in profile.operators.items():
@@ -98,6 +99,20 @@ def transfer(profile: Hardware, facts: Facts, errors: TransferErrors | None = No
         host=_host(profile, facts),
         operators=operators,
     ).with_arrays(Arrays(arrays))
+
+
+def _check_alike(profile: Hardware, facts: Facts) -> None:
+    """Raise UsageError if only one of the two has a fact that the work of kernels depends on: a fit knows it or does
+    not, and the other device would be predicted by another rule than the fit's."""
+    for name in ("architecture", "cache_bytes"):
+        has, asked = (getattr(one.device, name) is not None for one in (profile, facts))
+        if has and not asked:
+            raise UsageError(f"{facts.name}: {profile.name} was fitted with device.{name}; add it to the facts")
+        if asked and not has:
+            raise UsageError(
+                f"{profile.name}: was fitted without device.{name}, which {facts.name} has; leave it out of the facts, "
+                f"or fit {profile.name} again with it"
+            )
 
 
 def _ratios(operator: Operator, profile: Hardware, facts: Facts) -> tuple[float, float] | None:
@@ -190,9 +205,13 @@ _STACKED_BYTES_PER_S = 1.9e12
 GB. The two kinds of card differ in more than the rate: caches, and what kernels are tuned for."""
 
 
+_FAMILY = {"sm_103": "sm_100"}
+"""Architectures that run the kernels of another one, as compilers' family targets have it (sm_100f)."""
+
+
 def _likeness(source: tuple[str | None, float], target: tuple[str | None, float]) -> int:
     """Of two devices by architecture and memory rate: 0 of one architecture, 1 of one kind of memory, 2 of two."""
-    if source[0] is not None and source[0] == target[0]:
+    if source[0] is not None and _FAMILY.get(source[0], source[0]) == _FAMILY.get(target[0] or "", target[0]):
         return 0
     return 1 if (source[1] > _STACKED_BYTES_PER_S) == (target[1] > _STACKED_BYTES_PER_S) else 2
 
@@ -251,7 +270,8 @@ def _checked(names: Sequence[str], pairs: Sequence[Pair]) -> list[Expected]:
 
 def _note(expected: Expected, profile: Hardware, facts: Facts) -> str:
     error, pair = expected.error, expected.pair
-    within = profile.device.architecture is not None and profile.device.architecture == facts.device.architecture
+    rates = profile.device.memory_bytes_per_s, facts.device.memory_bytes_per_s
+    within = _likeness((profile.device.architecture, rates[0]), (facts.device.architecture, rates[1])) == 0
     where = "within one architecture" if within else "across architectures"
     if profile.device.vendor != facts.device.vendor:
         where = "to another vendor, whose kernels are others; no such transfer was checked"

@@ -11,7 +11,16 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from simtune.arrays import Array, Mask
-from simtune.costs.operators.base import OperatorForm, Setting, Shape, Terms, ceil_div, last_wave, slowness
+from simtune.costs.operators.base import (
+    OperatorForm,
+    Setting,
+    Shape,
+    Terms,
+    ceil_div,
+    first_slowness,
+    last_wave,
+    slowness,
+)
 from simtune.costs.operators.splits import RANDOM, above
 
 _EXPONENTIAL = 64
@@ -22,6 +31,9 @@ arXiv:2407.08608): 256 = 4 x 64. Its tables of heads of 64 and 128 say 67. An A1
 GPUs, for tables of others have heads of 128 only, which do not tell.
 """
 
+_TWICE_AS_FAST = frozenset({103})
+"""Capabilities whose processors do twice as many exponentials a cycle: sm_103, by NVIDIA's text on Blackwell Ultra."""
+
 _HALF_TILE = 64
 """Of 128 keys: what a query computes past its own position, on average, since the diagonal is computed in tiles."""
 
@@ -30,7 +42,9 @@ def beyond_products(setting: Setting) -> tuple[int, int]:
     """(what the softmax adds to head_dim, keys that a query computes but masks). None on a CPU: points measured on one
     are predicted better without.
     """
-    return (_EXPONENTIAL, _HALF_TILE) if setting.processors > 1 else (0, 0)
+    if setting.processors == 1:
+        return 0, 0
+    return _EXPONENTIAL // (2 if setting.chip.capability in _TWICE_AS_FAST else 1), _HALF_TILE
 
 
 class Kernels(NamedTuple):
@@ -276,7 +290,7 @@ class DecodeAttention(_GroupedHeads):
         once = 2 * setting.kv_bytes * b * hk * _waited_for(w, setting) * d
         rereads = np.where(together, 1.0, h / hk) - 1
         head = 2 * setting.kv_bytes * b * w * d
-        read = once * (slowness(hk * head, setting) + rereads * slowness(head, setting))
+        read = once * (first_slowness(hk * head, setting) + rereads * slowness(head, setting))
         return Terms(flops, read + 2 * setting.dtype_bytes * b * h * d, waves)
 
     def features(self, x: Shape, setting: Setting) -> dict[str, Array]:
@@ -297,7 +311,7 @@ class DecodeAttention(_GroupedHeads):
                 "beyond 128": np.where(x["head_dim"] > _USUAL, 1.0, 0.0),
             }
             logs["together"] = np.where(shares_keys(x, setting), 1.0, 0.0)
-            logs["from memory"] = slowness(2 * setting.kv_bytes * keys * x["head_dim"], setting)
+            logs["from memory"] = first_slowness(2 * setting.kv_bytes * keys * x["head_dim"], setting)
         return logs
 
     def imbalanced(self, mixed: Mask, blocks: Array, processors: int) -> Mask:

@@ -35,11 +35,14 @@ class Chip:
     architecture: str | None = None
     cache_bytes: float | None = None
     """Of the last cache that all processors share."""
+    in_step: bool = False
+    """Whether calls are those of an engine's step, where every layer has keys, values and states of its own, so that
+    nothing of them is left in the cache; a table times one batch again and again."""
 
     @classmethod
-    def of(cls, device: Device) -> Chip:
+    def of(cls, device: Device, *, in_step: bool = False) -> Chip:
         """Of a device's facts."""
-        return cls(device.architecture, device.cache_bytes)
+        return cls(device.architecture, device.cache_bytes, in_step)
 
     @property
     def capability(self) -> int | None:
@@ -95,6 +98,11 @@ def slowness(held: Array, setting: Setting) -> Array:
     missed = 1 / (1 + (_CACHE_SHARE * setting.chip.cache_bytes / np.maximum(held, 1)) ** _SHARP)
     slowly: Array = missed + _FROM_CACHE * (1 - missed)
     return slowly
+
+
+def first_slowness(held: Array, setting: Setting) -> Array:
+    """The same of what a call reads for the first time: 1 in an engine's step."""
+    return np.ones_like(held) if setting.chip.in_step else slowness(held, setting)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from simtune.arrays import Array
-from simtune.costs.operators.base import OperatorForm, Setting, Shape, Terms, ceil_div, slowness
+from simtune.costs.operators.base import OperatorForm, Setting, Shape, Terms, ceil_div, first_slowness
 from simtune.costs.operators.splits import RANDOM, above
 
 CHUNK = 64
@@ -104,7 +104,7 @@ class DeltaDecode(OperatorForm):
         states = setting.kv_bytes * b * h * dk * dv
         return Terms(
             6 * b * h * dk * dv,
-            2 * states * slowness(states, setting) + 2 * setting.dtype_bytes * b * (hk * dk + h * dv),
+            2 * states * first_slowness(states, setting) + 2 * setting.dtype_bytes * b * (hk * dk + h * dv),
             np.ceil(b * h / setting.processors) - 1,
         )
 
@@ -157,6 +157,6 @@ class ConvDecode(OperatorForm):
         kept = setting.dtype_bytes * b * channels * (width - 1)
         return Terms(
             np.zeros_like(b),
-            kept * slowness(kept, setting) + 2 * setting.dtype_bytes * b * channels,
+            kept * first_slowness(kept, setting) + 2 * setting.dtype_bytes * b * channels,
             ceil_div(b * ceil_div(channels, 64), setting.processors) - 1,
         )
