@@ -6,8 +6,9 @@ Specs are given by name, by path, or as objects.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from simtune.specs.columns import replay, trace_of
 from simtune.specs.engine import EnginePreset
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
-from simtune.specs.plan import Plan
+from simtune.specs.plan import Plan, Pool
 from simtune.specs.study import DrafterChoice, Study
 from simtune.specs.traces import Trace, read_trace
 from simtune.specs.workload import Workload
@@ -289,15 +290,23 @@ def _planned(specs: Specs, stream: RequestStream, own_costs: bool) -> tuple[Plan
 
 def load_drafting(plan: Plan) -> dict[str, Drafting]:
     """What the speculation of each pool names, by the pool's name."""
+    return _drafting_by_pool(plan.pools, f"plan {plan.name}", str)
+
+
+def _drafting_by_pool(pools: Sequence[Pool], where: str, placed: Callable[[str], str]) -> dict[str, Drafting]:
+    """Load acceptance and draft model of each pool that has speculation, by the pool's name.
+
+    `placed` turns a reference into a name or a path from here. Raises UsageError for what is not found.
+    """
     named = {}
-    for pool in plan.pools:
+    for pool in pools:
         if pool.speculation is not None:
             own = pool.speculation.drafter.own_model
             try:
-                model = None if own is None else load_model(own)
-                named[pool.name] = Drafting(load_acceptance(pool.speculation.acceptance), model)
+                model = None if own is None else load_model(placed(own))
+                named[pool.name] = Drafting(load_acceptance(placed(pool.speculation.acceptance)), model)
             except UsageError as error:
-                raise UsageError(f"plan {plan.name}, pool {pool.name}, speculation: {error}") from None
+                raise UsageError(f"{where}, pool {pool.name}, speculation: {error}") from None
     return named
 
 
@@ -345,7 +354,9 @@ def load_question(
     if model is not None:
         study = study.model_copy(update={"model": target.name})
     drafts = tuple(load_draft(choice, target, folder) for choice in study.speculation)
-    return Question(study, target, profiles, requests, trace, drafts, None if engine is None else load_engine(engine))
+    fixed = _drafting_by_pool(study.fixed, f"study {study.name}", partial(beside, folder))
+    preset = None if engine is None else load_engine(engine)
+    return Question(study, target, profiles, requests, trace, drafts, fixed, preset)
 
 
 def _hardware_of(

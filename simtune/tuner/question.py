@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from simtune.costs.protocol import StepCosts
@@ -25,7 +25,7 @@ from simtune.specs.workload import ClosedLoop, Workload
 from simtune.tuner.drafting import Draft
 from simtune.tuner.draws import MOST_REQUESTS, LoadDraws
 from simtune.tuner.objectives import OBJECTIVES, Limit, Objective, PlanFacts
-from simtune.tuner.space import Candidate, PoolShape
+from simtune.tuner.space import Candidate, PoolChoice, PoolShape
 
 SAMPLED_CORES = 4
 """Of wide deployments this many cores are simulated while searching; the chosen plan is confirmed on all of them."""
@@ -43,6 +43,8 @@ class Question:
     trace: Trace | None
     drafts: tuple[Draft, ...] = ()
     """The drafters of the study."""
+    fixed_drafting: Mapping[str, Drafting] = field(default_factory=dict)
+    """Acceptance and draft model that the speculation of fixed pools names, by the pool's name."""
     engine: EnginePreset | None = None
     """Whose settings hold where the search leaves something open."""
 
@@ -176,8 +178,19 @@ class Question:
 
     def drafting(self, candidate: Candidate) -> dict[str, Drafting]:
         """What the speculation of each pool that has one names, by the pool's name."""
-        labels = {pool.pool_name: self.draft(pool.drafter) for pool in candidate.pools}
-        return {name: draft.drafting for name, draft in labels.items() if draft is not None}
+        named: dict[str, Drafting] = {}
+        for pool in candidate.pools:
+            drafting = self.drafting_of(pool)
+            if drafting is not None:
+                named[pool.pool_name if pool.fixed is None else pool.fixed.name] = drafting
+        return named
+
+    def drafting_of(self, pool: PoolChoice) -> Drafting | None:
+        """Return acceptance and draft model of a pool: of its drafter, or of the speculation it is fixed with."""
+        if pool.fixed is not None:
+            return self.fixed_drafting.get(pool.fixed.name)
+        draft = self.draft(pool.drafter)
+        return None if draft is None else draft.drafting
 
     def deploy(
         self, candidate: Candidate, max_model_len: int, costs: Mapping[str, StepCosts] | None = None

@@ -108,7 +108,7 @@ class Workshop:
         draft, pool = q.draft(choice.drafter), self.pool(choice)
         try:
             # What does not fit without drafts does not with them, and how to draft takes long to choose.
-            self._memories[choice] = check(pool, q.model, hardware)
+            self._memories[choice] = check(pool, q.model, hardware, q.drafting_of(choice) if draft is None else None)
             if draft is None:
                 return choice
             stream = self.stream(candidate)
@@ -165,13 +165,8 @@ class Workshop:
             q, pool = self.question, self.pool(choice)
             wide = {"max_num_seqs": seats, "max_num_batched_tokens": tokens}
             pool = pool.model_copy(update={"batching": pool.batching.model_copy(update=wide)})
-            draft = q.draft(choice.drafter)
             self._costs[key] = compiled_costs(
-                pool,
-                q.model,
-                q.profiles[choice.shape.gpu],
-                self.max_model_len,
-                None if draft is None else draft.drafting,
+                pool, q.model, q.profiles[choice.shape.gpu], self.max_model_len, q.drafting_of(choice)
             )
         return self._costs[key]
 
