@@ -320,6 +320,8 @@ def _print(tuned: Tuned, summary: Summary, out: Path) -> None:
         f"{counts['infeasible']} missed it, {counts['pruned']} could not win, {counts['does_not_fit']} do not fit; "
         f"{sum(row.simulations for row in tuned.rows)} simulations"
     )
+    for profile, (unused, devices) in tuned.idle().items():
+        click.echo(f"{unused} of the {devices} {profile} of the study stay idle under this plan")
     for reason, count in tuned.left_out.items():
         click.echo(f"{count:,} more left out before the search: {reason}")
     if tuned.confirmed is not None:

@@ -139,6 +139,18 @@ class Tuned:
             return 0.0
         return max(0.0, self.question.objective.sign * (self.bound - self.value) / self.value)
 
+    def idle(self) -> dict[str, tuple[int, int]]:
+        """Return (devices that the chosen plan leaves idle, devices that the study has) of each profile with such."""
+        pools = self.chosen.candidate.pools
+        counts = {
+            entry.profile: (
+                entry.devices - sum(p.devices for p in pools if p.shape.gpu == entry.profile),
+                entry.devices,
+            )
+            for entry in self.question.study.hardware
+        }
+        return {profile: (unused, devices) for profile, (unused, devices) in counts.items() if unused > 0}
+
     def runners_up(self, most: int = 3) -> list[Trial]:
         """The best candidates that meet the SLO, then the nearest of the others that were simulated."""
         return [row for row in self.rows[1:] if row.status in ("feasible", "infeasible")][:most]

@@ -41,6 +41,7 @@ def test_a_fixed_decode_pool_may_draft(tmp_path: Path) -> None:
     path.write_text(STUDY)
     tuned = simtune.optimize(str(path), jobs=1)
     assert [pool.spec.speculation is not None for pool in tuned.deployment.pools] == [False, True]
+    assert tuned.idle() == {}
     drafted = tuned.result.drafted
     assert drafted.rounds > 0
     assert 0 < drafted.accepted < drafted.drafts
