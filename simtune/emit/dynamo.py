@@ -9,7 +9,7 @@ against that page alone: its types need a runtime that comes with a GPU image.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from simtune.emit.emitter import Files, with_unsaid
@@ -27,10 +27,15 @@ _OWN = ("disaggregation-mode",)
 
 
 def deployment_file(
-    plan: Plan, model: Model, written: str, worker: tuple[str, str], settings: Callable[[Pool], Mapping[str, Any]]
+    plan: Plan,
+    model: Model,
+    written: str,
+    worker: tuple[str, str],
+    settings: Callable[[Pool], Mapping[str, Any]],
+    left_open: Callable[[Pool], Iterable[str]] = lambda pool: (),
 ) -> Files:
     """`engine/dynamo.yaml`, with workers (their module, their option for the model) that are given an engine's own
-    `settings` of each pool; `written` says by whose names.
+    `settings` of each pool; `written` says by whose names, `left_open` which settings of a pool the engine decides.
 
     The image is left to be put in: a plan names none. What a deployment does not say stands at its top.
     """
@@ -63,7 +68,9 @@ def deployment_file(
         f"Plan {plan.name} for NVIDIA Dynamo {DYNAMO_VERSION}. {written}\n"
         "Put the image of your Dynamo runtime in for IMAGE; then kubectl apply -f dynamo.yaml"
     )
-    return {"engine/dynamo.yaml": yamlfile.dump(manifest, with_unsaid(comment, _unsaid(plan, model)))}
+    undecided = [f"pool {pool.name}: {why}" for pool in plan.pools for why in left_open(pool)]
+    unsaid = [*_unsaid(plan, model), *undecided]
+    return {"engine/dynamo.yaml": yamlfile.dump(manifest, with_unsaid(comment, unsaid))}
 
 
 def _unsaid(plan: Plan, model: Model) -> Iterator[str]:

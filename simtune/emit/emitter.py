@@ -79,6 +79,9 @@ class Emitter(ABC):
     """The engine's words for dtypes to which it quantises the weights of a checkpoint as it loads them."""
     policies: ClassVar[Mapping[str, str]] = {}
     """The engine's words for the batching policies that it has."""
+    own_defaults: ClassVar[tuple[str, ...]] = ("kv_cache.prefix_caching",)
+    """Keys of a pool whose default differs between the engine and simtune. They are written only if `Pool.stated`: an
+    engine must not lose its own default because a study does not mention a setting."""
     presets: ClassVar[frozenset[str]] = frozenset()
     """Presets of an engine whose policy another engine has too: their plans are its own."""
 
@@ -121,6 +124,7 @@ class Emitter(ABC):
     def unsaid(self, pool: Pool) -> Iterator[str]:
         """What the plan sets of a pool and the engine cannot be told, key by key, with what it does instead."""
         batching, cache = pool.batching, pool.kv_cache
+        yield from self.left_open(pool)
         if cache.watermark and "watermark" not in self.knows:
             yield f"kv_cache.watermark: {cache.watermark:g} of the blocks stay free in the plan, and not here"
         if batching.long_prefill_token_threshold is not None and "long_prefill_token_threshold" not in self.knows:
@@ -134,6 +138,15 @@ class Emitter(ABC):
         for key in ("host", "exposed_host"):
             if getattr(pool, key) not in (None, _of_preset(pool, key)):
                 yield f"{key}: its times are the engine's own"
+
+    def left_open(self, pool: Pool) -> Iterator[str]:
+        """Name each of `own_defaults` that is left to the engine, with the value that the simulation took."""
+        for key in self.own_defaults:
+            if pool.stated(key) is None:
+                part, name = key.split(".")
+                value = getattr(getattr(pool, part), name)
+                words = {True: "on", False: "off"}[value] if isinstance(value, bool) else f"{value:g}"
+                yield f"{key}: neither plan nor study sets it, so the engine's default applies; simulated: {words}"
 
     def speculation(self, speculation: Speculation, draft: Model | None = None) -> Settings:
         """Its settings of speculation. `draft` is the model that a draft model names.

@@ -69,7 +69,7 @@ class LlamaCpp(ServingEmitter):
             "cache-type-v": words,
             "n-gpu-layers": "all",
             "split-mode": self._split(pool),
-            "no-cache-prompt": not cache.prefix_caching or None,
+            "no-cache-prompt": pool.stated("kv_cache.prefix_caching") is False or None,
         }
 
     @staticmethod

@@ -101,6 +101,7 @@ class Sglang(ServingEmitter):
         Ngram: _ngram,
     }
     policies: ClassVar[Mapping[str, str]] = {"sglang": "fcfs"}
+    own_defaults = ("kv_cache.prefix_caching", "kv_cache.block_size", "kv_cache.memory_utilization")
     server = Server(
         name="sglang",
         title="SGLang",
@@ -162,14 +163,14 @@ class Sglang(ServingEmitter):
             "chunked-prefill-size": batching.max_num_batched_tokens if batching.chunked_prefill else -1,
             "max-prefill-tokens": None if batching.chunked_prefill else batching.max_num_batched_tokens,
             "context-length": pool.max_model_len,
-            "mem-fraction-static": cache.memory_utilization,
+            "mem-fraction-static": pool.stated("kv_cache.memory_utilization"),
             "max-total-tokens": None if blocks is None else blocks * cache.block_size,
-            "page-size": cache.block_size,
+            "page-size": pool.stated("kv_cache.block_size"),
             "quantization": self.quantization(pool, model),
             "kv-cache-dtype": self.kv_dtype(pool, model),
             "schedule-policy": self.policies[batching.policy],
             "schedule-conservativeness": own_options(pool).get("schedule_conservativeness"),
-            "disable-radix-cache": not cache.prefix_caching or None,
+            "disable-radix-cache": pool.stated("kv_cache.prefix_caching") is False or None,
             "disable-overlap-schedule": not pool.async_scheduling or None,
             **({} if pool.cuda_graphs else dict.fromkeys(self._eager, True)),
             "disaggregation-mode": None if pool.role == "mixed" else pool.role,
@@ -201,6 +202,7 @@ class Sglang(ServingEmitter):
             written_by(*of.values()),
             ("dynamo.sglang", "--model-path"),
             lambda pool: {**of[pool.name].serving(pool, model), **self.drafting(pool, drafts)},
+            self.left_open,
         )
 
     def router_files(self, plan: Plan, devices_per_node: int, written: str) -> Files:

@@ -63,6 +63,12 @@ class TensorrtLlm(ServingEmitter):
         Ngram: _ngram,
     }
     policies: ClassVar[Mapping[str, str]] = {"tensorrt-llm": "GUARANTEED_NO_EVICT"}
+    own_defaults = (
+        "kv_cache.prefix_caching",
+        "kv_cache.block_size",
+        "kv_cache.memory_utilization",
+        "batching.chunked_prefill",
+    )
     server = Server(
         name="tensorrt-llm",
         title="TensorRT-LLM",
@@ -97,7 +103,13 @@ class TensorrtLlm(ServingEmitter):
         """See `ServingEmitter.serving`. Attention of its own is one rank's, so groups are ranks."""
         p, batching, cache = pool.parallelism, pool.batching, pool.kv_cache
         ranks = p.tp * p.attention_dp
-        blocks = {} if cache.num_blocks is None else {"max_tokens": cache.num_blocks * cache.block_size}
+        kv_cache = {
+            "free_gpu_memory_fraction": pool.stated("kv_cache.memory_utilization"),
+            "tokens_per_block": pool.stated("kv_cache.block_size"),
+            "enable_block_reuse": pool.stated("kv_cache.prefix_caching"),
+            "dtype": self.kv_dtype(pool, model),
+            "max_tokens": None if cache.num_blocks is None else cache.num_blocks * cache.block_size,
+        }
         chosen = own_options(pool)
         chunking = chosen.get("context_chunking_policy")
         graphs = {"enable_padding": True, "max_batch_size": min(batching.max_num_seqs, 512)}
@@ -109,15 +121,9 @@ class TensorrtLlm(ServingEmitter):
             "max_batch_size": batching.max_num_seqs,
             "max_num_tokens": batching.max_num_batched_tokens,
             "max_seq_len": pool.max_model_len,
-            "enable_chunked_prefill": batching.chunked_prefill,
+            "enable_chunked_prefill": pool.stated("batching.chunked_prefill"),
             "disable_overlap_scheduler": not pool.async_scheduling or pool.role == "prefill",
-            "kv_cache_config": {
-                "free_gpu_memory_fraction": cache.memory_utilization,
-                "tokens_per_block": cache.block_size,
-                "enable_block_reuse": cache.prefix_caching,
-                "dtype": self.kv_dtype(pool, model),
-                **blocks,
-            },
+            "kv_cache_config": {name: value for name, value in kv_cache.items() if value is not None},
             "scheduler_config": {
                 "capacity_scheduler_policy": chosen.get("capacity_scheduler_policy", "GUARANTEED_NO_EVICT"),
                 **({} if chunking is None else {"context_chunking_policy": chunking}),

@@ -27,6 +27,7 @@ class Transformers(ServingEmitter):
     schemes: ClassVar[Mapping[type[Scheme], Callable[[Any], Settings]]] = {}
     drafters: ClassVar[Mapping[type[Drafter], Callable[[Any, str | None], Settings]]] = {}
     policies: ClassVar[Mapping[str, str]] = {"transformers-fifo": "fifo"}
+    own_defaults = ()
     takes = "its server drafts nothing"
     server = Server(
         name="transformers",

@@ -200,7 +200,12 @@ class Vllm(Emitter):
         if plan.pools[0].role != "mixed" and all(p.parallelism.devices <= devices_per_node for p in plan.pools):
             files["engine/router.sh"] = router_script(plan, devices_per_node, written, _proxy)
         files |= deployment_file(
-            plan, model, written, ("dynamo.vllm", "--model"), lambda p: of[p.name]._settings(p, model, drafts)
+            plan,
+            model,
+            written,
+            ("dynamo.vllm", "--model"),
+            lambda p: of[p.name]._settings(p, model, drafts),
+            self.left_open,
         )
         return files
 
@@ -278,7 +283,7 @@ class Vllm(Emitter):
             "scheduling-policy": self.policies[pool.batching.policy],
             "watermark": pool.kv_cache.watermark or None if "watermark" in self.knows else None,
             "enable-chunked-prefill": pool.batching.chunked_prefill,
-            "enable-prefix-caching": pool.kv_cache.prefix_caching,
+            "enable-prefix-caching": pool.stated("kv_cache.prefix_caching"),
             "long-prefill-token-threshold": pool.batching.long_prefill_token_threshold,
             "scheduler-reserve-full-isl": reserved if "scheduler_reserve_full_isl" in self.knows else None,
             "async-scheduling": pool.schedules_async,  # vLLM refuses to be told so where it cannot

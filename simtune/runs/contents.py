@@ -14,7 +14,15 @@ from simtune.costs.calibration import words
 from simtune.errors import Infeasible
 from simtune.parallel import Jobs
 from simtune.runs.breakdown import step_times
-from simtune.runs.engine_files import MAX_NODES, engine_files, launch_like, launch_of, other_engines, speculation_facts
+from simtune.runs.engine_files import (
+    MAX_NODES,
+    engine_files,
+    launch_like,
+    launch_of,
+    other_engines,
+    searched_plan,
+    speculation_facts,
+)
 from simtune.runs.files import FRONT, MANIFEST, Files
 from simtune.runs.price import price, priced
 from simtune.runs.requests import requests_csv
@@ -58,6 +66,9 @@ from simtune.tuner.front_certificate import front_certificate_of
 from simtune.tuner.odds import odds
 from simtune.tuner.rate_sweep import RateSweep, sweeps
 from simtune.tuner.trial import Trial, Tuned
+
+PLAN = "plan.yaml"
+_WRITTEN = "Written by simtune; read by simtune simulate."
 
 
 @dataclass(frozen=True)
@@ -128,6 +139,7 @@ def of_study(
     """The same for the chosen plan of a study, with all candidates, goodput curves, and how sure all of it is.
     `progress` hears of the windows of a day."""
     study, files = tuned.question.study, _files(tuned.deployment, tuned.result)
+    files[PLAN] = searched_plan(tuned.deployment.plan, _WRITTEN)
     chosen, *rivals = sweeps(tuned, jobs=jobs)
     of_chosen, *of_rivals = map(_points, (chosen, *rivals))
     facts = _draft_facts(tuned)
@@ -190,7 +202,7 @@ def _asked_for(tuned: Tuned, answers: Mapping[str, Any], drafts: Mapping[str, An
 
 def _files(deployment: Deployment, result: Result, leave_out: Collection[str] = ()) -> Files:
     files: Files = {
-        "plan.yaml": deployment.plan.to_yaml("Written by simtune; read by simtune simulate."),
+        PLAN: deployment.plan.to_yaml(_WRITTEN),
         **engine_files(deployment),
     }
     if "requests" not in leave_out:
@@ -290,7 +302,7 @@ def _proof(tuned: Tuned, certificate: Certificate | None) -> Files:
     for number, point in enumerate(tuned.ladder.points, start=1):
         plan = tuned.question.plan(candidates[point.candidate], tuned.deployment.max_model_len)
         at = f"Point {number} of the front, for {point.rate_rps:.4g} requests/s."
-        files[f"front/{number:02}.yaml"] = plan.to_yaml(f"{at} Written by simtune; read by simtune simulate.")
+        files[f"front/{number:02}.yaml"] = searched_plan(plan, f"{at} {_WRITTEN}")
     return files
 
 

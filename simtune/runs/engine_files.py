@@ -9,9 +9,11 @@ from typing import Any
 import yaml
 
 from simtune import emit
+from simtune.emit.emitter import with_unsaid
 from simtune.errors import SimtuneError
 from simtune.runs.files import Files
 from simtune.sim.deployment import Deployment
+from simtune.specs import yamlfile
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
 from simtune.tuner.drafting import Draft, Schedule, described
@@ -65,6 +67,22 @@ def engine_files(deployment: Deployment) -> Files:
     there are none."""
     files = _emitted(deployment, deployment.plan)
     return files if files else {NO_ENGINE: f"No engine settings: {emit.why_none(deployment.plan)}.\n"}
+
+
+def searched_plan(plan: Plan, comment: str) -> str:
+    """Return the file of a plan that a search chose, without the settings that are left to its engine: whoever reads it
+    finds them open too. The comment names them."""
+    data, left = plan.to_data(), []
+    for pool, entry in zip(plan.pools, data["pools"], strict=True):
+        emitter = emit.emitter_of(pool)
+        if emitter is None:
+            continue
+        left += [f"pool {pool.name}: {why}" for why in emitter.left_open(pool)]
+        for key in emitter.own_defaults:
+            if pool.stated(key) is None:
+                part, name = key.split(".")
+                del entry[part][name]
+    return yamlfile.dump(data, with_unsaid(comment, left))
 
 
 def launch_like(deployment: Deployment, plan: Plan) -> str | None:

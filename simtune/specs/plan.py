@@ -430,6 +430,13 @@ class Pool(Part):
         drafter = 0 if self.speculation is None else self.speculation.own_devices(self.parallelism.tp)
         return self.parallelism.devices + drafter
 
+    def stated(self, key: str) -> Any:
+        """Return a setting by its key, such as `kv_cache.block_size`, if a plan, study or engine preset sets it; None
+        if its value is only the default of this schema."""
+        part_name, name = key.split(".")
+        part = getattr(self, part_name)
+        return getattr(part, name) if name in part.model_fields_set else None
+
 
 # --- routers ----------------------------------------------------------------------------------------------
 # Fields besides `kind` are options of the router of that name in `simtune.sim.router`.

@@ -57,7 +57,13 @@ def test_every_knob_of_the_plan_arrives_under_vllms_own_name() -> None:
     plan = plan_of(
         parallelism={"tp": 2, "pp": 4},
         batching={"max_num_seqs": 64, "max_num_batched_tokens": 2048, "chunked_prefill": True},
-        kv_cache={"dtype": "fp8", "block_size": 32, "memory_utilization": 0.85, "num_blocks": 4321},
+        kv_cache={
+            "dtype": "fp8",
+            "block_size": 32,
+            "memory_utilization": 0.85,
+            "num_blocks": 4321,
+            "prefix_caching": False,
+        },
         async_scheduling=False,
         max_model_len=4000,
     )

@@ -45,7 +45,7 @@ def test_the_preset_says_whose_plan_it_is() -> None:
 
 @pytest.mark.parametrize(("cut", "split"), [({}, "none"), ({"tp": 2}, "tensor"), ({"pp": 2}, "layer")])
 def test_the_script_starts_it_with_options_that_it_has(tmp_path: Path, cut: dict[str, int], split: str) -> None:
-    plan = plan_of(parallelism=cut, kv_cache={"num_blocks": 32_769})
+    plan = plan_of(parallelism=cut, kv_cache={"num_blocks": 32_769, "prefix_caching": False})
     files = engine_files(plan, MODEL, 8, {})
     assert set(files) == {"engine/llamacpp-mixed.yaml", "engine/launch.sh"}
     settings = yaml.safe_load(files["engine/llamacpp-mixed.yaml"])

@@ -24,8 +24,18 @@ FAKE = '#!/bin/sh\nline=$(printf "%s|" "$(basename "$0")" "$@"); printf "%s\\n" 
 
 def pools_of(engine: str, prefill: int = 1, decode: int = 2, tp: int = 2, **more: Any) -> Plan:
     """Prefill instances before decode instances, all on tp GPUs."""
-    batching = {"policy": POLICIES[engine], "max_num_seqs": 64, "max_num_batched_tokens": 8192}
-    common = {"hardware": "h100-sxm", "max_model_len": 4096, "parallelism": {"tp": tp}, "batching": batching}
+    common = {
+        "hardware": "h100-sxm",
+        "max_model_len": 4096,
+        "parallelism": {"tp": tp},
+        "batching": {
+            "policy": POLICIES[engine],
+            "max_num_seqs": 64,
+            "max_num_batched_tokens": 8192,
+            "chunked_prefill": True,
+        },
+        "kv_cache": {"block_size": 16, "memory_utilization": 0.9, "prefix_caching": False},
+    }
     pools = [
         {"name": "front", "role": "prefill", "instances": prefill, **common},
         {"name": "back.end", "role": "decode", "instances": decode, **common},

@@ -42,7 +42,7 @@ def written(plan: Plan, engine: str) -> dict[str, Any]:
 
 
 def test_sglang(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path, "sglang-0.5", kv_cache={"num_blocks": 100_001})
+    plan = plan_of(tmp_path, "sglang-0.5", kv_cache={"num_blocks": 100_001, "prefix_caching": False})
     assert written(plan, "sglang") == {
         "tp-size": 2,
         "pp-size": 1,
@@ -75,7 +75,7 @@ def test_sglang_is_told_what_the_plan_changes(tmp_path: Path) -> None:
 
 
 def test_tensorrt_llm(tmp_path: Path) -> None:
-    assert written(plan_of(tmp_path, "trtllm-1.2"), "tensorrt-llm") == {
+    assert written(plan_of(tmp_path, "trtllm-1.2", kv_cache={"prefix_caching": False}), "tensorrt-llm") == {
         "tensor_parallel_size": 2,
         "pipeline_parallel_size": 1,
         "enable_attention_dp": False,

@@ -166,7 +166,7 @@ def wrong(pool: Pool, found: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
         "block_size": cache.block_size,
         "num_blocks": cache.num_blocks,
         "memory_utilization": cache.memory_utilization,
-        "prefix_caching": cache.prefix_caching,
+        "prefix_caching": pool.stated("kv_cache.prefix_caching") is not False,
         "kv_dtype": "fp8" if cache.dtype == "fp8" else "auto",
         "quantization": pool.weight_dtype,
         "cuda_graphs": pool.cuda_graphs,
