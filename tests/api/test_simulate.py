@@ -16,7 +16,7 @@ from simtune import api
 from simtune.sim.parts import OwnCosts
 from simtune.specs.catalog import load_hardware, load_model, load_workload
 from simtune.specs.plan import KvCache
-from simtune.specs.study import HardwareCount, Search
+from simtune.specs.study import Confirmation, HardwareCount, Search
 from simtune.specs.workload import Slo
 
 COLUMNS = {
@@ -171,7 +171,14 @@ def test_a_study_of_objects() -> None:
         hardware=HardwareCount(profile="what the hardware argument is", devices=2),
         workload="what the workload argument is",
         slo=Slo(ttft_s={"p99": 1.0}, tpot_s={"p99": 0.03}),
-        search=Search(tp=(1,), pp=(1,), max_num_seqs=(64,), max_num_batched_tokens=(2048,), requests=100),
+        search=Search(
+            tp=(1,),
+            pp=(1,),
+            max_num_seqs=(64,),
+            max_num_batched_tokens=(2048,),
+            requests=100,
+            confirm=Confirmation(draws=0),
+        ),
     )
     model, hardware = load_model("llama-3.1-8b"), load_hardware("h100-sxm")
     tuned = simtune.optimize(study, model=model, hardware=hardware, workload=COLUMNS, jobs=1)

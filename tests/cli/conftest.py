@@ -36,6 +36,7 @@ search:
   max_num_seqs: [64, 128]
   max_num_batched_tokens: [2048]
   requests: 200
+  confirm: {draws: 0}
 """
 
 

@@ -28,7 +28,7 @@ model: llama-3.1-8b
 hardware: {profile: h100-sxm, devices: 2}
 workload: chat
 slo: {ttft_s: {p99: 1.0}, tpot_s: {p99: 0.030}}
-search: {tp: [1, 2], pp: [1], max_num_seqs: [64], max_num_batched_tokens: [2048], requests: 100}
+search: {tp: [1, 2], pp: [1], max_num_seqs: [64], max_num_batched_tokens: [2048], requests: 100, confirm: {draws: 0}}
 """
 
 

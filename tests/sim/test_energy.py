@@ -16,7 +16,7 @@ from simtune.sim.summary import InstanceUse
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.hardware import Hardware
 from simtune.specs.plan import Plan
-from simtune.specs.study import HardwareCount, Search, Study, StudyLimits
+from simtune.specs.study import Confirmation, HardwareCount, Search, Study, StudyLimits
 from simtune.specs.workload import Lognormal, Poisson, Slo, Workload
 from simtune.tuner.certificate import Audit, certificate_of
 from simtune.tuner.question import Question
@@ -46,7 +46,14 @@ def question(hardware: Hardware = HARDWARE, instances: tuple[int, ...] | None = 
         hardware=(HardwareCount(profile="h100-sxm", devices=4),),
         workload=LOAD.name,
         slo=Slo(ttft_s={"p99": 1.0}, tpot_s={"p99": 0.03}),
-        search=Search(instances=instances, tp=(1, 2), pp=(1,), max_num_seqs=(64,), max_num_batched_tokens=(2048,)),
+        search=Search(
+            instances=instances,
+            tp=(1, 2),
+            pp=(1,),
+            max_num_seqs=(64,),
+            max_num_batched_tokens=(2048,),
+            confirm=Confirmation(draws=0),
+        ),
         **{"objective": "joules_per_token", **given},
     )
     return Question(study, MODEL, (hardware,), LOAD, None)

@@ -65,6 +65,7 @@ search:
   max_num_seqs: [16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 384, 512]
   max_num_batched_tokens: [512, 640, 768, 1024, 1280, 1536, 2048, 3072, 4096, 6144, 8192, 12288]
   requests: 200
+  confirm: {draws: 0}
 """
 SEARCHES = """\
 import itertools, multiprocessing, os, sys, time

@@ -33,7 +33,7 @@ from simtune.specs.schemes import (
     TokenBudget,
 )
 from simtune.specs.speculation import Speculation
-from simtune.specs.study import DrafterChoice, HardwareCount, Search, Study
+from simtune.specs.study import Confirmation, DrafterChoice, HardwareCount, Search, Study
 from simtune.specs.workload import FixedLength, Poisson, Slo, Workload
 from simtune.tuner.bounds import Capacity
 from simtune.tuner.drafting import (
@@ -79,7 +79,8 @@ def pool(max_num_seqs: int = 256, **more: Any) -> Pool:
 
 
 def question(*drafts: Draft, workload: Workload | None = None, **search: Any) -> Question:
-    space = {"tp": (1,), "pp": (1,), "max_num_seqs": (64,), "max_num_batched_tokens": (2048,), **search}
+    space = {"tp": (1,), "pp": (1,), "max_num_seqs": (64,), "max_num_batched_tokens": (2048,)}
+    space |= {"confirm": Confirmation(draws=0), **search}
     workload = workload or load()
     study = Study(
         name="study",

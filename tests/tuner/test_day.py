@@ -12,7 +12,7 @@ import pytest
 
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.columns import trace_of
-from simtune.specs.study import Day, DayWindow, HardwareCount, Search, Study
+from simtune.specs.study import Confirmation, Day, DayWindow, HardwareCount, Search, Study
 from simtune.specs.workload import FixedLength, Poisson, Slo, TraceArrivals, TraceLengths, Workload
 from simtune.tuner.day import DayPlan, day_of, replica_of, windows_of
 from simtune.tuner.question import SAMPLED_CORES, Question
@@ -44,7 +44,14 @@ def question(day: Day | None = DAY, load: Workload = LOAD, trace: Any = None, **
         slo=Slo(ttft_s={"p99": 0.5}, tpot_s={"p99": 0.012}),
         day=day,
         search=Search(
-            **{"tp": (1,), "pp": (1,), "max_num_seqs": (64,), "max_num_batched_tokens": (2048,), **given},
+            **{
+                "tp": (1,),
+                "pp": (1,),
+                "max_num_seqs": (64,),
+                "max_num_batched_tokens": (2048,),
+                "confirm": Confirmation(draws=0),
+                **given,
+            },
         ),
     )
     return Question(study, MODEL, (HARDWARE,), load, trace)

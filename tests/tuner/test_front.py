@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from simtune.specs.catalog import load_hardware, load_model
-from simtune.specs.study import HardwareCount, Search, Study
+from simtune.specs.study import Confirmation, HardwareCount, Search, Study
 from simtune.specs.workload import Lognormal, Poisson, Slo, Workload
 from simtune.tuner.front import answer
 from simtune.tuner.front_certificate import FrontAudit, FrontCertificate, front_certificate_of
@@ -34,6 +34,7 @@ LOAD = Workload(
 
 def question(slo: Slo | None = None, **given: Any) -> Question:
     search = {"tp": (1, 2), "pp": (1,), "max_num_seqs": (8, 64), "max_num_batched_tokens": (512, 2048), "front": 4}
+    search |= {"confirm": Confirmation(draws=0)}
     study = Study(
         name="study",
         model=MODEL.name,

@@ -34,6 +34,7 @@ search:
   max_num_seqs: [64]
   max_num_batched_tokens: [2048]
   requests: 200
+  confirm: {draws: 0}
 """
 CHANGES = {"manifest.json"}
 """The only file that tells the time of day, and the command."""

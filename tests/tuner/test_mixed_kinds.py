@@ -11,7 +11,7 @@ from simtune.runs.schema import CandidateRow
 from simtune.runs.tables import read_csv
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import LeastOutstandingRouting, RoundRobinRouting
-from simtune.specs.study import Day, DayWindow, HardwareCount, Search, Study
+from simtune.specs.study import Confirmation, Day, DayWindow, HardwareCount, Search, Study
 from simtune.specs.workload import FixedLength, Poisson, Slo, Workload
 from simtune.tuner.certificate import Audit, certificate_of
 from simtune.tuner.question import Question
@@ -32,6 +32,7 @@ LOAD = Workload(
 
 def study(hardware: Any = KINDS, objective: Any = "goodput", given: Any = None, **search: Any) -> Study:
     settings = {"tp": (1,), "pp": (1,), "max_num_seqs": (64,), "max_num_batched_tokens": (2048,), "mixed_kinds": True}
+    settings |= {"confirm": Confirmation(draws=0)}
     return Study(
         name="study",
         model="llama-3.1-8b",

@@ -12,7 +12,7 @@ from simtune.emit import engine_for
 from simtune.errors import Infeasible
 from simtune.specs.catalog import load_engine, load_hardware, load_model
 from simtune.specs.plan import Batching, KvCache, Parallelism, Pool
-from simtune.specs.study import HardwareCount, Search, Study, StudyBatching
+from simtune.specs.study import Confirmation, HardwareCount, Search, Study, StudyBatching
 from simtune.specs.workload import FixedLength, Poisson, Slo, Workload
 from simtune.tuner.census import census
 from simtune.tuner.certificate import Audit, certificate_of
@@ -42,7 +42,7 @@ def question(policy: str = "vllm-fcfs", fixed: tuple[Pool, ...] = (), devices: i
         slo=Slo(ttft_s={"p99": 1.0}),
         batching=StudyBatching(policy=policy),
         fixed=fixed,
-        search=Search(**{**search, **given}),
+        search=Search(**{**search, "confirm": Confirmation(draws=0), **given}),
     )
     return Question(study, MODEL, (HARDWARE,), LOAD, None)
 

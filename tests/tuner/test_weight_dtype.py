@@ -16,7 +16,7 @@ from simtune.sim.deployment import Deployment, deploy
 from simtune.specs.catalog import load_hardware, load_model, load_plan
 from simtune.specs.drafters import DraftModel
 from simtune.specs.plan import Batching, KvLink, Plan, Pool
-from simtune.specs.study import HardwareCount, PoolChoices, Search, Study, StudyBatching
+from simtune.specs.study import Confirmation, HardwareCount, PoolChoices, Search, Study, StudyBatching
 from simtune.specs.workload import FixedLength, Poisson, Slo, Workload
 from simtune.tuner.census import census
 from simtune.tuner.certificate import Audit, certificate_of
@@ -44,7 +44,7 @@ def question(gpu: str = "h100-sxm", model: str = MODEL.name, policy: str = "vllm
         workload=LOAD.name,
         slo=Slo(ttft_s={"p99": 1.0}, tpot_s={"mean": 0.02}),
         batching=StudyBatching(policy=policy),
-        search=Search(**{"weight_dtype": ("bf16", "fp8"), **search, **given}),
+        search=Search(**{"weight_dtype": ("bf16", "fp8"), "confirm": Confirmation(draws=0), **search, **given}),
     )
     return Question(study, load_model(model), (load_hardware(gpu),), LOAD, None)
 
