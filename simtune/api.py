@@ -167,18 +167,18 @@ def _load_profiles(
     engine."""
     named = [(hardware, engine)] if plan is None else [(hardware or pool.hardware, pool.engine) for pool in plan.pools]
     profiles: dict[tuple[str, str | None], Hardware] = {}
-    found = []
+    loaded = []
     for profile, of_engine in named:
         if profile is None:
             continue
         if isinstance(profile, Hardware):
-            found.append(for_engine(profile, None if of_engine is None else load_engine(of_engine).family))
+            loaded.append(for_engine(profile, None if of_engine is None else load_engine(of_engine).family))
             continue
         key = (profile, of_engine)
         if key not in profiles:
             profiles[key] = load_kernels(profile, of_engine, settings)
-        found.append(profiles[key])
-    return found
+        loaded.append(profiles[key])
+    return loaded
 
 
 def _load_requests(load: Load, settings: Sequence[str] = ()) -> tuple[Workload, Trace | None]:

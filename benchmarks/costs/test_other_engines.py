@@ -15,6 +15,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
+from benchmarks.results import Recorder
 from simtune.arrays import Array
 from simtune.costs.operators import OPERATORS, Chip
 from simtune.costs.other_engines import OTHER_ENGINE_LOG_SD, engine_of
@@ -73,10 +74,11 @@ def pairs() -> Iterator[tuple[str, float]]:
                     yield mine.kind, found
 
 
-def test_log_errors_of_other_engines() -> None:
+def test_log_errors_of_other_engines(record: Recorder) -> None:
     by_kind: dict[str, list[float]] = defaultdict(list)
     for kind, found in pairs():
         by_kind[kind].append(found)
     quantiles = {kind: float(np.quantile(found, QUANTILE)) for kind, found in sorted(by_kind.items())}
-    print({kind: round(value, 2) for kind, value in quantiles.items()})
+    for kind, value in quantiles.items():
+        record(kind, value, "log sd", "lower")
     assert quantiles == pytest.approx(OTHER_ENGINE_LOG_SD, abs=0.011)

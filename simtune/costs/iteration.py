@@ -45,7 +45,7 @@ from simtune.costs.predict import Profile
 from simtune.costs.sharding import check_parallelism
 from simtune.costs.step_calls import StepCall, StepCalls, equal_layers, exposed, hidden_kinds, in_halves, overlapped
 from simtune.errors import Infeasible
-from simtune.specs.hardware import Correction, Hardware
+from simtune.specs.hardware import Correction, Hardware, Operator
 from simtune.specs.model import Model
 from simtune.specs.plan import Pool
 
@@ -193,6 +193,11 @@ class StepModel:
     def routes(self) -> bool:
         """Whether any layer has routed experts, or feed-forward blocks on devices of their own."""
         return bool(self._routed) or self._apart is not None
+
+    @property
+    def fitted(self) -> dict[str, Operator]:
+        """Operators of the profile that steps of this model and pool call, by their keys."""
+        return dict(self._profile.fitted)
 
     @property
     def estimated(self) -> set[str]:

@@ -308,6 +308,8 @@ class Profile:
         self.hardware, self._in_step = hardware, in_step
         self.estimated: set[str] = set()
         """Keys of the operators asked for that no fit covers: their times are off the data sheet."""
+        self.fitted: dict[str, Operator] = {}
+        """Those asked for that a fit covers, by their keys."""
 
     def predictor(
         self, kind: OperatorKind, dtype: str, *, kv_dtype: str | None = None, variant: str | None = None
@@ -326,7 +328,7 @@ class Profile:
             operator = estimate(kind, dtype, self.hardware, kv_dtype=kv_dtype, variant=variant)
             self.estimated.add(key)
         else:
-            operator = under_stated_link(operator, self.hardware)
+            operator = self.fitted[key] = under_stated_link(operator, self.hardware)
         if operator is None:
             has = ", ".join(sorted(k for k in self.hardware.operators if k.startswith(kind)))
             raise Infeasible(

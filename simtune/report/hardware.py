@@ -209,10 +209,10 @@ def facts(hardware: Hardware) -> list[tuple[str, str]]:
 
 def _kernels(hardware: Hardware) -> str:
     """The engine of the profile, and how many operators are another's."""
-    others = [operator.other_engine for operator in hardware.operators.values() if operator.other_engine is not None]
-    if not others:
+    foreign = [operator.other_engine for operator in hardware.operators.values() if operator.other_engine is not None]
+    if not foreign:
         return hardware.engine
-    counted = ", ".join(f"{others.count(name)} operators of {name}" for name in sorted(set(others)))
+    counted = ", ".join(f"{foreign.count(name)} operators of {name}" for name in sorted(set(foreign)))
     return f"{hardware.engine}; kernels of another engine, in wider intervals: {counted}"
 
 

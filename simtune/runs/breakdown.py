@@ -10,10 +10,10 @@ from simtune.costs.iteration import StepModel, StepWork
 from simtune.runs.schema import StepPart, StepTime
 from simtune.sim.deployment import Deployment
 from simtune.sim.parts import OwnCosts
-from simtune.sim.pools import DeployedPool
 from simtune.sim.result import Result
 from simtune.specs.plan import Pool
 
+SUREST_FIRST = ("measured", "published-tables", "transferred", "other-engine", "data-sheet", "assumed")
 DIGITS = 9
 """Significant digits of a part's seconds: further ones depend on how wide the processor's registers are."""
 
@@ -31,7 +31,7 @@ def step_times(deployment: Deployment, result: Result) -> tuple[StepTime, ...]:
         if isinstance(pool.costs, OwnCosts):
             continue  # whose steps have no parts that are known
         model = StepModel(deployment.model, pool.hardware, pool.spec)
-        provenance = _provenance(pool, model)
+        provenance = _provenance(model)
         for label, batch in _typical(pool.spec, _decode_batch(result, pool.spec.name), context, longest):
             parts = tuple(
                 StepPart(
@@ -70,8 +70,13 @@ def _decode_batch(result: Result, pool: str) -> int:
     return max(1, round(weighted / ticks)) if ticks else 1
 
 
-def _provenance(pool: DeployedPool, model: StepModel) -> dict[str, str]:
-    """Where the numbers of each operator kind come from; the output head is a matrix product like others."""
-    kinds: dict[str, str] = {o.kind: o.origin for o in pool.hardware.operators.values()}
+def _provenance(model: StepModel) -> dict[str, str]:
+    """Return the origin of each operator kind's numbers; the output head is a matrix product like others.
+
+    If steps call several operators of a kind, such as products in two number formats, it is the least sure origin.
+    """
+    kinds: dict[str, str] = {}
+    for operator in model.fitted.values():
+        kinds[operator.kind] = max(kinds.get(operator.kind, SUREST_FIRST[0]), operator.origin, key=SUREST_FIRST.index)
     kinds["head"] = kinds.get("gemm", "assumed")
     return kinds | {key.split(".")[0]: "data-sheet" for key in model.estimated}

@@ -158,8 +158,8 @@ def summed(pools: Iterable[Mapping[str, KindBasis]]) -> CostBasis | None:
 
 def _shares(shares: np.ndarray[tuple[int], np.dtype[np.float64]]) -> dict[str, float]:
     """By the field names of `BasisShares`."""
-    found = {basis.name.lower(): _short(shares[basis]) for basis in Basis}
-    return {name: share for name, share in found.items() if share or name != Basis.OTHER_ENGINE.name.lower()}
+    by_name = {basis.name.lower(): _short(shares[basis]) for basis in Basis}
+    return {name: share for name, share in by_name.items() if share or name != Basis.OTHER_ENGINE.name.lower()}
 
 
 def _short(value: float) -> float:

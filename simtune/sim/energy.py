@@ -67,8 +67,8 @@ def power_of(
 def _shared_processors(pool: Pool, pools: Sequence[DeployedPool]) -> float:
     """Share of the processors that a pool and the one on the same GPUs have together."""
     assert pool.share is not None
-    others = (other.spec for other in pools if other.spec.share is not None)
-    both = [other for other in others if other.share and pool.name in (other.name, other.share.beside)]
+    shared = (other.spec for other in pools if other.spec.share is not None)
+    both = [other for other in shared if other.share and pool.name in (other.name, other.share.beside)]
     if pool.share.beside is not None:
         both = [pool, *(other.spec for other in pools if other.spec.name == pool.share.beside)]
     return sum(one.share.processors for one in both if one.share is not None)

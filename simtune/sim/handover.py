@@ -69,7 +69,7 @@ class Handover:
 
     def take(self, now: int, core: EngineCore, held: Request) -> bool:
         """Hand a request whose prompt is done on to a decode core; False when it is complete as it is."""
-        request = self._source.rest_of(held, sampled_again=self.first_token == "decode")
+        request = self._source.rest_of(held, resampled=self.first_token == "decode")
         if self.first_token != "prefill":
             self._recorder.prefilled[held.id] = now
         if request is None:

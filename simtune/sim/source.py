@@ -118,13 +118,13 @@ class RequestSource:
         prompt.blocks, prompt.deadline = request.blocks, request.deadline
         return prompt
 
-    def rest_of(self, prompt: Request, sampled_again: bool = False) -> Request | None:
+    def rest_of(self, prompt: Request, resampled: bool = False) -> Request | None:
         """What a decode instance is asked for when the prompt is done; None when the answer is complete with it.
 
-        With `sampled_again` the token that came with the prompt is left to the decode instance.
+        With `resampled` the token that came with the prompt is left to the decode instance.
         """
         number = prompt.id
-        emitted = prompt.prompt_tokens - self._prompt[number] + (0 if sampled_again else 1)
+        emitted = prompt.prompt_tokens - self._prompt[number] + (0 if resampled else 1)
         if emitted >= self._output[number]:
             return None
         return Request(

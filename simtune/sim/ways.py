@@ -20,13 +20,13 @@ def first_token_of(plan: Plan) -> FirstToken:
     differ in it.
     """
     prefills, decodes = ([p for p in plan.pools if p.role == role] for role in ("prefill", "decode"))
-    found = {_first_token(plan.way(one.name, other.name), other) for one in prefills for other in decodes}
-    if len(found) > 1:
+    sides = {_first_token(plan.way(one.name, other.name), other) for one in prefills for other in decodes}
+    if len(sides) > 1:
         raise UsageError(
-            f"plan {plan.name}: first tokens come from {' and '.join(sorted(found))}, by link and decode pool; set "
+            f"plan {plan.name}: first tokens come from {' and '.join(sorted(sides))}, by link and decode pool; set "
             "first_token of all links alike"
         )
-    return found.pop()
+    return sides.pop()
 
 
 def _first_token(link: KvLink, pool: Pool) -> FirstToken:

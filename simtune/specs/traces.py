@@ -447,8 +447,8 @@ def _report_missing(field: str, header: Sequence[str], problems: _Problems, line
             problems.add(f"unknown column, did you mean {close[0]}?", line, cell)
             return
     if field != "arrival":
-        others = f"it may also be called {', '.join(known[1:])}; another name: {_BY_HAND}"
-        problems.add(f"this column is missing; found: {', '.join(header)}; {others}", line, known[0])
+        remedy = f"it may also be called {', '.join(known[1:])}; another name: {_BY_HAND}"
+        problems.add(f"this column is missing; found: {', '.join(header)}; {remedy}", line, known[0])
 
 
 _EXAMPLE_HEADER = "arrival_s,prompt_tokens,output_tokens"

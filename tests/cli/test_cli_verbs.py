@@ -74,8 +74,8 @@ def test_a_reader_who_leaves_early_gets_no_complaint(start: Call) -> None:
 
 
 def test_more_requests_than_memory_are_refused_in_words(call: Call, desk: Any) -> None:
-    message = desk.refused(desk.simulate, "--requests", 10**12)
-    assert message.startswith("1,000,000,000,000 requests need about 409.3 TiB of memory, and ")
+    message = desk.refused(desk.simulate, "--requests", 10**9)
+    assert message.startswith("1,000,000,000 requests need about 419.1 GiB of memory, and ")
     assert message.endswith(" are free; ask for fewer: --requests, or search.requests of a study")
 
 

@@ -89,7 +89,7 @@ def test_an_answer_that_is_none_is_asked_for_again(
         main(["new", "s.yaml"])
     assert ended.value.code == 0
     said = capsys.readouterr().err
-    assert [said.count(word) for word in ("did you mean qwen3-8b?", "'two'", "x>=1", "x>0", "'x'")] == [1] * 5
+    assert [said.count(word) for word in ("did you mean qwen3-8b?", "'two'", "1<=x<=", "0<x<=", "'x'")] == [1] * 5
     study = load_study("s.yaml")
     (cards,) = study.hardware
     assert (study.model, cards.profile, cards.devices) == ("qwen3-8b", "l40s", 2)

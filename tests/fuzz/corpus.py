@@ -164,7 +164,9 @@ model: ./model.yaml
 hardware: {profile: ./card/profile.yaml, devices: 1}
 workload: ./load.yaml
 slo: {ttft_s: {p99: 5.0}, tpot_s: {p99: 0.2}}
-search: {tp: [1], pp: [1], max_num_seqs: [16], max_num_batched_tokens: [512], requests: 20, rate_tolerance: 0.2, confirm: {draws: 0}}
+search:
+  {tp: [1], pp: [1], max_num_seqs: [16], max_num_batched_tokens: [512], requests: 20, rate_tolerance: 0.2,
+   confirm: {draws: 0}}
 seed: 3
 """
 ACCEPTANCE = """\

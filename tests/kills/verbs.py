@@ -19,7 +19,8 @@ workload: chat
 slo:
   ttft_s: {p99: 1.0}
   tpot_s: {p99: 0.030}
-search: {tp: [1, 2], pp: [1], max_num_seqs: [64, 128], max_num_batched_tokens: [2048], requests: 60, confirm: {draws: 0}}
+search:
+  {tp: [1, 2], pp: [1], max_num_seqs: [64, 128], max_num_batched_tokens: [2048], requests: 60, confirm: {draws: 0}}
 """
 PLAN = """\
 schema: simtune/plan@1

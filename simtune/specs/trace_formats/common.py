@@ -84,12 +84,12 @@ def first_value(row: Any, keys: Sequence[str]) -> Any:
 
 def cached_note(cached: Sequence[Any], prompts: Sequence[Any]) -> list[str]:
     """A note on prompt tokens that were found in a prefix cache, of which requests say how many and not which."""
-    found = sum(number for number in map(_whole, cached) if number)
-    if not found:
+    num_cached = sum(number for number in map(_whole, cached) if number)
+    if not num_cached:
         return []
     asked = sum(number for number in map(_whole, prompts) if number)
     return [
-        f"{found:,} of {asked:,} prompt tokens were found cached; this load says nothing of prefixes, so prefix "
+        f"{num_cached:,} of {asked:,} prompt tokens were found cached; this load says nothing of prefixes, so prefix "
         "caching has nothing to find: say what prompts share by shared_prefix in a spec, or by hash_ids"
     ]
 
