@@ -20,7 +20,7 @@ from simtune import __version__
 from simtune.errors import SimtuneError, is_interrupt
 
 VERBS = {
-    "new": "Write a study, from five answers.",
+    "new": "Write a study, from six answers.",
     "optimize": "Find the best schedule for a study, and write plan, engine configs and report.",
     "simulate": "Run one plan under one load.",
     "sweep": "Simulate every point of a grid over fields of plan, workload or hardware.",

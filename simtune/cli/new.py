@@ -1,4 +1,4 @@
-"""simtune new: a study, from five answers."""
+"""simtune new: a study, from six answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from simtune.cli.names import HARDWARE, MODEL, WORKLOAD
+from simtune.cli.names import ENGINE, HARDWARE, MODEL, WORKLOAD
 from simtune.cli.numbers import GPUS, LONGEST_S, Real
 from simtune.cli.output import force_option
 from simtune.errors import SimtuneError, UsageError
@@ -23,20 +23,22 @@ POSITIVE = Real(above=0, most=1e3 * LONGEST_S)
 @click.option("--model", type=MODEL, help="Name, spec, Hugging Face config.json, or id of a model in its cache.")
 @click.option("--hardware", type=HARDWARE, help="Name of a profile; found by nvidia-smi where there is a known card.")
 @click.option("--devices", type=GPUS, help="How many of them.")
+@click.option("--engine", type=ENGINE, help="Preset of the engine's release (`vllm --version`); vllm-0.24 by default.")
 @click.option("--workload", type=WORKLOAD, help="Name, spec, or a log as a tool wrote it.")
 @click.option("--ttft", type=POSITIVE, help="p99 limit of the time to first token, ms.")
 @click.option("--tpot", type=POSITIVE, help="p99 limit of the time per token after it, ms.")
-@click.option("--objective", default="goodput_per_gpu", show_default=True, help="What to look for.")
+@click.option("--objective", help="What to look for, e.g. gpus: how many GPUs are needed; goodput_per_gpu by default.")
 @force_option
 def new(  # noqa: PLR0913 - one for each option
     file: Path,
     model: str | None,
     hardware: str | None,
     devices: int | None,
+    engine: str | None,
     workload: str | None,
     ttft: float | None,
     tpot: float | None,
-    objective: str,
+    objective: str | None,
     force: bool,
 ) -> None:
     """Write a study to FILE. What no option says is asked on a terminal, and takes its default elsewhere."""
@@ -44,7 +46,8 @@ def new(  # noqa: PLR0913 - one for each option
     from simtune.runs.files import write_file
     from simtune.specs import yamlfile
     from simtune.specs.base import spec_name
-    from simtune.specs.catalog import load_hardware, load_model, load_workload
+    from simtune.specs.catalog import load_engine, load_hardware, load_model, load_workload
+    from simtune.specs.engine import DEFAULT_ENGINE
     from simtune.specs.new_study import Answers, profile_of, study_text
     from simtune.specs.study import Study
 
@@ -59,10 +62,11 @@ def new(  # noqa: PLR0913 - one for each option
         model=served,
         hardware=card,
         devices=devices or _ask("How many of them", count, GPUS),
+        engine=engine or _ask("Engine and release (`vllm --version`)", DEFAULT_ENGINE, _loaded(load_engine)),
         workload=workload or _ask("Load (name, or a log)", "chat", _loaded(load_workload)),
         ttft_p99_s=(ttft or _ask("p99 TTFT limit, ms", 1000.0, POSITIVE)) / 1e3,
         tpot_p99_s=(tpot or _ask("p99 TPOT limit, ms", 50.0, POSITIVE)) / 1e3,
-        objective=objective,
+        objective=objective or _ask(_OBJECTIVE, "goodput_per_gpu", _objective),
         name=spec_name(file.stem, "study"),
     )
     text = study_text(answers, file.parent)
@@ -71,14 +75,27 @@ def new(  # noqa: PLR0913 - one for each option
     click.echo(f"wrote {file}; next: simtune optimize {shlex.quote(str(file))} --out runs/{answers.name}", err=True)
 
 
-def _check(file: Path, force: bool, objective: str) -> None:
-    """Before anything is asked. Raises UsageError."""
-    from simtune.specs.new_study import OBJECTIVES
+_OBJECTIVE = "Look for the highest rate (goodput_per_gpu), or for how many GPUs the load needs (gpus)"
 
+
+def _check(file: Path, force: bool, objective: str | None) -> None:
+    """Raise UsageError before any question if the file exists or the objective does not."""
     if file.exists() and not force:
         raise UsageError(f"{file}: exists; give --force to replace it, or name another file")
-    if objective not in OBJECTIVES:
-        raise UsageError(f"--objective {objective}: must be one of {', '.join(OBJECTIVES)}")
+    if objective is not None:
+        try:
+            _objective(objective)
+        except click.UsageError as error:
+            raise UsageError(f"--objective {error.message}") from None
+
+
+def _objective(text: str) -> str:
+    """Return an objective as it is. Raises click.UsageError for an unknown one."""
+    from simtune.specs.new_study import OBJECTIVES
+
+    if text not in OBJECTIVES:
+        raise click.UsageError(f"{text}: must be one of {', '.join(OBJECTIVES)}")
+    return text
 
 
 def _note_stranger(cards: list[str]) -> None:

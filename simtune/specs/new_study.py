@@ -1,4 +1,4 @@
-"""A commented study from a few answers."""
+"""A commented study from six answers."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import get_args
 
 from simtune.errors import UsageError
-from simtune.specs.catalog import beside, load_hardware, load_model, load_workload, names
+from simtune.specs.catalog import beside, load_engine, load_hardware, load_model, load_workload, names
+from simtune.specs.engine import DEFAULT_ENGINE
 from simtune.specs.study import Objective
 
 OBJECTIVES: tuple[str, ...] = get_args(Objective)
+_SEVERAL_SERVERS = ("vllm", "sglang", "trtllm")
+"""Families of engines that hand KV caches from one server to another and place whole experts on ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What a study asks: which model, on how many of which card, under which load, within which limits."""
+    """The answers that make a study: model, hardware and number of devices, engine release, load, SLO limits."""
 
     model: str
     hardware: str
@@ -27,6 +30,17 @@ class Answers:
     tpot_p99_s: float
     objective: str = "goodput_per_gpu"
     name: str = "study"
+    engine: str = DEFAULT_ENGINE
+
+
+_LAYOUTS = """\
+  # One pool of instances that prefill and decode, or pools of either kind.
+  layouts: [mixed, prefill-decode]
+"""
+_EXPERTS = """\
+  # Every rank with a slice of every expert, or with whole experts.
+  expert_parallel: [false, true]
+"""
 
 
 def study_text(answers: Answers, folder: Path) -> str:
@@ -34,13 +48,18 @@ def study_text(answers: Answers, folder: Path) -> str:
 
     Raises UsageError or SpecError where a name leads nowhere.
     """
-    load_model(answers.model)
+    has_experts = any(group.feed_forward.kind == "moe" for group in load_model(answers.model).layers)
+    preset = load_engine(answers.engine)
     device = load_hardware(answers.hardware).device
     workload, _ = load_workload(answers.workload)
     if answers.devices < 1:
         raise UsageError(f"at least one device is needed, not {answers.devices}")
     most = min(answers.devices, device.devices_per_node)
     tp = [1 << i for i in range(most.bit_length()) if 1 << i <= most]
+    layouts = experts = ""
+    if preset.family in _SEVERAL_SERVERS and answers.devices > 1:
+        layouts = _LAYOUTS
+        experts = _EXPERTS if has_experts else ""
     price = f", {device.price_per_hour_usd:g} USD an hour each" if device.price_per_hour_usd else ""
     return f"""\
 # simtune optimize THIS_FILE --out runs/{answers.name}
@@ -50,6 +69,9 @@ name: {answers.name}
 model: {_from(folder, answers.model)}
 # {device.name}{price}; at most so many of them.
 hardware: {{profile: {_from(folder, answers.hardware)}, devices: {answers.devices}}}
+# {preset.release}: the settings that the search leaves open are as this release sets them, and the files that start it
+# are in its words. `simtune list engines` has others; name the one that you run (`vllm --version`).
+engine: {_from(folder, answers.engine)}
 # {workload.source or workload.name}
 workload: {_from(folder, answers.workload)}
 # Limits in seconds: 99 of 100 requests have their first token, and each token after it, within them.
@@ -57,11 +79,11 @@ slo:
   ttft_s: {{p99: {answers.ttft_p99_s:g}}}
   tpot_s: {{p99: {answers.tpot_p99_s:g}}}
 # goodput_per_gpu, goodput and goodput_per_dollar look for the highest rate within the limits; gpus,
-# usd_per_million_tokens and e2el take the load's own rate.
+# usd_per_million_tokens and e2el take the load's own rate: gpus finds how many GPUs the load needs.
 objective: {answers.objective}
 search:
-  tp: [{", ".join(map(str, tp))}]
-  max_num_seqs: [64, 128, 256, 512]
+{layouts}  tp: [{", ".join(map(str, tp))}]
+{experts}  max_num_seqs: [64, 128, 256, 512]
   max_num_batched_tokens: [1024, 2048, 4096, 8192]
 """
 

@@ -81,7 +81,25 @@ def test_a_card_without_a_profile_is_named(
 def test_an_answer_that_is_none_is_asked_for_again(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    typed = iter(["qwen3-8", "qwen3-8b", "l40s", "two", "0", "2", "chat", "-1", "800", "x", "40"])
+    typed = iter(
+        [
+            "qwen3-8",
+            "qwen3-8b",
+            "l40s",
+            "two",
+            "0",
+            "2",
+            "vllm-0.2",
+            "sglang-0.5",
+            "chat",
+            "-1",
+            "800",
+            "x",
+            "40",
+            "gpu",
+            "gpus",
+        ]
+    )
     monkeypatch.setattr("sys.stdin", Terminal())
     monkeypatch.setattr("click.termui.visible_prompt_func", lambda prompt: next(typed))
     monkeypatch.setattr(installation, "devices", lambda: [])
@@ -94,6 +112,9 @@ def test_an_answer_that_is_none_is_asked_for_again(
     (cards,) = study.hardware
     assert (study.model, cards.profile, cards.devices) == ("qwen3-8b", "l40s", 2)
     assert (study.slo.ttft_s, study.slo.tpot_s) == ({"p99": 0.8}, {"p99": 0.04})
+    assert (study.engine, study.objective) == ("sglang-0.5", "gpus")
+    assert said.count("did you mean vllm-0.24?") + said.count("did you mean vllm-0.12?") == 1
+    assert said.count("gpu: must be one of goodput_per_gpu") == 1
 
 
 class Terminal(io.StringIO):
