@@ -320,10 +320,7 @@ def _print(tuned: Tuned, summary: Summary, out: Path) -> None:
         f"{counts['infeasible']} missed it, {counts['pruned']} could not win, {counts['does_not_fit']} do not fit; "
         f"{sum(row.simulations for row in tuned.rows)} simulations"
     )
-    for profile, (unused, devices) in tuned.idle().items():
-        click.echo(f"{unused} of the {devices} {profile} of the study stay idle under this plan")
-    for reason, count in tuned.left_out.items():
-        click.echo(f"{count:,} more left out before the search: {reason}")
+    _print_left_out(tuned)
     if tuned.confirmed is not None:
         draws, requests, lifetimes = tuned.confirmed
         lasting = "" if lifetimes is None else f", {number(lifetimes)} lifetimes or more"
@@ -342,6 +339,13 @@ def _print(tuned: Tuned, summary: Summary, out: Path) -> None:
     launch = out / "engine" / "launch.sh"
     engine = f"engine: {launch}\n" if launch.exists() else ""
     click.echo(f"plan:   {out / 'plan.yaml'}\n{engine}report: {out / 'report.html'}")
+
+
+def _print_left_out(tuned: Tuned) -> None:
+    for profile, (unused, devices) in tuned.idle().items():
+        click.echo(f"{unused} of the {devices} {profile} of the study stay idle under this plan")
+    for reason, count in tuned.left_out.items():
+        click.echo(f"{count:,} more left out before the search: {reason}")
 
 
 FRONT_COLUMNS = (

@@ -124,15 +124,11 @@ class Scheduler(ABC):
                 f"one request of max_model_len ({max_model_len}) needs {self.kv.blocks_for(max_model_len)} KV blocks "
                 f"of {block_size} tokens; there are {num_blocks}"
             )
+        rule = f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least"
         if max_num_batched_tokens < max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least max_num_seqs ({max_num_seqs})"
-            )
+            raise ValueError(f"{rule} max_num_seqs ({max_num_seqs})")
         if not chunked_prefill and self.recomputes and max_num_batched_tokens < max_model_len:
-            raise ValueError(
-                f"without chunked prefill max_num_batched_tokens ({max_num_batched_tokens}) must be at least "
-                f"max_model_len ({max_model_len})"
-            )
+            raise ValueError(f"without chunked prefill {rule} max_model_len ({max_model_len})")
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len

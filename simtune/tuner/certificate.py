@@ -97,7 +97,7 @@ class Incumbent(Record):
     rate_rps: float | None = Field(description="at which it was simulated; null: the workload's own")
 
 
-class Confirmation(Record):
+class ConfirmedOnDraws(Record):
     """The fresh draws on all of which the chosen plan keeps the SLO."""
 
     draws: Count
@@ -105,7 +105,7 @@ class Confirmation(Record):
     lifetimes: NonNegative | None = Field(description="that each lasts, at least; null without a rate")
 
     @classmethod
-    def of(cls, confirmed: Confirmed | None) -> Confirmation | None:
+    def of(cls, confirmed: Confirmed | None) -> ConfirmedOnDraws | None:
         """Of a search; None where no draws were asked for."""
         return None if confirmed is None else cls(**confirmed._asdict())
 
@@ -124,7 +124,7 @@ class Certificate(Record):
     bound: float = Field(description="no plan of the space reaches more, or less where less is better")
     gap: float = Field(description="from the incumbent to the bound, as a share of its value")
     interrupted: bool
-    confirmed: Confirmation | None = Field(None, description="the fresh draws that the incumbent was confirmed on")
+    confirmed: ConfirmedOnDraws | None = Field(None, description="the fresh draws that the incumbent was confirmed on")
     plans: Seq[PlanFate]
     allocations: Seq[AllocationBound]
     digest: str = Field(description="sha256 of all the rest")
@@ -161,7 +161,7 @@ def certificate_of(tuned: Tuned) -> Certificate:
         bound=bound,
         gap=gap,
         interrupted=tuned.interrupted,
-        confirmed=Confirmation.of(tuned.confirmed),
+        confirmed=ConfirmedOnDraws.of(tuned.confirmed),
         plans=tuple(plans),
         allocations=tuple(AllocationBound.of(group) for group in tuned.classes),
     )

@@ -151,7 +151,16 @@ def test_simulate_at_the_rate_found_meets_the_slo_and_well_above_it_does_not(des
     limit_s = summary["study"]["slo"]["tpot_s"]["p99"]
 
     def tpot_p99_s(rate_rps: float) -> float:
-        said = desk.simulate("--plan", "run/plan.yaml", "--rate", rate_rps, "--json", workload="./steady.yaml")
+        said = desk.simulate(
+            "--plan",
+            "run/plan.yaml",
+            "--rate",
+            rate_rps,
+            "--requests",
+            summary["requests"],
+            "--json",
+            workload="./steady.yaml",
+        )
         return float(said.json["metrics"]["tpot"]["p99"])
 
     assert tpot_p99_s(rate) == pytest.approx(summary["metrics"]["tpot"]["p99"], rel=1e-6)

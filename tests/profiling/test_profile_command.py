@@ -137,7 +137,7 @@ def test_without_torch_one_line_says_what_to_install(tmp_path: Path, monkeypatch
     ("arguments", "words"),
     [
         (["--budget", "soon"], "write it as 90s, 3m or 1h"),
-        (["--budget", "5s"], "20 seconds at least"),
+        (["--budget", "5s"], "from 20 seconds"),
         (["--target", "500%"], "write it as 5%"),
         (["--tp", "1;2"], "write it as 1,2,4"),
         (["--dtype", "int4"], "'int4' is not one of"),

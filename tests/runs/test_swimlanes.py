@@ -75,7 +75,8 @@ def test_a_life_is_what_happened_to_the_request(result: Result) -> None:
         first = [chunk for chunk in life.chunks if chunk[0] < 2]  # on a prefill instance, before it was sent
         assert sum(tokens for *_, tokens in first) == life.prompt_tokens
         assert life.scheduled_us == first[0][1]
-        assert abs(first[-1][1] + first[-1][2] - (life.first_token_us or 0)) <= 1
+        assert abs(first[-1][1] + first[-1][2] - round(outcome.prefilled[i] * US)) <= 1
+        assert (life.first_token_us or 0) > (life.transferred_us or 0), "the decode instance delivers the first token"
         assert life.swimlane == 2
         received = swimlanes.swimlanes[2].transfer_us
         assert any(begin <= (life.transferred_us or 0) <= end for begin, end in received)

@@ -153,7 +153,7 @@ def test_two_pools_on_one_device_are_two_processes_that_hold_their_shares_of_it(
             for share, beside in zip(shares, ("", ", beside: p"), strict=True)
         )
     )
-    link = "link: {setup_s: 0.001, descriptor_s: 0, bytes_per_s: 1.0e+18}"
+    link = "link: {setup_s: 0.001, descriptor_s: 0, bytes_per_s: 1.0e+18, first_token: prefill}"
     plan = Plan.from_text(text.replace("link: {}", link).replace("max_num_seqs: 64", "max_num_seqs: 1", 1))
     result = deploy(plan, MODEL, HARDWARE).simulate(stream_of(arrival_s, prompt_tokens, output_tokens))
     outcome = result.outcome
