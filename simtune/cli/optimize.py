@@ -280,13 +280,14 @@ def _print_size(question: Question, as_json: bool) -> None:
 
 def _print_json(tuned: Tuned, summary: Summary, out: Path) -> None:
     """The summary as far as it is the simulation's, the plan, and what it was chosen for."""
+    from simtune.runs.engine_files import searched_data
     from simtune.runs.schema import SUMMARY_SCHEMA
 
     basis, sure, drawn = summary.cost_basis, summary.confidence, summary.uncertainty
     print_json(
         {
             "schema": SUMMARY_SCHEMA,
-            "plan": tuned.deployment.plan.to_data(),
+            "plan": searched_data(tuned.deployment.plan)[0],
             "objective": {
                 "name": tuned.question.study.objective,
                 "value": tuned.value,

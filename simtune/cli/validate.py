@@ -170,10 +170,10 @@ def make_engine(choice: EngineChoice, experiment: Experiment) -> Engine:
 @click.option("--repeat", type=TRIALS, default=3, show_default=True, help="Runs of every load.")
 @click.option("--rates", default=None, help="Requests per second, e.g. 2,4,8; fractions of the knee otherwise.")
 @click.option("--plans", type=Whole(2, 10_000), default=None, help="Run K plans around PLAN, or what optimize chose.")
-@click.option("--tolerance", type=Real(above=0, most=1000), default=0.1, show_default=True)
+@click.option("--tolerance", type=Real(above=0, most=1e6), default=0.1, show_default=True)
 @click.option(
     "--max-lateness",
-    type=Real(most=1000),
+    type=Real(most=1e6),
     default=0.01,
     show_default=True,
     help="Of the mean TPOT: a later client is not judged by.",

@@ -70,8 +70,14 @@ def engine_files(deployment: Deployment) -> Files:
 
 
 def searched_plan(plan: Plan, comment: str) -> str:
-    """Return the file of a plan that a search chose, without the settings that are left to its engine: whoever reads it
-    finds them open too. The comment names them."""
+    """Return the file of a plan that a search chose, see `searched_data`. The comment names the settings left out."""
+    data, left = searched_data(plan)
+    return yamlfile.dump(data, with_unsaid(comment, left))
+
+
+def searched_data(plan: Plan) -> tuple[dict[str, Any], list[str]]:
+    """Return a plan that a search chose as plain data, without the settings that are left to its engine: whoever reads
+    it finds them open too. And these settings, each with the reason."""
     data, left = plan.to_data(), []
     for pool, entry in zip(plan.pools, data["pools"], strict=True):
         emitter = emit.emitter_of(pool)
@@ -82,7 +88,7 @@ def searched_plan(plan: Plan, comment: str) -> str:
             if pool.stated(key) is None:
                 part, name = key.split(".")
                 del entry[part][name]
-    return yamlfile.dump(data, with_unsaid(comment, left))
+    return data, left
 
 
 def launch_like(deployment: Deployment, plan: Plan) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,7 @@ def test_stored_durations_are_of_tests_that_exist() -> None:
     assert gone == [], "measure again: make durations"
 
 
+@cache
 def defined(file: Path) -> set[str]:
     """Return the names of functions in a test file and, for suites that are inherited, in simtune.testing."""
     suites = sorted((ROOT / "simtune" / "testing").glob("*.py"))

@@ -46,7 +46,9 @@ def test_the_rate_holds_on_draws_that_the_search_has_not_seen(tuned: Tuned) -> N
     assert tuned.confirmed.lifetimes >= 10
     rate = tuned.chosen.rate_rps
     fresh = [tried for tried in tuned.chosen.tried if tried.draw]
-    assert [(tried.draw, tried.met) for tried in fresh if tried.rate_rps == rate] == [(1, True), (2, True)]
+    # Twice if the first draws are too short to show that the plan keeps up.
+    held = [(tried.draw, tried.met) for tried in fresh if tried.rate_rps == rate]
+    assert held in ([(1, True), (2, True)], [(1, True), (2, True)] * 2)
     # 60 requests of one draw promise more than 1,000 of another hold.
     once = optimize(asked(confirm=Confirmation(draws=0)), jobs=1)
     assert once.confirmed is None
