@@ -40,7 +40,7 @@ def looped(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Said]:
         shutil.copy(EXAMPLE / name, desk.folder)
     text = (EXAMPLE / "study.yaml").read_text()
     text = text.replace("[4, 8, 16]", "[4]").replace("[64, 256]", "[64]")
-    desk.write("study.yaml", text + "  requests: 60\n")
+    desk.write("study.yaml", text + "  requests: 60\n  confirm: {draws: 0}\n")
 
     def run(engines: Engines, *more: object) -> Said:
         monkeypatch.setattr(driving, "driver", engines)
