@@ -90,7 +90,9 @@ def of_chosen(tuned: Tuned, *, worlds: int, jobs: Jobs = None) -> Uncertainty:
 
 def _contender(tuned: Tuned, trial: Trial) -> RivalPlan:
     question, candidate = tuned.question, trial.candidate
-    deployment, stream = question.deploy(candidate, tuned.deployment.max_model_len), question.stream(candidate)
+    deployment = question.deploy(candidate, tuned.deployment.max_model_len)
+    # As many requests as the chosen plan was reported on: a shorter load ends before an overload is felt.
+    stream = question.draws.stream(max(question.num_requests(candidate), len(tuned.result.stream)), 0)
     facts, objective = question.facts(candidate, stream), question.objective
     contender = RivalPlan(candidate.name, deployment, stream, None, cores=SAMPLED_CORES)
     if isinstance(objective, RateObjective):

@@ -52,7 +52,7 @@ def test_a_searched_rate_is_as_sure_as_all_worlds_say(searched: Tuned) -> None:
     assert found.simulations == 0, "the sweep of rates says it"
     assert found.low <= share_of_worlds(searched) <= found.high, found
     assert 0 < found.low < found.high < 1, "the highest rate lies at the edge"
-    assert found.high - found.low < 0.5
+    assert found.high - found.low > 0.5, "one draw of a few hundred requests says little of the rate"
     assert found.value is not None
     low, high = found.value
     assert low is not None
@@ -62,7 +62,7 @@ def test_a_searched_rate_is_as_sure_as_all_worlds_say(searched: Tuned) -> None:
         assert one.low_s is not None
         assert limit.value_s is not None
         assert one.low_s < limit.value_s
-        assert one.high_s is None or limit.value_s < one.high_s
+        assert one.high_s is None or limit.value_s <= one.high_s * (1 + 1e-5), "at least that of the run, rounded"
 
 
 def test_the_safe_rate_is_safe(searched: Tuned) -> None:
