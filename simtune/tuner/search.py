@@ -83,7 +83,9 @@ def optimize(
         search = BestFirst(question, space.candidates, Evaluator(pool, ledger), course)
         interrupted = search.run()
     tuned = search.answer(interrupted)
-    tuned.course, tuned.left_out = tuple(course.points), space.reasons
+    # The end has the allowance for plans that missed on one draw, which the course leaves out.
+    ends = [point._replace(value=tuned.value, bound=tuned.bound) for point in course.points[-1:]]
+    tuned.course, tuned.left_out = (*course.points[:-1], *ends), space.reasons
     return tuned
 
 
