@@ -53,8 +53,7 @@ def test_the_rate_holds_on_draws_that_the_search_has_not_seen(tuned: Tuned) -> N
     once = optimize(asked(confirm=Confirmation(draws=0)), jobs=1)
     assert once.confirmed is None
     assert any(not tried.met for tried in fresh)
-    assert tuned.value < once.value
-    assert all(not tried.met for tried in fresh if tried.rate_rps is not None and tried.rate_rps >= once.value)
+    assert tuned.value < once.value, "no rate that high is confirmed, even if one draw of several meets it"
 
 
 def test_the_certificate_holds_the_draws_and_checks_them(tuned: Tuned) -> None:
