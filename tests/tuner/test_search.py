@@ -275,11 +275,11 @@ def test_no_plan_is_asked_twice_what_it_has_answered() -> None:
     chat, _ = load_workload("chat")
     asked = question(
         slo=Slo(ttft_s={"p99": 1.0}, tpot_s={"p99": 0.030}), workload=chat, devices=8, tp=(1,), pp=(1,),
-        prefix_caching=(False, True), max_num_seqs=(256, 384), max_num_batched_tokens=(2048,), requests=200,
-        confirm=Confirmation(draws=2, requests=400),
+        prefix_caching=(False, True), max_num_seqs=(256, 384), max_num_batched_tokens=(2048,), requests=100,
+        confirm=Confirmation(draws=2, requests=1000),
     )  # fmt: skip
-    tuned = optimize(replace(asked, study=asked.study.model_copy(update={"seed": 7})), jobs=1)
-    assert any(tried.draw for row in tuned.rows for tried in row.tried)
+    tuned = optimize(replace(asked, study=asked.study.model_copy(update={"seed": 1})), jobs=1)
+    assert sum(bool(tried.draw) and not tried.met for row in tuned.rows for tried in row.tried) > 4
     assert [row.candidate.name for row in tuned.rows if len(row.tried) > len(set(row.tried))] == []
 
 
