@@ -70,8 +70,8 @@ class Handover:
     def take(self, now: int, core: EngineCore, held: Request) -> bool:
         """Hand a request whose prompt is done on to a decode core; False when it is complete as it is."""
         request = self._source.rest_of(held, resampled=self.first_token == "decode")
-        if self.first_token != "prefill":
-            self._recorder.prefilled[held.id] = now
+        if self.first_token != "prefill" and self._recorder.first_token[held.id] < 0:
+            self._recorder.prefilled[held.id] = now  # of the prompt that led to the first token, not of a later one
         if request is None:
             self._delivered(now, held.id)
             core.scheduler.release(held)
@@ -120,7 +120,8 @@ class Handover:
             source, target = transfer.source, transfer.target
             assert target is not None
             self._recorder.transferred_bytes += transfer.blocks * transfer.connector.block_bytes
-            self._recorder.transferred[request] = now
+            if self._recorder.transferred[request] < 0 or self._recorder.first_token[request] < 0:
+                self._recorder.transferred[request] = now  # the first, unless it was lost before the first token
             if transfer.request.emitted:
                 self._delivered(now, request)
             source.scheduler.release(transfer.held)

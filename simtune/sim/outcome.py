@@ -51,7 +51,8 @@ class Outcome:
     waiting_at_arrival: Ticks
     """Requests waiting in the whole deployment when this one arrived, itself not counted."""
     transferred: Ticks
-    """When its KV cache had come to the decode instance; -1 where nothing was sent."""
+    """When its KV cache had come to the decode instance for the first time (of a request that was lost before its first
+    token, for the last time); -1 where nothing was sent."""
     prefilled: Ticks
     """When its prompt was done at the prefill instance, if a decode instance delivers the first token; otherwise -1."""
     family_begin: Ticks

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
+import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 
-from simtune.testing.clusters import Cluster, check, clusters, controlled
+from simtune.costs.ticks import TICKS_PER_SECOND
+from simtune.engine import VllmFcfs
+from simtune.engine.policies.static import StaticBatching
+from simtune.sim.requests import RequestStream
+from simtune.sim.router import RoundRobin
+from simtune.specs.plan import FirstToken
+from simtune.testing.clusters import Cluster, Incident, SmallPool, Way, check, clusters, controlled
 
 many = hypothesis_settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -37,4 +48,51 @@ def test_they_do_so_with_prefill_and_decode_apart_too(cluster: Cluster) -> None:
 @given(controlled())
 @many
 def test_instances_take_the_other_role(cluster: Cluster) -> None:
+    check(cluster)
+
+
+def _pair(first_token: FirstToken, prompts: list[int], outputs: list[int], seats: int) -> Cluster:
+    """A prefill and a decode instance, and requests that arrive together; those that come first are served first."""
+    requests = len(prompts)
+    stream = RequestStream(
+        np.zeros(requests),
+        np.array(prompts),
+        np.array(outputs),
+        class_index=np.zeros(requests, dtype=np.int64),
+        priority=np.arange(requests),
+        class_names=("default",),
+        slos=(None,),
+    )
+    back = SmallPool(instances=1, pp=1, blocks=30, seqs=seats, budget=4, step_s=0.001)
+    way = Way(bytes_per_s=1e6, setup_s=0.0, block_s=0.0, layers=1, shared=False, first_token=first_token)
+    return Cluster(replace(back, seqs=1), back, 1, stream, RoundRobin, 0.0, way)
+
+
+@pytest.mark.parametrize("first_token", ["prefill", "transfer", "decode"])
+def test_a_prompt_computed_again_after_the_first_token_moves_no_times(first_token: FirstToken) -> None:
+    """A decode instance fails before the last token: the prefill instance computes it, and nothing is sent."""
+    quiet = _pair(first_token, [7], [5], seats=1)
+    before = quiet.run()
+    at_s = (int(before.finish[0]) / TICKS_PER_SECOND) - 0.0005
+    failing = replace(quiet, incidents=(Incident("failure", at_s, 1, 0, 0.001),))
+    after = failing.run()
+    assert after.resent.tolist() == [1]
+    assert after.finish[0] > before.finish[0]
+    for name in ("scheduled", "prompt_done", "transferred", "first_token"):
+        assert getattr(after, name).tolist() == getattr(before, name).tolist(), name
+
+
+@given(
+    st.just(
+        replace(
+            _pair("decode", [7, 1, 1, 1, 15, 1, 1, 1, 1], [10, 1, 1, 1, 1, 1, 1, 1, 1], seats=2),
+            policy=StaticBatching,
+            options={"watermark_blocks": 0},
+            incidents=(Incident("switch", 0.0211, 1, 0, 0.001),),
+        )
+    )
+)
+@hypothesis_settings(max_examples=1, deadline=None)
+def test_who_is_preempted_and_withdrawn_keeps_its_first_transfer(cluster: Cluster) -> None:
+    """It is sent a second time, once its first token is long delivered."""
     check(cluster)
