@@ -18,8 +18,13 @@ COUNTED := runs/coverage
 FLOOR ?= 95
 BENCH := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m benchmark_only -s
 
+# Compiled files are kept even where the environment asks for none: tests start hundreds of processes.
+export PYTHONDONTWRITEBYTECODE :=
+
+# An idle process takes tests from a busy one, since a few tests take most of the time.
+SPREAD := -n auto --dist worksteal
 QUICK := HYPOTHESIS_PROFILE=quick
-QUICKLY := -n auto -m "not full and not slow and not nightly and not benchmark_only"
+QUICKLY := $(SPREAD) -m "not full and not slow and not nightly and not benchmark_only"
 # -qq: errors only; warnings are about the package index of the machine.
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
@@ -37,10 +42,10 @@ test: $(VENV)/.installed-dev
 check: $(VENV)/.installed-dev
 ifdef COVERAGE
 	rm -rf $(COUNTED) && mkdir -p $(COUNTED)
-	COVERAGE_INTO=$(CURDIR)/$(COUNTED) PYTHONPATH=$(CURDIR)/tests/coverage/begin $(BIN)/python -m pytest -n auto
+	COVERAGE_INTO=$(CURDIR)/$(COUNTED) PYTHONPATH=$(CURDIR)/tests/coverage/begin $(BIN)/python -m pytest $(SPREAD)
 	$(BIN)/python -m tests.coverage.report $(COUNTED) --floor $(FLOOR)
 else
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest $(SPREAD)
 endif
 
 # The quick tier with the lowest releases that pyproject.toml admits.
@@ -73,7 +78,7 @@ slow: $(VENV)/.installed-dev
 
 # A hundred thousand random worlds: jumps against single steps, and laws between worlds.
 nightly: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n auto -m nightly tests/worlds
+	$(BIN)/python -m pytest $(SPREAD) -m nightly tests/worlds
 
 # Lines and branches that no test reaches, with the extras installed. TORCH_INDEX, an index with builds of torch without
 # CUDA, brings torch in, so that what drives it is reached too.
