@@ -84,7 +84,8 @@ def store(folder: Path) -> None:
 def main() -> int:
     """Run all tests of `make check`, measured."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "pytest", "-v", "-n", "auto", "--dist", "worksteal", "-p", "tests.tiers.measure"]
+        shared = ["-n", "auto", "--dist", "worksteal"]
+        command = [sys.executable, "-m", "pytest", "-v", *shared, "-p", "tests.tiers.measure"]
         done = subprocess.run(command, cwd=ROOT, env={**os.environ, INTO: folder}, check=False)
         if done.returncode in (0, 1):  # failures are as long as they are
             store(Path(folder))
