@@ -325,7 +325,9 @@ def _print(tuned: Tuned, summary: Summary, out: Path) -> None:
     if tuned.confirmed is not None:
         draws, requests, lifetimes = tuned.confirmed
         lasting = "" if lifetimes is None else f", {number(lifetimes)} lifetimes or more"
-        click.echo(f"confirmed on {draws} fresh draw{'s' * (draws > 1)} of {requests:,} requests{lasting}")
+        trace = tuned.question.trace
+        repeated = "" if trace is None or requests <= len(trace) else f" (a trace of {len(trace):,}, repeated)"
+        click.echo(f"confirmed on {draws} fresh draw{'s' * (draws > 1)} of {requests:,} requests{repeated}{lasting}")
     if tuned.ladder is None:
         click.echo(f"no plan in this space is more than {tuned.gap:.1%} better under this cost model")
         if unseen := Counter(row.allocation for row in tuned.rows if row.allocation):

@@ -151,10 +151,10 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def note_cut(workload: Workload, trace: Trace | None, requests: int) -> None:
-    """Say on stderr what is kept of a trace that is replayed in part."""
-    from simtune.specs.trace_cut import first_of
+    """Note on stderr which part of a trace is replayed, or that it is repeated."""
+    from simtune.specs.trace_cut import replayed_part
 
-    note = None if trace is None else first_of(workload, trace, requests)
+    note = None if trace is None else replayed_part(workload, trace, requests)
     if note is not None:
         click.echo(f"note: {note}", err=True)
 

@@ -6,6 +6,9 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from math import inf
 
+NO_LIMIT = 1 << 62
+"""`max_tokens` of a client that sets no limit."""
+
 
 class CachedRun:
     """The leading `size` KV blocks of what has this name, in a prefix cache: see `simtune.engine.prefix`."""
@@ -38,6 +41,8 @@ class Request:
     """Smaller is sooner, for policies that look at it."""
     predicted_tokens: int = 0
     """How many tokens the world says it will emit, for policies that go by it: as far off as the world makes it."""
+    max_tokens: int = NO_LIMIT
+    """The most output tokens that the client allows: engines that reserve room for output go by it."""
     deadline: float = inf
     """When its answer should be complete, by whatever clock the world keeps; only the order of deadlines counts."""
     blocks: tuple[Hashable, ...] = ()

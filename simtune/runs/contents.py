@@ -55,7 +55,7 @@ from simtune.sim.result import Result
 from simtune.sim.summary import SimulationSummary, Uncertainty
 from simtune.specs.hardware import Hardware
 from simtune.specs.study import Study
-from simtune.specs.trace_cut import first_of
+from simtune.specs.trace_cut import replayed_part
 from simtune.specs.traces import Trace
 from simtune.specs.workload import Workload
 from simtune.tuner.certificate import Certificate, certificate_of
@@ -217,7 +217,7 @@ def _load_source(workload: Workload | None, trace: Trace | None, requests: int) 
     if workload is None:
         return None
     file = "no source given" if trace is None else Path(trace.file).name
-    kept = None if trace is None else first_of(workload, trace, requests)
+    kept = None if trace is None else replayed_part(workload, trace, requests)
     return "; ".join(filter(None, (f"{workload.name}: {workload.source or file}", kept)))
 
 

@@ -81,6 +81,8 @@ class RequestStream:
     """How requests follow one another: each `graph.size` of them are a family, which arrives as one."""
     batch: bool = False
     """Whether they are a finite load, and no part of one that goes on."""
+    max_tokens: int | None = None
+    """Output tokens that each client allows; None: as many as its own output has."""
     of_load: Ints | None = None
     """Which requests of a load these are, counted from 0; None where they are all of it."""
 
@@ -221,6 +223,7 @@ def draw(workload: Workload, trace: Trace | None, span: Span, seed: int) -> Requ
         users=users,
         think_s=think_s,
         batch=workload.batch,
+        max_tokens=workload.max_tokens,
     )
 
 
@@ -356,6 +359,7 @@ def _families(workload: Workload, asked_for: Sequence[GraphNode], families: int,
         users=users,
         think_s=think_s,
         batch=workload.batch,
+        max_tokens=workload.max_tokens,
         graph=graph,
     )
 

@@ -44,6 +44,7 @@ class RequestSource:
         self._priority = _compact(stream.priority)
         self._blocks, self._predicted, self._deadlines = stream.hash_ids, predicted_tokens, deadlines
         self._plain = stream.hash_ids is None and predicted_tokens is None and deadlines is None
+        self._max_tokens = stream.max_tokens or 0
         self._think = round(stream.think_s * TICKS_PER_SECOND)
         self._users = stream.users or 1
         self._open = stream.arrival_s is not None
@@ -77,12 +78,16 @@ class RequestSource:
         if self._open and after < len(self.arrival):
             self._agenda.post((self.arrival[after], ARRIVAL, after, 0))
         if self._plain:  # else `made`
-            return Request(number, self._prompt[number], self._output[number], self._priority[number])
+            output = self._output[number]
+            return Request(
+                number, self._prompt[number], output, self._priority[number], max_tokens=max(output, self._max_tokens)
+            )
         return self.made(number)
 
     def made(self, number: int) -> Request:
         """A request as an engine sees it."""
         request = Request(number, self._prompt[number], self._output[number], self._priority[number])
+        request.max_tokens = self._allowed(number)
         if self._blocks is not None:
             request.blocks = self._blocks[number]
         if self._predicted is not None:
@@ -112,9 +117,13 @@ class RequestSource:
         """Prompt and answer together."""
         return self._prompt[number] + self._output[number]
 
+    def _allowed(self, number: int) -> int:
+        """Output tokens that the client of a request allows: its output unless the load states more."""
+        return max(self._output[number], self._max_tokens)
+
     def prompt_only(self, request: Request) -> Request:
         """What a prefill instance is asked for: all that is known of the request, and one token more."""
-        prompt = Request(request.id, request.known_tokens, 1, priority=request.priority, hold=True)
+        prompt = Request(request.id, request.known_tokens, 1, priority=request.priority, hold=True, max_tokens=1)
         prompt.blocks, prompt.deadline = request.blocks, request.deadline
         return prompt
 
@@ -134,6 +143,7 @@ class RequestSource:
             computed=prompt.prompt_tokens,
             emitted=emitted,
             priority=prompt.priority,
+            max_tokens=self._allowed(number),
         )
 
     def resubmitted(self, request: Request) -> Request:
@@ -142,7 +152,7 @@ class RequestSource:
         emitted = request.known_tokens - self._prompt[number]
         fresh = Request(number, self._prompt[number], self._output[number], emitted=emitted, priority=request.priority)
         fresh.blocks, fresh.deadline = request.blocks, request.deadline
-        fresh.predicted_tokens = request.predicted_tokens
+        fresh.predicted_tokens, fresh.max_tokens = request.predicted_tokens, self._allowed(number)
         return fresh
 
     def _send_next(self, tick: int) -> None:

@@ -186,6 +186,7 @@ class StreamedSource(RequestSource):
             if self._open:
                 self._announce(number + 1)
         request = Request(number, self._prompt[number], self._output[number], priority=self._priority[number])
+        request.max_tokens = self._allowed(number)
         if blocks is not None:
             request.blocks = blocks
         return request

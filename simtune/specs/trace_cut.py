@@ -228,10 +228,13 @@ def scaled(trace: Trace, factor: float) -> Trace:
     return of_rows(trace, everything, arrival_s / factor, f"rate x {factor:g}")
 
 
-def first_of(workload: Workload, trace: Trace, requests: int) -> str | None:
-    """What is kept of a trace that a load replays, where only its first requests are run; None where all are."""
-    if requests >= len(trace) or workload.arrivals.kind != "trace":
+def replayed_part(workload: Workload, trace: Trace, requests: int) -> str | None:
+    """State which requests of a trace a load replays: its first ones, or all of them more than once; None if it replays
+    each of them once."""
+    if requests == len(trace) or workload.arrivals.kind != "trace":
         return None
+    if requests > len(trace):
+        return f"the {len(trace):,} requests of {trace.file}, repeated to {requests:,}"
     kept = f"only the first {requests:,} of {len(trace):,} requests of {trace.file}"
     if trace.arrival_s is None or trace.rate_rps is None or requests < 2:
         return kept

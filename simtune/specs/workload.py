@@ -240,6 +240,11 @@ class Workload(Spec):
     arrivals: Arrivals
     prompt: Lengths
     output: Lengths
+    max_tokens: Tokens | None = Field(
+        None,
+        description="output tokens that each client allows (max_tokens of its request), for which SGLang and "
+        "TensorRT-LLM keep room; its own output length unless given, as benchmark clients ask for, and never less",
+    )
     trace: str | None = Field(None, description="trace file, relative to this file; needed by `kind: trace`")
     classes: Annotated[Seq[RequestClass], Field(strict=False)] = ()
     shared_prefix: SharedPrefix | None = Field(None, description="only without a trace that says what prompts share")

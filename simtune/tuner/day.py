@@ -2,7 +2,9 @@
 
 A replica is the smallest part of the plan that is a plan of its own: an instance, or prefill and decode instances in
 the plan's ratio. For each window the fewest replicas are looked for that meet the SLO at its rate: that number is
-simulated, and one less is simulated too, or no schedule of it sustains the rate. The day is known beforehand, so
+simulated, and one less is simulated too, or no schedule of it sustains the rate. A number meets the SLO if it does so
+in a run of ten lifetimes or more and on each of the fresh draws that the study asks for; the window of a trace has its
+own requests, and is not drawn anew. The day is known beforehand, so
 replicas start so early that they serve when their window begins; the time until then is paid as well. The day repeats:
 its first window follows the last.
 """
@@ -13,6 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from pydantic import Field
@@ -26,6 +29,8 @@ from simtune.specs.base import Count, NonNegative, Positive, Record, Seq, Share
 from simtune.specs.study import Day
 from simtune.specs.trace_cut import of_rows
 from simtune.specs.traces import Trace
+from simtune.tuner.climb import longer, too_short
+from simtune.tuner.confirm import num_draws
 from simtune.tuner.question import SAMPLED_CORES, Question
 from simtune.tuner.space import Candidate
 from simtune.tuner.trial import Tuned
@@ -47,6 +52,7 @@ class DayHour(Record):
     ttft_p99_s: NonNegative | None
     tpot_p99_s: NonNegative | None
     simulations: int = Field(ge=0)
+    draws: int = Field(0, ge=0, description="fresh draws of the requests on which it meets the SLO as well")
 
 
 class DayPlan(Record):
@@ -153,6 +159,16 @@ def windows_of(day: Day, trace: Trace | None) -> list[_Window]:
     ]
 
 
+class _Tried(NamedTuple):
+    """A number of replicas, judged."""
+
+    result: Result
+    met: bool
+    simulations: int
+    draws: int = 0
+    """Fresh draws on all of which it meets the SLO."""
+
+
 @dataclass(frozen=True)
 class _WindowTask:
     """The fewest replicas for one window. What workers are sent."""
@@ -168,12 +184,12 @@ class _WindowTask:
         window = self.window
         if not window.rate_rps:
             return self._hour(0, None, 0)
-        tried: dict[int, Result] = {}
+        tried: dict[int, _Tried] = {}
 
         def met(replicas: int) -> bool:
             if replicas not in tried:
-                tried[replicas] = self._result(replicas)
-            return tried[replicas].meets_slo
+                tried[replicas] = self._try(replicas)
+            return tried[replicas].met
 
         most, least = self._most(), self._least()
         first = math.ceil(window.rate_rps / self.each_rps - 1e-9) if self.each_rps else least
@@ -182,7 +198,27 @@ class _WindowTask:
             replicas -= 1
         while not met(replicas) and replicas < most:
             replicas += 1
-        return self._hour(replicas, tried[replicas], len(tried))
+        return self._hour(replicas, tried[replicas], sum(one.simulations for one in tried.values()))
+
+    def _try(self, replicas: int) -> _Tried:
+        """Judge a number of replicas: in a run long enough, then on fresh draws until one misses the SLO."""
+        question, candidate = self.question, _scaled(self.unit, replicas)
+        requests = question.num_requests(candidate)
+        result, simulations = self._result(candidate, requests), 1
+        if self.window.begin_s is not None:
+            return _Tried(result, result.meets_slo, simulations)
+        while (needed := longer(result, requests)) is not None:
+            requests, simulations = needed, simulations + 1
+            result = self._result(candidate, requests)
+        if not result.meets_slo or too_short(result):
+            return _Tried(result, False, simulations)
+        requests = max(requests, question.num_requests(candidate, question.study.search.confirm.requests))
+        draws = num_draws(question)
+        for draw in range(1, 1 + draws):
+            simulations += 1
+            if not self._result(candidate, requests, draw).meets_slo:
+                return _Tried(result, False, simulations)
+        return _Tried(result, True, simulations, draws)
 
     def _most(self) -> int:
         """As many as the study has devices for."""
@@ -202,17 +238,16 @@ class _WindowTask:
         assert isinstance(settled, Candidate)
         return max(1, math.ceil(self.window.rate_rps / workshop.capacity(settled).rps - 1e-9))
 
-    def _result(self, replicas: int) -> Result:
-        question, candidate = self.question, _scaled(self.unit, replicas)
-        stream = self._stream(candidate)
+    def _result(self, candidate: Candidate, requests: int, draw: int = 0) -> Result:
+        question, stream = self.question, self._stream(candidate, requests, draw)
         longest = max(self.max_model_len, length_limit(question.model, stream))
         return question.deploy(candidate, longest).simulate(stream, question.study.slo, cores=SAMPLED_CORES)
 
-    def _stream(self, candidate: Candidate) -> RequestStream:
-        """The requests of the window, at its mean rate; of a trace the window's own."""
+    def _stream(self, candidate: Candidate, requests: int, draw: int) -> RequestStream:
+        """The requests of the window, at its mean rate: of a draw, or of a trace the window's own."""
         question, window = self.question, self.window
         if window.begin_s is None:
-            return question.stream(candidate, window.rate_rps)
+            return question.draws.stream(requests, draw).at_rate(window.rate_rps)
         trace = question.trace
         assert trace is not None
         assert trace.arrival_s is not None
@@ -225,19 +260,20 @@ class _WindowTask:
         stream = build_stream(question.workload, part, requests=requests, seed=question.study.seed)
         return stream if stream.offered_rate_rps is None else stream.at_rate(window.rate_rps)
 
-    def _hour(self, replicas: int, result: Result | None, simulations: int) -> DayHour:
-        summary = None if result is None else result.summary()
+    def _hour(self, replicas: int, tried: _Tried | None, simulations: int) -> DayHour:
+        summary = None if tried is None else tried.result.summary()
         return DayHour(
             begin_h=self.window.begin_h,
             hours=self.window.hours,
             rate_rps=self.window.rate_rps,
             replicas=replicas,
             gpus=replicas * self.unit.num_gpus,
-            meets_slo=result is None or result.meets_slo,
+            meets_slo=tried is None or tried.met,
             slo_attainment=None if summary is None else summary.slo_attainment,
             ttft_p99_s=None if summary is None else summary.metrics["ttft"].p99,
             tpot_p99_s=None if summary is None else summary.metrics["tpot"].p99,
             simulations=simulations,
+            draws=0 if tried is None else tried.draws,
         )
 
 

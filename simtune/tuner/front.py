@@ -4,8 +4,9 @@ Plans are held against each other at the same loads: a ladder of output tokens/s
 plan downwards. At each load the plan with the most tokens/s/user (one over the mean TPOT) that keeps up within the SLO
 is looked for, best floor first. What is asked of a plan is to be better than every point with at least that load: as
 the study's SLO with a mean TPOT below the best so far, so that all bounds of `simtune.tuner.bounds` rule out plans at a
-load unsimulated. Who beats them is simulated once more on all cores, and that is the point. So at the loads of the
-ladder the front is exact under the cost model; between them nothing is drawn.
+load unsimulated. A plan that beats them is simulated once more on all cores, then on the fresh draws that the study
+asks for (`simtune.tuner.confirm`), each of which has to keep the SLO: that is the point. Between the loads of the
+ladder nothing is drawn.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from simtune.sim.deployment import Deployment
 from simtune.sim.result import Result
 from simtune.specs.workload import Slo
 from simtune.tuner.climb import Simulation, SimulationFinding
+from simtune.tuner.confirm import DrawsVerdict, FreshDraws
 from simtune.tuner.entry import Admission, Entrant
 from simtune.tuner.evaluator import Evaluator, Keyed
 from simtune.tuner.journal import Ledger
@@ -30,7 +32,7 @@ from simtune.tuner.reasons import why_none
 from simtune.tuner.sayable import space_for
 from simtune.tuner.search import AHEAD, SearchCourse, SearchProgress, optimize
 from simtune.tuner.space import Candidate
-from simtune.tuner.trial import Attempt, Trial, Tuned
+from simtune.tuner.trial import Attempt, Confirmed, Trial, Tuned
 from simtune.tuner.workshop import Workshop
 
 LOWEST_LOAD = 1 / 64
@@ -69,6 +71,8 @@ class _Runner:
     """No request mean is below it, at any rate."""
     points: dict[float, FrontPoint] = field(default_factory=dict)
     """Where it was the best so far, by load."""
+    confirmed: dict[float, Confirmed | None] = field(default_factory=dict)
+    """The fresh draws on which it holds there; None if the study asks for none."""
 
     def rate(self, load: float) -> float:
         """Requests per second at which its GPUs have a load in output tokens/s each."""
@@ -95,6 +99,7 @@ class FrontSearch:
         """Loads that were decided, and plans at a load that needed no simulation."""
         self._candidates = candidates
         self._workshop = Workshop(question, candidates)
+        self._fresh = FreshDraws(question, evaluator)
         self._runners: list[_Runner] = []
         self._decided = 0
 
@@ -152,7 +157,8 @@ class FrontSearch:
             finding = self._simulated(runner, rate, wanted, self._next(number, load, wanted))
             if finding.used is not None:
                 seen.append((runner.plan, finding))
-            if finding.met and (point := self._confirmed(runner, load)) and self._beats(point, best):
+            point = self._on_every_core(runner, load, finding.summary.requests) if finding.met else None
+            if point is not None and self._beats(point, best) and self._holds(runner, load):
                 best = runner.points[load] = point
             elif not runner.plan.row.reason:
                 runner.plan.row.reason = f"at {rate:.4g} requests/s: {finding.reason or 'no better on all its cores'}"
@@ -186,7 +192,8 @@ class FrontSearch:
 
     def _keyed(self, runner: _Runner, rate: float, wanted: Slo) -> Keyed:
         plan = runner.plan
-        task = Simulation(plan.deployment, self._workshop.stream(plan.candidate), wanted, rate)
+        stream = self._workshop.stream(plan.candidate)
+        task = Simulation(plan.deployment, stream, wanted, rate, draws=self.question.draws)
         return (f"{plan.candidate.name} {wanted.tpot_s.get('mean')}", rate, 0), task
 
     def _next(self, number: int, load: float, wanted: Slo) -> Iterator[Keyed]:
@@ -196,10 +203,23 @@ class FrontSearch:
             if not self._hopeless(runner, rate, wanted):
                 yield self._keyed(runner, rate, wanted)
 
-    def _confirmed(self, runner: _Runner, load: float) -> FrontPoint | None:
-        """The point of a plan at a load, on all its cores; None where it misses the SLO or a limit of the study."""
+    def _holds(self, runner: _Runner, load: float) -> bool:
+        """Return True if a plan keeps the SLO at a load on the fresh draws that the study asks for."""
+        rate, verdict = runner.rate(load), DrawsVerdict(None, "")
+        if self.question.study.search.confirm.draws:
+            verdict = self._fresh.verdict(runner.plan, rate)
+            if verdict.confirmed is None:
+                runner.plan.row.reason = f"at {rate:.4g} requests/s {verdict.reason}"
+                return False
+        runner.confirmed[load] = verdict.confirmed
+        return True
+
+    def _on_every_core(self, runner: _Runner, load: float, seen: int) -> FrontPoint | None:
+        """Return the point of a plan at a load; None if it misses the SLO or a limit of the study on all its cores.
+        `seen` is the number of requests in which some of its cores meet the SLO."""
         plan, rate = runner.plan, runner.rate(load)
-        result = self._on_all_cores(plan.candidate, plan.deployment, rate)
+        requests = self.question.num_requests(plan.candidate, max(self.question.requests, seen))
+        result = self._on_all_cores(plan.deployment, rate, requests)
         plan.row.simulations += 1
         plan.row.tried.append(Attempt(rate, result.meets_slo, all_cores=True))
         summary = result.summary()
@@ -221,10 +241,12 @@ class FrontSearch:
             output_tokens_per_s_per_user=per_user,
             ttft_p99_s=summary.metrics["ttft"].p99,
             tpot_p99_s=summary.metrics["tpot"].p99,
+            requests=len(result.stream),
         )
 
-    def _on_all_cores(self, candidate: Candidate, deployment: Deployment, rate: float, record: bool = False) -> Result:
-        return deployment.simulate(self.question.stream(candidate, rate), self.question.study.slo, record=record)
+    def _on_all_cores(self, deployment: Deployment, rate: float, requests: int, record: bool = False) -> Result:
+        stream = self.question.draws.stream(requests).at_rate(rate)
+        return deployment.simulate(stream, self.question.study.slo, record=record)
 
     def _beats(self, point: FrontPoint, best: FrontPoint | None) -> bool:
         known = [*self.points, *([best] if best else [])]
@@ -260,7 +282,8 @@ class FrontSearch:
             on_front.setdefault(point.candidate, []).append(point)
         leader = next(runner for runner in self._runners if runner.plan.candidate.name == chosen.candidate)
         deployment = self.question.deploy(leader.plan.candidate, self._workshop.max_model_len)
-        result = self._on_all_cores(leader.plan.candidate, deployment, chosen.rate_rps, record=True)
+        assert chosen.requests is not None
+        result = self._on_all_cores(deployment, chosen.rate_rps, chosen.requests, record=True)
         for runner in self._runners:
             self._close(runner, on_front.get(runner.plan.candidate.name, []))
         row = leader.plan.row
@@ -271,7 +294,9 @@ class FrontSearch:
         highest = {name: those[0].output_tokens_per_s_per_gpu for name, those in on_front.items()}
         rows = sorted(self.rows, key=lambda row: (rank.index(row.status), -highest.get(row.candidate.name, 0.0)))
         value = chosen.power
-        return Tuned(self.question, rows, deployment, result, value, value, interrupted, self.ladder)
+        tuned = Tuned(self.question, rows, deployment, result, value, value, interrupted, self.ladder)
+        tuned.confirmed = leader.confirmed[chosen.output_tokens_per_s_per_gpu]
+        return tuned
 
     def _close(self, runner: _Runner, points: Sequence[FrontPoint]) -> None:
         """Say of a plan what it has of the front."""

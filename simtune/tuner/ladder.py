@@ -22,6 +22,7 @@ class FrontPoint(Record):
     output_tokens_per_s_per_user: Positive = Field(description="1 / mean TPOT, simulated on all cores")
     ttft_p99_s: NonNegative | None
     tpot_p99_s: NonNegative | None
+    requests: Count | None = Field(None, description="simulated on all cores; null in files of earlier releases")
 
     @property
     def power(self) -> float:

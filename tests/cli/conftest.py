@@ -85,11 +85,12 @@ def typed(*args: object, **env: str) -> Said:
 
 
 def bytes_of(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder, hidden ones too; a folder without files counts as one."""
+    """Every file below a folder, hidden ones too; a folder without files counts as one. Python compiles modules that a
+    study names into __pycache__, which does not count."""
     return {
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b"<folder>"
         for path in sorted(folder.rglob("*"))
-        if path.is_file() or (path.is_dir() and not any(path.iterdir()))
+        if "__pycache__" not in path.parts and (path.is_file() or (path.is_dir() and not any(path.iterdir())))
     }
 
 

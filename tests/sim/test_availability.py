@@ -41,8 +41,8 @@ def test_source_and_target_of_a_transfer_fail_in_one_step(decode_fails_s: float)
     ).run()
     assert outcome.resent.tolist() == [1, 1]
     # A had delivered two tokens, B one. At 21 s both prompts are done again: A's 4 tokens share the link with B's 51
-    # until 29 s, and B's are sent by 76 s.
-    assert (outcome.transferred / TICKS_PER_SECOND).tolist() == [29.0, 76.0]
+    # until 29 s, and B's are sent by 76 s. A's first transfer, of 2 tokens, had ended at 3 s.
+    assert (outcome.transferred / TICKS_PER_SECOND).tolist() == [3.0, 76.0]
     for core in (front, back):
         assert not core.has_work
         assert core.scheduler.kv.free == core.scheduler.kv.total

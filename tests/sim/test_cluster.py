@@ -11,7 +11,6 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from simtune.costs.ticks import TICKS_PER_SECOND
-from simtune.engine import VllmFcfs
 from simtune.engine.policies.static import StaticBatching
 from simtune.sim.requests import RequestStream
 from simtune.sim.router import RoundRobin

@@ -13,8 +13,10 @@ from simtune.engine.policies.tensorrt_llm import TensorRtLlmScheduler
 from simtune.engine.request import Request
 from simtune.errors import Infeasible
 from simtune.sim.deployment import deploy
+from simtune.sim.requests import build_stream
 from simtune.specs.catalog import load_engine, load_hardware, load_model
 from simtune.specs.plan import Plan, Pool
+from simtune.specs.workload import ClosedLoop, FixedLength, Slo, Workload
 from tests.cli.conftest import call
 
 LLAMA = load_model("llama-3.1-8b")
@@ -179,3 +181,26 @@ def test_check_accepts_a_plan_that_runs_and_says_what_it_could_not_look_at(tmp_p
     said = call("check", path)
     assert said.code == 0
     assert "not tried on its hardware: no model is called 'our-own'" in said.out
+
+
+# --- room for output: as much as clients ask for ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ["trtllm-1.2", "sglang-0.5"])
+def test_room_is_kept_for_what_clients_ask_for(engine: str) -> None:
+    """40,000 tokens of KV cache hold eighty requests of 400 tokens, or two of those that may become 16,000 long."""
+    pool = pool_of(engine, max_model_len=16_000, kv_cache={"num_blocks": 2500, "block_size": 16})
+    deployment = deploy(Plan(name="p", model=LLAMA.name, pools=(pool,)), LLAMA, load_hardware("h100-sxm"))
+    load = Workload(
+        name="load",
+        arrivals=ClosedLoop(users=40),
+        prompt=FixedLength(tokens=200),
+        output=FixedLength(tokens=200),
+        requests=80,
+    )
+    rates = {}
+    for most in (None, 100, 1_000, 15_000):
+        stream = build_stream(load.model_copy(update={"max_tokens": most}), None, requests=80, seed=0)
+        rates[most] = deployment.simulate(stream, Slo()).summary().output_tokens_per_s
+    assert rates[100] == rates[None], "fewer tokens than the output has are its own length"
+    assert rates[None] >= rates[1_000] > 1.3 * rates[15_000]

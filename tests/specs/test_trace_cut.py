@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from simtune.errors import UsageError
 from simtune.specs.columns import replay
-from simtune.specs.trace_cut import Cut, busiest, duration_s, first_of, in_words, merged, scaled
+from simtune.specs.trace_cut import Cut, busiest, duration_s, in_words, merged, replayed_part, scaled
 from simtune.specs.trace_write import trace_text
 from simtune.specs.traces import Trace, read_trace
 
@@ -96,7 +96,7 @@ def test_one_log_is_itself_and_lengths_alone_stay_without_times() -> None:
     both = merged([lengths, lengths])
     assert (both.arrival_s, both.hash_ids) == (None, None)
     assert both.prompt_tokens.tolist() == [3, 4, 3, 4]
-    assert first_of(replay(made([0.0, 1.0]), "load"), lengths, 1) == "only the first 1 of 2 requests of t"
+    assert replayed_part(replay(made([0.0, 1.0]), "load"), lengths, 1) == "only the first 1 of 2 requests of t"
 
 
 def test_lengths_alone_have_no_busiest_window() -> None:
@@ -113,8 +113,9 @@ def test_scaling_keeps_the_pattern() -> None:
 
 def test_what_is_cut_off_is_said() -> None:
     trace = made([0.0, 10.0, 20.0, 21.0, 22.0])
-    assert first_of(replay(trace, "load"), trace, 5) is None
-    assert first_of(replay(trace, "load"), trace, 3) == (
+    assert replayed_part(replay(trace, "load"), trace, 5) is None
+    assert replayed_part(replay(trace, "load"), trace, 8_000) == "the 5 requests of t, repeated to 8,000"
+    assert replayed_part(replay(trace, "load"), trace, 3) == (
         "only the first 3 of 5 requests of t: 20 s of 22 s, 0.1 requests/s where all have 0.182; "
         "simtune workload --peak takes the busiest window"
     )

@@ -14,6 +14,7 @@ from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.columns import trace_of
 from simtune.specs.study import Confirmation, Day, DayWindow, HardwareCount, Search, Study
 from simtune.specs.workload import FixedLength, Poisson, Slo, TraceArrivals, TraceLengths, Workload
+from simtune.tuner.climb import Simulation
 from simtune.tuner.day import DayPlan, day_of, replica_of, windows_of
 from simtune.tuner.question import SAMPLED_CORES, Question
 from simtune.tuner.search import optimize
@@ -73,7 +74,8 @@ def served(asked: Question, candidate: Candidate, instances: int, rate: float, l
     (pool,) = candidate.pools
     scaled = candidate.with_pools([type(pool)(pool.shape, instances, pool.max_num_seqs, pool.max_num_batched_tokens)])
     deployment = asked.deploy(scaled, length)
-    return deployment.simulate(asked.stream(scaled, rate), asked.study.slo, cores=SAMPLED_CORES).meets_slo
+    stream = asked.stream(scaled, rate)
+    return Simulation(deployment, stream, asked.study.slo, None, SAMPLED_CORES, asked.draws).run().met
 
 
 def test_each_window_has_the_fewest_replicas_that_serve_it(tuned: Tuned, day: DayPlan) -> None:
@@ -83,7 +85,7 @@ def test_each_window_has_the_fewest_replicas_that_serve_it(tuned: Tuned, day: Da
         assert hour.meets_slo
         tried = [n for n in range(1, 7) if served(asked, tuned.chosen.candidate, n, hour.rate_rps, length)]
         assert hour.replicas == tried[0]
-        assert 1 <= hour.simulations <= 6
+        assert hour.simulations >= 1
     assert day.hours[3].replicas == day.hours[3].simulations == 0
     assert day.hours[1].replicas > day.hours[2].replicas > 0
 

@@ -14,6 +14,7 @@ import pytest
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.study import Confirmation, HardwareCount, Search, Study
 from simtune.specs.workload import Lognormal, Poisson, Slo, Workload
+from simtune.tuner.climb import Simulation
 from simtune.tuner.front import answer
 from simtune.tuner.front_certificate import FrontAudit, FrontCertificate, front_certificate_of
 from simtune.tuner.question import Question
@@ -69,13 +70,14 @@ def test_no_plan_has_more_tokens_per_user_at_any_of_its_loads(tuned: Tuned) -> N
             rate = load * facts.num_gpus / facts.output_tokens
             if rate > workshop.capacity(settled).rps:
                 continue
-            result = deployment.simulate(q.stream(settled, rate), q.study.slo)
+            stream = workshop.stream(settled)
+            finding = Simulation(deployment, stream, q.study.slo, rate, cores=None, draws=q.draws).run()
             tried += 1
-            per_user = result.summary().output_tokens_per_s_per_user
+            per_user = finding.summary.output_tokens_per_s_per_user
             above = [point for point in ladder.points if point.output_tokens_per_s_per_gpu >= load]
             assert per_user is not None
             best = max((point.output_tokens_per_s_per_user for point in above), default=0.0)
-            assert not result.meets_slo or per_user <= best * (1 + 1e-9), candidate.name
+            assert not finding.met or per_user <= best * (1 + 1e-9), candidate.name
     assert tried > len(ladder.points)
 
 
@@ -89,7 +91,9 @@ def test_its_points_are_simulations_that_fall_in_one_and_rise_in_the_other(tuned
     rows = {row.candidate.name: row for row in tuned.rows}
     point = ladder.points[0]
     candidate = rows[point.candidate].candidate
-    again = q.deploy(candidate, tuned.deployment.max_model_len).simulate(q.stream(candidate, point.rate_rps))
+    assert point.requests is not None
+    stream = q.draws.stream(point.requests).at_rate(point.rate_rps)
+    again = q.deploy(candidate, tuned.deployment.max_model_len).simulate(stream)
     assert again.summary().output_tokens_per_s_per_user == point.output_tokens_per_s_per_user
     assert tuned.value == max(point.power for point in ladder.points)
     assert rows[point.candidate].status in ("chosen", "feasible")

@@ -28,8 +28,8 @@ class SglangScheduler(ListScheduler):
     *Options.* Prompts of a step end also where `max_prefill_tokens` are reached. With `enable_mixed_chunk` everybody
     decodes beside prompts, in the same budget. The engine looks for newcomers before every
     `scheduler_recv_interval`-th step that decodes, and after every one with prompts. Under overlap (`async_scheduling`)
-    a newcomer waits for one more dispatched step. `max_new_tokens` is what users ask for, which the engine is told with
-    each request; up to max_model_len unless given.
+    a newcomer waits for one more dispatched step. A request may deliver the `max_tokens` that its client allows, up to
+    `max_new_tokens` and max_model_len.
 
     Facts: schedule_policy.py, schedule_batch.py, scheduler.py and scheduler_recv_skipper.py of SGLang 0.5. Left out:
     the radix cache and the orders of the queue that go by it, and that under overlap an end is known one step late.
@@ -130,8 +130,11 @@ class SglangScheduler(ListScheduler):
 
     def _to_come(self, request: Request) -> int:
         """Tokens that a request may still deliver."""
-        most = min(self._max_new_tokens, self.max_model_len - request.prompt_tokens)
-        return max(most - request.emitted, 0)
+        return max(self._most_output(request) - request.emitted, 0)
+
+    def _most_output(self, request: Request) -> int:
+        """Output tokens that the engine has to expect of a request."""
+        return min(self._max_new_tokens, request.max_tokens, self.max_model_len - request.prompt_tokens)
 
     def _prefill(self) -> ScheduledTokens:
         budget = self.max_num_batched_tokens
@@ -218,7 +221,7 @@ class SglangScheduler(ListScheduler):
             self.waiting.append(victim)
             preempted.append(victim)
         delivered = sum(request.emitted + self.RETRACT_DECODE_STEPS for request in order)
-        most = sum(min(self._max_new_tokens, self.max_model_len - request.prompt_tokens) for request in order)
+        most = sum(map(self._most_output, order))
         self._ratio, self._decoded = min(delivered / most, 1.0) if most else 1.0, -1  # this step does not count
         self._full = False
         return [request for request in decoding if request in self.residents]

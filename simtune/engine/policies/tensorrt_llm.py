@@ -17,11 +17,11 @@ ChunkingPolicy = Literal["FIRST_COME_FIRST_SERVED", "EQUAL_PROGRESS"]
 class TensorRtLlmScheduler(StallFree):
     """Everyone who decodes goes on; prompts share the rest of the token budget in chunks of whole KV blocks.
 
-    *Capacity.* GUARANTEED_NO_EVICT lets a request in only if the blocks for its longest possible answer are free beside
-    those of everybody else: `max_new_tokens` tokens, which the engine is told with each request (up to max_model_len
-    unless given). MAX_UTILIZATION asks for the blocks of what is known, and pauses the request that was started last
-    when a decode finds no block; it is computed again. Requests are asked in order, and the first one without room
-    ends it. A step that pauses somebody starts nobody.
+    *Capacity.* GUARANTEED_NO_EVICT lets a request in only if the blocks for its longest possible answer are free
+    beside those of everybody else: the `max_tokens` that its client allows, up to `max_new_tokens` and max_model_len.
+    MAX_UTILIZATION asks for the blocks of what is known, and pauses the request that was started last when a decode
+    finds no block; it is computed again. Requests are asked in order, and the first one without room ends it. A step
+    that pauses somebody starts nobody.
 
     *Tokens.* Without chunked prefill whole prompts follow one another until one does not fit the budget; longer prompts
     than the budget are refused (unless somebody may be paused: then the budget must hold the longest request).
@@ -75,7 +75,8 @@ class TensorRtLlmScheduler(StallFree):
         """All that it may ever need, or what is known of it."""
         if self._evicts:
             return request.known_tokens
-        asked = max(request.prompt_tokens + self.longest_answer, request.known_tokens)
+        most = min(self.longest_answer, request.max_tokens)
+        asked = max(request.prompt_tokens + most, request.known_tokens)
         return min(asked, self.max_model_len)
 
     def serve_prompts(self, scheduled: ScheduledTokens, budget: int, admitting: bool) -> None:
