@@ -28,6 +28,11 @@ POSITIVE = Real(above=0, most=1e3 * LONGEST_S)
 @click.option("--ttft", type=POSITIVE, help="p99 limit of the time to first token, ms.")
 @click.option("--tpot", type=POSITIVE, help="p99 limit of the time per token after it, ms.")
 @click.option("--objective", help="What to look for, e.g. gpus: how many GPUs are needed; goodput_per_gpu by default.")
+@click.option(
+    "--confidence",
+    type=click.FloatRange(0.5, 0.99),
+    help="Share of worlds, in which the profile is off, that have to keep the limits; as predicted unless given.",
+)
 @force_option
 def new(  # noqa: PLR0913 - one for each option
     file: Path,
@@ -39,6 +44,7 @@ def new(  # noqa: PLR0913 - one for each option
     ttft: float | None,
     tpot: float | None,
     objective: str | None,
+    confidence: float | None,
     force: bool,
 ) -> None:
     """Write a study to FILE. What no option says is asked on a terminal, and takes its default elsewhere."""
@@ -68,6 +74,7 @@ def new(  # noqa: PLR0913 - one for each option
         tpot_p99_s=(tpot or _ask("p99 TPOT limit, ms", 50.0, POSITIVE)) / 1e3,
         objective=objective or _ask(_OBJECTIVE, "goodput_per_gpu", _objective),
         name=spec_name(file.stem, "study"),
+        confidence=confidence,
     )
     text = study_text(answers, file.parent)
     Study.from_document(yamlfile.parse(text, str(file)))

@@ -54,6 +54,8 @@ def _stated(s: Summary, o: SloOdds) -> str:
         known.append(f"{low}–{high} {s.objective.unit} are served inside the limits")
     *most, last = known
     listed = f"{', '.join(most)} and {last}" if most else last
+    asked = None if s.study is None else s.study.slo.confidence
+    said += "" if asked is None else f", of {percent(asked)} asked for,"
     return f"{said} over {o.worlds:,} drawn worlds; in {o.level * 100:.0f} % of them {listed}."
 
 

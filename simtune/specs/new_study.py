@@ -31,11 +31,17 @@ class Answers:
     objective: str = "goodput_per_gpu"
     name: str = "study"
     engine: str = DEFAULT_ENGINE
+    confidence: float | None = None
+    """Share of worlds that have to keep the limits; None: they are kept as predicted."""
 
 
 _LAYOUTS = """\
   # One pool of instances that prefill and decode, or pools of either kind.
   layouts: [mixed, prefill-decode]
+"""
+_ATTENTION_DP = """\
+  # Attention on every rank for requests of its own, beside experts that all ranks share.
+  attention_dp: [1, {most}]
 """
 _EXPERTS = """\
   # Every rank with a slice of every expert, or with whole experts.
@@ -59,7 +65,13 @@ def study_text(answers: Answers, folder: Path) -> str:
     layouts = experts = ""
     if preset.family in _SEVERAL_SERVERS and answers.devices > 1:
         layouts = _LAYOUTS
-        experts = _EXPERTS if has_experts else ""
+        experts = _EXPERTS + _ATTENTION_DP.format(most=tp[-1]) if has_experts else ""
+    confidence = (
+        "  # confidence: 0.9  # the share of worlds, in which the profile is off, that have to keep them\n"
+        if answers.confidence is None
+        else f"  # The share of worlds, in which the profile is off, that have to keep them.\n"
+        f"  confidence: {answers.confidence:g}\n"
+    )
     price = f", {device.price_per_hour_usd:g} USD an hour each" if device.price_per_hour_usd else ""
     return f"""\
 # simtune optimize THIS_FILE --out runs/{answers.name}
@@ -78,7 +90,7 @@ workload: {_from(folder, answers.workload)}
 slo:
   ttft_s: {{p99: {answers.ttft_p99_s:g}}}
   tpot_s: {{p99: {answers.tpot_p99_s:g}}}
-# goodput_per_gpu, goodput and goodput_per_dollar look for the highest rate within the limits; gpus,
+{confidence}# goodput_per_gpu, goodput and goodput_per_dollar look for the highest rate within the limits; gpus,
 # usd_per_million_tokens and e2el take the load's own rate: gpus finds how many GPUs the load needs.
 objective: {answers.objective}
 search:

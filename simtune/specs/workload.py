@@ -161,6 +161,11 @@ class Slo(Part):
     family_s: dict[Statistic, Positive] = Field(
         default_factory=dict, description="of a request graph: from the arrival of a family until its last node is over"
     )
+    confidence: Annotated[float, Field(ge=0.5, le=0.99)] | None = Field(
+        None,
+        description="of a study: the share of worlds, in which operators are off by as much as their profile states, "
+        "that have to keep these limits; a plan is judged as predicted unless given",
+    )
 
     def limits(self) -> list[tuple[SloMetric, str, float]]:
         """(metric, statistic, limit in seconds), e.g. ("ttft", "p99", 1.0)."""
@@ -180,6 +185,13 @@ class RequestClass(Part):
     prompt: Lengths | None = None
     output: Lengths | None = None
     slo: Slo | None = None
+
+    @field_validator("slo")
+    @classmethod
+    def _judged_together(cls, slo: Slo | None) -> Slo | None:
+        if slo is not None and slo.confidence is not None:
+            raise ErrorAt("confidence is of all classes together; set it in the slo of the study", "confidence")
+        return slo
 
 
 class SharedPrefix(Part):

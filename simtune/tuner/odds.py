@@ -412,6 +412,8 @@ def _not_above_missed(
 ) -> list[StretchCurve]:
     """At rates at which the search saw the plan miss its SLO, the limit that is reached first is passed."""
     assert few.rate_rps is not None
+    if few.tuned.question.study.slo.confidence is not None:
+        return [*curves]  # the search judged with a margin, and saw no miss of the predicted plan
     missed = [one.rate_rps for one in few.tuned.chosen.tried if not one.met and one.rate_rps is not None]
     above = [math.log(rate / few.rate_rps) for rate in missed if rate > few.rate_rps]
     if not above:

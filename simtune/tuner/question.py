@@ -94,6 +94,7 @@ class Question:
                         "power; give it device.power with tdp_w and idle_w"
                     )
         self._check_day()
+        self._check_confidence()
         if not self.searches_rate:
             return
         if self.workload.batch:
@@ -108,6 +109,22 @@ class Question:
             )
         if self.objective.needs_slo and not study.slo.limits() and not any(c.slo for c in self.workload.classes):
             raise UsageError(f"{name}: objective {study.objective} needs an slo with at least one limit")
+
+    def _check_confidence(self) -> None:
+        study = self.study
+        if study.slo.confidence is None:
+            return
+        wrong = ""
+        if study.objective in ("e2el", "joules_per_token", "pareto"):
+            wrong = f"objective {study.objective} is of the predicted times; use a rate, gpus or usd_per_million_tokens"
+        elif study.day is not None:
+            wrong = "a day is judged as predicted; remove day"
+        elif not study.slo.limits() and not any(c.slo for c in self.workload.classes):
+            wrong = "the slo has no limit to keep; add one"
+        elif any(pool.costs is not None for pool in study.fixed):
+            wrong = "errors of operators are not known of a fixed pool with costs of its own; remove costs"
+        if wrong:
+            raise UsageError(f"{study.name}: slo.confidence: {wrong}, or remove confidence")
 
     def _check_day(self) -> None:
         day, name = self.study.day, self.study.name

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import is_
 
 from simtune.costs.compiled import CompiledCosts
 from simtune.costs.drafting import CompiledRounds
+from simtune.costs.iteration import KINDS
 from simtune.costs.memory import Memory
 from simtune.errors import Infeasible
 from simtune.sim.deployment import Deployment, compiled_costs
@@ -18,6 +19,7 @@ from simtune.sim.requests import RequestStream
 from simtune.specs.plan import Pool
 from simtune.tuner.bounds import RateBound
 from simtune.tuner.drafting import Draft, RoundCost, round_costs, speculation_on
+from simtune.tuner.margin import MEAN_OF, margin
 from simtune.tuner.promise import PoolCapacity
 from simtune.tuner.question import Question
 from simtune.tuner.space import Candidate, PoolChoice, PoolShape
@@ -165,10 +167,21 @@ class Workshop:
             q, pool = self.question, self.pool(choice)
             wide = {"max_num_seqs": seats, "max_num_batched_tokens": tokens}
             pool = pool.model_copy(update={"batching": pool.batching.model_copy(update=wide)})
+            factors = self._margins(pool, choice)
             self._costs[key] = compiled_costs(
-                pool, q.model, q.profiles[choice.shape.gpu], self.max_model_len, q.drafting_of(choice)
+                pool, q.model, q.profiles[choice.shape.gpu], self.max_model_len, q.drafting_of(choice), factors
             )
         return self._costs[key]
+
+    def _margins(self, pool: Pool, choice: PoolChoice) -> Mapping[str, float] | None:
+        """Factors on the times of operators with which a pool is judged, by kind; None if it is judged as predicted."""
+        q, confidence = self.question, self.question.study.slo.confidence
+        if confidence is None:
+            return None
+        hardware = q.profiles[choice.shape.gpu]
+        blocks = self._memories[choice.alone].num_blocks if choice.alone in self._memories else None
+        factor = margin(confidence, q.model, hardware, pool, q.draws.stream(MEAN_OF), blocks, q.study.seed)
+        return dict.fromkeys(KINDS, factor)
 
     def deployment(self, candidate: Candidate) -> Deployment:
         """A settled candidate, with step costs that others share."""

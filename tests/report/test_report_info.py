@@ -79,12 +79,17 @@ def sentence(run: Path) -> str:
 
 
 def test_the_headline_names_plan_result_share_per_gpu_and_limits(make_run: RunMaker) -> None:
-    run = make_run(goodput_rps=24.8, num_gpus=8)
+    run = make_run(goodput_rps=23.1, offered_rate_rps=24.8, num_gpus=8)
     chosen = info.chosen_name(read_run(run))
     assert sentence(run) == (
         f"{chosen} (8 instances of llama-3.1-8b on 1 GPU each) serves 24.8 requests/s, 3.10 per GPU, "
         "within p99 TTFT ≤ 1,000 ms and p99 TPOT ≤ 40 ms."
     )
+
+
+def test_the_headline_of_a_given_load_is_its_goodput(make_run: RunMaker) -> None:
+    run = make_run(goodput_rps=23.1, offered_rate_rps=24.8, num_gpus=8, objective=None)
+    assert "serves 23.1 requests/s, 2.89 per GPU, " in sentence(run)
 
 
 def test_a_saturated_plan_never_gets_a_calm_headline(make_run: RunMaker) -> None:
