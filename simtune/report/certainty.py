@@ -56,7 +56,8 @@ def _stated(s: Summary, o: SloOdds) -> str:
     listed = f"{', '.join(most)} and {last}" if most else last
     asked = None if s.study is None else s.study.slo.confidence
     said += "" if asked is None else f", of {percent(asked)} asked for,"
-    return f"{said} over {o.worlds:,} drawn worlds; in {o.level * 100:.0f} % of them {listed}."
+    lasting = "" if s.lifetimes is None else f" Runs last {number(s.lifetimes)} lifetimes of a request."
+    return f"{said} over {o.worlds:,} drawn worlds; in {o.level * 100:.0f} % of them {listed}.{lasting}"
 
 
 def _safer(s: Summary, o: SloOdds) -> str | None:

@@ -165,7 +165,7 @@ def key_figures(s: Summary) -> list[tuple[str, str, str]]:
         ("power", number(s.power_w), "W, mean of all GPUs"),
         ("energy", number(s.joules_per_token), "J per output token"),
         *_certainty(s),
-        ("simulated", number(s.requests), "requests"),
+        ("simulated", number(s.requests), "requests" + _lasting(s)),
         ("preemptions", number(s.preemptions), ""),
         *([] if s.role_switches is None else [("role switches", number(s.role_switches), "")]),
         *_drafted(s),
@@ -175,6 +175,11 @@ def key_figures(s: Summary) -> list[tuple[str, str, str]]:
         ),
     ]
     return [figure for figure in figures if figure[1] != ABSENT]
+
+
+def _lasting(s: Summary) -> str:
+    """Return how long the simulated load lasts, in mean lifetimes of a request, if it has a rate."""
+    return "" if s.lifetimes is None else f", {number(s.lifetimes)} lifetimes of one"
 
 
 def _within_limits(s: Summary) -> list[tuple[str, str, str]]:

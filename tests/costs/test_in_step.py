@@ -73,8 +73,4 @@ def test_a_transfer_between_facts_with_and_without_a_field_is_refused() -> None:
 def test_every_shipped_gpu_says_how_large_its_cache_is() -> None:
     for name in names("hardware"):
         device = load_hardware(name).device
-        lacking = device.processors == 1 or name in (
-            "gb200",
-            "gb300",
-        )  # gb200 was fitted without it, and gb300 carried over
-        assert (device.cache_bytes is None) == lacking, name
+        assert (device.cache_bytes is None) == (device.processors == 1), name
