@@ -181,7 +181,7 @@ class Climb:
 def violation(result: Result) -> str:
     """Why a simulation did not meet its SLO."""
     if result.refused:
-        return f"{result.refused} requests exceed max_model_len"
+        return f"{result.refused} requests exceed max_model_len, or the token budget where prompts are not cut"
     if result.saturated:
         return "saturated: requests pile up faster than they are served"
     missed = "; ".join(str(limit) for limit in result.limits if not limit.met)

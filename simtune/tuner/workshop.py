@@ -14,6 +14,7 @@ from simtune.costs.memory import Memory
 from simtune.errors import Infeasible
 from simtune.sim.deployment import Deployment, compiled_costs
 from simtune.sim.feasibility import check
+from simtune.sim.parts import POLICY
 from simtune.sim.pools import DeployedPool
 from simtune.sim.requests import RequestStream
 from simtune.specs.plan import Pool
@@ -111,6 +112,8 @@ class Workshop:
         try:
             # What does not fit without drafts does not with them, and how to draft takes long to choose.
             self._memories[choice] = check(pool, q.model, hardware, q.drafting_of(choice) if draft is None else None)
+            if refusal := self._too_small_a_budget(pool, self.stream(candidate)):
+                return Refused("does_not_fit", refusal)
             if draft is None:
                 return choice
             stream = self.stream(candidate)
@@ -122,6 +125,18 @@ class Workshop:
             return choice
         except Infeasible as error:
             return Refused("does_not_fit", str(error))
+
+    @staticmethod
+    def _too_small_a_budget(pool: Pool, stream: RequestStream) -> str:
+        """Return why no step has room for the longest prompt of a load, if the engine does not cut prompts."""
+        batching, longest = pool.batching, int(stream.prompt_tokens.max())
+        cuts = batching.chunked_prefill and POLICY.find(batching.policy).cuts_prompts != "never"
+        if pool.role == "decode" or cuts or longest <= batching.max_num_batched_tokens:
+            return ""
+        return (
+            f"without chunked prefill max_num_batched_tokens ({batching.max_num_batched_tokens}) must be at least the "
+            f"longest prompt of the load ({longest:,} tokens)"
+        )
 
     def _rounds(self, choice: PoolChoice, draft: Draft) -> RoundCost:
         """What the rounds of a pool take: computed once for all pools of its cut with its drafter."""

@@ -26,7 +26,12 @@ def write_run(tuned: Tuned, folder: Path) -> None:
 def loop(
     out: Path, make: Callable[[EngineSize, float | None], PretendedDriver], settings: LoopSettings = SETTINGS
 ) -> list[LoopRound]:
-    search = ["search.requests=60", "search.confirm.draws=0", "search.max_num_seqs=[4]", "search.max_num_batched_tokens=[64]"]
+    search = [
+        "search.requests=60",
+        "search.confirm.draws=0",
+        "search.max_num_seqs=[4]",
+        "search.max_num_batched_tokens=[64]",
+    ]
     question = load_question(str(STUDY), search)
     return TuningLoop(question, out, make, settings=settings, write_run=write_run).run()
 

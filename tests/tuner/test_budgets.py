@@ -1,0 +1,27 @@
+"""Token budgets of engines that do not cut prompts are held against the longest prompt of the load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from simtune.api import load_question
+from simtune.tuner.sayable import space_for
+from simtune.tuner.workshop import Refused, Workshop
+from tests.cli.conftest import STUDY
+
+
+def test_pools_with_prompts_need_a_budget_for_the_longest_and_decode_pools_do_not(tmp_path: Path) -> None:
+    study = tmp_path / "study.yaml"
+    text = STUDY.replace("workload: chat", "workload: chat\nengine: trtllm-1.2")
+    study.write_text(text.replace("max_num_batched_tokens: [2048]", "max_num_batched_tokens: [1024, 8192]"))
+    question = load_question(str(study), ['search.layouts=["mixed", "prefill-decode"]', "search.tp=[1]"])
+    candidates = space_for(question).candidates
+    workshop = Workshop(question, candidates)
+    longest = max(int(workshop.stream(candidate).prompt_tokens.max()) for candidate in candidates)
+    assert 1024 < longest <= 8192
+    for candidate in candidates:
+        settled = workshop.settled(candidate)
+        small = any(pool.shape.role != "decode" and pool.max_num_batched_tokens == 1024 for pool in candidate.pools)
+        assert isinstance(settled, Refused) == small, candidate.name
+        if isinstance(settled, Refused):
+            assert "must be at least the longest prompt of the load" in settled.reason
