@@ -93,6 +93,7 @@ class Question:
                         f"{name}: {asked} {objective.name} asks for energy, and hardware profile {profile} names no "
                         "power; give it device.power with tdp_w and idle_w"
                     )
+        self._check_engine()
         self._check_day()
         self._check_confidence()
         if not self.searches_rate:
@@ -109,6 +110,17 @@ class Question:
             )
         if self.objective.needs_slo and not study.slo.limits() and not any(c.slo for c in self.workload.classes):
             raise UsageError(f"{name}: objective {study.objective} needs an slo with at least one limit")
+
+    def _check_engine(self) -> None:
+        """Raises UsageError if the engine preset sets the parallelism, which candidates have of their own."""
+        if self.engine is None:
+            return
+        for settings in (self.engine.pool, *(case.pool for case in self.engine.cases)):
+            if keys := settings.get("parallelism"):
+                raise UsageError(
+                    f"{self.study.name}: engine preset {self.study.engine} sets parallelism ({', '.join(keys)}), which a "
+                    "search sets for every plan; remove it from the preset, and simulate such a plan with --plan"
+                )
 
     def _check_confidence(self) -> None:
         study = self.study

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from simtune.api import load_question
+from simtune.errors import UsageError
 from simtune.tuner.sayable import space_for
+from simtune.tuner.search import optimize
 from simtune.tuner.workshop import Refused, Workshop
 from tests.cli.conftest import STUDY
+
+ENGINES = Path(__file__).resolve().parents[2] / "simtune" / "engines"
 
 
 def test_pools_with_prompts_need_a_budget_for_the_longest_and_decode_pools_do_not(tmp_path: Path) -> None:
@@ -25,3 +31,16 @@ def test_pools_with_prompts_need_a_budget_for_the_longest_and_decode_pools_do_no
         assert isinstance(settled, Refused) == small, candidate.name
         if isinstance(settled, Refused):
             assert "must be at least the longest prompt of the load" in settled.reason
+
+
+def test_a_preset_that_sets_the_parallelism_is_refused_and_not_dropped(tmp_path: Path) -> None:
+    preset = tmp_path / "own.yaml"
+    preset.write_text((ENGINES / "vllm-0.24.yaml").read_text())
+    text = preset.read_text()
+    assert "\npool:" in text
+    text = text.replace("\npool:", "\npool:\n  parallelism: {cp: 2}", 1)
+    preset.write_text(text.replace("\nsources:", "\nsources:\n  parallelism.cp: a choice of ours", 1))
+    study = tmp_path / "study.yaml"
+    study.write_text(STUDY.replace("workload: chat", "workload: chat\nengine: ./own.yaml"))
+    with pytest.raises(UsageError, match=r"own.yaml sets parallelism \(cp\), which a search sets for every plan"):
+        optimize(load_question(str(study)), jobs=1)
