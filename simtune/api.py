@@ -19,7 +19,6 @@ from simtune.parallel import Jobs
 from simtune.sim import parts
 from simtune.sim.deployment import NO_HARDWARE, Deployment, default_plan, deploy, unbound_plan
 from simtune.sim.drafting import Drafting
-from simtune.sim.requests import RequestStream, build_stream
 from simtune.sim.result import Result
 from simtune.sim.streamed import StreamedLoad, StreamedResult, simulate_streamed
 from simtune.sim.watch import Watch
@@ -47,6 +46,7 @@ from simtune.tuner.drafting import Draft
 from simtune.tuner.front import answer as _search
 from simtune.tuner.question import Question
 from simtune.tuner.trial import Tuned
+from simtune.workload.requests import RequestStream, build_stream
 
 Load = str | Workload | Trace | Mapping[str, Any]
 """Requests: a workload or a trace file by name or path, as an object, or the columns of a trace."""

@@ -21,7 +21,6 @@ from benchmarks.validation.loads import METRICS, at_once, three_loads
 from simtune.costs.engine_steps import EngineSteps
 from simtune.sim.deployment import NO_HARDWARE, Deployment, deploy
 from simtune.sim.parts import OwnCosts
-from simtune.sim.requests import RequestStream
 from simtune.specs.catalog import load_model
 from simtune.validation.engine_profile import profile_engine
 from simtune.validation.engines.driving import (
@@ -32,6 +31,7 @@ from simtune.validation.engines.driving import (
     deployment_of,
     driver,
 )
+from simtune.workload.requests import RequestStream
 
 pytestmark = pytest.mark.benchmark_only
 

@@ -29,7 +29,6 @@ from simtune.costs.transfers import read_transfers, write_transfers
 from simtune.sim.deployment import NO_HARDWARE, Deployment, deploy
 from simtune.sim.drafting import Drafting
 from simtune.sim.parts import OwnCosts
-from simtune.sim.requests import RequestStream
 from simtune.specs.acceptance import Acceptance
 from simtune.specs.model import DenseFeedForward, FullAttention, LayerGroup, Model
 from simtune.specs.plan import Plan
@@ -47,6 +46,7 @@ from simtune.validation.engines.driving import (
 from simtune.validation.engines.pair import CONNECTOR, EnginePair
 from simtune.validation.prompts import Prompts
 from simtune.validation.weights import rigged_pair
+from simtune.workload.requests import RequestStream
 
 pytestmark = pytest.mark.benchmark_only
 

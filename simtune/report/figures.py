@@ -26,8 +26,8 @@ from simtune.report.info import (
 )
 from simtune.report.labels import brief, escape
 from simtune.runs.schema import Summary, Timeline
-from simtune.sim.load import LengthFacts, LoadFacts
 from simtune.sim.summary import InstanceUse
+from simtune.workload.load import LengthFacts, LoadFacts
 
 Figure = dict[str, Any]
 

@@ -8,9 +8,9 @@ from simtune import __version__
 from simtune.report import figures
 from simtune.report.info import number, percent
 from simtune.report.templates import fill, template
-from simtune.sim.load import LengthFacts, LoadFacts
-from simtune.sim.load_fit import FittedLoad
 from simtune.specs.trace_cut import in_words
+from simtune.workload.load import LengthFacts, LoadFacts
+from simtune.workload.load_fit import FittedLoad
 
 
 def load_rows(load: LoadFacts) -> list[tuple[str, str]]:

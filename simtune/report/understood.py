@@ -10,7 +10,6 @@ from simtune.arrays import Ints
 from simtune.costs.predict import load_residuals
 from simtune.errors import plural
 from simtune.report.models import facts
-from simtune.sim.requests import build_stream
 from simtune.specs.base import Spec
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
@@ -18,6 +17,7 @@ from simtune.specs.plan import Plan, Pool
 from simtune.specs.study import Study
 from simtune.specs.traces import Trace
 from simtune.specs.workload import Workload
+from simtune.workload.requests import build_stream
 
 _DRAWN = 10_000
 """Requests of a workload from which its lengths are told."""

@@ -18,7 +18,6 @@ from simtune.errors import Infeasible, UsageError
 from simtune.sim.deployment import Deployment, deploy
 from simtune.sim.drafting import Drafting
 from simtune.sim.pools import DeployedPool
-from simtune.sim.requests import RequestStream, build_stream
 from simtune.sim.result import Result, statistic_of
 from simtune.specs.catalog import load_acceptance, load_model
 from simtune.specs.hardware import Hardware
@@ -38,6 +37,7 @@ from simtune.specs.systems import (
     plan_of,
     workload_of,
 )
+from simtune.workload.requests import RequestStream, build_stream
 
 Parts = Mapping[str, float]
 """Seconds for each output token by part of the step, or bytes by what takes them."""

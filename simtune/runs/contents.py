@@ -50,7 +50,6 @@ from simtune.runs.tables import columns, to_csv
 from simtune.runs.timeline import sampled, trace_file
 from simtune.sim.basis import pool_bases, summed
 from simtune.sim.deployment import Deployment
-from simtune.sim.load import load_facts
 from simtune.sim.result import Result
 from simtune.sim.summary import SimulationSummary, Uncertainty
 from simtune.specs.hardware import Hardware
@@ -66,6 +65,7 @@ from simtune.tuner.front_certificate import front_certificate_of
 from simtune.tuner.odds import odds
 from simtune.tuner.rate_sweep import RateSweep, sweeps
 from simtune.tuner.trial import Trial, Tuned
+from simtune.workload.load import load_facts
 
 PLAN = "plan.yaml"
 _WRITTEN = "Written by simtune; read by simtune simulate."

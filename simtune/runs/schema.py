@@ -12,9 +12,8 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 from pydantic import Field, ValidationInfo, field_serializer, field_validator, model_validator
 
 from simtune.runs.swimlanes import Swimlanes
-from simtune.sim.load import LoadFacts
-from simtune.sim.summary import CostBasis, LatencyQuantiles, SimulationSummary, Uncertainty, Whole
-from simtune.specs.base import Count, ErrorAt, NonNegative, Positive, Record, Seq, Share, Spec
+from simtune.sim.summary import CostBasis, LatencyQuantiles, SimulationSummary, Uncertainty
+from simtune.specs.base import Count, ErrorAt, NonNegative, Positive, Record, Seq, Share, Spec, Whole
 from simtune.specs.plan import Plan
 from simtune.specs.study import Study
 from simtune.tuner.certificate import Certificate
@@ -22,6 +21,7 @@ from simtune.tuner.confidence import Confidence
 from simtune.tuner.day import DayPlan
 from simtune.tuner.ladder import FrontPoint
 from simtune.tuner.odds import SloOdds
+from simtune.workload.load import LoadFacts
 
 SUMMARY_SCHEMA: Literal["simtune/summary@1"] = "simtune/summary@1"
 COURSE = "search.csv"

@@ -20,7 +20,6 @@ from simtune.sim.drafting import Drafting, useful_replicas
 from simtune.sim.energy import power_of
 from simtune.sim.feasibility import check
 from simtune.sim.pools import DeployedPool, kv_block_bytes
-from simtune.sim.requests import RequestStream
 from simtune.sim.result import MissBudget, Result
 from simtune.sim.stations import passed
 from simtune.sim.watch import StopWhen, Watch, watched
@@ -30,6 +29,7 @@ from simtune.specs.hardware import Device, Hardware, Host, Provenance
 from simtune.specs.model import Model
 from simtune.specs.plan import Batching, KvCache, Plan, Pool
 from simtune.specs.workload import Slo
+from simtune.workload.requests import RequestStream
 
 
 @dataclass(frozen=True)

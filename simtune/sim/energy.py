@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypedDict
 
 from simtune.sim.pools import DeployedPool
-from simtune.sim.requests import RequestStream
 from simtune.sim.summary import InstanceUse
 from simtune.specs.plan import Pool
 from simtune.specs.stages import Stage
+from simtune.workload.requests import RequestStream
 
 
 class InstancePower(NamedTuple):

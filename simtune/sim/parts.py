@@ -18,13 +18,13 @@ from simtune.engine import POLICIES, Request, Scheduler
 from simtune.errors import PartError, SimtuneError, UsageError
 from simtune.plugins import Brought, PartKind, blame, described, option_problems
 from simtune.sim.core import EngineCore
-from simtune.sim.requests import RequestStream
 from simtune.sim.router import ROUTERS, Router
 from simtune.specs.base import Spec
 from simtune.specs.drafters import DRAFTERS
 from simtune.specs.plan import POLICY_GROUP, ROUTER_GROUP, Batching, OwnRouting, Plan, Pool, Routing
 from simtune.specs.schemes import SCHEMES
 from simtune.specs.study import Study
+from simtune.workload.requests import RequestStream
 
 POLICY: PartKind[Scheduler] = PartKind("policy", POLICY_GROUP, POLICIES, Scheduler)  # type: ignore[type-abstract]
 ROUTER: PartKind[Router] = PartKind("router", ROUTER_GROUP, ROUTERS, Router)  # type: ignore[type-abstract]

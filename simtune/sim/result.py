@@ -24,12 +24,12 @@ from simtune.errors import UsageError
 from simtune.sim.energy import Power, energy_of
 from simtune.sim.frames import PlainCurve, arrow, frame, html_table, plotted
 from simtune.sim.outcome import Outcome
-from simtune.sim.requests import RequestStream
 from simtune.sim.statistics import TokenIntervals, warm_up
 from simtune.sim.steady import Steadiness, in_system, needed_for, steadiness, wander
 from simtune.sim.summary import LatencyQuantiles, Metric, SimulationSummary, SloLimit
 from simtune.sim.summing import between_tokens, distribution, instances, prefix_cache, quantiles, verifications
 from simtune.specs.workload import Slo
+from simtune.workload.requests import RequestStream
 
 METRICS: tuple[Metric, ...] = ("ttft", "tpot", "e2el", "queue", "prefill", "transfer", "decode")
 PERCENTILES = ("p50", "p90", "p95", "p99")

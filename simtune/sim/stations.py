@@ -17,10 +17,10 @@ from simtune.arrays import Array, Ints
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.errors import UsageError
 from simtune.sim.outcome import Outcome
-from simtune.sim.requests import RequestStream
 from simtune.specs.base import LONGEST_S
 from simtune.specs.plan import Plan
 from simtune.specs.stages import Stage
+from simtune.workload.requests import RequestStream
 
 if TYPE_CHECKING:
     import simpy

@@ -25,7 +25,6 @@ from simtune.sim.deployment import Deployment
 from simtune.sim.energy import Power, energy_of, power_of
 from simtune.sim.outcome import EngineCoreUse, Outcome
 from simtune.sim.recorder import Recorder
-from simtune.sim.requests import RequestStream, Span, draw, unit_arrivals
 from simtune.sim.result import METRICS, PERCENTILES, Result, objectives
 from simtune.sim.sketch import Sketch
 from simtune.sim.source import LONGEST_S, RequestSource
@@ -37,6 +36,7 @@ from simtune.sim.wiring import wire
 from simtune.sim.world import World
 from simtune.specs.traces import Trace
 from simtune.specs.workload import ClosedLoop, Slo, TraceArrivals, Workload
+from simtune.workload.requests import RequestStream, Span, draw, unit_arrivals
 
 CHUNK = 1 << 15
 """Requests that are drawn at once."""

@@ -11,7 +11,7 @@ from pydantic import Field, GetJsonSchemaHandler
 from pydantic_core import CoreSchema
 
 from simtune.sim.steady import Steadiness
-from simtune.specs.base import Count, NonNegative, Positive, Record, Seq, Share
+from simtune.specs.base import Count, NonNegative, Positive, Record, Seq, Share, Whole
 from simtune.specs.workload import SloMetric
 
 T = TypeVar("T")
@@ -28,7 +28,6 @@ Uncertain = Annotated[T, Redrawn()]
 """A number that `simulate --uncertainty` gives an interval; all others are the same in every world, or speak of one
 run's own noise."""
 
-Whole = Annotated[int, Field(ge=0)]
 Metric = Literal["ttft", "tpot", "itl", "e2el", "family", "queue", "prefill", "transfer", "decode"]
 """`family` is of families of a request graph, from their arrival until their last node is over."""
 

@@ -29,7 +29,6 @@ from simtune.sim.basis import pool_bases
 from simtune.sim.deployment import Deployment, deploy
 from simtune.sim.drafting import Drafting
 from simtune.sim.parts import OwnCosts
-from simtune.sim.requests import RequestStream
 from simtune.sim.result import Result
 from simtune.sim.summary import SimulationSummary, Uncertainty, is_uncertain
 from simtune.specs.base import Record
@@ -37,9 +36,10 @@ from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
 from simtune.specs.workload import Slo
+from simtune.workload.requests import RequestStream
 
 LEVEL = 0.9
-_PURPOSE = 6  # key of the random streams of `simtune.sim.requests`, continued
+_PURPOSE = 6  # key of the random streams of `simtune.workload.requests`, continued
 
 
 def spreads(deployment: Deployment, result: Result) -> dict[str, float]:

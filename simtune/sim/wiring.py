@@ -23,13 +23,13 @@ from simtune.sim.families import check_graph_runs
 from simtune.sim.front_end import FrontEnd
 from simtune.sim.parts import POLICY, make_router
 from simtune.sim.pools import DeployedPool, kv_block_bytes
-from simtune.sim.requests import RequestStream
 from simtune.sim.router import Router
 from simtune.sim.ways import ForkedConnector, Links, first_token_of, merges
 from simtune.sim.world import World
 from simtune.specs.model import Model
 from simtune.specs.plan import Failure, FirstToken, KvLink, LeastTokensRouting, Plan, Role, Start, Switch
 from simtune.specs.workload import Slo
+from simtune.workload.requests import RequestStream
 
 ByPool = Mapping[str, Sequence[EngineCore]]
 """Cores by the name of their pool."""

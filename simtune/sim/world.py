@@ -32,10 +32,10 @@ from simtune.sim.front_end import FrontEnd
 from simtune.sim.handover import Handover, Routers
 from simtune.sim.outcome import EngineCoreUse, Outcome
 from simtune.sim.recorder import MOST_ROWS, Recorder
-from simtune.sim.requests import RequestStream
 from simtune.sim.router import RoundRobin, Router
 from simtune.sim.source import Hints, RequestSource
 from simtune.specs.plan import FirstToken
+from simtune.workload.requests import RequestStream
 
 
 class World:

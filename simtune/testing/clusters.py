@@ -19,13 +19,13 @@ from simtune.sim.control import RoleController, RoleCores
 from simtune.sim.core import EngineCore, KvConnector, Stepping
 from simtune.sim.link import TransferLink
 from simtune.sim.outcome import Outcome
-from simtune.sim.requests import RequestStream
 from simtune.sim.router import ROUTERS, LoadAware, Need, Router
 from simtune.sim.stepping import DpGroup, Pipeline
 from simtune.sim.ways import ForkedConnector
 from simtune.sim.world import World
 from simtune.specs.control import Pressure
 from simtune.specs.plan import FirstToken
+from simtune.workload.requests import RequestStream
 
 BLOCK_BYTES = 1000
 SESSIONS = 5

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from simtune.sim.deployment import Deployment
-from simtune.sim.requests import RequestStream
 from simtune.sim.result import Result
 from simtune.sim.steady import LIFETIMES
 from simtune.sim.summary import SimulationSummary
@@ -15,6 +14,7 @@ from simtune.specs.workload import Slo
 from simtune.tuner.draws import MOST_REQUESTS, LoadDraws
 from simtune.tuner.knobs import Use, first_tokens_miss, uses
 from simtune.tuner.question import SAMPLED_CORES
+from simtune.workload.requests import RequestStream
 
 LOWER = 0.75
 """The next rate to try, relative to one that was too high, while no rate is known that is not."""

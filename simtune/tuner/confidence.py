@@ -36,12 +36,12 @@ from simtune.errors import UsageError
 from simtune.parallel import Jobs, executor, ordered_map
 from simtune.sim.basis import asked_calls
 from simtune.sim.deployment import Deployment
-from simtune.sim.requests import RequestStream
 from simtune.sim.result import Result
 from simtune.sim.uncertainty import ACCEPTANCE, LEVEL, Blueprint, draws, interval, spreads
 from simtune.specs.base import Count, NonNegative, Record, Seq, Share
 from simtune.specs.workload import Slo
 from simtune.tuner.promise import sustained_rps
+from simtune.workload.requests import RequestStream
 
 WORTH_NAMING = 3
 """Shapes of a kind that are named as worth measuring."""

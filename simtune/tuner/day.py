@@ -20,7 +20,6 @@ from pydantic import Field
 from simtune.errors import plural
 from simtune.parallel import Jobs, executor, ordered_map
 from simtune.sim.deployment import length_limit
-from simtune.sim.requests import RequestStream, build_stream
 from simtune.sim.result import Result
 from simtune.specs.base import Count, NonNegative, Positive, Record, Seq, Share
 from simtune.specs.study import Day
@@ -30,6 +29,7 @@ from simtune.tuner.question import SAMPLED_CORES, Question
 from simtune.tuner.space import Candidate
 from simtune.tuner.trial import Tuned
 from simtune.tuner.workshop import Workshop
+from simtune.workload.requests import RequestStream, build_stream
 
 HOUR_S = 3600.0
 

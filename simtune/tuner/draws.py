@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from simtune.sim.requests import RequestStream, build_stream
 from simtune.specs.traces import Trace
 from simtune.specs.workload import Workload
+from simtune.workload.requests import RequestStream, build_stream
 
 MOST_REQUESTS = 32_000
 """That are simulated at once, where a run is made longer."""

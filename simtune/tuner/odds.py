@@ -34,7 +34,6 @@ from simtune.costs.iteration import KINDS
 from simtune.sim.basis import timed_steps
 from simtune.sim.deployment import Deployment
 from simtune.sim.parts import OwnCosts
-from simtune.sim.requests import RequestStream
 from simtune.sim.result import Result, statistic_of
 from simtune.sim.sampling import SampledStep
 from simtune.sim.summary import SimulationSummary, SloLimit
@@ -46,6 +45,7 @@ from simtune.tuner.promise import sustained_rps
 from simtune.tuner.question import SAMPLED_CORES
 from simtune.tuner.rate_sweep import RateSweep
 from simtune.tuner.trial import Tuned
+from simtune.workload.requests import RequestStream
 
 WORLDS = 200
 """Drawn, not simulated."""

@@ -11,7 +11,6 @@ from simtune.errors import UsageError
 from simtune.sim.deployment import Deployment, deploy, length_limit
 from simtune.sim.drafting import Drafting
 from simtune.sim.parts import ROUTER
-from simtune.sim.requests import RequestStream, build_stream
 from simtune.sim.result import Result
 from simtune.specs.base import Dtype
 from simtune.specs.catalog import is_path
@@ -26,6 +25,7 @@ from simtune.tuner.drafting import Draft
 from simtune.tuner.draws import MOST_REQUESTS, LoadDraws
 from simtune.tuner.objectives import OBJECTIVES, Limit, Objective, PlanFacts
 from simtune.tuner.space import Candidate, PoolChoice, PoolShape
+from simtune.workload.requests import RequestStream, build_stream
 
 SAMPLED_CORES = 4
 """Of wide deployments this many cores are simulated while searching; the chosen plan is confirmed on all of them."""

@@ -14,13 +14,13 @@ from simtune.errors import Infeasible
 from simtune.sim.deployment import Deployment, compiled_costs
 from simtune.sim.feasibility import check
 from simtune.sim.pools import DeployedPool
-from simtune.sim.requests import RequestStream
 from simtune.specs.plan import Pool
 from simtune.tuner.bounds import RateBound
 from simtune.tuner.drafting import Draft, RoundCost, round_costs, speculation_on
 from simtune.tuner.promise import PoolCapacity
 from simtune.tuner.question import Question
 from simtune.tuner.space import Candidate, PoolChoice, PoolShape
+from simtune.workload.requests import RequestStream
 
 DIGITS = 4
 """Significant ones of a router's weights."""

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from simtune.errors import EngineError
-from simtune.sim.requests import RequestStream
 from simtune.validation.clock import Echo, Ticker, now
 from simtune.validation.exchange import Exchange, Piece, ServerAddress, ask, fetch, look_up, read_response
 from simtune.validation.measured import Lateness, MeasuredRequest
@@ -24,6 +23,7 @@ from simtune.validation.prometheus import MetricsReading
 from simtune.validation.prompts import Prompts
 from simtune.validation.relay import Direct, Relay, ServerPath
 from simtune.validation.streaming import Answer
+from simtune.workload.requests import RequestStream
 
 LEAD_S = 0.2
 """Between the last preparation and the first request."""

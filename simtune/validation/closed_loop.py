@@ -32,7 +32,6 @@ from simtune.errors import UsageError
 from simtune.runs.files import hold, write_file
 from simtune.sim.deployment import Deployment, deploy, length_limit
 from simtune.sim.parts import OwnCosts
-from simtune.sim.requests import RequestStream, build_stream
 from simtune.specs.hardware import Hardware
 from simtune.specs.plan import Plan, Pool
 from simtune.specs.reading import json_document, read_text
@@ -49,6 +48,7 @@ from simtune.validation.measured import (
     MeasuredRun,
     read_measured,
 )
+from simtune.workload.requests import RequestStream, build_stream
 
 STATE, REPORT, PROFILE, RUN = "state.json", "report.json", "profile", "run"
 SCHEMA = "simtune/loop@1"

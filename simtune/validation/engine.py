@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from simtune.sim.requests import RequestStream
 from simtune.specs.plan import Plan
 from simtune.validation.measured import MeasuredRun
+from simtune.workload.requests import RequestStream
 
 
 class Engine(Protocol):

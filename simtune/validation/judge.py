@@ -10,8 +10,8 @@ from pydantic import Field
 
 from simtune.errors import EngineError
 from simtune.sim.frames import PlainCurve, arrow, frame, html_table, plotted
-from simtune.sim.summary import SimulationSummary, Uncertainty, Whole
-from simtune.specs.base import Count, NonNegative, Positive, Record, Seq
+from simtune.sim.summary import SimulationSummary, Uncertainty
+from simtune.specs.base import Count, NonNegative, Positive, Record, Seq, Whole
 from simtune.validation.measured import MEASURED_METRICS, Clock, EngineFacts, MeasuredMetric, MeasuredRun
 
 VALIDATION_SCHEMA: Literal["simtune/validation@1"] = "simtune/validation@1"

@@ -7,7 +7,7 @@ import hashlib
 import numpy as np
 
 from simtune.errors import UsageError
-from simtune.sim.requests import RequestStream
+from simtune.workload.requests import RequestStream
 
 FIRST_TOKEN = 3
 """Ids below are commonly padding and the begin and end of a text."""

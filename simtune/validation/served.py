@@ -13,7 +13,6 @@ from pathlib import Path
 
 from simtune.emit import ENGINES
 from simtune.errors import EngineError, UsageError
-from simtune.sim.requests import RequestStream
 from simtune.specs import yamlfile
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
@@ -26,6 +25,7 @@ from simtune.validation.loads import warm_up
 from simtune.validation.measured import EngineFacts, MeasuredFacts, MeasuredRun
 from simtune.validation.prometheus import engine_facts
 from simtune.validation.prompts import Prompts, prompt_seed
+from simtune.workload.requests import RequestStream
 
 SERVED = (["mixed"], ["prefill", "decode"])
 """Roles of the pools that are started here."""

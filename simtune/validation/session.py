@@ -26,7 +26,6 @@ from simtune.arrays import Ints
 from simtune.errors import EngineError, UsageError
 from simtune.runs.files import MANIFEST, Files, claim, clear_within, write, write_file
 from simtune.runs.schema import Manifest
-from simtune.sim.requests import RequestStream
 from simtune.specs.base import Record
 from simtune.specs.plan import Plan
 from simtune.validation.engine import Engine
@@ -35,6 +34,7 @@ from simtune.validation.judge import check_client
 from simtune.validation.loads import Load
 from simtune.validation.measured import MeasuredRun, read_measured
 from simtune.validation.prompts import prompt_seed
+from simtune.workload.requests import RequestStream
 
 QUESTION = "question.json"
 

@@ -20,10 +20,10 @@ from simtune.reproduce import Findings, headline, reproduce, select
 from simtune.reproduce.collection import STORED, Entry, folder
 from simtune.reproduce.findings import NOT_SERVING
 from simtune.reproduce.sides import Runner, bisected, grouped, order_of
-from simtune.sim.requests import build_stream
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import Pool
 from simtune.specs.systems import StepSeconds, Systems, merged, plan_of, workload_of
+from simtune.workload.requests import build_stream
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Findings.model_validate(json.loads((folder() / STORED).read_text(encoding="utf-8")))

@@ -12,11 +12,11 @@ from simtune.errors import SpecError
 from simtune.sim.deployment import deploy
 from simtune.sim.outcome import Outcome
 from simtune.sim.parts import OwnCosts
-from simtune.sim.requests import RequestStream
 from simtune.sim.result import Result
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import Plan
 from simtune.testing.clusters import stream_of
+from simtune.workload.requests import RequestStream
 
 COLUMNS = ("scheduled", "first_token", "transferred", "finish")
 

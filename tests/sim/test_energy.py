@@ -11,7 +11,6 @@ import pytest
 from simtune.errors import UsageError
 from simtune.sim.deployment import deploy
 from simtune.sim.energy import InstancePower, energy_j
-from simtune.sim.requests import build_stream
 from simtune.sim.summary import InstanceUse
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.hardware import Hardware
@@ -23,6 +22,7 @@ from simtune.tuner.question import Question
 from simtune.tuner.search import optimize
 from simtune.tuner.space import space_of
 from simtune.tuner.workshop import Refused, Workshop
+from simtune.workload.requests import build_stream
 from tests.cli.conftest import STUDY, call
 
 MODEL, HARDWARE = load_model("llama-3.1-8b"), load_hardware("h100-sxm")

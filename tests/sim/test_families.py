@@ -19,11 +19,11 @@ from simtune.errors import SpecError, UsageError
 from simtune.runs.requests import requests_table
 from simtune.sim.deployment import deploy
 from simtune.sim.parts import OwnCosts
-from simtune.sim.requests import build_stream
 from simtune.sim.result import Result
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import Plan
 from simtune.specs.workload import Slo, Workload
+from simtune.workload.requests import build_stream
 
 STEP_S = 0.01
 

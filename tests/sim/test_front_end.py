@@ -10,11 +10,11 @@ import pytest
 from simtune.sim.deployment import deploy
 from simtune.sim.front_end import FrontEnd
 from simtune.sim.parts import OwnCosts
-from simtune.sim.requests import build_stream
 from simtune.sim.result import Result
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import Plan
 from simtune.specs.workload import Workload
+from simtune.workload.requests import build_stream
 from tests.sim.test_families import STEP_S, Constant
 
 

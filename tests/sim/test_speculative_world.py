@@ -20,7 +20,6 @@ from simtune.sim.core import EngineCore
 from simtune.sim.deployment import Deployment, deploy
 from simtune.sim.drafting import AcceptanceSampler, Drafting, SharedBudget, drafting_terms, uniform
 from simtune.sim.outcome import Outcome
-from simtune.sim.requests import RequestStream
 from simtune.sim.world import World
 from simtune.specs import trees
 from simtune.specs.acceptance import Acceptance, BetaMixture, Condition, PerPosition, PerRank, Rates, Revealed
@@ -45,6 +44,7 @@ from simtune.specs.schemes import (
 from simtune.specs.speculation import Speculation
 from simtune.testing.clusters import Cluster, check, clusters, stream_of
 from simtune.tuner.drafting import chain, tree
+from simtune.workload.requests import RequestStream
 from tests.oracles import chain as exact
 from tests.oracles import overlap
 

@@ -14,9 +14,9 @@ from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import VllmFcfs
 from simtune.sim.core import EngineCore, Stepping
 from simtune.sim.outcome import Outcome
-from simtune.sim.requests import RequestStream
 from simtune.sim.world import World
 from simtune.testing.clusters import stream_of
+from simtune.workload.requests import RequestStream
 from tests.engine.plain import PlainEngine, PlainRequest
 
 

@@ -12,7 +12,6 @@ import yaml
 from simtune.emit import ENGINES
 from simtune.errors import SpecError, UsageError
 from simtune.sim.drafting import Drafting
-from simtune.sim.requests import build_stream
 from simtune.specs.acceptance import Acceptance, PerPosition, PerRank
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.drafters import DraftModel, Eagle, Medusa
@@ -48,6 +47,7 @@ from simtune.tuner.drafting.study import batches_up_to
 from simtune.tuner.question import Question
 from simtune.tuner.search import optimize
 from simtune.tuner.space import Candidate, space_of
+from simtune.workload.requests import build_stream
 
 VLLM = ENGINES["vllm"]
 MODEL, HARDWARE = load_model("llama-3.1-8b"), load_hardware("h100-sxm")

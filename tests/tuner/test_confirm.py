@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from simtune.errors import UsageError
-from simtune.sim.requests import build_stream
 from simtune.specs.catalog import load_workload
 from simtune.specs.study import Confirmation
 from simtune.specs.workload import FixedInterval, FixedLength, Slo, Workload
@@ -22,6 +21,7 @@ from simtune.tuner.objectives import Goodput, Miss, PlanFacts
 from simtune.tuner.question import Question
 from simtune.tuner.search import optimize
 from simtune.tuner.trial import Tuned
+from simtune.workload.requests import build_stream
 from tests.tuner.test_search import LOAD, question
 
 DRAWS = Confirmation(draws=2, requests=1000)

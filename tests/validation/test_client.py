@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from simtune.errors import EngineError, UsageError
-from simtune.sim.requests import RequestStream, build_stream
 from simtune.specs.workload import Arrivals, ClosedLoop, FixedInterval, FixedLength, SharedPrefix, Workload
 from simtune.testing.fake_server import FakeServer
 from simtune.validation import clock
@@ -25,6 +24,7 @@ from simtune.validation.exchange import Piece, ServerAddress, ask, read_response
 from simtune.validation.prometheus import MetricsReading, engine_facts
 from simtune.validation.prompts import Prompts
 from simtune.validation.streaming import Answer
+from simtune.workload.requests import RequestStream, build_stream
 
 FAST = FixedInterval(rate_rps=200.0)
 

@@ -18,7 +18,6 @@ from simtune.report.validation import curves, queues_figure
 from simtune.runs.timeline import sampled
 from simtune.sim.deployment import NO_HARDWARE, Deployment, deploy
 from simtune.sim.parts import OwnCosts
-from simtune.sim.requests import RequestStream
 from simtune.sim.result import Result
 from simtune.specs.model import DenseFeedForward, FullAttention, LayerGroup, Model
 from simtune.specs.plan import Batching, KvCache, Plan, Pool
@@ -31,6 +30,7 @@ from simtune.validation.engines.torch import TorchEngine
 from simtune.validation.engines.transformers import TransformersEngine
 from simtune.validation.measured import Clock, MeasuredRun
 from simtune.validation.weights import write_weights
+from simtune.workload.requests import RequestStream
 from tests.validation.served_steps import PretendedClock, PretendedExecutor
 
 COSTS = LinearCosts(1e-3, 1e-5, 1e-7, 1e-8)

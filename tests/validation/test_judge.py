@@ -10,7 +10,6 @@ from simtune.api import deploy_plan, load_specs, set_up
 from simtune.errors import EngineError, UsageError
 from simtune.report import figures
 from simtune.report.validation import curves, render, rows, warnings
-from simtune.sim.requests import build_stream
 from simtune.sim.result import Result
 from simtune.specs.hardware import Hardware
 from simtune.specs.workload import ClosedLoop, FixedLength, Lognormal, Poisson, Workload
@@ -29,6 +28,7 @@ from simtune.validation.measured import (
 from simtune.validation.predict import predict, validation_of
 from simtune.validation.record import recorded
 from simtune.validation.session import as_loads
+from simtune.workload.requests import build_stream
 
 WORKLOAD = Workload(
     name="w",

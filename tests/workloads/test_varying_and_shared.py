@@ -10,7 +10,6 @@ from pydantic import ValidationError
 
 from simtune.errors import UsageError
 from simtune.sim.deployment import deploy
-from simtune.sim.requests import RepeatedBlocks, RequestStream, build_stream
 from simtune.sim.result import Result
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.columns import replay
@@ -29,6 +28,7 @@ from simtune.specs.workload import (
     TraceLengths,
     Workload,
 )
+from simtune.workload.requests import RepeatedBlocks, RequestStream, build_stream
 
 DAY = Piecewise(
     segments=(

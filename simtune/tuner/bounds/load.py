@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simtune.arrays import Array, Ints
-from simtune.sim.requests import RequestStream
+from simtune.workload.requests import RequestStream
 
 
 class BoundLoad:

@@ -19,7 +19,6 @@ from simtune.arrays import Array, Ints
 from simtune.costs.bounds import least_costs
 from simtune.sim.deployment import Deployment
 from simtune.sim.parts import POLICY, ROUTER
-from simtune.sim.requests import RequestStream
 from simtune.sim.ways import first_token_of
 from simtune.specs.plan import RoundRobinRouting
 from simtune.specs.workload import Slo
@@ -28,6 +27,7 @@ from simtune.tuner.bounds.load import BoundLoad
 from simtune.tuner.bounds.ways import PlanWay, ways_of
 from simtune.tuner.bounds.windows import ROUNDING, Jobs, first_come, first_come_seated, of_each
 from simtune.tuner.bounds.work import PoolWork
+from simtune.workload.requests import RequestStream
 
 CLOSE = 1e-4
 """Relative width to which the highest rate is found where it is looked for."""

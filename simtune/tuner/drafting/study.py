@@ -13,7 +13,6 @@ from simtune.costs.drafting import RoundModel
 from simtune.errors import Infeasible
 from simtune.sim.drafting import Drafting
 from simtune.sim.feasibility import check
-from simtune.sim.requests import RequestStream
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
 from simtune.specs.plan import Pool
@@ -21,6 +20,7 @@ from simtune.specs.schemes import Chain, Scheme
 from simtune.specs.speculation import Speculation
 from simtune.specs.study import DrafterChoice
 from simtune.tuner.drafting.choose import RoundCost, Schedule, choose
+from simtune.workload.requests import RequestStream
 
 MAX_LENGTH = 8
 """Depth of the deepest draft that is tried."""

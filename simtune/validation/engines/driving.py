@@ -19,7 +19,6 @@ from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.errors import SimtuneError, UsageError
 from simtune.sim.deployment import NO_HARDWARE, Deployment, deploy
 from simtune.sim.parts import OwnCosts
-from simtune.sim.requests import RequestStream
 from simtune.specs.model import DenseFeedForward, FullAttention, Model
 from simtune.specs.plan import Batching, KvCache, Plan, Policy, Pool
 from simtune.validation.engines import torch as torch_engine
@@ -30,6 +29,7 @@ from simtune.validation.engines.ports import free_ports, side_channel
 from simtune.validation.engines.serving import EngineLoop, Executor, Share
 from simtune.validation.prompts import Prompts
 from simtune.validation.weights import write_weights
+from simtune.workload.requests import RequestStream
 
 DriverClock = Literal["steps", "cpu", "wall"]
 

@@ -9,9 +9,9 @@ from math import nan
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.errors import UsageError
 from simtune.sim.deployment import Deployment, deploy
-from simtune.sim.requests import RequestStream
 from simtune.specs.plan import Plan
 from simtune.validation.measured import Clock, MeasuredFacts, MeasuredRequest, MeasuredRun, QueueSamples
+from simtune.workload.requests import RequestStream
 
 REFUSED = "longer than the engine can hold"
 MOST_SAMPLES = 2000

@@ -19,9 +19,9 @@ from simtune.engine import Progress, Request, Scheduler, Step
 from simtune.sim.agenda import NEVER, Agenda
 from simtune.sim.outcome import EngineCoreUse, Outcome
 from simtune.sim.recorder import Recorder
-from simtune.sim.requests import RequestStream
 from simtune.sim.source import RequestSource
 from simtune.validation.engines.clocks import EngineClock, processor_s, wall_s
+from simtune.workload.requests import RequestStream
 
 
 class Share(NamedTuple):

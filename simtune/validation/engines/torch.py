@@ -10,7 +10,6 @@ from typing import Any
 from simtune.engine import Request
 from simtune.errors import UsageError
 from simtune.sim.deployment import Deployment
-from simtune.sim.requests import RequestStream
 from simtune.sim.result import Result
 from simtune.specs.plan import Plan
 from simtune.specs.workload import Slo
@@ -19,6 +18,7 @@ from simtune.validation.engines.in_process import TokenTimes, check_clock, queue
 from simtune.validation.engines.serving import EngineLoop, Executor, MeasuredStep, QueueLength, Share
 from simtune.validation.loads import warm_up
 from simtune.validation.measured import Clock, EngineFacts, MeasuredFacts, MeasuredRun
+from simtune.workload.requests import RequestStream
 
 INSTALL = "the torch engine needs torch, which is not installed: pip install torch (or 'simtune[gpu]')"
 

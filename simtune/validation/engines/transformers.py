@@ -20,7 +20,6 @@ from simtune.costs.ticks import TICKS_PER_SECOND, to_ticks
 from simtune.errors import EngineError, UsageError
 from simtune.sim.agenda import NEVER, Agenda
 from simtune.sim.deployment import Deployment
-from simtune.sim.requests import RequestStream
 from simtune.sim.source import RequestSource
 from simtune.specs.plan import Plan
 from simtune.validation.engines.clocks import CLOCKS, EngineClock, processor_s
@@ -28,6 +27,7 @@ from simtune.validation.engines.in_process import TokenTimes, check_clock, queue
 from simtune.validation.loads import warm_up
 from simtune.validation.measured import Clock, EngineFacts, MeasuredFacts, MeasuredRun
 from simtune.validation.prompts import Prompts
+from simtune.workload.requests import RequestStream
 
 INSTALL = "the transformers engine needs transformers and torch, which are missing: pip install transformers torch"
 SCHEDULERS = {"transformers-fifo": "fifo", "transformers-prefill-first": "prefill_first"}

@@ -13,7 +13,6 @@ from typing import Any
 
 from simtune.emit import ENGINES
 from simtune.errors import UsageError
-from simtune.sim.requests import RequestStream
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan, Pool
 from simtune.validation.engine_profile import warm_up
@@ -22,6 +21,7 @@ from simtune.validation.engines.in_process import queue_samples
 from simtune.validation.engines.pair import CONNECTOR, EnginePair
 from simtune.validation.measured import EngineFacts, MeasuredDrafts, MeasuredFacts, MeasuredRequest, MeasuredRun
 from simtune.validation.prompts import Prompts
+from simtune.workload.requests import RequestStream
 
 MakeStepped = Callable[[EngineSize, Mapping[str, Any], float | None], StepDriver]
 

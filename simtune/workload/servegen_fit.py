@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simtune.errors import Problem, SpecError, UsageError
-from simtune.sim.load import Agreement
-from simtune.sim.requests import build_stream
 from simtune.specs.reading import csv_table, decoded, read_bytes, unpacked
 from simtune.specs.workload import Piecewise, Quantiles, Segment, Workload
+from simtune.workload.load import Agreement
+from simtune.workload.requests import build_stream
 
 RATES = ("client", "window_start_s", "rate_rps")
 LENGTHS = ("client", "window_start_s", "field", "tokens", "prob")

@@ -9,8 +9,6 @@ import numpy as np
 
 from simtune.arrays import Array, Ints
 from simtune.errors import UsageError
-from simtune.sim.load import Agreement, dispersion, kolmogorov_distance, rates_over_time, shared_share
-from simtune.sim.requests import RequestStream, build_stream, lengths_at
 from simtune.specs.traces import Trace
 from simtune.specs.workload import (
     Arrivals,
@@ -25,6 +23,8 @@ from simtune.specs.workload import (
     Segment,
     Workload,
 )
+from simtune.workload.load import Agreement, dispersion, kolmogorov_distance, rates_over_time, shared_share
+from simtune.workload.requests import RequestStream, build_stream, lengths_at
 
 TAIL = (0.98, 0.99, 0.999, 1.0)
 STEPS = (10, 20, 40, 80)

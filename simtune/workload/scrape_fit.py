@@ -8,10 +8,10 @@ from functools import reduce
 from typing import NamedTuple
 
 from simtune.errors import UsageError
-from simtune.sim.load import Agreement
-from simtune.sim.requests import build_stream
 from simtune.specs.scrapes import OUTPUT, PROMPT, TOTALS, TPOT, TTFT, BetweenScrapes, Histogram, Scrape, intervals
 from simtune.specs.workload import Arrivals, Piecewise, Poisson, Quantiles, Segment, Workload
+from simtune.workload.load import Agreement
+from simtune.workload.requests import build_stream
 
 LEAST = 8
 """Requests between two scrapes, on average, for a rate of its own."""

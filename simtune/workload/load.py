@@ -9,8 +9,7 @@ import numpy as np
 from pydantic import Field
 
 from simtune.arrays import Array, Ints
-from simtune.sim.summary import Whole
-from simtune.specs.base import Count, NonNegative, Record, Seq, Share
+from simtune.specs.base import Count, NonNegative, Record, Seq, Share, Whole
 
 BINS_OF_TIME = 48
 BINS_OF_LENGTH = 40

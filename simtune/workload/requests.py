@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from simtune.arrays import Array, Ints
 from simtune.errors import UsageError
-from simtune.sim.graphs import BLOCK_TOKENS, FamilyGraph, compiled
 from simtune.specs import room
 from simtune.specs.base import LARGEST_RATE_RPS, LONGEST_S
 from simtune.specs.traces import MOONCAKE_BLOCK_TOKENS, Trace
@@ -43,6 +42,7 @@ from simtune.specs.workload import (
     TraceLengths,
     Workload,
 )
+from simtune.workload.graphs import BLOCK_TOKENS, FamilyGraph, compiled
 
 # Keys of the random streams: changing one changes every result.
 _ARRIVALS, _PROMPT, _OUTPUT, _CLASS, _GROUP, _PREDICTION = range(6)
