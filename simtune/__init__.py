@@ -22,7 +22,7 @@ _HOMES = {
     "simtune.engine": ("Request", "Scheduler"),
     "simtune.engine.policies.listed": ("ListScheduler", "StallFree"),
     "simtune.sim.router": ("LoadAware", "Router"),
-    "simtune.sim.result": ("Result",),
+    "simtune.results.result": ("Result",),
     "simtune.costs.protocol": ("StepCosts",),
     "simtune.costs.function": ("StepFunction",),
     "simtune.costs.compiled": ("LinearCosts",),
@@ -81,7 +81,7 @@ if TYPE_CHECKING:
     from simtune.engine import Request, Scheduler
     from simtune.engine.policies.listed import ListScheduler, StallFree
     from simtune.errors import Infeasible, PartError, SimtuneError, SpecError, UsageError
-    from simtune.sim.result import Result
+    from simtune.results.result import Result
     from simtune.sim.router import LoadAware, Router
     from simtune.specs.hardware import Hardware
     from simtune.specs.model import Model

@@ -16,10 +16,10 @@ from simtune.costs.other_engines import for_engine, load_kernels
 from simtune.costs.step_files import read_costs
 from simtune.errors import Infeasible, UsageError
 from simtune.parallel import Jobs
+from simtune.results.result import Result
 from simtune.sim import parts
 from simtune.sim.deployment import NO_HARDWARE, Deployment, default_plan, deploy, unbound_plan
 from simtune.sim.drafting import Drafting
-from simtune.sim.result import Result
 from simtune.sim.streamed import StreamedLoad, StreamedResult, simulate_streamed
 from simtune.sim.watch import Watch
 from simtune.specs.base import override
@@ -217,7 +217,7 @@ def stream(
     watch: Watch | None = None,
 ) -> tuple[Deployment, StreamedResult]:
     """Simulate a plan under any number of requests in memory that does not grow with them: no columns, and percentiles
-    within `simtune.sim.sketch.ERROR`. See `simulate`; raises UsageError for what needs all requests at once."""
+    within `simtune.results.sketch.ERROR`. See `simulate`; raises UsageError for what needs all requests at once."""
     workload = specs.workload
     load = StreamedLoad(workload, specs.trace, requests=requests or workload.requests, seed=seed, rate_rps=rate_rps)
     deployment = _deployed(specs, load.extremes, costs)

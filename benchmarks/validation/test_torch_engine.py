@@ -25,8 +25,8 @@ from benchmarks.results import Recorder
 from benchmarks.validation.loads import METRICS, at_once, errors, three_loads
 from simtune.costs.calibration import TimedStep
 from simtune.costs.iteration import StepModel
+from simtune.results.result import Result
 from simtune.sim.deployment import Deployment, deploy
-from simtune.sim.result import Result
 from simtune.specs.catalog import load_hardware
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import DenseFeedForward, FullAttention, LayerGroup, Model

@@ -16,9 +16,9 @@ from simtune.cli.numbers import SEED
 from simtune.cli.pace import Bar, Pace
 
 if TYPE_CHECKING:
+    from simtune.results.summary import CostBasis
     from simtune.runs.contents import Contents
     from simtune.sim.deployment import Deployment
-    from simtune.sim.summary import CostBasis
     from simtune.specs.base import Spec
     from simtune.specs.hardware import Hardware
     from simtune.specs.traces import Trace

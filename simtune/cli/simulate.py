@@ -36,11 +36,11 @@ from simtune.errors import UsageError
 
 if TYPE_CHECKING:
     from simtune.api import Experiment
+    from simtune.results.result import Result
+    from simtune.results.summary import CostBasis, Distribution, SimulationSummary, Uncertainty
     from simtune.runs.schema import Price
     from simtune.sim.deployment import Deployment
-    from simtune.sim.result import Result
     from simtune.sim.streamed import StreamedResult
-    from simtune.sim.summary import CostBasis, Distribution, SimulationSummary, Uncertainty
     from simtune.sim.watch import Watch
     from simtune.specs.plan import Plan
 

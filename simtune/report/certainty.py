@@ -6,8 +6,8 @@ import math
 
 from simtune.costs.predict import Z90
 from simtune.report.info import METRIC_NAMES, ms, number, percent
+from simtune.results.summary import CostBasis, SloLimit, Uncertainty
 from simtune.runs.schema import Summary
-from simtune.sim.summary import CostBasis, SloLimit, Uncertainty
 from simtune.tuner.odds import SloOdds
 
 

@@ -18,8 +18,8 @@ from simtune.report.certainty import certainty
 from simtune.report.templates import fill, template
 from simtune.report.validation import headline as validated
 from simtune.reproduce import headline as published
+from simtune.results.summary import Metric
 from simtune.runs.schema import Run, Summary
-from simtune.sim.summary import Metric
 
 METRICS: tuple[Metric, ...] = ("ttft", "tpot", "e2el")
 DECISIVE = 5e-4

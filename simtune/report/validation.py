@@ -14,9 +14,9 @@ from simtune.report import figures
 from simtune.report.figures import COLOURS, GREY, Figure
 from simtune.report.labels import brief
 from simtune.report.templates import fill, template
+from simtune.results.result import Result
+from simtune.results.summing import quantiles
 from simtune.runs.schema import Timeline
-from simtune.sim.result import Result
-from simtune.sim.summing import quantiles
 from simtune.validation.judge import Comparison, LoadResult, Validation
 from simtune.validation.measured import MeasuredMetric, MeasuredRun, QueueSamples
 

@@ -15,10 +15,10 @@ from simtune.costs.iteration import StepModel, StepWork
 from simtune.costs.memory import GIB, Memory, kv_capacity
 from simtune.costs.other_engines import load_kernels
 from simtune.errors import Infeasible, UsageError
+from simtune.results.result import Result, statistic_of
 from simtune.sim.deployment import Deployment, deploy
 from simtune.sim.drafting import Drafting
 from simtune.sim.pools import DeployedPool
-from simtune.sim.result import Result, statistic_of
 from simtune.specs.catalog import load_acceptance, load_model
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model

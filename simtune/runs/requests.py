@@ -9,9 +9,9 @@ from typing import Any
 
 from simtune.arrays import Array
 from simtune.errors import UsageError
+from simtune.results.result import Result
 from simtune.runs.schema import RequestRow
 from simtune.runs.tables import columns, to_csv
-from simtune.sim.result import Result
 
 BLOCK = 1 << 14
 """Rows that are made at once: a row as Python objects takes five times its text."""

@@ -2,7 +2,7 @@
 `manifest.json`.
 
 Declared once; the same classes are filled in, written, and read again. The numbers of the simulation itself are
-declared where they are computed, in `simtune.sim.summary`. Seconds, bytes, tokens, requests per second.
+declared where they are computed, in `simtune.results.summary`. Seconds, bytes, tokens, requests per second.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, ValidationInfo, field_serializer, field_validator, model_validator
 
+from simtune.results.summary import CostBasis, LatencyQuantiles, SimulationSummary, Uncertainty
 from simtune.runs.swimlanes import Swimlanes
-from simtune.sim.summary import CostBasis, LatencyQuantiles, SimulationSummary, Uncertainty
 from simtune.specs.base import Count, ErrorAt, NonNegative, Positive, Record, Seq, Share, Spec, Whole
 from simtune.specs.plan import Plan
 from simtune.specs.study import Study

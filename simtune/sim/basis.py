@@ -11,11 +11,11 @@ from simtune.costs.basis import AskedCall, KindBasis, StepBasis, WeightedStep
 from simtune.costs.iteration import StepModel, StepWork
 from simtune.costs.predict import Basis
 from simtune.costs.protocol import TellingCosts
+from simtune.results.outcome import SampledStep
+from simtune.results.result import Result
+from simtune.results.summary import BasisShares, CostBasis, OperatorBasis
 from simtune.sim.deployment import Deployment
 from simtune.sim.parts import OwnCosts
-from simtune.sim.result import Result
-from simtune.sim.sampling import SampledStep
-from simtune.sim.summary import BasisShares, CostBasis, OperatorBasis
 
 STEPS = 48
 """Of each pool, evenly spaced in its busy time."""

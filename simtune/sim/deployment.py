@@ -15,12 +15,12 @@ from simtune.costs.protocol import StepCosts
 from simtune.costs.share import share_of
 from simtune.costs.step_files import read_costs
 from simtune.errors import Infeasible, PartError, UsageError
+from simtune.results.result import MissBudget, Result
 from simtune.sim import parts
 from simtune.sim.drafting import Drafting, useful_replicas
-from simtune.sim.energy import power_of
 from simtune.sim.feasibility import check
+from simtune.sim.pool_power import power_of
 from simtune.sim.pools import DeployedPool, kv_block_bytes
-from simtune.sim.result import MissBudget, Result
 from simtune.sim.stations import passed
 from simtune.sim.watch import StopWhen, Watch, watched
 from simtune.sim.wiring import transfer_terms, wire

@@ -16,7 +16,7 @@ import numpy as np
 from simtune.arrays import Array, Ints
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.errors import UsageError
-from simtune.sim.outcome import Outcome
+from simtune.results.outcome import Outcome
 from simtune.specs.base import LONGEST_S
 from simtune.specs.plan import Plan
 from simtune.specs.stages import Stage

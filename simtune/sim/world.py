@@ -11,6 +11,7 @@ import gc
 from collections.abc import Callable, Mapping, Sequence
 
 from simtune.engine import PrefixCache, Progress, Request
+from simtune.results.outcome import EngineCoreUse, Outcome
 from simtune.sim.agenda import (
     ARRIVAL,
     CHANGE,
@@ -30,7 +31,6 @@ from simtune.sim.dispatch import Dispatcher
 from simtune.sim.families import FamilySource
 from simtune.sim.front_end import FrontEnd
 from simtune.sim.handover import Handover, Routers
-from simtune.sim.outcome import EngineCoreUse, Outcome
 from simtune.sim.recorder import MOST_ROWS, Recorder
 from simtune.sim.router import RoundRobin, Router
 from simtune.sim.source import Hints, RequestSource

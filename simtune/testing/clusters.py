@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from simtune.costs.compiled import LinearCosts
 from simtune.costs.ticks import TICKS_PER_SECOND, to_ticks
 from simtune.engine import Scheduler, VllmFcfs
+from simtune.results.outcome import Outcome
 from simtune.sim.availability import Change
 from simtune.sim.control import RoleController, RoleCores
 from simtune.sim.core import EngineCore, KvConnector, Stepping
 from simtune.sim.link import TransferLink
-from simtune.sim.outcome import Outcome
 from simtune.sim.router import ROUTERS, LoadAware, Need, Router
 from simtune.sim.stepping import DpGroup, Pipeline
 from simtune.sim.ways import ForkedConnector

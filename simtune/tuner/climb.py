@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from simtune.results.result import Result
+from simtune.results.steady import LIFETIMES
+from simtune.results.summary import SimulationSummary
 from simtune.sim.deployment import Deployment
-from simtune.sim.result import Result
-from simtune.sim.steady import LIFETIMES
-from simtune.sim.summary import SimulationSummary
 from simtune.specs.workload import Slo
 from simtune.tuner.draws import MOST_REQUESTS, LoadDraws
 from simtune.tuner.knobs import Use, first_tokens_miss, uses
@@ -45,7 +45,7 @@ class SimulationFinding:
     strain: float | None
     """The largest share of a limit that was taken, above 1 where it was missed; None where requests piled up."""
     wander: float | None = None
-    """How far the number in the system strays (`simtune.sim.steady.wander`)."""
+    """How far the number in the system strays (`simtune.results.steady.wander`)."""
 
 
 @dataclass(frozen=True)

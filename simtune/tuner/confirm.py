@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from simtune.results.result import Result
+from simtune.results.steady import needed_for
+from simtune.results.summary import SimulationSummary
 from simtune.sim.deployment import Deployment
-from simtune.sim.result import Result
-from simtune.sim.steady import needed_for
-from simtune.sim.summary import SimulationSummary
 from simtune.specs.workload import Slo
 from simtune.tuner.climb import LOWEST, Simulation, SimulationFinding, violation
 from simtune.tuner.draws import MOST_REQUESTS
@@ -34,7 +34,8 @@ ENOUGH_LIFETIMES = 25
 OVERLOAD = 0.01
 """Share of the offered requests that are not kept up with, which a rate that is reported may hide."""
 STRAYS = {1: 0.016, 2: 0.027, 3: 0.036}
-"""0.1 % quantile of the mean of `simtune.sim.steady.wander` over so many free random walks; of more that of three."""
+"""0.1 % quantile of the mean of `simtune.results.steady.wander` over so many free random walks;
+of more that of three."""
 
 
 class DrawsVerdict(NamedTuple):

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 from simtune.errors import Infeasible
 from simtune.parallel import Jobs, executor
+from simtune.results.result import Result
 from simtune.sim.deployment import Deployment
-from simtune.sim.result import Result
 from simtune.specs.workload import Slo
 from simtune.tuner.climb import Simulation, SimulationFinding
 from simtune.tuner.entry import Admission, Entrant

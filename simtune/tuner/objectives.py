@@ -214,7 +214,7 @@ class MeanLatency(Objective):
 
 
 class JoulesPerToken(Objective):
-    """The energy of an output token at the load it is served at (`simtune.sim.energy`)."""
+    """The energy of an output token at the load it is served at (`simtune.results.energy`)."""
 
     name, unit, sign, needs_power = "joules_per_token", "J/output token", -1, True
 

@@ -31,12 +31,12 @@ from pydantic import Field
 from simtune.arrays import Array
 from simtune.costs.basis import KindBasis
 from simtune.costs.iteration import KINDS
+from simtune.results.outcome import SampledStep
+from simtune.results.result import Result, statistic_of
+from simtune.results.summary import SimulationSummary, SloLimit
 from simtune.sim.basis import timed_steps
 from simtune.sim.deployment import Deployment
 from simtune.sim.parts import OwnCosts
-from simtune.sim.result import Result, statistic_of
-from simtune.sim.sampling import SampledStep
-from simtune.sim.summary import SimulationSummary, SloLimit
 from simtune.sim.uncertainty import ACCEPTANCE, LEVEL, Blueprint, draws, interval
 from simtune.specs.base import Count, NonNegative, Positive, Record, Seq, Share
 from simtune.tuner.chance import spread

@@ -8,10 +8,10 @@ from typing import Any, cast
 
 from simtune.costs.protocol import StepCosts
 from simtune.errors import UsageError
+from simtune.results.result import Result
 from simtune.sim.deployment import Deployment, deploy, length_limit
 from simtune.sim.drafting import Drafting
 from simtune.sim.parts import ROUTER
-from simtune.sim.result import Result
 from simtune.specs.base import Dtype
 from simtune.specs.catalog import is_path
 from simtune.specs.engine import EnginePreset

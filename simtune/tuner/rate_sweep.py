@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from simtune.parallel import Jobs, executor, ordered_map
+from simtune.results.result import Result
+from simtune.results.summary import LatencyQuantiles, SimulationSummary
 from simtune.sim.deployment import Deployment
-from simtune.sim.result import Result
-from simtune.sim.summary import LatencyQuantiles, SimulationSummary
 from simtune.tuner.question import Question
 from simtune.tuner.trial import Trial, Tuned
 

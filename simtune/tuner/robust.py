@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from simtune.parallel import Jobs
+from simtune.results.result import Result
+from simtune.results.summary import Uncertainty
 from simtune.sim.deployment import Deployment
-from simtune.sim.result import Result
-from simtune.sim.summary import Uncertainty
 from simtune.sim.uncertainty import uncertainty
 from simtune.tuner.climb import LOWEST
 from simtune.tuner.confidence import Confidence, RivalPlan, confidence

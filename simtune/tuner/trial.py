@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from simtune.results.frames import PlainCurve, arrow, frame, html_table, plotted
+from simtune.results.result import Result
+from simtune.results.summary import Metric, SimulationSummary
 from simtune.sim.deployment import Deployment
-from simtune.sim.frames import PlainCurve, arrow, frame, html_table, plotted
-from simtune.sim.result import Result
-from simtune.sim.summary import Metric, SimulationSummary
 from simtune.tuner.classes import PlanClass
 from simtune.tuner.ladder import Ladder
 from simtune.tuner.objectives import Judged

@@ -9,8 +9,8 @@ import numpy as np
 from pydantic import Field
 
 from simtune.errors import EngineError
-from simtune.sim.frames import PlainCurve, arrow, frame, html_table, plotted
-from simtune.sim.summary import SimulationSummary, Uncertainty
+from simtune.results.frames import PlainCurve, arrow, frame, html_table, plotted
+from simtune.results.summary import SimulationSummary, Uncertainty
 from simtune.specs.base import Count, NonNegative, Positive, Record, Seq, Whole
 from simtune.validation.measured import MEASURED_METRICS, Clock, EngineFacts, MeasuredMetric, MeasuredRun
 

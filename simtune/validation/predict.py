@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from simtune.errors import EngineError
+from simtune.results.result import Result
+from simtune.results.summary import Uncertainty
 from simtune.sim.deployment import Deployment
 from simtune.sim.parts import OwnCosts
-from simtune.sim.result import Result
-from simtune.sim.summary import Uncertainty
 from simtune.sim.uncertainty import uncertainty
 from simtune.validation.judge import VALIDATION_SCHEMA, Validation, compare
 from simtune.validation.loads import Load

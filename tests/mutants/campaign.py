@@ -38,7 +38,7 @@ from tests.mutants.mutations import mutant
 from tests.mutants.survivors import SURVIVORS
 
 ROOT = Path(__file__).resolve().parents[2]
-MUTATED = ("simtune/engine", "simtune/sim", "simtune/workload")
+MUTATED = ("simtune/engine", "simtune/sim", "simtune/workload", "simtune/results")
 TESTS = (
     "tests/engine", "tests/sim", "tests/worlds", "tests/speculation", "tests/golden", "tests/workloads", "tests/api",
     "tests/testing", "tests/costs", "tests/specs",

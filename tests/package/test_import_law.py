@@ -26,15 +26,16 @@ LAW: dict[str, set[str]] = {
     "emit": {"errors", "plugins", "specs"},
     "profiling": {"arrays", "errors", "specs", "costs"},
     "workload": {"arrays", "errors", "specs", "costs"},
-    "sim": GROUND | {"engine", "costs", "workload"},
-    "testing": GROUND | {"engine", "costs", "workload", "sim"},
-    "tuner": GROUND | {"engine", "costs", "emit", "workload", "sim"},
-    "runs": GROUND | {"costs", "emit", "workload", "sim", "tuner"},
-    "validation": GROUND | {"engine", "costs", "emit", "profiling", "workload", "sim", "tuner", "runs"},
-    "reproduce": GROUND | {"engine", "costs", "workload", "sim"},
-    "report": GROUND | {"costs", "workload", "sim", "tuner", "runs", "reproduce", "validation"},
-    "api": GROUND | {"engine", "costs", "emit", "workload", "sim", "tuner"},
-    "sweep": GROUND | {"sim", "runs", "api"},
+    "results": {"arrays", "errors", "specs", "engine", "costs", "workload"},
+    "sim": GROUND | {"engine", "costs", "workload", "results"},
+    "testing": GROUND | {"engine", "costs", "workload", "results", "sim"},
+    "tuner": GROUND | {"engine", "costs", "emit", "workload", "results", "sim"},
+    "runs": GROUND | {"costs", "emit", "workload", "results", "sim", "tuner"},
+    "validation": GROUND | {"engine", "costs", "emit", "profiling", "workload", "results", "sim", "tuner", "runs"},
+    "reproduce": GROUND | {"engine", "costs", "workload", "results", "sim"},
+    "report": GROUND | {"costs", "workload", "results", "sim", "tuner", "runs", "reproduce", "validation"},
+    "api": GROUND | {"engine", "costs", "emit", "workload", "results", "sim", "tuner"},
+    "sweep": GROUND | {"results", "sim", "runs", "api"},
     "cli": GROUND
     | {
         "acceptance",
@@ -42,6 +43,7 @@ LAW: dict[str, set[str]] = {
         "costs",
         "profiling",
         "workload",
+        "results",
         "sim",
         "emit",
         "report",
@@ -146,7 +148,9 @@ def test_torch_and_other_heavy_company_stay_out() -> None:
     for name, module in modules().items():
         heads = {found.split(".")[0] for found in imports(module)}
         assert not heads & {"sklearn", "pickle"}, name
-        assert "pandas" not in heads or name == "simtune.sim.frames", name  # inside a function, for those who have it
+        assert "pandas" not in heads or name == "simtune.results.frames", (
+            name
+        )  # inside a function, for those who have it
         assert "torch" not in heads or name in {*MEASURERS, ADAPTER}, name
         assert "transformers" not in heads or name == ADAPTER, name
 

@@ -10,6 +10,8 @@ from typing import Any, get_args
 import pytest
 
 from simtune.api import Experiment, load_draft, load_specs, set_up
+from simtune.results.result import Result
+from simtune.results.summary import SimulationSummary, Uncertainty, is_uncertain
 from simtune.runs.contents import Contents, of_simulation
 from simtune.runs.engine_files import speculation_facts
 from simtune.runs.manifest import manifest
@@ -18,8 +20,6 @@ from simtune.runs.requests import requests_table
 from simtune.runs.schema import CandidateRow, DraftSchedule, Manifest, RequestRow, Summary
 from simtune.runs.tables import columns, read_csv, to_csv
 from simtune.sim.deployment import vllm_batching
-from simtune.sim.result import Result
-from simtune.sim.summary import SimulationSummary, Uncertainty, is_uncertain
 from simtune.specs.base import Record
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.drafters import Eagle

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from simtune.errors import UsageError
+from simtune.results.energy import InstancePower, energy_j
+from simtune.results.summary import InstanceUse
 from simtune.sim.deployment import deploy
-from simtune.sim.energy import InstancePower, energy_j
-from simtune.sim.summary import InstanceUse
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.hardware import Hardware
 from simtune.specs.plan import Plan

@@ -13,10 +13,10 @@ from simtune.costs.compiled import LinearCosts
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import VllmFcfs
 from simtune.errors import Infeasible, UsageError
+from simtune.results.result import Result
 from simtune.sim.core import EngineCore, KvConnector, Stepping
 from simtune.sim.deployment import deploy
 from simtune.sim.link import TransferLink
-from simtune.sim.result import Result
 from simtune.sim.router import LeastTokens, RoundRobin
 from simtune.sim.stepping import Pipeline
 from simtune.sim.world import World

@@ -16,10 +16,10 @@ from simtune.costs.drafting import RoundModel, draft_memory
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import DraftingTerms, Request, Tally, VllmFcfs
 from simtune.errors import Infeasible
+from simtune.results.outcome import Outcome
 from simtune.sim.core import EngineCore
 from simtune.sim.deployment import Deployment, deploy
 from simtune.sim.drafting import AcceptanceSampler, Drafting, SharedBudget, drafting_terms, uniform
-from simtune.sim.outcome import Outcome
 from simtune.sim.world import World
 from simtune.specs import trees
 from simtune.specs.acceptance import Acceptance, BetaMixture, Condition, PerPosition, PerRank, Rates, Revealed

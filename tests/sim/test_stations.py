@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simtune.errors import SpecError, UsageError
+from simtune.results.result import Result
 from simtune.sim.deployment import deploy
 from simtune.sim.parts import OwnCosts
-from simtune.sim.result import Result
 from simtune.sim.stations import serve
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import Plan

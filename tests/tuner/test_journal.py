@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from simtune.errors import UsageError
-from simtune.sim.summary import SimulationSummary
+from simtune.results.summary import SimulationSummary
 from simtune.specs.plan import Batching, Plan, Pool
 from simtune.tuner.climb import SimulationFinding
 from simtune.tuner.journal import SearchJournal, key_of

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import simtune.tuner.odds
+from simtune.results.summary import SloLimit
 from simtune.sim.basis import pool_bases, timed_steps
-from simtune.sim.summary import SloLimit
 from simtune.sim.uncertainty import uncertainty
 from simtune.specs.catalog import load_hardware
 from simtune.specs.workload import Poisson, Slo

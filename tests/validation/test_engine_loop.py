@@ -9,8 +9,8 @@ import pytest
 from simtune.costs.compiled import LinearCosts
 from simtune.engine import TransformersFifo, VllmFcfs
 from simtune.engine.scheduler import Scheduler
+from simtune.results.outcome import Outcome
 from simtune.sim.core import EngineCore
-from simtune.sim.outcome import Outcome
 from simtune.sim.world import World
 from simtune.validation.engines.clocks import CLOCKS
 from simtune.validation.engines.serving import EngineLoop, Served

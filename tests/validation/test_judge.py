@@ -10,7 +10,7 @@ from simtune.api import deploy_plan, load_specs, set_up
 from simtune.errors import EngineError, UsageError
 from simtune.report import figures
 from simtune.report.validation import curves, render, rows, warnings
-from simtune.sim.result import Result
+from simtune.results.result import Result
 from simtune.specs.hardware import Hardware
 from simtune.specs.workload import ClosedLoop, FixedLength, Lognormal, Poisson, Workload
 from simtune.validation.formats import read_run, to_aiperf, to_vllm_bench

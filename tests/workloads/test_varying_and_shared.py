@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from simtune.errors import UsageError
+from simtune.results.result import Result
 from simtune.sim.deployment import deploy
-from simtune.sim.result import Result
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.columns import replay
 from simtune.specs.plan import Batching, KvCache, Plan, Pool

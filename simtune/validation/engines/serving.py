@@ -16,8 +16,8 @@ from simtune.costs.calibration import TimedStep
 from simtune.costs.iteration import StepWork
 from simtune.costs.ticks import TICKS_PER_SECOND, to_ticks
 from simtune.engine import Progress, Request, Scheduler, Step
+from simtune.results.outcome import EngineCoreUse, Outcome
 from simtune.sim.agenda import NEVER, Agenda
-from simtune.sim.outcome import EngineCoreUse, Outcome
 from simtune.sim.recorder import Recorder
 from simtune.sim.source import RequestSource
 from simtune.validation.engines.clocks import EngineClock, processor_s, wall_s

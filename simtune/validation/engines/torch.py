@@ -9,8 +9,8 @@ from typing import Any
 
 from simtune.engine import Request
 from simtune.errors import UsageError
+from simtune.results.result import Result
 from simtune.sim.deployment import Deployment
-from simtune.sim.result import Result
 from simtune.specs.plan import Plan
 from simtune.specs.workload import Slo
 from simtune.validation.engines.clocks import CLOCKS, EngineClock, ProcessorClock

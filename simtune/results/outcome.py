@@ -9,10 +9,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simtune.engine import Tally
-from simtune.sim.recorded_steps import RecordedSteps
-from simtune.sim.sampling import SampledStep
+from simtune.results.recorded_steps import RecordedSteps
 
 Ticks = NDArray[np.int64]
+
+
+class SampledStep(NamedTuple):
+    """What a step worked on; `ticks` of a core's busy time are taken to have gone to steps like it."""
+
+    ticks: int
+    num_decodes: int
+    context_tokens: int
+    """KV tokens that the decodes read."""
+    verify_tokens: int
+    """Tokens that the decodes compute, drafts included."""
+    num_samples: int
+    """Sequences that get a token."""
+    chunks: tuple[tuple[int, int], ...]
+    """(past tokens, new tokens) of prefill chunks."""
 
 
 class EngineCoreUse(NamedTuple):

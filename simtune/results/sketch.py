@@ -8,7 +8,7 @@ import numpy as np
 
 from simtune.arrays import Array, Ints
 from simtune.costs.ticks import TICKS_PER_SECOND
-from simtune.sim.summary import Distribution
+from simtune.results.summary import Distribution
 
 ERROR = 0.001
 """Percentiles are off by at most this share of their value."""

@@ -10,9 +10,9 @@ import numpy as np
 from simtune.arrays import Array
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import Tally
-from simtune.sim.outcome import EngineCoreUse
-from simtune.sim.statistics import TokenIntervals, batch_means
-from simtune.sim.summary import Distribution, InstanceUse, PrefixCacheUse, Verifications
+from simtune.results.outcome import EngineCoreUse
+from simtune.results.statistics import TokenIntervals, batch_means
+from simtune.results.summary import Distribution, InstanceUse, PrefixCacheUse, Verifications
 
 
 def distribution(values: Array, noise: bool = True) -> Distribution:

@@ -68,7 +68,7 @@ class TokenIntervals:
     """
 
     def __init__(self, intervals: NDArray[np.int64]) -> None:
-        """`intervals` are those of `simtune.sim.outcome.Outcome`, at least one row."""
+        """`intervals` are those of `simtune.results.outcome.Outcome`, at least one row."""
         self._first, self._slope, self._steps, self._decodes = intervals.T
         even = (self._slope == 0) | (self._steps == 1)
         order = self._first[even].argsort()

@@ -21,13 +21,13 @@ from simtune.arrays import Array, Ints
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import Tally
 from simtune.errors import UsageError
-from simtune.sim.energy import Power, energy_of
-from simtune.sim.frames import PlainCurve, arrow, frame, html_table, plotted
-from simtune.sim.outcome import Outcome
-from simtune.sim.statistics import TokenIntervals, warm_up
-from simtune.sim.steady import Steadiness, in_system, needed_for, steadiness, wander
-from simtune.sim.summary import LatencyQuantiles, Metric, SimulationSummary, SloLimit
-from simtune.sim.summing import between_tokens, distribution, instances, prefix_cache, quantiles, verifications
+from simtune.results.energy import Power, energy_of
+from simtune.results.frames import PlainCurve, arrow, frame, html_table, plotted
+from simtune.results.outcome import Outcome
+from simtune.results.statistics import TokenIntervals, warm_up
+from simtune.results.steady import Steadiness, in_system, needed_for, steadiness, wander
+from simtune.results.summary import LatencyQuantiles, Metric, SimulationSummary, SloLimit
+from simtune.results.summing import between_tokens, distribution, instances, prefix_cache, quantiles, verifications
 from simtune.specs.workload import Slo
 from simtune.workload.requests import RequestStream
 
@@ -155,7 +155,7 @@ class Result(RequestTimes):
 
     @cached_property
     def steadiness(self) -> Steadiness | None:
-        """Whether the load is kept up with (`simtune.sim.steady`).
+        """Whether the load is kept up with (`simtune.results.steady`).
 
         None where that is no question: in a closed loop, whose users wait; of a batch and of requests that all come at
         once; and of a run that was stopped early. Requests that are left when no instance is up saturate any system.
@@ -173,7 +173,7 @@ class Result(RequestTimes):
 
     @property
     def wander(self) -> float | None:
-        """How far the number in the system strays in the second half (`simtune.sim.steady.wander`); None where the
+        """How far the number in the system strays in the second half (`simtune.results.steady.wander`); None where the
         verdict is None."""
         present = self._at_arrivals[0]
         return (

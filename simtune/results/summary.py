@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field, GetJsonSchemaHandler
 from pydantic_core import CoreSchema
 
-from simtune.sim.steady import Steadiness
+from simtune.results.steady import Steadiness
 from simtune.specs.base import Count, NonNegative, Positive, Record, Seq, Share, Whole
 from simtune.specs.workload import SloMetric
 
