@@ -41,7 +41,7 @@ FOLDERS = {
     "hardware": "hwprofiles",
     "workload": "workloads",
     "acceptance": "workloads/acceptance",
-    "engine": "engines",
+    "engine": "presets",
 }
 _SPEC_SUFFIXES = (".yaml", ".yml", ".json")
 _TRACE_SUFFIXES = (".csv", ".jsonl", ".csv.gz", ".jsonl.gz")
