@@ -34,10 +34,10 @@ from simtune.specs.catalog import (
     load_workload,
 )
 from simtune.specs.columns import replay, trace_of
-from simtune.specs.engine import EnginePreset
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan, Pool
+from simtune.specs.preset import EnginePreset
 from simtune.specs.study import DrafterChoice, Study
 from simtune.specs.traces import Trace, read_trace
 from simtune.specs.workload import Workload

@@ -24,10 +24,10 @@ from simtune.sim.pools import DeployedPool, kv_block_bytes
 from simtune.sim.stations import passed
 from simtune.sim.watch import StopWhen, Watch, watched
 from simtune.sim.wiring import transfer_terms, wire
-from simtune.specs.engine import EnginePreset, merged
 from simtune.specs.hardware import Device, Hardware, Host, Provenance
 from simtune.specs.model import Model
 from simtune.specs.plan import Batching, KvCache, Plan, Pool
+from simtune.specs.preset import EnginePreset, merged
 from simtune.specs.workload import Slo
 from simtune.workload.requests import RequestStream
 

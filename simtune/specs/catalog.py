@@ -19,11 +19,11 @@ from simtune.specs import hf, yamlfile
 from simtune.specs.acceptance import Acceptance
 from simtune.specs.base import Check, Dtype, Spec, override, spec_name
 from simtune.specs.columns import replay
-from simtune.specs.engine import EnginePreset, merged
 from simtune.specs.hardware import Facts, Hardware
 from simtune.specs.hf import hub
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
+from simtune.specs.preset import EnginePreset, merged
 from simtune.specs.reading import decoded, read_bytes, read_text
 from simtune.specs.study import Study
 from simtune.specs.systems import Systems

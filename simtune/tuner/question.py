@@ -14,10 +14,10 @@ from simtune.sim.drafting import Drafting
 from simtune.sim.parts import ROUTER
 from simtune.specs.base import Dtype
 from simtune.specs.catalog import is_path
-from simtune.specs.engine import EnginePreset
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
+from simtune.specs.preset import EnginePreset
 from simtune.specs.study import Study
 from simtune.specs.traces import Trace
 from simtune.specs.workload import ClosedLoop, Workload

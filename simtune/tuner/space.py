@@ -13,8 +13,8 @@ from typing import Any
 
 from simtune.errors import Infeasible
 from simtune.specs.constraints import Constraint
-from simtune.specs.engine import merged
 from simtune.specs.plan import KvLink, Parallelism, Plan, Pool, Role, RoundRobinRouting, Routing
+from simtune.specs.preset import merged
 from simtune.specs.speculation import Speculation
 from simtune.specs.study import PoolChoices, Study
 

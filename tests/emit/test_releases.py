@@ -16,8 +16,8 @@ from simtune.emit import ENGINES
 from simtune.emit.releases import release_of
 from simtune.errors import UsageError
 from simtune.specs.catalog import load_engine, load_hardware, load_model
-from simtune.specs.engine import merged
 from simtune.specs.plan import Plan
+from simtune.specs.preset import merged
 from tests.cli.conftest import STUDY, call
 
 MODEL, DRAFT = load_model("llama-3.1-8b"), load_model("llama-3.2-1b").model_copy(update={"hf": "org/small"})

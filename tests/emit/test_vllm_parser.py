@@ -21,9 +21,9 @@ import pytest
 from simtune.emit import ENGINES
 from simtune.errors import UsageError
 from simtune.specs.catalog import load_engine, load_hardware, load_model, names
-from simtune.specs.engine import merged
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan, Pool
+from simtune.specs.preset import merged
 from simtune.specs.schemes import ByBatch, Chain
 from simtune.specs.study import Study
 from simtune.tuner.space import space_of
