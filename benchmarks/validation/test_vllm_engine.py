@@ -32,8 +32,8 @@ from simtune.sim.parts import OwnCosts
 from simtune.specs.acceptance import Acceptance
 from simtune.specs.model import DenseFeedForward, FullAttention, LayerGroup, Model
 from simtune.specs.plan import Plan
-from simtune.validation.engine_profile import profile_engine
-from simtune.validation.engines.driving import (
+from simtune.validation.prompts import Prompts
+from simtune.validation.servers.driven_engines import (
     Driven,
     DrivenRequest,
     DriverClock,
@@ -43,9 +43,9 @@ from simtune.validation.engines.driving import (
     driver,
     requests_of,
 )
-from simtune.validation.engines.pair import CONNECTOR, EnginePair
-from simtune.validation.prompts import Prompts
-from simtune.validation.weights import rigged_pair
+from simtune.validation.servers.engine_profile import profile_engine
+from simtune.validation.servers.pair import CONNECTOR, EnginePair
+from simtune.validation.servers.random_weights import rigged_pair
 from simtune.workload.requests import RequestStream
 
 pytestmark = pytest.mark.benchmark_only

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from simtune.specs.hardware import Hardware
     from simtune.specs.model import Model
     from simtune.validation.added import Added
-    from simtune.validation.engine_profile import EngineProfile
+    from simtune.validation.servers.engine_profile import EngineProfile
 
 COMMENT = """Fitted by `simtune profile` to what it measured on one machine; measure again rather than edit this file.
 `simtune fit` makes the same operators of the run's measurements.jsonl."""
@@ -183,8 +183,8 @@ def _profile_engine(  # noqa: PLR0913 - one for each option
     """What whole steps of an engine take, and what else is measured of it. Raises UsageError, also for options that are
     not for engines."""
     from simtune.specs import catalog
-    from simtune.validation.engine_profile import STEPS, profile_engine
-    from simtune.validation.engines.driving import EngineSize, driver
+    from simtune.validation.servers.driven_engines import EngineSize, driver
+    from simtune.validation.servers.engine_profile import STEPS, profile_engine
 
     given = [name for name, value in wrong.items() if value is not None]
     if given:
@@ -231,9 +231,9 @@ def _measure_transfers(
     """What it takes until a second engine goes on with a prompt; said on stderr."""
     from simtune.costs.transfers import fit_transfers, write_transfers
     from simtune.specs import catalog
-    from simtune.validation.engine_profile import STEPS, reference_beside
-    from simtune.validation.engines.driving import EngineSize, driver
-    from simtune.validation.engines.pair import CONNECTOR, EnginePair
+    from simtune.validation.servers.driven_engines import EngineSize, driver
+    from simtune.validation.servers.engine_profile import STEPS, reference_beside
+    from simtune.validation.servers.pair import CONNECTOR, EnginePair
 
     path = out / "transfers.jsonl"
     if path.exists():

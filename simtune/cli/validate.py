@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from simtune.runs.schema import Manifest
     from simtune.specs.plan import Plan
     from simtune.validation.decision import Ranking
-    from simtune.validation.engine import Engine
     from simtune.validation.judge import Validation
     from simtune.validation.loads import Load
     from simtune.validation.measured import Clock, MeasuredRun
+    from simtune.validation.servers.server import Engine
     from simtune.validation.session import ValidationFolder
 
 
@@ -63,7 +63,7 @@ class EngineChoice:
 def _vllm(choice: EngineChoice, experiment: Experiment) -> Engine:
     from simtune.runs.engine_files import draft_models
     from simtune.validation.client import Patience
-    from simtune.validation.served import VllmCommand, VllmEngine, vllm_python
+    from simtune.validation.servers.served import VllmCommand, VllmEngine, vllm_python
 
     if choice.clock is not None:
         return _stepped_vllm(choice, experiment)
@@ -76,10 +76,10 @@ def _vllm(choice: EngineChoice, experiment: Experiment) -> Engine:
 
 def _stepped_vllm(choice: EngineChoice, experiment: Experiment) -> Engine:
     from simtune.runs.engine_files import draft_models
-    from simtune.validation.engine_profile import reference_beside
-    from simtune.validation.engines.driving import EngineSize, StepDriver, driver
-    from simtune.validation.engines.vllm import SteppedVllm
-    from simtune.validation.served import vllm_python
+    from simtune.validation.servers.driven_engines import EngineSize, StepDriver, driver
+    from simtune.validation.servers.engine_profile import reference_beside
+    from simtune.validation.servers.served import vllm_python
+    from simtune.validation.servers.stepped_vllm import SteppedVllm
 
     if choice.clock != "cpu" or choice.arguments:
         raise UsageError(
@@ -99,21 +99,21 @@ def _stepped_vllm(choice: EngineChoice, experiment: Experiment) -> Engine:
 def _server(choice: EngineChoice, experiment: Experiment) -> Engine:
     from simtune.validation.client import Patience
     from simtune.validation.exchange import ServerAddress
-    from simtune.validation.served import ServerEngine
+    from simtune.validation.servers.served import ServerEngine
 
     server = ServerAddress(choice.name, choice.api_key)
     return ServerEngine(server, experiment.deployment.model, Patience(silence_s=choice.silence_s))
 
 
 def _torch(choice: EngineChoice, experiment: Experiment) -> Engine:
-    from simtune.validation.engines.torch import TorchEngine
+    from simtune.validation.servers.torch_engine import TorchEngine
 
     device, clock = choice.hardware
     return TorchEngine(experiment.deployment, device=device, clock=clock)
 
 
 def _transformers(choice: EngineChoice, experiment: Experiment) -> Engine:
-    from simtune.validation.engines.transformers import TransformersEngine
+    from simtune.validation.servers.transformers_engine import TransformersEngine
 
     if choice.weights is None:
         raise UsageError("--engine transformers: name the folder to serve, --weights DIR (see `simtune weights`)")

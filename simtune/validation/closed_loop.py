@@ -38,8 +38,6 @@ from simtune.specs.reading import json_document, read_text
 from simtune.tuner.front import answer
 from simtune.tuner.question import Question
 from simtune.tuner.trial import Tuned
-from simtune.validation.engine_profile import STEPS, profile_engine
-from simtune.validation.engines.driving import DrivenRequest, DriverClock, EngineSize, StepDriver, requests_of
 from simtune.validation.measured import (
     EngineFacts,
     MeasuredFacts,
@@ -48,6 +46,8 @@ from simtune.validation.measured import (
     MeasuredRun,
     read_measured,
 )
+from simtune.validation.servers.driven_engines import DrivenRequest, DriverClock, EngineSize, StepDriver, requests_of
+from simtune.validation.servers.engine_profile import STEPS, profile_engine
 from simtune.workload.requests import RequestStream, build_stream
 
 STATE, REPORT, PROFILE, RUN = "state.json", "report.json", "profile", "run"

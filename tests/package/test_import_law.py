@@ -63,13 +63,13 @@ CLOCK_READERS = {
     "simtune.cli.pace",  # how fast work goes, said on stderr
     "simtune.profiling.timing",  # measuring
     "simtune.validation.clock",  # the real clock beside the simulated one
-    *(f"simtune.validation.engines.{name}" for name in ("clocks", "gauge", "vllm_steps")),
+    *(f"simtune.validation.servers.{name}" for name in ("engine_clocks", "gauge", "vllm_steps")),
 }
 MEASURERS = {
     *(f"simtune.profiling.{name}" for name in ("operands", "kernels", "decoder", "rig", "collectives")),
-    *(f"simtune.validation.engines.{name}" for name in ("decoder", "gauge")),
+    *(f"simtune.validation.servers.{name}" for name in ("cached_decoder", "gauge")),
 }  # torch at the top
-ADAPTER = "simtune.validation.engines.transformers"  # inside functions
+ADAPTER = "simtune.validation.servers.transformers_engine"  # inside functions
 NUMPY_GENERATORS = {"default_rng", "Generator", "Philox", "PCG64", "SeedSequence"}
 
 
@@ -168,7 +168,7 @@ def test_what_windows_lacks_stays_in_its_helpers() -> None:
     assert users == {
         "simtune.specs.room",
         "simtune.parallel",  # where sys.platform is linux
-        "simtune.validation.engines.vllm_steps",
+        "simtune.validation.servers.vllm_steps",
     }
 
 

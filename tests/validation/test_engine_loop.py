@@ -12,8 +12,8 @@ from simtune.engine.scheduler import Scheduler
 from simtune.results.outcome import Outcome
 from simtune.sim.core import EngineCore
 from simtune.sim.world import World
-from simtune.validation.engines.clocks import CLOCKS
-from simtune.validation.engines.serving import EngineLoop, Served
+from simtune.validation.servers.engine_clocks import CLOCKS
+from simtune.validation.servers.executed_scheduler import EngineLoop, Served
 from simtune.workload.requests import RequestStream
 from tests.validation.served_steps import PretendedClock, PretendedExecutor
 

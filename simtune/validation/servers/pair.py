@@ -19,8 +19,15 @@ from simtune.costs.transfers import MeasuredTransfer
 from simtune.errors import EngineError
 from simtune.specs.model import Model
 from simtune.specs.plan import Parallelism
-from simtune.validation.engines.driving import Driven, DrivenRequest, DrivenTimes, DriverClock, EngineSize, StepDriver
 from simtune.validation.relay import KEEP
+from simtune.validation.servers.driven_engines import (
+    Driven,
+    DrivenRequest,
+    DrivenTimes,
+    DriverClock,
+    EngineSize,
+    StepDriver,
+)
 
 CONNECTOR: Mapping[str, Any] = {
     "kv_connector": "NixlConnector",

@@ -21,14 +21,13 @@ from simtune.sim.deployment import NO_HARDWARE, Deployment, deploy
 from simtune.sim.parts import OwnCosts
 from simtune.specs.model import DenseFeedForward, FullAttention, Model
 from simtune.specs.plan import Batching, KvCache, Plan, Policy, Pool
-from simtune.validation.engines import torch as torch_engine
-from simtune.validation.engines import transformers
-from simtune.validation.engines.clocks import EngineClock, ProcessorClock, WallClock, processor_s, wall_s
-from simtune.validation.engines.in_process import version_of
-from simtune.validation.engines.ports import free_ports, side_channel
-from simtune.validation.engines.serving import EngineLoop, Executor, Share
 from simtune.validation.prompts import Prompts
-from simtune.validation.weights import write_weights
+from simtune.validation.servers import torch_engine, transformers_engine
+from simtune.validation.servers.engine_clocks import EngineClock, ProcessorClock, WallClock, processor_s, wall_s
+from simtune.validation.servers.executed_scheduler import EngineLoop, Executor, Share
+from simtune.validation.servers.in_process import version_of
+from simtune.validation.servers.ports import free_ports, side_channel
+from simtune.validation.servers.random_weights import write_weights
 from simtune.workload.requests import RequestStream
 
 DriverClock = Literal["steps", "cpu", "wall"]
@@ -172,7 +171,7 @@ class TorchDriver:
         self.size = size
         self._deployment = deployment_of(model, size)
         self._executor = torch_engine.executor(self._deployment, device, **options)
-        import simtune.validation.engines.gauge as gauge
+        import simtune.validation.servers.gauge as gauge
 
         self._gauge = gauge.Gauge(reference_s)
 
@@ -261,12 +260,12 @@ class TransformersDriver:
     ) -> None:
         """`reference_s` is that of an earlier run's gauge. Raises UsageError where transformers is not installed, or
         no weights can be made for the model."""
-        transformers.check_installed()
+        transformers_engine.check_installed()
         self.size, self._vocab = size, model.vocab_size
         self._deployment = deployment_of(model, size, policy)
         with tempfile.TemporaryDirectory(prefix="simtune-weights-") as folder:
-            self._model = transformers.load(write_weights(model, Path(folder) / "weights"), device)
-        import simtune.validation.engines.gauge as gauge
+            self._model = transformers_engine.load(write_weights(model, Path(folder) / "weights"), device)
+        import simtune.validation.servers.gauge as gauge
 
         self._gauge = gauge.Gauge(reference_s)
 
@@ -284,8 +283,8 @@ class TransformersDriver:
         stream, steady = stream_of(requests), ProcessorClock(self._gauge)
         counting = StepClock(steady)
         clocks: dict[DriverClock, EngineClock] = {"steps": counting, "cpu": steady, "wall": WallClock()}
-        session = transformers.Session(
-            transformers.manager_of(self._model, self._deployment),
+        session = transformers_engine.Session(
+            transformers_engine.manager_of(self._model, self._deployment),
             self._deployment,
             stream,
             Prompts(stream, self._vocab, seed),
@@ -311,7 +310,7 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 class VllmDriver:
-    """vLLM in an interpreter of its own; `simtune.validation.engines.vllm_steps` is what runs there."""
+    """vLLM in an interpreter of its own; `simtune.validation.servers.vllm_steps` is what runs there."""
 
     def __init__(
         self,

@@ -13,11 +13,11 @@ from simtune.results.result import Result
 from simtune.sim.deployment import Deployment
 from simtune.specs.plan import Plan
 from simtune.specs.workload import Slo
-from simtune.validation.engines.clocks import CLOCKS, EngineClock, ProcessorClock
-from simtune.validation.engines.in_process import TokenTimes, check_clock, queue_samples, redeployed, version_of
-from simtune.validation.engines.serving import EngineLoop, Executor, MeasuredStep, QueueLength, Share
 from simtune.validation.loads import warm_up
 from simtune.validation.measured import Clock, EngineFacts, MeasuredFacts, MeasuredRun
+from simtune.validation.servers.engine_clocks import CLOCKS, EngineClock, ProcessorClock
+from simtune.validation.servers.executed_scheduler import EngineLoop, Executor, MeasuredStep, QueueLength, Share
+from simtune.validation.servers.in_process import TokenTimes, check_clock, queue_samples, redeployed, version_of
 from simtune.workload.requests import RequestStream
 
 INSTALL = "the torch engine needs torch, which is not installed: pip install torch (or 'simtune[gpu]')"
@@ -35,7 +35,7 @@ class MeasuredServing:
 def executor(deployment: Deployment, device: str = "cpu", **options: Any) -> Executor:
     """The decoder that a plan asks for, with random weights. Raises UsageError where torch or a layer is missing."""
     try:
-        from simtune.validation.engines.decoder import CachedDecoder
+        from simtune.validation.servers.cached_decoder import CachedDecoder
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
@@ -81,7 +81,7 @@ def serve(
 
 
 class TorchEngine:
-    """The torch engine under whatever plan it is given: see `simtune.validation.engine.Engine`."""
+    """The torch engine under whatever plan it is given: see `simtune.validation.servers.server.Engine`."""
 
     def __init__(
         self,

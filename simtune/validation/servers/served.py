@@ -16,15 +16,15 @@ from simtune.errors import EngineError, UsageError
 from simtune.specs import yamlfile
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
-from simtune.validation import guard
 from simtune.validation.client import Patience, Traffic, send, served_model
 from simtune.validation.clock import now, pause
-from simtune.validation.engines.ports import free_ports, side_channel
 from simtune.validation.exchange import ServerAddress, ask
 from simtune.validation.loads import warm_up
 from simtune.validation.measured import EngineFacts, MeasuredFacts, MeasuredRun
 from simtune.validation.prometheus import engine_facts
 from simtune.validation.prompts import Prompts, prompt_seed
+from simtune.validation.servers import process_guard
+from simtune.validation.servers.ports import free_ports, side_channel
 from simtune.workload.requests import RequestStream
 
 SERVED = (["mixed"], ["prefill", "decode"])
@@ -102,7 +102,8 @@ class VllmCommand:
 class VllmServer:
     """One `vllm serve` on a free port of the loopback under a random key, for one pool of a plan.
 
-    It ends with all its processes at `stop`, and when this process ends in whatever way (`simtune.validation.guard`).
+    It ends with all its processes at `stop`, and when this process ends in whatever way
+    (`simtune.validation.servers.process_guard`).
     """
 
     def __init__(self, command: VllmCommand, settings: str, folder: Path, name: str) -> None:
@@ -125,7 +126,7 @@ class VllmServer:
         }
         environment.pop("PYTHONPATH", None)  # of this environment, not of vLLM's
         with self._log.open("wb") as log:
-            self._process = guard.start([*words, *command.arguments], environment, log)
+            self._process = process_guard.start([*words, *command.arguments], environment, log)
 
     @property
     def pid(self) -> int:
@@ -146,7 +147,7 @@ class VllmServer:
 
     def stop(self) -> None:
         """End it with all its processes."""
-        guard.stop(self._process)
+        process_guard.stop(self._process)
 
     def _weights_arguments(self) -> Sequence[str]:
         folder = self._command.weights

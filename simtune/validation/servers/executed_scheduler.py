@@ -20,7 +20,7 @@ from simtune.results.outcome import EngineCoreUse, Outcome
 from simtune.sim.agenda import NEVER, Agenda
 from simtune.sim.recorder import Recorder
 from simtune.sim.source import RequestSource
-from simtune.validation.engines.clocks import EngineClock, processor_s, wall_s
+from simtune.validation.servers.engine_clocks import EngineClock, processor_s, wall_s
 from simtune.workload.requests import RequestStream
 
 

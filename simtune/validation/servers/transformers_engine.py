@@ -22,11 +22,11 @@ from simtune.sim.agenda import NEVER, Agenda
 from simtune.sim.deployment import Deployment
 from simtune.sim.source import RequestSource
 from simtune.specs.plan import Plan
-from simtune.validation.engines.clocks import CLOCKS, EngineClock, processor_s
-from simtune.validation.engines.in_process import TokenTimes, check_clock, queue_samples, redeployed, version_of
 from simtune.validation.loads import warm_up
 from simtune.validation.measured import Clock, EngineFacts, MeasuredFacts, MeasuredRun
 from simtune.validation.prompts import Prompts
+from simtune.validation.servers.engine_clocks import CLOCKS, EngineClock, processor_s
+from simtune.validation.servers.in_process import TokenTimes, check_clock, queue_samples, redeployed, version_of
 from simtune.workload.requests import RequestStream
 
 INSTALL = "the transformers engine needs transformers and torch, which are missing: pip install transformers torch"
@@ -58,7 +58,7 @@ def check_installed() -> None:
 
 
 class TransformersEngine:
-    """See `simtune.validation.engine.Engine`. Every run begins with an empty cache."""
+    """See `simtune.validation.servers.server.Engine`. Every run begins with an empty cache."""
 
     def __init__(
         self,

@@ -15,12 +15,12 @@ from simtune.emit import ENGINES
 from simtune.errors import UsageError
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan, Pool
-from simtune.validation.engine_profile import warm_up
-from simtune.validation.engines.driving import Driven, EngineSize, StepDriver, requests_of
-from simtune.validation.engines.in_process import queue_samples
-from simtune.validation.engines.pair import CONNECTOR, EnginePair
 from simtune.validation.measured import EngineFacts, MeasuredDrafts, MeasuredFacts, MeasuredRequest, MeasuredRun
 from simtune.validation.prompts import Prompts
+from simtune.validation.servers.driven_engines import Driven, EngineSize, StepDriver, requests_of
+from simtune.validation.servers.engine_profile import warm_up
+from simtune.validation.servers.in_process import queue_samples
+from simtune.validation.servers.pair import CONNECTOR, EnginePair
 from simtune.workload.requests import RequestStream
 
 MakeStepped = Callable[[EngineSize, Mapping[str, Any], float | None], StepDriver]
@@ -60,7 +60,7 @@ def check_plan(plan: Plan) -> None:
 
 
 class SteppedVllm:
-    """See `simtune.validation.engine.Engine`. An engine starts at the first run of a plan."""
+    """See `simtune.validation.servers.server.Engine`. An engine starts at the first run of a plan."""
 
     def __init__(self, model: Model, make: MakeStepped, draft_models: Mapping[str, Model] | None = None) -> None:
         """`make` starts an engine of a size with further arguments, by the reference of an earlier gauge where there is

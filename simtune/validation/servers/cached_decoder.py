@@ -25,7 +25,7 @@ from simtune.profiling.kernels import ATTENTION, Attend
 from simtune.profiling.operands import DTYPES, Operands
 from simtune.profiling.plan import products
 from simtune.specs.model import DenseFeedForward, FullAttention, Model, SlidingAttention
-from simtune.validation.engines.serving import Share
+from simtune.validation.servers.executed_scheduler import Share
 
 ROPE_BASE = 10_000.0
 
@@ -43,7 +43,7 @@ def greedy(logits: Tensor) -> Tensor:
 
 
 class CachedDecoder:
-    """An executor of steps: see `simtune.validation.engines.serving.Executor`."""
+    """An executor of steps: see `simtune.validation.servers.executed_scheduler.Executor`."""
 
     def __init__(
         self,
