@@ -27,7 +27,7 @@ _HOMES = {
     "simtune.costs.function": ("StepFunction",),
     "simtune.costs.compiled": ("LinearCosts",),
     "simtune.costs.ticks": ("TICKS_PER_SECOND", "to_ticks"),
-    "simtune.tuner.allocation": ("AllocationAnswer", "Fleet", "InstanceRate", "Nodes", "allocate"),
+    "simtune.tuner.space.allocation": ("AllocationAnswer", "Fleet", "InstanceRate", "Nodes", "allocate"),
     "simtune.errors": ("Infeasible", "PartError", "SimtuneError", "SpecError", "UsageError"),
 }
 """The public names, by the module that has them."""
@@ -89,7 +89,7 @@ if TYPE_CHECKING:
     from simtune.specs.study import Study
     from simtune.specs.traces import Trace, read_trace
     from simtune.specs.workload import Workload
-    from simtune.tuner.allocation import AllocationAnswer, Fleet, InstanceRate, Nodes, allocate
+    from simtune.tuner.space.allocation import AllocationAnswer, Fleet, InstanceRate, Nodes, allocate
 
 
 def __getattr__(name: str) -> Any:

@@ -43,8 +43,8 @@ from simtune.specs.traces import Trace, read_trace
 from simtune.specs.workload import Workload
 from simtune.specs.yamlfile import Document
 from simtune.tuner.drafting import Draft
-from simtune.tuner.front import answer as _search
 from simtune.tuner.question import Question
+from simtune.tuner.search.front import answer as _search
 from simtune.tuner.trial import Tuned
 from simtune.workload.requests import RequestStream, build_stream
 
@@ -322,7 +322,8 @@ def optimize(
     jobs: Jobs = None,
     settings: Sequence[str] = (),
 ) -> Tuned:
-    """Search the best plan for a study, given by its file or as an object; see `simtune.tuner.search.optimize`.
+    """Search the best plan for a study, given by its file or as an object; see
+    `simtune.tuner.search.best_first.optimize`.
 
     `model`, `hardware` and `workload` take the place of those that the study names. `settings` override fields of a
     file.

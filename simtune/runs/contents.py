@@ -57,13 +57,13 @@ from simtune.specs.study import Study
 from simtune.specs.trace_cut import first_of
 from simtune.specs.traces import Trace
 from simtune.specs.workload import Workload
-from simtune.tuner.certificate import Certificate, certificate_of
-from simtune.tuner.confidence import Confidence
-from simtune.tuner.day import DayHour, Done, day_of
+from simtune.tuner.certificate.front_certificate import front_certificate_of
+from simtune.tuner.certificate.search_certificate import Certificate, certificate_of
+from simtune.tuner.doubt.confidence import Confidence
+from simtune.tuner.doubt.slo_probability import odds
 from simtune.tuner.drafting import Contexts, schedule
-from simtune.tuner.front_certificate import front_certificate_of
-from simtune.tuner.odds import odds
-from simtune.tuner.rate_sweep import RateSweep, sweeps
+from simtune.tuner.search.day import DayHour, Done, day_of
+from simtune.tuner.search.rate_sweep import RateSweep, sweeps
 from simtune.tuner.trial import Trial, Tuned
 from simtune.workload.load import load_facts
 

@@ -16,8 +16,8 @@ from simtune.runs.tables import read_csv
 from simtune.specs import yamlfile
 from simtune.specs.base import Record, problems_of
 from simtune.specs.reading import json_document, read_packed_text
-from simtune.tuner.certificate import CERTIFICATE_SCHEMA, Certificate
-from simtune.tuner.front_certificate import FRONT_SCHEMA, FrontCertificate
+from simtune.tuner.certificate.front_certificate import FRONT_SCHEMA, FrontCertificate
+from simtune.tuner.certificate.search_certificate import CERTIFICATE_SCHEMA, Certificate
 
 T = TypeVar("T", bound=Record)
 

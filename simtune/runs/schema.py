@@ -16,11 +16,11 @@ from simtune.runs.swimlanes import Swimlanes
 from simtune.specs.base import Count, ErrorAt, NonNegative, Positive, Record, Seq, Share, Spec, Whole
 from simtune.specs.plan import Plan
 from simtune.specs.study import Study
-from simtune.tuner.certificate import Certificate
-from simtune.tuner.confidence import Confidence
-from simtune.tuner.day import DayPlan
-from simtune.tuner.ladder import FrontPoint
-from simtune.tuner.odds import SloOdds
+from simtune.tuner.certificate.search_certificate import Certificate
+from simtune.tuner.doubt.confidence import Confidence
+from simtune.tuner.doubt.slo_probability import SloOdds
+from simtune.tuner.search.day import DayPlan
+from simtune.tuner.search.front_points import FrontPoint
 from simtune.workload.load import LoadFacts
 
 SUMMARY_SCHEMA: Literal["simtune/summary@1"] = "simtune/summary@1"

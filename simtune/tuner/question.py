@@ -22,9 +22,9 @@ from simtune.specs.study import Study
 from simtune.specs.traces import Trace
 from simtune.specs.workload import ClosedLoop, Workload
 from simtune.tuner.drafting import Draft
-from simtune.tuner.draws import MOST_REQUESTS, LoadDraws
 from simtune.tuner.objectives import OBJECTIVES, Limit, Objective, PlanFacts
-from simtune.tuner.space import Candidate, PoolChoice, PoolShape
+from simtune.tuner.search.draws import MOST_REQUESTS, LoadDraws
+from simtune.tuner.space.candidates import Candidate, PoolChoice, PoolShape
 from simtune.workload.requests import RequestStream, build_stream
 
 SAMPLED_CORES = 4

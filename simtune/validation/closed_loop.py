@@ -35,8 +35,8 @@ from simtune.sim.parts import OwnCosts
 from simtune.specs.hardware import Hardware
 from simtune.specs.plan import Plan, Pool
 from simtune.specs.reading import json_document, read_text
-from simtune.tuner.front import answer
 from simtune.tuner.question import Question
+from simtune.tuner.search.front import answer
 from simtune.tuner.trial import Tuned
 from simtune.validation.measured import (
     EngineFacts,

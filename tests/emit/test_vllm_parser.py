@@ -26,7 +26,7 @@ from simtune.specs.plan import Plan, Pool
 from simtune.specs.preset import merged
 from simtune.specs.schemes import ByBatch, Chain
 from simtune.specs.study import Study
-from simtune.tuner.space import space_of
+from simtune.tuner.space.candidates import space_of
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")
 RELEASES = Path(os.environ.get("RELEASES", Path(PYTHON).parents[1] / "releases" if PYTHON else ""))

@@ -25,8 +25,9 @@ NEEDED = (
     "simtune.cli.reproduce", "simtune.cli.sweep", "simtune.cli.validate", "simtune.profiling.run", "simtune.reproduce",
     "simtune.report.measured", "simtune.report.page", "simtune.report.published", "simtune.report.sweep",
     "simtune.report.validation", "simtune.runs.contents", "simtune.runs.sweep_files", "simtune.runs.timeline",
-    "simtune.testing.fake_server", "simtune.tuner.certificate", "simtune.tuner.journal", "simtune.validation.client",
-    "simtune.validation.loads", "simtune.validation.predict", "simtune.validation.session",
+    "simtune.testing.fake_server", "simtune.tuner.certificate.search_certificate",
+    "simtune.tuner.search.search_journal", "simtune.validation.client", "simtune.validation.loads",
+    "simtune.validation.predict", "simtune.validation.session",
     "tests.profiling.pretended", "tests.validation.pretended_loop",
 )  # fmt: skip
 """Loaded before the first job, so that kills fall into the work."""

@@ -17,11 +17,11 @@ from simtune.specs.hardware import Hardware
 from simtune.specs.plan import Plan
 from simtune.specs.study import Confirmation, HardwareCount, Search, Study, StudyLimits
 from simtune.specs.workload import Lognormal, Poisson, Slo, Workload
-from simtune.tuner.certificate import Audit, certificate_of
+from simtune.tuner.certificate.search_certificate import Audit, certificate_of
+from simtune.tuner.plan_cache import Refused, Workshop
 from simtune.tuner.question import Question
-from simtune.tuner.search import optimize
-from simtune.tuner.space import space_of
-from simtune.tuner.workshop import Refused, Workshop
+from simtune.tuner.search.best_first import optimize
+from simtune.tuner.space.candidates import space_of
 from simtune.workload.requests import build_stream
 from tests.cli.conftest import STUDY, call
 

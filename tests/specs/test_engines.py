@@ -11,7 +11,7 @@ from simtune.errors import SimtuneError, SpecError, UsageError
 from simtune.specs import catalog
 from simtune.specs.plan import Plan, Pool
 from simtune.specs.preset import DEFAULT_ENGINE, EnginePreset, merged
-from simtune.tuner.space import Candidate
+from simtune.tuner.space.candidates import Candidate
 
 PRESETS = catalog.names("engine")
 

@@ -43,10 +43,10 @@ from simtune.tuner.drafting import (
     speculation_on,
 )
 from simtune.tuner.drafting.choose import NONE, DraftSetting
-from simtune.tuner.drafting.study import batches_up_to
+from simtune.tuner.drafting.study_drafters import batches_up_to
 from simtune.tuner.question import Question
-from simtune.tuner.search import optimize
-from simtune.tuner.space import Candidate, space_of
+from simtune.tuner.search.best_first import optimize
+from simtune.tuner.space.candidates import Candidate, space_of
 from simtune.workload.requests import build_stream
 
 VLLM = ENGINES["vllm"]

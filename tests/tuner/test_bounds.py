@@ -23,7 +23,7 @@ from simtune.testing.clusters import stream_of
 from simtune.tuner.bounds import PlanBounds, attainment_bound, rate_bound
 from simtune.tuner.bounds.limits import of_statistics
 from simtune.tuner.bounds.windows import Jobs, first_come, of_each
-from simtune.tuner.space import Candidate
+from simtune.tuner.space.candidates import Candidate
 from simtune.workload.requests import RequestStream, build_stream
 from tests.sim.test_data_parallel import EXPERTS
 from tests.sim.test_data_parallel import hardware as experts_hardware

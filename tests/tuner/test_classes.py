@@ -15,16 +15,16 @@ import pytest
 from simtune.errors import Infeasible
 from simtune.specs.study import StudyLimits
 from simtune.specs.workload import FixedLength, Slo
-from simtune.tuner import relaxation
-from simtune.tuner.allocation import allocate
-from simtune.tuner.certificate import Audit, Certificate, certificate_of
-from simtune.tuner.classes import PlanClasses
+from simtune.tuner.bounds import relaxation
+from simtune.tuner.bounds.relaxation import Aim, Relaxation, Worths
+from simtune.tuner.certificate.search_certificate import Audit, Certificate, certificate_of
+from simtune.tuner.plan_cache import Workshop
 from simtune.tuner.question import Question
-from simtune.tuner.relaxation import Aim, Relaxation, Worths
-from simtune.tuner.search import optimize
-from simtune.tuner.space import Candidate, space_of
+from simtune.tuner.search.best_first import optimize
+from simtune.tuner.space.allocation import allocate
+from simtune.tuner.space.candidates import Candidate, space_of
+from simtune.tuner.space.plan_classes import PlanClasses
 from simtune.tuner.trial import Tuned
-from simtune.tuner.workshop import Workshop
 from tests.tuner.test_allocation import FLEET, KV, RATES, some_rates
 from tests.tuner.test_exhaustive import random_question
 

@@ -16,15 +16,15 @@ from simtune.specs.hardware import Hardware
 from simtune.specs.plan import KvLink
 from simtune.specs.study import Confirmation, HardwareCount, Search, Study
 from simtune.specs.workload import Lognormal, Poisson, Slo, Workload
-from simtune.tuner.climb import SimulationFinding, longer, too_short
-from simtune.tuner.entry import Entrant
+from simtune.tuner.bounds.best_case import slo_bound
 from simtune.tuner.objectives import Judged, RateObjective
-from simtune.tuner.promise import slo_bound
+from simtune.tuner.plan_cache import Refused, Workshop
 from simtune.tuner.question import SAMPLED_CORES, Question
-from simtune.tuner.search import BestFirst, optimize
-from simtune.tuner.space import Candidate, space_of
+from simtune.tuner.search.best_first import BestFirst, optimize
+from simtune.tuner.search.candidate_filter import Entrant
+from simtune.tuner.search.climb import SimulationFinding, longer, too_short
+from simtune.tuner.space.candidates import Candidate, space_of
 from simtune.tuner.trial import Tuned
-from simtune.tuner.workshop import Refused, Workshop
 
 MODEL = load_model("llama-3.1-8b")
 

@@ -14,12 +14,12 @@ import pytest
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.study import Confirmation, HardwareCount, Search, Study
 from simtune.specs.workload import Lognormal, Poisson, Slo, Workload
-from simtune.tuner.front import answer
-from simtune.tuner.front_certificate import FrontAudit, FrontCertificate, front_certificate_of
+from simtune.tuner.certificate.front_certificate import FrontAudit, FrontCertificate, front_certificate_of
+from simtune.tuner.plan_cache import Refused, Workshop
 from simtune.tuner.question import Question
-from simtune.tuner.space import space_of
+from simtune.tuner.search.front import answer
+from simtune.tuner.space.candidates import space_of
 from simtune.tuner.trial import Tuned
-from simtune.tuner.workshop import Refused, Workshop
 from tests.cli.conftest import STUDY, call, typed
 
 MODEL, HARDWARE = load_model("llama-3.1-8b"), load_hardware("h100-sxm")

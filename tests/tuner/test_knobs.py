@@ -19,7 +19,7 @@ from simtune.specs.plan import Batching, KvCache, KvLink, Parallelism, Plan, Poo
 from simtune.specs.schemes import BatchRange, ByBatch, Chain
 from simtune.specs.speculation import Speculation
 from simtune.specs.workload import Lognormal, Poisson, Slo, Workload
-from simtune.tuner.knobs import first_tokens_miss, tell_apart, uses
+from simtune.tuner.search.implied_results import first_tokens_miss, tell_apart, uses
 from simtune.workload.requests import RequestStream, build_stream
 
 MODEL, HARDWARE = load_model("llama-3.1-8b"), load_hardware("h100-sxm")

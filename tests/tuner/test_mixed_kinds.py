@@ -13,11 +13,11 @@ from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import LeastOutstandingRouting, RoundRobinRouting
 from simtune.specs.study import Confirmation, Day, DayWindow, HardwareCount, Search, Study
 from simtune.specs.workload import FixedLength, Poisson, Slo, Workload
-from simtune.tuner.certificate import Audit, certificate_of
+from simtune.tuner.certificate.search_certificate import Audit, certificate_of
+from simtune.tuner.plan_cache import Refused, Workshop
 from simtune.tuner.question import Question
-from simtune.tuner.search import optimize
-from simtune.tuner.space import Candidate, space_of
-from simtune.tuner.workshop import Refused, Workshop
+from simtune.tuner.search.best_first import optimize
+from simtune.tuner.space.candidates import Candidate, space_of
 from tests.cli.conftest import STUDY, call
 
 KINDS = (HardwareCount(profile="h100-sxm", devices=1), HardwareCount(profile="l40s", devices=2))

@@ -18,11 +18,11 @@ from simtune.specs.drafters import DraftModel
 from simtune.specs.plan import Batching, KvLink, Plan, Pool
 from simtune.specs.study import Confirmation, HardwareCount, PoolChoices, Search, Study, StudyBatching
 from simtune.specs.workload import FixedLength, Poisson, Slo, Workload
-from simtune.tuner.census import census
-from simtune.tuner.certificate import Audit, certificate_of
+from simtune.tuner.certificate.search_certificate import Audit, certificate_of
 from simtune.tuner.question import Question
-from simtune.tuner.search import optimize
-from simtune.tuner.space import space_of
+from simtune.tuner.search.best_first import optimize
+from simtune.tuner.space.candidates import space_of
+from simtune.tuner.space.census import census
 from tests.cli.conftest import STUDY, call
 
 MODEL = load_model("llama-3.1-8b")

@@ -22,9 +22,9 @@ from simtune.sim.parts import POLICY, ROUTER
 from simtune.sim.ways import first_token_of
 from simtune.specs.plan import RoundRobinRouting
 from simtune.specs.workload import Slo
+from simtune.tuner.bounds.bounded_requests import BoundLoad
+from simtune.tuner.bounds.kv_transfers import PlanWay, ways_of
 from simtune.tuner.bounds.limits import MeanLimit, SloLimits, of_one_request, of_statistics
-from simtune.tuner.bounds.load import BoundLoad
-from simtune.tuner.bounds.ways import PlanWay, ways_of
 from simtune.tuner.bounds.windows import ROUNDING, Jobs, first_come, first_come_seated, of_each
 from simtune.tuner.bounds.work import PoolWork
 from simtune.workload.requests import RequestStream

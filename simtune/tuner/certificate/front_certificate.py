@@ -15,12 +15,12 @@ from pydantic import Field
 
 from simtune import __version__
 from simtune.specs.base import Count, Positive, Record, Seq
-from simtune.tuner.certificate import inputs_of
-from simtune.tuner.evaluator import Evaluator
-from simtune.tuner.front import FrontSearch
-from simtune.tuner.ladder import FrontPoint
+from simtune.tuner.certificate.search_certificate import inputs_of
 from simtune.tuner.question import Question
-from simtune.tuner.sayable import space_for
+from simtune.tuner.search.evaluator import Evaluator
+from simtune.tuner.search.front import FrontSearch
+from simtune.tuner.search.front_points import FrontPoint
+from simtune.tuner.space.expressible import space_for
 from simtune.tuner.trial import Tuned
 
 FRONT_SCHEMA: Literal["simtune/front@1"] = "simtune/front@1"

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from simtune.tuner.plan_cache import Refused, Workshop
 from simtune.tuner.question import Question
-from simtune.tuner.sayable import space_for
-from simtune.tuner.space import without_numbers
-from simtune.tuner.workshop import Refused, Workshop
+from simtune.tuner.space.candidates import without_numbers
+from simtune.tuner.space.expressible import space_for
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,10 @@
 
 A certificate names every plan of the space with what it could reach at most, and why: a bound, or a simulation at a
 rate where it missed the SLO (on a draw of so many requests; a plan that misses it at some rate is taken to miss it at
-rates that are higher by two standard deviations of what draws differ by, `simtune.tuner.chance`). The best of these is
-what no plan exceeds; its distance from the chosen plan is the gap. `Audit` trusts none of it: it takes the inputs,
-enumerates the space, and computes every bound, the chosen plan's simulation and every simulation that ruled a plan out
-again. What comes to something else is refused, also where less is claimed than could be.
+rates that are higher by two standard deviations of what draws differ by, `simtune.tuner.doubt.draw_spread`). The best
+of these is what no plan exceeds; its distance from the chosen plan is the gap. `Audit` trusts none of it: it takes the
+inputs, enumerates the space, and computes every bound, the chosen plan's simulation and every simulation that ruled a
+plan out again. What comes to something else is refused, also where less is claimed than could be.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from simtune import __version__
 from simtune.specs.base import Count, NonNegative, Record, Seq, Spec
 from simtune.specs.hardware import Hardware
 from simtune.specs.plan import Plan, Role
-from simtune.tuner.classes import PlanClass, PlanClasses
-from simtune.tuner.climb import Simulation, SimulationFinding
-from simtune.tuner.confirm import judged_together, num_draws
-from simtune.tuner.entry import Admission, Entrant
+from simtune.tuner.bounds.relaxation import Worths
 from simtune.tuner.objectives import Miss, Objective, RateObjective
+from simtune.tuner.plan_cache import Refused, Workshop
 from simtune.tuner.question import SAMPLED_CORES, Question
-from simtune.tuner.relaxation import Worths
-from simtune.tuner.sayable import space_for
-from simtune.tuner.space import Candidate
+from simtune.tuner.search.candidate_filter import Admission, Entrant
+from simtune.tuner.search.climb import Simulation, SimulationFinding
+from simtune.tuner.search.confirm import judged_together, num_draws
+from simtune.tuner.space.candidates import Candidate
+from simtune.tuner.space.expressible import space_for
+from simtune.tuner.space.plan_classes import PlanClass, PlanClasses
 from simtune.tuner.trial import Confirmed, Trial, Tuned
-from simtune.tuner.workshop import Refused, Workshop
 
 CERTIFICATE_SCHEMA: Literal["simtune/certificate@1"] = "simtune/certificate@1"
 SAME = 1e-9
@@ -63,7 +63,7 @@ class PlanFate(Record):
 
 class AllocationBound(Record):
     """A class of plans, or a part of one: all allocations of the GPUs to instances of these roles and types. The bound
-    follows from the worths whatever made them (`simtune.tuner.relaxation`)."""
+    follows from the worths whatever made them (`simtune.tuner.bounds.relaxation`)."""
 
     name: str
     best: float | None = Field(description="the objective at most; null where it cannot do what is asked")

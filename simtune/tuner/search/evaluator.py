@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor
 
-from simtune.tuner.climb import Simulation, SimulationFinding
-from simtune.tuner.journal import Ledger, key_of
-from simtune.tuner.lookahead import LookAhead
+from simtune.tuner.search.climb import Simulation, SimulationFinding
+from simtune.tuner.search.lookahead import LookAhead
+from simtune.tuner.search.search_journal import Ledger, key_of
 
 Key = tuple[str, float | None, int]
 """Of a simulation: a plan by its name, a rate, and a draw."""

@@ -1,14 +1,14 @@
 """The search: best first by what each plan could reach at most, judged by simulation on the same requests.
 
-Plans are taken in the order of their bounds (`simtune.tuner.promise`): by their capacity first; when it is the turn of
-one, by the SLO, of all plans that differ from it in limits alone at the most favourable of these; then by its own. For
-a rate objective each is simulated at the rate at which it would just beat the best plan so far; only one that meets the
-SLO there is bisected up to its own bound. The search is over when no bound beats the best plan by more than the
-tolerance. Plans that differ from one that was simulated only in limits that nobody reached are told what they would do
-(`simtune.tuner.knobs`).
+Plans are taken in the order of their bounds (`simtune.tuner.bounds.best_case`): by their capacity first; when it is the
+turn of one, by the SLO, of all plans that differ from it in limits alone at the most favourable of these; then by its
+own. For a rate objective each is simulated at the rate at which it would just beat the best plan so far; only one that
+meets the SLO there is bisected up to its own bound. The search is over when no bound beats the best plan by more than
+the tolerance. Plans that differ from one that was simulated only in limits that nobody reached are told what they would
+do (`simtune.tuner.search.implied_results`).
 
 Plans of several pools come in classes, all divisions of the GPUs among instances of the same kind, and stay unopened
-where no allocation of these beats the best plan (`simtune.tuner.classes`).
+where no allocation of these beats the best plan (`simtune.tuner.space.plan_classes`).
 
 Plans are decided one after the other. Several processes work ahead of that, on the plans that will come next unless
 the best plan changes; what changes it makes void is done again. So the answer does not depend on how many there are.
@@ -23,20 +23,20 @@ from typing import Literal, NamedTuple
 
 from simtune.errors import Infeasible
 from simtune.parallel import Jobs, executor
-from simtune.tuner.classes import PlanClasses, UnopenedClasses
-from simtune.tuner.climb import LOWEST, Climb, Simulation, SimulationFinding
-from simtune.tuner.confirm import ConfirmedPlan, Confirmer
-from simtune.tuner.entry import Admission, Entrant
-from simtune.tuner.evaluator import Evaluator, Keyed
-from simtune.tuner.journal import Ledger
 from simtune.tuner.objectives import Miss, RateObjective
+from simtune.tuner.plan_cache import Workshop
 from simtune.tuner.question import Question
-from simtune.tuner.reasons import no_allocation, no_better, praise, ranked, why_none
-from simtune.tuner.sayable import space_for
-from simtune.tuner.seen import SeenPlans
-from simtune.tuner.space import Candidate
+from simtune.tuner.search.candidate_filter import Admission, Entrant
+from simtune.tuner.search.climb import LOWEST, Climb, Simulation, SimulationFinding
+from simtune.tuner.search.confirm import ConfirmedPlan, Confirmer
+from simtune.tuner.search.evaluator import Evaluator, Keyed
+from simtune.tuner.search.reasons import no_allocation, no_better, praise, ranked, why_none
+from simtune.tuner.search.search_journal import Ledger
+from simtune.tuner.search.simulated_plans import SeenPlans
+from simtune.tuner.space.candidates import Candidate
+from simtune.tuner.space.expressible import space_for
+from simtune.tuner.space.plan_classes import PlanClasses, UnopenedClasses
 from simtune.tuner.trial import Attempt, CoursePoint, Trial, Tuned
-from simtune.tuner.workshop import Workshop
 
 AHEAD = 8
 """Plans that several processes may work on before it is their turn."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from simtune.tuner.climb import SimulationFinding
-from simtune.tuner.entry import Entrant
+from simtune.tuner.search.candidate_filter import Entrant
+from simtune.tuner.search.climb import SimulationFinding
 
 
 class SeenPlan(NamedTuple):

@@ -16,10 +16,10 @@ from simtune.sim.feasibility import check
 from simtune.sim.pools import DeployedPool
 from simtune.specs.plan import Pool
 from simtune.tuner.bounds import RateBound
+from simtune.tuner.bounds.best_case import PoolCapacity
 from simtune.tuner.drafting import Draft, RoundCost, round_costs, speculation_on
-from simtune.tuner.promise import PoolCapacity
 from simtune.tuner.question import Question
-from simtune.tuner.space import Candidate, PoolChoice, PoolShape
+from simtune.tuner.space.candidates import Candidate, PoolChoice, PoolShape
 from simtune.workload.requests import RequestStream
 
 DIGITS = 4

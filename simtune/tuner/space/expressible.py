@@ -8,9 +8,9 @@ from typing import Any
 
 from simtune.emit import Emitter, emitter_of
 from simtune.errors import Infeasible
-from simtune.tuner.collector import uncollected
 from simtune.tuner.question import Question
-from simtune.tuner.space import PoolChoice, Space, space_of
+from simtune.tuner.space.candidates import PoolChoice, Space, space_of
+from simtune.tuner.space.garbage_collection import uncollected
 
 
 def space_for(question: Question) -> Space:

@@ -11,8 +11,8 @@ worth b of a unit of cost and whatever worth x of a request per second, none of 
 
 each maximum over whole numbers of instances on the GPUs of a type, sum g_k n_k <= GPUs: a knapsack. Where there must be
 an instance of each role on each type, and all of them are worth less than nothing, the best of them is taken off. That
-is the Lagrangian dual of the programme of `simtune.tuner.allocation`; the dual values of its linear relaxation are the
-best weights and worths, or near them. Others are no less true, so that no solver need be trusted.
+is the Lagrangian dual of the programme of `simtune.tuner.space.allocation`; the dual values of its linear relaxation
+are the best weights and worths, or near them. Others are no less true, so that no solver need be trusted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Literal, NamedTuple
 
 from simtune.errors import SimtuneError
 from simtune.specs.plan import Role
-from simtune.tuner.allocation import Fleet, InstanceRate, Nodes, shadow_prices
+from simtune.tuner.space.allocation import Fleet, InstanceRate, Nodes, shadow_prices
 
 Aim = Literal["most", "per cost", "least cost"]
 """Requests per second within a budget; the same by what they cost; the cost of a demand."""

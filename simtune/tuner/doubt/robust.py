@@ -11,10 +11,10 @@ from simtune.results.result import Result
 from simtune.results.summary import Uncertainty
 from simtune.sim.deployment import Deployment
 from simtune.sim.uncertainty import uncertainty
-from simtune.tuner.climb import LOWEST
-from simtune.tuner.confidence import Confidence, RivalPlan, confidence
+from simtune.tuner.doubt.confidence import Confidence, RivalPlan, confidence
 from simtune.tuner.objectives import MeanLatency, RateObjective
 from simtune.tuner.question import SAMPLED_CORES, Question
+from simtune.tuner.search.climb import LOWEST
 from simtune.tuner.trial import Trial, Tuned
 
 WORLDS = 40
@@ -31,7 +31,7 @@ def of_search(
     jobs: Jobs = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Confidence:
-    """The chosen plan against those that could come nearest (`contenders`). See `simtune.tuner.confidence`."""
+    """The chosen plan against those that could come nearest (`contenders`). See `simtune.tuner.doubt.confidence`."""
     study = tuned.question.study
     return confidence(
         contenders(tuned, rivals),

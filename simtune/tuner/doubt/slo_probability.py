@@ -2,9 +2,9 @@
 
 A world in which everything takes e^u times as long is the predicted one played more slowly: at a rate r it does what
 the predicted one does at e^u r, and each of its latencies is e^u times as long. So where rates are searched, the sweep
-of rates around the chosen one (`simtune.tuner.rate_sweep`) says what becomes of latencies as steps take longer or less,
-and little more is simulated. Where the load is given, a few worlds are simulated in which all operators take e^u times
-as long. Between such knots logarithms of latencies are interpolated.
+of rates around the chosen one (`simtune.tuner.search.rate_sweep`) says what becomes of latencies as steps take longer
+or less, and little more is simulated. Where the load is given, a few worlds are simulated in which all operators take
+e^u times as long. Between such knots logarithms of latencies are interpolated.
 
 In a drawn world (`simtune.sim.uncertainty`) each kind of operator is off by an error of its own. For a metric it counts
 as the world that is stretched by
@@ -39,11 +39,11 @@ from simtune.sim.deployment import Deployment
 from simtune.sim.parts import OwnCosts
 from simtune.sim.uncertainty import ACCEPTANCE, LEVEL, Blueprint, draws, interval
 from simtune.specs.base import Count, NonNegative, Positive, Record, Seq, Share
-from simtune.tuner.chance import spread
+from simtune.tuner.bounds.best_case import sustained_rps
+from simtune.tuner.doubt.draw_spread import spread
 from simtune.tuner.objectives import RateObjective
-from simtune.tuner.promise import sustained_rps
 from simtune.tuner.question import SAMPLED_CORES
-from simtune.tuner.rate_sweep import RateSweep
+from simtune.tuner.search.rate_sweep import RateSweep
 from simtune.tuner.trial import Tuned
 from simtune.workload.requests import RequestStream
 
@@ -208,7 +208,7 @@ class Stretched:
     worlds: Array
     """u, a row for each limit."""
     spread: float
-    """Of u, by who of the requests happens to meet whom (`simtune.tuner.chance`)."""
+    """Of u, by who of the requests happens to meet whom (`simtune.tuner.doubt.draw_spread`)."""
     fortune: float = 0.0
     """By so much sooner a limit is reached in other worlds than where the plan was chosen."""
 

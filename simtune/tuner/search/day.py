@@ -25,10 +25,10 @@ from simtune.specs.base import Count, NonNegative, Positive, Record, Seq, Share
 from simtune.specs.study import Day
 from simtune.specs.trace_cut import of_rows
 from simtune.specs.traces import Trace
+from simtune.tuner.plan_cache import Workshop
 from simtune.tuner.question import SAMPLED_CORES, Question
-from simtune.tuner.space import Candidate
+from simtune.tuner.space.candidates import Candidate
 from simtune.tuner.trial import Tuned
-from simtune.tuner.workshop import Workshop
 from simtune.workload.requests import RequestStream, build_stream
 
 HOUR_S = 3600.0

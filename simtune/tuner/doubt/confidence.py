@@ -40,7 +40,7 @@ from simtune.sim.deployment import Deployment
 from simtune.sim.uncertainty import ACCEPTANCE, LEVEL, Blueprint, draws, interval, spreads
 from simtune.specs.base import Count, NonNegative, Record, Seq, Share
 from simtune.specs.workload import Slo
-from simtune.tuner.promise import sustained_rps
+from simtune.tuner.bounds.best_case import sustained_rps
 from simtune.workload.requests import RequestStream
 
 WORTH_NAMING = 3

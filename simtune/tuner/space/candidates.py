@@ -305,7 +305,7 @@ class Space:
     left_out: Mapping[str, int]
     """By constraint, in its own words."""
     refused: Mapping[str, int] = field(default_factory=dict)
-    """By the reason why the engine would not run them (`simtune.tuner.sayable`)."""
+    """By the reason why the engine would not run them (`simtune.tuner.space.expressible`)."""
 
     @property
     def reasons(self) -> dict[str, int]:

@@ -1,5 +1,5 @@
 """Classes of plans of several pools: all divisions of the GPUs among instances of the same roles and types, bounded as
-one by the allocation programme (`simtune.tuner.relaxation`) before any of them is looked at.
+one by the allocation programme (`simtune.tuner.bounds.relaxation`) before any of them is looked at.
 
 A class comes to the search with a bound by the rates that its instances could sustain at most. When it is its turn, it
 is parted by how GPUs are cut into instances, each part with a bound of its own; only what is left of these becomes
@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from simtune.specs.hardware import Hardware
-from simtune.tuner.allocation import Fleet, InstanceRate
+from simtune.tuner.bounds.relaxation import Relaxation, Worths, nodes_of
+from simtune.tuner.plan_cache import Workshop
 from simtune.tuner.question import Question
-from simtune.tuner.relaxation import Relaxation, Worths, nodes_of
-from simtune.tuner.space import Candidate, PoolShape
-from simtune.tuner.workshop import Workshop
+from simtune.tuner.space.allocation import Fleet, InstanceRate
+from simtune.tuner.space.candidates import Candidate, PoolShape
 
 
 @dataclass(frozen=True)

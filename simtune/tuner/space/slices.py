@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from simtune.errors import Infeasible
-from simtune.tuner.allocation import TIME_LIMIT_S
-from simtune.tuner.programmes import TOLERANCE, Unsolvable, add_variable, solve
+from simtune.tuner.space.allocation import TIME_LIMIT_S
+from simtune.tuner.space.integer_programs import TOLERANCE, Unsolvable, add_variable, solve
 
 if TYPE_CHECKING:
     import pulp

@@ -11,9 +11,9 @@ from simtune.results.steady import LIFETIMES
 from simtune.results.summary import SimulationSummary
 from simtune.sim.deployment import Deployment
 from simtune.specs.workload import Slo
-from simtune.tuner.draws import MOST_REQUESTS, LoadDraws
-from simtune.tuner.knobs import Use, first_tokens_miss, uses
 from simtune.tuner.question import SAMPLED_CORES
+from simtune.tuner.search.draws import MOST_REQUESTS, LoadDraws
+from simtune.tuner.search.implied_results import Use, first_tokens_miss, uses
 from simtune.workload.requests import RequestStream
 
 LOWER = 0.75
@@ -41,7 +41,8 @@ class SimulationFinding:
     used: tuple[Use, ...] | None
     """What each pool came to of its limits, where that tells what others would do."""
     first_tokens_miss: bool
-    """Whether plans with the same prefill pool miss the SLO as well, whatever decodes (`simtune.tuner.knobs`)."""
+    """Whether plans with the same prefill pool miss the SLO as well, whatever decodes
+    (`simtune.tuner.search.implied_results`)."""
     strain: float | None
     """The largest share of a limit that was taken, above 1 where it was missed; None where requests piled up."""
     wander: float | None = None

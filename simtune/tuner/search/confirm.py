@@ -21,14 +21,14 @@ from simtune.results.steady import needed_for
 from simtune.results.summary import SimulationSummary
 from simtune.sim.deployment import Deployment
 from simtune.specs.workload import Slo
-from simtune.tuner.climb import LOWEST, Simulation, SimulationFinding, violation
-from simtune.tuner.draws import MOST_REQUESTS
-from simtune.tuner.entry import Entrant
-from simtune.tuner.evaluator import Evaluator
 from simtune.tuner.objectives import Miss, RateObjective
+from simtune.tuner.plan_cache import Workshop
 from simtune.tuner.question import Question
+from simtune.tuner.search.candidate_filter import Entrant
+from simtune.tuner.search.climb import LOWEST, Simulation, SimulationFinding, violation
+from simtune.tuner.search.draws import MOST_REQUESTS
+from simtune.tuner.search.evaluator import Evaluator
 from simtune.tuner.trial import Attempt, Confirmed
-from simtune.tuner.workshop import Workshop
 
 ENOUGH_LIFETIMES = 25
 OVERLOAD = 0.01

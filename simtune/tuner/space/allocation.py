@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from simtune.errors import Infeasible, SimtuneError, UsageError
 from simtune.specs.plan import Role
-from simtune.tuner.programmes import TOLERANCE, Unsolvable, add_variable, constraint, solve, solver_name
+from simtune.tuner.space.integer_programs import TOLERANCE, Unsolvable, add_variable, constraint, solve, solver_name
 
 TIME_LIMIT_S = 10.0
 """For each solver run; an answer that is not proved by then says so."""

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from simtune.sim.deployment import Deployment
-from simtune.tuner.classes import PlanClass
-from simtune.tuner.climb import SimulationFinding
-from simtune.tuner.collector import uncollected
-from simtune.tuner.knobs import tell_apart
+from simtune.tuner.bounds.best_case import least_e2el_s, most_favourable, slo_bound
 from simtune.tuner.objectives import Miss, PlanFacts, RateObjective
-from simtune.tuner.promise import least_e2el_s, most_favourable, slo_bound
+from simtune.tuner.plan_cache import Refused, Workshop
 from simtune.tuner.question import SAMPLED_CORES, Question
-from simtune.tuner.space import Candidate
+from simtune.tuner.search.climb import SimulationFinding
+from simtune.tuner.search.implied_results import tell_apart
+from simtune.tuner.space.candidates import Candidate
+from simtune.tuner.space.garbage_collection import uncollected
+from simtune.tuner.space.plan_classes import PlanClass
 from simtune.tuner.trial import Trial
-from simtune.tuner.workshop import Refused, Workshop
 
 ALLOCATION = "allocation"
 """What bounds a plan of a class that was not opened."""

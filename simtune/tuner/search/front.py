@@ -18,20 +18,20 @@ from simtune.parallel import Jobs, executor
 from simtune.results.result import Result
 from simtune.sim.deployment import Deployment
 from simtune.specs.workload import Slo
-from simtune.tuner.climb import Simulation, SimulationFinding
-from simtune.tuner.entry import Admission, Entrant
-from simtune.tuner.evaluator import Evaluator, Keyed
-from simtune.tuner.journal import Ledger
-from simtune.tuner.knobs import tell_apart
-from simtune.tuner.ladder import FrontPoint, Ladder
-from simtune.tuner.promise import least_tpot_s, slo_bound
+from simtune.tuner.bounds.best_case import least_tpot_s, slo_bound
+from simtune.tuner.plan_cache import Workshop
 from simtune.tuner.question import SAMPLED_CORES, Question
-from simtune.tuner.reasons import why_none
-from simtune.tuner.sayable import space_for
-from simtune.tuner.search import AHEAD, SearchCourse, SearchProgress, optimize
-from simtune.tuner.space import Candidate
+from simtune.tuner.search.best_first import AHEAD, SearchCourse, SearchProgress, optimize
+from simtune.tuner.search.candidate_filter import Admission, Entrant
+from simtune.tuner.search.climb import Simulation, SimulationFinding
+from simtune.tuner.search.evaluator import Evaluator, Keyed
+from simtune.tuner.search.front_points import FrontPoint, Ladder
+from simtune.tuner.search.implied_results import tell_apart
+from simtune.tuner.search.reasons import why_none
+from simtune.tuner.search.search_journal import Ledger
+from simtune.tuner.space.candidates import Candidate
+from simtune.tuner.space.expressible import space_for
 from simtune.tuner.trial import Attempt, Trial, Tuned
-from simtune.tuner.workshop import Workshop
 
 LOWEST_LOAD = 1 / 64
 """Of the highest: the load at the foot of the ladder, where requests are all but alone."""
@@ -47,7 +47,7 @@ def answer(
     ledger: Ledger[SimulationFinding] | None = None,
 ) -> Tuned:
     """What a study asks for: the front, with its point of the greatest power chosen, or else the best plan. See
-    `simtune.tuner.search.optimize`."""
+    `simtune.tuner.search.best_first.optimize`."""
     if question.study.objective != "pareto":
         return optimize(question, jobs=jobs, progress=progress, ledger=ledger)
     question.check()

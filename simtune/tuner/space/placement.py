@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from simtune.costs.replicas import spread
 from simtune.errors import Infeasible, UsageError
-from simtune.tuner.programmes import TOLERANCE, add_variable, solve
+from simtune.tuner.space.integer_programs import TOLERANCE, add_variable, solve
 
 TIME_LIMIT_S = 10.0
 
