@@ -32,7 +32,7 @@ from simtune.sim.parts import OwnCosts
 from simtune.specs.acceptance import Acceptance
 from simtune.specs.model import DenseFeedForward, FullAttention, LayerGroup, Model
 from simtune.specs.plan import Plan
-from simtune.validation.prompts import Prompts
+from simtune.validation.client.prompts import Prompts
 from simtune.validation.servers.driven_engines import (
     Driven,
     DrivenRequest,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from simtune.profiling.run import LiveStatus, Profiled
     from simtune.specs.hardware import Hardware
     from simtune.specs.model import Model
-    from simtune.validation.added import Added
+    from simtune.validation.judge.added_by_engine import Added
     from simtune.validation.servers.engine_profile import EngineProfile
 
 COMMENT = """Fitted by `simtune profile` to what it measured on one machine; measure again rather than edit this file.
@@ -272,7 +272,7 @@ def _added(profiled: EngineProfile, model: Model, hardware: Hardware, sizes: tup
     """What its steps take beside their kernels."""
     from simtune.costs.iteration import StepModel
     from simtune.specs.plan import Batching, Pool
-    from simtune.validation.added import added
+    from simtune.validation.judge.added_by_engine import added
 
     seats, tokens, longest = sizes
     pool = Pool(

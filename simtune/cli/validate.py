@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from simtune.api import Experiment
     from simtune.runs.schema import Manifest
     from simtune.specs.plan import Plan
-    from simtune.validation.decision import Ranking
-    from simtune.validation.judge import Validation
+    from simtune.validation.client.measured_run import Clock, MeasuredRun
+    from simtune.validation.judge.comparison import Validation
+    from simtune.validation.judge.decision import Ranking
     from simtune.validation.loads import Load
-    from simtune.validation.measured import Clock, MeasuredRun
     from simtune.validation.servers.server import Engine
     from simtune.validation.session import ValidationFolder
 
@@ -62,7 +62,7 @@ class EngineChoice:
 
 def _vllm(choice: EngineChoice, experiment: Experiment) -> Engine:
     from simtune.runs.engine_files import draft_models
-    from simtune.validation.client import Patience
+    from simtune.validation.client.load_client import Patience
     from simtune.validation.servers.served import VllmCommand, VllmEngine, vllm_python
 
     if choice.clock is not None:
@@ -97,8 +97,8 @@ def _stepped_vllm(choice: EngineChoice, experiment: Experiment) -> Engine:
 
 
 def _server(choice: EngineChoice, experiment: Experiment) -> Engine:
-    from simtune.validation.client import Patience
-    from simtune.validation.exchange import ServerAddress
+    from simtune.validation.client.http_exchange import ServerAddress
+    from simtune.validation.client.load_client import Patience
     from simtune.validation.servers.served import ServerEngine
 
     server = ServerAddress(choice.name, choice.api_key)
@@ -366,7 +366,7 @@ def _judge_files(
     experiment: Experiment, files: tuple[Path, ...], asked: _Asked, out: Path, *, given: bool
 ) -> Validation:
     """Judge runs that were measured; each is simulated with its own requests at its own times."""
-    from simtune.validation.formats import read_run
+    from simtune.validation.client.measured_formats import read_run
     from simtune.validation.session import as_loads
 
     runs = [read_run(path) for path in files]
@@ -387,7 +387,7 @@ def _judged(
     from simtune.runs.requests import requests_csv
     from simtune.runs.timeline import sampled
     from simtune.sim.basis import cost_basis
-    from simtune.validation.predict import predict, validation_of
+    from simtune.validation.judge.prediction import predict, validation_of
 
     d, drawn, files = experiment.deployment, [], {}
     results = []
@@ -413,7 +413,7 @@ def _record(target: Path, validation: Validation, out: Path) -> None:
 
     from simtune.cli.output import write_profile
     from simtune.specs import catalog
-    from simtune.validation.record import recorded
+    from simtune.validation.judge.profile_note import recorded
 
     folder = _profile_folder(target)
     hardware = catalog.load_hardware(str(folder / "profile.yaml"))
@@ -455,7 +455,7 @@ def _decide(given: _Given, count: int, choice: EngineChoice, asked: _Asked, out:
     """Run several plans around the chosen one for real: did the simulation order them rightly?"""
     from contextlib import closing
 
-    from simtune.validation.decision import PlanOutcome, around, decide
+    from simtune.validation.judge.decision import PlanOutcome, around, decide
     from simtune.validation.loads import knee_rps, loads
     from simtune.validation.session import Round, run_plans
 

@@ -10,7 +10,7 @@ from simtune.report import figures, info
 from simtune.report.figures import GREY, Figure
 from simtune.report.labels import brief, escape
 from simtune.reproduce import Findings
-from simtune.validation.judge import Validation
+from simtune.validation.judge.comparison import Validation
 
 
 class NamedValidation(NamedTuple):

@@ -13,7 +13,7 @@ from simtune.reproduce.findings import FINDINGS_SCHEMA
 from simtune.runs.reading import read_record, read_run
 from simtune.runs.sweep_files import is_sweep
 from simtune.specs.reading import max_bytes
-from simtune.validation.judge import VALIDATION_SCHEMA, Validation
+from simtune.validation.judge.comparison import VALIDATION_SCHEMA, Validation
 
 VALIDATION = "validation.json"
 RUN = "summary.json"

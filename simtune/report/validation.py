@@ -17,8 +17,8 @@ from simtune.report.templates import fill, template
 from simtune.results.result import Result
 from simtune.results.summing import quantiles
 from simtune.runs.schema import Timeline
-from simtune.validation.judge import Comparison, LoadResult, Validation
-from simtune.validation.measured import MeasuredMetric, MeasuredRun, QueueSamples
+from simtune.validation.client.measured_run import MeasuredMetric, MeasuredRun, QueueSamples
+from simtune.validation.judge.comparison import Comparison, LoadResult, Validation
 
 NOISY = 0.25
 """Noise of the repeats beyond which being within twice of it is no merit."""

@@ -38,7 +38,7 @@ from simtune.specs.reading import json_document, read_text
 from simtune.tuner.question import Question
 from simtune.tuner.search.front import answer
 from simtune.tuner.trial import Tuned
-from simtune.validation.measured import (
+from simtune.validation.client.measured_run import (
     EngineFacts,
     MeasuredFacts,
     MeasuredMetric,

@@ -13,7 +13,7 @@ import pytest
 from simtune.errors import UsageError
 from simtune.specs.catalog import load_model
 from simtune.specs.model import Model
-from simtune.validation.prompts import FIRST_TOKEN
+from simtune.validation.client.prompts import FIRST_TOKEN
 from simtune.validation.servers import random_weights
 from simtune.validation.servers.random_weights import Checkpoint, permutations, rigged_pair, write_weights
 

@@ -26,8 +26,8 @@ NEEDED = (
     "simtune.report.measured", "simtune.report.page", "simtune.report.published", "simtune.report.sweep",
     "simtune.report.validation", "simtune.runs.contents", "simtune.runs.sweep_files", "simtune.runs.timeline",
     "simtune.testing.fake_server", "simtune.tuner.certificate.search_certificate",
-    "simtune.tuner.search.search_journal", "simtune.validation.client", "simtune.validation.loads",
-    "simtune.validation.predict", "simtune.validation.session",
+    "simtune.tuner.search.search_journal", "simtune.validation.client.load_client", "simtune.validation.loads",
+    "simtune.validation.judge.prediction", "simtune.validation.session",
     "tests.profiling.pretended", "tests.validation.pretended_loop",
 )  # fmt: skip
 """Loaded before the first job, so that kills fall into the work."""

@@ -62,7 +62,7 @@ CLOCK_READERS = {
     "simtune.runs.manifest",  # the time of day for manifest.json
     "simtune.cli.pace",  # how fast work goes, said on stderr
     "simtune.profiling.timing",  # measuring
-    "simtune.validation.clock",  # the real clock beside the simulated one
+    "simtune.validation.client.real_clock",  # the real clock beside the simulated one
     *(f"simtune.validation.servers.{name}" for name in ("engine_clocks", "gauge", "vllm_steps")),
 }
 MEASURERS = {
@@ -127,7 +127,7 @@ def test_durations_are_told_by_clocks_that_nobody_sets() -> None:
         and ast.unparse(node).startswith(("time.", "datetime."))
         and node.attr in ("time", "time_ns", "now", "utcnow", "today", "localtime", "gmtime")
     }
-    assert asked == {"simtune.runs.manifest", "simtune.validation.clock"}
+    assert asked == {"simtune.runs.manifest", "simtune.validation.client.real_clock"}
 
 
 def test_chance_comes_from_seeded_generators_only() -> None:

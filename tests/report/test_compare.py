@@ -17,8 +17,8 @@ from simtune.report.compare import Compared, NamedRun
 from simtune.report.sources import contents_of, pages, read_all
 from simtune.reproduce import Finding, Findings
 from simtune.runs.reading import read_run
-from simtune.validation.judge import Comparison, LoadResult, Validation
-from simtune.validation.measured import EngineFacts
+from simtune.validation.client.measured_run import EngineFacts
+from simtune.validation.judge.comparison import Comparison, LoadResult, Validation
 from tests.report.test_report_page import Reader, read
 
 RunMaker = Callable[..., Path]

@@ -22,7 +22,7 @@ from simtune.sim.parts import OwnCosts
 from simtune.specs.model import DenseFeedForward, FullAttention, LayerGroup, Model
 from simtune.specs.plan import Batching, KvCache, Plan, Pool
 from simtune.testing.clusters import stream_of
-from simtune.validation.measured import Clock, MeasuredRun
+from simtune.validation.client.measured_run import Clock, MeasuredRun
 from simtune.validation.servers import torch_engine, transformers_engine
 from simtune.validation.servers.executed_scheduler import Share
 from simtune.validation.servers.in_process import MOST_SAMPLES, queue_samples

@@ -13,7 +13,7 @@ from simtune.errors import EngineError, UsageError
 from simtune.specs.catalog import load_model
 from simtune.specs.plan import Batching, Plan, Pool
 from simtune.testing.fake_server import FakeServer
-from simtune.validation.clock import pause
+from simtune.validation.client.real_clock import pause
 from simtune.validation.loads import Load
 from simtune.validation.servers import process_guard
 from simtune.validation.servers.served import VllmCommand, VllmEngine, vllm_python
@@ -69,7 +69,7 @@ def test_told_to_stop_all_processes_end(tmp_path: Path) -> None:
 def test_killed_itself_nothing_is_left(tmp_path: Path) -> None:
     log = tmp_path / "log"
     script = (
-        "import os, sys, time\nfrom simtune.validation import guard\n"
+        "import os, sys, time\nfrom simtune.validation.servers import process_guard as guard\n"
         f"with open({str(log)!r}, 'wb') as file:\n"
         f"    process = guard.start([sys.executable, '-c', {FAMILY!r}], os.environ, file)\n"
         "print(process.pid, flush=True)\ntime.sleep(600)"

@@ -15,7 +15,7 @@ from simtune.cli.profile import profile
 from simtune.costs.transfers import fit_transfers, read_transfers
 from simtune.errors import EngineError, UsageError
 from simtune.specs.plan import Batching, KvCache, KvLink, Plan, Pool
-from simtune.validation.relay import KEEP
+from simtune.validation.client.relay import KEEP
 from simtune.validation.servers import driven_engines, engine_profile
 from simtune.validation.servers.driven_engines import Driven, DrivenRequest, DrivenTimes, DriverClock, EngineSize
 from simtune.validation.servers.pair import CONNECTOR, EnginePair, summed

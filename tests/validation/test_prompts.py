@@ -7,7 +7,7 @@ import pytest
 
 from simtune.errors import UsageError
 from simtune.specs.workload import FixedLength, Lognormal, Poisson, Sessions, SharedPrefix, Workload
-from simtune.validation.prompts import FIRST_TOKEN, Prompts
+from simtune.validation.client.prompts import FIRST_TOKEN, Prompts
 from simtune.workload.requests import build_stream
 
 

@@ -7,9 +7,9 @@ import pytest
 
 from simtune.errors import EngineError, UsageError
 from simtune.specs.plan import Batching, Plan, Pool
+from simtune.validation.client.measured_run import EngineFacts, MeasuredFacts, MeasuredRequest, MeasuredRun
+from simtune.validation.client.prompts import Prompts, prompt_seed
 from simtune.validation.loads import Load
-from simtune.validation.measured import EngineFacts, MeasuredFacts, MeasuredRequest, MeasuredRun
-from simtune.validation.prompts import Prompts, prompt_seed
 from simtune.validation.session import Round, ValidationFolder, run_loads, run_plans
 from simtune.workload.requests import RequestStream
 from tests.validation.test_client import stream

@@ -21,7 +21,7 @@ from simtune.sim.deployment import NO_HARDWARE, Deployment, deploy
 from simtune.sim.parts import OwnCosts
 from simtune.specs.model import DenseFeedForward, FullAttention, Model
 from simtune.specs.plan import Batching, KvCache, Plan, Policy, Pool
-from simtune.validation.prompts import Prompts
+from simtune.validation.client.prompts import Prompts
 from simtune.validation.servers import torch_engine, transformers_engine
 from simtune.validation.servers.engine_clocks import EngineClock, ProcessorClock, WallClock, processor_s, wall_s
 from simtune.validation.servers.executed_scheduler import EngineLoop, Executor, Share

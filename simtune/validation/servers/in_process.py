@@ -10,7 +10,7 @@ from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.errors import UsageError
 from simtune.sim.deployment import Deployment, deploy
 from simtune.specs.plan import Plan
-from simtune.validation.measured import Clock, MeasuredFacts, MeasuredRequest, MeasuredRun, QueueSamples
+from simtune.validation.client.measured_run import Clock, MeasuredFacts, MeasuredRequest, MeasuredRun, QueueSamples
 from simtune.workload.requests import RequestStream
 
 REFUSED = "longer than the engine can hold"

@@ -19,7 +19,7 @@ from simtune.costs.transfers import MeasuredTransfer
 from simtune.errors import EngineError
 from simtune.specs.model import Model
 from simtune.specs.plan import Parallelism
-from simtune.validation.relay import KEEP
+from simtune.validation.client.relay import KEEP
 from simtune.validation.servers.driven_engines import (
     Driven,
     DrivenRequest,

@@ -28,7 +28,7 @@ from simtune.arrays import Ints
 from simtune.errors import UsageError
 from simtune.runs.files import alone, whole
 from simtune.specs.model import DenseFeedForward, FullAttention, LayerGroup, Model
-from simtune.validation.prompts import FIRST_TOKEN
+from simtune.validation.client.prompts import FIRST_TOKEN
 
 SPREAD = 0.02
 """Standard deviation of the matrices, as GPT-2 and Llama begin their training with."""

@@ -16,13 +16,13 @@ from simtune.errors import EngineError, UsageError
 from simtune.specs import yamlfile
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
-from simtune.validation.client import Patience, Traffic, send, served_model
-from simtune.validation.clock import now, pause
-from simtune.validation.exchange import ServerAddress, ask
+from simtune.validation.client.http_exchange import ServerAddress, ask
+from simtune.validation.client.load_client import Patience, Traffic, send, served_model
+from simtune.validation.client.measured_run import EngineFacts, MeasuredFacts, MeasuredRun
+from simtune.validation.client.prometheus import engine_facts
+from simtune.validation.client.prompts import Prompts, prompt_seed
+from simtune.validation.client.real_clock import now, pause
 from simtune.validation.loads import warm_up
-from simtune.validation.measured import EngineFacts, MeasuredFacts, MeasuredRun
-from simtune.validation.prometheus import engine_facts
-from simtune.validation.prompts import Prompts, prompt_seed
 from simtune.validation.servers import process_guard
 from simtune.validation.servers.ports import free_ports, side_channel
 from simtune.workload.requests import RequestStream

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from simtune.specs.plan import Plan
-from simtune.validation.measured import MeasuredRun
+from simtune.validation.client.measured_run import MeasuredRun
 from simtune.workload.requests import RequestStream
 
 
@@ -18,7 +18,7 @@ class Engine(Protocol):
 
     def run(self, plan: Plan, stream: RequestStream, *, label: str, seed: int = 0) -> MeasuredRun:
         """Send the stream's requests, open loop at `arrival_s` or closed loop with `users`, each with its exact prompt
-        and output lengths (`simtune.validation.prompts`), and wait for all of them.
+        and output lengths (`simtune.validation.client.prompts`), and wait for all of them.
 
         `label` names the load in what comes back; `seed` makes the prompts. Requests that failed are in the run with
         their error. Raises UsageError where the engine cannot be told the plan, EngineError where it does not start or

@@ -15,8 +15,14 @@ from simtune.emit import ENGINES
 from simtune.errors import UsageError
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan, Pool
-from simtune.validation.measured import EngineFacts, MeasuredDrafts, MeasuredFacts, MeasuredRequest, MeasuredRun
-from simtune.validation.prompts import Prompts
+from simtune.validation.client.measured_run import (
+    EngineFacts,
+    MeasuredDrafts,
+    MeasuredFacts,
+    MeasuredRequest,
+    MeasuredRun,
+)
+from simtune.validation.client.prompts import Prompts
 from simtune.validation.servers.driven_engines import Driven, EngineSize, StepDriver, requests_of
 from simtune.validation.servers.engine_profile import warm_up
 from simtune.validation.servers.in_process import queue_samples

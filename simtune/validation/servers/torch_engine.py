@@ -13,8 +13,8 @@ from simtune.results.result import Result
 from simtune.sim.deployment import Deployment
 from simtune.specs.plan import Plan
 from simtune.specs.workload import Slo
+from simtune.validation.client.measured_run import Clock, EngineFacts, MeasuredFacts, MeasuredRun
 from simtune.validation.loads import warm_up
-from simtune.validation.measured import Clock, EngineFacts, MeasuredFacts, MeasuredRun
 from simtune.validation.servers.engine_clocks import CLOCKS, EngineClock, ProcessorClock
 from simtune.validation.servers.executed_scheduler import EngineLoop, Executor, MeasuredStep, QueueLength, Share
 from simtune.validation.servers.in_process import TokenTimes, check_clock, queue_samples, redeployed, version_of

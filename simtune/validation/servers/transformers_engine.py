@@ -22,9 +22,9 @@ from simtune.sim.agenda import NEVER, Agenda
 from simtune.sim.deployment import Deployment
 from simtune.sim.source import RequestSource
 from simtune.specs.plan import Plan
+from simtune.validation.client.measured_run import Clock, EngineFacts, MeasuredFacts, MeasuredRun
+from simtune.validation.client.prompts import Prompts
 from simtune.validation.loads import warm_up
-from simtune.validation.measured import Clock, EngineFacts, MeasuredFacts, MeasuredRun
-from simtune.validation.prompts import Prompts
 from simtune.validation.servers.engine_clocks import CLOCKS, EngineClock, processor_s
 from simtune.validation.servers.in_process import TokenTimes, check_clock, queue_samples, redeployed, version_of
 from simtune.workload.requests import RequestStream

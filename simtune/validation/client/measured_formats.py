@@ -2,7 +2,7 @@
 
 vllm bench serve     one JSON object, with --save-result --save-detailed: lists by request, in seconds
 aiperf               profile_export.jsonl: one line per request, times in nanoseconds and milliseconds
-simtune              JSON lines, `simtune/measured@1` (`simtune.validation.measured`)
+simtune              JSON lines, `simtune/measured@1` (`simtune.validation.client.measured_run`)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from simtune.errors import Problem, SpecError, UsageError
 from simtune.specs.reading import JsonError, parse_json, read_text
-from simtune.validation.measured import (
+from simtune.validation.client.measured_run import (
     MEASURED_METRICS,
     EngineFacts,
     MeasuredFacts,

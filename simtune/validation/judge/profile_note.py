@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from simtune.specs.hardware import Hardware, ValidatedLoad, ValidationNote
-from simtune.validation.judge import Validation
+from simtune.validation.judge.comparison import Validation
 
 
 def recorded(hardware: Hardware, validation: Validation, date: str) -> Hardware:

@@ -13,8 +13,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from simtune.validation.exchange import Exchange, Response, ServerAddress, read_response
-from simtune.validation.streaming import Answer, quoted
+from simtune.validation.client.http_exchange import Exchange, Response, ServerAddress, read_response
+from simtune.validation.client.streaming import Answer, quoted
 
 PATH = "/v1/completions"
 KEEP: Mapping[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}

@@ -27,7 +27,7 @@ from simtune.engine import (
 )
 from simtune.errors import Problem, SpecError, UsageError, suggest
 from simtune.specs.base import Count, NonNegative
-from simtune.validation.steplog import LoggedStep, StepLog, describe
+from simtune.validation.replay.step_log import LoggedStep, StepLog, describe
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from simtune.errors import EngineError, UsageError
-from simtune.validation.clock import StampedSocket, now
+from simtune.validation.client.real_clock import StampedSocket, now
 
 _LAST_CHUNK = b"0\r\n\r\n"
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from simtune.validation.measured import MeasuredDrafts, QueueSamples
+from simtune.validation.client.measured_run import MeasuredDrafts, QueueSamples
 
 _SAMPLE = re.compile(r"^(\w+:\w+)(?:\{[^\n]*?\})?[ \t]+(\S+)", re.MULTILINE)
 

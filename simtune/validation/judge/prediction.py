@@ -11,9 +11,9 @@ from simtune.results.summary import Uncertainty
 from simtune.sim.deployment import Deployment
 from simtune.sim.parts import OwnCosts
 from simtune.sim.uncertainty import uncertainty
-from simtune.validation.judge import VALIDATION_SCHEMA, Validation, compare
+from simtune.validation.client.measured_run import MeasuredRun
+from simtune.validation.judge.comparison import VALIDATION_SCHEMA, Validation, compare
 from simtune.validation.loads import Load
-from simtune.validation.measured import MeasuredRun
 
 
 class Predicted(NamedTuple):

@@ -12,7 +12,7 @@ from simtune.errors import EngineError
 from simtune.results.frames import PlainCurve, arrow, frame, html_table, plotted
 from simtune.results.summary import SimulationSummary, Uncertainty
 from simtune.specs.base import Count, NonNegative, Positive, Record, Seq, Whole
-from simtune.validation.measured import MEASURED_METRICS, Clock, EngineFacts, MeasuredMetric, MeasuredRun
+from simtune.validation.client.measured_run import MEASURED_METRICS, Clock, EngineFacts, MeasuredMetric, MeasuredRun
 
 VALIDATION_SCHEMA: Literal["simtune/validation@1"] = "simtune/validation@1"
 

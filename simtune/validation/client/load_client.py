@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from simtune.errors import EngineError
-from simtune.validation.clock import Echo, Ticker, now
-from simtune.validation.exchange import Exchange, Piece, ServerAddress, ask, fetch, look_up, read_response
-from simtune.validation.measured import Lateness, MeasuredRequest
-from simtune.validation.prometheus import MetricsReading
-from simtune.validation.prompts import Prompts
-from simtune.validation.relay import Direct, Relay, ServerPath
-from simtune.validation.streaming import Answer
+from simtune.validation.client.http_exchange import Exchange, Piece, ServerAddress, ask, fetch, look_up, read_response
+from simtune.validation.client.measured_run import Lateness, MeasuredRequest
+from simtune.validation.client.prometheus import MetricsReading
+from simtune.validation.client.prompts import Prompts
+from simtune.validation.client.real_clock import Echo, Ticker, now
+from simtune.validation.client.relay import Direct, Relay, ServerPath
+from simtune.validation.client.streaming import Answer
 from simtune.workload.requests import RequestStream
 
 LEAD_S = 0.2
@@ -59,9 +59,9 @@ def send(
 ) -> Traffic:
     """Send every request of a stream to a model, by the server's name for it, and wait for all answers.
 
-    With `decode` the first server only computes prompts, and the other one answers (`simtune.validation.relay`). Open
-    loop where the stream has arrival times, counted from its first; else a closed loop of its users. A request that
-    fails is kept with its error. Raises EngineError where there is no such host.
+    With `decode` the first server only computes prompts, and the other one answers (`simtune.validation.client.relay`).
+    Open loop where the stream has arrival times, counted from its first; else a closed loop of its users. A request
+    that fails is kept with its error. Raises EngineError where there is no such host.
     """
     bodies = [_body(model, stream, prompts, i) for i in range(len(stream))]
     path = Direct(server, bodies) if decode is None else Relay(server, decode, bodies)
