@@ -9,8 +9,8 @@ from typing import NamedTuple
 from simtune.report import figures, info
 from simtune.report.figures import GREY, Figure
 from simtune.report.labels import brief, escape
-from simtune.reproduce import Findings
 from simtune.validation.judge.comparison import Validation
+from simtune.validation.published import Findings
 
 
 class NamedValidation(NamedTuple):

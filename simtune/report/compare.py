@@ -17,9 +17,9 @@ from simtune.report.beside import NamedFindings, NamedValidation
 from simtune.report.certainty import certainty
 from simtune.report.templates import fill, template
 from simtune.report.validation import headline as validated
-from simtune.reproduce import headline as published
 from simtune.results.summary import Metric
 from simtune.runs.schema import Run, Summary
+from simtune.validation.published import headline as published
 
 METRICS: tuple[Metric, ...] = ("ttft", "tpot", "e2el")
 DECISIVE = 5e-4

@@ -14,8 +14,8 @@ from simtune.report.compare import Compared, NamedRun
 from simtune.report.sweep import DRAWN, curves
 from simtune.report.templates import fill, template
 from simtune.report.thumbnails import Span, drawn, e2el_span, of_run, of_validation
-from simtune.reproduce.findings import counts
 from simtune.runs.sweep_files import PAGE, SweepTable
+from simtune.validation.published.findings import counts
 
 COLUMNS = (
     "run", "thumbnail", "model", "hardware", "plan", "GPUs", "offered, requests/s", "goodput, requests/s",

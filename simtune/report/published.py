@@ -10,9 +10,9 @@ from simtune.report import figures, info
 from simtune.report.figures import Figure
 from simtune.report.labels import escape
 from simtune.report.templates import fill, template
-from simtune.reproduce import Entry, Finding, Findings, headline
-from simtune.reproduce.findings import WORDS, Status, counts
 from simtune.specs import yamlfile
+from simtune.validation.published import Entry, Finding, Findings, headline
+from simtune.validation.published.findings import WORDS, Status, counts
 
 LONGEST_LABEL = 18
 ROW_PX = 26

@@ -32,8 +32,7 @@ LAW: dict[str, set[str]] = {
     "tuner": GROUND | {"engine", "costs", "emit", "workload", "results", "sim"},
     "runs": GROUND | {"costs", "emit", "workload", "results", "sim", "tuner"},
     "validation": GROUND | {"engine", "costs", "emit", "profiling", "workload", "results", "sim", "tuner", "runs"},
-    "reproduce": GROUND | {"engine", "costs", "workload", "results", "sim"},
-    "report": GROUND | {"costs", "workload", "results", "sim", "tuner", "runs", "reproduce", "validation"},
+    "report": GROUND | {"costs", "workload", "results", "sim", "tuner", "runs", "validation"},
     "api": GROUND | {"engine", "costs", "emit", "workload", "results", "sim", "tuner"},
     "sweep": GROUND | {"results", "sim", "runs", "api"},
     "cli": GROUND
@@ -47,7 +46,6 @@ LAW: dict[str, set[str]] = {
         "sim",
         "emit",
         "report",
-        "reproduce",
         "tuner",
         "runs",
         "api",

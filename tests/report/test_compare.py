@@ -15,10 +15,10 @@ from simtune.report import beside, compare, figures, index, info, labels, thumbn
 from simtune.report.beside import NamedFindings, NamedValidation
 from simtune.report.compare import Compared, NamedRun
 from simtune.report.sources import contents_of, pages, read_all
-from simtune.reproduce import Finding, Findings
 from simtune.runs.reading import read_run
 from simtune.validation.client.measured_run import EngineFacts
 from simtune.validation.judge.comparison import Comparison, LoadResult, Validation
+from simtune.validation.published import Finding, Findings
 from tests.report.test_report_page import Reader, read
 
 RunMaker = Callable[..., Path]

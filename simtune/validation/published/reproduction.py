@@ -8,10 +8,10 @@ from itertools import groupby
 
 from simtune.errors import Infeasible, SpecError, UsageError
 from simtune.parallel import executor, ordered_map
-from simtune.reproduce.collection import Entry
-from simtune.reproduce.findings import Finding, FoundInput, Status
-from simtune.reproduce.sides import Runner, SideResult, in_words, is_cost
 from simtune.specs.systems import PRIMITIVES, Claim, Measure, Otherwise, PublishedSystem
+from simtune.validation.published.collection import Entry
+from simtune.validation.published.findings import Finding, FoundInput, Status
+from simtune.validation.published.sides import Runner, SideResult, in_words, is_cost
 
 DIGITS = 4
 """Significant digits of what is written: further ones depend on the platform's arithmetic."""
