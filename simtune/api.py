@@ -15,11 +15,11 @@ from typing import Any
 from simtune.costs.other_engines import for_engine, load_kernels
 from simtune.costs.step_files import read_costs
 from simtune.errors import Infeasible, UsageError
-from simtune.parallel import Jobs
 from simtune.results.result import Result
 from simtune.sim import parts
 from simtune.sim.deployment import NO_HARDWARE, Deployment, default_plan, deploy, unbound_plan
 from simtune.sim.drafting import Drafting
+from simtune.sim.parallel import Jobs
 from simtune.sim.streamed import StreamedLoad, StreamedResult, simulate_streamed
 from simtune.sim.watch import Watch
 from simtune.specs.base import override

@@ -32,8 +32,8 @@ from simtune.cli.pace import seconds_of
 from simtune.errors import UsageError, plural
 
 if TYPE_CHECKING:
-    from simtune.parallel import Jobs
     from simtune.runs.schema import Summary
+    from simtune.sim.parallel import Jobs
     from simtune.tuner.doubt.confidence import Confidence
     from simtune.tuner.question import Question
     from simtune.tuner.search.best_first import SearchCourse
@@ -158,7 +158,7 @@ def optimize(  # noqa: PLR0913 - one for each option
 def _workers(where: str | None, fallback: bool, jobs: int | None) -> Iterator[Jobs]:
     """The cluster if one is asked for, else so many processes. Raises UsageError where it does not answer and there is
     to be no fallback."""
-    from simtune.parallel import connected
+    from simtune.sim.parallel import connected
 
     with ExitStack() as ends:
         workers: Jobs = jobs

@@ -56,10 +56,10 @@ def sweep(  # noqa: PLR0913 - one for each option
     """
     from simtune.report.sweep import table
     from simtune.runs.files import hold
+    from simtune.runs.grid_sweep import Base, Point, axis, points
+    from simtune.runs.grid_sweep import sweep as run
     from simtune.runs.journal import RowJournal
     from simtune.runs.sweep_files import write_sweep
-    from simtune.sweep import Base, Point, axis, points
-    from simtune.sweep import sweep as run
 
     if parquet and out is None:
         raise UsageError("--parquet needs a folder: --out runs/NAME")

@@ -12,7 +12,6 @@ from typing import Any, cast
 from simtune.costs.basis import KindBasis
 from simtune.costs.calibration import words
 from simtune.errors import Infeasible
-from simtune.parallel import Jobs
 from simtune.results.result import Result
 from simtune.results.summary import SimulationSummary, Uncertainty
 from simtune.runs.breakdown import step_times
@@ -52,6 +51,7 @@ from simtune.runs.tables import columns, to_csv
 from simtune.runs.timeline import sampled, trace_file
 from simtune.sim.basis import pool_bases, summed
 from simtune.sim.deployment import Deployment
+from simtune.sim.parallel import Jobs
 from simtune.specs.hardware import Hardware
 from simtune.specs.study import Study
 from simtune.specs.trace_cut import first_of

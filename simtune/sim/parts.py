@@ -16,12 +16,12 @@ from simtune.costs.function import StepFunction, StepSeconds
 from simtune.costs.protocol import ImbalanceCosts, StepCosts
 from simtune.engine import POLICIES, Request, Scheduler
 from simtune.errors import PartError, SimtuneError, UsageError
-from simtune.plugins import Brought, PartKind, blame, described, option_problems
 from simtune.sim.core import EngineCore
 from simtune.sim.router import ROUTERS, Router
 from simtune.specs.base import Spec
 from simtune.specs.drafters import DRAFTERS
 from simtune.specs.plan import POLICY_GROUP, ROUTER_GROUP, Batching, OwnRouting, Plan, Pool, Routing
+from simtune.specs.plugins import Brought, PartKind, blame, described, option_problems
 from simtune.specs.schemes import SCHEMES
 from simtune.specs.study import Study
 from simtune.workload.requests import RequestStream

@@ -24,12 +24,12 @@ from numpy.typing import NDArray
 from simtune.costs.iteration import KINDS
 from simtune.costs.predict import DATA_SHEET_LOG_SD, Profile
 from simtune.errors import UsageError
-from simtune.parallel import Jobs, executor, ordered_map
 from simtune.results.result import Result
 from simtune.results.summary import SimulationSummary, Uncertainty, is_uncertain
 from simtune.sim.basis import pool_bases
 from simtune.sim.deployment import Deployment, deploy
 from simtune.sim.drafting import Drafting
+from simtune.sim.parallel import Jobs, executor, ordered_map
 from simtune.sim.parts import OwnCosts
 from simtune.specs.base import Record
 from simtune.specs.hardware import Hardware

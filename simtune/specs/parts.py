@@ -8,8 +8,8 @@ from typing import Any
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
-from simtune import plugins
 from simtune.errors import suggest
+from simtune.specs import plugins
 
 
 class PartName:

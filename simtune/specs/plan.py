@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from simtune import plugins
 from simtune.errors import suggest
+from simtune.specs import plugins
 from simtune.specs.base import (
     DTYPE_BYTES,
     BlockSize,

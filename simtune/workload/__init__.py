@@ -1,1 +1,2 @@
-"""Requests of a load: drawn from a workload spec or a trace, described, and fitted by a spec."""
+"""Requests of a load: drawn from a workload spec or a trace, described, fitted by a spec; acceptance of drafts from
+logs."""

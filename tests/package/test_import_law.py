@@ -13,31 +13,27 @@ import pytest
 
 from tests.docs.reading import ROOT, module_names, modules
 
-GROUND = {"arrays", "errors", "parallel", "plugins", "specs"}
+GROUND = {"arrays", "errors", "specs"}
 LAW: dict[str, set[str]] = {
     "arrays": set(),
     "errors": set(),
-    "parallel": {"errors"},
     "engine": {"arrays"},
-    "plugins": {"errors"},
-    "specs": {"arrays", "errors", "plugins"},
-    "acceptance": {"arrays", "errors", "specs"},
+    "specs": {"arrays", "errors"},
     "costs": {"arrays", "errors", "specs"},
-    "emit": {"errors", "plugins", "specs"},
+    "emit": {"errors", "specs"},
     "profiling": {"arrays", "errors", "specs", "costs"},
     "workload": {"arrays", "errors", "specs", "costs"},
     "results": {"arrays", "errors", "specs", "engine", "costs", "workload"},
     "sim": GROUND | {"engine", "costs", "workload", "results"},
     "testing": GROUND | {"engine", "costs", "workload", "results", "sim"},
     "tuner": GROUND | {"engine", "costs", "emit", "workload", "results", "sim"},
-    "runs": GROUND | {"costs", "emit", "workload", "results", "sim", "tuner"},
-    "validation": GROUND | {"engine", "costs", "emit", "profiling", "workload", "results", "sim", "tuner", "runs"},
-    "report": GROUND | {"costs", "workload", "results", "sim", "tuner", "runs", "validation"},
     "api": GROUND | {"engine", "costs", "emit", "workload", "results", "sim", "tuner"},
-    "sweep": GROUND | {"results", "sim", "runs", "api"},
+    "runs": GROUND | {"costs", "emit", "workload", "results", "sim", "tuner", "api"},
+    "validation": GROUND
+    | {"engine", "costs", "emit", "profiling", "workload", "results", "sim", "tuner", "api", "runs"},
+    "report": GROUND | {"costs", "workload", "results", "sim", "tuner", "runs", "validation"},
     "cli": GROUND
     | {
-        "acceptance",
         "engine",
         "costs",
         "profiling",
@@ -49,7 +45,6 @@ LAW: dict[str, set[str]] = {
         "tuner",
         "runs",
         "api",
-        "sweep",
         "validation",
     },
 }
@@ -165,7 +160,7 @@ def test_what_windows_lacks_stays_in_its_helpers() -> None:
     }
     assert users == {
         "simtune.specs.room",
-        "simtune.parallel",  # where sys.platform is linux
+        "simtune.sim.parallel",  # where sys.platform is linux
         "simtune.validation.servers.vllm_steps",
     }
 

@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from simtune.parallel import Jobs
 from simtune.results.result import Result
 from simtune.results.summary import Uncertainty
 from simtune.sim.deployment import Deployment
+from simtune.sim.parallel import Jobs
 from simtune.sim.uncertainty import uncertainty
 from simtune.tuner.doubt.confidence import Confidence, RivalPlan, confidence
 from simtune.tuner.objectives import MeanLatency, RateObjective

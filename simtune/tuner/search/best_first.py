@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from simtune.errors import Infeasible
-from simtune.parallel import Jobs, executor
+from simtune.sim.parallel import Jobs, executor
 from simtune.tuner.objectives import Miss, RateObjective
 from simtune.tuner.plan_cache import Workshop
 from simtune.tuner.question import Question

@@ -18,9 +18,9 @@ import numpy as np
 from pydantic import Field
 
 from simtune.errors import plural
-from simtune.parallel import Jobs, executor, ordered_map
 from simtune.results.result import Result
 from simtune.sim.deployment import length_limit
+from simtune.sim.parallel import Jobs, executor, ordered_map
 from simtune.specs.base import Count, NonNegative, Positive, Record, Seq, Share
 from simtune.specs.study import Day
 from simtune.specs.trace_cut import of_rows

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from simtune.errors import Infeasible
-from simtune.parallel import Jobs, executor
 from simtune.results.result import Result
 from simtune.sim.deployment import Deployment
+from simtune.sim.parallel import Jobs, executor
 from simtune.specs.workload import Slo
 from simtune.tuner.bounds.best_case import least_tpot_s, slo_bound
 from simtune.tuner.plan_cache import Workshop

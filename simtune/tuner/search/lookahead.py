@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable
 from concurrent.futures import BrokenExecutor, Executor, Future
 from typing import Generic, Protocol, TypeVar
 
-from simtune.parallel import say_alone
+from simtune.sim.parallel import say_alone
 
 K = TypeVar("K", bound=Hashable)
 R = TypeVar("R")

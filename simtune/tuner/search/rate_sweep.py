@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from simtune.parallel import Jobs, executor, ordered_map
 from simtune.results.result import Result
 from simtune.results.summary import LatencyQuantiles, SimulationSummary
 from simtune.sim.deployment import Deployment
+from simtune.sim.parallel import Jobs, executor, ordered_map
 from simtune.tuner.question import Question
 from simtune.tuner.trial import Trial, Tuned
 

@@ -7,7 +7,7 @@ from functools import partial
 from itertools import groupby
 
 from simtune.errors import Infeasible, SpecError, UsageError
-from simtune.parallel import executor, ordered_map
+from simtune.sim.parallel import executor, ordered_map
 from simtune.specs.systems import PRIMITIVES, Claim, Measure, Otherwise, PublishedSystem
 from simtune.validation.published.collection import Entry
 from simtune.validation.published.findings import Finding, FoundInput, Status

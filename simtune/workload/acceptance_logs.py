@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from simtune.acceptance import estimate
 from simtune.errors import Problem, SpecError, UsageError
 from simtune.specs.acceptance import Rates
 from simtune.specs.reading import JsonError, csv_table, json_lines, parse_json, read_text
+from simtune.workload import acceptance_estimate
 
 _COUNTER = re.compile(r"^vllm:(spec_decode_\w+?)(?:_total)?(?:\{(.*)\})?\s+([0-9.eE+-]+)", re.MULTILINE)
 _POSITION = re.compile(r'position="(\d+)"')
@@ -81,7 +81,7 @@ def _counters(paths: Sequence[Path], texts: Sequence[str]) -> Reading:
     if len(readings) == 2:
         source = f"vLLM counters between {paths[0].name} and {path.name}"
         try:
-            counts = estimate.difference(*readings)
+            counts = acceptance_estimate.difference(*readings)
         except ValueError as error:
             raise SpecError(Problem(str(path), str(error))) from None
     drafts, per_position = "spec_decode_num_drafts", "spec_decode_num_accepted_tokens_per_pos"
@@ -90,7 +90,7 @@ def _counters(paths: Sequence[Path], texts: Sequence[str]) -> Reading:
         raise SpecError(Problem(str(path), f"vllm:{drafts} and vllm:{per_position} are both needed"))
     accepted = [counts.get(f"{per_position}[{j}]", 0.0) for j in range(positions[-1] + 1)]
     key = f"vllm:{per_position}"
-    return Reading(_estimated(path, key, lambda: estimate.from_counters(counts[drafts], accepted)), source)
+    return Reading(_estimated(path, key, lambda: acceptance_estimate.from_counters(counts[drafts], accepted)), source)
 
 
 def _index(key: str) -> str:
@@ -106,7 +106,7 @@ def _log(path: Path, text: str) -> Reading:
         accepted += [0.0] * (len(shares) - len(accepted))
         for j, share in enumerate(shares):
             accepted[j] += share * rounds
-    rates_of = _estimated(path, "SpecDecoding metrics", lambda: estimate.from_counters(drafts, accepted))
+    rates_of = _estimated(path, "SpecDecoding metrics", lambda: acceptance_estimate.from_counters(drafts, accepted))
     return Reading(rates_of, f"log lines of vLLM, {path.name}")
 
 
@@ -117,7 +117,7 @@ def _json(path: Path, text: str, draft_tokens: int | None) -> Reading:
         documents = [document for _, document in json_lines(text, str(path))]
     requests = [h for h in (_per_request(d) for d in documents) if h is not None]
     if requests:
-        rates = _estimated(path, "acceptance_histogram", lambda: estimate.from_requests(requests))
+        rates = _estimated(path, "acceptance_histogram", lambda: acceptance_estimate.from_requests(requests))
         return Reading(rates, f"vLLM's metrics of {len(requests)} requests, {path.name}")
     data = documents[0] if len(documents) == 1 else None
     if not isinstance(data, dict):
@@ -128,7 +128,7 @@ def _json(path: Path, text: str, draft_tokens: int | None) -> Reading:
         rates = _estimated(
             path,
             "spec_decode_per_position_acceptance_rates",
-            lambda: estimate.from_counters(drafts, [share * drafts for share in shares]),
+            lambda: acceptance_estimate.from_counters(drafts, [share * drafts for share in shares]),
         )
         return Reading(rates, f"vllm bench serve, {path.name}")
     if histogram := data.get("pooled_spec_decode_acceptance_histogram"):
@@ -136,7 +136,7 @@ def _json(path: Path, text: str, draft_tokens: int | None) -> Reading:
         rates = _estimated(
             path,
             "pooled_spec_decode_acceptance_histogram",
-            lambda: estimate.from_histogram(counts, draft_tokens),
+            lambda: acceptance_estimate.from_histogram(counts, draft_tokens),
         )
         return Reading(rates, f"acceptance histogram of AIPerf, {path.name}")
     return _mean_length(path, data, draft_tokens)
@@ -156,7 +156,7 @@ def _mean_length(path: Path, data: dict[str, Any], draft_tokens: int | None) -> 
             f"{path}: a mean length tells nothing without the draft tokens of a round: give --draft-tokens "
             "(SGLang's speculative-num-steps)"
         )
-    rates = _estimated(path, key, lambda: estimate.from_mean_length(float(length), draft_tokens))
+    rates = _estimated(path, key, lambda: acceptance_estimate.from_mean_length(float(length), draft_tokens))
     return Reading(rates, f"mean accepted length of SGLang, {path.name}; the same acceptance at every position")
 
 
@@ -182,11 +182,11 @@ def _table(path: Path, text: str, model: str | None) -> Reading:
             by_depth.setdefault(int(row["depth"]), []).append(counts)
         ordered = [sorted(by_depth[d]) for d in sorted(by_depth)]
         taken, reached = ([[x[i] for x in row] for row in ordered] for i in (1, 2))
-        rates: Rates = _estimated(path, "taken", lambda: estimate.from_ranks(taken, reached))
+        rates: Rates = _estimated(path, "taken", lambda: acceptance_estimate.from_ranks(taken, reached))
         return Reading(rates, f"counts by depth and rank, {path.name}")
     if {"accepted", "drafted"} <= columns:
         rounds = [(int(row["accepted"]), int(row["drafted"])) for row in rows]
-        rates = _estimated(path, "accepted", lambda: estimate.from_windows(rounds))
+        rates = _estimated(path, "accepted", lambda: acceptance_estimate.from_windows(rounds))
         return Reading(rates, f"{len(rounds):,} rounds, {path.name}")
     raise _unknown(path)
 
@@ -203,7 +203,7 @@ def _top_k(path: Path, rows: list[dict[str, str]], model: str | None) -> Reading
         heads.setdefault(int(row["head_index"]), []).append((int(row["top_k"]), float(row["accuracy"])))
     cumulative = [[a for _, a in sorted(heads[h])] for h in sorted(heads)]
     of = f" of {model or models[0]}" if (model or models[0]) else ""
-    rates = _estimated(path, "accuracy", lambda: estimate.from_top_k(cumulative))
+    rates = _estimated(path, "accuracy", lambda: acceptance_estimate.from_top_k(cumulative))
     return Reading(rates, f"top-k accuracies of heads{of}, {path.name}")
 
 

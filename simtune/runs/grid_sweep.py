@@ -13,10 +13,10 @@ from typing import Any
 from simtune import __version__
 from simtune.api import load_specs, set_up
 from simtune.errors import Infeasible, Problem, SpecError, UsageError
-from simtune.parallel import executor, ordered_map
 from simtune.results.summary import Metric
 from simtune.runs.journal import RowJournal
 from simtune.runs.price import price
+from simtune.sim.parallel import executor, ordered_map
 from simtune.specs.reading import shortened
 
 SPECS = ("model", "hardware", "workload", "plan")
