@@ -29,7 +29,7 @@ import pytest
 
 from benchmarks.results import Recorder
 from simtune import simulate
-from simtune.costs.profile import build
+from simtune.costs.hardware_profile import build
 from simtune.costs.tables import read_tables
 from simtune.report import figures
 from simtune.specs.hardware import ARRAYS, Facts, Hardware

@@ -25,7 +25,7 @@ import pytest
 
 from benchmarks.results import Recorder
 from benchmarks.validation.loads import METRICS, at_once, three_loads
-from simtune.costs.transfers import read_transfers, write_transfers
+from simtune.costs.kv_transfer_times import read_transfers, write_transfers
 from simtune.sim.deployment import NO_HARDWARE, Deployment, deploy
 from simtune.sim.drafting import Drafting
 from simtune.sim.parts import OwnCosts

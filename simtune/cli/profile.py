@@ -229,7 +229,7 @@ def _measure_transfers(
     reference: str, dtypes: tuple[str, ...], out: Path, sizes: tuple[int, int, int], options: Mapping[str, str]
 ) -> None:
     """What it takes until a second engine goes on with a prompt; said on stderr."""
-    from simtune.costs.transfers import fit_transfers, write_transfers
+    from simtune.costs.kv_transfer_times import fit_transfers, write_transfers
     from simtune.specs import catalog
     from simtune.validation.servers.driven_engines import EngineSize, driver
     from simtune.validation.servers.engine_profile import STEPS, reference_beside

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from simtune.costs.fit import fit_base
+from simtune.costs.hardware_profile import data_sheet
 from simtune.costs.operators import OPERATORS, Setting
 from simtune.costs.predict import base_seconds
-from simtune.costs.profile import data_sheet
 from simtune.costs.residual import fit_process
 from simtune.costs.tables.own import MeasuredPoint
 from simtune.profiling.fitting import facts_of, tables_of

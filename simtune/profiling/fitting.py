@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from simtune.costs.fit import fit_predictor
+from simtune.costs.hardware_profile import build, data_sheet
 from simtune.costs.operators import OPERATORS, Chip
 from simtune.costs.predict import Predictor
-from simtune.costs.profile import build, data_sheet
 from simtune.costs.tables import Tables, own
 from simtune.costs.tables.common import merge
 from simtune.costs.tables.own import MeasuredPoint

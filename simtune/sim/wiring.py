@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from simtune.costs.kv_transfer_times import read_transfer_fit
 from simtune.costs.predict import Profile
 from simtune.costs.ticks import TICKS_PER_SECOND
-from simtune.costs.transfers import read_transfer_fit
 from simtune.engine.scheduler import Hint
 from simtune.errors import UsageError
 from simtune.sim.availability import Change

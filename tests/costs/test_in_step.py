@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from simtune.costs.device_transfer import transfer
 from simtune.costs.iteration import StepModel, StepWork
 from simtune.costs.operators import OPERATORS, Chip, Setting
 from simtune.costs.predict import Profile
-from simtune.costs.transfer import transfer
 from simtune.errors import UsageError
 from simtune.specs.catalog import load_hardware, load_model, names
 from simtune.specs.hardware import Facts

@@ -55,7 +55,7 @@ SURVIVORS = (
         "where none is cut the mistake leaves none here, and they are asked for one by one, which gives the same",
     ),
     Survivor(
-        "simtune/engine/vllm.py",
+        "simtune/engine/vllm_scheduler.py",
         "if new_blocks > taken:",
         "new_blocks > taken",
         "new_blocks >= taken",

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from simtune.costs.hardware_profile import build
 from simtune.costs.iteration import StepModel
-from simtune.costs.profile import build
 from simtune.costs.tables import read_tables
 from simtune.costs.tables.own import MeasuredPoint
 from simtune.errors import SimtuneError, UsageError

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from simtune.cli.profile import profile
-from simtune.costs.transfers import fit_transfers, read_transfers
+from simtune.costs.kv_transfer_times import fit_transfers, read_transfers
 from simtune.errors import EngineError, UsageError
 from simtune.specs.plan import Batching, KvCache, KvLink, Plan, Pool
 from simtune.validation.client.relay import KEEP

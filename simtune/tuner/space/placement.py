@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, combinations, product
 from typing import NamedTuple
 
-from simtune.costs.replicas import spread
+from simtune.costs.expert_replicas import spread
 from simtune.errors import Infeasible, UsageError
 from simtune.tuner.space.integer_programs import TOLERANCE, add_variable, solve
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from simtune.costs.kv_transfer_times import MeasuredTransfer
 from simtune.costs.memory import kv_bytes_per_token
-from simtune.costs.transfers import MeasuredTransfer
 from simtune.errors import EngineError
 from simtune.specs.model import Model
 from simtune.specs.plan import Parallelism

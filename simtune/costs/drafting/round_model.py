@@ -26,7 +26,7 @@ from functools import cache
 
 import numpy as np
 
-from simtune.costs.drafting.memory import drafting_pool
+from simtune.costs.drafting.draft_memory import drafting_pool
 from simtune.costs.iteration import StepModel
 from simtune.costs.predict import Profile
 from simtune.specs.drafters import Drafter

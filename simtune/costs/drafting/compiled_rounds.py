@@ -28,8 +28,8 @@ the first drafts of a prompt just completed are made in its first round. As in
 that every round has a time of its own, exactly: a jump is the sum of its rounds. Where T is no multiple of B attention
 is that between the two nearest widths; where it is less than B, as in a chunk that not every decode got to, that of B.
 
-Known leanings besides those of `simtune.costs.drafting.model`. Decode attention beside prefill chunks is that of steps
-without. A prompt just completed is taken to be as long as the chunks of its step are on average.
+Known leanings besides those of `simtune.costs.drafting.round_model`. Decode attention beside prefill chunks is that of
+steps without. A prompt just completed is taken to be as long as the chunks of its step are on average.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ import numpy as np
 
 from simtune.arrays import Array, Ints
 from simtune.costs.compiled import StepTables, compile_tables
+from simtune.costs.drafting.draft_memory import drafting_pool
 from simtune.costs.drafting.lines import TickLine
-from simtune.costs.drafting.memory import drafting_pool
 from simtune.costs.drafting.orders import order_of
 from simtune.costs.drafting.passes import Chunks, DraftPasses, TargetPasses
 from simtune.costs.knots import sizes, whole_ticks
