@@ -22,7 +22,7 @@ from simtune.costs.tables import read_tables
 from simtune.specs import yamlfile
 from simtune.specs.catalog import load_hardware
 from simtune.specs.hardware import Facts, Hardware
-from simtune.specs.reading import read_text
+from simtune.specs.input_files import read_text
 
 ROOT = Path(__file__).resolve().parents[2]
 PROFILES = ROOT / "simtune/hwprofiles"

@@ -22,7 +22,7 @@ import pytest
 from benchmarks.results import Recorder
 from simtune.api import load_question
 from simtune.errors import Infeasible
-from simtune.sim.basis import pool_bases
+from simtune.sim.run_basis import pool_bases
 from simtune.sim.uncertainty import uncertainty
 from simtune.tuner.doubt.slo_probability import WORLDS, SloOdds, odds
 from simtune.tuner.question import Question

@@ -20,7 +20,7 @@ from benchmarks.results import Recorder
 from benchmarks.validation.loads import METRICS, at_once, three_loads
 from simtune.costs.engine_steps import EngineSteps
 from simtune.sim.deployment import NO_HARDWARE, Deployment, deploy
-from simtune.sim.parts import OwnCosts
+from simtune.sim.plan_parts import OwnCosts
 from simtune.specs.catalog import load_model
 from simtune.validation.servers.driven_engines import (
     DrivenRequest,

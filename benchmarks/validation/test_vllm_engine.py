@@ -28,7 +28,7 @@ from benchmarks.validation.loads import METRICS, at_once, three_loads
 from simtune.costs.kv_transfer_times import read_transfers, write_transfers
 from simtune.sim.deployment import NO_HARDWARE, Deployment, deploy
 from simtune.sim.drafting import Drafting
-from simtune.sim.parts import OwnCosts
+from simtune.sim.plan_parts import OwnCosts
 from simtune.specs.acceptance import Acceptance
 from simtune.specs.model import DenseFeedForward, FullAttention, LayerGroup, Model
 from simtune.specs.plan import Plan

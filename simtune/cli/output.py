@@ -191,7 +191,7 @@ def print_basis(basis: CostBasis | None) -> None:
 
 def note_basis(basis: CostBasis | None) -> None:
     """Say on stderr where more than a tenth of the step time rests on no measurement."""
-    from simtune.sim.basis import note
+    from simtune.sim.run_basis import note
 
     text = None if basis is None else note(basis)
     if text is not None:

@@ -161,7 +161,7 @@ def simulate(  # noqa: PLR0913 - one for each option
     """
     from simtune.api import load_specs, set_up, stream
     from simtune.runs.price import price
-    from simtune.sim.basis import cost_basis
+    from simtune.sim.run_basis import cost_basis
 
     by_spec = split_settings(settings, ("model", "hardware", "workload", "plan"))
     targets = _Targets(out, timeline, _window(window, timeline), per_request, leave_out)
@@ -271,7 +271,7 @@ class _Targets:
 def _say(deployment: Deployment, result: StreamedResult, as_json: bool) -> int:
     """What a streamed simulation says; its exit code."""
     from simtune.runs.price import price
-    from simtune.sim.basis import cost_basis
+    from simtune.sim.run_basis import cost_basis
 
     note_estimates(deployment)
     note_idle(deployment)

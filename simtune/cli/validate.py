@@ -386,7 +386,7 @@ def _judged(
     from simtune.report.validation import curves, render
     from simtune.runs.requests import requests_csv
     from simtune.runs.timeline import sampled
-    from simtune.sim.basis import cost_basis
+    from simtune.sim.run_basis import cost_basis
     from simtune.validation.judge.prediction import predict, validation_of
 
     d, drawn, files = experiment.deployment, [], {}

@@ -21,7 +21,7 @@ import numpy as np
 
 from simtune.errors import Problem, SpecError
 from simtune.specs.base import LONGEST_S
-from simtune.specs.reading import json_lines, read_packed_text
+from simtune.specs.input_files import json_lines, read_packed_text
 
 SCHEMA = "simtune/transfers@1"
 FEWEST = 3

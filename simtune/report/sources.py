@@ -10,7 +10,7 @@ from simtune.report.beside import NamedFindings, NamedValidation
 from simtune.report.compare import Compared, NamedRun, distinct
 from simtune.runs.reading import read_record, read_run
 from simtune.runs.sweep_files import is_sweep
-from simtune.specs.reading import max_bytes
+from simtune.specs.input_files import max_bytes
 from simtune.validation.judge.comparison import VALIDATION_SCHEMA, Validation
 from simtune.validation.published import Findings
 from simtune.validation.published.findings import FINDINGS_SCHEMA

@@ -10,7 +10,7 @@ from simtune.costs.iteration import StepModel, StepWork
 from simtune.results.result import Result
 from simtune.runs.schema import StepPart, StepTime
 from simtune.sim.deployment import Deployment
-from simtune.sim.parts import OwnCosts
+from simtune.sim.plan_parts import OwnCosts
 from simtune.specs.plan import Pool
 
 SUREST_FIRST = ("measured", "published-tables", "transferred", "other-engine", "data-sheet", "assumed")

@@ -49,9 +49,9 @@ from simtune.runs.schema import (
 from simtune.runs.swimlanes import SWIMLANES, swimlanes_of
 from simtune.runs.tables import columns, to_csv
 from simtune.runs.timeline import sampled, trace_file
-from simtune.sim.basis import pool_bases, summed
 from simtune.sim.deployment import Deployment
 from simtune.sim.parallel import Jobs
+from simtune.sim.run_basis import pool_bases, summed
 from simtune.specs.hardware import Hardware
 from simtune.specs.study import Study
 from simtune.specs.trace_cut import first_of

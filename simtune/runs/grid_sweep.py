@@ -17,7 +17,7 @@ from simtune.results.summary import Metric
 from simtune.runs.journal import RowJournal
 from simtune.runs.price import price
 from simtune.sim.parallel import executor, ordered_map
-from simtune.specs.reading import shortened
+from simtune.specs.input_files import shortened
 
 SPECS = ("model", "hardware", "workload", "plan")
 NUMBERS = ("rate", "requests", "seed")

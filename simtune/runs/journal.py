@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from simtune.errors import SimtuneError, UsageError
-from simtune.specs.reading import JsonError, parse_json, read_bytes
+from simtune.specs.input_files import JsonError, parse_json, read_bytes
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Of a disk, not of what was asked for."""

@@ -15,7 +15,7 @@ from simtune.runs.swimlanes import SWIMLANES, SWIMLANES_SCHEMA, Swimlanes
 from simtune.runs.tables import read_csv
 from simtune.specs import yamlfile
 from simtune.specs.base import Record, problems_of
-from simtune.specs.reading import json_document, read_packed_text
+from simtune.specs.input_files import json_document, read_packed_text
 from simtune.tuner.certificate.front_certificate import FRONT_SCHEMA, FrontCertificate
 from simtune.tuner.certificate.search_certificate import CERTIFICATE_SCHEMA, Certificate
 

@@ -13,7 +13,7 @@ from simtune.engine import DraftingTerms
 from simtune.engine.scheduler import Feature
 from simtune.sim.core import EngineCore, Stepping
 from simtune.sim.drafting import AcceptanceSampler, Drafting, drafting_terms
-from simtune.sim.parts import POLICY, make_policy
+from simtune.sim.plan_parts import POLICY, make_policy
 from simtune.sim.stepping import DpGroup, Pipeline
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model

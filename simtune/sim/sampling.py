@@ -1,7 +1,7 @@
 """Some of the steps of a core, evenly spaced in the time that it is busy, so that each stands for as much of it.
 
-What a run's numbers rest on is asked of these steps (`simtune.sim.basis`): all of them would be too many to ask, and
-typical ones would be made up.
+What a run's numbers rest on is asked of these steps (`simtune.sim.run_basis`): all of them would be too many to ask,
+and typical ones would be made up.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import Step
 from simtune.results.outcome import SampledStep
-from simtune.sim.timing import JumpTime
+from simtune.sim.step_timing import JumpTime
 
 MOST = 64
 """Steps that are kept; with twice as many, every second one is dropped."""

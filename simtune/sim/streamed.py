@@ -26,7 +26,7 @@ from simtune.results.sketch import Sketch
 from simtune.results.steady import Steadiness, needed_for, steadiness, stride
 from simtune.results.summary import Distribution, Metric, SimulationSummary, SloLimit
 from simtune.results.summing import instances, prefix_cache, verifications
-from simtune.sim import parts
+from simtune.sim import plan_parts
 from simtune.sim.agenda import ARRIVAL, Agenda
 from simtune.sim.deployment import Deployment
 from simtune.sim.pool_power import power_of
@@ -539,8 +539,8 @@ def simulate_streamed(
                          "leave --stream out")  # fmt: skip
     if plan.stages:
         raise UsageError(f"plan {plan.name}: its stages see all requests at once; leave --stream out")
-    brought = parts.brought(plan, [pool.costs for pool in deployment.pools])
-    with parts.blamed(brought):
+    brought = plan_parts.brought(plan, [pool.costs for pool in deployment.pools])
+    with plan_parts.blamed(brought):
         wiring = wire(plan, deployment.model, deployment.pools, load.head, slo, seed)
         routers = [router for router in (wiring.router, wiring.decode_router) if router is not None]
         by_session = any("session" in router.needs for router in routers)
@@ -555,7 +555,7 @@ def simulate_streamed(
         )  # fmt: skip
         outcome = world.run()
     if brought:
-        parts.check_nobody_waits(plan, wiring.cores)
+        plan_parts.check_nobody_waits(plan, wiring.cores)
     totals, counts = world.recorder.totals, world.recorder.at_arrivals
     if not totals.completed:
         raise UsageError(

@@ -17,14 +17,14 @@ from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine.scheduler import Hint
 from simtune.errors import UsageError
 from simtune.sim.availability import Change
-from simtune.sim.control import RoleController, RoleCores
 from simtune.sim.core import EngineCore, KvConnector
 from simtune.sim.families import check_graph_runs
 from simtune.sim.front_end import FrontEnd
-from simtune.sim.parts import POLICY, make_router
+from simtune.sim.kv_links import ForkedConnector, Links, first_token_of, merges
+from simtune.sim.plan_parts import POLICY, make_router
 from simtune.sim.pools import DeployedPool, kv_block_bytes
+from simtune.sim.role_controller import RoleController, RoleCores
 from simtune.sim.router import Router
-from simtune.sim.ways import ForkedConnector, Links, first_token_of, merges
 from simtune.sim.world import World
 from simtune.specs.model import Model
 from simtune.specs.plan import Failure, FirstToken, KvLink, LeastTokensRouting, Plan, Role, Start, Switch

@@ -25,13 +25,13 @@ from simtune.sim.agenda import (
     Handler,
 )
 from simtune.sim.availability import Availability, Change
-from simtune.sim.control import RoleController
 from simtune.sim.core import EngineCore
 from simtune.sim.dispatch import Dispatcher
 from simtune.sim.families import FamilySource
 from simtune.sim.front_end import FrontEnd
 from simtune.sim.handover import Handover, Routers
 from simtune.sim.recorder import MOST_ROWS, Recorder
+from simtune.sim.role_controller import RoleController
 from simtune.sim.router import RoundRobin, Router
 from simtune.sim.source import Hints, RequestSource
 from simtune.specs.plan import FirstToken

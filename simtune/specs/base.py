@@ -14,8 +14,8 @@ from pydantic_core import CoreSchema
 
 from simtune.errors import Problem, SpecError, UsageError, suggest
 from simtune.specs import yamlfile
+from simtune.specs.input_files import read_text
 from simtune.specs.kinds import OneOf
-from simtune.specs.reading import read_text
 
 T = TypeVar("T")
 

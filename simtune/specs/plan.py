@@ -30,8 +30,8 @@ from simtune.specs.base import (
     Spec,
     TokenBudget,
 )
-from simtune.specs.control import RoleControl, check_control
-from simtune.specs.parts import PartName
+from simtune.specs.part_names import PartName
+from simtune.specs.role_control import RoleControl, check_control
 from simtune.specs.shares import DeviceShare, check_shares
 from simtune.specs.speculation import Speculation
 from simtune.specs.stages import Stage, check_stages

@@ -11,7 +11,7 @@ from simtune.errors import UsageError
 from simtune.results.result import Result
 from simtune.sim.deployment import Deployment, deploy, length_limit
 from simtune.sim.drafting import Drafting
-from simtune.sim.parts import ROUTER
+from simtune.sim.plan_parts import ROUTER
 from simtune.specs.base import Dtype
 from simtune.specs.catalog import is_path
 from simtune.specs.hardware import Hardware

@@ -31,10 +31,10 @@ from simtune.costs.engine_steps import engine_costs
 from simtune.errors import UsageError
 from simtune.runs.files import hold, write_file
 from simtune.sim.deployment import Deployment, deploy, length_limit
-from simtune.sim.parts import OwnCosts
+from simtune.sim.plan_parts import OwnCosts
 from simtune.specs.hardware import Hardware
+from simtune.specs.input_files import json_document, read_text
 from simtune.specs.plan import Plan, Pool
-from simtune.specs.reading import json_document, read_text
 from simtune.tuner.question import Question
 from simtune.tuner.search.front import answer
 from simtune.tuner.trial import Tuned

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from simtune.errors import Problem, SpecError, UsageError
 from simtune.specs.acceptance import Rates
-from simtune.specs.reading import JsonError, csv_table, json_lines, parse_json, read_text
+from simtune.specs.input_files import JsonError, csv_table, json_lines, parse_json, read_text
 from simtune.workload import acceptance_estimate
 
 _COUNTER = re.compile(r"^vllm:(spec_decode_\w+?)(?:_total)?(?:\{(.*)\})?\s+([0-9.eE+-]+)", re.MULTILINE)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simtune.errors import Problem, SpecError, UsageError
-from simtune.specs.reading import csv_table, decoded, read_bytes, unpacked
+from simtune.specs.input_files import csv_table, decoded, read_bytes, unpacked
 from simtune.specs.workload import Piecewise, Quantiles, Segment, Workload
 from simtune.workload.load import Agreement
 from simtune.workload.requests import build_stream

@@ -62,7 +62,7 @@ SURVIVORS = (
         "to take no blocks changes nothing, in a prefix cache too",
     ),
     Survivor(
-        "simtune/sim/control.py",
+        "simtune/sim/role_controller.py",
         "agenda.post((self._every, LOOK, 0, 0))",
         "0",
         "1",

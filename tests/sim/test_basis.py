@@ -19,9 +19,9 @@ from simtune.costs.predict import Basis
 from simtune.engine import Step
 from simtune.results.outcome import SampledStep
 from simtune.results.summary import BasisShares, CostBasis, OperatorBasis
-from simtune.sim.basis import asked_calls, cost_basis, evenly, note, summed
+from simtune.sim.run_basis import asked_calls, cost_basis, evenly, note, summed
 from simtune.sim.sampling import MOST, StepSampler
-from simtune.sim.timing import JumpTime
+from simtune.sim.step_timing import JumpTime
 
 
 def step(decodes: int) -> Step:

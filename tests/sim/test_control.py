@@ -12,7 +12,7 @@ from simtune.errors import SpecError
 from simtune.results.outcome import Outcome
 from simtune.results.result import Result
 from simtune.sim.deployment import deploy
-from simtune.sim.parts import OwnCosts
+from simtune.sim.plan_parts import OwnCosts
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import Plan
 from simtune.testing.clusters import stream_of

@@ -19,7 +19,7 @@ from simtune.errors import SpecError, UsageError
 from simtune.results.result import Result
 from simtune.runs.requests import requests_table
 from simtune.sim.deployment import deploy
-from simtune.sim.parts import OwnCosts
+from simtune.sim.plan_parts import OwnCosts
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import Plan
 from simtune.specs.workload import Slo, Workload

@@ -10,7 +10,7 @@ import pytest
 from simtune.results.result import Result
 from simtune.sim.deployment import deploy
 from simtune.sim.front_end import FrontEnd
-from simtune.sim.parts import OwnCosts
+from simtune.sim.plan_parts import OwnCosts
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import Plan
 from simtune.specs.workload import Workload

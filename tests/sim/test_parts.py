@@ -19,7 +19,7 @@ from simtune.engine import POLICIES
 from simtune.engine.scheduler import SETTINGS_OF
 from simtune.errors import PartError, UsageError
 from simtune.sim.deployment import Deployment, deploy
-from simtune.sim.parts import OwnCosts, make_policy
+from simtune.sim.plan_parts import OwnCosts, make_policy
 from simtune.sim.router import ROUTERS, RoundRobin
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import POLICY_NAMES, Batching, OwnRouting, Plan, Pool, Routing

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from simtune.errors import SpecError, UsageError
 from simtune.results.result import Result
 from simtune.sim.deployment import deploy
-from simtune.sim.parts import OwnCosts
+from simtune.sim.plan_parts import OwnCosts
 from simtune.sim.stations import serve
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import Plan

@@ -11,9 +11,9 @@ import pytest
 from simtune.costs.iteration import KINDS
 from simtune.costs.predict import Profile
 from simtune.results.summary import Uncertain, Uncertainty
-from simtune.sim.basis import pool_bases
 from simtune.sim.deployment import Deployment, default_plan, deploy
 from simtune.sim.drafting import Drafting
+from simtune.sim.run_basis import pool_bases
 from simtune.sim.uncertainty import intervals, spreads, uncertainty, worlds
 from simtune.specs.acceptance import Acceptance, BetaMixture, PerPosition, PerRank
 from simtune.specs.base import Record, Seq

@@ -16,7 +16,7 @@ import simtune.tuner.doubt.confidence
 from simtune.costs.function import StepFunction
 from simtune.errors import UsageError
 from simtune.sim.deployment import deploy
-from simtune.sim.parts import OwnCosts
+from simtune.sim.plan_parts import OwnCosts
 from simtune.sim.uncertainty import ACCEPTANCE, draws
 from simtune.specs.workload import Poisson, Slo
 from simtune.tuner.doubt.confidence import Confidence, RivalPlan, confidence, highest, judge

@@ -10,7 +10,7 @@ import pytest
 
 import simtune.tuner.doubt.slo_probability
 from simtune.results.summary import SloLimit
-from simtune.sim.basis import pool_bases, timed_steps
+from simtune.sim.run_basis import pool_bases, timed_steps
 from simtune.sim.uncertainty import uncertainty
 from simtune.specs.catalog import load_hardware
 from simtune.specs.workload import Poisson, Slo

@@ -18,7 +18,7 @@ from simtune.report.validation import curves, queues_figure
 from simtune.results.result import Result
 from simtune.runs.timeline import sampled
 from simtune.sim.deployment import NO_HARDWARE, Deployment, deploy
-from simtune.sim.parts import OwnCosts
+from simtune.sim.plan_parts import OwnCosts
 from simtune.specs.model import DenseFeedForward, FullAttention, LayerGroup, Model
 from simtune.specs.plan import Batching, KvCache, Plan, Pool
 from simtune.testing.clusters import stream_of

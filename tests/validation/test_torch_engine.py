@@ -10,7 +10,7 @@ import pytest
 from simtune.engine import Request
 from simtune.errors import UsageError
 from simtune.sim.deployment import NO_HARDWARE, Deployment, deploy
-from simtune.sim.parts import OwnCosts
+from simtune.sim.plan_parts import OwnCosts
 from simtune.specs.model import DenseFeedForward, FullAttention, LayerGroup, Model, SlidingAttention
 from simtune.specs.plan import Batching, KvCache, Plan, Pool
 from simtune.testing.clusters import stream_of

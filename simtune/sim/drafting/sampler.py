@@ -20,7 +20,7 @@ import numpy as np
 
 from simtune.arrays import Ints
 from simtune.engine import Request
-from simtune.sim.drafting.rounds import Counts, DrawnRounds, RoundDrawer
+from simtune.sim.drafting.drawn_rounds import Counts, DrawnRounds, RoundDrawer
 from simtune.sim.drafting.survival import Survival
 from simtune.specs.acceptance import Acceptance
 from simtune.specs.schemes import Scheme

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from simtune.arrays import Array, Ints
 from simtune.costs.bounds import least_costs
 from simtune.sim.deployment import Deployment
-from simtune.sim.parts import POLICY, ROUTER
-from simtune.sim.ways import first_token_of
+from simtune.sim.kv_links import first_token_of
+from simtune.sim.plan_parts import POLICY, ROUTER
 from simtune.specs.plan import RoundRobinRouting
 from simtune.specs.workload import Slo
 from simtune.tuner.bounds.bounded_requests import BoundLoad

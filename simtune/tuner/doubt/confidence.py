@@ -34,9 +34,9 @@ from simtune.arrays import Array
 from simtune.costs.basis import AskedCall
 from simtune.errors import UsageError
 from simtune.results.result import Result
-from simtune.sim.basis import asked_calls
 from simtune.sim.deployment import Deployment
 from simtune.sim.parallel import Jobs, executor, ordered_map
+from simtune.sim.run_basis import asked_calls
 from simtune.sim.uncertainty import ACCEPTANCE, LEVEL, Blueprint, draws, interval, spreads
 from simtune.specs.base import Count, NonNegative, Record, Seq, Share
 from simtune.specs.workload import Slo

@@ -34,9 +34,9 @@ from simtune.costs.iteration import KINDS
 from simtune.results.outcome import SampledStep
 from simtune.results.result import Result, statistic_of
 from simtune.results.summary import SimulationSummary, SloLimit
-from simtune.sim.basis import timed_steps
 from simtune.sim.deployment import Deployment
-from simtune.sim.parts import OwnCosts
+from simtune.sim.plan_parts import OwnCosts
+from simtune.sim.run_basis import timed_steps
 from simtune.sim.uncertainty import ACCEPTANCE, LEVEL, Blueprint, draws, interval
 from simtune.specs.base import Count, NonNegative, Positive, Record, Seq, Share
 from simtune.tuner.bounds.best_case import sustained_rps
@@ -242,7 +242,8 @@ class Stretched:
 
 
 def odds(tuned: Tuned, sweep: RateSweep, bases: Mapping[str, Mapping[str, KindBasis]]) -> SloOdds | None:
-    """Of the chosen plan, whose rates were swept, and whose kinds have these errors (`simtune.sim.basis.pool_bases`).
+    """Of the chosen plan, whose rates were swept, and whose kinds have these errors
+    (`simtune.sim.run_basis.pool_bases`).
 
     None where it has no limits, where nothing is known of its operators, and where the search was interrupted.
     """

@@ -21,7 +21,7 @@ import numpy as np
 from simtune.arrays import Ints
 from simtune.results.result import Result, objectives
 from simtune.sim.deployment import Deployment
-from simtune.sim.parts import ROUTER
+from simtune.sim.plan_parts import ROUTER
 from simtune.sim.pools import DeployedPool
 from simtune.specs.plan import Pool, RoundRobinRouting
 from simtune.tuner.bounds.windows import ROUNDING

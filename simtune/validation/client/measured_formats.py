@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from simtune.errors import Problem, SpecError, UsageError
-from simtune.specs.reading import JsonError, parse_json, read_text
+from simtune.specs.input_files import JsonError, parse_json, read_text
 from simtune.validation.client.measured_run import (
     MEASURED_METRICS,
     EngineFacts,

@@ -22,7 +22,7 @@ from pydantic import Field, ValidationError, model_validator
 from simtune.arrays import Array, Ints, Mask
 from simtune.errors import Problem, SpecError
 from simtune.specs.base import Count, NonNegative, Record, Seconds, Seq, Share
-from simtune.specs.reading import parse_json, read_text
+from simtune.specs.input_files import parse_json, read_text
 
 MEASURED_SCHEMA: Literal["simtune/measured@1"] = "simtune/measured@1"
 R = TypeVar("R", bound=Record)

@@ -9,7 +9,7 @@ from simtune.errors import EngineError
 from simtune.results.result import Result
 from simtune.results.summary import Uncertainty
 from simtune.sim.deployment import Deployment
-from simtune.sim.parts import OwnCosts
+from simtune.sim.plan_parts import OwnCosts
 from simtune.sim.uncertainty import uncertainty
 from simtune.validation.client.measured_run import MeasuredRun
 from simtune.validation.judge.comparison import VALIDATION_SCHEMA, Validation, compare

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from simtune.errors import Problem, SpecError, UsageError, suggest
 from simtune.specs import yamlfile
-from simtune.specs.reading import read_text
+from simtune.specs.input_files import read_text
 from simtune.specs.systems import PublishedSystem, Systems, problems
 
 STORED = "results.json"

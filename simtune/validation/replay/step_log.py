@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from simtune.errors import Problem, SpecError
 from simtune.specs.base import Count
-from simtune.specs.reading import JsonError, parse_json, read_packed_text, shortened
+from simtune.specs.input_files import JsonError, parse_json, read_packed_text, shortened
 
 FORMAT = "steplog/1"
 MAX_SHOWN = 10

@@ -18,7 +18,7 @@ from simtune.costs.iteration import StepWork
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.errors import SimtuneError, UsageError
 from simtune.sim.deployment import NO_HARDWARE, Deployment, deploy
-from simtune.sim.parts import OwnCosts
+from simtune.sim.plan_parts import OwnCosts
 from simtune.specs.model import DenseFeedForward, FullAttention, Model
 from simtune.specs.plan import Batching, KvCache, Plan, Policy, Pool
 from simtune.validation.client.prompts import Prompts

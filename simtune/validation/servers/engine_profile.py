@@ -32,8 +32,8 @@ from simtune.costs.iteration import StepWork
 from simtune.errors import SimtuneError, UsageError
 from simtune.profiling.timing import now
 from simtune.runs.files import write_file
+from simtune.specs.input_files import decoded, json_document, json_lines, read_bytes, read_text
 from simtune.specs.model import Model
-from simtune.specs.reading import decoded, json_document, json_lines, read_bytes, read_text
 from simtune.validation.servers.driven_engines import DrivenRequest, StepDriver
 
 SESSIONS, STEPS, HELD_OUT, SUMMARY = "sessions.jsonl", "steps.jsonl", "held_out.jsonl", "summary.json"

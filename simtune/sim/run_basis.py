@@ -15,7 +15,7 @@ from simtune.results.outcome import SampledStep
 from simtune.results.result import Result
 from simtune.results.summary import BasisShares, CostBasis, OperatorBasis
 from simtune.sim.deployment import Deployment
-from simtune.sim.parts import OwnCosts
+from simtune.sim.plan_parts import OwnCosts
 
 STEPS = 48
 """Of each pool, evenly spaced in its busy time."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from simtune.engine import DraftingTerms
 from simtune.errors import Infeasible
-from simtune.sim.drafting.control import SharedBudget, StopLengths
+from simtune.sim.drafting.draft_lengths import SharedBudget, StopLengths
 from simtune.sim.drafting.sampler import AcceptanceSampler
 from simtune.specs.acceptance import Acceptance
 from simtune.specs.model import Model

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from simtune.specs.hf.architecture import Architecture, Layers
-from simtune.specs.hf.reading import Config
+from simtune.specs.hf.config_reader import Config
 
 NONE = {"kind": "none"}
 

@@ -16,7 +16,7 @@ from simtune.sim.availability import Availability, Change
 from simtune.sim.core import EngineCore
 from simtune.sim.handover import Routers
 from simtune.sim.router import Router
-from simtune.specs.control import Pressure, Watched
+from simtune.specs.role_control import Pressure, Watched
 
 Cores = Sequence[EngineCore]
 """Of one instance."""

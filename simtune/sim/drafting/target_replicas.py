@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from simtune.sim.drafting.rounds import overlapped
+from simtune.sim.drafting.drawn_rounds import overlapped
 from simtune.specs.acceptance import Rates
 from simtune.specs.schemes import Scheme
 
