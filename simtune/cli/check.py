@@ -40,7 +40,7 @@ def check(files: tuple[str, ...], settings: tuple[str, ...], as_json: bool) -> i
 def _understood(path: str, settings: Sequence[str]) -> str:
     """Return what was understood of a file, in words. Raises SimtuneError with all that is wrong."""
     from simtune.api import try_out
-    from simtune.report.understood import understood
+    from simtune.report.spec_in_one_line import understood
     from simtune.sim import plan_parts
     from simtune.specs import catalog
     from simtune.specs.plan import Plan

@@ -302,7 +302,7 @@ def _in(model: Any, dtypes: tuple[str, ...]) -> list[Any]:
 def _write(out: Path, profiled: Profiled) -> None:
     import json
 
-    from simtune.report.measured import PredictedTime, render
+    from simtune.report.measured_page import PredictedTime, render
 
     write_file(out / "facts.yaml", profiled.facts.to_yaml("What `simtune profile` found out about the device itself."))
     write_profile(out, profiled.hardware, COMMENT)

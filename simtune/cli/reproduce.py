@@ -66,7 +66,7 @@ def reproduce(  # noqa: PLR0913 - one for each option
             update(len(findings), len(entries), f"{finding.title}: {finding.status}")
     document = Findings.of(findings, hardware)
     if html is not None:
-        from simtune.report.published import render
+        from simtune.report.published_page import render
 
         write_file(html, render(document, entries))
         click.echo(f"wrote {html}", err=True)
@@ -87,7 +87,7 @@ def _run(entries: list[Entry], hardware: str | None, jobs: int | None, journal: 
     from itertools import groupby, islice
 
     from simtune.runs.files import lock
-    from simtune.runs.journal import RowJournal
+    from simtune.runs.row_journal import RowJournal
     from simtune.validation.published import Finding
     from simtune.validation.published import reproduce as run
 

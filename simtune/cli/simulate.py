@@ -253,7 +253,7 @@ class _Targets:
         """Each whole or not at all."""
         from simtune.runs.contents import of_simulation
         from simtune.runs.files import write_file
-        from simtune.runs.requests import requests_file
+        from simtune.runs.request_columns import requests_file
         from simtune.runs.timeline import trace_file
 
         if self.out is not None:

@@ -383,8 +383,8 @@ def _judged(
     folder: ValidationFolder,
 ) -> Validation:
     """Simulate every load, compare, and write the folder."""
-    from simtune.report.validation import curves, render
-    from simtune.runs.requests import requests_csv
+    from simtune.report.validation_page import curves, render
+    from simtune.runs.request_columns import requests_csv
     from simtune.runs.timeline import sampled
     from simtune.sim.run_basis import cost_basis
     from simtune.validation.judge.prediction import predict, validation_of
@@ -431,7 +431,7 @@ def _profile_folder(target: Path) -> Path:
 
 
 def _print(v: Validation, out: Path) -> None:
-    from simtune.report.validation import headline, rows, warnings
+    from simtune.report.validation_page import headline, rows, warnings
 
     columns = ("what", "predicted", "90 % interval", "measured", "noise", "error", "verdict")
     for load in v.loads:

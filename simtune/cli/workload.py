@@ -83,7 +83,7 @@ def workload(  # noqa: PLR0913 - one for each option
     Scrapes of vLLM's /metrics, one or several of a server, become a spec: rates between them, lengths by histograms.
     So do ServeGen's tables of rates and of lengths, named together.
     """
-    from simtune.report.load import render
+    from simtune.report.load_page import render
     from simtune.specs.base import spec_name
     from simtune.specs.scrapes import is_scrape_file, read_scrape
     from simtune.specs.trace_cut import Cut, merged
@@ -173,7 +173,7 @@ def _document(facts: LoadFacts, fitted: FittedLoad | None) -> dict[str, Any]:
 
 
 def _print(name: str, facts: LoadFacts, fitted: FittedLoad | None) -> None:
-    from simtune.report.load import agreement_rows, load_rows
+    from simtune.report.load_page import agreement_rows, load_rows
 
     print_table(name, ("load", ""), load_rows(facts))
     if fitted is not None:

@@ -13,8 +13,8 @@ from simtune.costs.predict import base_seconds
 from simtune.costs.residual import fit_process
 from simtune.costs.tables.own import MeasuredPoint
 from simtune.profiling.fitting import facts_of, tables_of
-from simtune.profiling.journal import Journal, task_of
-from simtune.profiling.plan import MeasurementTask
+from simtune.profiling.measurement_journal import Journal, task_of
+from simtune.profiling.measurement_plan import MeasurementTask
 
 MOVED = 0.03
 """A sentinel so far off its median casts doubt on the points before it."""

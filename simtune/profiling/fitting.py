@@ -14,8 +14,8 @@ from simtune.costs.tables.own import MeasuredPoint
 from simtune.costs.tables.screen import screen
 from simtune.errors import UsageError
 from simtune.profiling.checks import Check, errors_by_operator, validate
-from simtune.profiling.journal import FILE, Journal, task_of
-from simtune.profiling.plan import Limits, work
+from simtune.profiling.measurement_journal import FILE, Journal, task_of
+from simtune.profiling.measurement_plan import Limits, work
 from simtune.specs.base import Dtype
 from simtune.specs.hardware import Device, Facts, Hardware, HoldOut, Link
 

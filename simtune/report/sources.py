@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from simtune.errors import UsageError
-from simtune.report.beside import NamedFindings, NamedValidation
 from simtune.report.compare import Compared, NamedRun, distinct
-from simtune.runs.reading import read_record, read_run
+from simtune.report.side_by_side import NamedFindings, NamedValidation
+from simtune.runs.run_reader import read_record, read_run
 from simtune.runs.sweep_files import is_sweep
 from simtune.specs.input_files import max_bytes
 from simtune.validation.judge.comparison import VALIDATION_SCHEMA, Validation

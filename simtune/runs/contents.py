@@ -26,7 +26,7 @@ from simtune.runs.engine_files import (
 )
 from simtune.runs.files import FRONT, MANIFEST, Files
 from simtune.runs.price import price, priced
-from simtune.runs.requests import requests_csv
+from simtune.runs.request_columns import requests_csv
 from simtune.runs.schema import (
     COURSE,
     SUMMARY_SCHEMA,

@@ -14,8 +14,8 @@ from simtune import __version__
 from simtune.api import load_specs, set_up
 from simtune.errors import Infeasible, Problem, SpecError, UsageError
 from simtune.results.summary import Metric
-from simtune.runs.journal import RowJournal
 from simtune.runs.price import price
+from simtune.runs.row_journal import RowJournal
 from simtune.sim.parallel import executor, ordered_map
 from simtune.specs.input_files import shortened
 

@@ -22,7 +22,7 @@ from numpy._core import _multiarray_umath as features
 
 import simtune.api  # noqa: F401 (loaded before anything of it is replaced: it keeps what it finds on loading)
 from simtune.report import page
-from simtune.runs.reading import read_run
+from simtune.runs.run_reader import read_run
 from simtune.specs.plan import Plan
 from simtune.tuner.search import best_first
 from tests.cli.conftest import ROOT, STUDY, Desk

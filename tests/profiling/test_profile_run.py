@@ -21,8 +21,8 @@ from simtune.costs.tables.own import MeasuredPoint
 from simtune.errors import SimtuneError, UsageError
 from simtune.profiling.doubts import doubtful
 from simtune.profiling.fitting import VALIDATION, _BestRates
-from simtune.profiling.journal import FILE, Journal, task_of
-from simtune.profiling.plan import Limits, MeasurementTask, work
+from simtune.profiling.measurement_journal import FILE, Journal, task_of
+from simtune.profiling.measurement_plan import Limits, MeasurementTask, work
 from simtune.profiling.run import SENTINEL_EVERY
 from simtune.profiling.timing import Measured
 from simtune.specs.plan import Batching, Pool

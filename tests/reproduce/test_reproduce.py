@@ -15,7 +15,7 @@ from benchmarks.reproduced import LINE, readme_line
 from simtune.cli import cli
 from simtune.costs.iteration import StepModel, StepWork
 from simtune.errors import UsageError
-from simtune.report.published import families, gains_figure, render
+from simtune.report.published_page import families, gains_figure, render
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import Pool
 from simtune.specs.systems import StepSeconds, Systems, merged, plan_of, workload_of

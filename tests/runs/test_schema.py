@@ -15,8 +15,8 @@ from simtune.results.summary import SimulationSummary, Uncertainty, is_uncertain
 from simtune.runs.contents import Contents, of_simulation
 from simtune.runs.engine_files import speculation_facts
 from simtune.runs.manifest import manifest
-from simtune.runs.reading import read_run, read_summary
-from simtune.runs.requests import requests_table
+from simtune.runs.request_columns import requests_table
+from simtune.runs.run_reader import read_run, read_summary
 from simtune.runs.schema import CandidateRow, DraftSchedule, Manifest, RequestRow, Summary
 from simtune.runs.tables import columns, read_csv, to_csv
 from simtune.sim.deployment import vllm_batching

@@ -17,7 +17,7 @@ from simtune.costs.ticks import to_ticks
 from simtune.engine import POLICIES
 from simtune.errors import SpecError, UsageError
 from simtune.results.result import Result
-from simtune.runs.requests import requests_table
+from simtune.runs.request_columns import requests_table
 from simtune.sim.deployment import deploy
 from simtune.sim.plan_parts import OwnCosts
 from simtune.specs.catalog import load_hardware, load_model

@@ -14,7 +14,7 @@ import pytest
 from simtune.costs.compiled import LinearCosts
 from simtune.engine import Request
 from simtune.errors import UsageError
-from simtune.report.validation import curves, queues_figure
+from simtune.report.validation_page import curves, queues_figure
 from simtune.results.result import Result
 from simtune.runs.timeline import sampled
 from simtune.sim.deployment import NO_HARDWARE, Deployment, deploy

@@ -9,7 +9,7 @@ import pytest
 from simtune.api import deploy_plan, load_specs, set_up
 from simtune.errors import EngineError, UsageError
 from simtune.report import figures
-from simtune.report.validation import curves, render, rows, warnings
+from simtune.report.validation_page import curves, render, rows, warnings
 from simtune.results.result import Result
 from simtune.specs.hardware import Hardware
 from simtune.specs.workload import ClosedLoop, FixedLength, Lognormal, Poisson, Workload

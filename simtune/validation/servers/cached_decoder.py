@@ -22,8 +22,8 @@ from simtune.engine import Request
 from simtune.errors import UsageError
 from simtune.profiling import kernels
 from simtune.profiling.kernels import ATTENTION, Attend
+from simtune.profiling.measurement_plan import products
 from simtune.profiling.operands import DTYPES, Operands
-from simtune.profiling.plan import products
 from simtune.specs.model import DenseFeedForward, FullAttention, Model, SlidingAttention
 from simtune.validation.servers.executed_scheduler import Share
 

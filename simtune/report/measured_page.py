@@ -1,6 +1,7 @@
 """The page of a profile that was measured here: its fits beside the points, how noisy these were, and whole steps.
 
-It is the page of a hardware profile (`simtune.report.hardware`) with what only the measurer knows put before the rest.
+It is the page of a hardware profile (`simtune.report.hardware_page`) with what only the measurer knows put before the
+rest.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import numpy as np
 from simtune.costs.operators import Chip
 from simtune.costs.predict import Predictor
 from simtune.costs.tables.own import MeasuredPoint
-from simtune.report import figures, hardware
+from simtune.report import figures, hardware_page
 from simtune.report.figures import Figure
-from simtune.report.hardware import Section
+from simtune.report.hardware_page import Section
 from simtune.report.labels import brief, escape
 from simtune.specs.hardware import Hardware
 
@@ -202,4 +203,4 @@ def render(
     summary: dict[str, Any],
 ) -> str:
     """One page that opens offline."""
-    return hardware.render(profile, sections(profile, points, checks, steps, summary))
+    return hardware_page.render(profile, sections(profile, points, checks, steps, summary))

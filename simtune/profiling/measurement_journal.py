@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from simtune.costs.tables.own import SCHEMA, MeasuredPoint, MeasurementHeader, read_points
 from simtune.errors import SimtuneError, UsageError
-from simtune.profiling.plan import MeasurementTask
+from simtune.profiling.measurement_plan import MeasurementTask
 
 FILE = "measurements.jsonl"
 

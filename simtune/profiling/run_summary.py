@@ -11,8 +11,8 @@ import numpy as np
 from simtune.costs.tables.own import MeasuredPoint
 from simtune.profiling.checks import Check, errors_by_operator
 from simtune.profiling.fitting import short
-from simtune.profiling.journal import Journal, task_of
-from simtune.profiling.plan import MeasurementPlan
+from simtune.profiling.measurement_journal import Journal, task_of
+from simtune.profiling.measurement_plan import MeasurementPlan
 
 THROTTLED = 0.9
 """Of the clock at the start: below it the device is throttled."""
