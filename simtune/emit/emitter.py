@@ -22,7 +22,7 @@ Files = dict[str, str]
 T = TypeVar("T")
 
 
-def untold(pool: Pool) -> Iterator[str]:
+def unsupported_settings(pool: Pool) -> Iterator[str]:
     """What a pool may say to the simulator and no engine is told."""
     settings = (
         ("overlap", pool.overlap),
@@ -107,7 +107,7 @@ class Emitter(ABC):
 
     def refusals(self, pool: Pool, model: Model, draft_models: Mapping[str, Model]) -> Iterator[str]:
         """What of a pool the engine would not start with, or is not told here, key by key."""
-        yield from untold(pool)
+        yield from unsupported_settings(pool)
         if pool.share is not None:
             yield f"share: {self.title} is not told of shares of a GPU; leave it out, or split GPUs by CUDA MPS"
         if quantised(pool, model) and pool.weight_dtype not in self.quantizations:

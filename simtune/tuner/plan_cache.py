@@ -34,7 +34,7 @@ class Refused:
     reason: str
 
 
-class Workshop:
+class PlanCache:
     """Knows each pool of a space once, however many candidates have it."""
 
     def __init__(self, question: Question, candidates: Iterable[Candidate]) -> None:

@@ -18,7 +18,7 @@ from simtune.costs.iteration import StepModel, StepWork
 from simtune.costs.memory import GIB, kv_capacity, weights_bytes
 from simtune.costs.offload import HostWork
 from simtune.costs.ticks import TICKS_PER_SECOND
-from simtune.emit.emitter import untold
+from simtune.emit.emitter import unsupported_settings
 from simtune.errors import Infeasible, SpecError
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.model import Model
@@ -306,4 +306,4 @@ class TestEach:
         result = simtune.simulate(model, None, Workload.model_validate(load, strict=False), plan)
         assert result.completed.all()
         assert result.num_gpus == plan.pools[0].devices
-        assert list(untold(plan.pools[0]))
+        assert list(unsupported_settings(plan.pools[0]))

@@ -15,7 +15,7 @@ from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.study import Confirmation, HardwareCount, Search, Study
 from simtune.specs.workload import Lognormal, Poisson, Slo, Workload
 from simtune.tuner.certificate.front_certificate import FrontAudit, FrontCertificate, front_certificate_of
-from simtune.tuner.plan_cache import Refused, Workshop
+from simtune.tuner.plan_cache import PlanCache, Refused
 from simtune.tuner.question import Question
 from simtune.tuner.search.front import answer
 from simtune.tuner.space.candidates import space_of
@@ -58,16 +58,16 @@ def test_no_plan_has_more_tokens_per_user_at_any_of_its_loads(tuned: Tuned) -> N
     assert ladder is not None
     assert ladder.settled == len(ladder.loads) == 4
     space = space_of(q.study).candidates
-    workshop = Workshop(q, space)
+    plan_cache = PlanCache(q, space)
     tried = 0
     for candidate in space:
-        settled = workshop.settled(candidate)
+        settled = plan_cache.settled(candidate)
         assert not isinstance(settled, Refused)
-        deployment = workshop.deployment(settled)
-        facts = q.facts(settled, workshop.stream(settled))
+        deployment = plan_cache.deployment(settled)
+        facts = q.facts(settled, plan_cache.stream(settled))
         for load in ladder.loads:
             rate = load * facts.num_gpus / facts.output_tokens
-            if rate > workshop.capacity(settled).rps:
+            if rate > plan_cache.capacity(settled).rps:
                 continue
             result = deployment.simulate(q.stream(settled, rate), q.study.slo)
             tried += 1

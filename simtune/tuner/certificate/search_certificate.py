@@ -24,9 +24,9 @@ from simtune.specs.hardware import Hardware
 from simtune.specs.plan import Plan, Role
 from simtune.tuner.bounds.relaxation import Worths
 from simtune.tuner.objectives import Miss, Objective, RateObjective
-from simtune.tuner.plan_cache import Refused, Workshop
+from simtune.tuner.plan_cache import PlanCache, Refused
 from simtune.tuner.question import SAMPLED_CORES, Question
-from simtune.tuner.search.candidate_filter import Admission, Entrant
+from simtune.tuner.search.candidate_filter import BoundedCandidate, CandidateFilter
 from simtune.tuner.search.climb import Simulation, SimulationFinding
 from simtune.tuner.search.confirm import judged_together, num_draws
 from simtune.tuner.space.candidates import Candidate
@@ -243,13 +243,13 @@ class Audit:
         self.bounds = self.simulations = self.allocations = 0
         """How many were computed."""
         self._candidates = space_for(question).candidates
-        self._workshop = Workshop(question, self._candidates)
-        self._entry = Admission(question, self._workshop)
+        self._plan_cache = PlanCache(question, self._candidates)
+        self._candidate_filter = CandidateFilter(question, self._plan_cache)
         self._closed: dict[str, tuple[set[str], float | None]] = {}
         """The plans of each class that has a bound, and that bound."""
-        self._kinds: dict[tuple[object, ...], list[Entrant]] = {}
+        self._kinds: dict[tuple[object, ...], list[BoundedCandidate]] = {}
         """Plans that differ in limits alone, until they are bounded as one."""
-        self._looked_at: dict[str, tuple[Entrant, PlanFate]] = {}
+        self._looked_at: dict[str, tuple[BoundedCandidate, PlanFate]] = {}
         """Plans that were simulated, and what is claimed of them."""
         self._findings: dict[tuple[str, Tried], SimulationFinding] = {}
 
@@ -282,7 +282,7 @@ class Audit:
 
     def _check_allocations(self) -> None:
         """That every class reaches no more than the worths that are given for it prove; no solver is asked."""
-        classes = PlanClasses(self.question, self._workshop)
+        classes = PlanClasses(self.question, self._plan_cache)
         plans = classes.named(self._candidates)
         for claimed in self.certificate.allocations:
             those = plans.get(claimed.name)
@@ -302,7 +302,7 @@ class Audit:
 
     def _check_unopened(self, candidate: Candidate, fate: PlanFate) -> None:
         """That a plan is in the class that was ruled out with it."""
-        name, settled = candidate.name, self._workshop.settled(candidate)
+        name, settled = candidate.name, self._plan_cache.settled(candidate)
         plans, best = self._closed.get(fate.allocation, (set(), None))
         if name not in plans:
             self.problems.append(f"{name} is not in {fate.allocation}, or that has no bound")
@@ -318,24 +318,24 @@ class Audit:
         claimed = {fate.plan: fate for fate in self.certificate.plans}
         if len(claimed) < len(self.certificate.plans):
             self.problems.append("a plan is named twice")
-        entrants: list[tuple[Entrant, PlanFate]] = []
+        bounded_candidates: list[tuple[BoundedCandidate, PlanFate]] = []
         for candidate in self._candidates:
             known = claimed.get(candidate.name)
             if known is not None and known.allocation:
                 self._check_unopened(candidate, claimed.pop(candidate.name))
                 continue
-            entrant = self._entry.admitted(candidate)
-            name = (entrant if isinstance(entrant, Trial) else entrant.row).candidate.name
+            bounded_candidate = self._candidate_filter.check(candidate)
+            name = (bounded_candidate if isinstance(bounded_candidate, Trial) else bounded_candidate.row).candidate.name
             fate = claimed.pop(name, None)
             if fate is None:
                 self.problems.append(f"{name} is in the space and not in the certificate")
-            elif isinstance(entrant, Trial):
-                self._check_refused(entrant, fate)
+            elif isinstance(bounded_candidate, Trial):
+                self._check_refused(bounded_candidate, fate)
             else:
-                self._kinds.setdefault(entrant.kind, []).append(entrant)
-                entrants.append((entrant, fate))
-        for entrant, fate in sorted(entrants, key=lambda one: bool(one[1].same_as)):
-            (self._check_twin if fate.same_as else self._check_plan)(entrant, fate)
+                self._kinds.setdefault(bounded_candidate.kind, []).append(bounded_candidate)
+                bounded_candidates.append((bounded_candidate, fate))
+        for bounded_candidate, fate in sorted(bounded_candidates, key=lambda one: bool(one[1].same_as)):
+            (self._check_twin if fate.same_as else self._check_plan)(bounded_candidate, fate)
         self.problems += [f"{name} is in the certificate and not in the space" for name in sorted(claimed)]
 
     def _check_refused(self, row: Trial, fate: PlanFate) -> None:
@@ -345,9 +345,9 @@ class Audit:
         if fate.plan == self.certificate.incumbent.plan:
             self.problems.append(f"{fate.plan} was chosen, and {row.reason}")
 
-    def _check_plan(self, entrant: Entrant, fate: PlanFate) -> None:
+    def _check_plan(self, bounded_candidate: BoundedCandidate, fate: PlanFate) -> None:
         """That a plan reaches at most what is claimed; and of the chosen one that it reaches what is claimed."""
-        self._same(f"{fate.plan}: GPUs", fate.num_gpus, entrant.candidate.num_gpus)
+        self._same(f"{fate.plan}: GPUs", fate.num_gpus, bounded_candidate.candidate.num_gpus)
         if any(not self._of_its_load(tried.rate_rps) for tried in fate.simulated):
             self.problems.append(
                 f"{fate.plan} was simulated under another load than {self.question.objective.name} is of"
@@ -355,101 +355,104 @@ class Audit:
             return
         self.bounds += 1
         if fate.simulated:
-            self._looked_at[fate.plan] = entrant, fate
+            self._looked_at[fate.plan] = bounded_candidate, fate
         decisive = _decisive(fate)
-        best = entrant.row.best if decisive else self._best_by_bound(entrant, fate)
+        best = bounded_candidate.row.best if decisive else self._best_by_bound(bounded_candidate, fate)
         for tried in decisive:
-            best = self._after(entrant, tried.rate_rps, self._finding(entrant, tried), best)
+            best = self._after(bounded_candidate, tried.rate_rps, self._finding(bounded_candidate, tried), best)
         self._at_most(fate, best)
         if fate.plan == self.certificate.incumbent.plan:
-            self._confirm(entrant, fate)
+            self._confirm(bounded_candidate, fate)
 
-    def _best_by_bound(self, entrant: Entrant, fate: PlanFate) -> float | None:
+    def _best_by_bound(self, bounded_candidate: BoundedCandidate, fate: PlanFate) -> float | None:
         """What it could reach by the first of its bounds that comes to what is claimed, or by the last: its capacity,
         the SLO of the most favourable of its kind, its own. A search goes as far as it has to."""
-        for best in self._bounds(entrant):
+        for best in self._bounds(bounded_candidate):
             if _near(fate.best, best):
                 break
-        return entrant.row.best
+        return bounded_candidate.row.best
 
-    def _bounds(self, entrant: Entrant) -> Iterator[float | None]:
-        yield entrant.row.best
-        kind = self._kinds.get(entrant.kind, [])
-        if not entrant.row.reason and kind:
-            self._kinds[entrant.kind] = []
-            self._entry.refine(kind)
-            yield entrant.row.best
-        if not entrant.row.reason and len(kind) != 1:
-            self._entry.refine([entrant])
-            yield entrant.row.best
+    def _bounds(self, bounded_candidate: BoundedCandidate) -> Iterator[float | None]:
+        yield bounded_candidate.row.best
+        kind = self._kinds.get(bounded_candidate.kind, [])
+        if not bounded_candidate.row.reason and kind:
+            self._kinds[bounded_candidate.kind] = []
+            self._candidate_filter.refine(kind)
+            yield bounded_candidate.row.best
+        if not bounded_candidate.row.reason and len(kind) != 1:
+            self._candidate_filter.refine([bounded_candidate])
+            yield bounded_candidate.row.best
 
     def _after(
-        self, entrant: Entrant, rate: float | None, finding: SimulationFinding, best: float | None
+        self, bounded_candidate: BoundedCandidate, rate: float | None, finding: SimulationFinding, best: float | None
     ) -> float | None:
         """What a plan can reach when it is known what a simulation shows."""
-        objective, entrant.row.rate_rps = self.question.objective, rate
+        objective, bounded_candidate.row.rate_rps = self.question.objective, rate
         if not finding.met:
             if rate is None or not isinstance(objective, RateObjective):
                 return None
             return objective.reaches(
-                entrant.facts,
+                bounded_candidate.facts,
                 Miss(rate, finding.summary.requests),
-                self._workshop.capacity(entrant.candidate).rps,
+                self._plan_cache.capacity(bounded_candidate.candidate).rps,
             )
-        entrant.row.take(finding.summary, rate)
-        if self._beyond_limits(entrant):
+        bounded_candidate.row.take(finding.summary, rate)
+        if self._beyond_limits(bounded_candidate):
             return None
-        return objective.value(entrant.facts, entrant.row.judged) if rate is None else best
+        return objective.value(bounded_candidate.facts, bounded_candidate.row.judged) if rate is None else best
 
     def _of_its_load(self, rate: float | None) -> bool:
         """Whether a plan was simulated at a rate where one is looked for, and else at the workload's own."""
         return (rate is not None) == self.question.searches_rate
 
-    def _beyond_limits(self, entrant: Entrant) -> str:
+    def _beyond_limits(self, bounded_candidate: BoundedCandidate) -> str:
         """Which limit of the study the last simulation of a plan breaks."""
-        limits = ((limit, limit.objective.value(entrant.facts, entrant.row.judged)) for limit in self.question.limits)
+        limits = (
+            (limit, limit.objective.value(bounded_candidate.facts, bounded_candidate.row.judged))
+            for limit in self.question.limits
+        )
         return next((wrong for limit, value in limits if (wrong := limit.violated(value))), "")
 
-    def _check_twin(self, entrant: Entrant, fate: PlanFate) -> None:
+    def _check_twin(self, bounded_candidate: BoundedCandidate, fate: PlanFate) -> None:
         """That a plan does what another one did, at the rate at which that one missed the SLO."""
-        self._same(f"{fate.plan}: GPUs", fate.num_gpus, entrant.candidate.num_gpus)
+        self._same(f"{fate.plan}: GPUs", fate.num_gpus, bounded_candidate.candidate.num_gpus)
         self.bounds += 1
         for other, tried in self._attempts(fate.same_as):
             finding = self._finding(other, tried)
-            best = self._after(entrant, tried.rate_rps, finding, entrant.best)
-            if _near(fate.best, best) and entrant.ruled_out_by(other, finding):
+            best = self._after(bounded_candidate, tried.rate_rps, finding, bounded_candidate.best)
+            if _near(fate.best, best) and bounded_candidate.ruled_out_by(other, finding):
                 return
         self.problems.append(f"{fate.plan} need not do what {fate.same_as} does")
 
-    def _attempts(self, name: str) -> Iterator[tuple[Entrant, Tried]]:
+    def _attempts(self, name: str) -> Iterator[tuple[BoundedCandidate, Tried]]:
         """Simulations of a plan that say something of others: those that missed the SLO, or at the load given all."""
         if name in self._looked_at:
-            entrant, fate = self._looked_at[name]
+            bounded_candidate, fate = self._looked_at[name]
             for tried in fate.simulated:
                 if not tried.all_cores and not tried.draw and (tried.rate_rps is None or not tried.met):
-                    yield entrant, tried
+                    yield bounded_candidate, tried
 
-    def _finding(self, entrant: Entrant, tried: Tried) -> SimulationFinding:
+    def _finding(self, bounded_candidate: BoundedCandidate, tried: Tried) -> SimulationFinding:
         """What a simulation shows, made once."""
-        known = (entrant.candidate.name, tried)
+        known = (bounded_candidate.candidate.name, tried)
         if known not in self._findings:
             self.simulations += 1
-            task = self._task(entrant, tried)
+            task = self._task(bounded_candidate, tried)
             finding = self._findings[known] = task.run()
             at = "" if tried.rate_rps is None else f" at {tried.rate_rps:.6g} requests/s"
-            self._same(f"{entrant.candidate.name}{at}: whether it meets the SLO", tried.met, finding.met)
+            self._same(f"{bounded_candidate.candidate.name}{at}: whether it meets the SLO", tried.met, finding.met)
         return self._findings[known]
 
-    def _task(self, entrant: Entrant, tried: Tried) -> Simulation:
-        draws, deployment, slo = self.question.draws, entrant.deployment, self.question.study.slo
-        stream = self._workshop.stream(entrant.candidate)
+    def _task(self, bounded_candidate: BoundedCandidate, tried: Tried) -> Simulation:
+        draws, deployment, slo = self.question.draws, bounded_candidate.deployment, self.question.study.slo
+        stream = self._plan_cache.stream(bounded_candidate.candidate)
         if tried.requests is not None:
             stream = draws.stream(tried.requests, tried.draw)
         if tried.all_cores:
             return Simulation(deployment, stream, slo, tried.rate_rps, None)
         return Simulation(deployment, stream, slo, tried.rate_rps, SAMPLED_CORES, draws, tried.draw)
 
-    def _confirm_draws(self, entrant: Entrant, fate: PlanFate) -> None:
+    def _confirm_draws(self, bounded_candidate: BoundedCandidate, fate: PlanFate) -> None:
         """Simulate the chosen plan on the fresh draws that confirmed it."""
         confirm, rate = self.question.study.search.confirm, self.certificate.incumbent.rate_rps
         fresh = {tried.draw: tried for tried in fate.simulated if tried.draw and tried.rate_rps == rate}
@@ -457,7 +460,7 @@ class Audit:
         if [*sorted(fresh)] != [*needed]:
             self.problems.append(f"{fate.plan} was chosen, and {len(needed)} fresh draws have not all confirmed it")
             return
-        seen = [self._finding(entrant, fresh[draw]) for draw in needed]
+        seen = [self._finding(bounded_candidate, fresh[draw]) for draw in needed]
         short = not self.question.workload.batch and any(
             finding.summary.requests < confirm.requests for finding in seen
         )
@@ -466,29 +469,29 @@ class Audit:
         ):
             self.problems.append(f"{fate.plan} was chosen, and fresh draws do not confirm it")
 
-    def _confirm(self, entrant: Entrant, fate: PlanFate) -> None:
+    def _confirm(self, bounded_candidate: BoundedCandidate, fate: PlanFate) -> None:
         """Simulate the chosen plan on all its cores, and on the fresh draws."""
         incumbent, question = self.certificate.incumbent, self.question
-        if self._handed_out not in (None, entrant.deployment.plan):
+        if self._handed_out not in (None, bounded_candidate.deployment.plan):
             self.problems.append(f"the plan that was handed out is not {incumbent.plan}, which was chosen")
         if not self._of_its_load(incumbent.rate_rps):
             self.problems.append(f"{incumbent.plan} was chosen under another load than {question.objective.name} is of")
             return
-        self._confirm_draws(entrant, fate)
+        self._confirm_draws(bounded_candidate, fate)
         last = next((t for t in reversed(fate.simulated) if t.all_cores and t.rate_rps == incumbent.rate_rps), None)
-        stream = question.stream(entrant.candidate)
+        stream = question.stream(bounded_candidate.candidate)
         if last is not None and last.requests is not None:
             stream = question.draws.stream(last.requests)
         if incumbent.rate_rps is not None:
             stream = stream.at_rate(incumbent.rate_rps)
-        result = entrant.deployment.simulate(stream, question.study.slo)
+        result = bounded_candidate.deployment.simulate(stream, question.study.slo)
         self.simulations += 1
         if not result.meets_slo:
             self.problems.append(f"{incumbent.plan} was chosen and misses the SLO")
-        entrant.row.take(result.summary(), incumbent.rate_rps)
-        if wrong := self._beyond_limits(entrant):
+        bounded_candidate.row.take(result.summary(), incumbent.rate_rps)
+        if wrong := self._beyond_limits(bounded_candidate):
             self.problems.append(f"{incumbent.plan} was chosen, and {wrong}")
-        value = question.objective.value(entrant.facts, entrant.row.judged)
+        value = question.objective.value(bounded_candidate.facts, bounded_candidate.row.judged)
         self._same(f"{incumbent.plan}: value", incumbent.value, value)
 
     def _at_most(self, fate: PlanFate, best: float | None) -> None:

@@ -24,9 +24,9 @@ from typing import Literal, NamedTuple
 from simtune.errors import Infeasible
 from simtune.sim.parallel import Jobs, executor
 from simtune.tuner.objectives import Miss, RateObjective
-from simtune.tuner.plan_cache import Workshop
+from simtune.tuner.plan_cache import PlanCache
 from simtune.tuner.question import Question
-from simtune.tuner.search.candidate_filter import Admission, Entrant
+from simtune.tuner.search.candidate_filter import BoundedCandidate, CandidateFilter
 from simtune.tuner.search.climb import LOWEST, Climb, Simulation, SimulationFinding
 from simtune.tuner.search.confirm import ConfirmedPlan, Confirmer
 from simtune.tuner.search.evaluator import Evaluator, Keyed
@@ -114,7 +114,7 @@ class _Open:
     order: tuple[float, ...]
     """What it could reach first, the best first; then the simplest cut and the smallest budgets."""
     number: int
-    plans: Sequence[Entrant] = field(compare=False)
+    plans: Sequence[BoundedCandidate] = field(compare=False)
     best: float = field(compare=False)
     """Of the objective, at most."""
     known: Known = field(compare=False)
@@ -131,21 +131,21 @@ class BestFirst:
         progress: SearchProgress | None = None,
     ) -> None:
         self.question, self.evaluator, self.progress = question, evaluator, progress
-        self.workshop = Workshop(question, candidates)
-        self.entry = Admission(question, self.workshop)
+        self.plan_cache = PlanCache(question, candidates)
+        self.candidate_filter = CandidateFilter(question, self.plan_cache)
         self.step = 1 + question.study.search.rate_tolerance
         self.rows: list[Trial] = []
         self._looked_at: dict[int, Trial] = {}
         """Of plans that were simulated, or compared with one that was."""
-        self.plans: list[Entrant] = []
-        self.best: Entrant | None = None
+        self.plans: list[BoundedCandidate] = []
+        self.best: BoundedCandidate | None = None
         self.confirmed: ConfirmedPlan | None = None
-        self._confirmer = Confirmer(question, self.workshop, evaluator)
+        self._confirmer = Confirmer(question, self.plan_cache, evaluator)
         self.total = len(candidates)
         self._open: list[_Open] = []
         self._pushed = 0
         self._seen = SeenPlans()
-        self._classes = UnopenedClasses(PlanClasses(question, self.workshop), candidates)
+        self._classes = UnopenedClasses(PlanClasses(question, self.plan_cache), candidates)
 
     def run(self) -> bool:
         """Decide all plans; whether an interrupt left some open."""
@@ -190,22 +190,22 @@ class BestFirst:
 
     def _admit(self, candidates: Iterable[Candidate]) -> None:
         """Open the kinds of plans that there are among candidates."""
-        rows, plans, kinds = self.entry.sorted_by_kind(candidates)
+        rows, plans, kinds = self.candidate_filter.sorted_by_kind(candidates)
         self.rows += rows
         self.plans += plans
         for kind in kinds:
             self._push(kind, "as it came")
 
-    def _push(self, plans: Sequence[Entrant], known: Known) -> None:
+    def _push(self, plans: Sequence[BoundedCandidate], known: Known) -> None:
         """Open a kind of plans, or a plan, by the best that is in it."""
-        first = min(plans, key=Entrant.order)
+        first = min(plans, key=BoundedCandidate.order)
         self._pushed += 1
         heapq.heappush(self._open, _Open(first.order(), self._pushed, plans, first.best, known))
 
     def _decide(self, item: _Open) -> None:
         """Say more exactly what a kind of plans, or a plan, could reach; or else simulate it."""
         if item.known == "as it came":
-            self.entry.refine(item.plans)
+            self.candidate_filter.refine(item.plans)
             for plan in [plan for plan in item.plans if not plan.row.reason]:
                 self._push([plan], "as one of its kind" if len(item.plans) > 1 else "all there is")
             return
@@ -215,7 +215,7 @@ class BestFirst:
             if item.known == "all there is":
                 self._judge(plan, low)
                 return
-            self.entry.refine([plan])
+            self.candidate_filter.refine([plan])
             if not plan.row.reason:
                 self._push([plan], "all there is")
             return
@@ -231,7 +231,7 @@ class BestFirst:
         if rate is not None and isinstance(objective, RateObjective):
             plan.missed, row.best = Miss(rate, finding.summary.requests), rate * objective.worth(plan.facts)
 
-    def _judge(self, plan: Entrant, low: float | None) -> None:
+    def _judge(self, plan: BoundedCandidate, low: float | None) -> None:
         """Simulate a plan until it is known whether it is better than the best one, and by how much."""
         self._looked_at[id(plan.row)] = plan.row
         plan.row.same_as = ""
@@ -254,15 +254,15 @@ class BestFirst:
         if climb.met is not None and plan.row.status == "infeasible":
             plan.row.best = None  # it meets the SLO, and no limit of the study
 
-    def _simulated(self, plan: Entrant, rate: float | None) -> SimulationFinding:
+    def _simulated(self, plan: BoundedCandidate, rate: float | None) -> SimulationFinding:
         """One simulation of a plan; by a worker, and perhaps before it was asked for, where there are some."""
         plan.row.simulations += 1
         finding = self.evaluator.finding((plan.candidate.name, rate, 0), self._task(plan, rate), self._next())
         plan.row.tried.append(Attempt(rate, finding.met))
         return finding
 
-    def _task(self, plan: Entrant, rate: float | None) -> Simulation:
-        stream = self.workshop.stream(plan.candidate)
+    def _task(self, plan: BoundedCandidate, rate: float | None) -> Simulation:
+        stream = self.plan_cache.stream(plan.candidate)
         return Simulation(plan.deployment, stream, self.question.study.slo, rate, draws=self.question.draws)
 
     def _next(self) -> Iterator[Keyed]:
@@ -276,7 +276,7 @@ class BestFirst:
             if self._seen.tell(plan, low) is None:
                 yield (plan.candidate.name, rate, 0), self._task(plan, rate)
 
-    def _take(self, plan: Entrant, rate: float | None, finding: SimulationFinding) -> None:
+    def _take(self, plan: BoundedCandidate, rate: float | None, finding: SimulationFinding) -> None:
         """Write down what a simulation of a plan showed, and whether it is the best one now."""
         row, objective = plan.row, self.question.objective
         row.take(finding.summary, rate)
@@ -299,7 +299,7 @@ class BestFirst:
             self.best = plan
         self._report()
 
-    def value(self, plan: Entrant) -> float:
+    def value(self, plan: BoundedCandidate) -> float:
         """The objective of a plan that met its SLO."""
         return self.question.objective.value(plan.facts, plan.row.judged)
 
@@ -309,7 +309,7 @@ class BestFirst:
         tolerance = self.step - 1 if objective.searches_rate else 0.0
         return self.best is None or objective.better(best, self.value(self.best), tolerance)
 
-    def _low(self, plan: Entrant) -> float | None:
+    def _low(self, plan: BoundedCandidate) -> float | None:
         """The rate at which a plan would beat the best one; None while there is none."""
         objective = self.question.objective
         if self.best is None or not isinstance(objective, RateObjective):
@@ -321,7 +321,7 @@ class BestFirst:
         those = [plan for plan in self.plans if plan.candidate.drafter == label]
         if not those or any(plan.row.status == "feasible" for plan in those):
             return
-        best, plan = self.best, min(those, key=Entrant.order)
+        best, plan = self.best, min(those, key=BoundedCandidate.order)
         self._judge(plan, None)
         self.best = best or self.best
 
@@ -337,7 +337,7 @@ class BestFirst:
         self._open.clear()
         for group in self._classes.closed():
             reason = group.reason or why + no_allocation(self.question, group.name, group.best, leader, value)
-            self.rows += self.entry.unopened(group, reason)
+            self.rows += self.candidate_filter.unopened(group, reason)
 
     def _report(self) -> None:
         if self.progress is None:
@@ -385,7 +385,7 @@ class BestFirst:
         tuned.classes, tuned.confirmed = tuple(self._classes.bounded), confirmed.draws
         return tuned
 
-    def _feasible(self) -> list[Entrant]:
+    def _feasible(self) -> list[BoundedCandidate]:
         return [plan for plan in self.plans if plan.row.status == "feasible"]
 
     # --- what is confirmed --------------------------------------------------------------------------------
@@ -417,6 +417,6 @@ class BestFirst:
         the most GPUs for a request, at a rate at which hardly anybody else is there."""
         if self.plans and all(row.summary is None for row in self.rows):
             plan = max(self.plans, key=lambda plan: (plan.candidate.gpus_per_instance, -plan.best))
-            sustained = self.workshop.capacity(plan.candidate).rps
+            sustained = self.plan_cache.capacity(plan.candidate).rps
             rate = sustained * LOWEST if self.question.searches_rate else None
             self._take(plan, rate, self._simulated(plan, rate))

@@ -9,12 +9,12 @@ from functools import cached_property
 from simtune.sim.deployment import Deployment
 from simtune.tuner.bounds.best_case import least_e2el_s, most_favourable, slo_bound
 from simtune.tuner.objectives import Miss, PlanFacts, RateObjective
-from simtune.tuner.plan_cache import Refused, Workshop
+from simtune.tuner.plan_cache import PlanCache, Refused
 from simtune.tuner.question import SAMPLED_CORES, Question
 from simtune.tuner.search.climb import SimulationFinding
 from simtune.tuner.search.implied_results import tell_apart
 from simtune.tuner.space.candidates import Candidate
-from simtune.tuner.space.garbage_collection import uncollected
+from simtune.tuner.space.garbage_collection import gc_disabled
 from simtune.tuner.space.plan_classes import PlanClass
 from simtune.tuner.trial import Trial
 
@@ -23,11 +23,11 @@ ALLOCATION = "allocation"
 
 
 @dataclass
-class Entrant:
+class BoundedCandidate:
     """A plan that may be the best."""
 
     row: Trial
-    workshop: Workshop
+    plan_cache: PlanCache
     facts: PlanFacts
     best: float
     """What it could reach of the objective at most."""
@@ -44,7 +44,7 @@ class Entrant:
     @cached_property
     def deployment(self) -> Deployment:
         """The plan, ready to be simulated; made when it is first asked for."""
-        return self.workshop.deployment(self.candidate)
+        return self.plan_cache.deployment(self.candidate)
 
     @property
     def candidate(self) -> Candidate:
@@ -66,10 +66,10 @@ class Entrant:
     def reaches(self) -> float | None:
         """The most of a rate objective on any draw, where it was seen to miss the SLO on one (`RateObjective.reaches`);
         else what is known without."""
-        objective = self.workshop.question.objective
+        objective = self.plan_cache.question.objective
         if self.missed is None or self.row.best is None or not isinstance(objective, RateObjective):
             return self.row.best
-        return objective.reaches(self.facts, self.missed, self.workshop.capacity(self.candidate).rps)
+        return objective.reaches(self.facts, self.missed, self.plan_cache.capacity(self.candidate).rps)
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -79,17 +79,17 @@ class Entrant:
         return self.candidate.shape, self.candidate.router, pools, speculation
 
     @property
-    def kin(self) -> list[tuple[object, ...]]:
+    def shared_keys(self) -> list[tuple[object, ...]]:
         """What a simulation of another plan that tells of this one must have in common with it."""
         prefill = self.candidate.prefilling
         return [self.kind] if prefill is None else [self.kind, (prefill, self.candidate.router)]
 
-    def ruled_out_by(self, other: Entrant, finding: SimulationFinding) -> str:
+    def ruled_out_by(self, other: BoundedCandidate, finding: SimulationFinding) -> str:
         """Why this plan misses the SLO where another one did, at a rate no lower; nothing where it might meet it."""
         name = other.candidate.name
         if other.kind == self.kind and finding.used and not tell_apart(self.deployment, finding.used):
             return f"misses the SLO as {name} does: none of the limits that tell them apart is reached"
-        if finding.first_tokens_miss and self.kin[1:] == other.kin[1:] != []:
+        if finding.first_tokens_miss and self.shared_keys[1:] == other.shared_keys[1:] != []:
             return f"has the prefill pool of {name}, whose first tokens miss the SLO whatever decodes"
         return ""
 
@@ -100,91 +100,96 @@ class Entrant:
         return (-self.sign * self.best, self.candidate.gpus_per_instance, -self.bound_rps, budget, seats)
 
 
-class Admission:
+class CandidateFilter:
     """Lets candidates in, and says more exactly what they could reach when that is asked."""
 
-    def __init__(self, question: Question, workshop: Workshop) -> None:
-        self.question, self.workshop = question, workshop
+    def __init__(self, question: Question, plan_cache: PlanCache) -> None:
+        self.question, self.plan_cache = question, plan_cache
 
-    def admitted(self, candidate: Candidate) -> Entrant | Trial:
+    def check(self, candidate: Candidate) -> BoundedCandidate | Trial:
         """A candidate bounded by its capacity, or its fate where it could not do what is asked."""
-        settled = self.workshop.settled(candidate)
+        settled = self.plan_cache.settled(candidate)
         if isinstance(settled, Refused):
             return Trial(candidate, settled.status, settled.reason)
-        bound = self.workshop.capacity(settled)
-        blocks = self.workshop.memory(settled.pools[0]).num_blocks
+        bound = self.plan_cache.capacity(settled)
+        blocks = self.plan_cache.memory(settled.pools[0]).num_blocks
         row = Trial(settled, "pruned", "", blocks, bound.rps, bound.by)
-        stream, objective = self.workshop.stream(settled), self.question.objective
-        entrant = Entrant(row, self.workshop, self.question.facts(settled, stream), 0.0, objective.sign)
+        stream, objective = self.plan_cache.stream(settled), self.question.objective
+        bounded_candidate = BoundedCandidate(
+            row, self.plan_cache, self.question.facts(settled, stream), 0.0, objective.sign
+        )
         if self.question.objective.name == "e2el":
-            entrant.e2el_s = least_e2el_s(entrant.deployment, stream, SAMPLED_CORES)
-        self._weigh(entrant)
-        return row if row.reason else entrant
+            bounded_candidate.e2el_s = least_e2el_s(bounded_candidate.deployment, stream, SAMPLED_CORES)
+        self._weigh(bounded_candidate)
+        return row if row.reason else bounded_candidate
 
-    def sorted_by_kind(self, candidates: Iterable[Candidate]) -> tuple[list[Trial], list[Entrant], list[list[Entrant]]]:
+    def sorted_by_kind(
+        self, candidates: Iterable[Candidate]
+    ) -> tuple[list[Trial], list[BoundedCandidate], list[list[BoundedCandidate]]]:
         """(the rows of candidates, those that may be the best, the same by kinds that differ in limits alone)."""
-        rows, plans, kinds = [], [], dict[tuple[object, ...], list[Entrant]]()
+        rows, plans, kinds = [], [], dict[tuple[object, ...], list[BoundedCandidate]]()
         for candidate in candidates:
-            entrant = self.admitted(candidate)
-            if isinstance(entrant, Trial):
-                rows.append(entrant)
+            bounded_candidate = self.check(candidate)
+            if isinstance(bounded_candidate, Trial):
+                rows.append(bounded_candidate)
             else:
-                rows.append(entrant.row)
-                plans.append(entrant)
-                kinds.setdefault(entrant.kind, []).append(entrant)
+                rows.append(bounded_candidate.row)
+                plans.append(bounded_candidate)
+                kinds.setdefault(bounded_candidate.kind, []).append(bounded_candidate)
         return rows, plans, [*kinds.values()]
 
     def unopened(self, group: PlanClass, reason: str) -> list[Trial]:
         """The fates of candidates whose class as a whole was ruled out, or that could not do what is asked."""
-        with uncollected():
+        with gc_disabled():
             return [self._unopened(candidate, group, reason) for candidate in group.candidates]
 
     def _unopened(self, candidate: Candidate, group: PlanClass, reason: str) -> Trial:
-        settled = self.workshop.settled(candidate)
+        settled = self.plan_cache.settled(candidate)
         if isinstance(settled, Refused):
             return Trial(candidate, settled.status, settled.reason)
-        blocks = self.workshop.memory(settled.pools[0]).num_blocks
+        blocks = self.plan_cache.memory(settled.pools[0]).num_blocks
         row = Trial(settled, "pruned", reason, blocks, bounded_by=ALLOCATION, best=group.best)
         row.allocation = group.name
         return row
 
-    def refine(self, entrants: Sequence[Entrant]) -> bool:
+    def refine(self, bounded_candidates: Sequence[BoundedCandidate]) -> bool:
         """Bound plans of one kind by their SLO, at the most favourable of their limits. Whether that lowers a bound; a
         plan that is then known to be of no use has a reason in its row."""
-        first = entrants[0]
-        deployments = [entrant.deployment for entrant in entrants]
-        stream, slo = self.workshop.stream(first.candidate), self.question.study.slo
-        known = max(entrant.bound_rps for entrant in entrants)
+        first = bounded_candidates[0]
+        deployments = [bounded_candidate.deployment for bounded_candidate in bounded_candidates]
+        stream, slo = self.plan_cache.stream(first.candidate), self.question.study.slo
+        known = max(bounded_candidate.bound_rps for bounded_candidate in bounded_candidates)
         bound = slo_bound(most_favourable(deployments), stream, slo, SAMPLED_CORES, below_rps=known)
-        lowered = [entrant for entrant in entrants if bound.rps < entrant.bound_rps]
-        for entrant in lowered:
-            entrant.row.rate_bound_rps, entrant.row.bounded_by = bound.rps, bound.by
-            self._weigh(entrant)
+        lowered = [
+            bounded_candidate for bounded_candidate in bounded_candidates if bound.rps < bounded_candidate.bound_rps
+        ]
+        for bounded_candidate in lowered:
+            bounded_candidate.row.rate_bound_rps, bounded_candidate.row.bounded_by = bound.rps, bound.by
+            self._weigh(bounded_candidate)
         return bool(lowered)
 
-    def _weigh(self, entrant: Entrant) -> None:
+    def _weigh(self, bounded_candidate: BoundedCandidate) -> None:
         """What the objective makes of a bound, and whether it leaves the plan a chance."""
-        row, objective = entrant.row, self.question.objective
-        stream = self.workshop.stream(entrant.candidate)
+        row, objective = bounded_candidate.row, self.question.objective
+        stream = self.plan_cache.stream(bounded_candidate.candidate)
         offered = None if stream.batch else stream.offered_rate_rps
-        rate = entrant.bound_rps if objective.searches_rate or offered is None else offered
-        entrant.best = objective.best(entrant.facts, rate, entrant.e2el_s)
+        rate = bounded_candidate.bound_rps if objective.searches_rate or offered is None else offered
+        bounded_candidate.best = objective.best(bounded_candidate.facts, rate, bounded_candidate.e2el_s)
         row.best = None
-        if entrant.bound_rps <= 0:
+        if bounded_candidate.bound_rps <= 0:
             alone = ", even where no request has another beside it" if row.bounded_by == "floor" else ""
             row.status, row.reason = "infeasible", f"misses the SLO at any rate{alone} ({row.bounded_by})"
-        elif not objective.searches_rate and offered is not None and entrant.bound_rps < offered:
-            row.reason = (
-                f"cannot exceed {entrant.bound_rps:.4g} requests/s ({row.bounded_by}); {offered:.4g} are offered"
-            )
-        elif wrong := self._beyond_limits(entrant, rate):
+        elif not objective.searches_rate and offered is not None and bounded_candidate.bound_rps < offered:
+            most = bounded_candidate.bound_rps
+            row.reason = f"cannot exceed {most:.4g} requests/s ({row.bounded_by}); {offered:.4g} are offered"
+        elif wrong := self._beyond_limits(bounded_candidate, rate):
             row.reason = wrong
         else:
-            row.best = entrant.best
+            row.best = bounded_candidate.best
 
-    def _beyond_limits(self, entrant: Entrant, rate: float) -> str:
+    def _beyond_limits(self, bounded_candidate: BoundedCandidate, rate: float) -> str:
         for limit in self.question.limits:
-            best = limit.objective.best(entrant.facts, rate, entrant.e2el_s)
+            best = limit.objective.best(bounded_candidate.facts, rate, bounded_candidate.e2el_s)
             if wrong := limit.violated(best):
                 return f"at best {wrong}"
         return ""

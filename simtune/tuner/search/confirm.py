@@ -22,9 +22,9 @@ from simtune.results.summary import SimulationSummary
 from simtune.sim.deployment import Deployment
 from simtune.specs.workload import Slo
 from simtune.tuner.objectives import Miss, RateObjective
-from simtune.tuner.plan_cache import Workshop
+from simtune.tuner.plan_cache import PlanCache
 from simtune.tuner.question import Question
-from simtune.tuner.search.candidate_filter import Entrant
+from simtune.tuner.search.candidate_filter import BoundedCandidate
 from simtune.tuner.search.climb import LOWEST, Simulation, SimulationFinding, violation
 from simtune.tuner.search.draws import MOST_REQUESTS
 from simtune.tuner.search.evaluator import Evaluator
@@ -55,7 +55,7 @@ class FreshDraws:
         self._question, self._evaluator = question, evaluator
         self._draws = num_draws(question)
 
-    def verdict(self, plan: Entrant, rate_rps: float | None) -> DrawsVerdict:
+    def verdict(self, plan: BoundedCandidate, rate_rps: float | None) -> DrawsVerdict:
         """Simulate a plan on one draw after the other, until one misses the SLO; on longer ones where these do not show
         that it keeps up."""
         requests, most = self._requests(plan, rate_rps), self._question.num_requests(plan.candidate, MOST_REQUESTS)
@@ -64,7 +64,7 @@ class FreshDraws:
             return self._on_draws(plan, rate_rps, most)
         return verdict
 
-    def _on_draws(self, plan: Entrant, rate_rps: float | None, requests: int) -> DrawsVerdict:
+    def _on_draws(self, plan: BoundedCandidate, rate_rps: float | None, requests: int) -> DrawsVerdict:
         findings: list[SimulationFinding] = []
         for draw in range(1, 1 + self._draws):
             finding = self._simulated(plan, rate_rps, draw, requests)
@@ -75,14 +75,14 @@ class FreshDraws:
             findings.append(finding)
         return judged_together(self._question, findings)
 
-    def _simulated(self, plan: Entrant, rate_rps: float | None, draw: int, requests: int) -> SimulationFinding:
+    def _simulated(self, plan: BoundedCandidate, rate_rps: float | None, draw: int, requests: int) -> SimulationFinding:
         task = draw_task(self._question, plan, rate_rps, draw, requests)
         finding = self._evaluator.finding((plan.candidate.name, rate_rps, draw), task, ())
         plan.row.simulations += 1
         plan.row.tried.append(Attempt(rate_rps, finding.met, draw=draw, requests=requests))
         return finding
 
-    def _requests(self, plan: Entrant, rate_rps: float | None) -> int:
+    def _requests(self, plan: BoundedCandidate, rate_rps: float | None) -> int:
         """Over all cores, so that those that are simulated see as many as are needed."""
         question, seen = self._question, plan.row.summary
         if question.workload.batch:
@@ -113,7 +113,7 @@ def _lasting(seen: SimulationSummary | None) -> int:
 class ConfirmedPlan(NamedTuple):
     """A plan that keeps the SLO on all its cores, and on fresh draws where these were asked for."""
 
-    plan: Entrant
+    plan: BoundedCandidate
     deployment: Deployment
     result: Result
     draws: Confirmed | None
@@ -163,7 +163,9 @@ def num_draws(question: Question) -> int:
     return min(1, draws) if alike else draws
 
 
-def draw_task(question: Question, plan: Entrant, rate_rps: float | None, draw: int, requests: int) -> Simulation:
+def draw_task(
+    question: Question, plan: BoundedCandidate, rate_rps: float | None, draw: int, requests: int
+) -> Simulation:
     """The simulation of a plan on a fresh draw."""
     stream = question.draws.stream(requests, draw)
     return Simulation(plan.deployment, stream, question.study.slo, rate_rps, draws=question.draws, draw=draw)
@@ -186,12 +188,12 @@ def highest_rung(holds: Callable[[int], bool], most: int) -> int | None:
 class Confirmer:
     """Confirms plans on fresh draws, then on all their cores."""
 
-    def __init__(self, question: Question, workshop: Workshop, evaluator: Evaluator) -> None:
-        self.question, self.workshop = question, workshop
+    def __init__(self, question: Question, plan_cache: PlanCache, evaluator: Evaluator) -> None:
+        self.question, self.plan_cache = question, plan_cache
         self.step = 1 + question.study.search.rate_tolerance
         self._fresh = FreshDraws(question, evaluator)
 
-    def confirm(self, plan: Entrant, leader: ConfirmedPlan | None) -> ConfirmedPlan | None:
+    def confirm(self, plan: BoundedCandidate, leader: ConfirmedPlan | None) -> ConfirmedPlan | None:
         """A plan with the highest rate that holds; None where none does that is better than a `leader`, or where all
         its cores miss the SLO. What is seen is written into the plan's row."""
         value = None
@@ -200,7 +202,7 @@ class Confirmer:
         verdict = self._on_fresh_draws(plan, value)
         return None if verdict is None else self._on_all_cores(plan, verdict.confirmed)
 
-    def _on_fresh_draws(self, plan: Entrant, leader: float | None) -> DrawsVerdict | None:
+    def _on_fresh_draws(self, plan: BoundedCandidate, leader: float | None) -> DrawsVerdict | None:
         """What fresh draws show at the highest rate that they leave it, which becomes the plan's own; None where they
         leave it none that is better than a plan that is confirmed."""
         row, objective = plan.row, self.question.objective
@@ -214,7 +216,7 @@ class Confirmer:
             return verdict
         assert row.rate_rps is not None
         highest, verdicts = row.rate_rps, dict[int, DrawsVerdict]()
-        least = self.workshop.capacity(plan.candidate).rps * LOWEST
+        least = self.plan_cache.capacity(plan.candidate).rps * LOWEST
         if leader is not None:
             least = objective.rate_for(plan.facts, leader) * self.step
 
@@ -236,19 +238,19 @@ class Confirmer:
         row.rate_rps = highest / self.step**rung
         return verdicts[rung]
 
-    def _missed(self, plan: Entrant, miss: Miss) -> None:
+    def _missed(self, plan: BoundedCandidate, miss: Miss) -> None:
         """Write down that a plan missed the SLO at a rate."""
         objective = self.question.objective
         assert isinstance(objective, RateObjective)
         if plan.missed is None or miss.rate_rps <= plan.missed.rate_rps:
             plan.missed, plan.row.best = miss, miss.rate_rps * objective.worth(plan.facts)
 
-    def _on_all_cores(self, best: Entrant, draws: Confirmed | None) -> ConfirmedPlan | None:
+    def _on_all_cores(self, best: BoundedCandidate, draws: Confirmed | None) -> ConfirmedPlan | None:
         """Simulate all cores of a plan on the draw of the search; None where it misses the SLO."""
         question, objective, row = self.question, self.question.objective, best.row
         rate, seen = row.rate_rps if objective.searches_rate else None, row.summary
         requests = question.requests if seen is None else max(question.requests, seen.requests)
-        deployment = question.deploy(best.candidate, self.workshop.max_model_len)
+        deployment = question.deploy(best.candidate, self.plan_cache.max_model_len)
         stream = question.stream(best.candidate, rate, requests)
         result = deployment.simulate(stream, question.study.slo, record=True)
         row.simulations += 1

@@ -25,7 +25,7 @@ from simtune.specs.base import Count, NonNegative, Positive, Record, Seq, Share
 from simtune.specs.study import Day
 from simtune.specs.trace_cut import of_rows
 from simtune.specs.traces import Trace
-from simtune.tuner.plan_cache import Workshop
+from simtune.tuner.plan_cache import PlanCache
 from simtune.tuner.question import SAMPLED_CORES, Question
 from simtune.tuner.space.candidates import Candidate
 from simtune.tuner.trial import Tuned
@@ -197,10 +197,10 @@ class _WindowTask:
 
     def _least(self) -> int:
         """Fewer do not sustain the rate under any schedule."""
-        workshop = Workshop(self.question, [self.unit])
-        settled = workshop.settled(self.unit)
+        plan_cache = PlanCache(self.question, [self.unit])
+        settled = plan_cache.settled(self.unit)
         assert isinstance(settled, Candidate)
-        return max(1, math.ceil(self.window.rate_rps / workshop.capacity(settled).rps - 1e-9))
+        return max(1, math.ceil(self.window.rate_rps / plan_cache.capacity(settled).rps - 1e-9))
 
     def _result(self, replicas: int) -> Result:
         question, candidate = self.question, _scaled(self.unit, replicas)

@@ -19,10 +19,10 @@ from simtune.sim.deployment import Deployment
 from simtune.sim.parallel import Jobs, executor
 from simtune.specs.workload import Slo
 from simtune.tuner.bounds.best_case import least_tpot_s, slo_bound
-from simtune.tuner.plan_cache import Workshop
+from simtune.tuner.plan_cache import PlanCache
 from simtune.tuner.question import SAMPLED_CORES, Question
 from simtune.tuner.search.best_first import AHEAD, SearchCourse, SearchProgress, optimize
-from simtune.tuner.search.candidate_filter import Admission, Entrant
+from simtune.tuner.search.candidate_filter import BoundedCandidate, CandidateFilter
 from simtune.tuner.search.climb import Simulation, SimulationFinding
 from simtune.tuner.search.evaluator import Evaluator, Keyed
 from simtune.tuner.search.front_points import FrontPoint, Ladder
@@ -64,7 +64,7 @@ def answer(
 class _Runner:
     """A plan on the ladder."""
 
-    plan: Entrant
+    plan: BoundedCandidate
     least_tpot_s: float
     """No request mean is below it, at any rate."""
     points: dict[float, FrontPoint] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class FrontSearch:
         self.settled = self.ruled_out = 0
         """Loads that were decided, and plans at a load that needed no simulation."""
         self._candidates = candidates
-        self._workshop = Workshop(question, candidates)
+        self._plan_cache = PlanCache(question, candidates)
         self._runners: list[_Runner] = []
         self._decided = 0
 
@@ -122,15 +122,17 @@ class FrontSearch:
         return False
 
     def _enter(self) -> None:
-        entry = Admission(self.question, self._workshop)
+        candidate_filter = CandidateFilter(self.question, self._plan_cache)
         for candidate in self._candidates:
-            entrant = entry.admitted(candidate)
-            if isinstance(entrant, Trial):
-                self.rows.append(entrant)
+            bounded_candidate = candidate_filter.check(candidate)
+            if isinstance(bounded_candidate, Trial):
+                self.rows.append(bounded_candidate)
                 continue
-            self.rows.append(entrant.row)
-            stream = self._workshop.stream(candidate)
-            self._runners.append(_Runner(entrant, least_tpot_s(entrant.deployment, stream, SAMPLED_CORES)))
+            self.rows.append(bounded_candidate.row)
+            stream = self._plan_cache.stream(candidate)
+            self._runners.append(
+                _Runner(bounded_candidate, least_tpot_s(bounded_candidate.deployment, stream, SAMPLED_CORES))
+            )
         self._runners.sort(key=lambda runner: (runner.least_tpot_s, runner.plan.order()))
         facts = [(runner.plan.bound_rps, runner.plan.facts) for runner in self._runners]
         top = max((rps * known.output_tokens / known.num_gpus for rps, known in facts), default=0.0)
@@ -141,7 +143,7 @@ class FrontSearch:
 
     def _settle(self, load: float) -> None:
         """Find the best plan at a load, unless one at a higher load is better than all could be."""
-        seen: list[tuple[Entrant, SimulationFinding]] = []
+        seen: list[tuple[BoundedCandidate, SimulationFinding]] = []
         best: FrontPoint | None = None
         for number, runner in enumerate(self._runners):
             self._decided += 1
@@ -174,7 +176,7 @@ class FrontSearch:
         plan, mean_s = runner.plan, wanted.tpot_s.get("mean", float("inf"))
         if rate > plan.bound_rps or runner.least_tpot_s > mean_s:
             return True
-        stream = self._workshop.stream(plan.candidate)
+        stream = self._plan_cache.stream(plan.candidate)
         return slo_bound(plan.deployment, stream, wanted, SAMPLED_CORES, below_rps=rate).rps < rate
 
     def _simulated(self, runner: _Runner, rate: float, wanted: Slo, expected: Iterator[Keyed]) -> SimulationFinding:
@@ -186,7 +188,7 @@ class FrontSearch:
 
     def _keyed(self, runner: _Runner, rate: float, wanted: Slo) -> Keyed:
         plan = runner.plan
-        task = Simulation(plan.deployment, self._workshop.stream(plan.candidate), wanted, rate)
+        task = Simulation(plan.deployment, self._plan_cache.stream(plan.candidate), wanted, rate)
         return (f"{plan.candidate.name} {wanted.tpot_s.get('mean')}", rate, 0), task
 
     def _next(self, number: int, load: float, wanted: Slo) -> Iterator[Keyed]:
@@ -259,7 +261,7 @@ class FrontSearch:
         for point in self.points:
             on_front.setdefault(point.candidate, []).append(point)
         leader = next(runner for runner in self._runners if runner.plan.candidate.name == chosen.candidate)
-        deployment = self.question.deploy(leader.plan.candidate, self._workshop.max_model_len)
+        deployment = self.question.deploy(leader.plan.candidate, self._plan_cache.max_model_len)
         result = self._on_all_cores(leader.plan.candidate, deployment, chosen.rate_rps, record=True)
         for runner in self._runners:
             self._close(runner, on_front.get(runner.plan.candidate.name, []))
@@ -286,7 +288,7 @@ class FrontSearch:
             row.reason = "at every load another plan has more tokens/s/user than this one could"
 
 
-def _same(plan: Entrant, other: Entrant, finding: SimulationFinding) -> bool:
+def _same(plan: BoundedCandidate, other: BoundedCandidate, finding: SimulationFinding) -> bool:
     """Whether a plan would do what another one did at the same load: none of the limits that tell them apart is
     reached."""
     return plan.kind == other.kind and bool(finding.used) and not tell_apart(plan.deployment, finding.used or ())

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from simtune.tuner.search.candidate_filter import Entrant
+from simtune.tuner.search.candidate_filter import BoundedCandidate
 from simtune.tuner.search.climb import SimulationFinding
 
 
 class SeenPlan(NamedTuple):
     """A plan that missed its SLO at a rate, or met it or not at the load that was given."""
 
-    plan: Entrant
+    plan: BoundedCandidate
     rate_rps: float | None
     finding: SimulationFinding
 
@@ -22,16 +22,16 @@ class SeenPlans:
     def __init__(self) -> None:
         self._of: dict[tuple[object, ...], list[SeenPlan]] = {}
 
-    def remember(self, plan: Entrant, rate: float | None, finding: SimulationFinding) -> None:
+    def remember(self, plan: BoundedCandidate, rate: float | None, finding: SimulationFinding) -> None:
         """Keep what a plan says of others."""
         if finding.used is not None or finding.first_tokens_miss:
-            for kin in plan.kin:
-                self._of.setdefault(kin, []).append(SeenPlan(plan, rate, finding))
+            for key in plan.shared_keys:
+                self._of.setdefault(key, []).append(SeenPlan(plan, rate, finding))
 
-    def tell(self, plan: Entrant, low: float | None) -> tuple[SeenPlan, str] | None:
+    def tell(self, plan: BoundedCandidate, low: float | None) -> tuple[SeenPlan, str] | None:
         """A plan under the load that is given, or that missed the SLO at a rate no higher, of which this one must do
         the same, and why it must."""
-        for seen in (seen for kin in plan.kin for seen in self._of.get(kin, ())):
+        for seen in (seen for key in plan.shared_keys for seen in self._of.get(key, ())):
             if low is None:
                 no_higher = seen.rate_rps is None
             else:

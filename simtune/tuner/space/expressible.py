@@ -10,7 +10,7 @@ from simtune.emit import Emitter, emitter_of
 from simtune.errors import Infeasible
 from simtune.tuner.question import Question
 from simtune.tuner.space.candidates import PoolChoice, Space, space_of
-from simtune.tuner.space.garbage_collection import uncollected
+from simtune.tuner.space.garbage_collection import gc_disabled
 
 
 def space_for(question: Question) -> Space:
@@ -19,7 +19,7 @@ def space_for(question: Question) -> Space:
     Where no engine has the policy nothing is refused. How pools draft is settled later, and refused where the study is
     read. Raises Infeasible, naming constraints or refusals, where nothing is left.
     """
-    with uncollected():
+    with gc_disabled():
         return _said(question, space_of(question.study))
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_disabled() -> Iterator[None]:
     """While plans are made by the hundred thousand, none of which refers to itself."""
     collects = gc.isenabled()
     gc.disable()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from simtune.specs.hardware import Hardware
 from simtune.tuner.bounds.relaxation import Relaxation, Worths, nodes_of
-from simtune.tuner.plan_cache import Workshop
+from simtune.tuner.plan_cache import PlanCache
 from simtune.tuner.question import Question
 from simtune.tuner.space.allocation import Fleet, InstanceRate
 from simtune.tuner.space.candidates import Candidate, PoolShape
@@ -43,8 +43,8 @@ class PlanClass:
 class PlanClasses:
     """The classes of a study's plans."""
 
-    def __init__(self, question: Question, workshop: Workshop) -> None:
-        self._question, self._workshop = question, workshop
+    def __init__(self, question: Question, plan_cache: PlanCache) -> None:
+        self._question, self._plan_cache = question, plan_cache
         self.sign = question.objective.sign
         """Whether more (1) or less (-1) of the objective is better."""
 
@@ -58,7 +58,7 @@ class PlanClasses:
         together = [candidate for candidate in every if len(candidate.pools) > 1]
         if not together or question.objective.aim is None or question.study.fixed:
             return every, {}
-        if self._workshop.stream(together[0]).offered_rate_rps is None:
+        if self._plan_cache.stream(together[0]).offered_rate_rps is None:
             return every, {}
         return [candidate for candidate in every if len(candidate.pools) == 1], _by(_types, together)
 
@@ -87,7 +87,7 @@ class PlanClasses:
         self, name: str, candidates: Sequence[Candidate], programme: Relaxation, worths: Worths
     ) -> PlanClass:
         """A class with the bound that given numbers prove."""
-        objective, stream = self._question.objective, self._workshop.stream(candidates[0])
+        objective, stream = self._question.objective, self._plan_cache.stream(candidates[0])
         amount, offered = programme.bound(worths), stream.offered_rate_rps or 0.0
         reason = ""
         if programme.aim != "least cost":
@@ -102,12 +102,12 @@ class PlanClasses:
     def programme(self, candidates: Sequence[Candidate]) -> Relaxation:
         """All allocations of a study's GPUs to the instances that some plans have."""
         question, first = self._question, candidates[0]
-        aim, stream = question.objective.aim, self._workshop.stream(first)
+        aim, stream = question.objective.aim, self._plan_cache.stream(first)
         assert aim is not None
         choices = {id(pool): pool for candidate in candidates for pool in candidate.pools}
         best: dict[tuple[PoolShape, int], float] = {}
         for choice in choices.values():
-            known = self._workshop.instance_rate(choice, first)
+            known = self._plan_cache.instance_rate(choice, first)
             if known is not None:
                 devices, rps = known
                 best[choice.shape, devices] = max(best.get((choice.shape, devices), 0.0), rps)
