@@ -16,7 +16,8 @@ _HOMES = {
     "simtune.specs.model": ("Model",),
     "simtune.specs.hardware": ("Hardware",),
     "simtune.specs.workload": ("Workload",),
-    "simtune.specs.plan": ("Batching", "KvCache", "Parallelism", "Plan", "Pool"),
+    "simtune.specs.plan": ("Plan",),
+    "simtune.specs.pool": ("Batching", "KvCache", "Parallelism", "Pool"),
     "simtune.specs.study": ("Study",),
     "simtune.specs.traces": ("Trace", "read_trace"),
     "simtune.engine": ("Request", "Scheduler"),
@@ -85,7 +86,8 @@ if TYPE_CHECKING:
     from simtune.sim.router import LoadAware, Router
     from simtune.specs.hardware import Hardware
     from simtune.specs.model import Model
-    from simtune.specs.plan import Batching, KvCache, Parallelism, Plan, Pool
+    from simtune.specs.plan import Plan
+    from simtune.specs.pool import Batching, KvCache, Parallelism, Pool
     from simtune.specs.study import Study
     from simtune.specs.traces import Trace, read_trace
     from simtune.specs.workload import Workload

@@ -36,7 +36,8 @@ from simtune.specs.catalog import (
 from simtune.specs.columns import replay, trace_of
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
-from simtune.specs.plan import Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Pool
 from simtune.specs.preset import EnginePreset
 from simtune.specs.study import DrafterChoice, Study
 from simtune.specs.traces import Trace, read_trace

@@ -30,7 +30,8 @@ from simtune.sim.deployment import Deployment, deploy
 from simtune.specs.catalog import load_hardware
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import DenseFeedForward, FullAttention, LayerGroup, Model
-from simtune.specs.plan import Batching, KvCache, Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Batching, KvCache, Pool
 from simtune.validation.servers import torch_engine as engine
 from simtune.validation.servers.engine_clocks import ProcessorClock
 

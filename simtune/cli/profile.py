@@ -271,7 +271,7 @@ def _show_engine(engine: str, profiled: EngineProfile, added: Sequence[Added], s
 def _added(profiled: EngineProfile, model: Model, hardware: Hardware, sizes: tuple[int, int, int]) -> list[Added]:
     """What its steps take beside their kernels."""
     from simtune.costs.iteration import StepModel
-    from simtune.specs.plan import Batching, Pool
+    from simtune.specs.pool import Batching, Pool
     from simtune.validation.judge.added_by_engine import added
 
     seats, tokens, longest = sizes

@@ -59,7 +59,7 @@ def speculate(
     from simtune.runs.schema import DraftSchedule
     from simtune.sim.deployment import vllm_batching
     from simtune.specs.catalog import load_hardware, load_model
-    from simtune.specs.plan import Parallelism, Pool
+    from simtune.specs.pool import Parallelism, Pool
     from simtune.specs.study import DrafterChoice
     from simtune.tuner.drafting import Contexts, schedule
 

@@ -25,7 +25,7 @@ from simtune.costs.predict import Predictor, Profile
 from simtune.specs.base import ACTIVATION_BYTES, DTYPE_BYTES
 from simtune.specs.hardware import OperatorKind
 from simtune.specs.model import Model, MoeFeedForward
-from simtune.specs.plan import Pool
+from simtune.specs.pool import Pool
 
 LOW_LATENCY_TOKENS = 256
 """Tokens of a rank up to which DeepEP's low-latency kernels exchange them, as in the published tables and by default in

@@ -11,7 +11,8 @@ from simtune.specs import yamlfile
 from simtune.specs.catalog import load_engine, names
 from simtune.specs.drafters import Drafter
 from simtune.specs.model import Model
-from simtune.specs.plan import HostTimes, Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import HostTimes, Pool
 from simtune.specs.schemes import Scheme
 from simtune.specs.speculation import Speculation
 

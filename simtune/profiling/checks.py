@@ -13,7 +13,7 @@ from simtune.costs.tables.own import MeasuredPoint
 from simtune.profiling.measurement_journal import Journal, task_of
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
-from simtune.specs.plan import Batching, Pool
+from simtune.specs.pool import Batching, Pool
 
 
 class Check(NamedTuple):

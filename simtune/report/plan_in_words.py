@@ -8,7 +8,7 @@ from simtune.errors import plural
 from simtune.report.info import gib, number, percent
 from simtune.sim.deployment import Deployment
 from simtune.sim.pools import DeployedPool
-from simtune.specs.plan import Pool
+from simtune.specs.pool import Pool
 
 POLICIES = {
     "vllm-fcfs": "vLLM's order: running requests first, then newcomers as they came",

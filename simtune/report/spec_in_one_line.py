@@ -13,7 +13,8 @@ from simtune.report.models import facts
 from simtune.specs.base import Spec
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
-from simtune.specs.plan import Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Pool
 from simtune.specs.study import Study
 from simtune.specs.traces import Trace
 from simtune.specs.workload import Workload

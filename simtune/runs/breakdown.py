@@ -11,7 +11,7 @@ from simtune.results.result import Result
 from simtune.runs.schema import StepPart, StepTime
 from simtune.sim.deployment import Deployment
 from simtune.sim.plan_parts import OwnCosts
-from simtune.specs.plan import Pool
+from simtune.specs.pool import Pool
 
 SUREST_FIRST = ("measured", "published-tables", "transferred", "other-engine", "data-sheet", "assumed")
 DIGITS = 9

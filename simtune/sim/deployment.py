@@ -26,7 +26,8 @@ from simtune.sim.watch import StopWhen, Watch, watched
 from simtune.sim.wiring import transfer_terms, wire
 from simtune.specs.hardware import Device, Hardware, Host, Provenance
 from simtune.specs.model import Model
-from simtune.specs.plan import Batching, KvCache, Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Batching, KvCache, Pool
 from simtune.specs.preset import EnginePreset, merged
 from simtune.specs.workload import Slo
 from simtune.workload.requests import RequestStream

@@ -16,7 +16,7 @@ from simtune.sim.drafting import Drafting, check_drafting
 from simtune.sim.plan_parts import POLICY
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model, MoeFeedForward
-from simtune.specs.plan import Batching, Pool
+from simtune.specs.pool import Batching, Pool
 
 
 def check(pool: Pool, model: Model, hardware: Hardware, drafting: Drafting | None = None) -> Memory:

@@ -9,7 +9,8 @@ from simtune.errors import UsageError
 from simtune.sim.core import EngineCore, KvConnector
 from simtune.sim.link import TransferLink
 from simtune.specs.catalog import load_engine
-from simtune.specs.plan import FirstToken, KvLink, Plan, Pool
+from simtune.specs.plan import FirstToken, KvLink, Plan
+from simtune.specs.pool import Pool
 from simtune.specs.preset import EngineFamily
 
 

@@ -20,8 +20,10 @@ from simtune.sim.core import EngineCore
 from simtune.sim.router import ROUTERS, Router
 from simtune.specs.base import Spec
 from simtune.specs.drafters import DRAFTERS
-from simtune.specs.plan import POLICY_GROUP, ROUTER_GROUP, Batching, OwnRouting, Plan, Pool, Routing
+from simtune.specs.plan import Plan
 from simtune.specs.plugins import Brought, PartKind, blame, described, option_problems
+from simtune.specs.pool import POLICY_GROUP, Batching, Pool
+from simtune.specs.routing import ROUTER_GROUP, OwnRouting, Routing
 from simtune.specs.schemes import SCHEMES
 from simtune.specs.study import Study
 from simtune.workload.requests import RequestStream

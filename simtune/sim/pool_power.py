@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from simtune.results.energy import InstancePower, Power
 from simtune.sim.pools import DeployedPool
-from simtune.specs.plan import Pool
+from simtune.specs.pool import Pool
 from simtune.specs.stages import Stage
 from simtune.workload.requests import RequestStream
 

@@ -27,7 +27,9 @@ from simtune.sim.role_controller import RoleController, RoleCores
 from simtune.sim.router import Router
 from simtune.sim.world import World
 from simtune.specs.model import Model
-from simtune.specs.plan import Failure, FirstToken, KvLink, LeastTokensRouting, Plan, Role, Start, Switch
+from simtune.specs.plan import Failure, FirstToken, KvLink, Plan, Start, Switch
+from simtune.specs.pool import Role
+from simtune.specs.routing import LeastTokensRouting
 from simtune.specs.workload import Slo
 from simtune.workload.requests import RequestStream
 

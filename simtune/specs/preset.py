@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError, model_validator
 from simtune.specs.base import Dtype, ErrorAt, NonNegative, Part, Seq, Spec, problems_of
 from simtune.specs.hardware import Device
 from simtune.specs.model import Model
-from simtune.specs.plan import Pool
+from simtune.specs.pool import Pool
 from simtune.specs.yamlfile import Document
 
 GIB = 1 << 30

@@ -14,7 +14,7 @@ from simtune.errors import Infeasible
 from simtune.sim.deployment import Deployment, compiled_costs
 from simtune.sim.feasibility import check
 from simtune.sim.pools import DeployedPool
-from simtune.specs.plan import Pool
+from simtune.specs.pool import Pool
 from simtune.tuner.bounds import RateBound
 from simtune.tuner.bounds.best_case import PoolCapacity
 from simtune.tuner.drafting import Draft, RoundCost, round_costs, speculation_on

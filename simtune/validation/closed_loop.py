@@ -34,7 +34,8 @@ from simtune.sim.deployment import Deployment, deploy, length_limit
 from simtune.sim.plan_parts import OwnCosts
 from simtune.specs.hardware import Hardware
 from simtune.specs.input_files import json_document, read_text
-from simtune.specs.plan import Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Pool
 from simtune.tuner.question import Question
 from simtune.tuner.search.front import answer
 from simtune.tuner.trial import Tuned

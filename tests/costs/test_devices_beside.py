@@ -22,7 +22,8 @@ from simtune.emit.emitter import unsupported_settings
 from simtune.errors import Infeasible, SpecError
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.model import Model
-from simtune.specs.plan import Parallelism, Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Parallelism, Pool
 from simtune.specs.workload import Workload
 
 DENSE, EXPERTS = load_model("llama-3.1-8b"), load_model("qwen3-30b-a3b")

@@ -18,7 +18,8 @@ from simtune.emit import ENGINES
 from simtune.emit.emitter import unsupported_settings
 from simtune.errors import UsageError
 from simtune.specs.catalog import load_hardware, load_model
-from simtune.specs.plan import KvPolicy, Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import KvPolicy, Pool
 from simtune.specs.workload import Workload
 
 DECODES = StepWork(32, 32 * 2000, (), 32)

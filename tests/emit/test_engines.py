@@ -26,7 +26,8 @@ from simtune.specs.drafters import (
 )
 from simtune.specs.feedback import StepRule
 from simtune.specs.model import Model
-from simtune.specs.plan import Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Pool
 from simtune.specs.schemes import (
     SCHEMES,
     Adaptive,

@@ -22,7 +22,8 @@ from simtune.emit import ENGINES
 from simtune.errors import UsageError
 from simtune.specs.catalog import load_engine, load_hardware, load_model, names
 from simtune.specs.model import Model
-from simtune.specs.plan import Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Pool
 from simtune.specs.preset import merged
 from simtune.specs.schemes import ByBatch, Chain
 from simtune.specs.study import Study

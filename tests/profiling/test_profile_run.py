@@ -25,7 +25,7 @@ from simtune.profiling.measurement_journal import FILE, Journal, task_of
 from simtune.profiling.measurement_plan import Limits, MeasurementTask, work
 from simtune.profiling.run import SENTINEL_EVERY
 from simtune.profiling.timing import Measured
-from simtune.specs.plan import Batching, Pool
+from simtune.specs.pool import Batching, Pool
 from tests.profiling.pretended import BASE, COST_S, PretendedRig, model, profile
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,7 +15,8 @@ from simtune.report.page import render
 from simtune.report.plan_in_words import explain
 from simtune.runs.run_reader import read_run
 from simtune.specs.catalog import load_model
-from simtune.specs.plan import Batching, KvCache, Parallelism, Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Batching, KvCache, Parallelism, Pool
 
 RunMaker = Callable[..., Path]
 

@@ -17,7 +17,7 @@ from simtune.costs.iteration import StepModel, StepWork
 from simtune.errors import UsageError
 from simtune.report.published_page import families, gains_figure, render
 from simtune.specs.catalog import load_hardware, load_model
-from simtune.specs.plan import Pool
+from simtune.specs.pool import Pool
 from simtune.specs.systems import StepSeconds, Systems, merged, plan_of, workload_of
 from simtune.validation.published import Findings, headline, reproduce, select
 from simtune.validation.published.collection import STORED, Entry, folder

@@ -23,7 +23,7 @@ from simtune.sim.deployment import vllm_batching
 from simtune.specs.base import Record
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.drafters import Eagle
-from simtune.specs.plan import Pool
+from simtune.specs.pool import Pool
 from simtune.specs.study import DrafterChoice
 from simtune.tuner.drafting import Contexts, schedule
 

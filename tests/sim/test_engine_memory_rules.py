@@ -14,7 +14,8 @@ from simtune.engine.request import Request
 from simtune.errors import Infeasible
 from simtune.sim.deployment import deploy
 from simtune.specs.catalog import load_engine, load_hardware, load_model
-from simtune.specs.plan import Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Pool
 from tests.cli.conftest import call
 
 LLAMA = load_model("llama-3.1-8b")

@@ -18,7 +18,8 @@ from simtune.specs.model import (
     Model,
     SlidingAttention,
 )
-from simtune.specs.plan import Batching, Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Batching, Pool
 from simtune.specs.workload import FixedLength, Lognormal, Poisson, Workload
 from simtune.workload.requests import RequestStream, build_stream
 

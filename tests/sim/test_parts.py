@@ -22,8 +22,10 @@ from simtune.sim.deployment import Deployment, deploy
 from simtune.sim.plan_parts import OwnCosts, make_policy
 from simtune.sim.router import ROUTERS, RoundRobin
 from simtune.specs.catalog import load_hardware, load_model
-from simtune.specs.plan import POLICY_NAMES, Batching, OwnRouting, Plan, Pool, Routing
+from simtune.specs.plan import Plan
 from simtune.specs.plugins import keywords
+from simtune.specs.pool import POLICY_NAMES, Batching, Pool
+from simtune.specs.routing import OwnRouting, Routing
 from simtune.testing.clusters import stream_of
 from simtune.workload.requests import RequestStream
 

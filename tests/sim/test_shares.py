@@ -13,7 +13,8 @@ from simtune.sim.deployment import deploy
 from simtune.sim.pool_power import power_of
 from simtune.sim.uncertainty import Blueprint
 from simtune.specs.catalog import load_hardware, load_model
-from simtune.specs.plan import Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Pool
 from simtune.testing.clusters import stream_of
 from tests.oracles.split import Asked, Share, SplitDevice
 

@@ -26,7 +26,8 @@ from simtune.specs.acceptance import Acceptance, BetaMixture, Condition, PerPosi
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.drafters import BlockDrafter, Drafter, DraftModel, Eagle, Medusa, Ngram
 from simtune.specs.feedback import GainRule, StepRule
-from simtune.specs.plan import Batching, KvLink, Plan, Pool
+from simtune.specs.plan import KvLink, Plan
+from simtune.specs.pool import Batching, Pool
 from simtune.specs.schemes import (
     Adaptive,
     BatchRange,

@@ -16,7 +16,8 @@ from simtune.specs.acceptance import Acceptance, PerPosition, PerRank
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.drafters import DraftModel, Eagle, Medusa
 from simtune.specs.feedback import StepRule
-from simtune.specs.plan import Batching, Parallelism, Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Batching, Parallelism, Pool
 from simtune.specs.schemes import (
     Adaptive,
     BatchRange,

@@ -16,7 +16,8 @@ from simtune.costs.protocol import StepCosts
 from simtune.engine import POLICIES
 from simtune.sim.deployment import Deployment, deploy
 from simtune.specs.catalog import load_hardware, load_model
-from simtune.specs.plan import Batching, KvCache, KvLink, Parallelism, Plan, Pool
+from simtune.specs.plan import KvLink, Plan
+from simtune.specs.pool import Batching, KvCache, Parallelism, Pool
 from simtune.specs.schemes import Chain
 from simtune.specs.workload import Lognormal, Poisson, SharedPrefix, Slo, Workload
 from simtune.testing.clusters import stream_of

@@ -13,7 +13,8 @@ import pytest
 
 from simtune.errors import UsageError
 from simtune.results.summary import SimulationSummary
-from simtune.specs.plan import Batching, Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Batching, Pool
 from simtune.tuner.search.climb import SimulationFinding
 from simtune.tuner.search.implied_results import uses
 from simtune.tuner.search.search_journal import SearchJournal, key_of

@@ -15,7 +15,8 @@ from simtune.sim.drafting import Drafting
 from simtune.specs.acceptance import Acceptance, PerPosition
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.drafters import BlockDrafter, Eagle
-from simtune.specs.plan import Batching, KvCache, KvLink, Parallelism, Plan, Pool, Role
+from simtune.specs.plan import KvLink, Plan
+from simtune.specs.pool import Batching, KvCache, Parallelism, Pool, Role
 from simtune.specs.schemes import BatchRange, ByBatch, Chain
 from simtune.specs.speculation import Speculation
 from simtune.specs.workload import Lognormal, Poisson, Slo, Workload

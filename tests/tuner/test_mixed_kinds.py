@@ -10,7 +10,7 @@ import pytest
 from simtune.runs.schema import CandidateRow
 from simtune.runs.tables import read_csv
 from simtune.specs.catalog import load_hardware, load_model
-from simtune.specs.plan import LeastOutstandingRouting, RoundRobinRouting
+from simtune.specs.routing import LeastOutstandingRouting, RoundRobinRouting
 from simtune.specs.study import Confirmation, Day, DayWindow, HardwareCount, Search, Study
 from simtune.specs.workload import FixedLength, Poisson, Slo, Workload
 from simtune.tuner.certificate.search_certificate import Audit, certificate_of

@@ -11,7 +11,7 @@ import pytest
 from simtune.emit import engine_for
 from simtune.errors import Infeasible
 from simtune.specs.catalog import load_engine, load_hardware, load_model
-from simtune.specs.plan import Batching, KvCache, Parallelism, Pool
+from simtune.specs.pool import Batching, KvCache, Parallelism, Pool
 from simtune.specs.study import Confirmation, HardwareCount, Search, Study, StudyBatching
 from simtune.specs.workload import FixedLength, Poisson, Slo, Workload
 from simtune.tuner.certificate.search_certificate import Audit, certificate_of

@@ -9,7 +9,8 @@ import pytest
 from simtune.errors import Infeasible, SpecError, UsageError
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.constraints import Constraint
-from simtune.specs.plan import Batching, OwnRouting, Pool
+from simtune.specs.pool import Batching, Pool
+from simtune.specs.routing import OwnRouting
 from simtune.specs.study import HardwareCount, PoolChoices, Search, Study, StudyBatching, StudyLimits
 from simtune.specs.workload import FixedLength, Poisson, Slo, Workload
 from simtune.tuner.question import Question

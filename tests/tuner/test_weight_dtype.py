@@ -15,7 +15,8 @@ from simtune.runs.tables import read_csv
 from simtune.sim.deployment import Deployment, deploy
 from simtune.specs.catalog import load_hardware, load_model, load_plan
 from simtune.specs.drafters import DraftModel
-from simtune.specs.plan import Batching, KvLink, Plan, Pool
+from simtune.specs.plan import KvLink, Plan
+from simtune.specs.pool import Batching, Pool
 from simtune.specs.study import Confirmation, HardwareCount, PoolChoices, Search, Study, StudyBatching
 from simtune.specs.workload import FixedLength, Poisson, Slo, Workload
 from simtune.tuner.certificate.search_certificate import Audit, certificate_of

@@ -7,7 +7,7 @@ import pytest
 from simtune.costs.calibration import TimedStep
 from simtune.costs.iteration import StepModel, StepWork
 from simtune.specs.catalog import load_hardware, load_model
-from simtune.specs.plan import Batching, Pool
+from simtune.specs.pool import Batching, Pool
 from simtune.validation.judge.added_by_engine import added
 
 

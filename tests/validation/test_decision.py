@@ -5,7 +5,8 @@ import pytest
 from scipy import stats
 
 from simtune.errors import UsageError
-from simtune.specs.plan import Batching, Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Batching, Pool
 from simtune.specs.schemes import Chain
 from simtune.validation.judge.decision import PlanOutcome, around, decide, kendall
 

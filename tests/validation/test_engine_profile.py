@@ -20,7 +20,7 @@ from simtune.costs.iteration import StepModel
 from simtune.errors import SimtuneError, UsageError
 from simtune.specs.catalog import load_hardware
 from simtune.specs.model import Model
-from simtune.specs.plan import Batching, Pool
+from simtune.specs.pool import Batching, Pool
 from simtune.validation.servers import driven_engines, engine_profile, vllm_steps
 from simtune.validation.servers.driven_engines import (
     DrivenRequest,

@@ -20,7 +20,8 @@ from simtune.runs.timeline import sampled
 from simtune.sim.deployment import NO_HARDWARE, Deployment, deploy
 from simtune.sim.plan_parts import OwnCosts
 from simtune.specs.model import DenseFeedForward, FullAttention, LayerGroup, Model
-from simtune.specs.plan import Batching, KvCache, Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Batching, KvCache, Pool
 from simtune.testing.clusters import stream_of
 from simtune.validation.client.measured_run import Clock, MeasuredRun
 from simtune.validation.servers import torch_engine, transformers_engine

@@ -11,7 +11,8 @@ import pytest
 
 from simtune.errors import EngineError, UsageError
 from simtune.specs.catalog import load_model
-from simtune.specs.plan import Batching, Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Batching, Pool
 from simtune.testing.fake_server import FakeServer
 from simtune.validation.client.real_clock import pause
 from simtune.validation.loads import Load

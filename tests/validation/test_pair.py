@@ -14,7 +14,8 @@ from click.testing import CliRunner
 from simtune.cli.profile import profile
 from simtune.costs.kv_transfer_times import fit_transfers, read_transfers
 from simtune.errors import EngineError, UsageError
-from simtune.specs.plan import Batching, KvCache, KvLink, Plan, Pool
+from simtune.specs.plan import KvLink, Plan
+from simtune.specs.pool import Batching, KvCache, Pool
 from simtune.validation.client.relay import KEEP
 from simtune.validation.servers import driven_engines, engine_profile
 from simtune.validation.servers.driven_engines import Driven, DrivenRequest, DrivenTimes, DriverClock, EngineSize

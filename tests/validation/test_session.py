@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from simtune.errors import EngineError, UsageError
-from simtune.specs.plan import Batching, Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Batching, Pool
 from simtune.validation.client.measured_run import EngineFacts, MeasuredFacts, MeasuredRequest, MeasuredRun
 from simtune.validation.client.prompts import Prompts, prompt_seed
 from simtune.validation.loads import Load

@@ -12,7 +12,8 @@ from simtune.errors import UsageError
 from simtune.sim.deployment import NO_HARDWARE, Deployment, deploy
 from simtune.sim.plan_parts import OwnCosts
 from simtune.specs.model import DenseFeedForward, FullAttention, LayerGroup, Model, SlidingAttention
-from simtune.specs.plan import Batching, KvCache, Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Batching, KvCache, Pool
 from simtune.testing.clusters import stream_of
 from simtune.validation.servers import torch_engine as engine
 from simtune.validation.servers.engine_clocks import CLOCKS

@@ -13,7 +13,8 @@ from simtune.results.result import Result
 from simtune.sim.deployment import deploy
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.columns import replay
-from simtune.specs.plan import Batching, KvCache, Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Batching, KvCache, Pool
 from simtune.specs.traces import Trace
 from simtune.specs.workload import (
     Arrivals,

@@ -53,7 +53,7 @@ from simtune.costs.ticks import to_ticks
 from simtune.specs.drafters import Drafter
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
-from simtune.specs.plan import Pool
+from simtune.specs.pool import Pool
 from simtune.specs.schemes import RoundShape
 
 

@@ -8,7 +8,7 @@ from simtune.costs.memory import kv_bytes_per_token, weights_bytes
 from simtune.specs.base import DTYPE_BYTES
 from simtune.specs.drafters import Drafter
 from simtune.specs.model import Model
-from simtune.specs.plan import Parallelism, Pool
+from simtune.specs.pool import Parallelism, Pool
 
 
 class DraftMemory(NamedTuple):

@@ -32,7 +32,7 @@ from simtune.costs.predict import Profile
 from simtune.specs.drafters import Drafter
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
-from simtune.specs.plan import Pool
+from simtune.specs.pool import Pool
 
 
 class RoundModel:

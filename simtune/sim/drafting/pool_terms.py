@@ -10,7 +10,7 @@ from simtune.sim.drafting.draft_lengths import SharedBudget, StopLengths
 from simtune.sim.drafting.sampler import AcceptanceSampler
 from simtune.specs.acceptance import Acceptance
 from simtune.specs.model import Model
-from simtune.specs.plan import Pool
+from simtune.specs.pool import Pool
 from simtune.specs.speculation import Speculation
 
 

@@ -17,7 +17,7 @@ from simtune.costs.compiled import CompiledCosts, StepTables
 from simtune.costs.drafting import CompiledRounds
 from simtune.sim.deployment import Deployment
 from simtune.sim.pools import DeployedPool
-from simtune.specs.plan import Role
+from simtune.specs.pool import Role
 from simtune.specs.workload import Slo
 from simtune.tuner.bounds import Capacity, PlanBounds, RateBound, rate_bound
 from simtune.tuner.bounds.windows import ROUNDING

@@ -20,7 +20,7 @@ from simtune.costs.bounds import least_costs
 from simtune.sim.deployment import Deployment
 from simtune.sim.kv_links import first_token_of
 from simtune.sim.plan_parts import POLICY, ROUTER
-from simtune.specs.plan import RoundRobinRouting
+from simtune.specs.routing import RoundRobinRouting
 from simtune.specs.workload import Slo
 from simtune.tuner.bounds.bounded_requests import BoundLoad
 from simtune.tuner.bounds.kv_transfers import PlanWay, ways_of

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from simtune.errors import SimtuneError
-from simtune.specs.plan import Role
+from simtune.specs.pool import Role
 from simtune.tuner.space.allocation import Fleet, InstanceRate, Nodes, shadow_prices
 
 Aim = Literal["most", "per cost", "least cost"]

@@ -21,7 +21,8 @@ from pydantic import Field
 from simtune import __version__
 from simtune.specs.base import Count, NonNegative, Record, Seq, Spec
 from simtune.specs.hardware import Hardware
-from simtune.specs.plan import Plan, Role
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Role
 from simtune.tuner.bounds.relaxation import Worths
 from simtune.tuner.objectives import Miss, Objective, RateObjective
 from simtune.tuner.plan_cache import PlanCache, Refused

@@ -15,7 +15,7 @@ from simtune.sim.drafting import Drafting
 from simtune.sim.feasibility import check
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
-from simtune.specs.plan import Pool
+from simtune.specs.pool import Pool
 from simtune.specs.schemes import Chain, Scheme
 from simtune.specs.speculation import Speculation
 from simtune.specs.study import DrafterChoice

@@ -23,7 +23,8 @@ from simtune.results.result import Result, objectives
 from simtune.sim.deployment import Deployment
 from simtune.sim.plan_parts import ROUTER
 from simtune.sim.pools import DeployedPool
-from simtune.specs.plan import Pool, RoundRobinRouting
+from simtune.specs.pool import Pool
+from simtune.specs.routing import RoundRobinRouting
 from simtune.tuner.bounds.windows import ROUNDING
 
 NO_END = 1 << 62

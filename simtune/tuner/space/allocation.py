@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from simtune.errors import Infeasible, SimtuneError, UsageError
-from simtune.specs.plan import Role
+from simtune.specs.pool import Role
 from simtune.tuner.space.integer_programs import TOLERANCE, Unsolvable, add_variable, constraint, solve, solver_name
 
 TIME_LIMIT_S = 10.0

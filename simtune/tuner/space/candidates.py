@@ -13,8 +13,10 @@ from typing import Any
 
 from simtune.errors import Infeasible
 from simtune.specs.constraints import Constraint
-from simtune.specs.plan import KvLink, Parallelism, Plan, Pool, Role, RoundRobinRouting, Routing
+from simtune.specs.plan import KvLink, Plan
+from simtune.specs.pool import Parallelism, Pool, Role
 from simtune.specs.preset import merged
+from simtune.specs.routing import RoundRobinRouting, Routing
 from simtune.specs.speculation import Speculation
 from simtune.specs.study import PoolChoices, Study
 

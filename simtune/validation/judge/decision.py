@@ -19,7 +19,8 @@ from pydantic import Field
 from simtune.arrays import Array
 from simtune.errors import UsageError
 from simtune.specs.base import Count, NonNegative, Positive, Record, Seq
-from simtune.specs.plan import Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Pool
 from simtune.specs.schemes import Chain
 
 DECISION_SCHEMA: Literal["simtune/decision@1"] = "simtune/decision@1"

@@ -22,7 +22,8 @@ from simtune.sim.pools import DeployedPool
 from simtune.specs.catalog import load_acceptance, load_model
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
-from simtune.specs.plan import Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Pool
 from simtune.specs.systems import (
     LATENCIES,
     HighestRate,

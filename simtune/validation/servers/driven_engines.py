@@ -20,7 +20,8 @@ from simtune.errors import SimtuneError, UsageError
 from simtune.sim.deployment import NO_HARDWARE, Deployment, deploy
 from simtune.sim.plan_parts import OwnCosts
 from simtune.specs.model import DenseFeedForward, FullAttention, Model
-from simtune.specs.plan import Batching, KvCache, Plan, Policy, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Batching, KvCache, Policy, Pool
 from simtune.validation.client.prompts import Prompts
 from simtune.validation.servers import torch_engine, transformers_engine
 from simtune.validation.servers.engine_clocks import EngineClock, ProcessorClock, WallClock, processor_s, wall_s

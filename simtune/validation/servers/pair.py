@@ -18,7 +18,7 @@ from simtune.costs.kv_transfer_times import MeasuredTransfer
 from simtune.costs.memory import kv_bytes_per_token
 from simtune.errors import EngineError
 from simtune.specs.model import Model
-from simtune.specs.plan import Parallelism
+from simtune.specs.pool import Parallelism
 from simtune.validation.client.relay import KEEP
 from simtune.validation.servers.driven_engines import (
     Driven,

@@ -14,7 +14,8 @@ from typing import Any
 from simtune.emit import ENGINES
 from simtune.errors import UsageError
 from simtune.specs.model import Model
-from simtune.specs.plan import Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Pool
 from simtune.validation.client.measured_run import (
     EngineFacts,
     MeasuredDrafts,
