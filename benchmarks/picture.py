@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from simtune.api import load_question
-from simtune.report.hardware import render as render_hardware
+from simtune.report.hardware_page import render as render_hardware
 from simtune.specs.base import Spec
 from simtune.specs.catalog import load_hardware, load_model, load_workload
-from simtune.tuner.certificate import inputs_of
+from simtune.tuner.certificate.search_certificate import inputs_of
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

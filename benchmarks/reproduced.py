@@ -10,8 +10,8 @@ import re
 import sys
 from pathlib import Path
 
-from simtune.reproduce import Finding, Findings, headline, reproduce, select
-from simtune.reproduce.collection import STORED, folder
+from simtune.validation.published import Finding, Findings, headline, reproduce, select
+from simtune.validation.published.collection import STORED, folder
 
 ROOT = Path(__file__).resolve().parents[1]
 LINE = re.compile(r"^\d+ of \d+ reproduced, .*\.$", re.MULTILINE)

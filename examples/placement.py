@@ -9,8 +9,8 @@ import random
 from simtune import Fleet, InstanceRate, Nodes, allocate
 from simtune.specs.trees import weight
 from simtune.tuner.drafting.programme import every_node, select
-from simtune.tuner.placement import greedy_experts, grouped_experts, partition, place_experts
-from simtune.tuner.slices import cheapest_types
+from simtune.tuner.space.placement import greedy_experts, grouped_experts, partition, place_experts
+from simtune.tuner.space.slices import cheapest_types
 
 
 def instances() -> None:

@@ -16,18 +16,19 @@ _HOMES = {
     "simtune.specs.model": ("Model",),
     "simtune.specs.hardware": ("Hardware",),
     "simtune.specs.workload": ("Workload",),
-    "simtune.specs.plan": ("Batching", "KvCache", "Parallelism", "Plan", "Pool"),
+    "simtune.specs.plan": ("Plan",),
+    "simtune.specs.pool": ("Batching", "KvCache", "Parallelism", "Pool"),
     "simtune.specs.study": ("Study",),
     "simtune.specs.traces": ("Trace", "read_trace"),
     "simtune.engine": ("Request", "Scheduler"),
     "simtune.engine.policies.listed": ("ListScheduler", "StallFree"),
     "simtune.sim.router": ("LoadAware", "Router"),
-    "simtune.sim.result": ("Result",),
+    "simtune.results.result": ("Result",),
     "simtune.costs.protocol": ("StepCosts",),
     "simtune.costs.function": ("StepFunction",),
     "simtune.costs.compiled": ("LinearCosts",),
     "simtune.costs.ticks": ("TICKS_PER_SECOND", "to_ticks"),
-    "simtune.tuner.allocation": ("AllocationAnswer", "Fleet", "InstanceRate", "Nodes", "allocate"),
+    "simtune.tuner.space.allocation": ("AllocationAnswer", "Fleet", "InstanceRate", "Nodes", "allocate"),
     "simtune.errors": ("Infeasible", "PartError", "SimtuneError", "SpecError", "UsageError"),
 }
 """The public names, by the module that has them."""
@@ -81,15 +82,16 @@ if TYPE_CHECKING:
     from simtune.engine import Request, Scheduler
     from simtune.engine.policies.listed import ListScheduler, StallFree
     from simtune.errors import Infeasible, PartError, SimtuneError, SpecError, UsageError
-    from simtune.sim.result import Result
+    from simtune.results.result import Result
     from simtune.sim.router import LoadAware, Router
     from simtune.specs.hardware import Hardware
     from simtune.specs.model import Model
-    from simtune.specs.plan import Batching, KvCache, Parallelism, Plan, Pool
+    from simtune.specs.plan import Plan
+    from simtune.specs.pool import Batching, KvCache, Parallelism, Pool
     from simtune.specs.study import Study
     from simtune.specs.traces import Trace, read_trace
     from simtune.specs.workload import Workload
-    from simtune.tuner.allocation import AllocationAnswer, Fleet, InstanceRate, Nodes, allocate
+    from simtune.tuner.space.allocation import AllocationAnswer, Fleet, InstanceRate, Nodes, allocate
 
 
 def __getattr__(name: str) -> Any:

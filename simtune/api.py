@@ -15,12 +15,11 @@ from typing import Any
 from simtune.costs.other_engines import for_engine, load_kernels
 from simtune.costs.step_files import read_costs
 from simtune.errors import Infeasible, UsageError
-from simtune.parallel import Jobs
-from simtune.sim import parts
+from simtune.results.result import Result
+from simtune.sim import plan_parts
 from simtune.sim.deployment import NO_HARDWARE, Deployment, default_plan, deploy, unbound_plan
 from simtune.sim.drafting import Drafting
-from simtune.sim.requests import RequestStream, build_stream
-from simtune.sim.result import Result
+from simtune.sim.parallel import Jobs
 from simtune.sim.streamed import StreamedLoad, StreamedResult, simulate_streamed
 from simtune.sim.watch import Watch
 from simtune.specs.base import override
@@ -35,18 +34,20 @@ from simtune.specs.catalog import (
     load_workload,
 )
 from simtune.specs.columns import replay, trace_of
-from simtune.specs.engine import EnginePreset
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
-from simtune.specs.plan import Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Pool
+from simtune.specs.preset import EnginePreset
 from simtune.specs.study import DrafterChoice, Study
 from simtune.specs.traces import Trace, read_trace
 from simtune.specs.workload import Workload
 from simtune.specs.yamlfile import Document
 from simtune.tuner.drafting import Draft
-from simtune.tuner.front import answer as _search
 from simtune.tuner.question import Question
+from simtune.tuner.search.front import answer as _search
 from simtune.tuner.trial import Tuned
+from simtune.workload.requests import RequestStream, build_stream
 
 Load = str | Workload | Trace | Mapping[str, Any]
 """Requests: a workload or a trace file by name or path, as an object, or the columns of a trace."""
@@ -61,7 +62,7 @@ def simulate(  # noqa: PLR0913 - one for each option
     plan: str | Plan | None = None,
     *,
     engine: str | None = None,
-    costs: parts.Costs | str | Path | None = None,
+    costs: plan_parts.Costs | str | Path | None = None,
     rate_rps: float | None = None,
     requests: int | None = None,
     seed: int = 0,
@@ -132,7 +133,7 @@ def load_specs(
     if engine is not None and plan is not None:
         raise UsageError("an engine is named beside a plan: name it in the plan's pools, or leave one of the two out")
     if isinstance(plan, str):
-        plan = _tables_beside(load_plan(plan, given.get("plan", ()), parts.problems), Path(plan).parent)
+        plan = _tables_beside(load_plan(plan, given.get("plan", ()), plan_parts.problems), Path(plan).parent)
     if model is None and plan is not None:
         model = plan.model
     if model is None:
@@ -194,7 +195,7 @@ def _load_requests(load: Load, settings: Sequence[str] = ()) -> tuple[Workload, 
 def set_up(
     specs: Specs,
     *,
-    costs: parts.Costs | str | Path | None = None,
+    costs: plan_parts.Costs | str | Path | None = None,
     rate_rps: float | None = None,
     requests: int | None = None,
     seed: int = 0,
@@ -210,25 +211,25 @@ def set_up(
 def stream(
     specs: Specs,
     *,
-    costs: parts.Costs | str | Path | None = None,
+    costs: plan_parts.Costs | str | Path | None = None,
     rate_rps: float | None = None,
     requests: int | None = None,
     seed: int = 0,
     watch: Watch | None = None,
 ) -> tuple[Deployment, StreamedResult]:
     """Simulate a plan under any number of requests in memory that does not grow with them: no columns, and percentiles
-    within `simtune.sim.sketch.ERROR`. See `simulate`; raises UsageError for what needs all requests at once."""
+    within `simtune.results.sketch.ERROR`. See `simulate`; raises UsageError for what needs all requests at once."""
     workload = specs.workload
     load = StreamedLoad(workload, specs.trace, requests=requests or workload.requests, seed=seed, rate_rps=rate_rps)
     deployment = _deployed(specs, load.extremes, costs)
     return deployment, simulate_streamed(deployment, load, seed=seed, watch=watch)
 
 
-def _deployed(specs: Specs, stream: RequestStream, costs: parts.Costs | str | Path | None) -> Deployment:
+def _deployed(specs: Specs, stream: RequestStream, costs: plan_parts.Costs | str | Path | None) -> Deployment:
     """The plan, which names what it is deployed on."""
     if isinstance(costs, (str, Path)):
         costs = read_costs(Path(costs))
-    own = None if costs is None else parts.OwnCosts(costs)
+    own = None if costs is None else plan_parts.OwnCosts(costs)
     plan, hardware = _planned(specs, stream, own is not None)
     pools = [pool.model_copy(update={"hardware": its.name}) for pool, its in zip(plan.pools, hardware, strict=True)]
     plan = plan.model_copy(update={"model": specs.model.name, "pools": tuple(pools)})
@@ -245,7 +246,7 @@ def _deployed(specs: Specs, stream: RequestStream, costs: parts.Costs | str | Pa
 def deploy_plan(plan: str | Plan) -> Deployment:
     """A plan on what it names, ready to run, without a load. Raises SpecError or UsageError where it cannot be."""
     if isinstance(plan, str):
-        plan = _tables_beside(load_plan(plan, (), parts.problems), Path(plan).parent)
+        plan = _tables_beside(load_plan(plan, (), plan_parts.problems), Path(plan).parent)
     hardware = _load_profiles(None, plan, None, ())
     pools = [pool.model_copy(update={"hardware": its.name}) for pool, its in zip(plan.pools, hardware, strict=True)]
     plan = plan.model_copy(update={"pools": tuple(pools)})
@@ -284,7 +285,7 @@ def _planned(specs: Specs, stream: RequestStream, own_costs: bool) -> tuple[Plan
         raise UsageError("name a model and a hardware profile, or a plan that does")
     if specs.plan_settings:
         document = Document("<default plan>", plan.to_data(), None)
-        plan = Plan.from_document(override(document, specs.plan_settings), parts.problems)
+        plan = Plan.from_document(override(document, specs.plan_settings), plan_parts.problems)
     return plan, [hardware[0]] * len(plan.pools)
 
 
@@ -322,7 +323,8 @@ def optimize(
     jobs: Jobs = None,
     settings: Sequence[str] = (),
 ) -> Tuned:
-    """Search the best plan for a study, given by its file or as an object; see `simtune.tuner.search.optimize`.
+    """Search the best plan for a study, given by its file or as an object; see
+    `simtune.tuner.search.best_first.optimize`.
 
     `model`, `hardware` and `workload` take the place of those that the study names. `settings` override fields of a
     file.
@@ -341,7 +343,7 @@ def load_question(
     """A study with everything it names. Names in its file that are paths are relative to its folder."""
     if isinstance(study, str):
         folder = Path(study).parent
-        study = load_study(study, [_from_here(setting, folder) for setting in settings], parts.problems)
+        study = load_study(study, [_from_here(setting, folder) for setting in settings], plan_parts.problems)
     elif settings:
         raise UsageError("settings override fields of a study's file; change an object by model_copy")
     else:

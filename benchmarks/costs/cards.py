@@ -12,13 +12,13 @@ from typing import cast
 import numpy as np
 
 from simtune.arrays import Array
+from simtune.costs.device_transfer import Pair, TransferError, TransferErrors, transfer
 from simtune.costs.fit import fit_predictor
+from simtune.costs.hardware_profile import data_sheet
 from simtune.costs.operators import Chip
 from simtune.costs.predict import Predictor
-from simtune.costs.profile import data_sheet
 from simtune.costs.tables import Table, read_tables, take
 from simtune.costs.tables.screen import launches, screen
-from simtune.costs.transfer import Pair, TransferError, TransferErrors, transfer
 from simtune.errors import UsageError
 from simtune.specs.hardware import Arrays, Facts, Hardware, Host, Operator, Provenance
 

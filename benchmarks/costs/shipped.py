@@ -15,14 +15,14 @@ from typing import Any
 
 from simtune.cli.fit import COMMENT
 from simtune.cli.output import write_profile
+from simtune.costs.device_transfer import transfer
 from simtune.costs.filling import filled
-from simtune.costs.profile import build, usable
+from simtune.costs.hardware_profile import build, usable
 from simtune.costs.tables import read_tables
-from simtune.costs.transfer import transfer
 from simtune.specs import yamlfile
 from simtune.specs.catalog import load_hardware
 from simtune.specs.hardware import Facts, Hardware
-from simtune.specs.reading import read_text
+from simtune.specs.input_files import read_text
 
 ROOT = Path(__file__).resolve().parents[2]
 PROFILES = ROOT / "simtune/hwprofiles"

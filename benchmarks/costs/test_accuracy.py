@@ -27,10 +27,10 @@ from benchmarks.costs.rivals import RIVALS
 from benchmarks.machine import SCALED, repeated
 from benchmarks.results import Recorder
 from simtune.costs.fit import Rows, fit_predictor, split_rows
+from simtune.costs.hardware_profile import build
 from simtune.costs.operators import Setting
 from simtune.costs.operators.splits import EVERY_SECOND, RANDOM, Split, above
 from simtune.costs.predict import Z90, Predictor
-from simtune.costs.profile import build
 from simtune.costs.tables import Table, read_tables, take
 from simtune.specs.catalog import load_hardware
 from simtune.specs.hardware import Facts

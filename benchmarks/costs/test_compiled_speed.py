@@ -19,7 +19,7 @@ from simtune.costs.compiled import CompiledCosts, compile_costs
 from simtune.costs.iteration import StepModel, StepWork
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.specs.catalog import load_hardware, load_model
-from simtune.specs.plan import Batching, Pool
+from simtune.specs.pool import Batching, Pool
 
 pytestmark = pytest.mark.benchmark_only
 

@@ -22,10 +22,10 @@ import pytest
 from benchmarks.costs.cards import CARDS, Card, errors_of, moved_from
 from benchmarks.results import Recorder
 from simtune.costs.fit import fit_predictor, split_rows
+from simtune.costs.hardware_profile import data_sheet
 from simtune.costs.operators import OPERATORS
 from simtune.costs.operators.splits import RANDOM
 from simtune.costs.predict import Z90
-from simtune.costs.profile import data_sheet
 from simtune.costs.tables import Table, take
 from simtune.costs.tables.screen import Sheet, screen
 from simtune.errors import UsageError

@@ -30,9 +30,9 @@ from benchmarks.costs import test_moe_accuracy as experts
 from benchmarks.results import Recorder
 from simtune.arrays import Array
 from simtune.costs.fit import CENTRES, fit_base
+from simtune.costs.hardware_profile import data_sheet
 from simtune.costs.operators import OPERATORS, Setting
 from simtune.costs.predict import base_seconds
-from simtune.costs.profile import data_sheet
 from simtune.costs.residual import fit_process
 from simtune.costs.tables import Table, take
 from simtune.costs.tables.screen import Sheet

@@ -23,10 +23,10 @@ import pytest
 from benchmarks.costs.rivals import RIVALS
 from benchmarks.results import Recorder
 from simtune.costs.fit import fit_predictor, split_rows
+from simtune.costs.hardware_profile import data_sheet
 from simtune.costs.operators import OPERATORS, Setting
 from simtune.costs.operators.splits import RANDOM, Split
 from simtune.costs.predict import Z90, Predictor
-from simtune.costs.profile import data_sheet
 from simtune.costs.tables import Table, read_tables, take
 from simtune.costs.tables.screen import Sheet
 from simtune.specs.hardware import Facts

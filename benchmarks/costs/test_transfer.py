@@ -20,10 +20,10 @@ import pytest
 
 from benchmarks.costs.cards import CARDS, FOUND_BY, ROOT, log_errors, pair_of
 from benchmarks.results import Recorder
-from simtune.costs.profile import data_sheet
+from simtune.costs.device_transfer import Pair, TransferError, TransferErrors, known_errors
+from simtune.costs.hardware_profile import data_sheet
 from simtune.costs.tables import Table, read_tables
 from simtune.costs.tables.screen import launches, screen
-from simtune.costs.transfer import Pair, TransferError, TransferErrors, known_errors
 from simtune.errors import UsageError
 from simtune.specs.catalog import load_hardware
 from simtune.specs.hardware import Facts

@@ -19,7 +19,7 @@ from benchmarks.results import Recorder
 from simtune.costs.calibration import TimedStep, calibrate, read_log, two_numbers
 from simtune.costs.iteration import StepModel
 from simtune.specs.catalog import load_hardware, load_model
-from simtune.specs.plan import Batching, Parallelism, Pool
+from simtune.specs.pool import Batching, Parallelism, Pool
 
 pytestmark = pytest.mark.benchmark_only
 

@@ -24,7 +24,7 @@ from simtune.costs.iteration import StepModel, StepWork
 from simtune.costs.tables import read_tables
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.hardware import Arrays, Hardware, Provenance
-from simtune.specs.plan import Batching, KvCache, Parallelism, Pool
+from simtune.specs.pool import Batching, KvCache, Parallelism, Pool
 
 pytestmark = pytest.mark.benchmark_only
 

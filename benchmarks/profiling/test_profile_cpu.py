@@ -21,7 +21,7 @@ import pytest
 
 from benchmarks.results import Recorder
 from simtune.costs.predict import Predictor
-from simtune.profiling.plan import Limits, MeasurementPlan, plan
+from simtune.profiling.measurement_plan import Limits, MeasurementPlan, plan
 from simtune.specs.catalog import load_hardware, load_model
 
 pytestmark = pytest.mark.benchmark_only

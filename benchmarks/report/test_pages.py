@@ -27,7 +27,7 @@ from benchmarks.picture import BROWSERS
 from benchmarks.results import Recorder
 from simtune.report import compare, page
 from simtune.report.compare import Compared, NamedRun
-from simtune.runs.reading import read_run
+from simtune.runs.run_reader import read_run
 from simtune.runs.schema import Run
 from simtune.runs.swimlanes import SWIMLANES_SCHEMA, CoreLane, RequestLife, Swimlanes
 from tests.runs.made_up import make_run, optimized

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from math import log2
 from typing import Any
 
-from simtune.specs.engine import merged
+from simtune.specs.preset import merged
 
 Settings = dict[str, Any]
 

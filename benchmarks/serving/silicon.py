@@ -26,9 +26,9 @@ import numpy as np
 
 from benchmarks.serving.launches import Launch, analysed, swept
 from simtune.specs.catalog import load_engine, load_hardware, load_model, names
-from simtune.specs.engine import merged
 from simtune.specs.model import LayerGroup, Model, MoeFeedForward
 from simtune.specs.plan import Plan
+from simtune.specs.preset import merged
 from simtune.specs.workload import ClosedLoop, FixedLength, Quantiles, Workload
 
 MODELS = {

@@ -11,9 +11,9 @@ import pytest
 
 from benchmarks.machine import SCALED, per_call
 from benchmarks.results import Recorder
-from simtune.sim.requests import build_stream
 from simtune.specs.catalog import load_hardware, load_workload
 from simtune.specs.traces import read_trace
+from simtune.workload.requests import build_stream
 
 pytestmark = pytest.mark.benchmark_only
 

@@ -13,9 +13,10 @@ import pytest
 
 from benchmarks.results import Recorder
 from simtune.sim.deployment import Deployment, deploy
-from simtune.sim.requests import RequestStream, build_stream
 from simtune.specs.catalog import load_hardware, load_model, load_workload
-from simtune.specs.plan import Batching, Parallelism, Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Batching, Parallelism, Pool
+from simtune.workload.requests import RequestStream, build_stream
 
 pytestmark = pytest.mark.benchmark_only
 

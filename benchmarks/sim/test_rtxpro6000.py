@@ -29,11 +29,12 @@ import pytest
 
 from benchmarks.results import Recorder
 from simtune import simulate
-from simtune.costs.profile import build
+from simtune.costs.hardware_profile import build
 from simtune.costs.tables import read_tables
 from simtune.report import figures
 from simtune.specs.hardware import ARRAYS, Facts, Hardware
-from simtune.specs.plan import Batching, Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Batching, Pool
 from tests.validation.served import Comparison, Served, compare
 
 pytestmark = pytest.mark.benchmark_only

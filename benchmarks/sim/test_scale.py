@@ -26,9 +26,11 @@ pytestmark = pytest.mark.benchmark_only
 SCRIPT = """
 import json, resource, sys, time
 from simtune.sim.deployment import deploy
-from simtune.sim.requests import build_stream
+from simtune.workload.requests import build_stream
 from simtune.specs.catalog import load_hardware, load_model, load_workload
-from simtune.specs.plan import Batching, KvCache, Plan, Pool, PrefixAwareRouting, RoundRobinRouting
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Batching, KvCache, Pool
+from simtune.specs.routing import PrefixAwareRouting, RoundRobinRouting
 from simtune.specs.workload import Lognormal, Poisson, Workload
 
 kind, instances, prompt, output, rate, requests, trace = json.loads(sys.argv[1])

@@ -23,11 +23,11 @@ import pytest
 
 from benchmarks.machine import SCALED, children_s, repeated
 from benchmarks.results import Recorder
+from simtune.results.outcome import Outcome
 from simtune.sim.deployment import Deployment, default_plan, deploy
-from simtune.sim.outcome import Outcome
-from simtune.sim.requests import RequestStream, build_stream
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.workload import Lognormal, Poisson, Workload
+from simtune.workload.requests import RequestStream, build_stream
 from tests.conftest import DATA
 
 pytestmark = pytest.mark.benchmark_only

@@ -23,7 +23,6 @@ from benchmarks.machine import children_s
 from benchmarks.results import Recorder
 from simtune.sim.deployment import default_plan, deploy
 from simtune.sim.drafting import Drafting
-from simtune.sim.requests import build_stream
 from simtune.specs.acceptance import Acceptance, PerRank
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.drafters import Eagle
@@ -31,6 +30,7 @@ from simtune.specs.plan import Plan
 from simtune.specs.schemes import Chain, Scheme, StaticTree
 from simtune.specs.speculation import Speculation
 from simtune.specs.workload import Lognormal, Poisson, Workload
+from simtune.workload.requests import build_stream
 
 pytestmark = pytest.mark.benchmark_only
 

@@ -15,7 +15,7 @@ from simtune.costs.drafting import RoundModel
 from simtune.specs.acceptance import PerRank
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.drafters import Eagle
-from simtune.specs.plan import Batching, Pool
+from simtune.specs.pool import Batching, Pool
 from simtune.tuner.drafting import Schedule, choose
 
 pytestmark = pytest.mark.benchmark_only

@@ -26,7 +26,7 @@ from simtune.costs.drafting import RoundModel
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.drafters import Drafter, DraftModel, Eagle, Medusa, Ngram
 from simtune.specs.model import DenseFeedForward, FullAttention, LayerGroup, Model
-from simtune.specs.plan import Batching, Pool
+from simtune.specs.pool import Batching, Pool
 
 pytestmark = pytest.mark.benchmark_only
 

@@ -46,12 +46,12 @@ from simtune.sim.uncertainty import Blueprint, spreads
 from simtune.specs.acceptance import PerPosition
 from simtune.specs.hardware import Hardware, OperatorKind
 from simtune.specs.workload import Slo
-from simtune.tuner.confidence import Confidence, RivalPlan, confidence, highest, judge
+from simtune.tuner.bounds.best_case import sustained_rps
+from simtune.tuner.doubt.confidence import Confidence, RivalPlan, confidence, highest, judge
+from simtune.tuner.doubt.robust import contenders
 from simtune.tuner.drafting import Draft
-from simtune.tuner.promise import sustained_rps
 from simtune.tuner.question import Question
-from simtune.tuner.robust import contenders
-from simtune.tuner.search import optimize
+from simtune.tuner.search.best_first import optimize
 from tests.tuner.test_exhaustive import random_question
 
 pytestmark = pytest.mark.benchmark_only
@@ -249,7 +249,7 @@ def in_worlds(plans: Sequence[RivalPlan], question: Question) -> Array:
 
     study = question.study
     with pytest.MonkeyPatch.context() as patch, operators_off(None):  # which remembers what was predicted
-        patch.setattr("simtune.tuner.confidence.judge", spied)
+        patch.setattr("simtune.tuner.doubt.confidence.judge", spied)
         confidence(
             plans, study.slo, worlds=WORLDS, seed=study.seed, tolerance=study.search.rate_tolerance, jobs=1
         )  # fmt: skip

@@ -22,12 +22,12 @@ import pytest
 from benchmarks.results import Recorder
 from simtune.api import load_question
 from simtune.errors import Infeasible
-from simtune.sim.basis import pool_bases
+from simtune.sim.run_basis import pool_bases
 from simtune.sim.uncertainty import uncertainty
-from simtune.tuner.front import answer
-from simtune.tuner.odds import WORLDS, SloOdds, odds
+from simtune.tuner.doubt.slo_probability import WORLDS, SloOdds, odds
 from simtune.tuner.question import Question
-from simtune.tuner.rate_sweep import sweeps
+from simtune.tuner.search.front import answer
+from simtune.tuner.search.rate_sweep import sweeps
 from simtune.tuner.trial import Tuned
 from tests.tuner.test_exhaustive import random_question
 

@@ -19,7 +19,7 @@ from simtune.api import load_question
 from simtune.specs.drafters import Eagle
 from simtune.specs.study import DrafterChoice, HardwareCount, Search, Study
 from simtune.specs.workload import Slo
-from simtune.tuner.search import SearchCourse, optimize
+from simtune.tuner.search.best_first import SearchCourse, optimize
 from simtune.tuner.trial import Tuned
 
 pytestmark = pytest.mark.benchmark_only

@@ -17,12 +17,12 @@ import pytest
 
 from benchmarks.results import Recorder
 from simtune.errors import Infeasible
-from simtune.sim.requests import build_stream
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.study import HardwareCount, Search, Study
 from simtune.specs.workload import Lognormal, Poisson, Slo, Workload
 from simtune.tuner.question import Question
-from simtune.tuner.search import optimize
+from simtune.tuner.search.best_first import optimize
+from simtune.workload.requests import build_stream
 
 pytestmark = pytest.mark.benchmark_only
 

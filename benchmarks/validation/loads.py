@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from simtune.results.result import Result
 from simtune.sim.deployment import Deployment
-from simtune.sim.requests import RequestStream
-from simtune.sim.result import Result
+from simtune.workload.requests import RequestStream
 
 SHARES = {"light": 0.3, "knee": 0.8, "overload": 1.3}
 """Of the rate at which requests that all come at once are answered."""

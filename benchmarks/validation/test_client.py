@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 
 from benchmarks.results import Recorder
-from simtune.sim.requests import build_stream
 from simtune.specs.workload import Arrivals, ClosedLoop, FixedInterval, FixedLength, Workload
-from simtune.validation.client import send
-from simtune.validation.exchange import ServerAddress
-from simtune.validation.prompts import Prompts
+from simtune.validation.client.http_exchange import ServerAddress
+from simtune.validation.client.load_client import send
+from simtune.validation.client.prompts import Prompts
+from simtune.workload.requests import build_stream
 
 pytestmark = pytest.mark.benchmark_only
 

@@ -20,11 +20,9 @@ from benchmarks.results import Recorder
 from benchmarks.validation.loads import METRICS, at_once, three_loads
 from simtune.costs.engine_steps import EngineSteps
 from simtune.sim.deployment import NO_HARDWARE, Deployment, deploy
-from simtune.sim.parts import OwnCosts
-from simtune.sim.requests import RequestStream
+from simtune.sim.plan_parts import OwnCosts
 from simtune.specs.catalog import load_model
-from simtune.validation.engine_profile import profile_engine
-from simtune.validation.engines.driving import (
+from simtune.validation.servers.driven_engines import (
     DrivenRequest,
     DrivenTimes,
     EngineSize,
@@ -32,6 +30,8 @@ from simtune.validation.engines.driving import (
     deployment_of,
     driver,
 )
+from simtune.validation.servers.engine_profile import profile_engine
+from simtune.workload.requests import RequestStream
 
 pytestmark = pytest.mark.benchmark_only
 

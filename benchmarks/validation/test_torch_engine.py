@@ -25,14 +25,15 @@ from benchmarks.results import Recorder
 from benchmarks.validation.loads import METRICS, at_once, errors, three_loads
 from simtune.costs.calibration import TimedStep
 from simtune.costs.iteration import StepModel
+from simtune.results.result import Result
 from simtune.sim.deployment import Deployment, deploy
-from simtune.sim.result import Result
 from simtune.specs.catalog import load_hardware
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import DenseFeedForward, FullAttention, LayerGroup, Model
-from simtune.specs.plan import Batching, KvCache, Plan, Pool
-from simtune.validation.engines import torch as engine
-from simtune.validation.engines.clocks import ProcessorClock
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Batching, KvCache, Pool
+from simtune.validation.servers import torch_engine as engine
+from simtune.validation.servers.engine_clocks import ProcessorClock
 
 pytestmark = pytest.mark.benchmark_only
 
@@ -60,7 +61,7 @@ MOST = 0.1
 def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Result, list[Result]]]:
     """Predicted, and measured again and again, by load."""
     pytest.importorskip("torch")
-    from simtune.validation.engines.gauge import Gauge
+    from simtune.validation.servers.gauge import Gauge
 
     folder = tmp_path_factory.mktemp("kernels")
     model, out = folder / "model.yaml", folder / "cpu"

@@ -25,16 +25,15 @@ import pytest
 
 from benchmarks.results import Recorder
 from benchmarks.validation.loads import METRICS, at_once, three_loads
-from simtune.costs.transfers import read_transfers, write_transfers
+from simtune.costs.kv_transfer_times import read_transfers, write_transfers
 from simtune.sim.deployment import NO_HARDWARE, Deployment, deploy
 from simtune.sim.drafting import Drafting
-from simtune.sim.parts import OwnCosts
-from simtune.sim.requests import RequestStream
+from simtune.sim.plan_parts import OwnCosts
 from simtune.specs.acceptance import Acceptance
 from simtune.specs.model import DenseFeedForward, FullAttention, LayerGroup, Model
 from simtune.specs.plan import Plan
-from simtune.validation.engine_profile import profile_engine
-from simtune.validation.engines.driving import (
+from simtune.validation.client.prompts import Prompts
+from simtune.validation.servers.driven_engines import (
     Driven,
     DrivenRequest,
     DriverClock,
@@ -44,9 +43,10 @@ from simtune.validation.engines.driving import (
     driver,
     requests_of,
 )
-from simtune.validation.engines.pair import CONNECTOR, EnginePair
-from simtune.validation.prompts import Prompts
-from simtune.validation.weights import rigged_pair
+from simtune.validation.servers.engine_profile import profile_engine
+from simtune.validation.servers.pair import CONNECTOR, EnginePair
+from simtune.validation.servers.random_weights import rigged_pair
+from simtune.workload.requests import RequestStream
 
 pytestmark = pytest.mark.benchmark_only
 

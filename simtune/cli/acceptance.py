@@ -33,9 +33,9 @@ def acceptance(
     metrics as JSON lines, SGLang's accept_length, AIPerf's histogram; or CSV with head_index,top_k,accuracy or
     depth,rank,taken,reached or accepted,drafted.
     """
-    from simtune.acceptance.logs import read_acceptance
     from simtune.specs.acceptance import Acceptance
     from simtune.specs.base import spec_name
+    from simtune.workload.acceptance_logs import read_acceptance
 
     if out.exists() and not force:
         raise UsageError(f"{out}: is there already; give --force to replace it")

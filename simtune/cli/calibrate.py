@@ -15,7 +15,7 @@ from simtune.errors import UsageError
 if TYPE_CHECKING:
     from simtune.specs.hardware import Calibration, Hardware
     from simtune.specs.model import Model
-    from simtune.specs.plan import Pool
+    from simtune.specs.pool import Pool
 
 COMMENT = """Fitted by `simtune fit`, corrected by `simtune calibrate`; do either again rather than edit this file.
 Only fitted numbers are stored here. The tables they come from, and their licences, are named under each
@@ -84,7 +84,7 @@ def _folder(profile: str, out: Path | None, force: bool) -> Path:
 def _deployed(hardware: Hardware, model: str | None, tp: int | None, plan_file: str | None) -> tuple[Model, Pool]:
     """What ran when the log was written: as the plan says, or a model on `tp` ranks with an engine's usual batching."""
     from simtune.specs import catalog
-    from simtune.specs.plan import Batching, Parallelism, Pool
+    from simtune.specs.pool import Batching, Parallelism, Pool
 
     if plan_file is not None:
         plan = catalog.load_plan(plan_file)

@@ -10,8 +10,8 @@ import click
 from simtune.cli.output import json_option, print_json
 
 if TYPE_CHECKING:
-    from simtune.tuner.certificate import Audit
-    from simtune.tuner.front_certificate import FrontAudit
+    from simtune.tuner.certificate.front_certificate import FrontAudit
+    from simtune.tuner.certificate.search_certificate import Audit
     from simtune.tuner.question import Question
 
 PLAN = "plan.yaml"
@@ -33,10 +33,10 @@ def certify(run: Path, study_file: str | None, as_json: bool) -> int:
     The study is read where the run's command named it, relative to the present folder, unless --study says where.
     """
     from simtune.runs.files import FRONT
-    from simtune.runs.reading import read_certificate, read_front
+    from simtune.runs.run_reader import read_certificate, read_front
     from simtune.specs.catalog import load_plan
-    from simtune.tuner.certificate import Audit
-    from simtune.tuner.front_certificate import FrontAudit
+    from simtune.tuner.certificate.front_certificate import FrontAudit
+    from simtune.tuner.certificate.search_certificate import Audit
 
     if (run / FRONT).is_file():
         return _certify_front(FrontAudit(read_front(run / FRONT), _question(run, study_file)), as_json)
@@ -92,7 +92,7 @@ def _question(run: Path, study_file: str | None) -> Question:
     from simtune.api import load_question
     from simtune.cli.optimize import optimize
     from simtune.errors import UsageError
-    from simtune.runs.reading import read_manifest
+    from simtune.runs.run_reader import read_manifest
 
     command = read_manifest(run / "manifest.json").command
     if command[1:2] != ("optimize",):

@@ -40,12 +40,12 @@ def check(files: tuple[str, ...], settings: tuple[str, ...], as_json: bool) -> i
 def _understood(path: str, settings: Sequence[str]) -> str:
     """Return what was understood of a file, in words. Raises SimtuneError with all that is wrong."""
     from simtune.api import try_out
-    from simtune.report.understood import understood
-    from simtune.sim import parts
+    from simtune.report.spec_in_one_line import understood
+    from simtune.sim import plan_parts
     from simtune.specs import catalog
     from simtune.specs.plan import Plan
 
-    spec, trace = catalog.load_with_trace(path, parts.problems, settings)
+    spec, trace = catalog.load_with_trace(path, plan_parts.problems, settings)
     words = understood(spec, trace)
     missing = try_out(spec, Path(path).parent) if isinstance(spec, Plan) else ""
     return f"{words}; not tried on its hardware: {missing}" if missing else words

@@ -18,9 +18,9 @@ def explain(plan: str, as_json: bool) -> None:
     Of the run directory of a search it also says what one step of each setting would change.
     """
     from simtune.api import deploy_plan
-    from simtune.report.explain import explain as in_words
     from simtune.report.neighbours import neighbours
-    from simtune.runs.reading import read_run
+    from simtune.report.plan_in_words import explain as in_words
+    from simtune.runs.run_reader import read_run
 
     folder = Path(plan)
     is_run = (folder / "summary.json").is_file()

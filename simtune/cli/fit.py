@@ -79,9 +79,9 @@ def fit(  # noqa: PLR0913 - one for each option
     AIConfigurator, Vidur, LLMServingSim or simtune itself. Of two sources that have an operator the first one given
     provides it. Each fit is tested on rows it did not see; the errors printed are those.
     """
-    from simtune.costs.profile import build, usable
+    from simtune.costs.device_transfer import transfer
+    from simtune.costs.hardware_profile import build, usable
     from simtune.costs.tables import read_tables
-    from simtune.costs.transfer import transfer
     from simtune.specs import catalog
     from simtune.specs.hardware import Facts
 

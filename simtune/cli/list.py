@@ -28,7 +28,7 @@ def list_(kind: str | None, as_json: bool) -> None:
     """List models, hardware profiles, workloads, acceptance, engine presets, policies, routers and the engines that can
     be written for (emitters), by name; all, or of one KIND (models or model). `list models` says how large each is."""
     from simtune.emit import ENGINE
-    from simtune.sim.parts import POLICY, ROUTER
+    from simtune.sim.plan_parts import POLICY, ROUTER
     from simtune.specs import catalog
 
     parts = {"policy": POLICY.names, "router": ROUTER.names, "emitter": ENGINE.names}

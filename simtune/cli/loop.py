@@ -52,7 +52,7 @@ def loop(  # noqa: PLR0913 - one for each option
     from simtune.api import load_question
     from simtune.runs.contents import of_study
     from simtune.validation.closed_loop import LoopSettings, TuningLoop
-    from simtune.validation.engines.driving import driver
+    from simtune.validation.servers.driven_engines import driver
 
     if (engine == "vllm") != (vllm_python is not None):
         raise UsageError("--engine vllm needs --vllm-python, the interpreter that has it (`make vllm`); no other does")

@@ -33,7 +33,7 @@ class SystemName(StringParamType):
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """As for specs. The lists are looked through and not read, which takes a second."""
-        from simtune.reproduce.collection import folder
+        from simtune.validation.published.collection import folder
 
         lists = sorted(folder().glob("*.yaml"))
         systems = (SYSTEM.findall(file.read_text("utf-8")) for file in lists)

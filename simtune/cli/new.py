@@ -53,8 +53,8 @@ def new(  # noqa: PLR0913 - one for each option
     from simtune.specs import yamlfile
     from simtune.specs.base import spec_name
     from simtune.specs.catalog import load_engine, load_hardware, load_model, load_workload
-    from simtune.specs.engine import DEFAULT_ENGINE
     from simtune.specs.new_study import Answers, profile_of, study_text
+    from simtune.specs.preset import DEFAULT_ENGINE
     from simtune.specs.study import Study
 
     _check(file, force, objective)

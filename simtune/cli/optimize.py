@@ -32,14 +32,14 @@ from simtune.cli.pace import seconds_of
 from simtune.errors import UsageError, plural
 
 if TYPE_CHECKING:
-    from simtune.parallel import Jobs
     from simtune.runs.schema import Summary
-    from simtune.tuner.climb import SimulationFinding
-    from simtune.tuner.confidence import Confidence
-    from simtune.tuner.journal import SearchJournal
-    from simtune.tuner.ladder import Ladder
+    from simtune.sim.parallel import Jobs
+    from simtune.tuner.doubt.confidence import Confidence
     from simtune.tuner.question import Question
-    from simtune.tuner.search import SearchCourse
+    from simtune.tuner.search.best_first import SearchCourse
+    from simtune.tuner.search.climb import SimulationFinding
+    from simtune.tuner.search.front_points import Ladder
+    from simtune.tuner.search.search_journal import SearchJournal
     from simtune.tuner.trial import Trial, Tuned
 
 
@@ -99,8 +99,8 @@ def optimize(  # noqa: PLR0913 - one for each option
     from simtune.api import load_question
     from simtune.runs.contents import of_study
     from simtune.runs.files import JOURNAL, claim
-    from simtune.tuner.front import answer as search
-    from simtune.tuner.robust import of_chosen
+    from simtune.tuner.doubt.robust import of_chosen
+    from simtune.tuner.search.front import answer as search
 
     if seed is not None:
         settings = (*settings, f"seed={seed}")
@@ -158,7 +158,7 @@ def optimize(  # noqa: PLR0913 - one for each option
 def _workers(where: str | None, fallback: bool, jobs: int | None) -> Iterator[Jobs]:
     """The cluster if one is asked for, else so many processes. Raises UsageError where it does not answer and there is
     to be no fallback."""
-    from simtune.parallel import connected
+    from simtune.sim.parallel import connected
 
     with ExitStack() as ends:
         workers: Jobs = jobs
@@ -183,8 +183,8 @@ def _sure(
 
     What that costs is said before it starts.
     """
-    from simtune.tuner.robust import WORLDS as USUAL
-    from simtune.tuner.robust import of_search, robust
+    from simtune.tuner.doubt.robust import WORLDS as USUAL
+    from simtune.tuner.doubt.robust import of_search, robust
 
     if tuned.interrupted or (worlds is None and level is None):
         return tuned, None
@@ -201,7 +201,7 @@ def _sure(
 
 def _say_price(tuned: Tuned, worlds: int) -> None:
     """Say on stderr how much work the worlds are, by the time that one simulation takes here."""
-    from simtune.tuner.robust import contenders, simulate_chosen
+    from simtune.tuner.doubt.robust import contenders, simulate_chosen
 
     each_s = seconds_of(lambda: simulate_chosen(tuned))
     plans = len(contenders(tuned))
@@ -215,9 +215,9 @@ def _say_price(tuned: Tuned, worlds: int) -> None:
 
 def _journal(question: Question, path: Path, resume: bool, quiet: bool) -> SearchJournal[SimulationFinding]:
     """What is simulated, kept as it comes; of an earlier search, to go on with it, and how much there is is said."""
-    from simtune.tuner.certificate import inputs_hash
-    from simtune.tuner.climb import SimulationFinding
-    from simtune.tuner.journal import SearchJournal
+    from simtune.tuner.certificate.search_certificate import inputs_hash
+    from simtune.tuner.search.climb import SimulationFinding
+    from simtune.tuner.search.search_journal import SearchJournal
 
     journal = (SearchJournal if resume and path.exists() else SearchJournal.begin)(
         path, inputs_hash(question), SimulationFinding
@@ -266,7 +266,7 @@ def _course(now: SearchCourse) -> str:
 
 
 def _print_size(question: Question, as_json: bool) -> None:
-    from simtune.tuner.census import census
+    from simtune.tuner.space.census import census
 
     counted = census(question)
     if as_json:

@@ -16,9 +16,9 @@ from simtune.cli.numbers import SEED
 from simtune.cli.pace import Bar, Pace
 
 if TYPE_CHECKING:
+    from simtune.results.summary import CostBasis
     from simtune.runs.contents import Contents
     from simtune.sim.deployment import Deployment
-    from simtune.sim.summary import CostBasis
     from simtune.specs.base import Spec
     from simtune.specs.hardware import Hardware
     from simtune.specs.traces import Trace
@@ -191,7 +191,7 @@ def print_basis(basis: CostBasis | None) -> None:
 
 def note_basis(basis: CostBasis | None) -> None:
     """Say on stderr where more than a tenth of the step time rests on no measurement."""
-    from simtune.sim.basis import note
+    from simtune.sim.run_basis import note
 
     text = None if basis is None else note(basis)
     if text is not None:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from simtune.profiling.run import LiveStatus, Profiled
     from simtune.specs.hardware import Hardware
     from simtune.specs.model import Model
-    from simtune.validation.added import Added
-    from simtune.validation.engine_profile import EngineProfile
+    from simtune.validation.judge.added_by_engine import Added
+    from simtune.validation.servers.engine_profile import EngineProfile
 
 COMMENT = """Fitted by `simtune profile` to what it measured on one machine; measure again rather than edit this file.
 `simtune fit` makes the same operators of the run's measurements.jsonl."""
@@ -183,8 +183,8 @@ def _profile_engine(  # noqa: PLR0913 - one for each option
     """What whole steps of an engine take, and what else is measured of it. Raises UsageError, also for options that are
     not for engines."""
     from simtune.specs import catalog
-    from simtune.validation.engine_profile import STEPS, profile_engine
-    from simtune.validation.engines.driving import EngineSize, driver
+    from simtune.validation.servers.driven_engines import EngineSize, driver
+    from simtune.validation.servers.engine_profile import STEPS, profile_engine
 
     given = [name for name, value in wrong.items() if value is not None]
     if given:
@@ -229,11 +229,11 @@ def _measure_transfers(
     reference: str, dtypes: tuple[str, ...], out: Path, sizes: tuple[int, int, int], options: Mapping[str, str]
 ) -> None:
     """What it takes until a second engine goes on with a prompt; said on stderr."""
-    from simtune.costs.transfers import fit_transfers, write_transfers
+    from simtune.costs.kv_transfer_times import fit_transfers, write_transfers
     from simtune.specs import catalog
-    from simtune.validation.engine_profile import STEPS, reference_beside
-    from simtune.validation.engines.driving import EngineSize, driver
-    from simtune.validation.engines.pair import CONNECTOR, EnginePair
+    from simtune.validation.servers.driven_engines import EngineSize, driver
+    from simtune.validation.servers.engine_profile import STEPS, reference_beside
+    from simtune.validation.servers.pair import CONNECTOR, EnginePair
 
     path = out / "transfers.jsonl"
     if path.exists():
@@ -271,8 +271,8 @@ def _show_engine(engine: str, profiled: EngineProfile, added: Sequence[Added], s
 def _added(profiled: EngineProfile, model: Model, hardware: Hardware, sizes: tuple[int, int, int]) -> list[Added]:
     """What its steps take beside their kernels."""
     from simtune.costs.iteration import StepModel
-    from simtune.specs.plan import Batching, Pool
-    from simtune.validation.added import added
+    from simtune.specs.pool import Batching, Pool
+    from simtune.validation.judge.added_by_engine import added
 
     seats, tokens, longest = sizes
     pool = Pool(
@@ -302,7 +302,7 @@ def _in(model: Any, dtypes: tuple[str, ...]) -> list[Any]:
 def _write(out: Path, profiled: Profiled) -> None:
     import json
 
-    from simtune.report.measured import PredictedTime, render
+    from simtune.report.measured_page import PredictedTime, render
 
     write_file(out / "facts.yaml", profiled.facts.to_yaml("What `simtune profile` found out about the device itself."))
     write_profile(out, profiled.hardware, COMMENT)

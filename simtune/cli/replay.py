@@ -10,7 +10,7 @@ import click
 from simtune.cli.output import json_option, print_json, print_table
 
 if TYPE_CHECKING:
-    from simtune.validation.replay import Decision, Parting, Replay, State
+    from simtune.validation.replay.scheduler_replay import Decision, Parting, Replay, State
 
 SHOWN = 12
 """Names of one list, and rows of one table, that are told in full."""
@@ -27,8 +27,8 @@ def replay(steplogs: tuple[Path, ...], policy: str | None, as_json: bool) -> int
     """
     from dataclasses import asdict
 
-    from simtune.validation.replay import replay as drive
-    from simtune.validation.steplog import read
+    from simtune.validation.replay.scheduler_replay import replay as drive
+    from simtune.validation.replay.step_log import read
 
     replays = [drive(log, policy) for log in [read(path) for path in steplogs]]
     equal = all(run.parting is None for run in replays)

@@ -33,7 +33,7 @@ def report(runs: tuple[Path, ...], out: Path | None, force: bool, as_json: bool)
     get their own pages again. A folder of any of these gets an index.html of them all.
     """
     from simtune.report.sources import VALIDATION, contents_of, pages, read_all
-    from simtune.runs.reading import read_run
+    from simtune.runs.run_reader import read_run
     from simtune.runs.sweep_files import is_sweep, read_sweep, sweeps_in
 
     _check(out, force)
@@ -58,7 +58,7 @@ def report(runs: tuple[Path, ...], out: Path | None, force: bool, as_json: bool)
 
 def _sweeps(folders: Sequence[Path], out: Path | None, as_json: bool) -> None:
     """Draw the page of each anew, or one at `out`. Raises UsageError for several with one `out`."""
-    from simtune.report.sweep import render
+    from simtune.report.sweep_page import render
     from simtune.runs.sweep_files import PAGE, read_sweep
 
     if out is not None and len(folders) > 1:
@@ -71,8 +71,8 @@ def _sweeps(folders: Sequence[Path], out: Path | None, as_json: bool) -> None:
 
 
 def _compare(compared: Compared, out: Path | None, as_json: bool) -> None:
-    from simtune.report.beside import errors, gains
     from simtune.report.compare import document, numbers, plan_differences, render
+    from simtune.report.side_by_side import errors, gains
 
     if as_json:
         print_json(document(compared))

@@ -14,7 +14,7 @@ from simtune.cli.output import force_option, json_option, number, print_json, pr
 from simtune.errors import UsageError
 
 if TYPE_CHECKING:
-    from simtune.reproduce import Entry, Finding
+    from simtune.validation.published import Entry, Finding
 
 
 @click.command()
@@ -50,8 +50,8 @@ def reproduce(  # noqa: PLR0913 - one for each option
     Without arguments all of them: minutes. A family, a system or a file of your own runs alone. One that cannot be run
     is reported with the reason, beside the others; exit code 2 if that is so on its own hardware.
     """
-    from simtune.reproduce import Findings, headline, select
     from simtune.runs.files import write_file
+    from simtune.validation.published import Findings, headline, select
 
     if html is not None and html.exists() and not force:
         raise UsageError(f"{html}: is there already; give --force to replace it")
@@ -66,7 +66,7 @@ def reproduce(  # noqa: PLR0913 - one for each option
             update(len(findings), len(entries), f"{finding.title}: {finding.status}")
     document = Findings.of(findings, hardware)
     if html is not None:
-        from simtune.report.published import render
+        from simtune.report.published_page import render
 
         write_file(html, render(document, entries))
         click.echo(f"wrote {html}", err=True)
@@ -86,10 +86,10 @@ def _run(entries: list[Entry], hardware: str | None, jobs: int | None, journal: 
     """Findings as they are made; those of families that the journal knows, by all that they depend on, are its own."""
     from itertools import groupby, islice
 
-    from simtune.reproduce import Finding
-    from simtune.reproduce import reproduce as run
     from simtune.runs.files import lock
-    from simtune.runs.journal import RowJournal
+    from simtune.runs.row_journal import RowJournal
+    from simtune.validation.published import Finding
+    from simtune.validation.published import reproduce as run
 
     if journal is None:
         yield from run(entries, hardware=hardware, jobs=jobs)

@@ -22,8 +22,8 @@ def schema(kind: str) -> None:
 
     from simtune.runs.schema import CandidateRow, Manifest, RequestRow, Summary
     from simtune.specs.catalog import KINDS
-    from simtune.tuner.certificate import Certificate
-    from simtune.tuner.front_certificate import FrontCertificate
+    from simtune.tuner.certificate.front_certificate import FrontCertificate
+    from simtune.tuner.certificate.search_certificate import Certificate
 
     kinds: dict[str, type[BaseModel]] = {
         **KINDS,

@@ -39,7 +39,7 @@ def show(reference: str, settings: tuple[str, ...], as_json: bool, html: Path | 
     spec = catalog.load(reference, settings=settings_of(settings, [reference])[reference])
     if html is not None:
         from simtune.costs.other_engines import for_engine
-        from simtune.report.hardware import render
+        from simtune.report.hardware_page import render
 
         if not isinstance(spec, Hardware):
             raise UsageError(f"--html: {reference} is no hardware profile")
@@ -69,7 +69,7 @@ def _show_hardware(hardware: Hardware) -> None:
     from simtune.costs.operators import OPERATORS
     from simtune.costs.other_engines import for_engine
     from simtune.costs.predict import Z90, typical_log_sd
-    from simtune.report.hardware import facts
+    from simtune.report.hardware_page import facts
 
     click.echo(f"{hardware.name}: {hardware.device.name}")
     hardware = for_engine(hardware)

@@ -36,11 +36,11 @@ from simtune.errors import UsageError
 
 if TYPE_CHECKING:
     from simtune.api import Experiment
+    from simtune.results.result import Result
+    from simtune.results.summary import CostBasis, Distribution, SimulationSummary, Uncertainty
     from simtune.runs.schema import Price
     from simtune.sim.deployment import Deployment
-    from simtune.sim.result import Result
     from simtune.sim.streamed import StreamedResult
-    from simtune.sim.summary import CostBasis, Distribution, SimulationSummary, Uncertainty
     from simtune.sim.watch import Watch
     from simtune.specs.plan import Plan
 
@@ -161,7 +161,7 @@ def simulate(  # noqa: PLR0913 - one for each option
     """
     from simtune.api import load_specs, set_up, stream
     from simtune.runs.price import price
-    from simtune.sim.basis import cost_basis
+    from simtune.sim.run_basis import cost_basis
 
     by_spec = split_settings(settings, ("model", "hardware", "workload", "plan"))
     targets = _Targets(out, timeline, _window(window, timeline), per_request, leave_out)
@@ -253,7 +253,7 @@ class _Targets:
         """Each whole or not at all."""
         from simtune.runs.contents import of_simulation
         from simtune.runs.files import write_file
-        from simtune.runs.requests import requests_file
+        from simtune.runs.request_columns import requests_file
         from simtune.runs.timeline import trace_file
 
         if self.out is not None:
@@ -271,7 +271,7 @@ class _Targets:
 def _say(deployment: Deployment, result: StreamedResult, as_json: bool) -> int:
     """What a streamed simulation says; its exit code."""
     from simtune.runs.price import price
-    from simtune.sim.basis import cost_basis
+    from simtune.sim.run_basis import cost_basis
 
     note_estimates(deployment)
     note_idle(deployment)

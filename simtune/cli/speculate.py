@@ -59,7 +59,7 @@ def speculate(
     from simtune.runs.schema import DraftSchedule
     from simtune.sim.deployment import vllm_batching
     from simtune.specs.catalog import load_hardware, load_model
-    from simtune.specs.plan import Parallelism, Pool
+    from simtune.specs.pool import Parallelism, Pool
     from simtune.specs.study import DrafterChoice
     from simtune.tuner.drafting import Contexts, schedule
 
@@ -74,7 +74,7 @@ def speculate(
         click.echo(f"note: {notice}", err=True)
     shown = DraftSchedule.model_validate(speculation_facts(draft, best))
     if html is not None:
-        from simtune.report.speculation import render
+        from simtune.report.speculation_page import render
 
         write_file(html, render(shown, target.name, its.device.name))
         click.echo(f"wrote {html}", err=True)

@@ -54,12 +54,12 @@ def sweep(  # noqa: PLR0913 - one for each option
     FIELD is model, hardware, workload, plan, rate, requests, seed, or a field of one of the first four, such as
     plan.pools.0.batching.max_num_seqs or workload.arrivals.cv. A sweep that was stopped goes on in the same folder.
     """
-    from simtune.report.sweep import table
+    from simtune.report.sweep_page import table
     from simtune.runs.files import hold
-    from simtune.runs.journal import RowJournal
+    from simtune.runs.grid_sweep import Base, Point, axis, points
+    from simtune.runs.grid_sweep import sweep as run
+    from simtune.runs.row_journal import RowJournal
     from simtune.runs.sweep_files import write_sweep
-    from simtune.sweep import Base, Point, axis, points
-    from simtune.sweep import sweep as run
 
     if parquet and out is None:
         raise UsageError("--parquet needs a folder: --out runs/NAME")
@@ -77,7 +77,7 @@ def sweep(  # noqa: PLR0913 - one for each option
         raise UsageError(rows[0]["error"])
     keys = [a.key for a in axes]
     if out is not None:
-        from simtune.report.sweep import render
+        from simtune.report.sweep_page import render
 
         write_sweep(out, rows, render(out.name, keys, rows), parquet)
         click.echo(f"report: {out / 'sweep.html'}", err=True)

@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from simtune.api import Experiment
     from simtune.runs.schema import Manifest
     from simtune.specs.plan import Plan
-    from simtune.validation.decision import Ranking
-    from simtune.validation.engine import Engine
-    from simtune.validation.judge import Validation
+    from simtune.validation.client.measured_run import Clock, MeasuredRun
+    from simtune.validation.judge.comparison import Validation
+    from simtune.validation.judge.decision import Ranking
     from simtune.validation.loads import Load
-    from simtune.validation.measured import Clock, MeasuredRun
+    from simtune.validation.servers.server import Engine
     from simtune.validation.session import ValidationFolder
 
 
@@ -62,8 +62,8 @@ class EngineChoice:
 
 def _vllm(choice: EngineChoice, experiment: Experiment) -> Engine:
     from simtune.runs.engine_files import draft_models
-    from simtune.validation.client import Patience
-    from simtune.validation.served import VllmCommand, VllmEngine, vllm_python
+    from simtune.validation.client.load_client import Patience
+    from simtune.validation.servers.served import VllmCommand, VllmEngine, vllm_python
 
     if choice.clock is not None:
         return _stepped_vllm(choice, experiment)
@@ -76,10 +76,10 @@ def _vllm(choice: EngineChoice, experiment: Experiment) -> Engine:
 
 def _stepped_vllm(choice: EngineChoice, experiment: Experiment) -> Engine:
     from simtune.runs.engine_files import draft_models
-    from simtune.validation.engine_profile import reference_beside
-    from simtune.validation.engines.driving import EngineSize, StepDriver, driver
-    from simtune.validation.engines.vllm import SteppedVllm
-    from simtune.validation.served import vllm_python
+    from simtune.validation.servers.driven_engines import EngineSize, StepDriver, driver
+    from simtune.validation.servers.engine_profile import reference_beside
+    from simtune.validation.servers.served import vllm_python
+    from simtune.validation.servers.stepped_vllm import SteppedVllm
 
     if choice.clock != "cpu" or choice.arguments:
         raise UsageError(
@@ -97,23 +97,23 @@ def _stepped_vllm(choice: EngineChoice, experiment: Experiment) -> Engine:
 
 
 def _server(choice: EngineChoice, experiment: Experiment) -> Engine:
-    from simtune.validation.client import Patience
-    from simtune.validation.exchange import ServerAddress
-    from simtune.validation.served import ServerEngine
+    from simtune.validation.client.http_exchange import ServerAddress
+    from simtune.validation.client.load_client import Patience
+    from simtune.validation.servers.served import ServerEngine
 
     server = ServerAddress(choice.name, choice.api_key)
     return ServerEngine(server, experiment.deployment.model, Patience(silence_s=choice.silence_s))
 
 
 def _torch(choice: EngineChoice, experiment: Experiment) -> Engine:
-    from simtune.validation.engines.torch import TorchEngine
+    from simtune.validation.servers.torch_engine import TorchEngine
 
     device, clock = choice.hardware
     return TorchEngine(experiment.deployment, device=device, clock=clock)
 
 
 def _transformers(choice: EngineChoice, experiment: Experiment) -> Engine:
-    from simtune.validation.engines.transformers import TransformersEngine
+    from simtune.validation.servers.transformers_engine import TransformersEngine
 
     if choice.weights is None:
         raise UsageError("--engine transformers: name the folder to serve, --weights DIR (see `simtune weights`)")
@@ -366,7 +366,7 @@ def _judge_files(
     experiment: Experiment, files: tuple[Path, ...], asked: _Asked, out: Path, *, given: bool
 ) -> Validation:
     """Judge runs that were measured; each is simulated with its own requests at its own times."""
-    from simtune.validation.formats import read_run
+    from simtune.validation.client.measured_formats import read_run
     from simtune.validation.session import as_loads
 
     runs = [read_run(path) for path in files]
@@ -383,11 +383,11 @@ def _judged(
     folder: ValidationFolder,
 ) -> Validation:
     """Simulate every load, compare, and write the folder."""
-    from simtune.report.validation import curves, render
-    from simtune.runs.requests import requests_csv
+    from simtune.report.validation_page import curves, render
+    from simtune.runs.request_columns import requests_csv
     from simtune.runs.timeline import sampled
-    from simtune.sim.basis import cost_basis
-    from simtune.validation.predict import predict, validation_of
+    from simtune.sim.run_basis import cost_basis
+    from simtune.validation.judge.prediction import predict, validation_of
 
     d, drawn, files = experiment.deployment, [], {}
     results = []
@@ -413,7 +413,7 @@ def _record(target: Path, validation: Validation, out: Path) -> None:
 
     from simtune.cli.output import write_profile
     from simtune.specs import catalog
-    from simtune.validation.record import recorded
+    from simtune.validation.judge.profile_note import recorded
 
     folder = _profile_folder(target)
     hardware = catalog.load_hardware(str(folder / "profile.yaml"))
@@ -431,7 +431,7 @@ def _profile_folder(target: Path) -> Path:
 
 
 def _print(v: Validation, out: Path) -> None:
-    from simtune.report.validation import headline, rows, warnings
+    from simtune.report.validation_page import headline, rows, warnings
 
     columns = ("what", "predicted", "90 % interval", "measured", "noise", "error", "verdict")
     for load in v.loads:
@@ -455,7 +455,7 @@ def _decide(given: _Given, count: int, choice: EngineChoice, asked: _Asked, out:
     """Run several plans around the chosen one for real: did the simulation order them rightly?"""
     from contextlib import closing
 
-    from simtune.validation.decision import PlanOutcome, around, decide
+    from simtune.validation.judge.decision import PlanOutcome, around, decide
     from simtune.validation.loads import knee_rps, loads
     from simtune.validation.session import Round, run_plans
 

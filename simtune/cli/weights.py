@@ -34,7 +34,7 @@ def weights(
     target and a draft model are written whose greedy answers are known: the target accepts --acceptance of the drafts.
     """
     from simtune.specs import catalog
-    from simtune.validation.weights import rigged_pair, write_weights
+    from simtune.validation.servers.random_weights import rigged_pair, write_weights
 
     by_spec = split_settings(settings, ("model", "draft"))
     target = catalog.load_model(model, by_spec["model"])

@@ -13,10 +13,10 @@ from simtune.cli.output import force_option, json_option, milliseconds, print_js
 from simtune.errors import UsageError
 
 if TYPE_CHECKING:
-    from simtune.sim.load import LoadFacts
-    from simtune.sim.load_fit import FittedLoad
     from simtune.specs.scrapes import Scrape
     from simtune.specs.traces import Trace
+    from simtune.workload.load import LoadFacts
+    from simtune.workload.load_fit import FittedLoad
 
 
 @click.command()
@@ -83,15 +83,15 @@ def workload(  # noqa: PLR0913 - one for each option
     Scrapes of vLLM's /metrics, one or several of a server, become a spec: rates between them, lengths by histograms.
     So do ServeGen's tables of rates and of lengths, named together.
     """
-    from simtune.report.load import render
-    from simtune.sim.load import load_facts
-    from simtune.sim.load_fit import fit_workload
-    from simtune.sim.servegen_fit import is_servegen_file
+    from simtune.report.load_page import render
     from simtune.specs.base import spec_name
     from simtune.specs.scrapes import is_scrape_file, read_scrape
     from simtune.specs.trace_cut import Cut, merged
     from simtune.specs.trace_formats import LogReading
     from simtune.specs.traces import read_trace
+    from simtune.workload.load import load_facts
+    from simtune.workload.load_fit import fit_workload
+    from simtune.workload.servegen_fit import is_servegen_file
 
     _check(out, html, force)
     asked = {"--from": begin, "--to": end, "--peak": peak, "--scale": scale, "--part": part, "--html": html}
@@ -173,7 +173,7 @@ def _document(facts: LoadFacts, fitted: FittedLoad | None) -> dict[str, Any]:
 
 
 def _print(name: str, facts: LoadFacts, fitted: FittedLoad | None) -> None:
-    from simtune.report.load import agreement_rows, load_rows
+    from simtune.report.load_page import agreement_rows, load_rows
 
     print_table(name, ("load", ""), load_rows(facts))
     if fitted is not None:
@@ -197,9 +197,9 @@ def _need_no_requests(files: Sequence[Path], asked: Mapping[str, object], out: P
 def _scraped(scrapes: Sequence[Scrape], span: str | None, rate: float | None, out: Path | None, as_json: bool) -> None:
     """Say what a server's metrics come to, and write the spec."""
     from simtune.report.info import number
-    from simtune.sim.scrape_fit import STATISTICS, fit_scrapes
     from simtune.specs.base import spec_name
     from simtune.specs.trace_cut import duration_s
+    from simtune.workload.scrape_fit import STATISTICS, fit_scrapes
 
     name = Path(scrapes[0].file).name.split(".")[0]
     load = fit_scrapes(
@@ -224,7 +224,7 @@ def _scraped(scrapes: Sequence[Scrape], span: str | None, rate: float | None, ou
 
 def _need_tables(files: Sequence[Path], asked: Mapping[str, object], out: Path | None) -> None:
     """Raises UsageError for what tables of rates and lengths do not hold enough for."""
-    from simtune.sim.servegen_fit import is_servegen_file
+    from simtune.workload.servegen_fit import is_servegen_file
 
     if strangers := [str(file) for file in files if not is_servegen_file(file)]:
         raise UsageError(f"{strangers[0]}: is no table of ServeGen, and others of these files are; look at them apart")
@@ -237,8 +237,8 @@ def _need_tables(files: Sequence[Path], asked: Mapping[str, object], out: Path |
 def _servegen(files: Sequence[Path], out: Path | None, as_json: bool) -> None:
     """Say what tables of ServeGen come to, and write the spec."""
     from simtune.report.info import number
-    from simtune.sim.servegen_fit import fit_servegen
     from simtune.specs.base import spec_name
+    from simtune.workload.servegen_fit import fit_servegen
 
     load = fit_servegen(files, spec_name(files[0].name.split(".")[0], "servegen"))
     for note in load.notes:

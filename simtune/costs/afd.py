@@ -27,7 +27,7 @@ from simtune.errors import Infeasible
 from simtune.specs.base import ACTIVATION_BYTES, DTYPE_BYTES
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model, MoeFeedForward, NoAttention
-from simtune.specs.plan import Afd, Parallelism, Pool
+from simtune.specs.pool import Afd, Parallelism, Pool
 
 
 class BatchPart(NamedTuple):

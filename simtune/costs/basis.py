@@ -23,7 +23,7 @@ from simtune.costs.operators import operator_key
 from simtune.costs.predict import OUTSIDE, Basis, Predictor, Profile
 from simtune.specs.hardware import Hardware, OperatorKind
 from simtune.specs.model import Model
-from simtune.specs.plan import Pool
+from simtune.specs.pool import Pool
 
 _LONGER = 2.0**-20
 """By how much an answer is made longer: exact in floating point, and far above its rounding."""

@@ -31,9 +31,9 @@ from simtune.costs.iteration import StepModel, StepWork
 from simtune.costs.tables.common import MS, Columns, designation, read_csv
 from simtune.errors import Problem, SpecError
 from simtune.specs.hardware import Calibration, Correction, Hardware
+from simtune.specs.input_files import json_lines, read_packed_text
 from simtune.specs.model import Model
-from simtune.specs.plan import Pool
-from simtune.specs.reading import json_lines, read_packed_text
+from simtune.specs.pool import Pool
 
 Kind = Literal["decode", "prefill"]
 

@@ -36,7 +36,7 @@ from simtune.costs.ticks import TICKS_PER_SECOND, to_ticks
 from simtune.specs import room
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
-from simtune.specs.plan import Pool
+from simtune.specs.pool import Pool
 
 CORRECTION_KNOTS_PER_OCTAVE = 4
 _ENTRY_BYTES = 200.0

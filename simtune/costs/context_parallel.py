@@ -20,7 +20,7 @@ from simtune.arrays import Array
 from simtune.costs.layers import AttentionCosts, AttentionLayer
 from simtune.costs.predict import Profile
 from simtune.specs.base import DTYPE_BYTES
-from simtune.specs.plan import Parallelism
+from simtune.specs.pool import Parallelism
 
 
 class Ranks(NamedTuple):

@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from simtune.arrays import Array
+from simtune.costs.expert_replicas import busiest_share
 from simtune.costs.operators import operator_key
 from simtune.costs.operators.moe import rank_load
 from simtune.costs.predict import Predictor, Profile
-from simtune.costs.replicas import busiest_share
 from simtune.specs.base import ACTIVATION_BYTES, DTYPE_BYTES
 from simtune.specs.hardware import OperatorKind
 from simtune.specs.model import Model, MoeFeedForward
-from simtune.specs.plan import Pool
+from simtune.specs.pool import Pool
 
 LOW_LATENCY_TOKENS = 256
 """Tokens of a rank up to which DeepEP's low-latency kernels exchange them, as in the published tables and by default in

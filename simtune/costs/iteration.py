@@ -47,7 +47,7 @@ from simtune.costs.step_calls import StepCall, StepCalls, equal_layers, exposed,
 from simtune.errors import Infeasible
 from simtune.specs.hardware import Correction, Hardware, Operator
 from simtune.specs.model import Model
-from simtune.specs.plan import Pool
+from simtune.specs.pool import Pool
 
 CAPTURE_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 """Token counts for which vLLM captures CUDA graphs; a smaller step runs as the next larger one."""

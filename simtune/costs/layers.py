@@ -29,7 +29,7 @@ from simtune.specs.model import (
     NoAttention,
     SlidingAttention,
 )
-from simtune.specs.plan import KvPolicy
+from simtune.specs.pool import KvPolicy
 
 PRODUCTS = "products"
 """Name of a layer's matrix products among what its attention includes."""

@@ -23,7 +23,7 @@ from simtune.errors import Infeasible
 from simtune.specs.base import DTYPE_BYTES, Dtype
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import DenseFeedForward, LayerGroup, Model, MoeFeedForward
-from simtune.specs.plan import Parallelism, Pool
+from simtune.specs.pool import Parallelism, Pool
 
 GIB = 1 << 30
 

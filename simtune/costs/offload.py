@@ -16,7 +16,7 @@ from simtune.costs.memory import kv_bytes_per_token, weights_bytes
 from simtune.errors import Infeasible
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
-from simtune.specs.plan import Parallelism, Pool
+from simtune.specs.pool import Parallelism, Pool
 
 
 class HostWork(NamedTuple):

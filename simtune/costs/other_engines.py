@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from statistics import median
 from typing import get_args
 
-from simtune.costs.transfer import wider
+from simtune.costs.device_transfer import wider
 from simtune.specs.catalog import kernels_of, load_engine, load_hardware
-from simtune.specs.engine import EngineFamily
 from simtune.specs.hardware import Hardware, Operator
+from simtune.specs.preset import EngineFamily
 
 _BEGINNINGS: dict[str, EngineFamily] = {
     "vllm": "vllm",

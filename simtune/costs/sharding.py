@@ -13,7 +13,7 @@ from simtune.specs.model import (
     NoAttention,
     NoFeedForward,
 )
-from simtune.specs.plan import Afd, Parallelism
+from simtune.specs.pool import Afd, Parallelism
 
 
 def check_parallelism(model: Model, parallelism: Parallelism) -> None:

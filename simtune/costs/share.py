@@ -8,7 +8,7 @@ not to be fought over.
 
 from __future__ import annotations
 
-from simtune.costs.transfer import transfer
+from simtune.costs.device_transfer import transfer
 from simtune.specs.hardware import Facts, Hardware
 
 _LEAST = 2

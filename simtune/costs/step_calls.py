@@ -16,7 +16,7 @@ from simtune.costs.predict import Predictor, Profile
 from simtune.specs.base import ACTIVATION_BYTES, DTYPE_BYTES, Dtype
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import DenseFeedForward, FeedForward, LayerGroup, Model, MoeFeedForward, NoFeedForward
-from simtune.specs.plan import Overlap, Pool
+from simtune.specs.pool import Overlap, Pool
 
 COMMUNICATION = frozenset({"all_reduce", "send", "all_to_all", "moe_dispatch", "moe_combine"})
 """Kinds that keep links busy and not processors."""

@@ -14,9 +14,10 @@ from simtune.emit.tensorrt_llm import TensorrtLlm
 from simtune.emit.transformers import Transformers
 from simtune.emit.vllm import Vllm
 from simtune.errors import UsageError
-from simtune.plugins import PartKind, registered
 from simtune.specs.model import Model
-from simtune.specs.plan import Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.plugins import PartKind, registered
+from simtune.specs.pool import Pool
 from simtune.specs.speculation import Speculation
 
 __all__ = [

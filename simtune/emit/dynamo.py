@@ -15,7 +15,8 @@ from typing import Any
 from simtune.emit.emitter import Files, with_unsaid
 from simtune.specs import yamlfile
 from simtune.specs.model import Model
-from simtune.specs.plan import Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Pool
 
 DYNAMO_VERSION = "1.6.1"
 ROUTER_MODES = {"round_robin": "round-robin", "prefix_aware": "kv"}

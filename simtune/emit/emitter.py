@@ -11,7 +11,8 @@ from simtune.specs import yamlfile
 from simtune.specs.catalog import load_engine, names
 from simtune.specs.drafters import Drafter
 from simtune.specs.model import Model
-from simtune.specs.plan import HostTimes, Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import HostTimes, Pool
 from simtune.specs.schemes import Scheme
 from simtune.specs.speculation import Speculation
 
@@ -22,7 +23,7 @@ Files = dict[str, str]
 T = TypeVar("T")
 
 
-def untold(pool: Pool) -> Iterator[str]:
+def unsupported_settings(pool: Pool) -> Iterator[str]:
     """What a pool may say to the simulator and no engine is told."""
     settings = (
         ("overlap", pool.overlap),
@@ -107,7 +108,7 @@ class Emitter(ABC):
 
     def refusals(self, pool: Pool, model: Model, draft_models: Mapping[str, Model]) -> Iterator[str]:
         """What of a pool the engine would not start with, or is not told here, key by key."""
-        yield from untold(pool)
+        yield from unsupported_settings(pool)
         if pool.share is not None:
             yield f"share: {self.title} is not told of shares of a GPU; leave it out, or split GPUs by CUDA MPS"
         if quantised(pool, model) and pool.weight_dtype not in self.quantizations:

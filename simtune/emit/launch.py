@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from simtune.specs.model import Model
-from simtune.specs.plan import Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Pool
 
 
 class Server(NamedTuple):

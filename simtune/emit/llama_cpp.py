@@ -14,7 +14,8 @@ from simtune.emit.launch import Server
 from simtune.emit.serving import ServingEmitter
 from simtune.specs.drafters import Drafter
 from simtune.specs.model import Model
-from simtune.specs.plan import Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Pool
 from simtune.specs.schemes import Scheme
 
 

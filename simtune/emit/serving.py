@@ -11,7 +11,8 @@ from simtune.emit.launch import Server, launch_script
 from simtune.errors import UsageError
 from simtune.specs import yamlfile
 from simtune.specs.model import Model
-from simtune.specs.plan import Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Pool
 
 
 class ServingEmitter(Emitter):

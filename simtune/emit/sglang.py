@@ -12,7 +12,8 @@ from simtune.emit.releases import Release, release_of, words
 from simtune.emit.serving import ServingEmitter, own_options
 from simtune.specs.drafters import BlockDrafter, Drafter, DraftModel, Eagle, Ngram
 from simtune.specs.model import Model
-from simtune.specs.plan import Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Pool
 from simtune.specs.schemes import Chain, DynamicTree, Scheme
 from simtune.specs.speculation import Speculation
 

@@ -11,7 +11,8 @@ from simtune.emit.serving import ServingEmitter, own_options
 from simtune.specs import yamlfile
 from simtune.specs.drafters import Drafter, DraftModel, Eagle, Ngram
 from simtune.specs.model import Model
-from simtune.specs.plan import Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Pool
 from simtune.specs.schemes import Chain, DynamicTree, Scheme
 
 

@@ -23,7 +23,8 @@ from simtune.errors import UsageError, suggest
 from simtune.specs import yamlfile
 from simtune.specs.drafters import BlockDrafter, Drafter, DraftModel, Eagle, Medusa, Ngram, Suffix
 from simtune.specs.model import Model
-from simtune.specs.plan import Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Pool
 from simtune.specs.schemes import ByBatch, Chain, Scheme
 from simtune.specs.speculation import Speculation
 

@@ -26,8 +26,8 @@ from simtune.engine.prefix import PrefixCache, hit_rate
 from simtune.engine.request import Request
 from simtune.engine.scheduler import Scheduler
 from simtune.engine.step import NO_PROGRESS, Chunk, Progress, Step
-from simtune.engine.transformers import TransformersFifo, TransformersPrefillFirst
-from simtune.engine.vllm import VllmFcfs, VllmPriority
+from simtune.engine.transformers_scheduler import TransformersFifo, TransformersPrefillFirst
+from simtune.engine.vllm_scheduler import VllmFcfs, VllmPriority
 
 POLICIES: dict[str, type[Scheduler]] = {
     "vllm-fcfs": VllmFcfs,

@@ -10,10 +10,10 @@ import numpy as np
 from simtune.costs.iteration import StepModel, StepWork
 from simtune.costs.predict import Z90, Predictor
 from simtune.costs.tables.own import MeasuredPoint
-from simtune.profiling.journal import Journal, task_of
+from simtune.profiling.measurement_journal import Journal, task_of
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
-from simtune.specs.plan import Batching, Pool
+from simtune.specs.pool import Batching, Pool
 
 
 class Check(NamedTuple):

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from simtune.errors import SimtuneError
+from simtune.profiling.measurement_plan import MeasurementTask
 from simtune.profiling.operands import DTYPES
-from simtune.profiling.plan import MeasurementTask
 from simtune.profiling.timing import Measured, Sample, now, summary
 
 COLLECTIVES = ("all_reduce", "all_gather", "send_recv")

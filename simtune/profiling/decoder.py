@@ -13,8 +13,8 @@ from torch import Tensor
 
 from simtune.profiling import kernels
 from simtune.profiling.kernels import Attend
+from simtune.profiling.measurement_plan import products
 from simtune.profiling.operands import Operands
-from simtune.profiling.plan import products
 from simtune.profiling.timing import Call
 from simtune.specs.model import FullAttention, Model
 

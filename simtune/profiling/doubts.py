@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from simtune.costs.fit import fit_base
+from simtune.costs.hardware_profile import data_sheet
 from simtune.costs.operators import OPERATORS, Setting
 from simtune.costs.predict import base_seconds
-from simtune.costs.profile import data_sheet
 from simtune.costs.residual import fit_process
 from simtune.costs.tables.own import MeasuredPoint
 from simtune.profiling.fitting import facts_of, tables_of
-from simtune.profiling.journal import Journal, task_of
-from simtune.profiling.plan import MeasurementTask
+from simtune.profiling.measurement_journal import Journal, task_of
+from simtune.profiling.measurement_plan import MeasurementTask
 
 MOVED = 0.03
 """A sentinel so far off its median casts doubt on the points before it."""

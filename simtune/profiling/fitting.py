@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from simtune.costs.fit import fit_predictor
+from simtune.costs.hardware_profile import build, data_sheet
 from simtune.costs.operators import OPERATORS, Chip
 from simtune.costs.predict import Predictor
-from simtune.costs.profile import build, data_sheet
 from simtune.costs.tables import Tables, own
 from simtune.costs.tables.common import merge
 from simtune.costs.tables.own import MeasuredPoint
 from simtune.costs.tables.screen import screen
 from simtune.errors import UsageError
 from simtune.profiling.checks import Check, errors_by_operator, validate
-from simtune.profiling.journal import FILE, Journal, task_of
-from simtune.profiling.plan import Limits, work
+from simtune.profiling.measurement_journal import FILE, Journal, task_of
+from simtune.profiling.measurement_plan import Limits, work
 from simtune.specs.base import Dtype
 from simtune.specs.hardware import Device, Facts, Hardware, HoldOut, Link
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from simtune.costs.tables.own import SHAPES
+from simtune.profiling.measurement_plan import MeasurementTask
 from simtune.profiling.operands import DTYPES, Operands
-from simtune.profiling.plan import MeasurementTask
 from simtune.profiling.timing import Call
 
 Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]

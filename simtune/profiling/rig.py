@@ -22,8 +22,8 @@ from simtune.profiling import kernels
 from simtune.profiling.collectives import COLLECTIVES, Group
 from simtune.profiling.decoder import Decoder
 from simtune.profiling.kernels import ATTENTION, CANDIDATES, Attend
+from simtune.profiling.measurement_plan import Limits, MeasurementTask, products, work
 from simtune.profiling.operands import Operands
-from simtune.profiling.plan import Limits, MeasurementTask, products, work
 from simtune.profiling.timing import (
     BUSY,
     WARM_UP_S,

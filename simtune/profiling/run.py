@@ -20,9 +20,9 @@ from simtune.costs.tables.own import MeasuredPoint
 from simtune.profiling.checks import Check, check_steps, errors_by_operator, validate
 from simtune.profiling.doubts import doubtful
 from simtune.profiling.fitting import fit, predictors
-from simtune.profiling.journal import FILE, Journal, task_of
-from simtune.profiling.plan import Limits, MeasurementPlan, MeasurementTask, plan
-from simtune.profiling.summary import summarise
+from simtune.profiling.measurement_journal import FILE, Journal, task_of
+from simtune.profiling.measurement_plan import Limits, MeasurementPlan, MeasurementTask, plan
+from simtune.profiling.run_summary import summarise
 from simtune.profiling.timing import Measured, now
 from simtune.specs.hardware import Facts, Hardware
 from simtune.specs.model import Model

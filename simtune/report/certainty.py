@@ -6,9 +6,9 @@ import math
 
 from simtune.costs.predict import Z90
 from simtune.report.info import METRIC_NAMES, ms, number, percent
+from simtune.results.summary import CostBasis, SloLimit, Uncertainty
 from simtune.runs.schema import Summary
-from simtune.sim.summary import CostBasis, SloLimit, Uncertainty
-from simtune.tuner.odds import SloOdds
+from simtune.tuner.doubt.slo_probability import SloOdds
 
 
 def certainty(s: Summary) -> str | None:

@@ -12,14 +12,14 @@ from statistics import NormalDist
 from typing import Any, NamedTuple
 
 from simtune import __version__
-from simtune.report import beside, figures, info, verdict
-from simtune.report.beside import NamedFindings, NamedValidation
+from simtune.report import figures, info, side_by_side, verdict
 from simtune.report.certainty import certainty
+from simtune.report.side_by_side import NamedFindings, NamedValidation
 from simtune.report.templates import fill, template
-from simtune.report.validation import headline as validated
-from simtune.reproduce import headline as published
+from simtune.report.validation_page import headline as validated
+from simtune.results.summary import Metric
 from simtune.runs.schema import Run, Summary
-from simtune.sim.summary import Metric
+from simtune.validation.published import headline as published
 
 METRICS: tuple[Metric, ...] = ("ttft", "tpot", "e2el")
 DECISIVE = 5e-4
@@ -320,7 +320,7 @@ def render(compared: Compared) -> str:
         for name, figure in overlays(runs).items()
     }
     if validations:
-        scatter = beside.errors_figure(validations, len(runs))
+        scatter = side_by_side.errors_figure(validations, len(runs))
         drawn["errors"] = figures.fragment(scatter, "errors", 460)
     return fill(
         "compare.html.j2",
@@ -328,8 +328,8 @@ def render(compared: Compared) -> str:
         runs=runs,
         validations=validations,
         findings=compared.findings,
-        errors=beside.errors(validations),
-        gains=beside.gains(compared.findings),
+        errors=side_by_side.errors(validations),
+        gains=side_by_side.gains(compared.findings),
         colours=[figures.series_colour(i) for i in range(len(compared.names))],
         info=info,
         numbers=(rows := numbers(runs)),

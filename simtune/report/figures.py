@@ -25,9 +25,9 @@ from simtune.report.info import (
     percent,
 )
 from simtune.report.labels import brief, escape
+from simtune.results.summary import InstanceUse
 from simtune.runs.schema import Summary, Timeline
-from simtune.sim.load import LengthFacts, LoadFacts
-from simtune.sim.summary import InstanceUse
+from simtune.workload.load import LengthFacts, LoadFacts
 
 Figure = dict[str, Any]
 

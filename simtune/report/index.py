@@ -9,13 +9,13 @@ from urllib.parse import quote
 from simtune import __version__
 from simtune.errors import plural
 from simtune.report import info
-from simtune.report.beside import NamedFindings, NamedValidation
 from simtune.report.compare import Compared, NamedRun
-from simtune.report.sweep import DRAWN, curves
+from simtune.report.side_by_side import NamedFindings, NamedValidation
+from simtune.report.sweep_page import DRAWN, curves
 from simtune.report.templates import fill, template
 from simtune.report.thumbnails import Span, drawn, e2el_span, of_run, of_validation
-from simtune.reproduce.findings import counts
 from simtune.runs.sweep_files import PAGE, SweepTable
+from simtune.validation.published.findings import counts
 
 COLUMNS = (
     "run", "thumbnail", "model", "hardware", "plan", "GPUs", "offered, requests/s", "goodput, requests/s",

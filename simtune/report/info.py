@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from simtune.costs.predict import Z90, Basis
 from simtune.errors import plural
+from simtune.results.summary import Metric, SloLimit
 from simtune.runs.schema import CandidateRow, HardwareFacts, Run, Summary
-from simtune.sim.basis import note
-from simtune.sim.summary import Metric, SloLimit
+from simtune.sim.run_basis import note
 from simtune.specs.base import Spec
 
 FOLLOWS = 0.95

@@ -8,7 +8,7 @@ from simtune.sim.deployment import vllm_batching
 from simtune.specs.catalog import load_hardware, names
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
-from simtune.specs.plan import Parallelism, Pool
+from simtune.specs.pool import Parallelism, Pool
 
 
 def facts(model: Model) -> list[tuple[str, str]]:

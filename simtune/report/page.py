@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from simtune import __version__
-from simtune.report import explore, figures, info, load, proof, speculation, swimlanes, verdict
+from simtune.report import explore, figures, info, load_page, proof, speculation_page, swimlanes_page, verdict
 from simtune.report.certainty import certainty
 from simtune.report.neighbours import neighbours
 from simtune.report.templates import fill, template
@@ -16,13 +16,13 @@ def render(run: Run) -> str:
     """The page of a run of `optimize` or `simulate`: of one that was just made, or read again."""
     from markupsafe import Markup
 
-    s, timeline, proven = run.summary, swimlanes.section(run), proof.section(run)
+    s, timeline, proven = run.summary, swimlanes_page.section(run), proof.section(run)
     return fill(
         "report.html.j2",
         s=s,
         run=run,
         info=info,
-        load_rows=load.load_rows(s.load) if s.load else (),
+        load_rows=load_page.load_rows(s.load) if s.load else (),
         verdict=verdict,
         sure=certainty(s),
         steps=neighbours(run),
@@ -31,7 +31,7 @@ def render(run: Run) -> str:
         explorer=Markup(_explorer(run)) if len(explore.points(run)) > 1 else None,
         version=__version__,
         figures={name: Markup(html) for name, html in _figures(run).items()},
-        speculation=Markup(speculation.section(s.draft_schedule)) if s.draft_schedule else None,
+        speculation=Markup(speculation_page.section(s.draft_schedule)) if s.draft_schedule else None,
         style=Markup(template("style.j2")),
         candidate_cells=candidate_cells,
         summary_json=Markup(_json_in_html(s)),
@@ -68,7 +68,7 @@ def _figures(run: Run) -> dict[str, str]:
     if len(s.instances) > 1:
         drawn["instances"] = (figures.instances_figure(s.instances), 300)
     fragments = {name: figures.fragment(figure, name, height) for name, (figure, height) in drawn.items()}
-    return fragments | (load.load_figures(s.load) if s.load else {})
+    return fragments | (load_page.load_figures(s.load) if s.load else {})
 
 
 def candidate_cells(c: CandidateRow) -> list[str]:

@@ -10,7 +10,7 @@ from simtune.report.figures import Figure
 from simtune.report.labels import escape
 from simtune.report.templates import fill
 from simtune.runs.schema import CourseRow, Run
-from simtune.tuner.certificate import Certificate, PlanFate
+from simtune.tuner.certificate.search_certificate import Certificate, PlanFate
 
 CHOSEN, MET, MISSED, TWIN, CANNOT, OPEN = (
     "chosen", "met the SLO, worth no more", "simulated, missed the SLO", "does what another plan does",

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from simtune.errors import UsageError
-from simtune.report.beside import NamedFindings, NamedValidation
 from simtune.report.compare import Compared, NamedRun, distinct
-from simtune.reproduce import Findings
-from simtune.reproduce.findings import FINDINGS_SCHEMA
-from simtune.runs.reading import read_record, read_run
+from simtune.report.side_by_side import NamedFindings, NamedValidation
+from simtune.runs.run_reader import read_record, read_run
 from simtune.runs.sweep_files import is_sweep
-from simtune.specs.reading import max_bytes
-from simtune.validation.judge import VALIDATION_SCHEMA, Validation
+from simtune.specs.input_files import max_bytes
+from simtune.validation.judge.comparison import VALIDATION_SCHEMA, Validation
+from simtune.validation.published import Findings
+from simtune.validation.published.findings import FINDINGS_SCHEMA
 
 VALIDATION = "validation.json"
 RUN = "summary.json"

@@ -8,7 +8,7 @@ from html import escape
 
 from simtune.report.info import ms, number
 from simtune.runs.schema import Summary
-from simtune.validation.judge import Validation
+from simtune.validation.judge.comparison import Validation
 
 WIDTH, HEIGHT, MARGIN = 96, 28, 2
 MOST_POINTS = 40

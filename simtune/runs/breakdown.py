@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from simtune.costs.iteration import StepModel, StepWork
+from simtune.results.result import Result
 from simtune.runs.schema import StepPart, StepTime
 from simtune.sim.deployment import Deployment
-from simtune.sim.parts import OwnCosts
-from simtune.sim.result import Result
-from simtune.specs.plan import Pool
+from simtune.sim.plan_parts import OwnCosts
+from simtune.specs.pool import Pool
 
 SUREST_FIRST = ("measured", "published-tables", "transferred", "other-engine", "data-sheet", "assumed")
 DIGITS = 9

@@ -12,7 +12,8 @@ from typing import Any, cast
 from simtune.costs.basis import KindBasis
 from simtune.costs.calibration import words
 from simtune.errors import Infeasible
-from simtune.parallel import Jobs
+from simtune.results.result import Result
+from simtune.results.summary import SimulationSummary, Uncertainty
 from simtune.runs.breakdown import step_times
 from simtune.runs.engine_files import (
     MAX_NODES,
@@ -25,7 +26,7 @@ from simtune.runs.engine_files import (
 )
 from simtune.runs.files import FRONT, MANIFEST, Files
 from simtune.runs.price import price, priced
-from simtune.runs.requests import requests_csv
+from simtune.runs.request_columns import requests_csv
 from simtune.runs.schema import (
     COURSE,
     SUMMARY_SCHEMA,
@@ -48,24 +49,23 @@ from simtune.runs.schema import (
 from simtune.runs.swimlanes import SWIMLANES, swimlanes_of
 from simtune.runs.tables import columns, to_csv
 from simtune.runs.timeline import sampled, trace_file
-from simtune.sim.basis import pool_bases, summed
 from simtune.sim.deployment import Deployment
-from simtune.sim.load import load_facts
-from simtune.sim.result import Result
-from simtune.sim.summary import SimulationSummary, Uncertainty
+from simtune.sim.parallel import Jobs
+from simtune.sim.run_basis import pool_bases, summed
 from simtune.specs.hardware import Hardware
 from simtune.specs.study import Study
 from simtune.specs.trace_cut import replayed_part
 from simtune.specs.traces import Trace
 from simtune.specs.workload import Workload
-from simtune.tuner.certificate import Certificate, certificate_of
-from simtune.tuner.confidence import Confidence
-from simtune.tuner.day import DayHour, Done, day_of
+from simtune.tuner.certificate.front_certificate import front_certificate_of
+from simtune.tuner.certificate.search_certificate import Certificate, certificate_of
+from simtune.tuner.doubt.confidence import Confidence
+from simtune.tuner.doubt.slo_probability import odds
 from simtune.tuner.drafting import Contexts, schedule
-from simtune.tuner.front_certificate import front_certificate_of
-from simtune.tuner.odds import odds
-from simtune.tuner.rate_sweep import RateSweep, sweeps
+from simtune.tuner.search.day import DayHour, Done, day_of
+from simtune.tuner.search.rate_sweep import RateSweep, sweeps
 from simtune.tuner.trial import Trial, Tuned
+from simtune.workload.load import load_facts
 
 PLAN = "plan.yaml"
 _WRITTEN = "Written by simtune; read by simtune simulate."

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from simtune.results.summary import SimulationSummary
 from simtune.runs.schema import CandidateRow, Price
 from simtune.sim.deployment import Deployment
-from simtune.sim.summary import SimulationSummary
 
 MILLION = 1e6
 HOUR_S = 3600.0

@@ -2,7 +2,7 @@
 `manifest.json`.
 
 Declared once; the same classes are filled in, written, and read again. The numbers of the simulation itself are
-declared where they are computed, in `simtune.sim.summary`. Seconds, bytes, tokens, requests per second.
+declared where they are computed, in `simtune.results.summary`. Seconds, bytes, tokens, requests per second.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, ValidationInfo, field_serializer, field_validator, model_validator
 
+from simtune.results.summary import CostBasis, LatencyQuantiles, SimulationSummary, Uncertainty
 from simtune.runs.swimlanes import Swimlanes
-from simtune.sim.load import LoadFacts
-from simtune.sim.summary import CostBasis, LatencyQuantiles, SimulationSummary, Uncertainty, Whole
-from simtune.specs.base import Count, ErrorAt, NonNegative, Positive, Record, Seq, Share, Spec
+from simtune.specs.base import Count, ErrorAt, NonNegative, Positive, Record, Seq, Share, Spec, Whole
 from simtune.specs.plan import Plan
 from simtune.specs.study import Study
-from simtune.tuner.certificate import Certificate
-from simtune.tuner.confidence import Confidence
-from simtune.tuner.day import DayPlan
-from simtune.tuner.ladder import FrontPoint
-from simtune.tuner.odds import SloOdds
+from simtune.tuner.certificate.search_certificate import Certificate
+from simtune.tuner.doubt.confidence import Confidence
+from simtune.tuner.doubt.slo_probability import SloOdds
+from simtune.tuner.search.day import DayPlan
+from simtune.tuner.search.front_points import FrontPoint
+from simtune.workload.load import LoadFacts
 
 SUMMARY_SCHEMA: Literal["simtune/summary@1"] = "simtune/summary@1"
 COURSE = "search.csv"

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from simtune.errors import Problem, SpecError, UsageError
 from simtune.runs.files import write_file
 from simtune.runs.tables import to_csv
-from simtune.specs.reading import csv_rows, read_text
+from simtune.specs.input_files import csv_rows, read_text
 
 TABLE, PAGE = "sweep.csv", "sweep.html"
 FIRST_NUMBER = "saturated"

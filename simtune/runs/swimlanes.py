@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from simtune.costs.ticks import TICKS_PER_SECOND
+from simtune.results.outcome import Outcome
+from simtune.results.recorded_steps import RecordedSteps
+from simtune.results.result import Result
 from simtune.runs.files import packed
-from simtune.sim.outcome import Outcome
-from simtune.sim.recorded_steps import RecordedSteps
-from simtune.sim.result import Result
 from simtune.specs.base import Record, Seq
 
 SWIMLANES_SCHEMA: Literal["simtune/swimlanes@1"] = "simtune/swimlanes@1"

@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from simtune.errors import Problem, SpecError
 from simtune.specs.base import Record
-from simtune.specs.reading import csv_rows, read_text
+from simtune.specs.input_files import csv_rows, read_text
 
 R = TypeVar("R", bound=Record)
 

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from simtune.costs.ticks import TICKS_PER_SECOND
+from simtune.results.result import Result
 from simtune.runs.files import packed
 from simtune.runs.schema import Timeline
-from simtune.sim.result import Result
 
 POINTS = 400
 _JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False)

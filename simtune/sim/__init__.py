@@ -1,1 +1,1 @@
-"""The simulated clock: engine cores, routers, links, deployments, and what comes out of a run."""
+"""The simulated clock: engine cores, routers, links, deployments."""

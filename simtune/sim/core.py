@@ -19,7 +19,7 @@ from simtune.sim.agenda import DRAINED, STEP_END, TRANSFER_START, WAKE, Agenda
 from simtune.sim.link import TransferLink
 from simtune.sim.recorder import Recorder
 from simtune.sim.sampling import StepSampler
-from simtune.sim.timing import JumpTime, StepTimer, timer_for
+from simtune.sim.step_timing import JumpTime, StepTimer, timer_for
 
 
 class Connector(Protocol):

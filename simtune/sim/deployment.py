@@ -15,21 +15,22 @@ from simtune.costs.protocol import StepCosts
 from simtune.costs.share import share_of
 from simtune.costs.step_files import read_costs
 from simtune.errors import Infeasible, PartError, UsageError
-from simtune.sim import parts
+from simtune.results.result import MissBudget, Result
+from simtune.sim import plan_parts
 from simtune.sim.drafting import Drafting, useful_replicas
-from simtune.sim.energy import power_of
 from simtune.sim.feasibility import check
+from simtune.sim.pool_power import power_of
 from simtune.sim.pools import DeployedPool, kv_block_bytes
-from simtune.sim.requests import RequestStream
-from simtune.sim.result import MissBudget, Result
 from simtune.sim.stations import passed
 from simtune.sim.watch import StopWhen, Watch, watched
 from simtune.sim.wiring import transfer_terms, wire
-from simtune.specs.engine import EnginePreset, merged
 from simtune.specs.hardware import Device, Hardware, Host, Provenance
 from simtune.specs.model import Model
-from simtune.specs.plan import Batching, KvCache, Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Batching, KvCache, Pool
+from simtune.specs.preset import EnginePreset, merged
 from simtune.specs.workload import Slo
+from simtune.workload.requests import RequestStream
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Deployment:
     @property
     def estimated(self) -> list[str]:
         """Operators that no table covers: their times are estimated from the data sheet."""
-        modelled = [pool for pool in self.pools if not isinstance(pool.costs, parts.OwnCosts)]
+        modelled = [pool for pool in self.pools if not isinstance(pool.costs, plan_parts.OwnCosts)]
         return sorted({name for p in modelled for name in StepModel(self.model, p.hardware, p.spec).estimated})
 
     @property
@@ -84,7 +85,7 @@ class Deployment:
     @property
     def cores_apart(self) -> bool:
         """Whether instances do not disturb each other, so that some of them can stand for all."""
-        router = parts.ROUTER.find(self.plan.router.kind)
+        router = plan_parts.ROUTER.find(self.plan.router.kind)
         return len(self.pools) == 1 and router.deals_in_turn and not self.plan.events
 
     def simulate(
@@ -114,8 +115,8 @@ class Deployment:
             scale, stream = all_instances / instances, stream.share_of(instances, all_instances)
         through = passed(self.plan, stream)
         stream = through.stream
-        brought = parts.brought(self.plan, [pool.costs for pool in self.pools])
-        with parts.blamed(brought):
+        brought = plan_parts.brought(self.plan, [pool.costs for pool in self.pools])
+        with plan_parts.blamed(brought):
             wiring = wire(self.plan, self.model, self.pools, stream, slo, seed, instances)
             outcome = through.written(
                 wiring.world(
@@ -126,7 +127,7 @@ class Deployment:
                 ).run()
             )
         if brought and not outcome.aborted:
-            parts.check_nobody_waits(self.plan, wiring.cores)
+            plan_parts.check_nobody_waits(self.plan, wiring.cores)
         power = power_of(self.pools, self.plan.stages, stream)
         result = Result(stream, outcome, self.plan.num_devices, slo, offered_rate_rps, scale, power)
         self._check_answered(result)
@@ -176,10 +177,10 @@ def deploy(
     Raises Infeasible, saying what is missing, when the model does not fit or the plan contradicts itself, and PartError
     where a part that the plan names cannot be used.
     """
-    wrong = [f"plan {plan.name}: {'.'.join(map(str, at))}: {why}" for at, why in parts.problems(plan)]
+    wrong = [f"plan {plan.name}: {'.'.join(map(str, at))}: {why}" for at, why in plan_parts.problems(plan)]
     if wrong:
         raise PartError("\n".join(wrong))
-    with parts.blamed(parts.brought(plan, [])):
+    with plan_parts.blamed(plan_parts.brought(plan, [])):
         pools = [
             _deployed(pool, plan, model, hardware, _costs_of(pool, costs), factors, drafting) for pool in plan.pools
         ]
@@ -190,7 +191,7 @@ def _costs_of(pool: Pool, costs: StepCosts | Mapping[str, StepCosts] | None) -> 
     """What serves a pool of the costs that are given."""
     if isinstance(costs, Mapping):
         return costs.get(pool.name)
-    return None if pool.speculation is not None and not isinstance(costs, parts.OwnCosts) else costs
+    return None if pool.speculation is not None and not isinstance(costs, plan_parts.OwnCosts) else costs
 
 
 def compiled_costs(
@@ -226,12 +227,12 @@ def _deployed(
     drafts = drafting if drafting is None or isinstance(drafting, Drafting) else drafting.get(pool.name)
     memory = check(pool, model, its, drafts)
     if costs is None and pool.costs is not None:
-        costs = parts.OwnCosts(read_costs(Path(pool.costs)))
-    if isinstance(costs, parts.OwnCosts):
+        costs = plan_parts.OwnCosts(read_costs(Path(pool.costs)))
+    if isinstance(costs, plan_parts.OwnCosts):
         costs.check_for(pool)
     if pool.speculation is None:
         drafts = None
-    if drafts is not None and not isinstance(costs, parts.OwnCosts):
+    if drafts is not None and not isinstance(costs, plan_parts.OwnCosts):
         pool = _as_run(pool, model, its, max_model_len, drafts, factors)
     compiled = compiled_costs(pool, model, its, max_model_len, drafts, factors) if costs is None else costs
     deployed = DeployedPool(pool, its, memory, compiled, max_model_len, kv_block_bytes(model, pool), drafts, whole)

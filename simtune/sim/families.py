@@ -16,9 +16,9 @@ from simtune.errors import UsageError
 from simtune.sim.agenda import ARRIVAL, Agenda
 from simtune.sim.core import EngineCore
 from simtune.sim.recorder import Recorder, empty_column
-from simtune.sim.requests import RequestStream
 from simtune.sim.source import Hints, RequestSource
 from simtune.specs.plan import Plan
+from simtune.workload.requests import RequestStream
 
 
 @dataclass(slots=True)

@@ -13,10 +13,10 @@ from simtune.engine import POLICIES
 from simtune.engine.scheduler import Feature
 from simtune.errors import Infeasible
 from simtune.sim.drafting import Drafting, check_drafting
-from simtune.sim.parts import POLICY
+from simtune.sim.plan_parts import POLICY
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model, MoeFeedForward
-from simtune.specs.plan import Batching, Pool
+from simtune.specs.pool import Batching, Pool
 
 
 def check(pool: Pool, model: Model, hardware: Hardware, drafting: Drafting | None = None) -> Memory:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from heapq import heapify, heapreplace
 
 from simtune.costs.ticks import to_ticks
-from simtune.specs.plan import Pool
+from simtune.specs.pool import Pool
 
 
 class FrontEnd:

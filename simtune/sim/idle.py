@@ -15,7 +15,7 @@ from simtune.sim.deployment import Deployment
 from simtune.sim.pools import DeployedPool
 from simtune.specs.catalog import load_engine, names
 from simtune.specs.model import Model, MoeFeedForward
-from simtune.specs.plan import Pool
+from simtune.specs.pool import Pool
 
 Why = Callable[[DeployedPool, Model], str | None]
 

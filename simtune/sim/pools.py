@@ -13,12 +13,12 @@ from simtune.engine import DraftingTerms
 from simtune.engine.scheduler import Feature
 from simtune.sim.core import EngineCore, Stepping
 from simtune.sim.drafting import AcceptanceSampler, Drafting, drafting_terms
-from simtune.sim.parts import POLICY, make_policy
-from simtune.sim.requests import RequestStream
+from simtune.sim.plan_parts import POLICY, make_policy
 from simtune.sim.stepping import DpGroup, Pipeline
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
-from simtune.specs.plan import Parallelism, Pool
+from simtune.specs.pool import Parallelism, Pool
+from simtune.workload.requests import RequestStream
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from itertools import chain
 
 import numpy as np
 
-from simtune.sim.outcome import EngineCoreUse, Outcome, Ticks
-from simtune.sim.recorded_steps import RecordedSteps
+from simtune.results.outcome import EngineCoreUse, Outcome, Ticks
+from simtune.results.recorded_steps import RecordedSteps
 
 MOST_ROWS = 1 << 10
 """How many rows of intervals are kept as tuples, at most."""

@@ -1,34 +1,18 @@
 """Some of the steps of a core, evenly spaced in the time that it is busy, so that each stands for as much of it.
 
-What a run's numbers rest on is asked of these steps (`simtune.sim.basis`): all of them would be too many to ask, and
-typical ones would be made up.
+What a run's numbers rest on is asked of these steps (`simtune.sim.run_basis`): all of them would be too many to ask,
+and typical ones would be made up.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import Step
-from simtune.sim.timing import JumpTime
+from simtune.results.outcome import SampledStep
+from simtune.sim.step_timing import JumpTime
 
 MOST = 64
 """Steps that are kept; with twice as many, every second one is dropped."""
-
-
-class SampledStep(NamedTuple):
-    """What a step worked on; `ticks` of a core's busy time are taken to have gone to steps like it."""
-
-    ticks: int
-    num_decodes: int
-    context_tokens: int
-    """KV tokens that the decodes read."""
-    verify_tokens: int
-    """Tokens that the decodes compute, drafts included."""
-    num_samples: int
-    """Sequences that get a token."""
-    chunks: tuple[tuple[int, int], ...]
-    """(past tokens, new tokens) of prefill chunks."""
 
 
 class StepSampler:

@@ -13,7 +13,7 @@ from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import Request
 from simtune.errors import UsageError
 from simtune.sim.agenda import ARRIVAL, Agenda
-from simtune.sim.requests import RequestStream
+from simtune.workload.requests import RequestStream
 
 LONGEST_S = 2.0**62 / TICKS_PER_SECOND
 """Half of what 64-bit ticks can count: arrivals beyond it are refused, so that their answers still fit."""

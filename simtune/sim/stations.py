@@ -16,11 +16,11 @@ import numpy as np
 from simtune.arrays import Array, Ints
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.errors import UsageError
-from simtune.sim.outcome import Outcome
-from simtune.sim.requests import RequestStream
+from simtune.results.outcome import Outcome
 from simtune.specs.base import LONGEST_S
 from simtune.specs.plan import Plan
 from simtune.specs.stages import Stage
+from simtune.workload.requests import RequestStream
 
 if TYPE_CHECKING:
     import simpy

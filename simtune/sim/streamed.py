@@ -1,7 +1,7 @@
 """Simulations of any number of requests in memory that does not grow with them.
 
 Requests are drawn a chunk at a time, and forgotten as soon as they are answered: what is summed up of them are counts
-and sketches (`simtune.sim.sketch`). Requests in the system at once are kept, so a saturated system still grows.
+and sketches (`simtune.results.sketch`). Requests in the system at once are kept, so a saturated system still grows.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from simtune.arrays import Array, Ints
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import Request, Tally
 from simtune.errors import UsageError
-from simtune.sim import parts
+from simtune.results.energy import Power, energy_of
+from simtune.results.outcome import EngineCoreUse, Outcome
+from simtune.results.result import METRICS, PERCENTILES, Result, objectives
+from simtune.results.sketch import Sketch
+from simtune.results.steady import Steadiness, needed_for, steadiness, stride
+from simtune.results.summary import Distribution, Metric, SimulationSummary, SloLimit
+from simtune.results.summing import instances, prefix_cache, verifications
+from simtune.sim import plan_parts
 from simtune.sim.agenda import ARRIVAL, Agenda
 from simtune.sim.deployment import Deployment
-from simtune.sim.energy import Power, energy_of, power_of
-from simtune.sim.outcome import EngineCoreUse, Outcome
+from simtune.sim.pool_power import power_of
 from simtune.sim.recorder import Recorder
-from simtune.sim.requests import RequestStream, Span, draw, unit_arrivals
-from simtune.sim.result import METRICS, PERCENTILES, Result, objectives
-from simtune.sim.sketch import Sketch
 from simtune.sim.source import LONGEST_S, RequestSource
-from simtune.sim.steady import Steadiness, needed_for, steadiness, stride
-from simtune.sim.summary import Distribution, Metric, SimulationSummary, SloLimit
-from simtune.sim.summing import instances, prefix_cache, verifications
 from simtune.sim.watch import Watch, watched
 from simtune.sim.wiring import wire
 from simtune.sim.world import World
 from simtune.specs.traces import Trace
 from simtune.specs.workload import ClosedLoop, Slo, TraceArrivals, Workload
+from simtune.workload.requests import RequestStream, Span, draw, unit_arrivals
 
 CHUNK = 1 << 15
 """Requests that are drawn at once."""
@@ -399,7 +400,7 @@ class StreamedResult:
     """Without columns."""
     totals: Totals
     at_arrivals: tuple[Ints, Ints]
-    """Requests in the system, and requests waiting, as every `simtune.sim.steady.stride`-th arrival found them."""
+    """Requests in the system, and requests waiting, as every `simtune.results.steady.stride`-th arrival found them."""
     num_gpus: int
     slo: Slo
     power: Power | None = None
@@ -445,7 +446,7 @@ class StreamedResult:
         return (self.totals.last_finish - (self.totals.first_arrival or 0)) / TICKS_PER_SECOND
 
     def summary(self) -> SimulationSummary:
-        """What it comes to in numbers; percentiles are within `simtune.sim.sketch.ERROR`."""
+        """What it comes to in numbers; percentiles are within `simtune.results.sketch.ERROR`."""
         t, duration = self.totals, self.duration_s
         attainment = t.good / t.completed if t.completed else None
         offered = self.load.offered_rate_rps
@@ -504,7 +505,7 @@ class StreamedResult:
         return tuple(short)
 
     def _itl(self) -> Distribution:
-        """As `simtune.sim.summing.between_tokens` has it."""
+        """As `simtune.results.summing.between_tokens` has it."""
         itl = self.totals.latencies["itl"]
         own = {f"p{p}": itl.quantile_s(p / 100) for p in (50, 90, 95, 99)} if itl.count else {}
         return itl.distribution().model_copy(update={"std": None, "min": None, **own})
@@ -539,8 +540,8 @@ def simulate_streamed(
                          "leave --stream out")  # fmt: skip
     if plan.stages:
         raise UsageError(f"plan {plan.name}: its stages see all requests at once; leave --stream out")
-    brought = parts.brought(plan, [pool.costs for pool in deployment.pools])
-    with parts.blamed(brought):
+    brought = plan_parts.brought(plan, [pool.costs for pool in deployment.pools])
+    with plan_parts.blamed(brought):
         wiring = wire(plan, deployment.model, deployment.pools, load.head, slo, seed)
         routers = [router for router in (wiring.router, wiring.decode_router) if router is not None]
         by_session = any("session" in router.needs for router in routers)
@@ -555,7 +556,7 @@ def simulate_streamed(
         )  # fmt: skip
         outcome = world.run()
     if brought:
-        parts.check_nobody_waits(plan, wiring.cores)
+        plan_parts.check_nobody_waits(plan, wiring.cores)
     totals, counts = world.recorder.totals, world.recorder.at_arrivals
     if not totals.completed:
         raise UsageError(

@@ -4,7 +4,7 @@ A time model errs in the same direction for all layers, steps and plans that use
 operator kind and simulated world, never per call: independent errors would average out and fake certainty. World
 i of a seed has the same errors for every plan, in units of their spread, so that plans can be compared world by world.
 The spread of a kind is that of the shapes which the plan's own steps ask for, weighted by their time
-(`simtune.sim.basis`): wider where they are outside what was measured.
+(`simtune.sim.run_basis`): wider where they are outside what was measured.
 
 What this covers is the error of operator times as seen on points held back from their fits, and that of acceptance as
 its estimate states it. It does not cover what the
@@ -24,22 +24,22 @@ from numpy.typing import NDArray
 from simtune.costs.iteration import KINDS
 from simtune.costs.predict import DATA_SHEET_LOG_SD, Profile
 from simtune.errors import UsageError
-from simtune.parallel import Jobs, executor, ordered_map
-from simtune.sim.basis import pool_bases
+from simtune.results.result import Result
+from simtune.results.summary import SimulationSummary, Uncertainty, is_uncertain
 from simtune.sim.deployment import Deployment, deploy
 from simtune.sim.drafting import Drafting
-from simtune.sim.parts import OwnCosts
-from simtune.sim.requests import RequestStream
-from simtune.sim.result import Result
-from simtune.sim.summary import SimulationSummary, Uncertainty, is_uncertain
+from simtune.sim.parallel import Jobs, executor, ordered_map
+from simtune.sim.plan_parts import OwnCosts
+from simtune.sim.run_basis import pool_bases
 from simtune.specs.base import Record
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
 from simtune.specs.workload import Slo
+from simtune.workload.requests import RequestStream
 
 LEVEL = 0.9
-_PURPOSE = 6  # key of the random streams of `simtune.sim.requests`, continued
+_PURPOSE = 6  # key of the random streams of `simtune.workload.requests`, continued
 
 
 def spreads(deployment: Deployment, result: Result) -> dict[str, float]:

@@ -11,25 +11,27 @@ from typing import Any
 
 import numpy as np
 
+from simtune.costs.kv_transfer_times import read_transfer_fit
 from simtune.costs.predict import Profile
 from simtune.costs.ticks import TICKS_PER_SECOND
-from simtune.costs.transfers import read_transfer_fit
 from simtune.engine.scheduler import Hint
 from simtune.errors import UsageError
 from simtune.sim.availability import Change
-from simtune.sim.control import RoleController, RoleCores
 from simtune.sim.core import EngineCore, KvConnector
 from simtune.sim.families import check_graph_runs
 from simtune.sim.front_end import FrontEnd
-from simtune.sim.parts import POLICY, make_router
+from simtune.sim.kv_links import ForkedConnector, Links, first_token_of, merges
+from simtune.sim.plan_parts import POLICY, make_router
 from simtune.sim.pools import DeployedPool, kv_block_bytes
-from simtune.sim.requests import RequestStream
+from simtune.sim.role_controller import RoleController, RoleCores
 from simtune.sim.router import Router
-from simtune.sim.ways import ForkedConnector, Links, first_token_of, merges
 from simtune.sim.world import World
 from simtune.specs.model import Model
-from simtune.specs.plan import Failure, FirstToken, KvLink, LeastTokensRouting, Plan, Role, Start, Switch
+from simtune.specs.plan import Failure, FirstToken, KvLink, Plan, Start, Switch
+from simtune.specs.pool import Role
+from simtune.specs.routing import LeastTokensRouting
 from simtune.specs.workload import Slo
+from simtune.workload.requests import RequestStream
 
 ByPool = Mapping[str, Sequence[EngineCore]]
 """Cores by the name of their pool."""

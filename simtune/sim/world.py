@@ -11,6 +11,7 @@ import gc
 from collections.abc import Callable, Mapping, Sequence
 
 from simtune.engine import PrefixCache, Progress, Request
+from simtune.results.outcome import EngineCoreUse, Outcome
 from simtune.sim.agenda import (
     ARRIVAL,
     CHANGE,
@@ -24,18 +25,17 @@ from simtune.sim.agenda import (
     Handler,
 )
 from simtune.sim.availability import Availability, Change
-from simtune.sim.control import RoleController
 from simtune.sim.core import EngineCore
 from simtune.sim.dispatch import Dispatcher
 from simtune.sim.families import FamilySource
 from simtune.sim.front_end import FrontEnd
 from simtune.sim.handover import Handover, Routers
-from simtune.sim.outcome import EngineCoreUse, Outcome
 from simtune.sim.recorder import MOST_ROWS, Recorder
-from simtune.sim.requests import RequestStream
+from simtune.sim.role_controller import RoleController
 from simtune.sim.router import RoundRobin, Router
 from simtune.sim.source import Hints, RequestSource
 from simtune.specs.plan import FirstToken
+from simtune.workload.requests import RequestStream
 
 
 class World:

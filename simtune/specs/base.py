@@ -14,8 +14,8 @@ from pydantic_core import CoreSchema
 
 from simtune.errors import Problem, SpecError, UsageError, suggest
 from simtune.specs import yamlfile
+from simtune.specs.input_files import read_text
 from simtune.specs.kinds import OneOf
-from simtune.specs.reading import read_text
 
 T = TypeVar("T")
 
@@ -54,6 +54,7 @@ _SMALLEST, _LARGEST = 1e-18, 1e24
 
 Positive = Annotated[float, Field(gt=0, le=_LARGEST), AfterValidator(_of_this_world)]
 NonNegative = Annotated[float, Field(ge=0, le=_LARGEST)]
+Whole = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=1, le=10**15)]
 """Of anything that can be counted; where a bound of its own makes sense, one of those below."""
 Gpus = Annotated[int, Field(ge=1, le=100_000)]

@@ -19,12 +19,12 @@ from simtune.specs import hf, yamlfile
 from simtune.specs.acceptance import Acceptance
 from simtune.specs.base import Check, Dtype, Spec, override, spec_name
 from simtune.specs.columns import replay
-from simtune.specs.engine import EnginePreset, merged
 from simtune.specs.hardware import Facts, Hardware
 from simtune.specs.hf import hub
+from simtune.specs.input_files import decoded, read_bytes, read_text
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
-from simtune.specs.reading import decoded, read_bytes, read_text
+from simtune.specs.preset import EnginePreset, merged
 from simtune.specs.study import Study
 from simtune.specs.systems import Systems
 from simtune.specs.systems import problems as problems_of_systems
@@ -41,7 +41,7 @@ FOLDERS = {
     "hardware": "hwprofiles",
     "workload": "workloads",
     "acceptance": "workloads/acceptance",
-    "engine": "engines",
+    "engine": "presets",
 }
 _SPEC_SUFFIXES = (".yaml", ".yml", ".json")
 _TRACE_SUFFIXES = (".csv", ".jsonl", ".csv.gz", ".jsonl.gz")

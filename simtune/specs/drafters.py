@@ -7,10 +7,10 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from simtune.errors import Infeasible
-from simtune.plugins import PartKind
 from simtune.specs.base import Drafts, Gpus, NonNegative, Part, Width
 from simtune.specs.kinds import OneOf, by_kind
 from simtune.specs.model import DenseFeedForward, LayerGroup, Model, MoeFeedForward
+from simtune.specs.plugins import PartKind
 
 
 class Drafter(Part):

@@ -13,7 +13,7 @@ from pydantic import Field, PrivateAttr, model_validator
 from simtune.errors import Problem, SpecError
 from simtune.specs import yamlfile
 from simtune.specs.base import Check, Count, Dtype, ErrorAt, Gpus, Name, NonNegative, Part, Positive, Seq, Share, Spec
-from simtune.specs.reading import read_arrays, read_bytes
+from simtune.specs.input_files import read_arrays, read_bytes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

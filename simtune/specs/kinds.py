@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field, GetCoreSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, core_schema
 
 from simtune.errors import PartError
-from simtune.plugins import Brought, PartKind, blame, is_import_path, registered
+from simtune.specs.plugins import Brought, PartKind, blame, is_import_path, registered
 
 
 def by_kind(*classes: type[Any]) -> dict[str, type[Any]]:

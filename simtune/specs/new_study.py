@@ -10,7 +10,7 @@ from typing import get_args
 
 from simtune.errors import UsageError
 from simtune.specs.catalog import beside, load_engine, load_hardware, load_model, load_workload, names
-from simtune.specs.engine import DEFAULT_ENGINE
+from simtune.specs.preset import DEFAULT_ENGINE
 from simtune.specs.study import Objective
 
 OBJECTIVES: tuple[str, ...] = get_args(Objective)

@@ -10,12 +10,12 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from simtune.plugins import PartKind
 from simtune.specs.acceptance import Rates
 from simtune.specs.base import Drafts, ErrorAt, Part, Seats, Seq
 from simtune.specs.drafters import Drafter, DraftModel, Eagle
 from simtune.specs.feedback import Rule
 from simtune.specs.kinds import OneOf, by_kind
+from simtune.specs.plugins import PartKind
 from simtune.specs.trees import Node, Ranks, at_least, depth_of, dynamic, width_of
 
 

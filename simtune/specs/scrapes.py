@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from simtune.errors import Problem, SpecError
-from simtune.specs.reading import decoded, numbered_lines, read_bytes, unpacked
+from simtune.specs.input_files import decoded, numbered_lines, read_bytes, unpacked
 
 LARGEST = 8 << 20
 """Bytes of a file that is looked at as a scrape: servers say some hundred kilobytes."""

@@ -8,7 +8,7 @@ from typing import Annotated, Protocol
 from pydantic import Field
 
 from simtune.specs.base import ErrorAt, Part
-from simtune.specs.control import SizedPool
+from simtune.specs.role_control import SizedPool
 
 PositiveShare = Annotated[float, Field(ge=0.01, le=1)]
 _ROUNDING = 1e-9

@@ -33,7 +33,9 @@ from simtune.specs.base import (
 )
 from simtune.specs.constraints import Constraint
 from simtune.specs.drafters import AnyDrafter
-from simtune.specs.plan import KvDtype, KvLink, Policy, Pool, RoundRobinRouting, Routing
+from simtune.specs.plan import KvLink
+from simtune.specs.pool import KvDtype, Policy, Pool
+from simtune.specs.routing import RoundRobinRouting, Routing
 from simtune.specs.schemes import AnyScheme
 from simtune.specs.speculation import check_scheme
 from simtune.specs.workload import Slo

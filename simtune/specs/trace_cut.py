@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from simtune.arrays import Array, Ints, Mask
 from simtune.errors import UsageError
-from simtune.specs.reading import shortened
+from simtune.specs.input_files import shortened
 from simtune.specs.traces import Trace
 from simtune.specs.workload import Workload
 

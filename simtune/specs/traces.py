@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from simtune.arrays import Array, Ints
 from simtune.errors import Problem, SpecError
-from simtune.specs.reading import (
+from simtune.specs.input_files import (
     JsonError,
     csv_rows,
     decoded,
@@ -53,7 +53,7 @@ from simtune.specs.trace_formats import (
     stranger,
 )
 from simtune.specs.trace_formats.clocks import EARLIEST_S
-from simtune.specs.trace_formats.common import first_value, look_up
+from simtune.specs.trace_formats.log_rows import first_value, look_up
 from simtune.specs.workload import MAX_TOKENS
 
 MAX_SHOWN = 20

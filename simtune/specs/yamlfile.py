@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from simtune.errors import Problem, SpecError
-from simtune.specs.reading import DEEPEST, LARGEST_INT, shortened
+from simtune.specs.input_files import DEEPEST, LARGEST_INT, shortened
 
 _INT = re.compile(r"[-+]?[0-9]+$|0x[0-9a-fA-F]+$|0o[0-7]+$")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$")

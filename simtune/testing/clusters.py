@@ -14,18 +14,18 @@ from hypothesis import strategies as st
 from simtune.costs.compiled import LinearCosts
 from simtune.costs.ticks import TICKS_PER_SECOND, to_ticks
 from simtune.engine import Scheduler, VllmFcfs
+from simtune.results.outcome import Outcome
 from simtune.sim.availability import Change
-from simtune.sim.control import RoleController, RoleCores
 from simtune.sim.core import EngineCore, KvConnector, Stepping
+from simtune.sim.kv_links import ForkedConnector
 from simtune.sim.link import TransferLink
-from simtune.sim.outcome import Outcome
-from simtune.sim.requests import RequestStream
+from simtune.sim.role_controller import RoleController, RoleCores
 from simtune.sim.router import ROUTERS, LoadAware, Need, Router
 from simtune.sim.stepping import DpGroup, Pipeline
-from simtune.sim.ways import ForkedConnector
 from simtune.sim.world import World
-from simtune.specs.control import Pressure
 from simtune.specs.plan import FirstToken
+from simtune.specs.role_control import Pressure
+from simtune.workload.requests import RequestStream
 
 BLOCK_BYTES = 1000
 SESSIONS = 5

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simtune.costs.protocol import ImbalanceCosts, RoundCosts, StepCosts
-from simtune.sim.parts import Costs, OwnCosts
+from simtune.sim.plan_parts import Costs, OwnCosts
 from simtune.testing.policies import many
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from simtune.specs.study import StudyLimits
-from simtune.tuner.chance import allowance
-from simtune.tuner.relaxation import Aim
+from simtune.tuner.bounds.relaxation import Aim
+from simtune.tuner.doubt.draw_spread import allowance
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Objective(ABC):
     needs_prices: ClassVar[bool] = False
     needs_power: ClassVar[bool] = False
     aim: ClassVar[Aim | None] = None
-    """What it asks of an allocation of GPUs to instances (`simtune.tuner.relaxation`); None where rates and costs of
-    instances do not say."""
+    """What it asks of an allocation of GPUs to instances (`simtune.tuner.bounds.relaxation`); None where rates and
+    costs of instances do not say."""
 
     @abstractmethod
     def value(self, plan: PlanFacts, judged: Judged) -> float:
@@ -214,7 +214,7 @@ class MeanLatency(Objective):
 
 
 class JoulesPerToken(Objective):
-    """The energy of an output token at the load it is served at (`simtune.sim.energy`)."""
+    """The energy of an output token at the load it is served at (`simtune.results.energy`)."""
 
     name, unit, sign, needs_power = "joules_per_token", "J/output token", -1, True
 
@@ -229,8 +229,8 @@ class JoulesPerToken(Objective):
 
 
 class Pareto(Objective):
-    """The front of tokens/s/user against tokens/s/GPU (`simtune.tuner.front`), of which the point of the greatest
-    power is chosen: throughput over delay (Kleinrock, ICC 1979)."""
+    """The front of tokens/s/user against tokens/s/GPU (`simtune.tuner.search.front`), of which the point of the
+    greatest power is chosen: throughput over delay (Kleinrock, ICC 1979)."""
 
     name, unit, searches_rate = "pareto", "tokens/s/user x tokens/s/GPU", True
 

@@ -8,24 +8,24 @@ from typing import Any, cast
 
 from simtune.costs.protocol import StepCosts
 from simtune.errors import UsageError
+from simtune.results.result import Result
 from simtune.sim.deployment import Deployment, deploy, length_limit
 from simtune.sim.drafting import Drafting
-from simtune.sim.parts import ROUTER
-from simtune.sim.requests import RequestStream, build_stream
-from simtune.sim.result import Result
+from simtune.sim.plan_parts import ROUTER
 from simtune.specs.base import Dtype
 from simtune.specs.catalog import is_path
-from simtune.specs.engine import EnginePreset
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
+from simtune.specs.preset import EnginePreset
 from simtune.specs.study import Study
 from simtune.specs.traces import Trace
 from simtune.specs.workload import ClosedLoop, Workload
 from simtune.tuner.drafting import Draft
-from simtune.tuner.draws import MOST_REQUESTS, LoadDraws
 from simtune.tuner.objectives import OBJECTIVES, Limit, Objective, PlanFacts
-from simtune.tuner.space import Candidate, PoolChoice, PoolShape
+from simtune.tuner.search.draws import MOST_REQUESTS, LoadDraws
+from simtune.tuner.space.candidates import Candidate, PoolChoice, PoolShape
+from simtune.workload.requests import RequestStream, build_stream
 
 SAMPLED_CORES = 4
 """Of wide deployments this many cores are simulated while searching; the chosen plan is confirmed on all of them."""
@@ -118,8 +118,8 @@ class Question:
         for settings in (self.engine.pool, *(case.pool for case in self.engine.cases)):
             if keys := settings.get("parallelism"):
                 raise UsageError(
-                    f"{self.study.name}: engine preset {self.study.engine} sets parallelism ({', '.join(keys)}), which a "
-                    "search sets for every plan; remove it from the preset, and simulate such a plan with --plan"
+                    f"{self.study.name}: engine preset {self.study.engine} sets parallelism ({', '.join(keys)}), which "
+                    "a search sets for every plan; remove it from the preset, and simulate such a plan with --plan"
                 )
 
     def _check_confidence(self) -> None:

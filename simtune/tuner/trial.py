@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from simtune.results.frames import PlainCurve, arrow, frame, html_table, plotted
+from simtune.results.result import Result
+from simtune.results.summary import Metric, SimulationSummary
 from simtune.sim.deployment import Deployment
-from simtune.sim.frames import PlainCurve, arrow, frame, html_table, plotted
-from simtune.sim.result import Result
-from simtune.sim.summary import Metric, SimulationSummary
-from simtune.tuner.classes import PlanClass
-from simtune.tuner.ladder import Ladder
 from simtune.tuner.objectives import Judged
 from simtune.tuner.question import Question
-from simtune.tuner.space import Candidate
+from simtune.tuner.search.front_points import Ladder
+from simtune.tuner.space.candidates import Candidate
+from simtune.tuner.space.plan_classes import PlanClass
 
 
 class Attempt(NamedTuple):
@@ -63,7 +63,7 @@ class Trial:
     same_as: str = ""
     """Another plan that was simulated, of which this one must do the same, by its name."""
     allocation: str = ""
-    """The class of plans that was ruled out as a whole, by its name (`simtune.tuner.classes`)."""
+    """The class of plans that was ruled out as a whole, by its name (`simtune.tuner.space.plan_classes`)."""
     best: float | None = None
     """What it can reach of the objective at most, by its bound and by what was simulated."""
 
@@ -114,7 +114,7 @@ class Tuned:
     bound: float
     """No plan of the space reaches more than this of the objective, under the cost model and within what was simulated
     (a plan that misses the SLO on a draw of the requests is taken to miss it on any at rates that are more than two
-    standard deviations higher, `simtune.tuner.chance`)."""
+    standard deviations higher, `simtune.tuner.doubt.draw_spread`)."""
     interrupted: bool = False
     ladder: Ladder | None = None
     """The front, where that was asked for."""

@@ -1,1 +1,1 @@
-"""Simulated against real: replays of engines' step logs, step by step."""
+"""Simulated against real: engines under a load, replays of their step logs, claims of published systems."""

@@ -31,17 +31,15 @@ from simtune.costs.engine_steps import engine_costs
 from simtune.errors import UsageError
 from simtune.runs.files import hold, write_file
 from simtune.sim.deployment import Deployment, deploy, length_limit
-from simtune.sim.parts import OwnCosts
-from simtune.sim.requests import RequestStream, build_stream
+from simtune.sim.plan_parts import OwnCosts
 from simtune.specs.hardware import Hardware
-from simtune.specs.plan import Plan, Pool
-from simtune.specs.reading import json_document, read_text
-from simtune.tuner.front import answer
+from simtune.specs.input_files import json_document, read_text
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Pool
 from simtune.tuner.question import Question
+from simtune.tuner.search.front import answer
 from simtune.tuner.trial import Tuned
-from simtune.validation.engine_profile import STEPS, profile_engine
-from simtune.validation.engines.driving import DrivenRequest, DriverClock, EngineSize, StepDriver, requests_of
-from simtune.validation.measured import (
+from simtune.validation.client.measured_run import (
     EngineFacts,
     MeasuredFacts,
     MeasuredMetric,
@@ -49,6 +47,9 @@ from simtune.validation.measured import (
     MeasuredRun,
     read_measured,
 )
+from simtune.validation.servers.driven_engines import DrivenRequest, DriverClock, EngineSize, StepDriver, requests_of
+from simtune.validation.servers.engine_profile import STEPS, profile_engine
+from simtune.workload.requests import RequestStream, build_stream
 
 STATE, REPORT, PROFILE, RUN = "state.json", "report.json", "profile", "run"
 SCHEMA = "simtune/loop@1"

@@ -10,8 +10,8 @@ import numpy as np
 
 from simtune.errors import UsageError
 from simtune.sim.deployment import Deployment
-from simtune.sim.requests import RequestStream
 from simtune.specs.base import LONGEST_S
+from simtune.workload.requests import RequestStream
 
 FRACTIONS = {"light": 0.3, "knee": 0.9, "overload": 1.5}
 """Of the knee's rate, by name of the load."""

@@ -26,15 +26,15 @@ from simtune.arrays import Ints
 from simtune.errors import EngineError, UsageError
 from simtune.runs.files import MANIFEST, Files, claim, clear_within, write, write_file
 from simtune.runs.schema import Manifest
-from simtune.sim.requests import RequestStream
 from simtune.specs.base import Record
 from simtune.specs.plan import Plan
-from simtune.validation.engine import Engine
-from simtune.validation.formats import EXPORTS
-from simtune.validation.judge import check_client
+from simtune.validation.client.measured_formats import EXPORTS
+from simtune.validation.client.measured_run import MeasuredRun, read_measured
+from simtune.validation.client.prompts import prompt_seed
+from simtune.validation.judge.comparison import check_client
 from simtune.validation.loads import Load
-from simtune.validation.measured import MeasuredRun, read_measured
-from simtune.validation.prompts import prompt_seed
+from simtune.validation.servers.server import Engine
+from simtune.workload.requests import RequestStream
 
 QUESTION = "question.json"
 

@@ -13,9 +13,9 @@ import pytest
 
 import simtune
 from simtune import api
-from simtune.sim.parts import OwnCosts
+from simtune.sim.plan_parts import OwnCosts
 from simtune.specs.catalog import load_hardware, load_model, load_workload
-from simtune.specs.plan import KvCache
+from simtune.specs.pool import KvCache
 from simtune.specs.study import Confirmation, HardwareCount, Search
 from simtune.specs.workload import Slo
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from simtune.api import deploy_plan, load_specs, set_up
-from simtune.sim.requests import RequestStream
 from simtune.specs.base import LONGEST_S
 from simtune.testing.fake_server import FakeServer
 from simtune.validation.loads import FRACTIONS, KNEE_SLOWDOWN, knee_rps, loads
+from simtune.workload.requests import RequestStream
 from tests.cli.conftest import call
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from simtune.api import load_specs, set_up
-from simtune.sim.result import Result
+from simtune.results.result import Result
 
 DATA = Path(__file__).parent / "data" / "e04-pd-first-token"
 

@@ -11,10 +11,10 @@ import yaml
 
 from simtune.api import load_question
 from simtune.emit import ENGINES
-from simtune.runs.reading import read_certificate
+from simtune.runs.run_reader import read_certificate
 from simtune.specs.catalog import load_model, load_plan
 from simtune.specs.plan import Plan
-from simtune.tuner.certificate import Audit
+from simtune.tuner.certificate.search_certificate import Audit
 from tests.cli.conftest import call
 
 STUDY = Path(__file__).parent / "data" / "e07-plan-turns-caching-off" / "study.yaml"

@@ -58,7 +58,7 @@ def test_an_engine_that_is_not_there_is_refused() -> None:
 
 def test_an_engine_of_ones_own_is_found_from_the_study() -> None:
     Path("engines").mkdir()
-    preset = Path(__file__).parents[2] / "simtune" / "engines" / "vllm-0.24.yaml"
+    preset = Path(__file__).parents[2] / "simtune" / "presets" / "vllm-0.24.yaml"
     Path("engines/mine.yaml").write_text(preset.read_text())
     said = call("new", "deep/s.yaml", *ASKED, "--engine", "engines/mine.yaml")
     assert said.code == 0, said

@@ -12,7 +12,7 @@ import pytest
 from simtune.costs.memory import kv_bytes_per_token, weights_bytes
 from simtune.errors import SpecError
 from simtune.specs.catalog import load_model
-from simtune.specs.plan import Parallelism
+from simtune.specs.pool import Parallelism
 from tests.cli.conftest import call
 
 CASE = Path(__file__).parent / "data" / "f01-hf-quant-config"

@@ -14,7 +14,7 @@ from simtune.costs.memory import weights_bytes
 from simtune.sim.deployment import vllm_batching
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.model import Model
-from simtune.specs.plan import Parallelism, Pool
+from simtune.specs.pool import Parallelism, Pool
 from tests.cli.conftest import call
 
 CONFIG = Path(__file__).parent / "data" / "f03-ignore-language-model" / "config.json"

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from simtune.api import load_question, load_specs, set_up
-from simtune.sim.requests import build_stream
-from simtune.tuner.search import optimize
+from simtune.tuner.search.best_first import optimize
+from simtune.workload.requests import build_stream
 
 CASE = Path(__file__).parent / "data" / "search"
 

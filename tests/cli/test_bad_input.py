@@ -360,7 +360,7 @@ def test_a_folder_one_may_not_write_to(desk: Any) -> None:
 
 
 def test_the_folder_is_tried_before_the_search(desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("simtune.tuner.front.answer", lambda *args, **named: pytest.fail("it searched"))
+    monkeypatch.setattr("simtune.tuner.search.front.answer", lambda *args, **named: pytest.fail("it searched"))
     desk.write("file", "mine")
     desk.refused(desk.optimize, "--out", "file/run")
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from simtune.errors import UsageError
-from simtune.validation.engines import driving
+from simtune.validation.servers import driven_engines
 from tests.cli.conftest import ROOT, Desk, Said, call
 from tests.validation.driven_engine import PretendedDriver
 
@@ -27,7 +27,7 @@ class Engines(list[PretendedDriver]):
         """What the first one says that its steps take, over what they take."""
         self.asked: list[tuple[str, dict[str, Any]]] = []
 
-    def __call__(self, engine: str, model: Any, size: driving.EngineSize, **options: Any) -> PretendedDriver:
+    def __call__(self, engine: str, model: Any, size: driven_engines.EngineSize, **options: Any) -> PretendedDriver:
         self.asked.append((engine, options))
         self.append(PretendedDriver(size, slower=1.0 if self else self.profiled))
         return self[-1]
@@ -43,7 +43,7 @@ def looped(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Said]:
     desk.write("study.yaml", text + "  requests: 60\n  confirm: {draws: 0}\n")
 
     def run(engines: Engines, *more: object) -> Said:
-        monkeypatch.setattr(driving, "driver", engines)
+        monkeypatch.setattr(driven_engines, "driver", engines)
         return call("loop", "study.yaml", "--out", "out", *QUICK, *more)
 
     return run

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-import simtune.reproduce
+import simtune.validation.published
 from tests.cli.conftest import Desk, call
 
 FILE = """\
@@ -36,7 +36,7 @@ def own(desk: Desk) -> Desk:
 
 
 def test_the_list_names_systems_and_runs_none(own: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simtune.reproduce, "reproduce", lambda *a, **n: pytest.fail("nothing is to run"))
+    monkeypatch.setattr(simtune.validation.published, "reproduce", lambda *a, **n: pytest.fail("nothing is to run"))
     said = call("reproduce", "mine.yaml", "medusa", "--list")
     assert said.code == 0
     words = " ".join(said.out.split())
@@ -84,13 +84,13 @@ def test_a_journal_keeps_findings_until_what_they_depend_on_changes(own: Desk, m
     kept = (own.folder / "kept.jsonl").read_text()
     assert [json.loads(line)["row"][0]["system"] for line in kept.splitlines()] == ["one"]
     ran: list[int] = []
-    run = simtune.reproduce.reproduce
+    run = simtune.validation.published.reproduce
 
     def counted(entries: list[object], **named: object) -> object:
         ran.append(len(entries))
         return run(entries, **named)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(simtune.reproduce, "reproduce", counted)
+    monkeypatch.setattr(simtune.validation.published, "reproduce", counted)
     assert call(*command).out == first.out
     assert ran == [0], "all of it was in the journal"
     assert (own.folder / "kept.jsonl").read_text() == kept

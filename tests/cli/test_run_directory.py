@@ -22,9 +22,9 @@ from numpy._core import _multiarray_umath as features
 
 import simtune.api  # noqa: F401 (loaded before anything of it is replaced: it keeps what it finds on loading)
 from simtune.report import page
-from simtune.runs.reading import read_run
+from simtune.runs.run_reader import read_run
 from simtune.specs.plan import Plan
-from simtune.tuner import search
+from simtune.tuner.search import best_first
 from tests.cli.conftest import ROOT, STUDY, Desk
 
 FILES = {
@@ -304,12 +304,12 @@ def test_an_interrupted_report_leaves_the_old_page(desk: Any, call: Call, monkey
 
 def test_an_interrupt_before_there_is_a_plan_writes_nothing(desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert desk.optimize().code == 0
-    monkeypatch.setattr("simtune.tuner.front.answer", breaking(search.optimize, KeyboardInterrupt(), 1))
+    monkeypatch.setattr("simtune.tuner.search.front.answer", breaking(best_first.optimize, KeyboardInterrupt(), 1))
     assert desk.refused(desk.optimize, "--force", code=130) == "interrupted; what was not finished was not written"
 
 
 def test_an_interrupt_keeps_the_best_so_far_and_says_so(desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = search.optimize
+    whole = best_first.optimize
 
     def interrupted(*args: Any, progress: Any, **named: Any) -> Any:
         def stop(now: Any) -> None:
@@ -318,7 +318,7 @@ def test_an_interrupt_keeps_the_best_so_far_and_says_so(desk: Any, monkeypatch: 
 
         return whole(*args, progress=stop, **named)
 
-    monkeypatch.setattr("simtune.tuner.front.answer", interrupted)
+    monkeypatch.setattr("simtune.tuner.search.front.answer", interrupted)
     said = desk.optimize("--json")
     assert said.code == 130
     assert said.err == "interrupted: this is the best of what was searched\n"
@@ -340,7 +340,7 @@ def test_a_finished_search_is_kept_where_it_cannot_be_written(
     assert "simulations are kept: --resume goes on with them, in run" in said.err
     assert [path.name for path in desk.folder.joinpath("run").iterdir()] == ["journal.jsonl"]
     asked: list[Any] = []
-    monkeypatch.setattr("simtune.tuner.climb.Simulation.run", lambda task: asked.append(task))
+    monkeypatch.setattr("simtune.tuner.search.climb.Simulation.run", lambda task: asked.append(task))
     assert desk.optimize("--resume").code == 0
     assert asked == [], "nothing is simulated again"
 

@@ -10,8 +10,8 @@ import pytest
 
 from simtune.errors import plural
 from simtune.report import verdict
-from simtune.report.understood import understood
-from simtune.runs.reading import read_run
+from simtune.report.spec_in_one_line import understood
+from simtune.runs.run_reader import read_run
 from simtune.runs.schema import Run
 from simtune.specs.catalog import load_plan
 from tests.cli.conftest import Desk, call

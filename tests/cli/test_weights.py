@@ -13,9 +13,9 @@ import pytest
 from simtune.errors import UsageError
 from simtune.specs.catalog import load_model
 from simtune.specs.model import Model
-from simtune.validation import weights
-from simtune.validation.prompts import FIRST_TOKEN
-from simtune.validation.weights import Checkpoint, permutations, rigged_pair, write_weights
+from simtune.validation.client.prompts import FIRST_TOKEN
+from simtune.validation.servers import random_weights
+from simtune.validation.servers.random_weights import Checkpoint, permutations, rigged_pair, write_weights
 
 SMALL = ("hidden_size=64", "vocab_size=131", "layers.0.count=2", "max_position=512")
 PARTS = ("layers.0.attention.heads=4", "layers.0.attention.kv_heads=2", "layers.0.attention.head_dim=32")
@@ -156,7 +156,7 @@ def test_one_token_alone_is_not_drafted_wrong() -> None:
 
 
 def test_weights_that_do_not_fit_on_the_disk_are_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights.shutil, "disk_usage", lambda path: SimpleNamespace(free=1e5))
+    monkeypatch.setattr(random_weights.shutil, "disk_usage", lambda path: SimpleNamespace(free=1e5))
     model = small("llama-3.1-8b")
     with pytest.raises(UsageError, match=r"out: 0\.0 GB of weights do not fit on 0\.0 GB of free disk"):
         write_weights(model, tmp_path / "out")
@@ -204,7 +204,7 @@ def test_what_was_there_stays_until_the_new_is_whole(tmp_path: Path, monkeypatch
             raise OSError(errno.ENOSPC, "No space left on device")
         file.write(b"0" * 100)
 
-    monkeypatch.setattr(weights, "_write_safetensors", full)
+    monkeypatch.setattr(random_weights, "_write_safetensors", full)
     with pytest.raises(UsageError, match=r"pair: cannot be written \(No space left on device\)"):
         rigged_pair(model, model, out, 0.9, force=True)
     assert len(begun) == 2

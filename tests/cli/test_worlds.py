@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from simtune.report.info import percent
-from simtune.runs.reading import read_run
+from simtune.runs.run_reader import read_run
 
 
 def test_how_sure_a_choice_is(desk: Any) -> None:

@@ -23,7 +23,7 @@ from simtune.specs.model import (
     MoeFeedForward,
     SlidingAttention,
 )
-from simtune.specs.plan import Batching, KvCache, Parallelism, Pool
+from simtune.specs.pool import Batching, KvCache, Parallelism, Pool
 
 ASSUMED = Provenance(kind="assumed", source="made up")
 

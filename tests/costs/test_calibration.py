@@ -18,7 +18,7 @@ from simtune.cli.calibrate import calibrate as command
 from simtune.costs.calibration import FEWEST, Log, TimedStep, calibrate, read_log, two_numbers
 from simtune.costs.iteration import StepModel, StepWork
 from simtune.errors import SimtuneError, SpecError, UsageError
-from simtune.report.hardware import facts
+from simtune.report.hardware_page import facts
 from simtune.specs.catalog import load_hardware
 from simtune.specs.hardware import Hardware
 from tests.costs.made_up import calibrated, hardware, model, pool

@@ -7,7 +7,7 @@ import functools
 from simtune.costs.compiled import LinearCosts, compile_costs
 from simtune.costs.protocol import StepCosts
 from simtune.specs.catalog import load_hardware, load_model
-from simtune.specs.plan import Batching, Pool
+from simtune.specs.pool import Batching, Pool
 from simtune.testing import CostSuite
 from simtune.testing.clusters import ImbalancedCosts
 

@@ -18,11 +18,12 @@ from simtune.costs.iteration import StepModel, StepWork
 from simtune.costs.memory import GIB, kv_capacity, weights_bytes
 from simtune.costs.offload import HostWork
 from simtune.costs.ticks import TICKS_PER_SECOND
-from simtune.emit.emitter import untold
+from simtune.emit.emitter import unsupported_settings
 from simtune.errors import Infeasible, SpecError
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.model import Model
-from simtune.specs.plan import Parallelism, Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Parallelism, Pool
 from simtune.specs.workload import Workload
 
 DENSE, EXPERTS = load_model("llama-3.1-8b"), load_model("qwen3-30b-a3b")
@@ -306,4 +307,4 @@ class TestEach:
         result = simtune.simulate(model, None, Workload.model_validate(load, strict=False), plan)
         assert result.completed.all()
         assert result.num_gpus == plan.pools[0].devices
-        assert list(untold(plan.pools[0]))
+        assert list(unsupported_settings(plan.pools[0]))

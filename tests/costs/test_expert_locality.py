@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from simtune.costs.iteration import StepModel, StepWork
 from simtune.costs.step_calls import COMMUNICATION
 from simtune.specs.catalog import load_hardware, load_model
-from simtune.specs.plan import Batching, Parallelism, Pool
+from simtune.specs.pool import Batching, Parallelism, Pool
 
 HARDWARE = {name: load_hardware(name) for name in ("h100-sxm", "a100-sxm-80g")}
 MODEL = load_model("qwen3-30b-a3b")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from simtune.costs.device_transfer import transfer
 from simtune.costs.iteration import StepModel, StepWork
 from simtune.costs.operators import OPERATORS, Chip, Setting
 from simtune.costs.predict import Profile
-from simtune.costs.transfer import transfer
 from simtune.errors import UsageError
 from simtune.specs.catalog import load_hardware, load_model, names
 from simtune.specs.hardware import Facts
-from simtune.specs.plan import Batching, Pool
+from simtune.specs.pool import Batching, Pool
 
 SHAPE = {"batch": 8.0, "context": 1024.0, "heads": 32.0, "kv_heads": 8.0, "head_dim": 128.0, "window": 1e9}
 

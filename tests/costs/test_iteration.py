@@ -31,7 +31,7 @@ from simtune.specs.model import (
     NoAttention,
     NoFeedForward,
 )
-from simtune.specs.plan import HostTimes, KvCache
+from simtune.specs.pool import HostTimes, KvCache
 from tests.costs.made_up import hardware, model, moe, operator, pool
 
 US = 1e-6

@@ -37,7 +37,7 @@ from simtune.specs.model import (
     NoFeedForward,
     SlidingAttention,
 )
-from simtune.specs.plan import Batching, KvCache, Parallelism, Pool
+from simtune.specs.pool import Batching, KvCache, Parallelism, Pool
 from tests.costs.made_up import hardware, model, moe, pool
 from tests.specs.published.configs import PUBLISHED
 

@@ -9,8 +9,8 @@ import pytest
 from simtune.api import load_specs, set_up
 from simtune.costs.other_engines import OTHER_ENGINE_LOG_SD, engine_of, for_engine, load_kernels
 from simtune.costs.predict import Basis, Profile, typical_log_sd
-from simtune.report.hardware import facts
-from simtune.sim.basis import cost_basis, note
+from simtune.report.hardware_page import facts
+from simtune.sim.run_basis import cost_basis, note
 from simtune.specs.catalog import load_hardware
 from tests.costs.made_up import hardware
 

@@ -15,10 +15,11 @@ from simtune.costs.memory import kv_capacity
 from simtune.costs.step_calls import COMMUNICATION, exposed
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.emit import ENGINES
-from simtune.emit.emitter import untold
+from simtune.emit.emitter import unsupported_settings
 from simtune.errors import UsageError
 from simtune.specs.catalog import load_hardware, load_model
-from simtune.specs.plan import KvPolicy, Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import KvPolicy, Pool
 from simtune.specs.workload import Workload
 
 DECODES = StepWork(32, 32 * 2000, (), 32)
@@ -274,8 +275,8 @@ def test_no_engine_is_told_what_it_does_not_have() -> None:
         ({"runtime": TestRuntime.RUNTIME}, "runtime"),
         ({"kv_cache": {"policy": {"kept": 0.5}}}, "kv_cache.policy"),
     ):
-        assert [line.split(":")[0] for line in untold(pool(**more))] == [key]
+        assert [line.split(":")[0] for line in unsupported_settings(pool(**more))] == [key]
         plan = Plan(name="p", model="llama-3.1-8b", pools=(pool(**more),))
         with pytest.raises(UsageError, match=f"{key}: is simulated, and no engine is told of it"):
             ENGINES["vllm"].files(plan, load_model("llama-3.1-8b"))
-    assert list(untold(pool())) == []
+    assert list(unsupported_settings(pool())) == []

@@ -18,7 +18,7 @@ from simtune.costs.predict import Predictor
 from simtune.specs import yamlfile
 from simtune.specs.catalog import kernels_of, load_hardware, load_model, names
 from simtune.specs.hardware import Facts
-from simtune.specs.plan import Batching, Parallelism, Pool
+from simtune.specs.pool import Batching, Parallelism, Pool
 
 ROOT = Path(__file__).resolve().parents[2]
 

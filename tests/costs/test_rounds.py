@@ -19,7 +19,7 @@ from simtune.costs.ticks import TICKS_PER_SECOND, to_ticks
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.drafters import BlockDrafter, Drafter, DraftModel, Eagle, Medusa, Ngram
 from simtune.specs.hardware import Calibration, Correction
-from simtune.specs.plan import Batching, Pool
+from simtune.specs.pool import Batching, Pool
 from simtune.specs.schemes import Chain, Dsi, Frontier, Pearl, Scheme, StaticTree
 from tests.oracles import overlap
 

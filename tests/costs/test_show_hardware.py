@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from simtune.cli.show import show
 from simtune.costs.operators import OPERATORS
 from simtune.errors import UsageError
-from simtune.report.hardware import error_figure, fits, headline, line_figure, rates, render
+from simtune.report.hardware_page import error_figure, fits, headline, line_figure, rates, render
 from simtune.specs.catalog import load_hardware
 from simtune.specs.hardware import Hardware
 

@@ -14,7 +14,7 @@ from simtune.cli.simulate import simulate
 from simtune.costs.predict import Basis
 from simtune.costs.step_table import COLUMNS, StepTable
 from simtune.errors import SpecError, UsageError
-from simtune.sim.basis import cost_basis
+from simtune.sim.run_basis import cost_basis
 from simtune.specs.catalog import load_plan
 from simtune.testing import CostSuite
 

@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from simtune.cli.fit import fit
+from simtune.costs.device_transfer import Pair, TransferError, TransferErrors, known_errors, transfer
 from simtune.costs.predict import Predictor, Profile, typical_log_sd
-from simtune.costs.transfer import Pair, TransferError, TransferErrors, known_errors, transfer
 from simtune.errors import UsageError
 from simtune.specs.catalog import load_hardware
 from simtune.specs.hardware import Facts, Hardware, Provenance

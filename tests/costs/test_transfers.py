@@ -7,7 +7,7 @@ import pytest
 
 import simtune
 from simtune.arrays import Array
-from simtune.costs.transfers import MeasuredTransfer, fit_transfers, read_transfers, write_transfers
+from simtune.costs.kv_transfer_times import MeasuredTransfer, fit_transfers, read_transfers, write_transfers
 from simtune.errors import SpecError
 from simtune.sim.wiring import transfer_terms
 from simtune.specs.catalog import load_model

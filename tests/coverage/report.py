@@ -32,7 +32,7 @@ NEEDS_TORCH = (
     "simtune/profiling/kernels.py",
     "simtune/profiling/operands.py",
     "simtune/profiling/rig.py",
-    "simtune/validation/engines/decoder.py",
+    "simtune/validation/servers/cached_decoder.py",
 )
 """Files that import torch at their top, all of them."""
 NEVER = [r"^if TYPE_CHECKING:", r"^\s*raise (AssertionError|NotImplementedError)\b"]

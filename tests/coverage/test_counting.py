@@ -33,7 +33,7 @@ from tests.coverage.report import (
 
 FORKS = """
 import os
-from simtune.parallel import executor, ordered_map
+from simtune.sim.parallel import executor, ordered_map
 
 def end(_):
     return os.getpid()
@@ -69,14 +69,14 @@ def test_workers_forks_and_their_parent_are_counted(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-W", "error", "forks.py"], cwd=tmp_path, env=env, check=True)
     assert len(list((tmp_path / "into").glob("*.json"))) == 4
     found = reached(tmp_path / "into")
-    of = found["simtune/parallel.py"]
+    of = found["simtune/sim/parallel.py"]
     in_workers, in_parent, in_fork = (
-        lines_of("simtune/parallel.py", words)
+        lines_of("simtune/sim/parallel.py", words)
         for words in ("signal.signal(", "pool = ProcessPoolExecutor(", "yield from map(")
     )
     assert len(in_workers) == len(in_parent) == len(in_fork) == 1
     assert in_workers | in_parent | in_fork <= of.statements_reached < of.statements
-    assert not lines_of("simtune/parallel.py", "say_alone(lost)") & of.statements_reached
+    assert not lines_of("simtune/sim/parallel.py", "say_alone(lost)") & of.statements_reached
     assert found["simtune/api.py"].percent == 0, "what nobody imported counts too"
 
 

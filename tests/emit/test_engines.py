@@ -8,9 +8,10 @@ from typing import ClassVar
 
 import pytest
 
-from simtune import emit, plugins
+from simtune import emit
 from simtune.emit import ENGINES, Emitter, Files, drafting_settings, engine_files, engine_for, engines
 from simtune.errors import UsageError
+from simtune.specs import plugins
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.drafters import (
     DRAFTERS,
@@ -25,7 +26,8 @@ from simtune.specs.drafters import (
 )
 from simtune.specs.feedback import StepRule
 from simtune.specs.model import Model
-from simtune.specs.plan import Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Pool
 from simtune.specs.schemes import (
     SCHEMES,
     Adaptive,

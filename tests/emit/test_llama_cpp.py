@@ -11,8 +11,8 @@ import yaml
 from simtune.emit import ENGINES, emitter_of, engine_files
 from simtune.errors import UsageError
 from simtune.specs.catalog import load_engine, load_hardware, load_model
-from simtune.specs.engine import merged
 from simtune.specs.plan import Plan
+from simtune.specs.preset import merged
 from tests.cli.conftest import STUDY, call
 from tests.emit.test_pools import calls
 

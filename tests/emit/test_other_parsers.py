@@ -21,8 +21,8 @@ import yaml
 
 from simtune.emit import ENGINES, engine_files
 from simtune.specs.catalog import load_engine, load_hardware, load_model
-from simtune.specs.engine import merged
 from simtune.specs.plan import Plan
+from simtune.specs.preset import merged
 from tests.emit.test_pools import calls
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")

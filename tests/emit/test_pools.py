@@ -14,7 +14,8 @@ from simtune.emit import ENGINES
 from simtune.emit.dynamo import kubernetes_name, service_name
 from simtune.errors import UsageError
 from simtune.specs.catalog import load_model
-from simtune.specs.plan import Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Pool
 
 MODEL = load_model("llama-3.1-8b")
 POLICIES = {"vllm": "vllm-fcfs", "sglang": "sglang", "tensorrt-llm": "tensorrt-llm"}

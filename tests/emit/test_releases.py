@@ -16,8 +16,8 @@ from simtune.emit import ENGINES
 from simtune.emit.releases import release_of
 from simtune.errors import UsageError
 from simtune.specs.catalog import load_engine, load_hardware, load_model
-from simtune.specs.engine import merged
 from simtune.specs.plan import Plan
+from simtune.specs.preset import merged
 from tests.cli.conftest import STUDY, call
 
 MODEL, DRAFT = load_model("llama-3.1-8b"), load_model("llama-3.2-1b").model_copy(update={"hf": "org/small"})
@@ -49,7 +49,7 @@ def test_a_release_is_named_and_told_in_its_own_words() -> None:
 
 
 def test_a_release_of_a_file_counts_too(tmp_path: Path) -> None:
-    text = (Path(simtune.__file__).parent / "engines" / "vllm-0.12.yaml").read_text()
+    text = (Path(simtune.__file__).parent / "presets" / "vllm-0.12.yaml").read_text()
     (tmp_path / "own.yaml").write_text(
         text.replace("vllm-0.12", "own").replace("release: vLLM 0.12", "release: vLLM 0.13.1")
     )

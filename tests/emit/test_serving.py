@@ -12,8 +12,8 @@ import yaml
 from simtune.emit import ENGINES, engine_files, engine_for
 from simtune.errors import UsageError
 from simtune.specs.catalog import load_hardware, load_model, load_plan
-from simtune.specs.engine import merged
 from simtune.specs.plan import Plan
+from simtune.specs.preset import merged
 
 MODEL = load_model("llama-3.1-8b")
 PLAN: dict[str, Any] = {

@@ -11,8 +11,9 @@ from simtune.emit.dynamo import _unsaid
 from simtune.errors import UsageError
 from simtune.runs.engine_files import launch_of
 from simtune.specs.catalog import load_model
-from simtune.specs.control import Pressure, RoleControl
-from simtune.specs.plan import HostTimes, Plan
+from simtune.specs.plan import Plan
+from simtune.specs.pool import HostTimes
+from simtune.specs.role_control import Pressure, RoleControl
 from tests.emit.test_llama_cpp import plan_of
 
 MODEL = load_model("llama-3.1-8b")

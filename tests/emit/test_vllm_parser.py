@@ -21,12 +21,13 @@ import pytest
 from simtune.emit import ENGINES
 from simtune.errors import UsageError
 from simtune.specs.catalog import load_engine, load_hardware, load_model, names
-from simtune.specs.engine import merged
 from simtune.specs.model import Model
-from simtune.specs.plan import Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Pool
+from simtune.specs.preset import merged
 from simtune.specs.schemes import ByBatch, Chain
 from simtune.specs.study import Study
-from simtune.tuner.space import space_of
+from simtune.tuner.space.candidates import space_of
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")
 RELEASES = Path(os.environ.get("RELEASES", Path(PYTHON).parents[1] / "releases" if PYTHON else ""))

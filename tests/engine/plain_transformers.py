@@ -1,6 +1,6 @@
 """transformers' continuous batching, as plainly as possible: every block by its number, every text by its words.
 
-The oracle for `simtune.engine.transformers`, with which it shares no code.
+The oracle for `simtune.engine.transformers_scheduler`, with which it shares no code.
 """
 
 from __future__ import annotations

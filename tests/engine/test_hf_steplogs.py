@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from simtune.engine import Request
-from simtune.engine.transformers import TransformersFifo, TransformersPrefillFirst
+from simtune.engine.transformers_scheduler import TransformersFifo, TransformersPrefillFirst
 
 LOGS = {
     "fifo": TransformersFifo,

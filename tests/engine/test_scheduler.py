@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simtune.engine import DecodeBatch, DraftingTerms, Request, VllmFcfs, VllmPriority
-from simtune.engine.policies.layers import PriorityLayers
+from simtune.engine.policies.layer_preemption import PriorityLayers
 
 requests = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 40)), min_size=1, max_size=25)
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from simtune.validation import steplog
-from simtune.validation.replay import replay
+from simtune.validation.replay import step_log
+from simtune.validation.replay.scheduler_replay import replay
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")
 WORLDS = int(os.environ.get("VLLM_WORLDS", "2000"))
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(not PYTHON, reason="VLLM_PYTH
 
 def test_every_step_of_random_worlds_is_the_one_that_vllm_takes(tmp_path: Path) -> None:
     subprocess.run([PYTHON, DRIVER, tmp_path, "0", str(WORLDS)], check=True, cwd=tmp_path)
-    logs = [steplog.read(tmp_path / f"{number}.jsonl") for number in range(WORLDS)]
+    logs = [step_log.read(tmp_path / f"{number}.jsonl") for number in range(WORLDS)]
     parted = {log.header.log: found.parting for log in logs if (found := replay(log)).parting is not None}
     assert parted == {}
     assert sum(bool(step.preempt) for log in logs for step in log.steps) > WORLDS, "most worlds run short of blocks"

@@ -20,7 +20,7 @@ import simtune
 from simtune.cli import VERBS, cli
 from simtune.specs.catalog import load_study
 from simtune.specs.plan import Plan
-from simtune.tuner.space import space_of
+from simtune.tuner.space.candidates import space_of
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted(path.parent.name for path in (ROOT / "examples").glob("*/study.yaml"))

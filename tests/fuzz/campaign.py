@@ -28,7 +28,7 @@ from random import Random
 from typing import Any
 
 from simtune.errors import SimtuneError
-from simtune.specs.reading import JsonError, parse_json
+from simtune.specs.input_files import JsonError, parse_json
 from tests.fuzz import corpus
 from tests.fuzz.forks import CPU_S, LONG_S
 from tests.fuzz.mutations import mutate

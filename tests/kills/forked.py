@@ -22,11 +22,13 @@ WALL_S = 300
 PATIENCE, PATIENCE_S = 3, 20
 NEEDED = (
     "scipy.special", "simtune.api", "simtune.cli.loop", "simtune.cli.optimize", "simtune.cli.profile",
-    "simtune.cli.reproduce", "simtune.cli.sweep", "simtune.cli.validate", "simtune.profiling.run", "simtune.reproduce",
-    "simtune.report.measured", "simtune.report.page", "simtune.report.published", "simtune.report.sweep",
-    "simtune.report.validation", "simtune.runs.contents", "simtune.runs.sweep_files", "simtune.runs.timeline",
-    "simtune.testing.fake_server", "simtune.tuner.certificate", "simtune.tuner.journal", "simtune.validation.client",
-    "simtune.validation.loads", "simtune.validation.predict", "simtune.validation.session",
+    "simtune.cli.reproduce", "simtune.cli.sweep", "simtune.cli.validate", "simtune.profiling.run",
+    "simtune.report.measured_page", "simtune.report.page", "simtune.report.published_page",
+    "simtune.report.sweep_page", "simtune.report.validation_page", "simtune.runs.contents",
+    "simtune.runs.sweep_files", "simtune.runs.timeline", "simtune.testing.fake_server",
+    "simtune.tuner.certificate.search_certificate", "simtune.tuner.search.search_journal",
+    "simtune.validation.client.load_client", "simtune.validation.judge.prediction", "simtune.validation.loads",
+    "simtune.validation.published", "simtune.validation.session",
     "tests.profiling.pretended", "tests.validation.pretended_loop",
 )  # fmt: skip
 """Loaded before the first job, so that kills fall into the work."""

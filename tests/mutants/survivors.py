@@ -55,14 +55,14 @@ SURVIVORS = (
         "where none is cut the mistake leaves none here, and they are asked for one by one, which gives the same",
     ),
     Survivor(
-        "simtune/engine/vllm.py",
+        "simtune/engine/vllm_scheduler.py",
         "if new_blocks > taken:",
         "new_blocks > taken",
         "new_blocks >= taken",
         "to take no blocks changes nothing, in a prefix cache too",
     ),
     Survivor(
-        "simtune/sim/control.py",
+        "simtune/sim/role_controller.py",
         "agenda.post((self._every, LOOK, 0, 0))",
         "0",
         "1",

@@ -9,7 +9,7 @@ from itertools import product
 import numpy as np
 from scipy.optimize import linprog
 
-from simtune.tuner.allocation import Fleet, InstanceRate, Nodes
+from simtune.tuner.space.allocation import Fleet, InstanceRate, Nodes
 
 Use = tuple[float, float, float, float]
 """Prefill, decode and mixed requests per second of some nodes, and their price per hour."""

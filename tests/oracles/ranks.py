@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from simtune.acceptance.estimate import standard_errors
 from simtune.arrays import Array
+from simtune.workload.acceptance_estimate import standard_errors
 
 
 def from_few_ranks(taken: Sequence[float], missed: float) -> tuple[float, float, tuple[float, float]]:

@@ -17,7 +17,7 @@ import pytest
 from simtune.cli import main
 from simtune.cli.optimize import _workers
 from simtune.errors import UsageError
-from simtune.parallel import DaskCluster, connected, executor, ordered_map
+from simtune.sim.parallel import DaskCluster, connected, executor, ordered_map
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 
@@ -202,7 +202,7 @@ def test_it_goes_on_alone_only_if_asked(alone: dict[str, bytes], tmp_path: Path,
 
 
 def test_workers_with_another_release_are_refused(monkeypatch: pytest.MonkeyPatch, two: DaskCluster) -> None:
-    from simtune import parallel
+    from simtune.sim import parallel
 
     monkeypatch.setattr(parallel, "__version__", "0.0.9")
     with pytest.raises(UsageError, match=r"has simtune [0-9.]+, and this is 0\.0\.9"):

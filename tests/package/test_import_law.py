@@ -13,41 +13,38 @@ import pytest
 
 from tests.docs.reading import ROOT, module_names, modules
 
-GROUND = {"arrays", "errors", "parallel", "plugins", "specs"}
+GROUND = {"arrays", "errors", "specs"}
 LAW: dict[str, set[str]] = {
     "arrays": set(),
     "errors": set(),
-    "parallel": {"errors"},
     "engine": {"arrays"},
-    "plugins": {"errors"},
-    "specs": {"arrays", "errors", "plugins"},
-    "acceptance": {"arrays", "errors", "specs"},
+    "specs": {"arrays", "errors"},
     "costs": {"arrays", "errors", "specs"},
-    "emit": {"errors", "plugins", "specs"},
+    "emit": {"errors", "specs"},
     "profiling": {"arrays", "errors", "specs", "costs"},
-    "sim": GROUND | {"engine", "costs"},
-    "testing": GROUND | {"engine", "costs", "sim"},
-    "tuner": GROUND | {"engine", "costs", "emit", "sim"},
-    "runs": GROUND | {"costs", "emit", "sim", "tuner"},
-    "validation": GROUND | {"engine", "costs", "emit", "profiling", "sim", "tuner", "runs"},
-    "reproduce": GROUND | {"engine", "costs", "sim"},
-    "report": GROUND | {"costs", "sim", "tuner", "runs", "reproduce", "validation"},
-    "api": GROUND | {"engine", "costs", "emit", "sim", "tuner"},
-    "sweep": GROUND | {"sim", "runs", "api"},
+    "workload": {"arrays", "errors", "specs", "costs"},
+    "results": {"arrays", "errors", "specs", "engine", "costs", "workload"},
+    "sim": GROUND | {"engine", "costs", "workload", "results"},
+    "testing": GROUND | {"engine", "costs", "workload", "results", "sim"},
+    "tuner": GROUND | {"engine", "costs", "emit", "workload", "results", "sim"},
+    "api": GROUND | {"engine", "costs", "emit", "workload", "results", "sim", "tuner"},
+    "runs": GROUND | {"costs", "emit", "workload", "results", "sim", "tuner", "api"},
+    "validation": GROUND
+    | {"engine", "costs", "emit", "profiling", "workload", "results", "sim", "tuner", "api", "runs"},
+    "report": GROUND | {"costs", "workload", "results", "sim", "tuner", "runs", "validation"},
     "cli": GROUND
     | {
-        "acceptance",
         "engine",
         "costs",
         "profiling",
+        "workload",
+        "results",
         "sim",
         "emit",
         "report",
-        "reproduce",
         "tuner",
         "runs",
         "api",
-        "sweep",
         "validation",
     },
 }
@@ -58,14 +55,14 @@ CLOCK_READERS = {
     "simtune.runs.manifest",  # the time of day for manifest.json
     "simtune.cli.pace",  # how fast work goes, said on stderr
     "simtune.profiling.timing",  # measuring
-    "simtune.validation.clock",  # the real clock beside the simulated one
-    *(f"simtune.validation.engines.{name}" for name in ("clocks", "gauge", "vllm_steps")),
+    "simtune.validation.client.real_clock",  # the real clock beside the simulated one
+    *(f"simtune.validation.servers.{name}" for name in ("engine_clocks", "gauge", "vllm_steps")),
 }
 MEASURERS = {
     *(f"simtune.profiling.{name}" for name in ("operands", "kernels", "decoder", "rig", "collectives")),
-    *(f"simtune.validation.engines.{name}" for name in ("decoder", "gauge")),
+    *(f"simtune.validation.servers.{name}" for name in ("cached_decoder", "gauge")),
 }  # torch at the top
-ADAPTER = "simtune.validation.engines.transformers"  # inside functions
+ADAPTER = "simtune.validation.servers.transformers_engine"  # inside functions
 NUMPY_GENERATORS = {"default_rng", "Generator", "Philox", "PCG64", "SeedSequence"}
 
 
@@ -123,7 +120,7 @@ def test_durations_are_told_by_clocks_that_nobody_sets() -> None:
         and ast.unparse(node).startswith(("time.", "datetime."))
         and node.attr in ("time", "time_ns", "now", "utcnow", "today", "localtime", "gmtime")
     }
-    assert asked == {"simtune.runs.manifest", "simtune.validation.clock"}
+    assert asked == {"simtune.runs.manifest", "simtune.validation.client.real_clock"}
 
 
 def test_chance_comes_from_seeded_generators_only() -> None:
@@ -144,7 +141,9 @@ def test_torch_and_other_heavy_company_stay_out() -> None:
     for name, module in modules().items():
         heads = {found.split(".")[0] for found in imports(module)}
         assert not heads & {"sklearn", "pickle"}, name
-        assert "pandas" not in heads or name == "simtune.sim.frames", name  # inside a function, for those who have it
+        assert "pandas" not in heads or name == "simtune.results.frames", (
+            name
+        )  # inside a function, for those who have it
         assert "torch" not in heads or name in {*MEASURERS, ADAPTER}, name
         assert "transformers" not in heads or name == ADAPTER, name
 
@@ -161,8 +160,8 @@ def test_what_windows_lacks_stays_in_its_helpers() -> None:
     }
     assert users == {
         "simtune.specs.room",
-        "simtune.parallel",  # where sys.platform is linux
-        "simtune.validation.engines.vllm_steps",
+        "simtune.sim.parallel",  # where sys.platform is linux
+        "simtune.validation.servers.vllm_steps",
     }
 
 

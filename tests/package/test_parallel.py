@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from simtune.parallel import executor, ordered_map
+from simtune.sim.parallel import executor, ordered_map
 
 SCRIPT = """
 import os, sys, time
-from simtune.parallel import executor
+from simtune.sim.parallel import executor
 
 def wait(_):
     os.write(1, b"%d\\n" % os.getpid())  # in one piece: print may write the number and the end of its line apart

@@ -21,7 +21,7 @@ import numpy as np
 from simtune.costs.operators import OPERATORS, Setting
 from simtune.costs.predict import base_seconds
 from simtune.profiling import run
-from simtune.profiling.plan import Limits, MeasurementTask
+from simtune.profiling.measurement_plan import Limits, MeasurementTask
 from simtune.profiling.timing import Measured
 from simtune.specs.model import DenseFeedForward, FullAttention, LayerGroup, Model
 

@@ -8,7 +8,7 @@ from simtune.costs.iteration import StepModel, StepWork
 from simtune.profiling.fitting import VALIDATION
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.hardware import Facts
-from simtune.specs.plan import Batching, Pool
+from simtune.specs.pool import Batching, Pool
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "cpu-x86-1thread"

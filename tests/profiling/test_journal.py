@@ -11,8 +11,8 @@ import pytest
 
 from simtune.costs.tables import own
 from simtune.errors import SimtuneError, SpecError, UsageError
-from simtune.profiling.journal import FILE, Journal, task_of
-from simtune.profiling.plan import MeasurementTask
+from simtune.profiling.measurement_journal import FILE, Journal, task_of
+from simtune.profiling.measurement_plan import MeasurementTask
 
 HEADER = {"device": "Pretended P1", "torch": "0.0", "plan": "abc"}
 TASK = MeasurementTask("gemm", "bf16", {"m": 8, "n": 64, "k": 64})

@@ -8,7 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simtune.costs.layers import attention_layer
-from simtune.profiling.plan import ROUNDS, Limits, MeasurementPlan, MeasurementTask, _round_of, plan, spread, work
+from simtune.profiling.measurement_plan import (
+    ROUNDS,
+    Limits,
+    MeasurementPlan,
+    MeasurementTask,
+    _round_of,
+    plan,
+    spread,
+    work,
+)
 from simtune.specs.catalog import load_model
 from simtune.specs.model import NoAttention, NoFeedForward
 from tests.profiling.pretended import model

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from simtune.cli.profile import INSTALL, _table, profile
 from simtune.errors import UsageError
-from simtune.profiling.journal import FILE
+from simtune.profiling.measurement_journal import FILE
 from simtune.profiling.run import LiveStatus, OperatorProgress
 from simtune.specs.catalog import load_hardware
 from simtune.specs.model import Model

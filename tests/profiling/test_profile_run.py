@@ -14,18 +14,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from simtune.costs.hardware_profile import build
 from simtune.costs.iteration import StepModel
-from simtune.costs.profile import build
 from simtune.costs.tables import read_tables
 from simtune.costs.tables.own import MeasuredPoint
 from simtune.errors import SimtuneError, UsageError
 from simtune.profiling.doubts import doubtful
 from simtune.profiling.fitting import VALIDATION, _BestRates
-from simtune.profiling.journal import FILE, Journal, task_of
-from simtune.profiling.plan import Limits, MeasurementTask, work
+from simtune.profiling.measurement_journal import FILE, Journal, task_of
+from simtune.profiling.measurement_plan import Limits, MeasurementTask, work
 from simtune.profiling.run import SENTINEL_EVERY
 from simtune.profiling.timing import Measured
-from simtune.specs.plan import Batching, Pool
+from simtune.specs.pool import Batching, Pool
 from tests.profiling.pretended import BASE, COST_S, PretendedRig, model, profile
 
 ROOT = Path(__file__).resolve().parents[2]

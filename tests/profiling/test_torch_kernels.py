@@ -12,8 +12,8 @@ torch: Any = pytest.importorskip("torch")
 
 from simtune.profiling import kernels  # noqa: E402
 from simtune.profiling.decoder import Decoder  # noqa: E402
+from simtune.profiling.measurement_plan import Limits, plan  # noqa: E402
 from simtune.profiling.operands import COLD, Operands  # noqa: E402
-from simtune.profiling.plan import Limits, plan  # noqa: E402
 from simtune.profiling.rig import TorchRig  # noqa: E402
 from tests.profiling.pretended import model  # noqa: E402
 
@@ -153,7 +153,7 @@ def test_a_device_that_cannot_be_measured_is_refused(device: str, words: str) ->
 @pytest.mark.slow
 def test_collectives_among_two_processes() -> None:
     from simtune.profiling.collectives import Group
-    from simtune.profiling.plan import MeasurementTask
+    from simtune.profiling.measurement_plan import MeasurementTask
 
     group = Group(2, "cpu")
     try:

@@ -9,7 +9,7 @@ import pytest
 from simtune.costs.predict import Z90
 from simtune.report.certainty import certainty
 from simtune.report.page import render
-from simtune.runs.reading import read_run
+from simtune.runs.run_reader import read_run
 from tests.report.test_report_search import SURE
 from tests.runs.made_up import RunMaker
 

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from simtune.errors import SpecError
-from simtune.report import beside, compare, figures, index, info, labels, thumbnails
-from simtune.report.beside import NamedFindings, NamedValidation
+from simtune.report import compare, figures, index, info, labels, side_by_side, thumbnails
 from simtune.report.compare import Compared, NamedRun
+from simtune.report.side_by_side import NamedFindings, NamedValidation
 from simtune.report.sources import contents_of, pages, read_all
-from simtune.reproduce import Finding, Findings
-from simtune.runs.reading import read_run
-from simtune.validation.judge import Comparison, LoadResult, Validation
-from simtune.validation.measured import EngineFacts
+from simtune.runs.run_reader import read_run
+from simtune.validation.client.measured_run import EngineFacts
+from simtune.validation.judge.comparison import Comparison, LoadResult, Validation
+from simtune.validation.published import Finding, Findings
 from tests.report.test_report_page import Reader, read
 
 RunMaker = Callable[..., Path]
@@ -228,11 +228,11 @@ def finding(simulated: float | None, status: str) -> Finding:
 
 def test_validations_stand_beside_each_other() -> None:
     pair = [NamedValidation("one", validation(0.2)), NamedValidation("two", validation(-0.05))]
-    (row,) = beside.errors(pair)
+    (row,) = side_by_side.errors(pair)
     assert row == (f"{HOSTILE}: TTFT mean", (("+20.0 %", True), ("−5.0 %", False)))
     apart = [pair[0], NamedValidation("two", validation(0.0, label="other"))]
-    assert [cell for row in beside.errors(apart) for cell, _ in row.cells] == ["+20.0 %", "–", "–", "+0.0 %"]
-    colours = [trace.get("marker", {}).get("color") for trace in beside.errors_figure(pair, 3)["data"]]
+    assert [cell for row in side_by_side.errors(apart) for cell, _ in row.cells] == ["+20.0 %", "–", "–", "+0.0 %"]
+    colours = [trace.get("marker", {}).get("color") for trace in side_by_side.errors_figure(pair, 3)["data"]]
     assert colours == [figures.COLOURS[3], figures.COLOURS[4], None]
 
 
@@ -241,8 +241,8 @@ def test_published_systems_stand_beside_each_other() -> None:
         NamedFindings("then", Findings.of([finding(1.2, "differs")])),
         NamedFindings("now", Findings.of([finding(2.0, "assumed")])),
     ]
-    assert beside.gains(lists) == [(HOSTILE, (("1.20 differs", True), ("2.00 assumed", False)))]
-    assert beside.gains([NamedFindings("none", Findings.of([finding(None, "needs")]))]) == []
+    assert side_by_side.gains(lists) == [(HOSTILE, (("1.20 differs", True), ("2.00 assumed", False)))]
+    assert side_by_side.gains([NamedFindings("none", Findings.of([finding(None, "needs")]))]) == []
 
 
 def test_any_mix_makes_one_page(make_run: RunMaker, tmp_path: Path) -> None:

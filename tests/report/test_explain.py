@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from simtune.api import deploy_plan
-from simtune.report.explain import explain
 from simtune.report.models import fits_on, weights
 from simtune.report.neighbours import neighbours
 from simtune.report.page import render
-from simtune.runs.reading import read_run
+from simtune.report.plan_in_words import explain
+from simtune.runs.run_reader import read_run
 from simtune.specs.catalog import load_model
-from simtune.specs.plan import Batching, KvCache, Parallelism, Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Batching, KvCache, Parallelism, Pool
 
 RunMaker = Callable[..., Path]
 

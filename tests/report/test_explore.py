@@ -14,7 +14,7 @@ import pytest
 
 from simtune.report import explore
 from simtune.report.page import render
-from simtune.runs.reading import read_run
+from simtune.runs.run_reader import read_run
 
 RunMaker = Callable[..., Path]
 

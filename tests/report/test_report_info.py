@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from simtune.report import figures, info
 from simtune.report.page import render
-from simtune.runs.reading import read_run
+from simtune.results.summary import SloLimit
+from simtune.runs.run_reader import read_run
 from simtune.runs.schema import CandidateRow, Run
-from simtune.sim.summary import SloLimit
 from simtune.specs.study import HardwareCount, Search, Study
 from simtune.specs.workload import Slo
 

@@ -17,7 +17,7 @@ import pytest
 
 from simtune.report.figures import plotly_js
 from simtune.report.page import render
-from simtune.runs.reading import read_run
+from simtune.runs.run_reader import read_run
 
 RunMaker = Callable[..., Path]
 
@@ -130,7 +130,7 @@ def test_the_same_run_gives_the_same_bytes_in_any_process(make_run: RunMaker) ->
     assert here == hashlib.sha256(drawn(run).encode()).hexdigest()
     program = (
         "import hashlib, pathlib, sys; from simtune.report.page import render;"
-        "from simtune.runs.reading import read_run;"
+        "from simtune.runs.run_reader import read_run;"
         "print(hashlib.sha256(render(read_run(pathlib.Path(sys.argv[1]))).encode()).hexdigest())"
     )
     root = Path(__file__).resolve().parents[2]

@@ -14,9 +14,9 @@ from simtune.api import load_question
 from simtune.report import info, verdict
 from simtune.report.neighbours import neighbours
 from simtune.report.page import render
-from simtune.runs.reading import read_run
+from simtune.runs.run_reader import read_run
 from simtune.runs.schema import Run
-from simtune.tuner.space import Candidate, PoolChoice, PoolShape
+from simtune.tuner.space.candidates import Candidate, PoolChoice, PoolShape
 
 RunMaker = Callable[..., Path]
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from simtune.report import page
 from simtune.report.figures import plotly_js
-from simtune.report.speculation import (
+from simtune.report.speculation_page import (
     drawn_tree,
     engine_rows,
     gain_figure,
@@ -23,7 +23,7 @@ from simtune.report.speculation import (
     render,
     tree_figure,
 )
-from simtune.runs.reading import read_run
+from simtune.runs.run_reader import read_run
 from simtune.runs.schema import DraftSchedule, DraftShape
 
 RunMaker = Callable[..., Path]

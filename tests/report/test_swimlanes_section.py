@@ -7,9 +7,9 @@ import gzip
 import json
 import re
 
-from simtune.report import swimlanes
+from simtune.report import swimlanes_page
 from simtune.report.page import render
-from simtune.runs.reading import read_run
+from simtune.runs.run_reader import read_run
 from simtune.runs.swimlanes import SWIMLANES_SCHEMA, CoreLane, RequestLife, Swimlanes
 from tests.report.test_report_page import RunMaker, read
 
@@ -35,11 +35,11 @@ def made_up(per_span: int = 1, lives: int = 1) -> Swimlanes:
 
 
 def test_the_table_shares_out_the_time_of_each_lane() -> None:
-    (row,) = swimlanes.rows(made_up())
+    (row,) = swimlanes_page.rows(made_up())
     assert row.cells == ("20.0 %", "0.0 %", "0.0 %", "50.0 %", "30.0 %")
-    assert "8 steps in 2 spans; all of 1 requests." in swimlanes.note(made_up())
-    assert "each of up to 5 neighbours" in swimlanes.note(made_up(per_span=5))
-    assert "0 of 1 requests: the slowest" in swimlanes.note(made_up(lives=0))
+    assert "8 steps in 2 spans; all of 1 requests." in swimlanes_page.note(made_up())
+    assert "each of up to 5 neighbours" in swimlanes_page.note(made_up(per_span=5))
+    assert "0 of 1 requests: the slowest" in swimlanes_page.note(made_up(lives=0))
 
 
 def test_the_page_carries_what_the_run_kept_and_nothing_that_acts(make_run: RunMaker) -> None:

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from simtune.errors import SpecError, UsageError
-from simtune.reproduce import collection, select
-from simtune.reproduce.collection import Entry, entries, folder, read
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.systems import PRIMITIVES, Systems, merged, unfolded
+from simtune.validation.published import collection, select
+from simtune.validation.published.collection import Entry, entries, folder, read
 
 NAMES = [
     name

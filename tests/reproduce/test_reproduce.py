@@ -15,15 +15,15 @@ from benchmarks.reproduced import LINE, readme_line
 from simtune.cli import cli
 from simtune.costs.iteration import StepModel, StepWork
 from simtune.errors import UsageError
-from simtune.report.published import families, gains_figure, render
-from simtune.reproduce import Findings, headline, reproduce, select
-from simtune.reproduce.collection import STORED, Entry, folder
-from simtune.reproduce.findings import NOT_SERVING
-from simtune.reproduce.sides import Runner, bisected, grouped, order_of
-from simtune.sim.requests import build_stream
+from simtune.report.published_page import families, gains_figure, render
 from simtune.specs.catalog import load_hardware, load_model
-from simtune.specs.plan import Pool
+from simtune.specs.pool import Pool
 from simtune.specs.systems import StepSeconds, Systems, merged, plan_of, workload_of
+from simtune.validation.published import Findings, headline, reproduce, select
+from simtune.validation.published.collection import STORED, Entry, folder
+from simtune.validation.published.findings import NOT_SERVING
+from simtune.validation.published.sides import Runner, bisected, grouped, order_of
+from simtune.workload.requests import build_stream
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Findings.model_validate(json.loads((folder() / STORED).read_text(encoding="utf-8")))

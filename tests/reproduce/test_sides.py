@@ -9,8 +9,8 @@ import pytest
 
 from simtune.costs.memory import kv_capacity
 from simtune.errors import Infeasible, UsageError
-from simtune.reproduce.sides import Runner, Side, SideResult, moved
-from simtune.sim.result import Result
+from simtune.results.result import Result
+from simtune.validation.published.sides import Runner, Side, SideResult, moved
 from tests.reproduce.test_reproduce import entry
 
 POISSON = {"kind": "poisson", "rate_rps": 4}

@@ -13,7 +13,8 @@ import pytest
 
 from simtune.runs.schema import CandidateRow
 from simtune.runs.tables import columns
-from simtune.specs.plan import Batching, Parallelism, Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Batching, Parallelism, Pool
 from simtune.specs.study import HardwareCount, Search, Study
 from simtune.specs.workload import Slo
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from simtune.results.result import Result
 from simtune.runs.price import price
 from simtune.sim.deployment import deploy
-from simtune.sim.result import Result
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import Plan
 from simtune.testing.clusters import stream_of

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from simtune.errors import SpecError, UsageError
-from simtune.runs.reading import read_run
+from simtune.runs.run_reader import read_run
 from simtune.runs.schema import CandidateRow
 from simtune.runs.tables import columns
 

@@ -10,20 +10,20 @@ from typing import Any, get_args
 import pytest
 
 from simtune.api import Experiment, load_draft, load_specs, set_up
+from simtune.results.result import Result
+from simtune.results.summary import SimulationSummary, Uncertainty, is_uncertain
 from simtune.runs.contents import Contents, of_simulation
 from simtune.runs.engine_files import speculation_facts
 from simtune.runs.manifest import manifest
-from simtune.runs.reading import read_run, read_summary
-from simtune.runs.requests import requests_table
+from simtune.runs.request_columns import requests_table
+from simtune.runs.run_reader import read_run, read_summary
 from simtune.runs.schema import CandidateRow, DraftSchedule, Manifest, RequestRow, Summary
 from simtune.runs.tables import columns, read_csv, to_csv
 from simtune.sim.deployment import vllm_batching
-from simtune.sim.result import Result
-from simtune.sim.summary import SimulationSummary, Uncertainty, is_uncertain
 from simtune.specs.base import Record
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.drafters import Eagle
-from simtune.specs.plan import Pool
+from simtune.specs.pool import Pool
 from simtune.specs.study import DrafterChoice
 from simtune.tuner.drafting import Contexts, schedule
 

@@ -8,9 +8,9 @@ import pytest
 
 from simtune.api import load_specs, set_up
 from simtune.costs.ticks import TICKS_PER_SECOND
+from simtune.results.result import Result
 from simtune.runs.swimlanes import KINDS, Swimlanes, swimlanes_of
 from simtune.runs.timeline import sampled
-from simtune.sim.result import Result
 
 ROOT = Path(__file__).resolve().parents[2]
 US = 1e6 / TICKS_PER_SECOND

@@ -17,10 +17,11 @@ from simtune.costs.basis import KindBasis
 from simtune.costs.compiled import LinearCosts
 from simtune.costs.predict import Basis
 from simtune.engine import Step
-from simtune.sim.basis import asked_calls, cost_basis, evenly, note, summed
-from simtune.sim.sampling import MOST, SampledStep, StepSampler
-from simtune.sim.summary import BasisShares, CostBasis, OperatorBasis
-from simtune.sim.timing import JumpTime
+from simtune.results.outcome import SampledStep
+from simtune.results.summary import BasisShares, CostBasis, OperatorBasis
+from simtune.sim.run_basis import asked_calls, cost_basis, evenly, note, summed
+from simtune.sim.sampling import MOST, StepSampler
+from simtune.sim.step_timing import JumpTime
 
 
 def step(decodes: int) -> Step:

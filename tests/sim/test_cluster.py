@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine.policies.static import StaticBatching
-from simtune.sim.requests import RequestStream
 from simtune.sim.router import RoundRobin
 from simtune.specs.plan import FirstToken
 from simtune.testing.clusters import Cluster, Incident, SmallPool, Way, check, clusters, controlled
+from simtune.workload.requests import RequestStream
 
 many = hypothesis_settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

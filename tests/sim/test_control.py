@@ -9,14 +9,14 @@ import pytest
 
 from simtune.costs.compiled import LinearCosts
 from simtune.errors import SpecError
+from simtune.results.outcome import Outcome
+from simtune.results.result import Result
 from simtune.sim.deployment import deploy
-from simtune.sim.outcome import Outcome
-from simtune.sim.parts import OwnCosts
-from simtune.sim.requests import RequestStream
-from simtune.sim.result import Result
+from simtune.sim.plan_parts import OwnCosts
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import Plan
 from simtune.testing.clusters import stream_of
+from simtune.workload.requests import RequestStream
 
 COLUMNS = ("scheduled", "first_token", "transferred", "finish")
 

@@ -14,8 +14,8 @@ from simtune.costs.bounds import CostBounds
 from simtune.costs.compiled import CompiledCosts, LinearCosts, compile_costs
 from simtune.costs.iteration import StepModel
 from simtune.costs.ticks import TICKS_PER_SECOND
+from simtune.results.outcome import Outcome
 from simtune.sim.core import EngineCore
-from simtune.sim.outcome import Outcome
 from simtune.sim.stepping import DpGroup
 from simtune.sim.world import World
 from simtune.testing.clusters import stream_of

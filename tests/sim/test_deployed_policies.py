@@ -10,10 +10,11 @@ from simtune.costs.estimate import link_of
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import POLICIES
 from simtune.sim.deployment import Deployment, deploy
-from simtune.sim.requests import build_stream
 from simtune.specs.catalog import load_hardware, load_model
-from simtune.specs.plan import Batching, KvCache, KvLink, Plan, Pool
+from simtune.specs.plan import KvLink, Plan
+from simtune.specs.pool import Batching, KvCache, Pool
 from simtune.specs.workload import FixedLength, Lognormal, Poisson, Slo, Workload
+from simtune.workload.requests import build_stream
 
 LOAD = Workload(
     name="w",

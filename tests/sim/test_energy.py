@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 
 from simtune.errors import UsageError
+from simtune.results.energy import InstancePower, energy_j
+from simtune.results.summary import InstanceUse
 from simtune.sim.deployment import deploy
-from simtune.sim.energy import InstancePower, energy_j
-from simtune.sim.requests import build_stream
-from simtune.sim.summary import InstanceUse
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.hardware import Hardware
 from simtune.specs.plan import Plan
 from simtune.specs.study import Confirmation, HardwareCount, Search, Study, StudyLimits
 from simtune.specs.workload import Lognormal, Poisson, Slo, Workload
-from simtune.tuner.certificate import Audit, certificate_of
+from simtune.tuner.certificate.search_certificate import Audit, certificate_of
+from simtune.tuner.plan_cache import PlanCache, Refused
 from simtune.tuner.question import Question
-from simtune.tuner.search import optimize
-from simtune.tuner.space import space_of
-from simtune.tuner.workshop import Refused, Workshop
+from simtune.tuner.search.best_first import optimize
+from simtune.tuner.space.candidates import space_of
+from simtune.workload.requests import build_stream
 from tests.cli.conftest import STUDY, call
 
 MODEL, HARDWARE = load_model("llama-3.1-8b"), load_hardware("h100-sxm")
@@ -91,15 +91,15 @@ def test_the_plan_with_the_least_energy_is_that_of_exhaustive_trial() -> None:
     asked = question()
     tuned = optimize(asked, jobs=1)
     space = space_of(asked.study).candidates
-    workshop, best = Workshop(asked, space), []
+    plan_cache, best = PlanCache(asked, space), []
     for candidate in space:
-        settled = workshop.settled(candidate)
+        settled = plan_cache.settled(candidate)
         assert not isinstance(settled, Refused)
-        result = workshop.deployment(settled).simulate(asked.stream(settled), asked.study.slo)
+        result = plan_cache.deployment(settled).simulate(asked.stream(settled), asked.study.slo)
         summary = result.summary()
-        facts = asked.facts(settled, workshop.stream(settled))
+        facts = asked.facts(settled, plan_cache.stream(settled))
         assert summary.joules_per_token is not None
-        offered = workshop.stream(settled).offered_rate_rps
+        offered = plan_cache.stream(settled).offered_rate_rps
         assert offered is not None
         assert asked.objective.best(facts, offered, 0.0) <= summary.joules_per_token
         if result.meets_slo:

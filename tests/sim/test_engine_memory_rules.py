@@ -13,10 +13,11 @@ from simtune.engine.policies.tensorrt_llm import TensorRtLlmScheduler
 from simtune.engine.request import Request
 from simtune.errors import Infeasible
 from simtune.sim.deployment import deploy
-from simtune.sim.requests import build_stream
 from simtune.specs.catalog import load_engine, load_hardware, load_model
-from simtune.specs.plan import Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Pool
 from simtune.specs.workload import ClosedLoop, FixedLength, Slo, Workload
+from simtune.workload.requests import build_stream
 from tests.cli.conftest import call
 
 LLAMA = load_model("llama-3.1-8b")

@@ -16,14 +16,14 @@ import simtune
 from simtune.costs.ticks import to_ticks
 from simtune.engine import POLICIES
 from simtune.errors import SpecError, UsageError
-from simtune.runs.requests import requests_table
+from simtune.results.result import Result
+from simtune.runs.request_columns import requests_table
 from simtune.sim.deployment import deploy
-from simtune.sim.parts import OwnCosts
-from simtune.sim.requests import build_stream
-from simtune.sim.result import Result
+from simtune.sim.plan_parts import OwnCosts
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import Plan
 from simtune.specs.workload import Slo, Workload
+from simtune.workload.requests import build_stream
 
 STEP_S = 0.01
 

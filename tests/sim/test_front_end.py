@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from simtune.results.result import Result
 from simtune.sim.deployment import deploy
 from simtune.sim.front_end import FrontEnd
-from simtune.sim.parts import OwnCosts
-from simtune.sim.requests import build_stream
-from simtune.sim.result import Result
+from simtune.sim.plan_parts import OwnCosts
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import Plan
 from simtune.specs.workload import Workload
+from simtune.workload.requests import build_stream
 from tests.sim.test_families import STEP_S, Constant
 
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from simtune.sim.deployment import Deployment, deploy
-from simtune.sim.requests import RequestStream, build_stream
 from simtune.specs.catalog import load_hardware
 from simtune.specs.model import (
     DenseFeedForward,
@@ -19,8 +18,10 @@ from simtune.specs.model import (
     Model,
     SlidingAttention,
 )
-from simtune.specs.plan import Batching, Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Batching, Pool
 from simtune.specs.workload import FixedLength, Lognormal, Poisson, Workload
+from simtune.workload.requests import RequestStream, build_stream
 
 LONGEST = 32_768
 SEATS = 32

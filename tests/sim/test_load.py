@@ -8,9 +8,6 @@ import numpy as np
 import pytest
 
 from simtune.errors import UsageError
-from simtune.sim.load import dispersion, kolmogorov_distance, load_facts, rates_over_time, shared_share
-from simtune.sim.load_fit import CLOSE, fit_lengths, fit_workload
-from simtune.sim.requests import build_stream, lengths_at
 from simtune.specs.traces import Trace
 from simtune.specs.workload import (
     Arrivals,
@@ -23,6 +20,9 @@ from simtune.specs.workload import (
     Segment,
     Workload,
 )
+from simtune.workload.load import dispersion, kolmogorov_distance, load_facts, rates_over_time, shared_share
+from simtune.workload.load_fit import CLOSE, fit_lengths, fit_workload
+from simtune.workload.requests import build_stream, lengths_at
 
 CHANGING = Piecewise(segments=(Segment(for_s=200, rate_rps=2), Segment(for_s=200, rate_rps=12)))
 

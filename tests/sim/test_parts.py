@@ -18,14 +18,16 @@ from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import POLICIES
 from simtune.engine.scheduler import SETTINGS_OF
 from simtune.errors import PartError, UsageError
-from simtune.plugins import keywords
 from simtune.sim.deployment import Deployment, deploy
-from simtune.sim.parts import OwnCosts, make_policy
-from simtune.sim.requests import RequestStream
+from simtune.sim.plan_parts import OwnCosts, make_policy
 from simtune.sim.router import ROUTERS, RoundRobin
 from simtune.specs.catalog import load_hardware, load_model
-from simtune.specs.plan import POLICY_NAMES, Batching, OwnRouting, Plan, Pool, Routing
+from simtune.specs.plan import Plan
+from simtune.specs.plugins import keywords
+from simtune.specs.pool import POLICY_NAMES, Batching, Pool
+from simtune.specs.routing import OwnRouting, Routing
 from simtune.testing.clusters import stream_of
+from simtune.workload.requests import RequestStream
 
 KINDS = {
     variant.model_fields["kind"].default: variant.model_fields

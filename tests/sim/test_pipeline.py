@@ -8,8 +8,8 @@ import pytest
 from simtune.costs.compiled import LinearCosts
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.errors import Infeasible
+from simtune.results.outcome import Outcome
 from simtune.sim.deployment import Deployment, deploy
-from simtune.sim.outcome import Outcome
 from simtune.sim.stepping import Pipeline
 from simtune.sim.world import World
 from simtune.specs.catalog import load_hardware, load_model

@@ -13,18 +13,19 @@ from simtune.costs.compiled import LinearCosts
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import VllmFcfs
 from simtune.errors import Infeasible, UsageError
+from simtune.results.result import Result
 from simtune.sim.core import EngineCore, KvConnector, Stepping
 from simtune.sim.deployment import deploy
 from simtune.sim.link import TransferLink
-from simtune.sim.requests import RequestStream, build_stream
-from simtune.sim.result import Result
 from simtune.sim.router import LeastTokens, RoundRobin
 from simtune.sim.stepping import Pipeline
 from simtune.sim.world import World
 from simtune.specs.catalog import load_hardware, load_model
-from simtune.specs.plan import Batching, Failure, KvLink, Plan, Pool
+from simtune.specs.plan import Failure, KvLink, Plan
+from simtune.specs.pool import Batching, Pool
 from simtune.specs.workload import FixedLength, Lognormal, Poisson, Workload
 from simtune.testing.clusters import stream_of
+from simtune.workload.requests import RequestStream, build_stream
 
 PLENTY = 10**6
 

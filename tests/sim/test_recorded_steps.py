@@ -10,8 +10,8 @@ import pytest
 
 import simtune.runs.contents
 from simtune.api import load_specs, set_up
-from simtune.sim.recorded_steps import COUNTS, RecordedSteps
-from simtune.sim.result import Result
+from simtune.results.recorded_steps import COUNTS, RecordedSteps
+from simtune.results.result import Result
 from tests.cli.conftest import call
 
 

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from simtune.costs.compiled import LinearCosts
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import VllmFcfs
+from simtune.results.result import MissBudget, Result
 from simtune.sim.core import EngineCore
-from simtune.sim.requests import RequestStream
-from simtune.sim.result import MissBudget, Result
 from simtune.sim.world import World
 from simtune.specs.workload import Slo
 from simtune.testing.clusters import stream_of
+from simtune.workload.requests import RequestStream
 from tests.sim.worlds import Setting, settings
 
 

@@ -12,7 +12,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from simtune.engine import POLICIES, DraftingTerms, Request
-from simtune.sim.outcome import Outcome
+from simtune.results.outcome import Outcome
 from simtune.testing.clusters import Cluster, clusters, of_policy
 from tests.engine.small import SMALL
 from tests.sim.worlds import Setting, settings

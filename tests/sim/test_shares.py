@@ -10,10 +10,11 @@ from simtune.costs.share import share_of
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.errors import SpecError
 from simtune.sim.deployment import deploy
-from simtune.sim.energy import power_of
+from simtune.sim.pool_power import power_of
 from simtune.sim.uncertainty import Blueprint
 from simtune.specs.catalog import load_hardware, load_model
-from simtune.specs.plan import Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Pool
 from simtune.testing.clusters import stream_of
 from tests.oracles.split import Asked, Share, SplitDevice
 

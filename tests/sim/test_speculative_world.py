@@ -16,18 +16,18 @@ from simtune.costs.drafting import RoundModel, draft_memory
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import DraftingTerms, Request, Tally, VllmFcfs
 from simtune.errors import Infeasible
+from simtune.results.outcome import Outcome
 from simtune.sim.core import EngineCore
 from simtune.sim.deployment import Deployment, deploy
 from simtune.sim.drafting import AcceptanceSampler, Drafting, SharedBudget, drafting_terms, uniform
-from simtune.sim.outcome import Outcome
-from simtune.sim.requests import RequestStream
 from simtune.sim.world import World
 from simtune.specs import trees
 from simtune.specs.acceptance import Acceptance, BetaMixture, Condition, PerPosition, PerRank, Rates, Revealed
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.drafters import BlockDrafter, Drafter, DraftModel, Eagle, Medusa, Ngram
 from simtune.specs.feedback import GainRule, StepRule
-from simtune.specs.plan import Batching, KvLink, Plan, Pool
+from simtune.specs.plan import KvLink, Plan
+from simtune.specs.pool import Batching, Pool
 from simtune.specs.schemes import (
     Adaptive,
     BatchRange,
@@ -45,6 +45,7 @@ from simtune.specs.schemes import (
 from simtune.specs.speculation import Speculation
 from simtune.testing.clusters import Cluster, check, clusters, stream_of
 from simtune.tuner.drafting import chain, tree
+from simtune.workload.requests import RequestStream
 from tests.oracles import chain as exact
 from tests.oracles import overlap
 

@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simtune.errors import SpecError, UsageError
+from simtune.results.result import Result
 from simtune.sim.deployment import deploy
-from simtune.sim.parts import OwnCosts
-from simtune.sim.requests import build_stream
-from simtune.sim.result import Result
+from simtune.sim.plan_parts import OwnCosts
 from simtune.sim.stations import serve
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import Plan
 from simtune.specs.stages import Stage
 from simtune.specs.workload import Workload
+from simtune.workload.requests import build_stream
 from tests.sim.test_families import Constant
 
 GENERATOR = np.random.default_rng(7)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from simtune.arrays import Array
 from simtune.costs.compiled import LinearCosts
 from simtune.costs.ticks import TICKS_PER_SECOND
-from simtune.sim.result import Result
-from simtune.sim.statistics import BATCHES, TokenIntervals, batch_means, warm_up
+from simtune.results.result import Result
+from simtune.results.statistics import BATCHES, TokenIntervals, batch_means, warm_up
 from simtune.testing.clusters import stream_of
 from tests.sim.worlds import Setting
 

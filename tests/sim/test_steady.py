@@ -11,13 +11,13 @@ import pytest
 
 from simtune.arrays import Array
 from simtune.costs.ticks import TICKS_PER_SECOND
+from simtune.results.result import Result
+from simtune.results.steady import LEAST, Steadiness, in_system, needed_for, steadiness
 from simtune.sim.deployment import deploy
-from simtune.sim.requests import build_stream
-from simtune.sim.result import Result
-from simtune.sim.steady import LEAST, Steadiness, in_system, needed_for, steadiness
 from simtune.specs.catalog import load_hardware, load_model, load_workload
 from simtune.specs.plan import Plan
 from simtune.specs.workload import Slo
+from simtune.workload.requests import build_stream
 
 LENGTHS = (50, 100, 200, 400, 1000, 2000, 4000, 8000, 20_000)
 

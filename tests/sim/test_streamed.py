@@ -10,11 +10,11 @@ import pytest
 
 from simtune.api import load_specs, set_up, stream
 from simtune.errors import UsageError
+from simtune.results.sketch import ERROR, Sketch
 from simtune.sim import streamed
-from simtune.sim.requests import build_stream
-from simtune.sim.sketch import ERROR, Sketch
 from simtune.sim.streamed import StreamedLoad
 from simtune.specs.catalog import load_workload
+from simtune.workload.requests import build_stream
 
 CLASSES = """\
 schema: simtune/workload@1

@@ -13,7 +13,7 @@ from simtune.costs.compiled import LinearCosts
 from simtune.costs.protocol import ImbalanceCosts, RoundCosts, StepCosts
 from simtune.engine import DraftingTerms, Step, VllmFcfs
 from simtune.sim.core import EngineCore
-from simtune.sim.timing import DraftTimer, ImbalanceTimer, JumpTime, PlainTimer, timer_for
+from simtune.sim.step_timing import DraftTimer, ImbalanceTimer, JumpTime, PlainTimer, timer_for
 from simtune.testing.clusters import ImbalancedCosts, stream_of
 from tests.sim.worlds import Kinked, Setting
 

@@ -10,17 +10,17 @@ import pytest
 
 from simtune.costs.iteration import KINDS
 from simtune.costs.predict import Profile
-from simtune.sim.basis import pool_bases
+from simtune.results.summary import Uncertain, Uncertainty
 from simtune.sim.deployment import Deployment, default_plan, deploy
 from simtune.sim.drafting import Drafting
-from simtune.sim.requests import RequestStream, build_stream
-from simtune.sim.summary import Uncertain, Uncertainty
+from simtune.sim.run_basis import pool_bases
 from simtune.sim.uncertainty import intervals, spreads, uncertainty, worlds
 from simtune.specs.acceptance import Acceptance, BetaMixture, PerPosition, PerRank
 from simtune.specs.base import Record, Seq
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.speculation import Speculation
 from simtune.specs.workload import Lognormal, Poisson, Slo, Workload
+from simtune.workload.requests import RequestStream, build_stream
 
 MODEL, HARDWARE = load_model("llama-3.1-8b"), load_hardware("h100-sxm")
 LOAD = Workload(

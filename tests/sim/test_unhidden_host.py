@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from simtune.results.result import Result
 from simtune.sim.deployment import deploy
-from simtune.sim.result import Result
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import Plan
 from simtune.testing.clusters import stream_of

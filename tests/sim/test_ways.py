@@ -9,9 +9,9 @@ import pytest
 
 from simtune.costs.compiled import LinearCosts
 from simtune.errors import SpecError
+from simtune.results.result import Result
 from simtune.sim.deployment import deploy
-from simtune.sim.parts import OwnCosts
-from simtune.sim.result import Result
+from simtune.sim.plan_parts import OwnCosts
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import Plan
 from simtune.specs.workload import Slo

@@ -13,9 +13,9 @@ from simtune.costs.compiled import LinearCosts
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import VllmFcfs
 from simtune.errors import UsageError
+from simtune.results.outcome import Outcome
 from simtune.sim.agenda import Agenda
 from simtune.sim.core import EngineCore
-from simtune.sim.outcome import Outcome
 from simtune.sim.recorder import Recorder
 from simtune.sim.source import RequestSource
 from simtune.sim.world import World

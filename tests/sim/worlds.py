@@ -12,11 +12,11 @@ from simtune.costs.compiled import LinearCosts
 from simtune.costs.protocol import UNBOUNDED, StepCosts
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import VllmFcfs
+from simtune.results.outcome import Outcome
 from simtune.sim.core import EngineCore, Stepping
-from simtune.sim.outcome import Outcome
-from simtune.sim.requests import RequestStream
 from simtune.sim.world import World
 from simtune.testing.clusters import stream_of
+from simtune.workload.requests import RequestStream
 from tests.engine.plain import PlainEngine, PlainRequest
 
 

@@ -97,7 +97,7 @@ for turn in itertools.count():
 WORKER = """\
 import pickle, sys
 import simtune
-from simtune.tuner import evaluator
+from simtune.tuner.search import evaluator
 
 class Enough(Exception):
     pass

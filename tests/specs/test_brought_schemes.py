@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from simtune import plugins
 from simtune.api import load_drafting
 from simtune.emit import ENGINES, drafting_settings
 from simtune.errors import PartError, SpecError
 from simtune.sim.deployment import deploy
-from simtune.specs import kinds
+from simtune.specs import kinds, plugins
 from simtune.specs.base import Part
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.drafters import DRAFTERS, Drafter

@@ -9,9 +9,10 @@ import pytest
 from simtune.api import load_question, simulate
 from simtune.errors import SimtuneError, SpecError, UsageError
 from simtune.specs import catalog
-from simtune.specs.engine import DEFAULT_ENGINE, EnginePreset, merged
-from simtune.specs.plan import Plan, Pool
-from simtune.tuner.space import Candidate
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Pool
+from simtune.specs.preset import DEFAULT_ENGINE, EnginePreset, merged
+from simtune.tuner.space.candidates import Candidate
 
 PRESETS = catalog.names("engine")
 

@@ -14,7 +14,7 @@ from simtune.specs import yamlfile
 from simtune.specs.base import DTYPE_BYTES
 from simtune.specs.hf import ARCHITECTURES, from_config
 from simtune.specs.model import LayerGroup, Model
-from simtune.specs.plan import Parallelism
+from simtune.specs.pool import Parallelism
 from tests.specs.published.configs import INDEX, PUBLISHED
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simtune.errors import SimtuneError, SpecError, UsageError
-from simtune.specs import reading, room, yamlfile
-from simtune.specs.reading import (
+from simtune.specs import input_files, room, yamlfile
+from simtune.specs.input_files import (
     JsonError,
     csv_table,
     json_lines,
@@ -34,7 +34,7 @@ MEGABYTE = 1 << 20
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files may have a megabyte."""
-    monkeypatch.setenv(reading.ENVIRONMENT, str(MEGABYTE))
+    monkeypatch.setenv(input_files.ENVIRONMENT, str(MEGABYTE))
 
 
 # --- files ------------------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ def test_a_file_is_as_large_as_is_said(tmp_path: Path, small: None, monkeypatch:
     with pytest.raises(UsageError, match=r"t\.csv: is larger than 1\.0 MiB; cut it, or set SIMTUNE_MAX_FILE_BYTES"):
         read_bytes(path)
     for wrong in ("many", "-1", "", "1e6", "9" * 40):
-        monkeypatch.setenv(reading.ENVIRONMENT, wrong)
+        monkeypatch.setenv(input_files.ENVIRONMENT, wrong)
         with pytest.raises(UsageError, match=r"SIMTUNE_MAX_FILE_BYTES=.*: must be a number of bytes"):
             read_bytes(path)
 

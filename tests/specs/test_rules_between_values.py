@@ -9,10 +9,10 @@ import pytest
 from simtune.errors import SpecError, UsageError
 from simtune.runs.schema import Timeline
 from simtune.specs.acceptance import Acceptance, PerRank, Revealed
-from simtune.specs.engine import EnginePreset
 from simtune.specs.hardware import Calibration, Curve, Residual
 from simtune.specs.model import LayerGroup, MlaAttention, NoAttention, NoFeedForward
 from simtune.specs.plan import MOST_GPUS, Plan
+from simtune.specs.preset import EnginePreset
 from simtune.specs.study import Study
 from simtune.specs.trace_cut import duration_s
 from simtune.specs.workload import Workload

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from simtune.errors import SpecError, UsageError
-from simtune.sim.requests import build_stream
-from simtune.sim.scrape_fit import ScrapedLoad, fit_scrapes
 from simtune.specs.scrapes import OUTPUT, PROMPT, TTFT, Histogram, intervals, read_scrape
 from simtune.specs.traces import read_trace
 from simtune.specs.workload import Piecewise, Poisson
+from simtune.workload.requests import build_stream
+from simtune.workload.scrape_fit import ScrapedLoad, fit_scrapes
 
 EDGES = [m * 10.0**e for e in range(5) for m in (1, 2, 5)]
 """As vLLM has them up to the longest request."""

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from simtune.specs.base import Spec
 from simtune.specs.model import Model
-from simtune.specs.plan import Batching, KvCache, Parallelism, Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Batching, KvCache, Parallelism, Pool
 from simtune.specs.workload import (
     ClosedLoop,
     FixedInterval,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from simtune.errors import SpecError, UsageError
 from simtune.specs import yamlfile
-from simtune.specs.reading import read_text
+from simtune.specs.input_files import read_text
 
 
 def read(text: str) -> object:

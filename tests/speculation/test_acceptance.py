@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simtune.acceptance import estimate
-from simtune.acceptance.logs import read_acceptance
 from simtune.errors import SpecError, UsageError
 from simtune.specs.acceptance import Acceptance, BetaMixture, PerPosition, PerRank
 from simtune.specs.catalog import load_acceptance, names
 from simtune.tuner.drafting import chain, tree
+from simtune.workload import acceptance_estimate as estimate
+from simtune.workload.acceptance_logs import read_acceptance
 from tests.oracles import chain as exact
 from tests.oracles.ranks import from_few_ranks
 

@@ -12,7 +12,7 @@ from simtune.emit import ENGINES
 from simtune.specs.acceptance import BetaMixture, PerPosition, PerRank, Revealed
 from simtune.specs.catalog import load_acceptance, load_hardware, load_model
 from simtune.specs.drafters import Eagle
-from simtune.specs.plan import Batching, Pool
+from simtune.specs.pool import Batching, Pool
 from simtune.specs.schemes import BatchRange, ByBatch, DynamicTree, StaticTree, Threshold
 from simtune.specs.speculation import Speculation
 from simtune.specs.trees import depth_of, width_of

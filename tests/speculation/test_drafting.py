@@ -13,7 +13,7 @@ from simtune.errors import Infeasible
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.drafters import BlockDrafter, Drafter, DraftModel, Eagle, Medusa, Ngram, Suffix
 from simtune.specs.model import DenseFeedForward
-from simtune.specs.plan import Batching, Parallelism, Pool
+from simtune.specs.pool import Batching, Parallelism, Pool
 from simtune.specs.schemes import Chain
 from simtune.specs.speculation import Speculation
 

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from simtune.costs.compiled import LinearCosts
 from simtune.engine import Request, VllmFcfs
 from simtune.errors import Infeasible, SpecError, UsageError
+from simtune.results.outcome import Outcome
 from simtune.sim.core import EngineCore
 from simtune.sim.drafting import AcceptanceSampler, drafting_terms
-from simtune.sim.outcome import Outcome
-from simtune.sim.requests import RequestStream
 from simtune.sim.world import World
 from simtune.specs.acceptance import (
     Acceptance,
@@ -35,6 +34,7 @@ from simtune.specs.drafters import Eagle
 from simtune.specs.schemes import Chain, Scheme, StaticTree, Threshold, TokenBudget
 from simtune.specs.speculation import Speculation
 from simtune.testing.clusters import stream_of
+from simtune.workload.requests import RequestStream
 
 LOW, HIGH = PerPosition(conditional=(0.4, 0.3, 0.2)), PerPosition(conditional=(0.9, 0.8, 0.7))
 RANKS = PerRank(probability=((0.3, 0.2), (0.3, 0.1))), PerRank(probability=((0.6, 0.2), (0.5, 0.2)))

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from simtune.costs.compiled import LinearCosts
 from simtune.engine import Request, VllmFcfs
 from simtune.errors import SpecError
+from simtune.results.outcome import Outcome
 from simtune.sim.core import EngineCore
 from simtune.sim.drafting import AcceptanceSampler, drafting_terms
-from simtune.sim.outcome import Outcome
 from simtune.sim.world import World
 from simtune.specs.acceptance import Acceptance, PerPosition
 from simtune.specs.drafters import Eagle

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from simtune.sim.drafting.rounds import overlapped
+from simtune.sim.drafting.drawn_rounds import overlapped
 from simtune.tuner.drafting import chain
 from tests.oracles import chain as exact
 from tests.oracles import overlap

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from simtune.specs.drafters import Drafter, DraftModel, Eagle, Medusa, Ngram
-from simtune.specs.plan import Batching, Parallelism, Pool
+from simtune.specs.pool import Batching, Parallelism, Pool
 from simtune.specs.schemes import BatchRange, ByBatch, Chain, Dsi, DynamicTree, Frontier, Pearl, StaticTree
 from simtune.specs.speculation import Speculation
 from simtune.specs.study import DrafterChoice

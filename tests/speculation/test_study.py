@@ -12,12 +12,12 @@ import yaml
 from simtune.emit import ENGINES
 from simtune.errors import SpecError, UsageError
 from simtune.sim.drafting import Drafting
-from simtune.sim.requests import build_stream
 from simtune.specs.acceptance import Acceptance, PerPosition, PerRank
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.drafters import DraftModel, Eagle, Medusa
 from simtune.specs.feedback import StepRule
-from simtune.specs.plan import Batching, Parallelism, Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Batching, Parallelism, Pool
 from simtune.specs.schemes import (
     Adaptive,
     BatchRange,
@@ -44,10 +44,11 @@ from simtune.tuner.drafting import (
     speculation_on,
 )
 from simtune.tuner.drafting.choose import NONE, DraftSetting
-from simtune.tuner.drafting.study import batches_up_to
+from simtune.tuner.drafting.study_drafters import batches_up_to
 from simtune.tuner.question import Question
-from simtune.tuner.search import optimize
-from simtune.tuner.space import Candidate, space_of
+from simtune.tuner.search.best_first import optimize
+from simtune.tuner.space.candidates import Candidate, space_of
+from simtune.workload.requests import build_stream
 
 VLLM = ENGINES["vllm"]
 MODEL, HARDWARE = load_model("llama-3.1-8b"), load_hardware("h100-sxm")

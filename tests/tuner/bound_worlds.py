@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 from simtune.costs.compiled import LinearCosts
 from simtune.sim.deployment import Deployment, deploy
-from simtune.sim.requests import RequestStream
 from simtune.specs.catalog import load_hardware, load_model
-from simtune.specs.plan import Batching, KvCache, KvLink, Plan, Pool
+from simtune.specs.plan import KvLink, Plan
+from simtune.specs.pool import Batching, KvCache, Pool
 from simtune.specs.workload import Slo
 from simtune.testing.clusters import stream_of
+from simtune.workload.requests import RequestStream
 
 GPUS, KV_BYTES, WEIGHT_BYTES, LONGEST = 8, 131072, 16e9, 23040
 MODEL, HARDWARE = load_model("llama-3.1-8b"), load_hardware("h100-sxm")

@@ -15,9 +15,9 @@ import pytest
 
 import simtune
 from simtune.errors import Infeasible, SimtuneError, UsageError
-from simtune.tuner import programmes
-from simtune.tuner.allocation import Fleet, InstanceRate, Nodes, allocate
-from simtune.tuner.slices import Slices, cheapest_types
+from simtune.tuner.space import integer_programs
+from simtune.tuner.space.allocation import Fleet, InstanceRate, Nodes, allocate
+from simtune.tuner.space.slices import Slices, cheapest_types
 from tests.oracles import allocation as brute
 
 EXACT = 1e-5
@@ -75,9 +75,9 @@ def test_the_oracles_instance(oracle: Any) -> None:
 def test_512_gpus_are_a_few_dozen_integers(oracle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Per-node integers were not proved in 20 s; fillings are, in a fraction of one."""
     sizes = []
-    solve = programmes.solve
+    solve = integer_programs.solve
     monkeypatch.setattr(
-        "simtune.tuner.allocation.solve",
+        "simtune.tuner.space.allocation.solve",
         lambda problem, **settings: sizes.append(problem.numVariables()) or solve(problem, **settings),  # type: ignore[func-returns-value]
     )
     fleet = Fleet((Nodes("H", 32, 8, 4.0), Nodes("L", 32, 8, 1.2)), link_bytes_per_s=1e9)
@@ -223,10 +223,10 @@ def test_whether_the_answer_is_proved_is_said(monkeypatch: pytest.MonkeyPatch) -
             problem.assignStatus(pulp.LpStatusOptimal, self.sol_status)
             return pulp.LpStatusOptimal
 
-    whole = programmes._solver
+    whole = integer_programs._solver
     for sol_status, ends in ((pulp.LpSolutionIntegerFeasible, None), (pulp.LpSolutionNoSolutionFound, "allow more")):
         monkeypatch.setattr(
-            programmes, "_solver", lambda mip, limit, s=sol_status: OutOfTime(s) if mip else whole(mip, limit)
+            integer_programs, "_solver", lambda mip, limit, s=sol_status: OutOfTime(s) if mip else whole(mip, limit)
         )
         if ends is None:
             answer = allocate(FLEET, RATES, kv_bytes_per_request=KV)

@@ -15,16 +15,17 @@ from simtune.costs.compiled import LinearCosts
 from simtune.costs.protocol import StepCosts
 from simtune.engine import POLICIES
 from simtune.sim.deployment import Deployment, deploy
-from simtune.sim.requests import RequestStream, build_stream
 from simtune.specs.catalog import load_hardware, load_model
-from simtune.specs.plan import Batching, KvCache, KvLink, Parallelism, Plan, Pool
+from simtune.specs.plan import KvLink, Plan
+from simtune.specs.pool import Batching, KvCache, Parallelism, Pool
 from simtune.specs.schemes import Chain
 from simtune.specs.workload import Lognormal, Poisson, SharedPrefix, Slo, Workload
 from simtune.testing.clusters import stream_of
 from simtune.tuner.bounds import PlanBounds, attainment_bound, rate_bound
 from simtune.tuner.bounds.limits import of_statistics
 from simtune.tuner.bounds.windows import Jobs, first_come, of_each
-from simtune.tuner.space import Candidate
+from simtune.tuner.space.candidates import Candidate
+from simtune.workload.requests import RequestStream, build_stream
 from tests.sim.test_data_parallel import EXPERTS
 from tests.sim.test_data_parallel import hardware as experts_hardware
 from tests.sim.test_data_parallel import pool as experts_pool

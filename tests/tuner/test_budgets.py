@@ -8,12 +8,12 @@ import pytest
 
 from simtune.api import load_question
 from simtune.errors import UsageError
-from simtune.tuner.sayable import space_for
-from simtune.tuner.search import optimize
-from simtune.tuner.workshop import Refused, Workshop
+from simtune.tuner.plan_cache import PlanCache, Refused
+from simtune.tuner.search.best_first import optimize
+from simtune.tuner.space.expressible import space_for
 from tests.cli.conftest import STUDY
 
-ENGINES = Path(__file__).resolve().parents[2] / "simtune" / "engines"
+ENGINES = Path(__file__).resolve().parents[2] / "simtune" / "presets"
 
 
 def test_pools_with_prompts_need_a_budget_for_the_longest_and_decode_pools_do_not(tmp_path: Path) -> None:
@@ -22,11 +22,11 @@ def test_pools_with_prompts_need_a_budget_for_the_longest_and_decode_pools_do_no
     study.write_text(text.replace("max_num_batched_tokens: [2048]", "max_num_batched_tokens: [1024, 8192]"))
     question = load_question(str(study), ['search.layouts=["mixed", "prefill-decode"]', "search.tp=[1]"])
     candidates = space_for(question).candidates
-    workshop = Workshop(question, candidates)
-    longest = max(int(workshop.stream(candidate).prompt_tokens.max()) for candidate in candidates)
+    plan_cache = PlanCache(question, candidates)
+    longest = max(int(plan_cache.stream(candidate).prompt_tokens.max()) for candidate in candidates)
     assert 1024 < longest <= 8192
     for candidate in candidates:
-        settled = workshop.settled(candidate)
+        settled = plan_cache.settled(candidate)
         small = any(pool.shape.role != "decode" and pool.max_num_batched_tokens == 1024 for pool in candidate.pools)
         assert isinstance(settled, Refused) == small, candidate.name
         if isinstance(settled, Refused):

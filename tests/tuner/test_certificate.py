@@ -14,10 +14,10 @@ import yaml
 from simtune.specs.catalog import load_hardware
 from simtune.specs.plan import Plan
 from simtune.specs.study import StudyLimits
-from simtune.tuner.certificate import Audit, Certificate, certificate_of
-from simtune.tuner.chance import allowance
+from simtune.tuner.certificate.search_certificate import Audit, Certificate, certificate_of
+from simtune.tuner.doubt.draw_spread import allowance
 from simtune.tuner.question import Question
-from simtune.tuner.search import optimize
+from simtune.tuner.search.best_first import optimize
 from simtune.tuner.trial import Tuned
 from tests.cli.conftest import STUDY, call
 from tests.tuner.test_exhaustive import random_question

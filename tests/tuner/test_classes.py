@@ -15,16 +15,16 @@ import pytest
 from simtune.errors import Infeasible
 from simtune.specs.study import StudyLimits
 from simtune.specs.workload import FixedLength, Slo
-from simtune.tuner import relaxation
-from simtune.tuner.allocation import allocate
-from simtune.tuner.certificate import Audit, Certificate, certificate_of
-from simtune.tuner.classes import PlanClasses
+from simtune.tuner.bounds import relaxation
+from simtune.tuner.bounds.relaxation import Aim, Relaxation, Worths
+from simtune.tuner.certificate.search_certificate import Audit, Certificate, certificate_of
+from simtune.tuner.plan_cache import PlanCache
 from simtune.tuner.question import Question
-from simtune.tuner.relaxation import Aim, Relaxation, Worths
-from simtune.tuner.search import optimize
-from simtune.tuner.space import Candidate, space_of
+from simtune.tuner.search.best_first import optimize
+from simtune.tuner.space.allocation import allocate
+from simtune.tuner.space.candidates import Candidate, space_of
+from simtune.tuner.space.plan_classes import PlanClasses
 from simtune.tuner.trial import Tuned
-from simtune.tuner.workshop import Workshop
 from tests.tuner.test_allocation import FLEET, KV, RATES, some_rates
 from tests.tuner.test_exhaustive import random_question
 
@@ -142,18 +142,18 @@ OBJECTIVES = ("goodput", "goodput_per_gpu", "goodput_per_dollar", "gpus", "usd_p
 def test_no_plan_could_reach_more_than_its_class(seed: int, objective: str) -> None:
     asked = several(seed, objective=objective)
     every = space_of(asked.study).candidates
-    workshop = Workshop(asked, every)
-    classes = PlanClasses(asked, workshop)
+    plan_cache = PlanCache(asked, every)
+    classes = PlanClasses(asked, plan_cache)
     _, whole = classes.sorted_out(every)
     groups = classes.bounded_all(whole)
     groups += [part for group in groups for part in classes.split(group)]
     assert {group.name for group in groups} <= classes.named(every).keys()
     compared = 0
     for group in groups:
-        for candidate in map(workshop.settled, group.candidates):
+        for candidate in map(plan_cache.settled, group.candidates):
             if not isinstance(candidate, Candidate):
                 continue
-            stream, capacity = workshop.stream(candidate), workshop.capacity(candidate).rps
+            stream, capacity = plan_cache.stream(candidate), plan_cache.capacity(candidate).rps
             offered = stream.offered_rate_rps
             assert offered is not None
             if not asked.searches_rate and capacity < offered:
@@ -174,20 +174,20 @@ def test_what_was_ruled_out_whole_is_not_better_when_it_is_simulated() -> None:
     assert all(row.simulations == 0 and row.status == "pruned" for row in unseen)
     assert all(row.best is not None and row.best <= tuned.bound for row in unseen)
     assert "no allocation of" in unseen[0].reason
-    workshop = Workshop(asked, space_of(asked.study).candidates)
+    plan_cache = PlanCache(asked, space_of(asked.study).candidates)
     for row in unseen[:: max(1, len(unseen) // 6)]:
-        settled = workshop.settled(row.candidate)
+        settled = plan_cache.settled(row.candidate)
         assert isinstance(settled, Candidate)
-        capacity = workshop.capacity(settled).rps
+        capacity = plan_cache.capacity(settled).rps
         rate = tuned.bound * 1.001
-        assert capacity < rate or not asked.judge(settled, workshop.deployment(settled), rate).meets_slo
+        assert capacity < rate or not asked.judge(settled, plan_cache.deployment(settled), rate).meets_slo
 
 
 @pytest.mark.parametrize("given", [{"objective": "e2el"}, {"objective": "joules_per_token"}])
 def test_where_rates_and_costs_do_not_say_there_are_none(given: dict[str, Any]) -> None:
     asked = several(20, **given)
     every = space_of(asked.study).candidates
-    assert PlanClasses(asked, Workshop(asked, every)).sorted_out(every) == ([*every], {})
+    assert PlanClasses(asked, PlanCache(asked, every)).sorted_out(every) == ([*every], {})
 
 
 def test_out_of_reach_is_said() -> None:
@@ -197,7 +197,7 @@ def test_out_of_reach_is_said() -> None:
     )
     asked = replace(asked, workload=load)
     every = space_of(asked.study).candidates
-    classes = PlanClasses(asked, Workshop(asked, every))
+    classes = PlanClasses(asked, PlanCache(asked, every))
     groups = classes.bounded_all(classes.sorted_out(every)[1])
     assert groups
     assert all(group.best is None and "are offered" in group.reason for group in groups)
@@ -210,7 +210,7 @@ def test_a_budget_bounds_a_class() -> None:
     for limits in (StudyLimits(), StudyLimits(usd_per_hour=3.0)):
         asked = several(1004, objective="goodput", limits=limits)
         every = space_of(asked.study.model_copy(update={"limits": StudyLimits()})).candidates
-        classes = PlanClasses(asked, Workshop(asked, every))
+        classes = PlanClasses(asked, PlanCache(asked, every))
         bounds.append({group.name: group.best for group in classes.bounded_all(classes.sorted_out(every)[1])})
     free, tight = bounds
     assert all(0 < (tight[name] or 0) <= (free[name] or 0) for name in free)
@@ -288,7 +288,7 @@ def test_answers_of_one_token_are_searched_too() -> None:
     load = asked.workload.model_copy(update={"output": FixedLength(tokens=1)})
     asked = replace(asked, workload=load)
     every = space_of(asked.study).candidates
-    classes = PlanClasses(asked, Workshop(asked, every))
+    classes = PlanClasses(asked, PlanCache(asked, every))
     groups = classes.bounded_all(classes.sorted_out(every)[1])
     assert all(group.best is not None and 0 < group.best < math.inf for group in groups)
     answer = optimize(asked, jobs=1)

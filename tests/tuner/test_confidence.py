@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 from scipy.special import ndtr
 
-import simtune.tuner.confidence
+import simtune.tuner.doubt.confidence
 from simtune.costs.function import StepFunction
 from simtune.errors import UsageError
 from simtune.sim.deployment import deploy
-from simtune.sim.parts import OwnCosts
+from simtune.sim.plan_parts import OwnCosts
 from simtune.sim.uncertainty import ACCEPTANCE, draws
 from simtune.specs.workload import Poisson, Slo
-from simtune.tuner.confidence import Confidence, RivalPlan, confidence, highest, judge
-from simtune.tuner.robust import contenders as contenders_of
-from simtune.tuner.robust import of_search, robust
-from simtune.tuner.search import optimize
+from simtune.tuner.doubt.confidence import Confidence, RivalPlan, confidence, highest, judge
+from simtune.tuner.doubt.robust import contenders as contenders_of
+from simtune.tuner.doubt.robust import of_search, robust
+from simtune.tuner.search.best_first import optimize
 from tests.tuner import truths
 from tests.tuner.test_search import LOAD, question
 
@@ -270,7 +270,7 @@ def test_worlds_without_errors_are_what_the_search_saw(requests: int, monkeypatc
     """Of few requests, too, that are over before it is felt that they pile up: a rate beyond what is sustained counts
     nowhere."""
     none = {name: np.zeros(2) for name in draws(2, 0)}
-    monkeypatch.setattr(simtune.tuner.confidence, "draws", lambda count, seed: none)
+    monkeypatch.setattr(simtune.tuner.doubt.confidence, "draws", lambda count, seed: none)
     load = LOAD.model_copy(update={"requests": requests})
     tuned = optimize(question(workload=load, max_num_seqs=(64,), pp=(1,)), jobs=1)
     chosen, *rivals = of_search(tuned, worlds=2, rivals=1, jobs=1).quantiles

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 
 from simtune.errors import UsageError
-from simtune.sim.requests import build_stream
 from simtune.specs.catalog import load_workload
 from simtune.specs.study import Confirmation
 from simtune.specs.workload import FixedInterval, FixedLength, Slo, Workload
-from simtune.tuner.certificate import Audit, Certificate, certificate_of
-from simtune.tuner.chance import allowance, spread
-from simtune.tuner.climb import LoadDraws, Simulation
-from simtune.tuner.confirm import highest_rung, num_draws
+from simtune.tuner.certificate.search_certificate import Audit, Certificate, certificate_of
+from simtune.tuner.doubt.draw_spread import allowance, spread
 from simtune.tuner.objectives import Goodput, Miss, PlanFacts
 from simtune.tuner.question import Question
-from simtune.tuner.search import optimize
+from simtune.tuner.search.best_first import optimize
+from simtune.tuner.search.climb import LoadDraws, Simulation
+from simtune.tuner.search.confirm import highest_rung, num_draws
 from simtune.tuner.trial import Tuned
+from simtune.workload.requests import build_stream
 from tests.tuner.test_search import LOAD, question
 
 DRAWS = Confirmation(draws=2, requests=1000)

@@ -14,11 +14,11 @@ from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.columns import trace_of
 from simtune.specs.study import Confirmation, Day, DayWindow, HardwareCount, Search, Study
 from simtune.specs.workload import FixedLength, Poisson, Slo, TraceArrivals, TraceLengths, Workload
-from simtune.tuner.climb import Simulation
-from simtune.tuner.day import DayPlan, day_of, replica_of, windows_of
 from simtune.tuner.question import SAMPLED_CORES, Question
-from simtune.tuner.search import optimize
-from simtune.tuner.space import Candidate
+from simtune.tuner.search.best_first import optimize
+from simtune.tuner.search.climb import Simulation
+from simtune.tuner.search.day import DayPlan, day_of, replica_of, windows_of
+from simtune.tuner.space.candidates import Candidate
 from simtune.tuner.trial import Tuned
 from tests.cli.conftest import STUDY, call, typed
 

@@ -16,15 +16,15 @@ from simtune.specs.hardware import Hardware
 from simtune.specs.plan import KvLink
 from simtune.specs.study import Confirmation, HardwareCount, Search, Study
 from simtune.specs.workload import Lognormal, Poisson, Slo, Workload
-from simtune.tuner.climb import SimulationFinding, longer, too_short
-from simtune.tuner.entry import Entrant
+from simtune.tuner.bounds.best_case import slo_bound
 from simtune.tuner.objectives import Judged, RateObjective
-from simtune.tuner.promise import slo_bound
+from simtune.tuner.plan_cache import PlanCache, Refused
 from simtune.tuner.question import SAMPLED_CORES, Question
-from simtune.tuner.search import BestFirst, optimize
-from simtune.tuner.space import Candidate, space_of
+from simtune.tuner.search.best_first import BestFirst, optimize
+from simtune.tuner.search.candidate_filter import BoundedCandidate
+from simtune.tuner.search.climb import SimulationFinding, longer, too_short
+from simtune.tuner.space.candidates import Candidate, space_of
 from simtune.tuner.trial import Tuned
-from simtune.tuner.workshop import Refused, Workshop
 
 MODEL = load_model("llama-3.1-8b")
 
@@ -79,12 +79,12 @@ def random_question(seed: int, most_devices: int) -> Question:
 def deployments(q: Question) -> list[tuple[Candidate, Deployment, float]]:
     """Every plan that fits, with costs of its own, and the rate that it sustains at most."""
     candidates = space_of(q.study).candidates
-    workshop, found = Workshop(q, candidates), []
+    plan_cache, found = PlanCache(q, candidates), []
     for candidate in candidates:
-        settled = workshop.settled(candidate)
+        settled = plan_cache.settled(candidate)
         if not isinstance(settled, Refused):
-            deployment = workshop.deployment(settled)
-            found.append((settled, deployment, workshop.capacity(settled).rps))
+            deployment = plan_cache.deployment(settled)
+            found.append((settled, deployment, plan_cache.capacity(settled).rps))
     return found
 
 
@@ -160,10 +160,10 @@ class Needless:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.simulations, self.told = 0, list[str]()
-        self._seen: list[tuple[Entrant, float | None, SimulationFinding]] = []
+        self._seen: list[tuple[BoundedCandidate, float | None, SimulationFinding]] = []
         simulated, begun = BestFirst._simulated, BestFirst.run
 
-        def counted(search: BestFirst, plan: Entrant, rate: float | None) -> SimulationFinding:
+        def counted(search: BestFirst, plan: BoundedCandidate, rate: float | None) -> SimulationFinding:
             finding = simulated(search, plan, rate)
             if not self._over:
                 self._count(search, plan, rate, finding)
@@ -179,8 +179,8 @@ class Needless:
         monkeypatch.setattr(BestFirst, "_simulated", counted)
         monkeypatch.setattr(BestFirst, "run", run)
 
-    def _count(self, search: BestFirst, plan: Entrant, rate: float | None, finding: SimulationFinding) -> None:
-        q, stream = search.question, search.workshop.stream(plan.candidate)
+    def _count(self, search: BestFirst, plan: BoundedCandidate, rate: float | None, finding: SimulationFinding) -> None:
+        q, stream = search.question, search.plan_cache.stream(plan.candidate)
         offered = stream.offered_rate_rps if rate is None else rate
         bound = slo_bound(plan.deployment, stream, q.study.slo, SAMPLED_CORES)
         assert offered is not None

@@ -14,13 +14,13 @@ import pytest
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.study import Confirmation, HardwareCount, Search, Study
 from simtune.specs.workload import Lognormal, Poisson, Slo, Workload
-from simtune.tuner.climb import Simulation
-from simtune.tuner.front import answer
-from simtune.tuner.front_certificate import FrontAudit, FrontCertificate, front_certificate_of
+from simtune.tuner.certificate.front_certificate import FrontAudit, FrontCertificate, front_certificate_of
+from simtune.tuner.plan_cache import PlanCache, Refused
 from simtune.tuner.question import Question
-from simtune.tuner.space import space_of
+from simtune.tuner.search.climb import Simulation
+from simtune.tuner.search.front import answer
+from simtune.tuner.space.candidates import space_of
 from simtune.tuner.trial import Tuned
-from simtune.tuner.workshop import Refused, Workshop
 from tests.cli.conftest import STUDY, call, typed
 
 MODEL, HARDWARE = load_model("llama-3.1-8b"), load_hardware("h100-sxm")
@@ -59,18 +59,18 @@ def test_no_plan_has_more_tokens_per_user_at_any_of_its_loads(tuned: Tuned) -> N
     assert ladder is not None
     assert ladder.settled == len(ladder.loads) == 4
     space = space_of(q.study).candidates
-    workshop = Workshop(q, space)
+    plan_cache = PlanCache(q, space)
     tried = 0
     for candidate in space:
-        settled = workshop.settled(candidate)
+        settled = plan_cache.settled(candidate)
         assert not isinstance(settled, Refused)
-        deployment = workshop.deployment(settled)
-        facts = q.facts(settled, workshop.stream(settled))
+        deployment = plan_cache.deployment(settled)
+        facts = q.facts(settled, plan_cache.stream(settled))
         for load in ladder.loads:
             rate = load * facts.num_gpus / facts.output_tokens
-            if rate > workshop.capacity(settled).rps:
+            if rate > plan_cache.capacity(settled).rps:
                 continue
-            stream = workshop.stream(settled)
+            stream = plan_cache.stream(settled)
             finding = Simulation(deployment, stream, q.study.slo, rate, cores=None, draws=q.draws).run()
             tried += 1
             per_user = finding.summary.output_tokens_per_s_per_user

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from simtune.errors import UsageError
-from simtune.sim.summary import SimulationSummary
-from simtune.specs.plan import Batching, Plan, Pool
-from simtune.tuner.climb import SimulationFinding
-from simtune.tuner.journal import SearchJournal, key_of
-from simtune.tuner.knobs import uses
+from simtune.results.summary import SimulationSummary
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Batching, Pool
+from simtune.tuner.search.climb import SimulationFinding
+from simtune.tuner.search.implied_results import uses
+from simtune.tuner.search.search_journal import SearchJournal, key_of
 from tests.tuner.test_bounds import COSTS, deployed, poisson, pool
 
 STUDY = """\

@@ -12,15 +12,16 @@ import pytest
 from simtune.costs.protocol import StepCosts
 from simtune.sim.deployment import Deployment, compiled_costs, deploy
 from simtune.sim.drafting import Drafting
-from simtune.sim.requests import RequestStream, build_stream
 from simtune.specs.acceptance import Acceptance, PerPosition
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.drafters import BlockDrafter, Eagle
-from simtune.specs.plan import Batching, KvCache, KvLink, Parallelism, Plan, Pool, Role
+from simtune.specs.plan import KvLink, Plan
+from simtune.specs.pool import Batching, KvCache, Parallelism, Pool, Role
 from simtune.specs.schemes import BatchRange, ByBatch, Chain
 from simtune.specs.speculation import Speculation
 from simtune.specs.workload import Lognormal, Poisson, Slo, Workload
-from simtune.tuner.knobs import first_tokens_miss, tell_apart, uses
+from simtune.tuner.search.implied_results import first_tokens_miss, tell_apart, uses
+from simtune.workload.requests import RequestStream, build_stream
 
 MODEL, HARDWARE = load_model("llama-3.1-8b"), load_hardware("h100-sxm")
 ACCEPTANCE = Acceptance(

@@ -11,12 +11,12 @@ from simtune.api import load_question
 from simtune.errors import UsageError
 from simtune.sim.uncertainty import uncertainty
 from simtune.specs.catalog import load_hardware, load_model
-from simtune.specs.plan import Batching, Pool
+from simtune.specs.pool import Batching, Pool
 from simtune.specs.study import Confirmation
-from simtune.tuner.certificate import Audit, certificate_of
-from simtune.tuner.margin import margin
+from simtune.tuner.certificate.search_certificate import Audit, certificate_of
+from simtune.tuner.doubt.margin import margin
 from simtune.tuner.question import Question
-from simtune.tuner.search import optimize
+from simtune.tuner.search.best_first import optimize
 from tests.cli.conftest import STUDY
 
 MODEL, HARDWARE = load_model("llama-3.1-8b"), load_hardware("h100-sxm")

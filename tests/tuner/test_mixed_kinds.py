@@ -10,14 +10,14 @@ import pytest
 from simtune.runs.schema import CandidateRow
 from simtune.runs.tables import read_csv
 from simtune.specs.catalog import load_hardware, load_model
-from simtune.specs.plan import LeastOutstandingRouting, RoundRobinRouting
+from simtune.specs.routing import LeastOutstandingRouting, RoundRobinRouting
 from simtune.specs.study import Confirmation, Day, DayWindow, HardwareCount, Search, Study
 from simtune.specs.workload import FixedLength, Poisson, Slo, Workload
-from simtune.tuner.certificate import Audit, certificate_of
+from simtune.tuner.certificate.search_certificate import Audit, certificate_of
+from simtune.tuner.plan_cache import PlanCache, Refused
 from simtune.tuner.question import Question
-from simtune.tuner.search import optimize
-from simtune.tuner.space import Candidate, space_of
-from simtune.tuner.workshop import Refused, Workshop
+from simtune.tuner.search.best_first import optimize
+from simtune.tuner.space.candidates import Candidate, space_of
 from tests.cli.conftest import STUDY, call
 
 KINDS = (HardwareCount(profile="h100-sxm", devices=1), HardwareCount(profile="l40s", devices=2))
@@ -50,13 +50,13 @@ def question(asked: Study) -> Question:
     return Question(asked, load_model(asked.model), profiles, LOAD, None)
 
 
-def shared(asked: Question) -> tuple[Workshop, list[Candidate]]:
-    """The workshop of a space, and its plans of two kinds with all that follows from their settings."""
+def shared(asked: Question) -> tuple[PlanCache, list[Candidate]]:
+    """The plan cache of a space, and its plans of two kinds with all that follows from their settings."""
     found = space_of(asked.study).candidates
-    workshop = Workshop(asked, found)
-    settled = [workshop.settled(candidate) for candidate in found if candidate.of_kinds]
+    plan_cache = PlanCache(asked, found)
+    settled = [plan_cache.settled(candidate) for candidate in found if candidate.of_kinds]
     assert not any(isinstance(candidate, Refused) for candidate in settled)
-    return workshop, [candidate for candidate in settled if isinstance(candidate, Candidate)]
+    return plan_cache, [candidate for candidate in settled if isinstance(candidate, Candidate)]
 
 
 # --- what is enumerated -----------------------------------------------------------------------------------
@@ -113,13 +113,13 @@ def test_what_does_not_go_with_it_is_said(given: dict[str, Any], why: str) -> No
 
 def test_weights_are_what_a_core_sustains_and_capacities_add() -> None:
     asked = question(study())
-    workshop, (both,) = shared(asked)
+    plan_cache, (both,) = shared(asked)
     single = {
-        candidate.decoding.shape.gpu: workshop.capacity(candidate).rps
-        for candidate in map(workshop.settled, space_of(asked.study).candidates)
+        candidate.decoding.shape.gpu: plan_cache.capacity(candidate).rps
+        for candidate in map(plan_cache.settled, space_of(asked.study).candidates)
         if isinstance(candidate, Candidate) and not candidate.of_kinds
     }
-    assert workshop.capacity(both).rps == pytest.approx(single["h100-sxm"] + single["l40s"])
+    assert plan_cache.capacity(both).rps == pytest.approx(single["h100-sxm"] + single["l40s"])
     router = asked.plan(both, 512).router
     assert isinstance(router, RoundRobinRouting)
     share = single["l40s"] / 2 / single["h100-sxm"]
@@ -134,8 +134,8 @@ def test_routers_that_see_the_load_have_no_weights() -> None:
 
 def test_requests_go_where_the_weights_say() -> None:
     asked = question(study())
-    workshop, (both,) = shared(asked)
-    result = workshop.deployment(both).simulate(workshop.stream(both))
+    plan_cache, (both,) = shared(asked)
+    result = plan_cache.deployment(both).simulate(plan_cache.stream(both))
     on_h100 = int((result.outcome.core == 0).sum())
     first, second = (pool.weight for pool in both.pools)
     assert first is not None

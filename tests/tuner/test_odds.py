@@ -8,15 +8,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-import simtune.tuner.odds
-from simtune.sim.basis import pool_bases, timed_steps
-from simtune.sim.summary import SloLimit
+import simtune.tuner.doubt.slo_probability
+from simtune.results.summary import SloLimit
+from simtune.sim.run_basis import pool_bases, timed_steps
 from simtune.sim.uncertainty import uncertainty
 from simtune.specs.catalog import load_hardware
 from simtune.specs.workload import Poisson, Slo
-from simtune.tuner.odds import SloOdds, StretchCurve, _unfelt, odds
-from simtune.tuner.rate_sweep import sweeps
-from simtune.tuner.search import optimize
+from simtune.tuner.doubt.slo_probability import SloOdds, StretchCurve, _unfelt, odds
+from simtune.tuner.search.best_first import optimize
+from simtune.tuner.search.rate_sweep import sweeps
 from simtune.tuner.trial import Tuned
 from tests.tuner.test_search import LOAD, question
 
@@ -37,7 +37,7 @@ def share_of_worlds(tuned: Tuned, rate_rps: float | None = None) -> float:
 
 @pytest.fixture(autouse=True)
 def fewer_worlds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simtune.tuner.odds, "WORLDS", WORLDS)
+    monkeypatch.setattr(simtune.tuner.doubt.slo_probability, "WORLDS", WORLDS)
 
 
 @pytest.fixture(scope="module")

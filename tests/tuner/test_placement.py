@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from simtune.errors import Infeasible, UsageError
-from simtune.tuner.placement import (
+from simtune.tuner.space.placement import (
     ExpertPlacement,
     greedy_experts,
     grouped_experts,

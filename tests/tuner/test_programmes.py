@@ -11,7 +11,7 @@ from typing import Any
 import pulp
 import pytest
 
-from simtune.tuner.programmes import add_variable, constraint, solve
+from simtune.tuner.space.integer_programs import add_variable, constraint, solve
 
 
 def knapsack() -> tuple[pulp.LpProblem, list[pulp.LpVariable]]:

@@ -11,15 +11,15 @@ import pytest
 from simtune.emit import engine_for
 from simtune.errors import Infeasible
 from simtune.specs.catalog import load_engine, load_hardware, load_model
-from simtune.specs.plan import Batching, KvCache, Parallelism, Pool
+from simtune.specs.pool import Batching, KvCache, Parallelism, Pool
 from simtune.specs.study import Confirmation, HardwareCount, Search, Study, StudyBatching
 from simtune.specs.workload import FixedLength, Poisson, Slo, Workload
-from simtune.tuner.census import census
-from simtune.tuner.certificate import Audit, certificate_of
+from simtune.tuner.certificate.search_certificate import Audit, certificate_of
 from simtune.tuner.question import Question
-from simtune.tuner.sayable import space_for
-from simtune.tuner.search import optimize
-from simtune.tuner.space import space_of
+from simtune.tuner.search.best_first import optimize
+from simtune.tuner.space.candidates import space_of
+from simtune.tuner.space.census import census
+from simtune.tuner.space.expressible import space_for
 from tests.cli.conftest import STUDY, call
 
 MODEL, HARDWARE = load_model("llama-3.1-8b"), load_hardware("h100-sxm")

@@ -14,13 +14,13 @@ from simtune.errors import Infeasible, UsageError
 from simtune.specs.catalog import load_hardware, load_model, load_workload
 from simtune.specs.study import Confirmation, HardwareCount, Search, Study
 from simtune.specs.workload import ClosedLoop, FixedLength, Lognormal, Poisson, RequestClass, Slo, Workload
-from simtune.tuner import rate_sweep
 from simtune.tuner.bounds import Capacity
+from simtune.tuner.doubt.robust import robust
 from simtune.tuner.question import Question
-from simtune.tuner.robust import robust
-from simtune.tuner.sayable import space_for
-from simtune.tuner.search import SearchCourse, optimize
-from simtune.tuner.space import Candidate, space_of
+from simtune.tuner.search import rate_sweep
+from simtune.tuner.search.best_first import SearchCourse, optimize
+from simtune.tuner.space.candidates import Candidate, space_of
+from simtune.tuner.space.expressible import space_for
 
 MODEL, HARDWARE = load_model("llama-3.1-8b"), load_hardware("h100-sxm")
 

@@ -9,12 +9,13 @@ import pytest
 from simtune.errors import Infeasible, SpecError, UsageError
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.constraints import Constraint
-from simtune.specs.plan import Batching, OwnRouting, Pool
+from simtune.specs.pool import Batching, Pool
+from simtune.specs.routing import OwnRouting
 from simtune.specs.study import HardwareCount, PoolChoices, Search, Study, StudyBatching, StudyLimits
 from simtune.specs.workload import FixedLength, Poisson, Slo, Workload
-from simtune.tuner.census import census
 from simtune.tuner.question import Question
-from simtune.tuner.space import Candidate, space_of
+from simtune.tuner.space.candidates import Candidate, space_of
+from simtune.tuner.space.census import census
 
 H100 = (HardwareCount(profile="h100-sxm", devices=8),)
 TWO_KINDS = (HardwareCount(profile="h100-sxm", devices=4), HardwareCount(profile="l40s", devices=2))

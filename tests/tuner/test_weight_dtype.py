@@ -15,14 +15,15 @@ from simtune.runs.tables import read_csv
 from simtune.sim.deployment import Deployment, deploy
 from simtune.specs.catalog import load_hardware, load_model, load_plan
 from simtune.specs.drafters import DraftModel
-from simtune.specs.plan import Batching, KvLink, Plan, Pool
+from simtune.specs.plan import KvLink, Plan
+from simtune.specs.pool import Batching, Pool
 from simtune.specs.study import Confirmation, HardwareCount, PoolChoices, Search, Study, StudyBatching
 from simtune.specs.workload import FixedLength, Poisson, Slo, Workload
-from simtune.tuner.census import census
-from simtune.tuner.certificate import Audit, certificate_of
+from simtune.tuner.certificate.search_certificate import Audit, certificate_of
 from simtune.tuner.question import Question
-from simtune.tuner.search import optimize
-from simtune.tuner.space import space_of
+from simtune.tuner.search.best_first import optimize
+from simtune.tuner.space.candidates import space_of
+from simtune.tuner.space.census import census
 from tests.cli.conftest import STUDY, call
 
 MODEL = load_model("llama-3.1-8b")

@@ -7,10 +7,11 @@ import math
 import numpy as np
 
 from simtune.sim.deployment import Deployment, deploy
-from simtune.sim.requests import RequestStream, build_stream
 from simtune.specs.hardware import Hardware, Interval, Operator, Provenance
-from simtune.specs.plan import Batching, KvCache, Parallelism, Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Batching, KvCache, Parallelism, Pool
 from simtune.specs.workload import Lognormal, Poisson, Workload
+from simtune.workload.requests import RequestStream, build_stream
 from tests.costs.made_up import hardware, model
 
 LOG_SD = 0.2

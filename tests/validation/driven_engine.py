@@ -10,7 +10,7 @@ import numpy as np
 from simtune.costs.calibration import TimedStep
 from simtune.costs.compiled import LinearCosts
 from simtune.specs.model import DenseFeedForward, FullAttention, LayerGroup, Model
-from simtune.validation.engines.driving import (
+from simtune.validation.servers.driven_engines import (
     Driven,
     DrivenRequest,
     DrivenTimes,
@@ -19,7 +19,7 @@ from simtune.validation.engines.driving import (
     deployment_of,
     stream_of,
 )
-from simtune.validation.engines.serving import EngineLoop
+from simtune.validation.servers.executed_scheduler import EngineLoop
 from tests.validation.served_steps import PretendedClock, PretendedExecutor
 
 COSTS = LinearCosts(2e-3, 3e-5, 4e-7, 2e-9)

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from simtune.api import load_question
-from simtune.tuner.search import Tuned
+from simtune.tuner.search.best_first import Tuned
 from simtune.validation.closed_loop import LoopRound, LoopSettings, TuningLoop
-from simtune.validation.engines.driving import EngineSize
+from simtune.validation.servers.driven_engines import EngineSize
 from tests.validation.driven_engine import PretendedDriver
 
 STUDY = Path(__file__).parents[2] / "examples" / "closed-loop" / "study.yaml"

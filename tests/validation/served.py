@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from simtune.arrays import Array, Ints
-from simtune.sim.result import Result
+from simtune.results.result import Result
 
 STATISTICS = ("mean", "p50", "p90", "p99")
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from simtune.costs.protocol import StepCosts
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import Request
-from simtune.validation.engines.serving import Share
+from simtune.validation.servers.executed_scheduler import Share
 
 
 class PretendedClock:

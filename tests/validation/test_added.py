@@ -7,8 +7,8 @@ import pytest
 from simtune.costs.calibration import TimedStep
 from simtune.costs.iteration import StepModel, StepWork
 from simtune.specs.catalog import load_hardware, load_model
-from simtune.specs.plan import Batching, Pool
-from simtune.validation.added import added
+from simtune.specs.pool import Batching, Pool
+from simtune.validation.judge.added_by_engine import added
 
 
 def test_what_was_added_is_found_again() -> None:

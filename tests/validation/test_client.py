@@ -15,16 +15,16 @@ import numpy as np
 import pytest
 
 from simtune.errors import EngineError, UsageError
-from simtune.sim.requests import RequestStream, build_stream
 from simtune.specs.workload import Arrivals, ClosedLoop, FixedInterval, FixedLength, SharedPrefix, Workload
 from simtune.testing.fake_server import FakeServer
-from simtune.validation import clock
-from simtune.validation.client import Patience, Traffic, send, served_model
-from simtune.validation.clock import StampedSocket, now, pause
-from simtune.validation.exchange import Piece, ServerAddress, ask, read_response
-from simtune.validation.prometheus import MetricsReading, engine_facts
-from simtune.validation.prompts import Prompts
-from simtune.validation.streaming import Answer
+from simtune.validation.client import real_clock
+from simtune.validation.client.http_exchange import Piece, ServerAddress, ask, read_response
+from simtune.validation.client.load_client import Patience, Traffic, send, served_model
+from simtune.validation.client.prometheus import MetricsReading, engine_facts
+from simtune.validation.client.prompts import Prompts
+from simtune.validation.client.real_clock import StampedSocket, now, pause
+from simtune.validation.client.streaming import Answer
+from simtune.workload.requests import RequestStream, build_stream
 
 FAST = FixedInterval(rate_rps=200.0)
 
@@ -310,8 +310,8 @@ class StampedAgo:
 
     def recvmsg(self, *most: int) -> tuple[bytes, list[tuple[int, int, bytes]], int, None]:
         stamp = struct.pack("@qq", *divmod(time.time_ns() - round(self._seconds * 1e9), 10**9))
-        assert clock._STAMPED is not None
-        return b"x", [(socket.SOL_SOCKET, clock._STAMPED, stamp)], 0, None
+        assert real_clock._STAMPED is not None
+        return b"x", [(socket.SOL_SOCKET, real_clock._STAMPED, stamp)], 0, None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="kernels elsewhere stamp otherwise")
@@ -330,7 +330,7 @@ def test_a_clock_that_is_set_moves_no_message(monkeypatch: pytest.MonkeyPatch, j
 
 
 def test_where_no_kernel_stamps_reading_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clock, "_STAMPED", None)
+    monkeypatch.setattr(real_clock, "_STAMPED", None)
     with connected() as (near, far):
         at_s, read_s = waited(StampedSocket(near).receive, near, far)
         assert read_s <= at_s <= now()

@@ -17,7 +17,7 @@ from simtune.cli.loop import loop as command
 from simtune.errors import UsageError
 from simtune.validation import closed_loop
 from simtune.validation.closed_loop import REPORT, STATE, LoopRound, MetricVerdict, TuningLoop
-from simtune.validation.engines.driving import EngineSize
+from simtune.validation.servers.driven_engines import EngineSize
 from tests.validation.driven_engine import PretendedDriver
 from tests.validation.pretended_loop import SETTINGS, STUDY, loop
 

@@ -5,9 +5,10 @@ import pytest
 from scipy import stats
 
 from simtune.errors import UsageError
-from simtune.specs.plan import Batching, Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Batching, Pool
 from simtune.specs.schemes import Chain
-from simtune.validation.decision import PlanOutcome, around, decide, kendall
+from simtune.validation.judge.decision import PlanOutcome, around, decide, kendall
 
 PLAN = Plan(
     name="p",

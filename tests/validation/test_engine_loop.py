@@ -9,12 +9,12 @@ import pytest
 from simtune.costs.compiled import LinearCosts
 from simtune.engine import TransformersFifo, VllmFcfs
 from simtune.engine.scheduler import Scheduler
+from simtune.results.outcome import Outcome
 from simtune.sim.core import EngineCore
-from simtune.sim.outcome import Outcome
-from simtune.sim.requests import RequestStream
 from simtune.sim.world import World
-from simtune.validation.engines.clocks import CLOCKS
-from simtune.validation.engines.serving import EngineLoop, Served
+from simtune.validation.servers.engine_clocks import CLOCKS
+from simtune.validation.servers.executed_scheduler import EngineLoop, Served
+from simtune.workload.requests import RequestStream
 from tests.validation.served_steps import PretendedClock, PretendedExecutor
 
 COSTS = LinearCosts(1e-3, 1e-5, 1e-7, 1e-8)

@@ -20,9 +20,17 @@ from simtune.costs.iteration import StepModel
 from simtune.errors import SimtuneError, UsageError
 from simtune.specs.catalog import load_hardware
 from simtune.specs.model import Model
-from simtune.specs.plan import Batching, Pool
-from simtune.validation import engine_profile
-from simtune.validation.engine_profile import (
+from simtune.specs.pool import Batching, Pool
+from simtune.validation.servers import driven_engines, engine_profile, vllm_steps
+from simtune.validation.servers.driven_engines import (
+    DrivenRequest,
+    DrivenTimes,
+    EngineSize,
+    driver,
+    llama_config,
+    stream_of,
+)
+from simtune.validation.servers.engine_profile import (
     HELD_OUT,
     SESSIONS,
     STEPS,
@@ -32,15 +40,6 @@ from simtune.validation.engine_profile import (
     design,
     profile_engine,
     reference_beside,
-)
-from simtune.validation.engines import driving, vllm_steps
-from simtune.validation.engines.driving import (
-    DrivenRequest,
-    DrivenTimes,
-    EngineSize,
-    driver,
-    llama_config,
-    stream_of,
 )
 from tests.validation.driven_engine import PretendedDriver, tiny
 
@@ -261,7 +260,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> list[PretendedDriver]:
         made.append(PretendedDriver(size))
         return made[-1]
 
-    monkeypatch.setattr(driving, "driver", make)
+    monkeypatch.setattr(driven_engines, "driver", make)
     monkeypatch.setattr(engine_profile, "profile_engine", partial(profile_engine, rounds=2))
     return made
 

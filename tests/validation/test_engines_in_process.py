@@ -14,23 +14,23 @@ import pytest
 from simtune.costs.compiled import LinearCosts
 from simtune.engine import Request
 from simtune.errors import UsageError
-from simtune.report.validation import curves, queues_figure
+from simtune.report.validation_page import curves, queues_figure
+from simtune.results.result import Result
 from simtune.runs.timeline import sampled
 from simtune.sim.deployment import NO_HARDWARE, Deployment, deploy
-from simtune.sim.parts import OwnCosts
-from simtune.sim.requests import RequestStream
-from simtune.sim.result import Result
+from simtune.sim.plan_parts import OwnCosts
 from simtune.specs.model import DenseFeedForward, FullAttention, LayerGroup, Model
-from simtune.specs.plan import Batching, KvCache, Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Batching, KvCache, Pool
 from simtune.testing.clusters import stream_of
-from simtune.validation.engines import torch as torch_engine
-from simtune.validation.engines import transformers as transformers_engine
-from simtune.validation.engines.in_process import MOST_SAMPLES, queue_samples
-from simtune.validation.engines.serving import Share
-from simtune.validation.engines.torch import TorchEngine
-from simtune.validation.engines.transformers import TransformersEngine
-from simtune.validation.measured import Clock, MeasuredRun
-from simtune.validation.weights import write_weights
+from simtune.validation.client.measured_run import Clock, MeasuredRun
+from simtune.validation.servers import torch_engine, transformers_engine
+from simtune.validation.servers.executed_scheduler import Share
+from simtune.validation.servers.in_process import MOST_SAMPLES, queue_samples
+from simtune.validation.servers.random_weights import write_weights
+from simtune.validation.servers.torch_engine import TorchEngine
+from simtune.validation.servers.transformers_engine import TransformersEngine
+from simtune.workload.requests import RequestStream
 from tests.validation.served_steps import PretendedClock, PretendedExecutor
 
 COSTS = LinearCosts(1e-3, 1e-5, 1e-7, 1e-8)

@@ -9,7 +9,7 @@ import pytest
 
 def test_a_step_of_many_rows_is_slowed_less_than_one_that_reads_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
-    from simtune.validation.engines import gauge
+    from simtune.validation.servers import gauge
 
     # One look to warm up, nine at first, three of many rows, which take as long to compute as the weights to read.
     times = chain(repeat(1.0, 10), repeat(256 / 32, 3), repeat(3.0))

@@ -11,12 +11,13 @@ import pytest
 
 from simtune.errors import EngineError, UsageError
 from simtune.specs.catalog import load_model
-from simtune.specs.plan import Batching, Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Batching, Pool
 from simtune.testing.fake_server import FakeServer
-from simtune.validation import guard
-from simtune.validation.clock import pause
+from simtune.validation.client.real_clock import pause
 from simtune.validation.loads import Load
-from simtune.validation.served import VllmCommand, VllmEngine, vllm_python
+from simtune.validation.servers import process_guard
+from simtune.validation.servers.served import VllmCommand, VllmEngine, vllm_python
 from tests.validation.test_client import stream
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kernel and /proc of Linux")
@@ -59,17 +60,17 @@ def family(log: Path) -> list[int]:
 def test_told_to_stop_all_processes_end(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with log.open("wb") as file:
-        process = guard.start([sys.executable, "-c", FAMILY], os.environ, file)
+        process = process_guard.start([sys.executable, "-c", FAMILY], os.environ, file)
     pids = family(log)
-    guard.stop(process)
+    process_guard.stop(process)
     assert gone(*pids)
-    guard.stop(process)  # twice does no harm
+    process_guard.stop(process)  # twice does no harm
 
 
 def test_killed_itself_nothing_is_left(tmp_path: Path) -> None:
     log = tmp_path / "log"
     script = (
-        "import os, sys, time\nfrom simtune.validation import guard\n"
+        "import os, sys, time\nfrom simtune.validation.servers import process_guard as guard\n"
         f"with open({str(log)!r}, 'wb') as file:\n"
         f"    process = guard.start([sys.executable, '-c', {FAMILY!r}], os.environ, file)\n"
         "print(process.pid, flush=True)\ntime.sleep(600)"
@@ -87,13 +88,15 @@ def test_killed_itself_nothing_is_left(tmp_path: Path) -> None:
 def test_a_command_that_ends_takes_its_children_along(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with log.open("wb") as file:
-        process = guard.start([sys.executable, "-c", FAMILY.replace("time.sleep(600)\n", "", 1)], os.environ, file)
+        process = process_guard.start(
+            [sys.executable, "-c", FAMILY.replace("time.sleep(600)\n", "", 1)], os.environ, file
+        )
     pids = family(log)
     with contextlib.suppress(ProcessLookupError):  # it may have ended by itself
         os.kill(pids[0], signal.SIGTERM)
     assert gone(*pids)
     process.wait()
-    guard.stop(process)
+    process_guard.stop(process)
 
 
 # --- vllm serve, by a script that pretends ----------------------------------------------------------------

@@ -9,15 +9,12 @@ import pytest
 from simtune.api import deploy_plan, load_specs, set_up
 from simtune.errors import EngineError, UsageError
 from simtune.report import figures
-from simtune.report.validation import curves, render, rows, warnings
-from simtune.sim.requests import build_stream
-from simtune.sim.result import Result
+from simtune.report.validation_page import curves, render, rows, warnings
+from simtune.results.result import Result
 from simtune.specs.hardware import Hardware
 from simtune.specs.workload import ClosedLoop, FixedLength, Lognormal, Poisson, Workload
-from simtune.validation.formats import read_run, to_aiperf, to_vllm_bench
-from simtune.validation.judge import Validation, check_client
-from simtune.validation.loads import FRACTIONS, KNEE_SLOWDOWN, Load, knee_rps, loads
-from simtune.validation.measured import (
+from simtune.validation.client.measured_formats import read_run, to_aiperf, to_vllm_bench
+from simtune.validation.client.measured_run import (
     MEASURED_METRICS,
     EngineFacts,
     Lateness,
@@ -26,9 +23,12 @@ from simtune.validation.measured import (
     MeasuredRequest,
     MeasuredRun,
 )
-from simtune.validation.predict import predict, validation_of
-from simtune.validation.record import recorded
+from simtune.validation.judge.comparison import Validation, check_client
+from simtune.validation.judge.prediction import predict, validation_of
+from simtune.validation.judge.profile_note import recorded
+from simtune.validation.loads import FRACTIONS, KNEE_SLOWDOWN, Load, knee_rps, loads
 from simtune.validation.session import as_loads
+from simtune.workload.requests import build_stream
 
 WORKLOAD = Workload(
     name="w",

@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 
 from simtune.errors import SpecError
-from simtune.validation.measured import EngineFacts, MeasuredFacts, MeasuredRequest, MeasuredRun, read_measured
+from simtune.validation.client.measured_run import (
+    EngineFacts,
+    MeasuredFacts,
+    MeasuredRequest,
+    MeasuredRun,
+    read_measured,
+)
 
 FACTS = MeasuredFacts(label="light", engine=EngineFacts(engine="vllm", version="0.32.0"))
 

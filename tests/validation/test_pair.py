@@ -12,15 +12,15 @@ import pytest
 from click.testing import CliRunner
 
 from simtune.cli.profile import profile
-from simtune.costs.transfers import fit_transfers, read_transfers
+from simtune.costs.kv_transfer_times import fit_transfers, read_transfers
 from simtune.errors import EngineError, UsageError
-from simtune.specs.plan import Batching, KvCache, KvLink, Plan, Pool
-from simtune.validation import engine_profile
-from simtune.validation.engines import driving
-from simtune.validation.engines.driving import Driven, DrivenRequest, DrivenTimes, DriverClock, EngineSize
-from simtune.validation.engines.pair import CONNECTOR, EnginePair, summed
-from simtune.validation.engines.vllm import SteppedVllm, check_plan, engine_arguments
-from simtune.validation.relay import KEEP
+from simtune.specs.plan import KvLink, Plan
+from simtune.specs.pool import Batching, KvCache, Pool
+from simtune.validation.client.relay import KEEP
+from simtune.validation.servers import driven_engines, engine_profile
+from simtune.validation.servers.driven_engines import Driven, DrivenRequest, DrivenTimes, DriverClock, EngineSize
+from simtune.validation.servers.pair import CONNECTOR, EnginePair, summed
+from simtune.validation.servers.stepped_vllm import SteppedVllm, check_plan, engine_arguments
 from tests.validation.driven_engine import PretendedDriver, tiny
 from tests.validation.test_client import stream
 
@@ -214,7 +214,7 @@ def test_transfers_are_kept_beside_the_steps_and_measured_once(tmp_path: Path, m
         started.append(options)
         return Pretended(size) if "arguments" in options else PretendedDriver(size)
 
-    monkeypatch.setattr(driving, "driver", make)
+    monkeypatch.setattr(driven_engines, "driver", make)
     (tmp_path / "tiny.yaml").write_text(tiny().to_yaml())
     sizes = ("--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--max-model-len", "256")
     command = ("--model", str(tmp_path / "tiny.yaml"), "--out", str(tmp_path / "out"), "--budget", "20s", *sizes)

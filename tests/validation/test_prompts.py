@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from simtune.errors import UsageError
-from simtune.sim.requests import build_stream
 from simtune.specs.workload import FixedLength, Lognormal, Poisson, Sessions, SharedPrefix, Workload
-from simtune.validation.prompts import FIRST_TOKEN, Prompts
+from simtune.validation.client.prompts import FIRST_TOKEN, Prompts
+from simtune.workload.requests import build_stream
 
 
 def workload(**more: object) -> Workload:

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from simtune.sim.requests import RequestStream
 from simtune.testing.fake_server import FakeServer
-from simtune.validation import relay
-from simtune.validation.client import Patience, Traffic, send
-from simtune.validation.exchange import Exchange, ServerAddress
-from simtune.validation.prompts import Prompts
-from simtune.validation.relay import Relay
-from simtune.validation.streaming import Answer
+from simtune.validation.client import relay
+from simtune.validation.client.http_exchange import Exchange, ServerAddress
+from simtune.validation.client.load_client import Patience, Traffic, send
+from simtune.validation.client.prompts import Prompts
+from simtune.validation.client.relay import Relay
+from simtune.validation.client.streaming import Answer
+from simtune.workload.requests import RequestStream
 from tests.validation.test_client import stream
 
 PATIENCE = Patience(silence_s=30.0, metrics_every_s=0.02)

@@ -11,8 +11,8 @@ import pytest
 
 from simtune.cli import main
 from simtune.errors import SimtuneError, SpecError, UsageError
-from simtune.validation.replay import Resident, replay
-from simtune.validation.steplog import read
+from simtune.validation.replay.scheduler_replay import Resident, replay
+from simtune.validation.replay.step_log import read
 from tests.engine.plain import PlainEngine, PlainRequest
 
 LOGS = (

@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 
 from simtune.errors import EngineError, UsageError
-from simtune.sim.requests import RequestStream
-from simtune.specs.plan import Batching, Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Batching, Pool
+from simtune.validation.client.measured_run import EngineFacts, MeasuredFacts, MeasuredRequest, MeasuredRun
+from simtune.validation.client.prompts import Prompts, prompt_seed
 from simtune.validation.loads import Load
-from simtune.validation.measured import EngineFacts, MeasuredFacts, MeasuredRequest, MeasuredRun
-from simtune.validation.prompts import Prompts, prompt_seed
 from simtune.validation.session import Round, ValidationFolder, run_loads, run_plans
+from simtune.workload.requests import RequestStream
 from tests.validation.test_client import stream
 
 POOL = Pool(hardware="h100-sxm", instances=1, batching=Batching(max_num_seqs=8, max_num_batched_tokens=512))

@@ -10,17 +10,18 @@ import pytest
 from simtune.engine import Request
 from simtune.errors import UsageError
 from simtune.sim.deployment import NO_HARDWARE, Deployment, deploy
-from simtune.sim.parts import OwnCosts
+from simtune.sim.plan_parts import OwnCosts
 from simtune.specs.model import DenseFeedForward, FullAttention, LayerGroup, Model, SlidingAttention
-from simtune.specs.plan import Batching, KvCache, Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Batching, KvCache, Pool
 from simtune.testing.clusters import stream_of
-from simtune.validation.engines import torch as engine
-from simtune.validation.engines.clocks import CLOCKS
+from simtune.validation.servers import torch_engine as engine
+from simtune.validation.servers.engine_clocks import CLOCKS
 
 torch = pytest.importorskip("torch")
 
-from simtune.validation.engines.decoder import CachedDecoder, greedy  # noqa: E402
-from simtune.validation.engines.serving import Share  # noqa: E402
+from simtune.validation.servers.cached_decoder import CachedDecoder, greedy  # noqa: E402
+from simtune.validation.servers.executed_scheduler import Share  # noqa: E402
 
 PROMPTS, OUTPUTS = (5, 90, 33, 150, 64, 17), (70, 60, 90, 20, 1, 80)
 

@@ -12,9 +12,9 @@ from simtune.costs.iteration import StepWork
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.errors import EngineError
 from simtune.testing.clusters import stream_of
-from simtune.validation.engines.driving import EngineSize, deployment_of
-from simtune.validation.engines.transformers import Session
-from simtune.validation.prompts import Prompts
+from simtune.validation.client.prompts import Prompts
+from simtune.validation.servers.driven_engines import EngineSize, deployment_of
+from simtune.validation.servers.transformers_engine import Session
 from tests.validation.driven_engine import tiny
 from tests.validation.served_steps import PretendedClock
 

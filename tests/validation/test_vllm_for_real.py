@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from simtune.specs.model import DenseFeedForward, FullAttention, LayerGroup, Model
-from simtune.validation.engines.driving import DrivenRequest, EngineSize, driver
-from simtune.validation.engines.pair import CONNECTOR, EnginePair
-from simtune.validation.weights import rigged_pair
+from simtune.validation.servers.driven_engines import DrivenRequest, EngineSize, driver
+from simtune.validation.servers.pair import CONNECTOR, EnginePair
+from simtune.validation.servers.random_weights import rigged_pair
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not PYTHON, reason="VLLM_PYTHON names no interpreter with vLLM")]

@@ -13,9 +13,9 @@ import pytest
 from simtune.costs.calibration import TimedStep
 from simtune.costs.iteration import StepWork
 from simtune.errors import SimtuneError, UsageError
-from simtune.validation.engines import gauge, vllm_steps
-from simtune.validation.engines.driving import DrivenRequest, EngineSize, VllmDriver, llama_config
-from simtune.validation.engines.vllm_steps import SteppedEngine
+from simtune.validation.servers import gauge, vllm_steps
+from simtune.validation.servers.driven_engines import DrivenRequest, EngineSize, VllmDriver, llama_config
+from simtune.validation.servers.vllm_steps import SteppedEngine
 from tests.validation.driven_engine import tiny
 
 PRETENDED = Path(__file__).with_name("pretended_vllm")

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from simtune.errors import UsageError
-from simtune.sim.requests import RequestStream, build_stream
 from simtune.specs.traces import Trace, read_trace
 from simtune.specs.workload import (
     Arrivals,
@@ -32,6 +31,7 @@ from simtune.specs.workload import (
     TraceLengths,
     Workload,
 )
+from simtune.workload.requests import RequestStream, build_stream
 
 TRACE = Trace(
     file="t.jsonl",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from simtune.errors import SpecError, UsageError
-from simtune.sim.servegen_fit import fit_servegen, is_servegen_file
+from simtune.workload.servegen_fit import fit_servegen, is_servegen_file
 
 RATES = """\
 client,window_start_s,rate_rps,cv,iat_dist,iat_param1,iat_param2

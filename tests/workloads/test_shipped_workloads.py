@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from simtune.errors import UsageError
-from simtune.sim.requests import build_stream
 from simtune.specs.traces import read_trace
 from simtune.specs.workload import Poisson, Workload
+from simtune.workload.requests import build_stream
 from tests.workloads.quantiles import LEVELS, quantile_workload
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from simtune.errors import UsageError
+from simtune.results.result import Result
 from simtune.sim.deployment import deploy
-from simtune.sim.requests import RepeatedBlocks, RequestStream, build_stream
-from simtune.sim.result import Result
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.columns import replay
-from simtune.specs.plan import Batching, KvCache, Plan, Pool
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Batching, KvCache, Pool
 from simtune.specs.traces import Trace
 from simtune.specs.workload import (
     Arrivals,
@@ -29,6 +29,7 @@ from simtune.specs.workload import (
     TraceLengths,
     Workload,
 )
+from simtune.workload.requests import RepeatedBlocks, RequestStream, build_stream
 
 DAY = Piecewise(
     segments=(

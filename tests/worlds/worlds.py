@@ -25,8 +25,6 @@ from hypothesis import strategies as st
 
 from simtune.engine import POLICIES
 from simtune.sim.drafting import AcceptanceSampler, drafting_terms
-from simtune.sim.graphs import FamilyGraph
-from simtune.sim.requests import RequestStream
 from simtune.sim.router import ByLength, RoundRobin
 from simtune.sim.stations import passed
 from simtune.specs.acceptance import Drift, DriftPoint, ExponentialDrift, LinearDrift, PerPosition, PerRank
@@ -43,6 +41,8 @@ from simtune.testing.clusters import (
     even,
     of_policy,
 )
+from simtune.workload.graphs import FamilyGraph
+from simtune.workload.requests import RequestStream
 from tests.engine.small import SMALL
 from tests.sim.test_speculative_world import AHEAD, SCHEMES, acceptance, drafter_for
 

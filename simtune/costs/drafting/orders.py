@@ -1,7 +1,7 @@
 """How the passes of a target and of its drafter follow each other in a round: in turn, beside each other, in chunks.
 
 Each order puts rounds together from the passes, without prefill chunks as a line over context tokens, with them as a
-number; `simtune.costs.drafting.compiled` has the formulas.
+number; `simtune.costs.drafting.compiled_rounds` has the formulas.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from simtune.errors import Problem, SpecError, UsageError
 from simtune.specs import room
 from simtune.specs.base import Dtype
 from simtune.specs.hardware import OperatorKind
-from simtune.specs.reading import CELL_BYTES, csv_table, read_bytes, read_packed_text, refuse_columns_twice
+from simtune.specs.input_files import CELL_BYTES, csv_table, read_bytes, read_packed_text, refuse_columns_twice
 
 MS, US, NS = 1e-3, 1e-6, 1e-9
 

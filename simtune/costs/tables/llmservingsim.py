@@ -36,8 +36,8 @@ from simtune.costs.tables.common import (
 from simtune.errors import Problem, SpecError
 from simtune.specs import catalog, yamlfile
 from simtune.specs.hardware import OperatorKind
+from simtune.specs.input_files import read_text
 from simtune.specs.model import DenseFeedForward, FullAttention, Model, MoeFeedForward
-from simtune.specs.reading import read_text
 
 _PARENTS = 4  # model/dtype/tp1/dense.csv
 _AS_CHANCE = 0.1  # of the experts that chance wakes

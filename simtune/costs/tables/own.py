@@ -27,7 +27,7 @@ from simtune.costs.tables.common import FileContent, HostTable, Origin, Table, f
 from simtune.errors import Problem, SpecError
 from simtune.specs.base import Dtype, Part
 from simtune.specs.hardware import OperatorKind
-from simtune.specs.reading import JsonError, json_document, parse_json, read_text
+from simtune.specs.input_files import JsonError, json_document, parse_json, read_text
 
 P = TypeVar("P", bound=Part)
 

@@ -1,7 +1,7 @@
 """Batches whose members decode with drafts."""
 
 from simtune.engine.drafting.asynchronous import AsyncDraftingBatch
-from simtune.engine.drafting.batch import DraftingBatch
+from simtune.engine.drafting.drafting_batch import DraftingBatch
 from simtune.engine.drafting.needs import DraftNeeds
 from simtune.engine.drafting.terms import DraftingTerms
 

@@ -15,7 +15,7 @@ from operator import attrgetter
 import numpy as np
 
 from simtune.arrays import Ints
-from simtune.engine.drafting.batch import DraftingBatch
+from simtune.engine.drafting.drafting_batch import DraftingBatch
 from simtune.engine.drafting.rounds import Course, PlannedRounds, RoundPlanner, joined
 from simtune.engine.drafting.terms import DraftingTerms
 from simtune.engine.request import Request

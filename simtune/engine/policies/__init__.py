@@ -1,8 +1,8 @@
 """Batching policies besides vLLM's and transformers' own."""
 
-from simtune.engine.policies.iteration import Orca, Sarathi
+from simtune.engine.policies.iteration_level import Orca, Sarathi
+from simtune.engine.policies.layer_preemption import PriorityLayers
 from simtune.engine.policies.layered import LayeredPrefill
-from simtune.engine.policies.layers import PriorityLayers
 from simtune.engine.policies.mlfq import SkipJoinMlfq
 from simtune.engine.policies.order import DualQueue, EarliestDeadlineFirst, ShortestPredictedFirst
 from simtune.engine.policies.sglang import SglangScheduler

@@ -1,9 +1,9 @@
 """Drafting under the clock: how many drafts are kept, and what a scheduler has to know of a pool's speculation."""
 
-from simtune.sim.drafting.control import SharedBudget, StopLengths
-from simtune.sim.drafting.replicas import useful_replicas
+from simtune.sim.drafting.draft_lengths import SharedBudget, StopLengths
+from simtune.sim.drafting.pool_terms import Drafting, check_drafting, drafting_terms
 from simtune.sim.drafting.sampler import AcceptanceSampler
-from simtune.sim.drafting.terms import Drafting, check_drafting, drafting_terms
+from simtune.sim.drafting.target_replicas import useful_replicas
 from simtune.sim.drafting.uniform import uniform
 
 __all__ = [

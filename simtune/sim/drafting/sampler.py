@@ -20,11 +20,11 @@ import numpy as np
 
 from simtune.arrays import Ints
 from simtune.engine import Request
-from simtune.sim.drafting.rounds import Counts, DrawnRounds, RoundDrawer
+from simtune.sim.drafting.drawn_rounds import Counts, DrawnRounds, RoundDrawer
 from simtune.sim.drafting.survival import Survival
-from simtune.sim.requests import RequestStream
 from simtune.specs.acceptance import Acceptance
 from simtune.specs.schemes import Scheme
+from simtune.workload.requests import RequestStream
 
 _ROUNDS = 1 << 16  # drawn at once, about, of as many requests as will need so many
 _GROUPS = 256  # kept; they are drawn alike whenever they are needed again

@@ -9,9 +9,9 @@ import numpy as np
 from simtune.arrays import Array, Ints, Mask
 from simtune.errors import Infeasible, UsageError
 from simtune.sim.drafting.uniform import uniform
-from simtune.sim.requests import RequestStream
 from simtune.specs.acceptance import Acceptance, BetaMixture, Drift
 from simtune.specs.schemes import Scheme
+from simtune.workload.requests import RequestStream
 
 _EQUAL = 1e-12
 """Survivals are products in some order; nearer than this they are the same."""

@@ -22,7 +22,7 @@ from simtune.specs.hf.architectures import (
     NOT_MODELLED,
     WRAPPERS,
 )
-from simtune.specs.hf.reading import ALIASES, Config, language_parts
+from simtune.specs.hf.config_reader import ALIASES, Config, language_parts
 from simtune.specs.model import Model
 from simtune.specs.yamlfile import Document
 

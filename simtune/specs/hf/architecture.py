@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from simtune.specs.hf.reading import Config
+from simtune.specs.hf.config_reader import Config
 
 Layers = list[dict[str, Any]]
 """Attention or feed-forward block of each layer, as in a model spec."""

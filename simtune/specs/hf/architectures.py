@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from simtune.specs.hf import attention, feed_forward
+from simtune.specs.hf import attention_layers, feed_forward
 from simtune.specs.hf.architecture import Architecture
 
-_like = partial(Architecture, attention=attention.softmax, feed_forward=feed_forward.dense_or_experts)
+_like = partial(Architecture, attention=attention_layers.softmax, feed_forward=feed_forward.dense_or_experts)
 
 _LLAMA = _like(qkv_bias="attention_bias", output_bias="attention_bias", feed_forward_bias="mlp_bias")
 _MISTRAL = _like(window="every", defaults={"num_key_value_heads": 8})
@@ -27,12 +27,12 @@ _DEEPSEEK = _like(
     expert_size="moe_intermediate_size",
     shared_size="n_shared_experts",
     dense_first=True,
-    attention=attention.latent,
+    attention=attention_layers.latent,
     knows=("kv_lora_rank", "first_k_dense_replace", "n_shared_experts"),
 )
 _SPARSE = replace(_DEEPSEEK, indexed=True, knows=(*_DEEPSEEK.knows, "index_topk"))
 _DELTA_NETS = _like(
-    attention=attention.delta_nets,
+    attention=attention_layers.delta_nets,
     qk_norm=True,
     qkv_bias="attention_bias",
     output_bias="attention_bias",
@@ -73,7 +73,7 @@ _GEMMA3 = replace(_GEMMA2, qk_norm=True).with_defaults(
 )
 _LLAMA4 = _like(
     expert_size="intermediate_size",
-    attention=attention.chunked,
+    attention=attention_layers.chunked,
     feed_forward=feed_forward.alternating,
     qkv_bias="attention_bias",
     output_bias="attention_bias",
@@ -124,7 +124,7 @@ _MINIMAX_M2 = _like(
 _NEMOTRON_H = _like(
     expert_size="moe_intermediate_size",
     shared_size="moe_shared_expert_intermediate_size",
-    attention=attention.one_sublayer,
+    attention=attention_layers.one_sublayer,
     feed_forward=feed_forward.one_sublayer,
     qkv_bias="attention_bias",
     output_bias="attention_bias",
@@ -139,7 +139,7 @@ _GRANITE_HYBRID = replace(
     _GRANITE,
     expert_size="intermediate_size",
     shared_size="shared_intermediate_size",
-    attention=attention.granite_hybrid,
+    attention=attention_layers.granite_hybrid,
     feed_forward=feed_forward.shared_and_experts,
     knows=("mamba_d_state", "layers_block_type"),
 )
@@ -149,7 +149,7 @@ _OLDER = _like(
 """Of the time of layer norms and biases everywhere."""
 _FALCON = replace(
     _OLDER,
-    attention=attention.falcon,
+    attention=attention_layers.falcon,
     qkv_bias="bias",
     output_bias="bias",
     feed_forward_bias="bias",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from simtune.specs.hf.architecture import Architecture, Layers
-from simtune.specs.hf.attention import NONE, one_sublayer_kinds
-from simtune.specs.hf.reading import ALIASES, Config
+from simtune.specs.hf.attention_layers import NONE, one_sublayer_kinds
+from simtune.specs.hf.config_reader import ALIASES, Config
 
 
 def dense_or_experts(config: Config, architecture: Architecture) -> Layers:

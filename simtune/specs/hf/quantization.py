@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from simtune.errors import Problem
 from simtune.specs.hf.architecture import Layers
-from simtune.specs.hf.reading import ALIASES, Config
+from simtune.specs.hf.config_reader import ALIASES, Config
 
 KNOWN = "fp8, fbgemm_fp8, awq and gptq, compressed-tensors, modelopt (FP8, NVFP4), mxfp4, bitsandbytes"
 

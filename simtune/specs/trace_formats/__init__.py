@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from simtune.specs.trace_formats.benchmarks import AiPerf, GenAiPerf, GuideLlm, PerfSummary, VllmBench
-from simtune.specs.trace_formats.common import AS_IT_IS, LogReading, LogRequests, Problems, TraceFormat, cached_note
+from simtune.specs.trace_formats.log_rows import AS_IT_IS, LogReading, LogRequests, Problems, TraceFormat, cached_note
 from simtune.specs.trace_formats.logs import SHARED_BLOCK_TOKENS, OpenAiLog, ShareGpt
 from simtune.specs.trace_formats.strangers import binary_title, stranger
 

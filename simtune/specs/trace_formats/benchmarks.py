@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from simtune.specs.trace_formats.common import (
+from simtune.specs.trace_formats.log_rows import (
     LogReading,
     LogRequests,
     Problems,

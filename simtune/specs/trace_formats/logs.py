@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from simtune.specs.trace_formats import clocks
-from simtune.specs.trace_formats.common import (
+from simtune.specs.trace_formats.log_rows import (
     LogReading,
     LogRequests,
     Problems,

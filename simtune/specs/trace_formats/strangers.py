@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from simtune.specs.trace_formats.common import parsed_json
+from simtune.specs.trace_formats.log_rows import parsed_json
 
 _BINARY = {
     b"PAR1": "a Parquet file",

@@ -25,7 +25,7 @@ import numpy as np
 from simtune.costs.bounds import CostBounds
 from simtune.costs.compiled import StepTables
 from simtune.sim.pools import DeployedPool
-from simtune.sim.requests import RequestStream
+from simtune.workload.requests import RequestStream
 
 
 class Capacity:

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simtune.arrays import Array
-from simtune.sim.requests import RequestStream
-from simtune.sim.result import objectives
+from simtune.results.result import objectives
 from simtune.specs.workload import Slo, SloMetric
+from simtune.workload.requests import RequestStream
 
 MARKOV = (1.5, 4.0, 20.0)
 """Multiples of a mean at which what lies above is counted."""

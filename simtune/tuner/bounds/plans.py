@@ -18,16 +18,16 @@ from numpy.typing import NDArray
 from simtune.arrays import Array, Ints
 from simtune.costs.bounds import least_costs
 from simtune.sim.deployment import Deployment
-from simtune.sim.parts import POLICY, ROUTER
-from simtune.sim.requests import RequestStream
-from simtune.sim.ways import first_token_of
-from simtune.specs.plan import RoundRobinRouting
+from simtune.sim.kv_links import first_token_of
+from simtune.sim.plan_parts import POLICY, ROUTER
+from simtune.specs.routing import RoundRobinRouting
 from simtune.specs.workload import Slo
+from simtune.tuner.bounds.bounded_requests import BoundLoad
+from simtune.tuner.bounds.kv_transfers import PlanWay, ways_of
 from simtune.tuner.bounds.limits import MeanLimit, SloLimits, of_one_request, of_statistics
-from simtune.tuner.bounds.load import BoundLoad
-from simtune.tuner.bounds.ways import PlanWay, ways_of
 from simtune.tuner.bounds.windows import ROUNDING, Jobs, first_come, first_come_seated, of_each
 from simtune.tuner.bounds.work import PoolWork
+from simtune.workload.requests import RequestStream
 
 CLOSE = 1e-4
 """Relative width to which the highest rate is found where it is looked for."""

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from simtune.arrays import Array, Ints
 from simtune.costs.bounds import LeastCosts
 from simtune.sim.pools import DeployedPool
-from simtune.tuner.bounds.load import BoundLoad
+from simtune.tuner.bounds.bounded_requests import BoundLoad
 
 
 class Rounds(NamedTuple):

@@ -11,7 +11,7 @@ from simtune.specs.schemes import Scheme
 from simtune.specs.trees import weight
 from simtune.tuner.drafting.chain import expected_tokens
 from simtune.tuner.drafting.choose import Schedule
-from simtune.tuner.drafting.study import Draft
+from simtune.tuner.drafting.study_drafters import Draft
 
 
 def described(draft: Draft, chosen: Schedule) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from simtune.errors import Infeasible
 from simtune.specs.trees import Node, Ranks, weight
-from simtune.tuner.programmes import Unsolvable, add_variable, solve
+from simtune.tuner.space.integer_programs import Unsolvable, add_variable, solve
 
 if TYPE_CHECKING:
     import pulp

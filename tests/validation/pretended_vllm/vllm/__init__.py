@@ -1,4 +1,4 @@
-"""Of vLLM what `simtune.validation.engines.vllm_steps` calls, without a model: a scheduler that can be worked out by
+"""Of vLLM what `simtune.validation.servers.vllm_steps` calls, without a model: a scheduler that can be worked out by
 hand.
 
 A step has `max_num_batched_tokens`; requests take their part in the order in which they came. With `speculative_config`

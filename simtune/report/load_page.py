@@ -1,0 +1,76 @@
+"""The page of `simtune workload`: what a trace is, and how well a spec stands for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from simtune import __version__
+from simtune.report import figures
+from simtune.report.info import number, percent
+from simtune.report.templates import fill, template
+from simtune.specs.trace_cut import in_words
+from simtune.workload.load import LengthFacts, LoadFacts
+from simtune.workload.load_fit import FittedLoad
+
+
+def load_rows(load: LoadFacts) -> list[tuple[str, str]]:
+    """What a load is, in words: (what, how much)."""
+    rows = [("requests", number(load.requests))]
+    if load.span_s is not None and load.rate_rps is not None:
+        rows.append(("over", in_words(load.span_s)))
+        rows.append(("mean rate", f"{number(load.rate_rps)} requests/s"))
+    if load.peak_rps is not None and load.bin_s is not None:
+        rows.append(("busiest", f"{number(load.peak_rps)} requests/s in {in_words(load.bin_s)}"))
+    if load.gap_cv is not None:
+        rows.append(("burstiness", f"gaps vary by {number(load.gap_cv)} of their mean (1 is Poisson)"))
+    if load.users is not None:
+        rows.append(("closed loop", f"{number(load.users)} users"))
+    for what, lengths in (("prompt tokens", load.prompt_tokens), ("output tokens", load.output_tokens)):
+        rows.append((what, _lengths(lengths)))
+    if load.shared_prompt_share is not None:
+        rows.append(
+            ("seen before", f"{percent(load.shared_prompt_share)} of prompt tokens, by an endless prefix cache")
+        )
+    if load.sessions is not None:
+        rows.append(("conversations", f"{number(load.sessions)}, {number(load.requests / load.sessions)} turns each"))
+    return rows
+
+
+def _lengths(lengths: LengthFacts) -> str:
+    parts = (("mean", lengths.mean), ("p50", lengths.p50), ("p90", lengths.p90), ("p99", lengths.p99))
+    return ", ".join(f"{what} {value:,.0f}" for what, value in (*parts, ("max", lengths.max)))
+
+
+def agreement_rows(fitted: FittedLoad) -> list[tuple[str, str, str]]:
+    """(what, recorded, drawn) of every number compared."""
+    return [(a.what, number(a.recorded), number(a.drawn)) for a in fitted.agreements]
+
+
+def load_figures(load: LoadFacts) -> dict[str, str]:
+    """HTML by figure name: rates over time, and the two histograms."""
+    drawn = {
+        "load-prompt": figures.lengths_figure(load.prompt_tokens, "prompt tokens"),
+        "load-output": figures.lengths_figure(load.output_tokens, "output tokens", 1),
+    }
+    if load.rates_rps:
+        drawn = {"load-rates": figures.rates_figure(load), **drawn}
+    return {name: figures.fragment(figure, name, 260) for name, figure in drawn.items()}
+
+
+def render(name: str, load: LoadFacts, notes: Sequence[str], fitted: FittedLoad | None) -> str:
+    """The page; the same bytes for the same load."""
+    from markupsafe import Markup
+
+    return fill(
+        "load.html.j2",
+        title=name,
+        rows=load_rows(load),
+        notes=notes,
+        fitted=fitted,
+        agreements=agreement_rows(fitted) if fitted else (),
+        number=number,
+        version=__version__,
+        figures={name: Markup(html) for name, html in load_figures(load).items()},
+        style=Markup(template("style.j2")),
+        plotly_js=Markup(figures.plotly_js()),
+    )

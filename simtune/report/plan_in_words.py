@@ -1,0 +1,117 @@
+"""A plan in words: what it does, and what each of its settings has to do with model and hardware."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from simtune.errors import plural
+from simtune.report.info import gib, number, percent
+from simtune.sim.deployment import Deployment
+from simtune.sim.pools import DeployedPool
+from simtune.specs.pool import Pool
+
+POLICIES = {
+    "vllm-fcfs": "vLLM's order: running requests first, then newcomers as they came",
+    "vllm-priority": "vLLM's order by priority",
+    "sglang": "SGLang's order: prompts first, in batches of their own",
+    "tensorrt-llm": "TensorRT-LLM's order: who decodes goes on, newcomers as there is room",
+}
+
+
+def explain(deployment: Deployment) -> list[tuple[str, tuple[str, ...]]]:
+    """(pool, sentences) for each pool, after one for the whole."""
+    plan, model = deployment.plan, deployment.model
+    whole = [
+        f"{model.name} ({model.parameters / 1e9:.1f}B parameters, {model.weight_dtype} weights) "
+        f"on {plural(plan.num_devices, 'GPU')} in {plural(len(plan.pools), 'pool')}"
+    ]
+    if sum(pool.instances for pool in plan.pools) > 1:
+        whole.append(f"requests are routed by {plan.router.kind}")
+    for link in plan.links or ():
+        whole.append(f"links: KV caches go from {link.source} to {link.to} over a link of their own")
+    if plan.control is not None:
+        whole.append(f"control: every {plan.control.every_s:g} s one instance may take the other role")
+    pools = [(f"pool {pool.spec.name}", tuple(_sentences(pool))) for pool in deployment.pools]
+    return [(plan.name, tuple(whole)), *pools]
+
+
+def _sentences(deployed: DeployedPool) -> Iterator[str]:
+    pool = deployed.spec
+    yield f"{plural(pool.instances, 'instance')} on {deployed.hardware.device.name}, role {pool.role}"
+    yield from _beside_engine(pool)
+    yield from _parallelism(deployed)
+    yield from _memory(deployed)
+    yield from _batching(deployed)
+    cache = pool.kv_cache
+    yield (
+        "prefix_caching: prompts that begin alike share their blocks"
+        if cache.prefix_caching
+        else "no prefix_caching: every prompt is computed from its first token"
+    )
+    yield f"preemption by {cache.preemption}: when blocks run out, the last to come in gives up its own"
+    if pool.speculation is not None:
+        yield f"speculation: drafts of {pool.speculation.drafter.label}, {pool.speculation.scheme.in_words()}"
+
+
+def _beside_engine(pool: Pool) -> Iterator[str]:
+    """What stands in front of an engine, on its GPUs, and behind them."""
+    if pool.front_end is not None and pool.role != "decode":
+        each, token = pool.front_end.request_s * 1e3, pool.front_end.token_s * 1e6
+        yield f"front_end: requests pass it one by one, {each:g} ms each and {token:g} us for each prompt token"
+    if pool.share is not None:
+        processors, bandwidth = percent(pool.share.processors), percent(pool.share.bandwidth)
+        yield f"share: {processors} of the processors and {bandwidth} of the memory bandwidth of its GPUs"
+    if pool.offload is not None:
+        weights, kv_cache = percent(pool.offload.weights), percent(pool.offload.kv_cache)
+        yield f"offload: {weights} of the weights and {kv_cache} of the KV cache stand in host memory"
+
+
+def _parallelism(deployed: DeployedPool) -> Iterator[str]:
+    p, memory = deployed.spec.parallelism, deployed.memory
+    if p.context_ranks > 1:
+        yield f"cp {p.cp}: groups of tp ranks share every sequence, each with 1/{p.cp} of its tokens and KV cache"
+    if p.expert_replicas is not None:
+        yield f"expert_replicas {p.expert_replicas}: experts are placed by their load, the busiest more than once"
+    if p.afd is not None:
+        yield (
+            f"afd: feed-forward blocks are on {plural(p.afd.ffn_devices, 'GPU')} of their own; "
+            f"{plural(p.afd.batches, 'part')} of a batch under way at a time"
+        )
+    if p.tp == p.pp == 1:
+        yield f"tp 1, pp 1: {gib(memory.weights_bytes)} of weights fit into {gib(memory.total_bytes)} of one GPU"
+        return
+    each = f"{gib(memory.weights_bytes)} of weights stand on each"
+    if p.tp > 1:
+        yield f"tp {p.tp}: every layer is cut over {p.tp} GPUs, which exchange its results; {each}"
+    if p.pp > 1:
+        yield f"pp {p.pp}: the layers are cut into {p.pp} stages that work on batches of their own; {each}"
+
+
+def _memory(deployed: DeployedPool) -> Iterator[str]:
+    memory, cache = deployed.memory, deployed.spec.kv_cache
+    tokens = memory.num_blocks * cache.block_size
+    of = " of what is free beside weights and all else" if cache.memory_utilization_of == "free" else ""
+    yield (
+        f"memory_utilization {cache.memory_utilization:g}{of}: {gib(memory.kv_bytes)} are left for the KV cache, "
+        f"{number(memory.num_blocks)} blocks of {cache.block_size} tokens, {number(tokens)} tokens"
+    )
+    longest = deployed.spec.max_model_len
+    if longest:
+        yield f"max_model_len {longest:,}: longer requests are refused; {number(tokens / longest)} of that length fit"
+
+
+def _batching(deployed: DeployedPool) -> Iterator[str]:
+    pool: Pool = deployed.spec
+    batching = pool.batching
+    tokens = deployed.memory.num_blocks * pool.kv_cache.block_size
+    yield f"policy {batching.policy}" + (f": {POLICIES[batching.policy]}" if batching.policy in POLICIES else "")
+    seats = deployed.memory.seats
+    fit = f", of which {seats:,} find memory for their states" if seats < batching.max_num_seqs else ""
+    yield (
+        f"max_num_seqs {batching.max_num_seqs:,}{fit}: so many requests share a step at most; with all seats taken "
+        f"each has {number(tokens / seats)} tokens of KV cache"
+    )
+    budget = batching.max_num_batched_tokens
+    decodes = percent(min(1.0, seats / budget))
+    cut = "longer prompts are cut into chunks" if batching.chunked_prefill else "longer prompts are refused"
+    yield f"max_num_batched_tokens {budget:,}: tokens of a step, of which decodes take {decodes} at most; {cut}"

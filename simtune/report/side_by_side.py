@@ -1,0 +1,108 @@
+"""Validations side by side, and lists of published systems side by side: the part of a page of several runs that no
+simulation of one plan is in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from simtune.report import figures, info
+from simtune.report.figures import GREY, Figure
+from simtune.report.labels import brief, escape
+from simtune.validation.judge.comparison import Validation
+from simtune.validation.published import Findings
+
+
+class NamedValidation(NamedTuple):
+    """A validation under the name it has in the page."""
+
+    name: str
+    validation: Validation
+
+
+class NamedFindings(NamedTuple):
+    """What published systems came to, under the name it has in the page."""
+
+    name: str
+    findings: Findings
+
+
+class BesideRow(NamedTuple):
+    """What a row is of, and a cell for each run; a cell in doubt is marked."""
+
+    what: str
+    cells: tuple[tuple[str, bool], ...]
+
+
+def errors(validations: Sequence[NamedValidation]) -> list[BesideRow]:
+    """By how much each latency was off, predicted over measured, of every load that some validation ran."""
+    known = [
+        {
+            (load.label, c.name): (c.error, c.within is False)
+            for load in each.validation.loads
+            for c in load.comparisons
+            if c.error is not None
+        }
+        for each in validations
+    ]
+    keys = dict.fromkeys(key for table in known for key in table)
+    rows = []
+    for key in keys:
+        cells = (table.get(key) for table in known)
+        shown = tuple((info.ABSENT, False) if cell is None else (_signed(cell[0]), cell[1]) for cell in cells)
+        rows.append(BesideRow(": ".join(key), shown))
+    return rows
+
+
+def _signed(error: float) -> str:
+    return f"{error * 100:+.1f} %".replace("-", "−")
+
+
+def errors_figure(validations: Sequence[NamedValidation], first: int) -> Figure:
+    """Every latency of every load, predicted over measured; one colour a run, of which the first has number `first`."""
+    data: list[Figure] = []
+    seen: list[float] = []
+    said: list[float] = []
+    for i, each in enumerate(validations, first):
+        points = [
+            (load.label, c.name, c.measured, c.predicted)
+            for load in each.validation.loads
+            for c in load.comparisons
+            if c.unit == "s" and c.measured and c.predicted
+        ]
+        seen += [1e3 * measured for _, _, measured, _ in points]
+        said += [1e3 * predicted for *_, predicted in points]
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "name": brief(each.name),
+                "x": [1e3 * measured for _, _, measured, _ in points],
+                "y": [1e3 * predicted for *_, predicted in points],
+                "marker": {"color": figures.series_colour(i), "size": 8},
+                "hovertext": [escape(f"{load}, {name}") for load, name, _, _ in points],
+                "hovertemplate": "%{hovertext}: measured %{x:,.4~g} ms, predicted %{y:,.4~g} ms<extra></extra>",
+            }
+        )
+    ends = [min(seen, default=1.0), max(seen, default=1.0)]
+    equal = {"type": "scatter", "mode": "lines", "name": "equal", "x": ends, "y": ends, "hoverinfo": "skip"}
+    data.append({**equal, "line": {"color": GREY, "width": 1}})
+    x, y = figures.log_axis("measured, ms", seen), figures.log_axis("predicted, ms", said)
+    return {"data": data, "layout": figures.layout(x, y, hovermode="closest")}
+
+
+def gains(lists: Sequence[NamedFindings]) -> list[BesideRow]:
+    """The simulated gain of every system that some list ran, with its status; what differs from its claim is marked."""
+    known = [{finding.title: finding for finding in each.findings.findings} for each in lists]
+    rows = []
+    for title in dict.fromkeys(title for table in known for title in table):
+        judged = [table.get(title) for table in known]
+        if any(finding is not None and finding.ran for finding in judged):
+            cells = (
+                (info.ABSENT, False)
+                if finding is None
+                else (f"{info.number(finding.simulated)} {finding.status}", finding.status == "differs")
+                for finding in judged
+            )
+            rows.append(BesideRow(title, tuple(cells)))
+    return rows

@@ -1,0 +1,216 @@
+"""The numbers a simulation is summed up in: one declaration, that they are computed, written and read by.
+
+What the file of a run says beside them stands in `simtune.runs.schema`. Seconds, bytes, tokens, requests per second.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import Field, GetJsonSchemaHandler
+from pydantic_core import CoreSchema
+
+from simtune.results.steady import Steadiness
+from simtune.specs.base import Count, NonNegative, Positive, Record, Seq, Share, Whole
+from simtune.specs.workload import SloMetric
+
+T = TypeVar("T")
+
+
+class Redrawn:
+    """Marks a field that comes out differently in another world, where operators take other times."""
+
+    def __get_pydantic_json_schema__(self, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {**handler(core_schema), "uncertain": True}
+
+
+Uncertain = Annotated[T, Redrawn()]
+"""A number that `simulate --uncertainty` gives an interval; all others are the same in every world, or speak of one
+run's own noise."""
+
+Metric = Literal["ttft", "tpot", "itl", "e2el", "family", "queue", "prefill", "transfer", "decode"]
+"""`family` is of families of a request graph, from their arrival until their last node is over."""
+
+
+class Distribution(Record):
+    """One latency metric over all that was counted, in seconds; only the count where nothing was."""
+
+    unit: Literal["s"]
+    count: Whole = Field(description="requests, or tokens of itl")
+    mean: Uncertain[NonNegative | None] = None
+    std: Uncertain[NonNegative | None] = Field(None, description="not of itl")
+    min: Uncertain[NonNegative | None] = Field(None, description="not of itl")
+    p50: Uncertain[NonNegative | None] = None
+    p90: Uncertain[NonNegative | None] = None
+    p95: Uncertain[NonNegative | None] = None
+    p99: Uncertain[NonNegative | None] = None
+    max: Uncertain[NonNegative | None] = None
+    ci95: dict[str, Seq[float]] | None = Field(
+        None, description="by statistic: 95 % confidence interval for the noise of this run, by batch means"
+    )
+
+
+class SloLimit(Record):
+    """One line of a service level objective and how the run stands to it."""
+
+    request_class: str | None = Field(alias="class", description="null: all requests")
+    metric: SloMetric
+    statistic: str = Field(description="mean, or a percentile such as p99")
+    limit_s: Positive
+    value_s: Uncertain[NonNegative | None] = Field(description="null where nothing finished or the system is saturated")
+    met: bool
+
+    def __str__(self) -> str:
+        value = "unbounded" if self.value_s is None else f"{self.value_s * 1e3:,.1f} ms"
+        where = f" of class {self.request_class}" if self.request_class else ""
+        return f"{self.metric.upper()} {self.statistic}{where} {value} (limit {self.limit_s * 1e3:,.1f} ms)"
+
+
+class InstanceUse(Record):
+    """One simulated instance."""
+
+    pool: str
+    instance: Whole = Field(description="its number within the pool, from 0")
+    busy: Uncertain[NonNegative] = Field(description="share of the time in which it ran steps")
+    requests: Whole = Field(description="requests that it finished")
+
+
+class PrefixCacheUse(Record):
+    """Of the prompt tokens a pool admitted, how many it had cached."""
+
+    pool: str
+    queried_tokens: Uncertain[Count]
+    hit_tokens: Uncertain[Whole]
+    hit_rate: Uncertain[Share]
+
+
+class Verifications(Record):
+    """What drafting came to. A wasted token was verified and not delivered."""
+
+    rounds: Uncertain[Count] = Field(description="verifications of one request")
+    tokens_per_round: Uncertain[Positive] = Field(description="delivered by one verification")
+    draft_tokens: Uncertain[Whole]
+    accepted_tokens: Uncertain[Whole]
+    acceptance: Uncertain[NonNegative | None] = Field(
+        description="share of the draft tokens; null where there were none"
+    )
+    wasted_tokens: Uncertain[Whole]
+    wasted_share: Uncertain[Share] = Field(description="of the verified tokens")
+
+
+class SimulationSummary(Record):
+    """What a simulation says of one plan under one load; null is a number that does not exist or has no bound."""
+
+    requests: Whole
+    completed: Uncertain[Whole]
+    refused: Uncertain[Whole] = Field(
+        description="requests longer than max_model_len, or with prompts that no step has room for"
+    )
+    unserved: Uncertain[Whole] = Field(description="requests left when no instance was up any more")
+    preemptions: Uncertain[Whole]
+    duration_s: Uncertain[NonNegative] = Field(
+        description="from the first arrival to the last finish: the makespan of a batch"
+    )
+    saturated: bool = Field(description="requests pile up faster than they are served")
+    steadiness: Steadiness | None = Field(
+        None, description="whether the load is kept up with; null for a closed loop, a batch and a single instant"
+    )
+    lifetimes: Uncertain[NonNegative | None] = Field(
+        None, description="time in which requests arrive, over the mean end-to-end latency; null without a rate"
+    )
+    too_few_for: Seq[str] = Field(
+        (), description="percentiles that fewer requests ended for than they need: ten must lie beyond"
+    )
+    offered_rate_rps: Positive | None = Field(description="null for a closed loop and a single instant")
+    request_throughput_rps: Uncertain[NonNegative | None]
+    goodput_rps: Uncertain[NonNegative | None] = Field(
+        description="answered within every limit that applies: share of the offered rate if stable, else finished rate"
+    )
+    slo_attainment: Uncertain[Share | None] = Field(description="share of the finished requests within every limit")
+    output_tokens_per_s: Uncertain[NonNegative | None]
+    total_tokens_per_s: Uncertain[NonNegative | None] = Field(description="of prompts and outputs")
+    output_tokens_per_s_per_gpu: Uncertain[NonNegative | None]
+    output_tokens_per_s_per_user: Uncertain[NonNegative | None] = Field(description="1 / mean TPOT")
+    energy_j: Uncertain[NonNegative | None] = Field(
+        None, description="of all GPUs while it lasts; left out where a hardware profile names no power"
+    )
+    joules_per_token: Uncertain[NonNegative | None] = Field(None, description="that, over the output tokens")
+    num_gpus: Count
+    metrics: dict[Metric, Distribution]
+    warm_up_requests: Whole | None = Field(
+        description="requests before the TTFT settles; null where requests are not kept"
+    )
+    resent: Uncertain[Whole] = Field(description="times a request was sent to another instance after a failure")
+    transferred_bytes: Uncertain[Whole] = Field(description="KV cache sent from prefill to decode instances")
+    role_switches: Uncertain[Whole | None] = Field(
+        None, description="instances that took the other role; left out where no controller lets them"
+    )
+    instances: Seq[InstanceUse]
+    prefix_cache: Seq[PrefixCacheUse] = Field((), description="pools that keep what prompts share")
+    speculation: Verifications | None = Field(None, description="left out where nobody drafts")
+    slo: Seq[SloLimit]
+
+    @property
+    def power_w(self) -> float | None:
+        """Mean over its duration, of all GPUs; None where no energy is known."""
+        return None if self.energy_j is None or not self.duration_s else self.energy_j / self.duration_s
+
+
+class LatencyQuantiles(Record):
+    """Latencies at evenly spaced levels from 0 to 1; empty where nothing was counted."""
+
+    ttft_s: Seq[float]
+    tpot_s: Seq[float]
+    e2el_s: Seq[float]
+
+
+class BasisShares(Record):
+    """Shares of time by what it rests on; they add up to 1 but for rounding."""
+
+    measured: Share = Field(description="of shapes that were measured on this device")
+    interpolated: Share = Field(description="of shapes among those measured")
+    extrapolated: Share = Field(description="of shapes outside them")
+    carried_over: Share = Field(description="measured on another device and moved to this one by the data sheets")
+    other_engine: Share = Field(
+        0.0, description="kernels of another engine than the one that runs; written only if there are any"
+    )
+    data_sheet: Share = Field(description="measured by nobody, or assumed")
+
+
+class OperatorBasis(Record):
+    """What the time of one operator kind rests on, and how far off it may be."""
+
+    operator: str
+    share: Share = Field(description="of the time of all kinds")
+    log_sd: NonNegative = Field(description="typical log error of its time; 1.645 of it hold 90 %")
+    basis: BasisShares
+
+
+class CostBasis(BasisShares):
+    """What the simulated steps' time in kernels and collectives rests on: steps of the run, weighted by their time."""
+
+    operators: Seq[OperatorBasis] = Field(description="the longest first")
+
+
+class Uncertainty(Record):
+    """What redrawn worlds say: intervals that hold the middle `level` of them, and shares of worlds."""
+
+    worlds: Count
+    level: Share
+    saturated_probability: Share = Field(description="share of worlds in which the system is saturated")
+    slo_probability: Share = Field(description="share of worlds in which every limit is met")
+    intervals: dict[str, Any] = Field(
+        description="nested like the summary, [low, high] in place of each uncertain number; null is unbounded"
+    )
+
+    def of(self, *keys: str) -> tuple[float | None, float | None] | None:
+        """The interval of the number at these nested keys, if there is one."""
+        below: Any = self.intervals
+        for key in keys:
+            below = below.get(key) if isinstance(below, dict) else None
+        return (below[0], below[1]) if isinstance(below, list) and len(below) == 2 else None
+
+
+def is_uncertain(record: type[Record], name: str) -> bool:
+    """Whether a field is declared `Uncertain`."""
+    return any(isinstance(mark, Redrawn) for mark in record.model_fields[name].metadata)

@@ -1,0 +1,92 @@
+"""Sums up columns and engine cores in the numbers of a summary."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from simtune.arrays import Array
+from simtune.costs.ticks import TICKS_PER_SECOND
+from simtune.engine import Tally
+from simtune.results.outcome import EngineCoreUse
+from simtune.results.statistics import TokenIntervals, batch_means
+from simtune.results.summary import Distribution, InstanceUse, PrefixCacheUse, Verifications
+
+
+def distribution(values: Array, noise: bool = True) -> Distribution:
+    """Of latencies in seconds, in order of arrival. Of those that never settle there is no `noise` to be told."""
+    if not len(values):
+        return Distribution(unit="s", count=0)
+    p50, p90, p95, p99 = (float(np.percentile(values, p)) for p in (50, 90, 95, 99))
+    return Distribution(
+        unit="s",
+        count=len(values),
+        mean=float(values.mean()),
+        std=float(values.std()),
+        min=float(values.min()),
+        p50=p50,
+        p90=p90,
+        p95=p95,
+        p99=p99,
+        max=float(values.max()),
+        ci95={s: ci for s in ("mean", "p50", "p90", "p95", "p99") if (ci := batch_means(values, s))} if noise else None,
+    )
+
+
+def between_tokens(itl: TokenIntervals | None) -> Distribution:
+    """Of the times between tokens; they have neither a deviation nor a minimum, for they are not kept one by one."""
+    if itl is None:
+        return Distribution(unit="s", count=0)
+    p50, p90, p95, p99 = (itl.quantile_s(p / 100) for p in (50, 90, 95, 99))
+    return Distribution(
+        unit="s", count=itl.count, mean=itl.mean_s(), p50=p50, p90=p90, p95=p95, p99=p99, max=itl.max_s()
+    )
+
+
+def quantiles(values: Array) -> tuple[float, ...]:
+    """The 101 quantiles at 0, 1, ..., 100 %; empty when there are no values."""
+    return tuple(np.percentile(values, np.arange(101)).tolist()) if len(values) else ()
+
+
+def verifications(tally: Tally) -> Verifications:
+    """Of one verification at least."""
+    rounds, drafts, accepted, tokens = tally
+    return Verifications(
+        rounds=rounds,
+        tokens_per_round=tokens / rounds,
+        draft_tokens=drafts,
+        accepted_tokens=accepted,
+        acceptance=accepted / drafts if drafts else None,
+        wasted_tokens=drafts + rounds - tokens,
+        wasted_share=(drafts + rounds - tokens) / (drafts + rounds),
+    )
+
+
+def prefix_cache(cores: Sequence[EngineCoreUse]) -> tuple[PrefixCacheUse, ...]:
+    """One for each pool that looked for prompt tokens in its cache."""
+    tokens: dict[str, list[int]] = {}
+    for core in cores:
+        counts = tokens.setdefault(core.pool, [0, 0])
+        counts[0] += core.queried_tokens
+        counts[1] += core.hit_tokens
+    return tuple(
+        PrefixCacheUse(pool=pool, queried_tokens=queried, hit_tokens=hit, hit_rate=hit / queried)
+        for pool, (queried, hit) in tokens.items()
+        if queried
+    )
+
+
+def instances(cores: Sequence[EngineCoreUse], answered: Sequence[int], duration_s: float) -> tuple[InstanceUse, ...]:
+    """Every simulated instance; it is as busy as the busiest of its cores, each of which answered so many requests."""
+    busy: dict[tuple[str, int], float] = {}
+    requests: Counter[tuple[str, int]] = Counter()
+    for core, finished in zip(cores, answered, strict=True):
+        key, busy_s = (core.pool, core.instance), core.busy / TICKS_PER_SECOND
+        busy[key] = max(busy.get(key, 0.0), busy_s / duration_s if duration_s else 0.0)
+        requests[key] += finished
+    return tuple(
+        InstanceUse(pool=pool, instance=number, busy=share, requests=requests[pool, number])
+        for (pool, number), share in busy.items()
+    )

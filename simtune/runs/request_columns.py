@@ -1,0 +1,79 @@
+"""Every simulated request, as the file that was asked for: CSV, JSON lines or Parquet."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from simtune.arrays import Array
+from simtune.errors import UsageError
+from simtune.results.result import Result
+from simtune.runs.schema import RequestRow
+from simtune.runs.tables import columns, to_csv
+
+BLOCK = 1 << 14
+"""Rows that are made at once: a row as Python objects takes five times its text."""
+
+
+def requests_table(result: Result, rows: slice = slice(None)) -> dict[str, list[Any]]:
+    """Every request, column by column as `RequestRow` declares them; None where a time never came. `rows` are a part of
+    them."""
+    stream, outcome = result.stream, result.outcome
+    computed: dict[str, Sequence[Any]] = {
+        "request": range(len(stream))[rows],
+        "class": [stream.class_names[i] for i in stream.class_index[rows].tolist()],
+        "engine_core": outcome.core[rows].tolist(),
+        "prompt_tokens": stream.prompt_tokens[rows].tolist(),
+        "output_tokens": stream.output_tokens[rows].tolist(),
+        "preemptions": outcome.preemptions[rows].tolist(),
+        "resent": outcome.resent[rows].tolist(),
+        "good": result.good[rows].tolist(),
+    }
+    return {
+        name: list(computed[name]) if name in computed else _times(getattr(result, name)[rows])
+        for name in _names(result)
+    }
+
+
+def _names(result: Result) -> list[str]:
+    """Return the columns of the table: those of request graphs only if the load has any."""
+    has_graph = result.stream.graph is not None
+    return [name for name in columns(RequestRow) if has_graph or name not in RequestRow.MAY_LACK]
+
+
+def _times(column: Array) -> list[float | None]:
+    """Times, None for NaN."""
+    return [None if x != x else x for x in column.tolist()]
+
+
+def _rows(result: Result) -> Iterator[tuple[Any, ...]]:
+    """The rows of the table, made in blocks."""
+    for begin in range(0, len(result.stream), BLOCK):
+        yield from zip(*requests_table(result, slice(begin, begin + BLOCK)).values(), strict=True)
+
+
+def requests_csv(result: Result) -> str:
+    """`requests.csv` of a simulation."""
+    return to_csv(tuple(_names(result)), _rows(result))
+
+
+def requests_file(name: str, result: Result) -> bytes:
+    """The requests as the file's ending says: .csv, .jsonl or .parquet. Raises UsageError for any other ending."""
+    if name.endswith(".csv"):
+        return requests_csv(result).encode()
+    if name.endswith(".jsonl"):
+        names = _names(result)
+        rows = (dict(zip(names, row, strict=True)) for row in _rows(result))
+        return "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
+    if name.endswith(".parquet"):
+        try:
+            import pyarrow
+            import pyarrow.parquet
+        except ImportError:
+            raise UsageError(f"{name}: Parquet needs pyarrow; pip install 'simtune[parquet]', or name a .csv") from None
+        sink = io.BytesIO()
+        pyarrow.parquet.write_table(pyarrow.table(requests_table(result)), sink)
+        return sink.getvalue()
+    raise UsageError(f"{name}: end the name in .csv, .jsonl or .parquet")

@@ -1,0 +1,83 @@
+"""What a pool's speculation comes to for its schedulers, and whether they could draft like that at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from simtune.engine import DraftingTerms
+from simtune.errors import Infeasible
+from simtune.sim.drafting.draft_lengths import SharedBudget, StopLengths
+from simtune.sim.drafting.sampler import AcceptanceSampler
+from simtune.specs.acceptance import Acceptance
+from simtune.specs.model import Model
+from simtune.specs.pool import Pool
+from simtune.specs.speculation import Speculation
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """What a pool's speculation names, loaded."""
+
+    acceptance: Acceptance
+    model: Model | None = None
+    """Of a draft model."""
+
+
+def drafting_terms(spec: Speculation, sampler: AcceptanceSampler) -> DraftingTerms:
+    """What a scheduler has to know of a pool's speculation, as vLLM 0.32 has it."""
+    scheme, drafter, shape = spec.scheme, spec.drafter, spec.scheme.shape
+    lengths = shares = None
+    if scheme.stops_below is not None and not sampler.varies:
+        lengths = StopLengths(sampler.survival, scheme.stops_below)
+    if scheme.batch_tokens is not None:
+        shares = SharedBudget(sampler.survival, scheme.batch_tokens)
+    return DraftingTerms(
+        max_drafts=max(int(shape.overlapped), shape.drafts),  # none would mean that nothing is drafted
+        accepted=sampler,
+        tokens_after=sampler.tokens_after,
+        laid_out=sampler.laid_out,
+        drafts=scheme.tokens_for if scheme.varies_with_batch else None,
+        lookahead=drafter.lookahead(shape.ahead),
+        extra_slots=drafter.extra_slots(shape.drafts),
+        depth=shape.depth if shape.tree or shape.overlapped else None,
+        stops=sampler.stops if sampler.varies or shape.overlapped else None,
+        lengths=lengths,
+        shares=shares,
+        drops_last_hit=drafter.drops_last_hit,
+    )
+
+
+def check_drafting(pool: Pool, drafting: Drafting, max_model_len: int) -> None:
+    """Raises Infeasible where the engine of a pool that speculates could not draft like this."""
+    spec, budget = pool.speculation, pool.batching.max_num_batched_tokens
+    assert spec is not None
+    shape, most_depth = spec.scheme.shape, spec.drafter.most_depth
+    if most_depth is not None and shape.depth > most_depth:
+        heads = f"{most_depth} {spec.drafter.label.capitalize()} heads"
+        raise Infeasible(f"{heads} cannot draft {shape.depth} tokens deep; draft less deep")
+    slots = spec.drafter.extra_slots(shape.drafts)
+    needed = 1 + shape.drafts + slots
+    if needed > budget:
+        what = "tree" if shape.tree else "chain"
+        raise Infeasible(
+            f"one sequence with a {what} of {shape.drafts} drafts takes {needed} tokens of a step, and "
+            f"max_num_batched_tokens is {budget}; draft less, or raise it"
+        )
+    if shape.replicas > 1:
+        needed = pool.batching.max_num_seqs * (shape.depth + slots)
+        if needed > budget:
+            raise Infeasible(
+                f"replicas verify a window of every sequence at a time, {needed} tokens with max_num_seqs "
+                f"{pool.batching.max_num_seqs}, and max_num_batched_tokens is {budget}; raise it, or lower "
+                "max_num_seqs or the scheme's tokens"
+            )
+        if pool.role != "mixed":
+            raise Infeasible(
+                f"pool {pool.name}: every replica of the target needs the prompt's keys and values, and a link brings "
+                "them to one; make the role mixed, take one replica, or draft a chain"
+            )
+    if drafting.model is not None and drafting.model.max_position < max_model_len:
+        raise Infeasible(
+            f"draft model {drafting.model.name} takes {drafting.model.max_position} tokens, less than max_model_len "
+            f"({max_model_len}); lower that, or take another draft model"
+        )

@@ -1,0 +1,81 @@
+"""The ways of KV caches out of prefill instances, as a plan lays links between its pools."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from simtune.errors import UsageError
+from simtune.sim.core import EngineCore, KvConnector
+from simtune.sim.link import TransferLink
+from simtune.specs.catalog import load_engine
+from simtune.specs.plan import FirstToken, KvLink, Plan
+from simtune.specs.pool import Pool
+from simtune.specs.preset import EngineFamily
+
+
+def first_token_of(plan: Plan) -> FirstToken:
+    """Return where the client's first token comes from in a plan with prefill and decode apart.
+
+    Measured transfers include sampling the token again, so that it comes with the KV cache. Raises UsageError if links
+    differ in it.
+    """
+    prefills, decodes = ([p for p in plan.pools if p.role == role] for role in ("prefill", "decode"))
+    sides = {_first_token(plan.way(one.name, other.name), other) for one in prefills for other in decodes}
+    if len(sides) > 1:
+        raise UsageError(
+            f"plan {plan.name}: first tokens come from {' and '.join(sorted(sides))}, by link and decode pool; set "
+            "first_token of all links alike"
+        )
+    return sides.pop()
+
+
+def _first_token(link: KvLink, pool: Pool) -> FirstToken:
+    first_token = link.first_token or ("transfer" if _family(pool) in _SENT_ALONG else "decode")
+    return "transfer" if first_token == "decode" and link.costs is not None else first_token
+
+
+_SENT_ALONG = ("sglang", "trtllm")
+"""Engines whose prefill instances send the token that they sampled along with the KV cache: SGLang in its metadata
+buffers (srt/disaggregation), TensorRT-LLM as first_gen_tokens of disaggregated_params. vLLM's decode instances sample
+it again, behind its own proxy, llm-d's and Dynamo's alike."""
+
+
+def merges(link: KvLink, pool: Pool) -> bool:
+    """True if the engine of a pool sends neighbouring blocks as one piece, as SGLang does with runs of pages
+    (group_concurrent_contiguous in srt/disaggregation)."""
+    return _family(pool) == "sglang" if link.merged is None else link.merged
+
+
+def _family(pool: Pool) -> EngineFamily | None:
+    return None if pool.engine is None else load_engine(pool.engine).family
+
+
+@dataclass(slots=True, frozen=True)
+class ForkedConnector:
+    """A way out of a prefill instance that depends on the pool it leads to."""
+
+    by_pool: Mapping[str, KvConnector]
+
+    @property
+    def links(self) -> Sequence[TransferLink]:
+        """Those to all pools."""
+        return [connector.link for connector in self.by_pool.values()]
+
+    def towards(self, target: EngineCore) -> KvConnector:
+        """The way to the pool of a decode core."""
+        return self.by_pool[target.pool]
+
+
+class Links:
+    """Makes the links of a plan: one for each instance that a way leads out of, or one for all that share it."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, str, int], TransferLink] = {}
+
+    def out_of(self, core: EngineCore, way: KvLink, bytes_per_s: float) -> TransferLink:
+        """The link over which an instance sends. One that is shared has the rate of whoever is first."""
+        key = (id(way), "", 0) if way.shared else (id(way), core.pool, core.instance)
+        if key not in self._made:
+            self._made[key] = TransferLink(bytes_per_s, len(self._made))
+        return self._made[key]

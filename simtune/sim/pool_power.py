@@ -1,0 +1,52 @@
+"""Power of the pools of a deployment, by the data sheets of their devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from simtune.results.energy import InstancePower, Power
+from simtune.sim.pools import DeployedPool
+from simtune.specs.pool import Pool
+from simtune.specs.stages import Stage
+from simtune.workload.requests import RequestStream
+
+
+def power_of(
+    pools: Sequence[DeployedPool], stages: Sequence[Stage] | None = None, stream: RequestStream | None = None
+) -> Power | None:
+    """Power of each pool, and of each stage with GPUs, which are those of the pool that it serves; None if a hardware
+    profile names no power. Pools that share GPUs share what these draw while idle as they share processors.
+
+    `stream` are the requests that go through the stages.
+    """
+    power, devices = {}, {}
+    for pool in pools:
+        device, share = pool.hardware.device, pool.spec.share
+        if device.power is None:
+            return None
+        devices[pool.spec.name] = device.power
+        gpus = pool.spec.devices * (1.0 if share is None else share.processors)
+        idle_gpus = gpus if share is None else gpus / _shared_processors(pool.spec, pools)
+        power[pool.spec.name] = InstancePower(
+            device.power.idle_w * idle_gpus,
+            device.power.idle_w * idle_gpus + (device.power.tdp_w - device.power.idle_w) * gpus,
+            pool.spec.instances,
+        )
+    for stage in stages or ():
+        assert stream is not None
+        of = devices[stage.pool]
+        busy_s = len(stream) * stage.seconds + stage.seconds_per_token * float(stream.prompt_tokens.sum())
+        power[f"stage {stage.name}"] = InstancePower(
+            of.idle_w * stage.devices, of.tdp_w * stage.devices, stage.instances, busy_s
+        )
+    return power
+
+
+def _shared_processors(pool: Pool, pools: Sequence[DeployedPool]) -> float:
+    """Share of the processors that a pool and the one on the same GPUs have together."""
+    assert pool.share is not None
+    shared = (other.spec for other in pools if other.spec.share is not None)
+    both = [other for other in shared if other.share and pool.name in (other.name, other.share.beside)]
+    if pool.share.beside is not None:
+        both = [pool, *(other.spec for other in pools if other.spec.name == pool.share.beside)]
+    return sum(one.share.processors for one in both if one.share is not None)

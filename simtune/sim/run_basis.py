@@ -1,0 +1,183 @@
+"""What the numbers of a run rest on: its own steps, looked at once more (`simtune.costs.basis`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from simtune.arrays import Array
+from simtune.costs.basis import AskedCall, KindBasis, StepBasis, WeightedStep
+from simtune.costs.iteration import StepModel, StepWork
+from simtune.costs.predict import Basis
+from simtune.costs.protocol import TellingCosts
+from simtune.results.outcome import SampledStep
+from simtune.results.result import Result
+from simtune.results.summary import BasisShares, CostBasis, OperatorBasis
+from simtune.sim.deployment import Deployment
+from simtune.sim.plan_parts import OwnCosts
+
+STEPS = 48
+"""Of each pool, evenly spaced in its busy time."""
+
+WORTH_A_NOTE = 0.1
+"""Of the step time: more than this not vouched for by measurements of such shapes is said."""
+
+
+def pool_bases(deployment: Deployment, result: Result) -> dict[str, dict[str, KindBasis]]:
+    """By pool and kind, weighted by the time that the pool's steps took.
+
+    Costs that were brought from outside have one kind, `step`, where they tell what they rest on; pools whose costs do
+    not, and those that ran no step, are left out.
+    """
+    bases: dict[str, dict[str, KindBasis]] = {}
+    for pool in deployment.pools:
+        steps = [step for core in result.outcome.cores if core.pool == pool.spec.name for step in core.sampled]
+        if steps and isinstance(pool.costs, OwnCosts):
+            if isinstance(pool.costs.own, TellingCosts):
+                bases[pool.spec.name] = {"step": _stated(pool.costs.own, steps)}
+        elif steps:
+            model = StepBasis(deployment.model, pool.hardware, pool.spec)
+            bases[pool.spec.name] = model.of(_weighted(step) for step in evenly(steps, STEPS))
+    return bases
+
+
+def timed_steps(deployment: Deployment, result: Result) -> Iterator[tuple[SampledStep, dict[str, float], float]]:
+    """Steps of a run, each with its seconds by kind, and those that it takes in all, the host's included where it does
+    not hide; those of pools whose costs were brought from outside are not known."""
+    for pool in deployment.pools:
+        steps = [step for core in result.outcome.cores if core.pool == pool.spec.name for step in core.sampled]
+        if not steps or isinstance(pool.costs, OwnCosts):
+            continue
+        model, some = StepModel(deployment.model, pool.hardware, pool.spec), evenly(steps, STEPS)
+        columns = _seconds_by_kind(model, some)
+        for at, step in enumerate(some):
+            by_kind = {kind: float(seconds[at]) for kind, seconds in columns.items()}
+            kernels = max(sum(by_kind.values()), model.launch_s[bool(step.chunks)])
+            yield step, by_kind, model.with_host_s(kernels, _weighted(step).work)
+
+
+def _seconds_by_kind(model: StepModel, steps: Sequence[SampledStep]) -> dict[str, Array]:
+    """Seconds of each step, all asked for at once: decodes attend as they do in steps without chunks."""
+    decodes, verified = (np.array([getattr(step, name) for step in steps]) for name in ("num_decodes", "verify_tokens"))
+    chunks = [(at, past, new) for at, step in enumerate(steps) for past, new in step.chunks]
+    of_step, past, new = np.array(chunks or [(0, 0, 0)], dtype=np.float64).T
+    at = of_step.astype(np.int64)
+    samples = np.array([step.num_samples for step in steps]) + verified - decodes
+    tokens: Array = verified + np.bincount(at, new, len(steps))
+    columns = model.linear(tokens)
+    if model.overlaps:
+        prompts, with_them = np.array([bool(step.chunks) for step in steps]), model.linear(tokens, prompts=True)
+        columns = {kind: np.where(prompts, with_them[kind], seconds) for kind, seconds in columns.items()}
+    columns |= {kind: np.where(samples > 0, x, 0.0) for kind, x in model.head(np.maximum(samples, 1)).items()}
+    context = np.array([step.context_tokens for step in steps]) / np.maximum(decodes, 1)
+    width = max(1, round(float(verified.sum() / max(1, decodes.sum()))))
+    attends = model.decode(np.maximum(decodes, 1), np.maximum(context, 1.0), width)
+    columns["decode_attention"] = np.where(decodes > 0, attends, 0.0)
+    if chunks:
+        seconds = model.prefill(past + new) - model.prefill(past) + model.past(past) + model.prefill_overhead_s
+        columns["prefill_attention"] = np.bincount(at, seconds, len(steps)).astype(np.float64)
+    return columns
+
+
+def asked_calls(deployment: Deployment, result: Result) -> Iterator[tuple[str, AskedCall]]:
+    """Every shape that the steps of a run ask an operator for, with the name of the hardware; those of pools whose
+    costs were brought from outside are not known."""
+    for pool in deployment.pools:
+        steps = [step for core in result.outcome.cores if core.pool == pool.spec.name for step in core.sampled]
+        if steps and not isinstance(pool.costs, OwnCosts):
+            model = StepBasis(deployment.model, pool.hardware, pool.spec)
+            for call in model.calls(_weighted(step) for step in evenly(steps, STEPS)):
+                yield pool.hardware.name, call
+
+
+def _stated(costs: TellingCosts, steps: Sequence[SampledStep]) -> KindBasis:
+    """What costs say of these steps."""
+    account = KindBasis()
+    for step in steps:
+        basis = costs.basis(step.num_decodes, step.context_tokens, step.chunks)
+        account.add(step.ticks, basis, 0.0 if basis == Basis.MEASURED else costs.log_sd)
+    return account
+
+
+def evenly(steps: Sequence[SampledStep], count: int) -> list[SampledStep]:
+    """At most `count` of the steps, evenly spaced in the time that they stand for."""
+    ends = np.cumsum([step.ticks for step in steps])
+    if len(steps) <= count:
+        return list(steps)
+    each = ends[-1] / count
+    at = np.searchsorted(ends, (np.arange(count) + 0.5) * each)
+    return [_standing_for(steps[i], each) for i in at]
+
+
+def _standing_for(step: SampledStep, ticks: float) -> SampledStep:
+    return SampledStep(
+        max(1, round(ticks)),
+        step.num_decodes,
+        step.context_tokens,
+        step.verify_tokens,
+        step.num_samples,
+        step.chunks,
+    )
+
+
+def _weighted(step: SampledStep) -> WeightedStep:
+    work = StepWork(step.num_decodes, step.context_tokens, step.chunks, step.num_samples)
+    width = round(step.verify_tokens / step.num_decodes) if step.num_decodes else 1
+    return WeightedStep(step.ticks, work, width)
+
+
+def cost_basis(deployment: Deployment, result: Result) -> CostBasis | None:
+    """Shares of the time of the run's kernels and collectives; None where all costs were brought from outside."""
+    return summed(pool_bases(deployment, result).values())
+
+
+def summed(pools: Iterable[Mapping[str, KindBasis]]) -> CostBasis | None:
+    """One account of those of several pools."""
+    kinds: dict[str, list[KindBasis]] = {}
+    for of_pool in pools:
+        for kind, basis in of_pool.items():
+            kinds.setdefault(kind, []).append(basis)
+    seconds = {kind: np.sum([basis.seconds for basis in bases], axis=0) for kind, bases in kinds.items()}
+    total = float(sum(of_kind.sum() for of_kind in seconds.values()))
+    if total <= 0:
+        return None
+    return CostBasis(
+        **_shares(np.sum(list(seconds.values()), axis=0) / total),
+        operators=tuple(
+            OperatorBasis(
+                operator=kind,
+                share=_short(seconds[kind].sum() / total),
+                log_sd=_short(max(basis.log_sd for basis in kinds[kind])),
+                basis=BasisShares(**_shares(seconds[kind] / seconds[kind].sum())),
+            )
+            for kind in sorted(seconds, key=lambda kind: -seconds[kind].sum())
+        ),
+    )
+
+
+def _shares(shares: np.ndarray[tuple[int], np.dtype[np.float64]]) -> dict[str, float]:
+    """By the field names of `BasisShares`."""
+    by_name = {basis.name.lower(): _short(shares[basis]) for basis in Basis}
+    return {name: share for name, share in by_name.items() if share or name != Basis.OTHER_ENGINE.name.lower()}
+
+
+def _short(value: float) -> float:
+    """To a hundredth of a per cent or finer: more would only look exact."""
+    return min(1e9, round(float(value), 6))
+
+
+def note(basis: CostBasis) -> str | None:
+    """What to say where much of the step time was not measured; None where little of it."""
+    unmeasured = (Basis.EXTRAPOLATED, Basis.CARRIED_OVER, Basis.OTHER_ENGINE, Basis.DATA_SHEET)
+    if sum(getattr(basis, b.name.lower()) for b in unmeasured) <= WORTH_A_NOTE:
+        return None
+    parts = []
+    for b in unmeasured:
+        name = b.name.lower()
+        if (share := getattr(basis, name)) < 0.005:
+            continue
+        most = [o.operator for o in basis.operators if o.share * getattr(o.basis, name) >= 0.01]
+        parts.append(f"{share:.0%} {b.words}" + (f" ({', '.join(most)})" if most else ""))
+    whole = sum(getattr(basis, b.name.lower()) for b in unmeasured)
+    return f"{whole:.0%} of the step time rests on no measurement of such shapes: {', '.join(parts)}"

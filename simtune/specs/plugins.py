@@ -1,0 +1,235 @@
+"""Parts brought from outside the package: named by import path, or registered by an installed package.
+
+`package.module:Class` is an import path; the module is looked up in the current folder first, then as Python does. A
+package that is installed may register a name instead, in an entry-point group such as `simtune.policies`:
+
+    [project.entry-points."simtune.policies"]
+    least-attained = "mypackage.policies:LeastAttained"
+
+Whatever goes wrong in such a part is told as one PartError that names file, line, class and method.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from simtune.errors import PartError, suggest
+
+T = TypeVar("T")
+
+IMPORT_PATH = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"
+EXAMPLE = "package.module:Class"
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+def is_import_path(name: str) -> bool:
+    """Whether a name says where to import a part from."""
+    return re.match(IMPORT_PATH, name) is not None
+
+
+@functools.cache
+def registered(group: str) -> Mapping[str, str]:
+    """What installed packages have registered in an entry-point group: import paths by name, in order of the names."""
+    from importlib import metadata
+
+    return {point.name: point.value for point in sorted(metadata.entry_points(group=group), key=lambda p: p.name)}
+
+
+def load(reference: str) -> Any:
+    """What stands at an import path. Raises PartError, naming the line at which its module fails."""
+    name, _, attribute = reference.partition(":")
+    folder = os.getcwd()
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.insert(0, folder)  # for good, as `python -m` does: a module may import its neighbours later
+    try:
+        loaded = importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and (name == missing or name.startswith(missing + ".")):
+            raise PartError(f"{reference}: there is no module {missing} in {folder} or on the Python path") from None
+        raise PartError(f"{reference}: its module cannot be imported: {_import_failure(error)}") from error
+    for part in attribute.split("."):
+        if not hasattr(loaded, part):
+            file = getattr(sys.modules[name], "__file__", None)
+            raise PartError(f"{reference}: {_shown(file or name)} has no {part}{suggest(part, vars(loaded))}")
+        loaded = getattr(loaded, part)
+    return loaded
+
+
+@dataclass(frozen=True)
+class PartKind(Generic[T]):
+    """A kind of part: what it is called, where it may be registered, those built in, and what each derives from."""
+
+    noun: str
+    group: str
+    built_in: Mapping[str, type[T]]
+    base: type[T]
+
+    def names(self) -> list[str]:
+        """Names that need no import path: the built-in ones, then the registered ones."""
+        return [*self.built_in, *(name for name in registered(self.group) if name not in self.built_in)]
+
+    def find(self, name: str) -> type[T]:
+        """The class that a name or import path stands for. Raises PartError where there is none that can be used."""
+        if name in self.built_in:
+            return self.built_in[name]
+        reference = registered(self.group).get(name, name)
+        if not is_import_path(reference):
+            raise PartError(f"no {self.noun} is called {name}; known: {', '.join(self.names())}, or {EXAMPLE}")
+        cls = load(reference)
+        base = f"{self.base.__module__}.{self.base.__qualname__}"
+        if not isinstance(cls, type):
+            raise PartError(f"{reference} is no class; a {self.noun} is a class derived from {base}")
+        if not issubclass(cls, self.base):
+            raise PartError(f"{reference} ({where(cls)}) is no {self.noun}: it is not derived from {base}")
+        if undone := sorted(getattr(cls, "__abstractmethods__", ())):
+            raise PartError(f"{reference} ({where(cls)}) is not a whole {self.noun}: it lacks {', '.join(undone)}")
+        return cls
+
+
+# --- constructors -----------------------------------------------------------------------------------------
+
+
+def keywords(cls: type) -> dict[str, bool]:
+    """What the constructor of a class can be given by keyword, and whether it must be; what it passes on to the classes
+    that it is derived from is among it."""
+    known: dict[str, bool] = {}
+    for base in cls.__mro__:
+        if "__init__" not in vars(base) or base is object:
+            continue
+        parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
+        for p in parameters:
+            if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
+                known.setdefault(p.name, p.default is p.empty)
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            break
+    return known
+
+
+def option_problems(cls: type, options: Collection[str], given: Collection[str]) -> Iterator[tuple[str, str]]:
+    """(option, what is wrong with it): those that the constructor of a class does not know, that simtune gives it
+    itself, or that are missing."""
+    known = keywords(cls)
+    free = [name for name in known if name not in given]
+    for name in options:
+        if name in given:
+            yield name, f"is no option of {cls.__qualname__}: simtune gives it what the plan says elsewhere"
+        elif name not in known:
+            takes = f"it takes {', '.join(free)}" if free else "it takes none"
+            yield name, f"unknown option of {cls.__qualname__}{suggest(name, free)}; {takes}"
+    for name in free:
+        if known[name] and name not in options:
+            yield name, f"is required by {cls.__qualname__} ({where(cls)}) and missing"
+
+
+# --- what went wrong, and where ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Brought:
+    """A class or function that was brought from outside, under the name by which it was asked for."""
+
+    noun: str
+    name: str
+    what: type | Callable[..., Any]
+
+    def __str__(self) -> str:
+        return f"{self.noun} {self.name} ({where(self.what)})"
+
+    @property
+    def files(self) -> set[str]:
+        """Where its code stands: files of the class and its bases, as far as they are not simtune's."""
+        files = {_file_of(part) for part in getattr(self.what, "__mro__", (self.what,))}
+        return {file for file in files if file is not None and not file.startswith(_HERE)}
+
+
+def blame(error: BaseException, parts: Sequence[Brought]) -> PartError:
+    """An error out of a run in which parts were brought, in words that name the part, its method and the line.
+
+    The line is the last one in the files of a part, and the part that of whose class an object was at work; where no
+    line is a part's own, what it left behind cannot be gone on with.
+    """
+    frames = list(_frames(error.__traceback__))[::-1]
+    own = [frame for frame in frames if any(frame.file in part.files for part in parts)]
+    at = (own or frames)[0]
+    place = f"{at.method} ({_shown(at.file)}:{at.line}): {described(error)}"
+    for frame in own or frames:
+        for part in parts:
+            if isinstance(part.what, type) and isinstance(frame.owner, part.what):
+                if own:
+                    return PartError(f"{part.noun} {part.name} failed in {place}")
+                return PartError(f"{part} broke a rule that was found broken in {place}; test it with simtune.testing")
+    if own:
+        part = next(part for part in parts if at.file in part.files)
+        return PartError(f"{part.noun} {part.name} failed in {place}")
+    either = " or ".join(map(str, parts))
+    return PartError(f"{either} left behind what cannot be gone on with in {place}; test it with simtune.testing")
+
+
+def where(part: type | Callable[..., Any]) -> str:
+    """The file and line of a class or function."""
+    file = _file_of(part)
+    if file is None:
+        return str(getattr(part, "__module__", type(part).__module__))
+    try:
+        return f"{_shown(file)}:{inspect.getsourcelines(part)[1]}"
+    except (OSError, TypeError):
+        return _shown(file)
+
+
+def _file_of(part: type | Callable[..., Any]) -> str | None:
+    try:
+        return os.path.abspath(inspect.getfile(part))
+    except (OSError, TypeError):
+        return None
+
+
+class _Frame(NamedTuple):
+    """A call that an error came through."""
+
+    file: str
+    line: int
+    method: str
+    owner: object
+    """Whose method it was, if any."""
+
+
+def _frames(trace: TracebackType | None) -> Iterator[_Frame]:
+    """From the outermost call to the one that raised."""
+    while trace is not None:
+        code, owner = trace.tb_frame.f_code, trace.tb_frame.f_locals.get("self")
+        yield _Frame(os.path.abspath(code.co_filename), trace.tb_lineno, code.co_qualname, owner)
+        trace = trace.tb_next
+
+
+def _import_failure(error: BaseException) -> str:
+    """The last line before the import machinery and other packages come in, and the error."""
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        return f"{_shown(error.filename)}:{error.lineno}: {type(error).__name__}: {error.msg}"
+    lines = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
+    lines = [f for f in lines if not f.filename.startswith(_HERE)]
+    own = [f for f in lines if "site-packages" not in f.filename] or lines
+    place = f"{_shown(own[-1].filename)}:{own[-1].lineno}: " if own else ""
+    return place + described(error)
+
+
+def described(error: BaseException) -> str:
+    """The kind of an error and what it says."""
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _shown(file: str) -> str:
+    """A file as the user would write it: relative where it is in the current folder or below."""
+    folder = os.getcwd() + os.sep
+    return file.removeprefix(folder)

@@ -1,0 +1,428 @@
+"""Pool of a plan: identical instances of one engine with every setting of parallelism, batching and memory."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from simtune.specs.base import (
+    DTYPE_BYTES,
+    BlockSize,
+    Context,
+    Count,
+    Dtype,
+    ErrorAt,
+    Gpus,
+    LogSigma,
+    Name,
+    NonNegative,
+    Options,
+    Part,
+    Positive,
+    Seats,
+    Seconds,
+    Seq,
+    TokenBudget,
+)
+from simtune.specs.part_names import PartName
+from simtune.specs.shares import DeviceShare
+from simtune.specs.speculation import Speculation
+
+PositiveShare = Annotated[float, Field(gt=0, le=1)]
+KvDtype = Literal["fp32", "bf16", "fp16", "fp8", "int8"]
+POLICY_NAMES = (
+    "vllm-fcfs",
+    "vllm-priority",
+    "vllm-v0",
+    "sglang",
+    "tensorrt-llm",
+    "transformers-fifo",
+    "transformers-prefill-first",
+    "static",
+    "orca",
+    "sarathi",
+    "shortest-predicted-first",
+    "earliest-deadline-first",
+    "dual-queue",
+    "skip-join-mlfq",
+    "priority-layers",
+    "layered-prefill",
+)
+"""The policies that are built in; what each does is said in `simtune.engine`."""
+POLICY_GROUP = "simtune.policies"
+"""Where packages register policies of their own."""
+Policy = Annotated[str, PartName(POLICY_GROUP, POLICY_NAMES)]
+Role = Literal["mixed", "prefill", "decode"]
+
+
+class Afd(Part):
+    """Attention and feed-forward blocks on GPUs of their own (AFD): tokens go from one to the other in every layer."""
+
+    ffn_devices: Gpus = Field(description="that share the feed-forward blocks: whole experts on each")
+    batches: Annotated[int, Field(ge=1, le=16)] = Field(
+        3, description="parts of the batch that are under way at a time, so that neither side waits"
+    )
+
+
+class Parallelism(Part):
+    """GPUs of one instance: tp * pp * attention_dp * cp, and those of `afd`."""
+
+    tp: Gpus = 1
+    pp: Gpus = 1
+    cp: Gpus | None = Field(
+        None,
+        description="context parallelism: groups of tp ranks that share every sequence, each with its part of the "
+        "tokens of a step and of the KV cache",
+    )
+    cp_ring: Literal["one_way", "both_ways"] | None = Field(
+        None, description="how keys and values go round the groups of cp; one way unless given"
+    )
+    expert_parallel: bool = Field(False, description="whole experts on each rank, instead of slices of all of them")
+    attention_dp: Gpus = Field(
+        1, description="groups of tp ranks with requests of their own, that share the experts: data-parallel attention"
+    )
+    expert_replicas: Annotated[int, Field(ge=0, le=100_000)] | None = Field(
+        None, description="whole experts placed by their load as EPLB does, with so many replicas over all ranks"
+    )
+    afd: Afd | None = Field(
+        None, description="feed-forward blocks on GPUs of their own; where attention is unless given"
+    )
+    expert_locality: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None, description="share of what ranks would exchange for their experts that placing these well spares"
+    )
+
+    @model_validator(mode="after")
+    def _places_whole_experts(self) -> Self:
+        if self.expert_replicas is not None and not self.expert_parallel:
+            raise ErrorAt("whole experts are placed; set expert_parallel, or leave it out", "expert_replicas")
+        for key in ("expert_replicas", "expert_locality"):
+            if self.afd is not None and getattr(self, key) is not None:
+                raise ErrorAt("devices of afd have equal shares of the experts, placed as they come; leave it out", key)
+        if self.expert_locality is not None and not (self.expert_parallel and self.attention_dp > 1):
+            raise ErrorAt(
+                "only groups with data-parallel attention send tokens to whole experts on other ranks; set "
+                "expert_parallel and an attention_dp above 1, or leave it out",
+                "expert_locality",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_a_ring(self) -> Self:
+        if self.cp_ring is not None and self.context_ranks == 1:
+            raise ErrorAt("nothing goes round unless ranks share sequences; set cp above 1, or leave it out", "cp_ring")
+        return self
+
+    @property
+    def context_ranks(self) -> int:
+        """Groups of ranks that share every sequence: 1 unless `cp` says more."""
+        return self.cp or 1
+
+    @property
+    def devices(self) -> int:
+        """GPUs of one instance."""
+        own = self.tp * self.pp * self.attention_dp * self.context_ranks
+        return own if self.afd is None else own + self.afd.ffn_devices
+
+
+class Batching(Part):
+    """Continuous batching as vLLM names it."""
+
+    policy: Policy = "vllm-fcfs"
+    max_num_seqs: Seats
+    max_num_batched_tokens: TokenBudget
+    chunked_prefill: bool = True
+    safety_margin: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None,
+        description="transformers policies: share of free blocks below which nobody is admitted; default theirs",
+    )
+    long_prefill_token_threshold: TokenBudget | None = Field(
+        None,
+        description="vLLM policies: most tokens of one prompt in a step, so that several may be under way; not of one "
+        "that is alone",
+    )
+    scheduler_reserve_full_isl: bool | None = Field(
+        None,
+        description="vLLM policies: false: a request comes in if the tokens of its first step fit the KV cache; "
+        "else (as by default) only if all its known tokens do",
+    )
+    prediction_sigma: LogSigma = Field(
+        0.5, description="how far off predicted output lengths are, for policies that use them: log standard deviation"
+    )
+    options: Options | None = Field(
+        None,
+        description="of a policy: what its constructor takes beside the settings of every policy "
+        "(tensorrt-llm: capacity_scheduler_policy, ...; sglang: schedule_conservativeness, ...)",
+    )
+
+
+class KvPolicy(Part):
+    """What is kept of a sequence's keys and values once its prompt is computed, and read. What that does to the answers
+    is not modelled.
+    """
+
+    kept: PositiveShare = Field(1.0, description="share of the tokens whose keys and values stay in the cache")
+    bits: Annotated[float, Field(gt=0, le=32)] | None = Field(
+        None, description="bits of a value in the cache, scales included; those of its dtype unless given"
+    )
+    decode_sparsity: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0, description="share of what is in the cache that a decode does not read"
+    )
+    prefill_sparsity: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0, description="share of the attention of prompts that is left out"
+    )
+
+    def held(self, dtype: str) -> float:
+        """Bytes in the cache over those of all keys and values in this dtype."""
+        return self.kept * (1.0 if self.bits is None else self.bits / (8 * DTYPE_BYTES[dtype]))
+
+    def read(self, dtype: str) -> float:
+        """Bytes that a decode reads over those of all keys and values."""
+        return self.held(dtype) * (1 - self.decode_sparsity)
+
+
+class KvCache(Part):
+    """The paged KV cache. What the engine's own log says is better than memory accounting: `other_memory_gib` takes
+    the place of its one estimate, and `num_blocks` overrides it altogether, per pipeline rank.
+    """
+
+    dtype: KvDtype | None = Field(None, description="the model's own dtype unless given")
+    block_size: BlockSize = 16
+    memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.92
+    memory_utilization_of: Literal["device", "free"] | None = Field(
+        None,
+        description="what memory_utilization is a share of: the whole device, weights and all else included (vLLM, "
+        "SGLang), as unless given, or what is free beside them (TensorRT-LLM)",
+    )
+    state_memory_ratio: Annotated[NonNegative, Field(le=1000)] | None = Field(
+        None,
+        description="memory for the states of linear attention over that for keys and values; seats are then as many "
+        "as the states have room for, at most max_num_seqs. Unless given, states are kept for max_num_seqs sequences",
+    )
+    states_per_seat: Annotated[int, Field(ge=1, le=100)] | None = Field(
+        None, description="states that a running sequence may need, with state_memory_ratio; 1 unless given"
+    )
+    other_memory_gib: NonNegative | None = Field(
+        None,
+        description="what all but weights and KV cache takes on each device, from the engine's log (vLLM: activation "
+        "peak, memory outside torch, CUDA graphs if it counts them); estimated unless given",
+    )
+    num_blocks: Annotated[Count, Field(le=2**40)] | None = None
+    prefix_caching: bool = Field(False, description="re-use the blocks of prompts that begin alike")
+    preemption: Literal["recompute", "swap"] = "recompute"
+    watermark: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="share of blocks kept free at admission")
+    policy: KvPolicy | None = Field(None, description="what of it is kept and read; all unless given")
+
+
+class HostTimes(Part):
+    """What the engine's host side needs for a step: fixed, and for each sequence in it."""
+
+    step_s: Seconds
+    per_sequence_s: Seconds
+
+
+class FrontEndTimes(Part):
+    """What an instance's front end takes for each request before its engine sees it, one request after the other: HTTP,
+    chat template, tokeniser, the way to the engine's process."""
+
+    request_s: Annotated[float, Field(ge=0, le=3600)]
+    token_s: Annotated[float, Field(ge=0, le=1)] = Field(description="besides, for each token of its prompt")
+
+
+class Runtime(Part):
+    """What an engine launches that is no vLLM: more and smaller kernels than the operators of the cost model."""
+
+    kernels_per_layer: Count
+    kernel_floor_s: Seconds = Field(description="GPU seconds of each beyond what its operator takes, graphs or not")
+    launch_s: Seconds = Field(description="host seconds that launching each takes without CUDA graphs")
+
+
+class Offload(Part):
+    """What stands in the memory of the host, and what the processor computes there."""
+
+    weights: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.0, description="share of the weights; in every step they are sent to the devices, but for those `computed`"
+    )
+    computed: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.0, description="share of these weights that the processor multiplies where they stand"
+    )
+    kv_cache: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0, description="share of the keys and values; the processor attends to them beside the devices"
+    )
+    bytes_per_s: Positive | None = Field(
+        None, description="rate at which the processor reads the host's memory; needed where it computes or attends"
+    )
+    memory_gib: Positive | None = Field(
+        None, description="of the host for keys and values; needed where some stand there"
+    )
+
+    @model_validator(mode="after")
+    def _says_what_the_host_has(self) -> Self:
+        if (self.computed or self.kv_cache) and self.bytes_per_s is None:
+            raise ErrorAt("the processor computes: say how fast it reads its memory", "bytes_per_s")
+        if self.kv_cache and self.memory_gib is None:
+            raise ErrorAt("keys and values stand in the host's memory: say how much it has for them", "memory_gib")
+        if self.computed and not self.weights:
+            raise ErrorAt("no weights stand in the host's memory: give weights a share, or leave it out", "computed")
+        if self.bytes_per_s is not None and not (self.computed or self.kv_cache):
+            raise ErrorAt(
+                "the processor reads nothing: give computed or kv_cache a share, or leave it out", "bytes_per_s"
+            )
+        if self.memory_gib is not None and not self.kv_cache:
+            raise ErrorAt("it is for keys and values: give kv_cache a share, or leave it out", "memory_gib")
+        return self
+
+
+FusedKernel = Literal["norm", "rope", "attention"]
+Quantising = Literal["fused", "queries", "apart"]
+ExpertExchange = Literal["deepep", "all_gather"]
+
+Overlap = Literal["two_batches", "split_sequence", "ladder"]
+
+
+class Pool(Part):
+    """Identical instances with one role."""
+
+    name: Name = "mixed"
+    role: Role = "mixed"
+    hardware: str
+    engine: str | None = Field(
+        None, description="an engine preset, by name or file: what is left out here stands as that release sets it"
+    )
+    instances: Gpus
+    parallelism: Parallelism = Parallelism()
+    weight_dtype: Dtype | None = Field(
+        None,
+        description="what the engine quantises the matrices inside the layers to as it loads them; as in the model's "
+        "checkpoint unless given; drafters keep theirs",
+    )
+    batching: Batching
+    kv_cache: KvCache = KvCache()
+    host: HostTimes | None = Field(None, description="as the hardware profile says unless given")
+    front_end: FrontEndTimes | None = Field(
+        None,
+        description="what requests pass before an engine sees them, and times to first token hold; none unless given. "
+        "Decode pools get theirs from prefill pools, past their own",
+    )
+    async_scheduling: bool = True
+    exposed_host: HostTimes | Literal["all"] | None = Field(
+        None,
+        description="of the host's part of a step what asynchronous scheduling does not hide; all: sampling makes the "
+        "host wait for the devices, and they wait for its other work; nothing unless given",
+    )
+    cuda_graphs: bool = Field(True, description="false: every kernel is launched on its own, as enforce-eager does")
+    fused: Seq[FusedKernel] = Field(
+        (),
+        description="small operations without a kernel of their own: norm: in the all-reduce before it, where that is "
+        "small; rope: in attention; attention: quantising what comes out of it, in attention",
+    )
+    quantising: Quantising = Field(
+        "fused",
+        description="of inputs of products in 8 and 4 bits: in the norms and activations before them, or apart, by "
+        "kernels of their own but behind all-reduces that hold a norm; of queries beside a KV cache of 8 bits: before "
+        "them, or by a kernel of their own (queries, apart)",
+    )
+    expert_exchange: ExpertExchange = Field(
+        "deepep",
+        description="how whole experts get tokens of other groups with data-parallel attention: each sent to the ranks "
+        "it visits (DeepEP), or all gathered by all ranks, whose sums are scattered again; slices take the latter",
+    )
+    expert_flops_per_s: Positive | None = Field(
+        None,
+        description="what kernels of routed experts reach at most on a device, where the engine is told to take others "
+        "than the profile has; they read weights as fast as those",
+    )
+    prompt_launch_s: Seconds | None = Field(
+        None,
+        description="host seconds per layer of launching the kernels of a step with prompt tokens, of an engine whose "
+        "graphs hold decode steps only; unless given graphs hold these too, or pieces of them",
+    )
+    runtime: Runtime | None = Field(None, description="of an engine that is no vLLM; vLLM's kernels unless given")
+    offload: Offload | None = Field(None, description="what stands in host memory; nothing unless given")
+    overlap: Overlap | None = Field(
+        None,
+        description="communication of a step beside its products: two_batches: the exchange with experts of one half "
+        "of the batch beside the products of the other, from 32 decodes or, with prompts, 512 tokens on, as in vLLM; "
+        "split_sequence: all communication, with halves of a prompt (ISO), in steps with prompts; ladder: of a layer "
+        "beside those of the next; without communication it changes nothing",
+    )
+    max_model_len: Context | None = Field(None, description="longest prompt + output; the model's limit unless given")
+    speculation: Speculation | None = Field(None, description="how it drafts; every token by itself unless given")
+    share: DeviceShare | None = Field(None, description="of its GPUs; it has them to itself unless given")
+    costs: str | None = Field(
+        None,
+        description="measured whole steps in place of operators: a table (CSV, Parquet) or a log (.jsonl)",
+    )
+
+    @model_validator(mode="after")
+    def _holds_one_request(self) -> Self:
+        blocks, longest = self.kv_cache.num_blocks, self.max_model_len
+        if blocks is not None and longest is not None:
+            needed = -(-longest // self.kv_cache.block_size)
+            if (blocks - 1) // self.parallelism.pp < needed:
+                raise ErrorAt(
+                    f"{blocks} KV blocks, one of them the engine's own, cannot hold one request of max_model_len "
+                    f"({longest}), which needs {needed * self.parallelism.pp}; give "
+                    f"{needed * self.parallelism.pp + 1} or more, or lower max_model_len",
+                    "kv_cache",
+                    "num_blocks",
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _goes_with_afd(self) -> Self:
+        if self.parallelism.afd is not None:
+            for key in ("overlap", "offload"):
+                if getattr(self, key) is not None:
+                    raise ErrorAt("afd overlaps its own parts, and both its sides stand on GPUs; leave it out", key)
+        return self
+
+    @model_validator(mode="after")
+    def _exchanges_what_is_spared(self) -> Self:
+        if self.parallelism.expert_locality is not None and self.expert_exchange == "all_gather":
+            raise ErrorAt(
+                "all ranks gather all tokens, wherever their experts are; set expert_exchange to deepep, or "
+                "leave it out",
+                "parallelism",
+                "expert_locality",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_target_for_each_drafter(self) -> Self:
+        if self.devices > self.parallelism.devices:
+            for key in ("pp", "attention_dp"):
+                if getattr(self.parallelism, key) > 1:
+                    raise ErrorAt(
+                        f"a drafter with GPUs of its own drafts for one batch at a time, and {key} makes "
+                        f"{getattr(self.parallelism, key)} of them; set it to 1, raise tp instead, or draft a chain",
+                        "parallelism",
+                        key,
+                    )
+        return self
+
+    @property
+    def schedules_async(self) -> bool:
+        """Whether a step is scheduled before the last one's tokens are known: `async_scheduling`, unless drafts must be
+        awaited. It is so with schemes that no engine has (PEARL, DSI, frontier) as well.
+        """
+        return self.async_scheduling and (self.speculation is None or not self.speculation.drafter.awaited)
+
+    @property
+    def hides_host(self) -> bool:
+        """Whether the host's work, or a part of it, hides behind the devices': where scheduling is asynchronous, unless
+        all of it is exposed."""
+        return self.schedules_async and self.exposed_host != "all"
+
+    @property
+    def devices(self) -> int:
+        """GPUs of one instance, those that a drafter has for itself among them."""
+        drafter = 0 if self.speculation is None else self.speculation.own_devices(self.parallelism.tp)
+        return self.parallelism.devices + drafter
+
+    def stated(self, key: str) -> Any:
+        """Return a setting by its key, such as `kv_cache.block_size`, if a plan, study or engine preset sets it; None
+        if its value is only the default of this schema."""
+        part_name, name = key.split(".")
+        part = getattr(self, part_name)
+        return getattr(part, name) if name in part.model_fields_set else None

@@ -1,0 +1,135 @@
+"""What a plan could reach at the very best: necessary conditions, safe to prune with.
+
+The rate of a plan is the highest at which it meets its SLO and which its cores could sustain for ever. So it has two
+bounds: that of the SLO on the very requests that are simulated (`simtune.tuner.bounds`), and the capacity of each of
+its pools, beyond which requests pile up without end. A short run may end before that is felt; no such rate is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from simtune.costs.bounds import CostBounds
+from simtune.costs.compiled import CompiledCosts, StepTables
+from simtune.costs.drafting import CompiledRounds
+from simtune.sim.deployment import Deployment
+from simtune.sim.pools import DeployedPool
+from simtune.specs.pool import Role
+from simtune.specs.workload import Slo
+from simtune.tuner.bounds import Capacity, PlanBounds, RateBound, rate_bound
+from simtune.tuner.bounds.windows import ROUNDING
+from simtune.workload.requests import RequestStream
+
+
+class PoolCapacity:
+    """Requests per second that pools with given costs sustain in one role; those beyond max_model_len cost nothing."""
+
+    def __init__(self, tables: StepTables, stream: RequestStream, role: Role, max_model_len: int) -> None:
+        self._role, self._costs = role, CostBounds(tables)
+        if role != "decode":
+            one_token = replace(stream, output_tokens=np.ones_like(stream.output_tokens))
+            self._capacity = Capacity(tables, one_token if role == "prefill" else stream, max_model_len)
+            return
+        self._lines, self._context_s = self._costs.linear_minorants(), self._costs.context_cost_s()
+        fits = stream.prompt_tokens + stream.output_tokens <= max_model_len
+        prompt = np.where(fits, stream.prompt_tokens, 0).astype(float)
+        decodes = np.where(fits, np.maximum(stream.output_tokens - 1.0, 0), 0)
+        self._decodes = float(decodes.mean())
+        self._context = float((decodes * prompt + decodes * (decodes + 1) / 2).mean())
+
+    def rps(self, pool: DeployedPool) -> float:
+        """What no schedule on the cores of a pool can exceed."""
+        return self._capacity.rps(pool) if self._role != "decode" else self._decode_rps(pool)
+
+    def _decode_rps(self, pool: DeployedPool) -> float:
+        """As `Capacity`, of a pool that has nothing to do with prompts but to read them."""
+        batching, pp = pool.spec.batching, pool.spec.parallelism.pp
+        shape = None if pool.spec.speculation is None else pool.spec.speculation.scheme.shape
+        drafts, replicas = (0, 1) if shape is None else (shape.depth, max(1, shape.replicas))
+        steps = self._decodes / (drafts + 1)
+        context = max(0.0, self._context - self._decodes * drafts / 2) / (drafts + 1)
+        kv_tokens = pool.memory.num_blocks // pp * pool.spec.kv_cache.block_size
+        iterations = max(steps / (batching.max_num_seqs // pp), context / kv_tokens)
+        busy_s = max(c0 * iterations + c1 * self._decodes for c0, c1 in self._lines)
+        busy_s += self._context_s * context + self._decodes * self._costs.head_cost_s()
+        return replicas * pool.num_cores / busy_s if busy_s > 0 else float("inf")
+
+
+def sustained_rps(deployment: Deployment, stream: RequestStream) -> float:
+    """Requests per second beyond which they pile up without end in a deployment whose costs were compiled.
+
+    Pools that share the requests add up; of those that each request passes the slowest holds all back.
+    """
+    rates = []
+    for pool in deployment.pools:
+        assert isinstance(pool.costs, CompiledCosts | CompiledRounds)
+        role = pool.spec.role
+        rates.append(PoolCapacity(pool.costs.tables, stream, role, pool.max_model_len).rps(pool))
+    return sum(rates) if all(pool.spec.role == "mixed" for pool in deployment.pools) else min(rates)
+
+
+def slo_bound(
+    deployment: Deployment,
+    stream: RequestStream,
+    slo: Slo,
+    cores: int | None = None,
+    *,
+    below_rps: float = float("inf"),
+) -> RateBound:
+    """The highest rate at which a simulation of a deployment could meet its SLO; with `cores`, one that samples them as
+    `Deployment.simulate` does. Infinite where it is not below another bound that is known."""
+    sampled, seen = _as_simulated(deployment, stream, cores)
+    offered, of_seen = stream.offered_rate_rps, seen.offered_rate_rps
+    if seen is stream or offered is None or of_seen is None:
+        return rate_bound(sampled, seen, slo, below_rps=below_rps)
+    bound = rate_bound(sampled, seen, slo, below_rps=below_rps / offered * of_seen)
+    return bound._replace(rps=bound.rps / of_seen * offered)
+
+
+def least_e2el_s(deployment: Deployment, stream: RequestStream, cores: int | None = None) -> float:
+    """The mean end-to-end latency of requests that each have the deployment to themselves."""
+    bounds = PlanBounds(*_as_simulated(deployment, stream, cores))
+    return float((bounds.ttft_s + bounds.decode_s).mean()) if bounds.known else 0.0
+
+
+def least_tpot_s(deployment: Deployment, stream: RequestStream, cores: int | None = None) -> float:
+    """The mean TPOT of requests that each have the deployment to themselves."""
+    bounds = PlanBounds(*_as_simulated(deployment, stream, cores))
+    decodes = bounds.load.decodes
+    if not bounds.known or not (decodes > 0).any():
+        return 0.0
+    return float((bounds.decode_s[decodes > 0] / decodes[decodes > 0]).mean()) * (1 - ROUNDING)
+
+
+def _as_simulated(deployment: Deployment, stream: RequestStream, cores: int | None) -> tuple[Deployment, RequestStream]:
+    """The instances that are simulated, and the requests that they see."""
+    instances = deployment.enough_instances(stream, cores)
+    if instances is None:
+        return deployment, stream
+    (pool,) = deployment.pools
+    fewer = pool.spec.model_copy(update={"instances": instances})
+    plan = deployment.plan.model_copy(update={"pools": (fewer,)})
+    return replace(deployment, plan=plan, pools=(replace(pool, spec=fewer),)), stream.share_of(
+        instances, pool.spec.instances
+    )
+
+
+def most_favourable(deployments: Sequence[Deployment]) -> Deployment:
+    """A deployment with the most seats, the largest budget and the most KV blocks of several that differ in these
+    alone: bounds that fall with no limit are those of the best of them there."""
+    first = deployments[0]
+    pools = []
+    for at, pool in enumerate(first.pools):
+        same = [deployment.pools[at] for deployment in deployments]
+        limits = {
+            "max_num_seqs": max(other.spec.batching.max_num_seqs for other in same),
+            "max_num_batched_tokens": max(other.spec.batching.max_num_batched_tokens for other in same),
+        }
+        spec = pool.spec.model_copy(update={"batching": pool.spec.batching.model_copy(update=limits)})
+        blocks = max(other.memory.num_blocks for other in same)
+        pools.append(replace(pool, spec=spec, memory=replace(pool.memory, num_blocks=blocks)))
+    plan = first.plan.model_copy(update={"pools": tuple(pool.spec for pool in pools)})
+    return replace(first, plan=plan, pools=tuple(pools))

@@ -1,0 +1,52 @@
+"""The requests of a stream as the bounds see them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simtune.arrays import Array, Ints
+from simtune.workload.requests import RequestStream
+
+
+class BoundLoad:
+    """Prompts, decodes and what may be found of a prompt in a prefix cache; requests too long for a plan stay out."""
+
+    def __init__(self, stream: RequestStream, longest: int) -> None:
+        tokens = stream.prompt_tokens + stream.output_tokens
+        self.stream = stream
+        self.fits: NDArray[np.bool_] = tokens <= longest
+        self.prompt: Array = stream.prompt_tokens.astype(np.float64)
+        self.decodes: Array = (stream.output_tokens - 1).astype(np.float64)
+        """Tokens after the first."""
+        self.context: Array = self.decodes * self.prompt + self.decodes * (self.decodes + 1) / 2
+        """Context tokens that its decode steps read, all together."""
+
+    @cached_property
+    def could_hit(self) -> Ints:
+        """Prompt tokens that no prefix cache can find more of: shared ones, and all but one of its own at most."""
+        most: Ints = np.minimum(self.could_share, self.stream.prompt_tokens - 1)
+        return most
+
+    @cached_property
+    def could_share(self) -> Ints:
+        """Tokens with which the prompt, or the answer, of another request begins as well, whichever comes first."""
+        stream = self.stream
+        if stream.hash_ids is None:
+            return np.zeros(len(stream), dtype=np.int64)
+        owners: dict[Hashable, int] = {}  # of each block, its request, or -1 where there are several
+        for request, blocks in enumerate(stream.hash_ids):
+            for block in blocks:
+                owners[block] = request if owners.get(block, request) == request else -1
+        tokens = np.zeros(len(stream), dtype=np.int64)
+        for request, blocks in enumerate(stream.hash_ids):
+            shared = 0
+            for block in blocks:
+                if owners[block] >= 0:
+                    break
+                shared += 1
+            tokens[request] = shared * stream.block_tokens
+        return tokens

@@ -1,0 +1,1 @@
+"""Certificates of searches: what was proved of every plan, to be checked again."""

@@ -1,0 +1,532 @@
+"""What a search claims, written so that somebody else can check it: `certificate.json`, and the check.
+
+A certificate names every plan of the space with what it could reach at most, and why: a bound, or a simulation at a
+rate where it missed the SLO (on a draw of so many requests; a plan that misses it at some rate is taken to miss it at
+rates that are higher by two standard deviations of what draws differ by, `simtune.tuner.doubt.draw_spread`). The best
+of these is what no plan exceeds; its distance from the chosen plan is the gap. `Audit` trusts none of it: it takes the
+inputs, enumerates the space, and computes every bound, the chosen plan's simulation and every simulation that ruled a
+plan out again. What comes to something else is refused, also where less is claimed than could be.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
+
+from pydantic import Field
+
+from simtune import __version__
+from simtune.specs.base import Count, NonNegative, Record, Seq, Spec
+from simtune.specs.hardware import Hardware
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Role
+from simtune.tuner.bounds.relaxation import Worths
+from simtune.tuner.objectives import Miss, Objective, RateObjective
+from simtune.tuner.plan_cache import PlanCache, Refused
+from simtune.tuner.question import SAMPLED_CORES, Question
+from simtune.tuner.search.candidate_filter import BoundedCandidate, CandidateFilter
+from simtune.tuner.search.climb import Simulation, SimulationFinding
+from simtune.tuner.search.confirm import judged_together, num_draws
+from simtune.tuner.space.candidates import Candidate
+from simtune.tuner.space.expressible import space_for
+from simtune.tuner.space.plan_classes import PlanClass, PlanClasses
+from simtune.tuner.trial import Confirmed, Trial, Tuned
+
+CERTIFICATE_SCHEMA: Literal["simtune/certificate@1"] = "simtune/certificate@1"
+SAME = 1e-9
+"""Relative; numbers this near to each other are one."""
+
+
+class Tried(Record):
+    """A simulation of a plan."""
+
+    rate_rps: float | None = Field(description="null: the workload's own")
+    met: bool = Field(description="whether it met the SLO")
+    all_cores: bool = Field(description="whether all cores were simulated, where some can stand for all")
+    draw: int = Field(0, description="of the requests: 0 is that of the search, others are fresh")
+    requests: int | None = Field(None, description="over all cores, to begin with; null: the study's own number")
+
+
+class PlanFate(Record):
+    """A plan of the space, and what is known of it."""
+
+    plan: str
+    num_gpus: int
+    best: float | None = Field(description="the objective at most; null where it cannot do what is asked")
+    by: str = Field(description="the bound that says so, or why it cannot do what is asked")
+    simulated: Seq[Tried]
+    same_as: str = Field(description="a plan that was simulated, of which this one must do the same; or empty")
+    allocation: str = Field(description="a class of plans that was ruled out as a whole, this one in it; or empty")
+
+
+class AllocationBound(Record):
+    """A class of plans, or a part of one: all allocations of the GPUs to instances of these roles and types. The bound
+    follows from the worths whatever made them (`simtune.tuner.bounds.relaxation`)."""
+
+    name: str
+    best: float | None = Field(description="the objective at most; null where it cannot do what is asked")
+    roles: dict[Role, float] = Field(description="what a request per second of each role is worth, in any scale")
+    of_cost: float = Field(description="what a unit of cost is worth, where there is a budget")
+    of_demand: float = Field(description="what a request per second of the demand is worth, where that is to be met")
+
+    @classmethod
+    def of(cls, group: PlanClass) -> AllocationBound:
+        """As the search found it."""
+        worths = group.worths
+        return cls(
+            name=group.name,
+            best=group.best,
+            roles=dict(worths.roles),
+            of_cost=worths.of_cost,
+            of_demand=worths.of_demand,
+        )
+
+    @property
+    def worths(self) -> Worths:
+        """What proves it."""
+        return Worths(self.roles, self.of_cost, self.of_demand)
+
+
+class Incumbent(Record):
+    """The chosen plan."""
+
+    plan: str
+    value: float = Field(description="of the objective")
+    rate_rps: float | None = Field(description="at which it was simulated; null: the workload's own")
+
+
+class ConfirmedOnDraws(Record):
+    """The fresh draws on all of which the chosen plan keeps the SLO."""
+
+    draws: Count
+    requests: Count = Field(description="that were simulated in each, at least")
+    lifetimes: NonNegative | None = Field(description="that each lasts, at least; null without a rate")
+
+    @classmethod
+    def of(cls, confirmed: Confirmed | None) -> ConfirmedOnDraws | None:
+        """Of a search; None where no draws were asked for."""
+        return None if confirmed is None else cls(**confirmed._asdict())
+
+
+class Certificate(Record):
+    """`certificate.json`."""
+
+    schema_id: Literal["simtune/certificate@1"] = Field(alias="schema")
+    simtune: str = Field(description="the release that wrote it")
+    study: str
+    objective: str
+    unit: str
+    seed: int
+    inputs: dict[str, str] = Field(description="sha256 by kind and name, arrays of profiles apart")
+    incumbent: Incumbent
+    bound: float = Field(description="no plan of the space reaches more, or less where less is better")
+    gap: float = Field(description="from the incumbent to the bound, as a share of its value")
+    interrupted: bool
+    confirmed: ConfirmedOnDraws | None = Field(None, description="the fresh draws that the incumbent was confirmed on")
+    plans: Seq[PlanFate]
+    allocations: Seq[AllocationBound]
+    digest: str = Field(description="sha256 of all the rest")
+
+    @classmethod
+    def sealed(cls, **content: Any) -> Certificate:
+        """With its digest."""
+        open_ = cls(schema_id=CERTIFICATE_SCHEMA, digest="", **content)
+        return open_.model_copy(update={"digest": open_.expected_digest})
+
+    @property
+    def expected_digest(self) -> str:
+        """Of what it says."""
+        body = {key: value for key, value in self.model_dump(mode="json", by_alias=True).items() if key != "digest"}
+        return _sha256(json.dumps(body, sort_keys=True))
+
+
+def certificate_of(tuned: Tuned) -> Certificate:
+    """What a search has shown."""
+    question, study = tuned.question, tuned.question.study
+    chosen = tuned.chosen
+    plans = sorted((_fate(row) for row in tuned.rows), key=lambda fate: fate.plan)
+    bound, gap = _remaining(plans, tuned.value, question.objective)
+    return Certificate.sealed(
+        simtune=__version__,
+        study=study.name,
+        objective=study.objective,
+        unit=question.objective.unit,
+        seed=study.seed,
+        inputs=inputs_of(question),
+        incumbent=Incumbent(
+            plan=chosen.candidate.name, value=tuned.value, rate_rps=chosen.rate_rps if question.searches_rate else None
+        ),
+        bound=bound,
+        gap=gap,
+        interrupted=tuned.interrupted,
+        confirmed=ConfirmedOnDraws.of(tuned.confirmed),
+        plans=tuple(plans),
+        allocations=tuple(AllocationBound.of(group) for group in tuned.classes),
+    )
+
+
+def inputs_of(question: Question) -> dict[str, str]:
+    """Hashes of everything that a search goes by."""
+    specs: list[Spec] = [question.study, question.model, question.workload]
+    inputs = {}
+    if question.engine is not None:
+        specs.append(question.engine)
+    for draft in question.drafts:
+        specs += [draft.drafting.acceptance, *([draft.drafting.model] if draft.drafting.model else [])]
+    for spec in specs:
+        inputs[f"{spec.KIND}:{spec.name}"] = _sha256(_canonical(spec))
+    for hardware in question.hardware:
+        inputs |= _of_profile(hardware)
+    if question.trace is not None:
+        inputs["trace"] = question.trace.sha256
+    return dict(sorted(inputs.items()))
+
+
+def inputs_hash(question: Question) -> str:
+    """Of all of them and of this release: what results depend on."""
+    return _sha256(json.dumps([__version__, inputs_of(question)]))
+
+
+def _of_profile(hardware: Hardware) -> dict[str, str]:
+    arrays = hashlib.sha256()
+    for name in sorted(hardware.arrays):
+        arrays.update(name.encode() + str(hardware.arrays[name].shape).encode() + hardware.arrays[name].tobytes())
+    return {
+        f"hardware:{hardware.name}": _sha256(_canonical(hardware)),
+        f"arrays:{hardware.name}": arrays.hexdigest(),
+    }
+
+
+def _canonical(spec: Spec) -> str:
+    return json.dumps(spec.to_data(), sort_keys=True)
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+# --- what a plan can reach --------------------------------------------------------------------------------
+
+
+def _fate(row: Trial) -> PlanFate:
+    best = row.best
+    return PlanFate(
+        plan=row.candidate.name,
+        num_gpus=row.candidate.num_gpus,
+        best=best if best is None or math.isfinite(best) else None,
+        by=row.bounded_by if best is not None else row.reason,
+        simulated=tuple(Tried(**attempt._asdict()) for attempt in row.tried),
+        same_as=row.same_as,
+        allocation=row.allocation,
+    )
+
+
+def _remaining(plans: Iterable[PlanFate], value: float, objective: Objective) -> tuple[float, float]:
+    """(what no plan exceeds, how much better that is than the chosen one, as a share of its value)."""
+    sign = objective.sign
+    bound = max([value, *(fate.best for fate in plans if fate.best is not None)], key=lambda best: sign * best)
+    return bound, abs(bound - value) / value if value else 0.0
+
+
+# --- the check --------------------------------------------------------------------------------------------
+
+
+class Audit:
+    """A certificate held against its inputs, computed anew; and the `plan` that was handed out with it, if given."""
+
+    def __init__(self, certificate: Certificate, question: Question, plan: Plan | None = None) -> None:
+        self.certificate, self.question, self._handed_out = certificate, question, plan
+        self.problems: list[str] = []
+        """What does not hold."""
+        self.bounds = self.simulations = self.allocations = 0
+        """How many were computed."""
+        self._candidates = space_for(question).candidates
+        self._plan_cache = PlanCache(question, self._candidates)
+        self._candidate_filter = CandidateFilter(question, self._plan_cache)
+        self._closed: dict[str, tuple[set[str], float | None]] = {}
+        """The plans of each class that has a bound, and that bound."""
+        self._kinds: dict[tuple[object, ...], list[BoundedCandidate]] = {}
+        """Plans that differ in limits alone, until they are bounded as one."""
+        self._looked_at: dict[str, tuple[BoundedCandidate, PlanFate]] = {}
+        """Plans that were simulated, and what is claimed of them."""
+        self._findings: dict[tuple[str, Tried], SimulationFinding] = {}
+
+    def run(self) -> bool:
+        """Whether everything holds; `problems` says what does not."""
+        certificate, study = self.certificate, self.question.study
+        if certificate.digest != certificate.expected_digest:
+            self.problems.append("the file was changed after it was written: its digest is another")
+        self._compare_inputs()
+        self._same("objective", certificate.objective, study.objective)
+        self._same("unit", certificate.unit, self.question.objective.unit)
+        self._same("seed", certificate.seed, study.seed)
+        self._same("study", certificate.study, study.name)
+        if not self.problems:
+            self._check_allocations()
+        if not self.problems:
+            self._check_plans()
+        if not self.problems:
+            bound, gap = _remaining(certificate.plans, certificate.incumbent.value, self.question.objective)
+            self._same("best remaining bound", certificate.bound, bound)
+            self._same("gap", certificate.gap, gap)
+        return not self.problems
+
+    def _compare_inputs(self) -> None:
+        own, its = inputs_of(self.question), self.certificate.inputs
+        for name in sorted(own.keys() | its.keys()):
+            if own.get(name) != its.get(name):
+                how = "is not the one" if name in own and name in its else "is not there, or was not there"
+                self.problems.append(f"{name} {how} that the search was made with")
+
+    def _check_allocations(self) -> None:
+        """That every class reaches no more than the worths that are given for it prove; no solver is asked."""
+        classes = PlanClasses(self.question, self._plan_cache)
+        plans = classes.named(self._candidates)
+        for claimed in self.certificate.allocations:
+            those = plans.get(claimed.name)
+            if those is None:
+                self.problems.append(f"{claimed.name} is no class of plans of this space")
+                continue
+            programme = classes.programme(those)
+            group = classes.bounded_by(claimed.name, those, programme, claimed.worths)
+            if not programme.counts(claimed.worths):
+                self.problems.append(f"allocations of {claimed.name}: worths are given of what is not counted there")
+            if not group.proved:
+                self.problems.append(f"allocations of {claimed.name}: the worths that are given prove no bound")
+                continue
+            self._same(f"allocations of {claimed.name}: bound", claimed.best, group.best)
+            self._closed[claimed.name] = {candidate.name for candidate in those}, group.best
+            self.allocations += 1
+
+    def _check_unopened(self, candidate: Candidate, fate: PlanFate) -> None:
+        """That a plan is in the class that was ruled out with it."""
+        name, settled = candidate.name, self._plan_cache.settled(candidate)
+        plans, best = self._closed.get(fate.allocation, (set(), None))
+        if name not in plans:
+            self.problems.append(f"{name} is not in {fate.allocation}, or that has no bound")
+        elif name == self.certificate.incumbent.plan or fate.simulated or fate.same_as:
+            self.problems.append(f"{name} was looked at, and ruled out with {fate.allocation} unseen")
+        else:
+            gpus = candidate.num_gpus if isinstance(settled, Refused) else settled.num_gpus
+            self._same(f"{name}: GPUs", fate.num_gpus, gpus)
+            self._same(f"{name}: bound", fate.best, best)
+
+    def _check_plans(self) -> None:
+        """Every plan of the space: those whose claim rests on another plan's simulation come last."""
+        claimed = {fate.plan: fate for fate in self.certificate.plans}
+        if len(claimed) < len(self.certificate.plans):
+            self.problems.append("a plan is named twice")
+        bounded_candidates: list[tuple[BoundedCandidate, PlanFate]] = []
+        for candidate in self._candidates:
+            known = claimed.get(candidate.name)
+            if known is not None and known.allocation:
+                self._check_unopened(candidate, claimed.pop(candidate.name))
+                continue
+            bounded_candidate = self._candidate_filter.check(candidate)
+            name = (bounded_candidate if isinstance(bounded_candidate, Trial) else bounded_candidate.row).candidate.name
+            fate = claimed.pop(name, None)
+            if fate is None:
+                self.problems.append(f"{name} is in the space and not in the certificate")
+            elif isinstance(bounded_candidate, Trial):
+                self._check_refused(bounded_candidate, fate)
+            else:
+                self._kinds.setdefault(bounded_candidate.kind, []).append(bounded_candidate)
+                bounded_candidates.append((bounded_candidate, fate))
+        for bounded_candidate, fate in sorted(bounded_candidates, key=lambda one: bool(one[1].same_as)):
+            (self._check_twin if fate.same_as else self._check_plan)(bounded_candidate, fate)
+        self.problems += [f"{name} is in the certificate and not in the space" for name in sorted(claimed)]
+
+    def _check_refused(self, row: Trial, fate: PlanFate) -> None:
+        """That nothing is claimed of a plan that cannot do what is asked."""
+        self._same(f"{fate.plan}: GPUs", fate.num_gpus, row.candidate.num_gpus)
+        self._same(f"{fate.plan}: bound", fate.best, None)
+        if fate.plan == self.certificate.incumbent.plan:
+            self.problems.append(f"{fate.plan} was chosen, and {row.reason}")
+
+    def _check_plan(self, bounded_candidate: BoundedCandidate, fate: PlanFate) -> None:
+        """That a plan reaches at most what is claimed; and of the chosen one that it reaches what is claimed."""
+        self._same(f"{fate.plan}: GPUs", fate.num_gpus, bounded_candidate.candidate.num_gpus)
+        if any(not self._of_its_load(tried.rate_rps) for tried in fate.simulated):
+            self.problems.append(
+                f"{fate.plan} was simulated under another load than {self.question.objective.name} is of"
+            )
+            return
+        self.bounds += 1
+        if fate.simulated:
+            self._looked_at[fate.plan] = bounded_candidate, fate
+        decisive = _decisive(fate)
+        best = bounded_candidate.row.best if decisive else self._best_by_bound(bounded_candidate, fate)
+        for tried in decisive:
+            best = self._after(bounded_candidate, tried.rate_rps, self._finding(bounded_candidate, tried), best)
+        self._at_most(fate, best)
+        if fate.plan == self.certificate.incumbent.plan:
+            self._confirm(bounded_candidate, fate)
+
+    def _best_by_bound(self, bounded_candidate: BoundedCandidate, fate: PlanFate) -> float | None:
+        """What it could reach by the first of its bounds that comes to what is claimed, or by the last: its capacity,
+        the SLO of the most favourable of its kind, its own. A search goes as far as it has to."""
+        for best in self._bounds(bounded_candidate):
+            if _near(fate.best, best):
+                break
+        return bounded_candidate.row.best
+
+    def _bounds(self, bounded_candidate: BoundedCandidate) -> Iterator[float | None]:
+        yield bounded_candidate.row.best
+        kind = self._kinds.get(bounded_candidate.kind, [])
+        if not bounded_candidate.row.reason and kind:
+            self._kinds[bounded_candidate.kind] = []
+            self._candidate_filter.refine(kind)
+            yield bounded_candidate.row.best
+        if not bounded_candidate.row.reason and len(kind) != 1:
+            self._candidate_filter.refine([bounded_candidate])
+            yield bounded_candidate.row.best
+
+    def _after(
+        self, bounded_candidate: BoundedCandidate, rate: float | None, finding: SimulationFinding, best: float | None
+    ) -> float | None:
+        """What a plan can reach when it is known what a simulation shows."""
+        objective, bounded_candidate.row.rate_rps = self.question.objective, rate
+        if not finding.met:
+            if rate is None or not isinstance(objective, RateObjective):
+                return None
+            return objective.reaches(
+                bounded_candidate.facts,
+                Miss(rate, finding.summary.requests),
+                self._plan_cache.capacity(bounded_candidate.candidate).rps,
+            )
+        bounded_candidate.row.take(finding.summary, rate)
+        if self._beyond_limits(bounded_candidate):
+            return None
+        return objective.value(bounded_candidate.facts, bounded_candidate.row.judged) if rate is None else best
+
+    def _of_its_load(self, rate: float | None) -> bool:
+        """Whether a plan was simulated at a rate where one is looked for, and else at the workload's own."""
+        return (rate is not None) == self.question.searches_rate
+
+    def _beyond_limits(self, bounded_candidate: BoundedCandidate) -> str:
+        """Which limit of the study the last simulation of a plan breaks."""
+        limits = (
+            (limit, limit.objective.value(bounded_candidate.facts, bounded_candidate.row.judged))
+            for limit in self.question.limits
+        )
+        return next((wrong for limit, value in limits if (wrong := limit.violated(value))), "")
+
+    def _check_twin(self, bounded_candidate: BoundedCandidate, fate: PlanFate) -> None:
+        """That a plan does what another one did, at the rate at which that one missed the SLO."""
+        self._same(f"{fate.plan}: GPUs", fate.num_gpus, bounded_candidate.candidate.num_gpus)
+        self.bounds += 1
+        for other, tried in self._attempts(fate.same_as):
+            finding = self._finding(other, tried)
+            best = self._after(bounded_candidate, tried.rate_rps, finding, bounded_candidate.best)
+            if _near(fate.best, best) and bounded_candidate.ruled_out_by(other, finding):
+                return
+        self.problems.append(f"{fate.plan} need not do what {fate.same_as} does")
+
+    def _attempts(self, name: str) -> Iterator[tuple[BoundedCandidate, Tried]]:
+        """Simulations of a plan that say something of others: those that missed the SLO, or at the load given all."""
+        if name in self._looked_at:
+            bounded_candidate, fate = self._looked_at[name]
+            for tried in fate.simulated:
+                if not tried.all_cores and not tried.draw and (tried.rate_rps is None or not tried.met):
+                    yield bounded_candidate, tried
+
+    def _finding(self, bounded_candidate: BoundedCandidate, tried: Tried) -> SimulationFinding:
+        """What a simulation shows, made once."""
+        known = (bounded_candidate.candidate.name, tried)
+        if known not in self._findings:
+            self.simulations += 1
+            task = self._task(bounded_candidate, tried)
+            finding = self._findings[known] = task.run()
+            at = "" if tried.rate_rps is None else f" at {tried.rate_rps:.6g} requests/s"
+            self._same(f"{bounded_candidate.candidate.name}{at}: whether it meets the SLO", tried.met, finding.met)
+        return self._findings[known]
+
+    def _task(self, bounded_candidate: BoundedCandidate, tried: Tried) -> Simulation:
+        draws, deployment, slo = self.question.draws, bounded_candidate.deployment, self.question.study.slo
+        stream = self._plan_cache.stream(bounded_candidate.candidate)
+        if tried.requests is not None:
+            stream = draws.stream(tried.requests, tried.draw)
+        if tried.all_cores:
+            return Simulation(deployment, stream, slo, tried.rate_rps, None)
+        return Simulation(deployment, stream, slo, tried.rate_rps, SAMPLED_CORES, draws, tried.draw)
+
+    def _confirm_draws(self, bounded_candidate: BoundedCandidate, fate: PlanFate) -> None:
+        """Simulate the chosen plan on the fresh draws that confirmed it."""
+        confirm, rate = self.question.study.search.confirm, self.certificate.incumbent.rate_rps
+        fresh = {tried.draw: tried for tried in fate.simulated if tried.draw and tried.rate_rps == rate}
+        needed = range(1, 1 + (num_draws(self.question) if confirm.draws else 0))
+        if [*sorted(fresh)] != [*needed]:
+            self.problems.append(f"{fate.plan} was chosen, and {len(needed)} fresh draws have not all confirmed it")
+            return
+        seen = [self._finding(bounded_candidate, fresh[draw]) for draw in needed]
+        short = not self.question.workload.batch and any(
+            finding.summary.requests < confirm.requests for finding in seen
+        )
+        if seen and (
+            short or not all(finding.met for finding in seen) or judged_together(self.question, seen).confirmed is None
+        ):
+            self.problems.append(f"{fate.plan} was chosen, and fresh draws do not confirm it")
+
+    def _confirm(self, bounded_candidate: BoundedCandidate, fate: PlanFate) -> None:
+        """Simulate the chosen plan on all its cores, and on the fresh draws."""
+        incumbent, question = self.certificate.incumbent, self.question
+        if self._handed_out not in (None, bounded_candidate.deployment.plan):
+            self.problems.append(f"the plan that was handed out is not {incumbent.plan}, which was chosen")
+        if not self._of_its_load(incumbent.rate_rps):
+            self.problems.append(f"{incumbent.plan} was chosen under another load than {question.objective.name} is of")
+            return
+        self._confirm_draws(bounded_candidate, fate)
+        last = next((t for t in reversed(fate.simulated) if t.all_cores and t.rate_rps == incumbent.rate_rps), None)
+        stream = question.stream(bounded_candidate.candidate)
+        if last is not None and last.requests is not None:
+            stream = question.draws.stream(last.requests)
+        if incumbent.rate_rps is not None:
+            stream = stream.at_rate(incumbent.rate_rps)
+        result = bounded_candidate.deployment.simulate(stream, question.study.slo)
+        self.simulations += 1
+        if not result.meets_slo:
+            self.problems.append(f"{incumbent.plan} was chosen and misses the SLO")
+        bounded_candidate.row.take(result.summary(), incumbent.rate_rps)
+        if wrong := self._beyond_limits(bounded_candidate):
+            self.problems.append(f"{incumbent.plan} was chosen, and {wrong}")
+        value = question.objective.value(bounded_candidate.facts, bounded_candidate.row.judged)
+        self._same(f"{incumbent.plan}: value", incumbent.value, value)
+
+    def _at_most(self, fate: PlanFate, best: float | None) -> None:
+        if not _near(fate.best, best):
+            self.problems.append(f"{fate.plan} could reach {_words(best)}, and {_words(fate.best)} is claimed at most")
+
+    def _same(self, what: str, claimed: Any, computed: Any) -> None:
+        if not _near(claimed, computed):
+            self.problems.append(f"{what} is {_words(claimed)} in the certificate, and comes to {_words(computed)}")
+
+
+def _near(claimed: Any, computed: Any) -> bool:
+    """Whether two values are one, numbers but for rounding."""
+    if isinstance(claimed, float) and isinstance(computed, float):
+        return math.isclose(claimed, computed, rel_tol=SAME, abs_tol=SAME)
+    return bool(claimed == computed)
+
+
+def _decisive(fate: PlanFate) -> Seq[Tried]:
+    """The simulation that decides what a plan could reach: under the load given the last one, and else at the lowest
+    rate it missed; of one that breaks a limit of the study, at the highest rate at which it met the SLO."""
+    if any(tried.rate_rps is None for tried in fate.simulated):
+        return fate.simulated[-1:]
+    met = [tried for tried in fate.simulated if tried.met]
+    if fate.best is None and met:
+        return (max(met, key=_rate),)
+    # Of two at one rate the later one counts: that of all cores.
+    missed = [tried for tried in reversed(fate.simulated) if not tried.met]
+    return (min(missed, key=_rate),) if missed else ()
+
+
+def _rate(tried: Tried) -> float:
+    return tried.rate_rps or 0.0
+
+
+def _words(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)[:200]

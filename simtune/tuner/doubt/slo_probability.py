@@ -1,0 +1,450 @@
+"""How probable it is that a chosen plan keeps its SLO, for little more than the report costs that says so.
+
+A world in which everything takes e^u times as long is the predicted one played more slowly: at a rate r it does what
+the predicted one does at e^u r, and each of its latencies is e^u times as long. So where rates are searched, the sweep
+of rates around the chosen one (`simtune.tuner.search.rate_sweep`) says what becomes of latencies as steps take longer
+or less, and little more is simulated. Where the load is given, a few worlds are simulated in which all operators take
+e^u times as long. Between such knots logarithms of latencies are interpolated.
+
+In a drawn world (`simtune.sim.uncertainty`) each kind of operator is off by an error of its own. For a metric it counts
+as the world that is stretched by
+
+    u = log sum_k w_k exp(s_k z_k)
+
+w_k the share of kind k in the steps that the metric is made of: those that decode, each as often as it decodes
+requests, for TPOT; those with prompt tokens for TTFT; both for E2EL. What is neither kernel nor collective has its
+share, and no error. Worlds that are as long by this sum and differ in what is long do not do the same; that is the
+doubt that is stated with the probability, with that of the interpolation. `benchmarks/tuner/test_odds.py` holds it
+against all worlds simulated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from pydantic import Field
+
+from simtune.arrays import Array
+from simtune.costs.basis import KindBasis
+from simtune.costs.iteration import KINDS
+from simtune.results.outcome import SampledStep
+from simtune.results.result import Result, statistic_of
+from simtune.results.summary import SimulationSummary, SloLimit
+from simtune.sim.deployment import Deployment
+from simtune.sim.plan_parts import OwnCosts
+from simtune.sim.run_basis import timed_steps
+from simtune.sim.uncertainty import ACCEPTANCE, LEVEL, Blueprint, draws, interval
+from simtune.specs.base import Count, NonNegative, Positive, Record, Seq, Share
+from simtune.tuner.bounds.best_case import sustained_rps
+from simtune.tuner.doubt.draw_spread import spread
+from simtune.tuner.objectives import RateObjective
+from simtune.tuner.question import SAMPLED_CORES
+from simtune.tuner.search.rate_sweep import RateSweep
+from simtune.tuner.trial import Tuned
+from simtune.workload.requests import RequestStream
+
+WORLDS = 200
+"""Drawn, not simulated."""
+SAFE = 0.9
+"""Of worlds in which the SLO holds at the safer rate."""
+RANK = 0.1
+"""Of the spread of worlds: by so much one may do as if it were longer or shorter than its sum says."""
+BETWEEN = 0.15
+"""Of the way between two knots: how far off the place may be at which a limit is reached between them."""
+_ENDLESS = math.log(1e3)
+"""What keeps its limits at a thousand times the rate keeps them at any: simulations of so few requests show no end."""
+_LARGEST = 1e24
+"""That a record takes; more is unbounded."""
+_FLAT = 1e-9
+"""A latency whose logarithm rises by no more, as everything takes longer, does not change."""
+ONE_INSTANCE = 1
+"""Cores, where instances do not disturb each other: what is simulated is how latencies change, not what they are."""
+
+
+class LimitInterval(Record):
+    """What a limited latency comes to in the worlds, in the order of `slo`."""
+
+    low_s: NonNegative | None = Field(description="null is unbounded")
+    high_s: NonNegative | None = Field(description="null is unbounded")
+
+
+class SloOdds(Record):
+    """How probable it is that the chosen plan keeps its SLO where operators are off, not every world simulated."""
+
+    worlds: Count = Field(description="drawn")
+    simulations: int = Field(ge=0, description="done for this alone")
+    level: Share = Field(description="share of worlds that the intervals hold")
+    slo_probability: Share
+    low: Share = Field(description="simulating all of these worlds would hardly find less")
+    high: Share = Field(description="nor more")
+    limits: Seq[LimitInterval]
+    value: Seq[NonNegative | None] | None = Field(
+        description="[low, high] of the objective where rates are searched: the highest rate within the SLO"
+    )
+    safe_probability: Share = Field(description="of the SLO at safe_rate_rps, where it is as low as it may be")
+    safe_rate_rps: Positive | None = Field(description="null where the load is given, or no rate is that safe")
+
+
+# --- how latencies change as everything takes longer ------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StretchCurve:
+    """A limited latency over the logarithm u of how much longer everything takes: logarithms at knots, inf where
+    requests pile up."""
+
+    stretch: Array
+    latency: Array
+
+    @classmethod
+    def of(cls, knots: Mapping[float, float]) -> StretchCurve:
+        """Latencies in seconds by u. Noise that makes them fall is smoothed away: more time is no gain. So is what
+        looks as if requests piled up, as few may, where they do not when everything takes longer."""
+        last = max((u for u, seconds in knots.items() if math.isfinite(seconds)), default=math.inf)
+        at = [u for u in sorted(knots) if u >= last or math.isfinite(knots[u])]
+        seconds = np.maximum.accumulate([knots[u] for u in at])
+        return cls(np.array(at), np.log(np.maximum(seconds, 1e-12)))
+
+    def at(self, u: Array) -> Array:
+        """Logarithms of latencies; beyond the knots as at the nearest two, below them in proportion."""
+        x, y, end = self._known()
+        slope = (y[-1] - y[-2]) / (x[-1] - x[-2]) if len(x) > 1 else 1.0
+        inside = np.interp(u, x, y)
+        beyond = np.where(u < x[0], y[0] + u - x[0], np.where(u > x[-1], y[-1] + slope * (u - x[-1]), inside))
+        return np.where(u > end, np.inf, beyond)
+
+    def reached(self, limit: Array, less: float = 0.0) -> Array:
+        """The largest u at which it is no more than a limit's logarithm; of the latency over e^(less u). Beyond the
+        knots as `at` has it."""
+        x, y, end = self._known()
+        y = np.maximum.accumulate(y - less * x) + 1e-12 * np.arange(len(y))
+        slope = (y[-1] - y[-2]) / (x[-1] - x[-2]) if len(x) > 1 else 1.0 - less
+        after = np.minimum(end, x[-1] + (limit - y[-1]) / slope) if slope > _FLAT else end
+        before = x[0] + (limit - y[0]) / (1.0 - less) if less < 1.0 else -np.inf
+        return np.where(limit < y[0], before, np.where(limit >= y[-1], after, np.interp(limit, y, x)))
+
+    def gap(self, u: float) -> float:
+        """Between the knots on both sides."""
+        at = int(np.clip(np.searchsorted(self.stretch, u), 1, len(self.stretch) - 1))
+        return float(self.stretch[at] - self.stretch[at - 1]) if len(self.stretch) > 1 else 0.0
+
+    def with_knot(self, u: float, log_latency: float) -> StretchCurve:
+        """The same, where it is known to be at least so long at one more place."""
+        if float(self.at(np.array(u))) >= log_latency:
+            return self
+        before = self.stretch < u
+        x = np.concatenate([self.stretch[before], [u], self.stretch[~before & (self.stretch > u)]])
+        y = np.concatenate([self.latency[before], [log_latency], self.latency[~before & (self.stretch > u)]])
+        return StretchCurve(x, np.maximum.accumulate(y))
+
+    def _known(self) -> tuple[Array, Array, float]:
+        """(knots, latencies) where it is finite, and where requests begin to pile up: half way to the knot that says
+        so; nowhere where none does."""
+        finite = np.isfinite(self.latency)
+        x, y = self.stretch[finite], self.latency[finite]
+        return x, y, math.inf if finite.all() else float(x[-1] + self.stretch[~finite][0]) / 2
+
+
+# --- how long worlds are ----------------------------------------------------------------------------------
+
+_MADE_OF: dict[str, Callable[[SampledStep], float]] = {
+    "ttft": lambda step: float(bool(step.chunks)),
+    "tpot": lambda step: float(step.num_decodes),
+    "e2el": lambda step: float(step.num_decodes + len(step.chunks)),
+}
+"""How often a step counts in a metric."""
+
+
+def stretches(
+    deployment: Deployment,
+    result: Result,
+    bases: Mapping[str, Mapping[str, KindBasis]],
+    metrics: Sequence[str],
+    seed: int,
+) -> Array:
+    """u of each of the worlds (columns) for each of the metrics (rows), by the steps of a run and the errors of kinds
+    in them."""
+    steps = [*timed_steps(deployment, result)]
+    log_sd: dict[str, float] = {}
+    for kinds in bases.values():
+        for kind, basis in kinds.items():
+            log_sd[kind] = max(basis.log_sd, log_sd.get(kind, 0.0))
+    drawn = draws(WORLDS, seed)
+    rows = []
+    for metric in metrics:
+        shares = _shares(steps, _MADE_OF[metric]) or _shares(steps, lambda step: 1.0)
+        longer = np.full(WORLDS, 1 - sum(shares.values()))
+        for kind, share in shares.items():
+            longer += share * np.exp(log_sd.get(kind, 0.0) * drawn[kind])
+        rows.append(np.log(longer))
+    return np.array(rows)
+
+
+def _shares(
+    steps: Sequence[tuple[SampledStep, Mapping[str, float], float]], often: Callable[[SampledStep], float]
+) -> dict[str, float]:
+    """Of each kind in the time of steps that count so often; less than 1 together where something else takes time."""
+    shares: dict[str, float] = {}
+    total = sum(step.ticks * often(step) for step, _, _ in steps)
+    for step, by_kind, seconds in steps if total else ():
+        for kind, of_kind in by_kind.items():
+            shares[kind] = shares.get(kind, 0.0) + step.ticks * often(step) / total * of_kind / seconds
+    return shares
+
+
+# --- what is said -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stretched:
+    """The limits of a plan, how each changes as everything takes longer, and how long the worlds are for it."""
+
+    limits: Sequence[SloLimit]
+    curves: Sequence[StretchCurve]
+    worlds: Array
+    """u, a row for each limit."""
+    spread: float
+    """Of u, by who of the requests happens to meet whom (`simtune.tuner.doubt.draw_spread`)."""
+    fortune: float = 0.0
+    """By so much sooner a limit is reached in other worlds than where the plan was chosen."""
+
+    def slack(self, longer: float = 0.0) -> Array:
+        """Of each world the logarithm of the rate, over the one asked about, up to which it keeps all limits, if worlds
+        do as if they were so much of their spread longer, and limits were reached as much earlier as they may be."""
+        slack = np.full(self.worlds.shape[1], np.inf)
+        for limit, curve, u in zip(self.limits, self.curves, self.worlds, strict=True):
+            off = self.fortune + longer * self._doubt(limit, curve, u)
+            slack = np.minimum(slack, curve.reached(math.log(limit.limit_s) - u - off, less=1.0) - u - off)
+        return np.where(slack > _ENDLESS, np.inf, slack)
+
+    def kept(self, longer: float = 0.0) -> float:
+        """Share of worlds that keep all limits."""
+        kept = np.ones(self.worlds.shape[1], dtype=bool)
+        for limit, curve, u in zip(self.limits, self.curves, self.worlds, strict=True):
+            border = float(curve.reached(np.array(math.log(limit.limit_s))))
+            kept &= u + self.fortune + longer * self._doubt(limit, curve, u) <= border
+        return float(kept.mean())
+
+    def intervals(self) -> tuple[LimitInterval, ...]:
+        """Of each limited latency."""
+        ends = (interval(np.exp(curve.at(u)).tolist()) for curve, u in zip(self.curves, self.worlds, strict=True))
+        return tuple(LimitInterval(low_s=_short(low), high_s=_short(high)) for low, high in ends)
+
+    def _doubt(self, limit: SloLimit, curve: StretchCurve, u: Array) -> float:
+        """By how much a world may do as if it were longer, or the limit be reached before."""
+        border = float(curve.reached(np.array(math.log(limit.limit_s))))
+        between = BETWEEN * curve.gap(border) if math.isfinite(border) else 0.0
+        return math.hypot(RANK * float(u.std()), between, self.spread)
+
+
+def odds(tuned: Tuned, sweep: RateSweep, bases: Mapping[str, Mapping[str, KindBasis]]) -> SloOdds | None:
+    """Of the chosen plan, whose rates were swept, and whose kinds have these errors
+    (`simtune.sim.run_basis.pool_bases`).
+
+    None where it has no limits, where nothing is known of its operators, and where the search was interrupted.
+    """
+    limits, seed = tuned.result.limits, tuned.question.study.seed
+    if tuned.interrupted or not limits or any(isinstance(pool.costs, OwnCosts) for pool in tuned.deployment.pools):
+        return None
+    worlds = stretches(tuned.deployment, tuned.result, bases, [one.metric for one in limits], seed)
+    rate = tuned.chosen.rate_rps if tuned.question.searches_rate else None
+    few = _FewWorlds(tuned, rate)
+    drawn = _curves(few, sweep, worlds, limits)
+    curves = drawn if rate is None else _not_above_missed(few, limits, drawn)
+    confirmed = tuned.confirmed
+    # The highest rate that met the SLO on the draw of the search was lucky; one that is confirmed has passed others.
+    of_draws = spread(len(tuned.result.stream) if confirmed is None else confirmed.draws * confirmed.requests)
+    fortune = 0.0 if rate is None or confirmed is not None else of_draws
+    of_draw = of_draws * np.random.default_rng(seed).standard_normal(WORLDS)
+    plan = Stretched(limits, curves, worlds + of_draw + _of_acceptance(few, curves, seed), of_draws, fortune)
+    most = replace(plan, curves=drawn) if _unfelt(curves, drawn, limits) else plan
+    return SloOdds(
+        worlds=WORLDS,
+        simulations=few.simulations,
+        level=LEVEL,
+        slo_probability=plan.kept(),
+        low=plan.kept(longer=1.0),
+        high=max(plan.kept(longer=-1.0), most.kept(longer=-1.0)),
+        limits=plan.intervals(),
+        value=_value(tuned, plan.slack()),
+        safe_probability=SAFE,
+        safe_rate_rps=None if rate is None else _safe_rps(rate, plan.slack(longer=1.0)),
+    )
+
+
+def _value(tuned: Tuned, slack: Array) -> tuple[float | None, ...] | None:
+    """Of an objective that is a rate over what counts; None for any other."""
+    if not isinstance(tuned.question.objective, RateObjective):
+        return None
+    return tuple(map(_short, interval((tuned.value * np.exp(slack)).tolist())))
+
+
+def _safe_rps(rate: float, slack: Array) -> float | None:
+    """The rate at which so many worlds keep the SLO; None where there is none, or no end to it."""
+    at = float(np.sort(slack)[math.floor(len(slack) * (1 - SAFE) + 1e-9)])
+    return _short(rate * math.exp(at)) if math.isfinite(at) else None
+
+
+def _short(value: float | None) -> float | None:
+    """To six significant digits, None where there is no end: the last bits are the processor's own."""
+    return None if value is None or value > _LARGEST else float(f"{value:.6g}")
+
+
+# --- the few simulations ----------------------------------------------------------------------------------
+
+
+def _seconds(limits: Sequence[SloLimit]) -> list[float]:
+    """Of each limited latency; endless where requests pile up."""
+    return [math.inf if one.value_s is None else one.value_s for one in limits]
+
+
+def _logs(limits: Sequence[SloLimit]) -> list[float]:
+    return [math.log(one.limit_s) for one in limits]
+
+
+class _FewWorlds:
+    """Simulations of the chosen plan in worlds of one's choice; where some of its instances can stand for all it is one
+    of them, and what it says is how latencies change."""
+
+    def __init__(self, tuned: Tuned, rate_rps: float | None) -> None:
+        """`rate_rps` is the chosen one; None where the load is given."""
+        self.tuned, self.rate_rps, self.simulations = tuned, rate_rps, 0
+
+    @cached_property
+    def capacity(self) -> float:
+        """u from which on requests pile up whatever a short run shows: the rate is above what the plan sustains."""
+        result = self.tuned.result
+        offered = result.stream.offered_rate_rps if self.rate_rps is None else self.rate_rps
+        return math.inf if offered is None else math.log(sustained_rps(self.tuned.deployment, result.stream) / offered)
+
+    @property
+    def piling_up(self) -> dict[float, list[float]]:
+        """The knot that says so."""
+        ends = math.isfinite(self.capacity) and self.capacity > 0
+        return {self.capacity: [math.inf] * len(self.tuned.result.limits)} if ends else {}
+
+    def stretched(self, u: float) -> list[float]:
+        """Seconds of the limited latencies where everything takes e^u times as long."""
+        longer, stream = math.exp(u), self.tuned.result.stream
+        if self.rate_rps is not None:
+            slowed = self._simulated(self.tuned.deployment, stream.at_rate(self.rate_rps * longer))
+            return [longer * latency for latency in slowed]
+        factors = dict.fromkeys(KINDS, longer)
+        return self._simulated(Blueprint.of(self.tuned.deployment).deploy(factors), stream)
+
+    def fewer_kept(self) -> list[float] | None:
+        """The same where drafts are kept less often by a standard error; None where no such error is known."""
+        drafting = self.tuned.deployment.drafting.values()
+        if all(one.acceptance.shifted(-1.0) == one.acceptance for one in drafting):
+            return None
+        fewer = Blueprint.of(self.tuned.deployment).deploy(None, -1.0)
+        return self._simulated(fewer, self.tuned.result.stream)
+
+    def swept(self, point: SimulationSummary) -> list[float]:
+        """The same of a point of the sweep, at its own rate."""
+        return self._of_all(_seconds(point.slo), SAMPLED_CORES)
+
+    def _simulated(self, deployment: Deployment, stream: RequestStream) -> list[float]:
+        self.simulations += 1
+        study = self.tuned.question.study
+        result = deployment.simulate(stream, study.slo, cores=ONE_INSTANCE, seed=study.seed)
+        return self._of_all(_seconds(result.limits), ONE_INSTANCE)
+
+    def _of_all(self, seconds: Sequence[float], cores: int) -> list[float]:
+        """What latencies of so many cores are of all, if they are to each other as they were as predicted."""
+        return [here * ratio for here, ratio in zip(seconds, self._all_over_seen(cores), strict=True)]
+
+    def _all_over_seen(self, cores: int) -> list[float]:
+        """Limited latencies of all requests as predicted, over those of the ones that so many cores see: instances do
+        not disturb each other where some stand for all, so nothing is simulated to know."""
+        result, deployment = self.tuned.result, self.tuned.deployment
+        instances = deployment.enough_instances(result.stream, cores)
+        if instances is None:
+            return [1.0] * len(result.limits)
+        seen = np.arange(len(result.stream)) % deployment.pools[0].spec.instances < instances
+        ratios = []
+        for limit in result.limits:
+            column: Array = getattr(result, f"{limit.metric}_s")
+            its = np.isfinite(column)
+            if limit.request_class is not None:
+                its &= result.stream.class_index == result.stream.class_names.index(limit.request_class)
+            some = (its & seen).any() and statistic_of(column[its & seen], limit.statistic)
+            ratios.append(statistic_of(column[its], limit.statistic) / some if some else 1.0)
+        return ratios
+
+
+def _curves(few: _FewWorlds, sweep: RateSweep, worlds: Array, limits: Sequence[SloLimit]) -> list[StretchCurve]:
+    """Of each limit, by what is known and a few simulations that reach as far as these worlds do."""
+    low, high = (float(np.quantile(worlds, level)) for level in ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
+    knots, end = {0.0: _seconds(few.tuned.result.limits)}, few.capacity
+    if few.rate_rps is None:
+        knots |= {u: few.stretched(u) for u in (low, high) if u < end}
+        knots |= few.piling_up
+        border = _border(_drawn(knots), limits)
+        if 0 < border < min(high, end) and high - border > BETWEEN * high:
+            knots[border] = few.stretched(border)
+        return _drawn(knots)
+    for rate, summary in sweep.points:
+        u = math.log(rate / few.rate_rps)
+        if rate != few.rate_rps and u < end:
+            knots[u] = [math.exp(u) * seconds for seconds in few.swept(summary)]
+    if max(knots) < high < end and all(map(math.isfinite, knots[max(knots)])):
+        knots[high] = few.stretched(high)
+    knots |= few.piling_up
+    return _drawn(knots)
+
+
+def _drawn(knots: Mapping[float, Sequence[float]]) -> list[StretchCurve]:
+    by_limit = zip(*(knots[u] for u in sorted(knots)), strict=True)
+    return [StretchCurve.of(dict(zip(sorted(knots), seconds, strict=True))) for seconds in by_limit]
+
+
+def _border(curves: Sequence[StretchCurve], limits: Sequence[SloLimit]) -> float:
+    """How much longer everything takes where the first limit is reached."""
+    return min(float(curve.reached(np.array(at))) for curve, at in zip(curves, _logs(limits), strict=True))
+
+
+def _not_above_missed(
+    few: _FewWorlds, limits: Sequence[SloLimit], curves: Sequence[StretchCurve]
+) -> list[StretchCurve]:
+    """At rates at which the search saw the plan miss its SLO, the limit that is reached first is passed."""
+    assert few.rate_rps is not None
+    if few.tuned.question.study.slo.confidence is not None:
+        return [*curves]  # the search judged with a margin, and saw no miss of the predicted plan
+    missed = [one.rate_rps for one in few.tuned.chosen.tried if not one.met and one.rate_rps is not None]
+    above = [math.log(rate / few.rate_rps) for rate in missed if rate > few.rate_rps]
+    if not above:
+        return [*curves]
+    borders = [float(curve.reached(np.array(at))) for curve, at in zip(curves, _logs(limits), strict=True)]
+    first, u = int(np.argmin(borders)), min(above)
+    return [
+        curve.with_knot(u, at + u) if number == first else curve
+        for number, (curve, at) in enumerate(zip(curves, _logs(limits), strict=True))
+    ]
+
+
+def _unfelt(curves: Sequence[StretchCurve], drawn: Sequence[StretchCurve], limits: Sequence[SloLimit]) -> bool:
+    """Whether a run of this length keeps its limits beyond the rate from which on the search saw the plan miss them:
+    requests pile up there, and it ends before that is felt."""
+    missed = {
+        float(u) for curve, before in zip(curves, drawn, strict=True) for u in set(curve.stretch) - set(before.stretch)
+    }
+    later = [float(u) for u in drawn[0].stretch if missed and u > min(missed)]
+    return bool(later) and _border(drawn, limits) >= min(later)
+
+
+def _of_acceptance(few: _FewWorlds, curves: Sequence[StretchCurve], seed: int) -> Array:
+    """What is to be added to u of each world (columns), for each limit (rows), for drafts that are kept more often or
+    less."""
+    off, fewer = draws(WORLDS, seed)[ACCEPTANCE], few.fewer_kept()
+    if fewer is None:
+        return np.zeros((len(curves), WORLDS))
+    longer = [
+        float(np.clip(curve.reached(np.array(math.log(seconds))), 0.0, curve.stretch[-1]))
+        for curve, seconds in zip(curves, fewer, strict=True)
+    ]
+    return np.outer(longer, -off)

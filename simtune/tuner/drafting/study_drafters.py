@@ -1,0 +1,138 @@
+"""How the drafters of a study are best used: on each cut of the GPUs, by what they cost there and by the load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from simtune.arrays import Array
+from simtune.costs.drafting import RoundModel
+from simtune.errors import Infeasible
+from simtune.sim.drafting import Drafting
+from simtune.sim.feasibility import check
+from simtune.specs.hardware import Hardware
+from simtune.specs.model import Model
+from simtune.specs.pool import Pool
+from simtune.specs.schemes import Chain, Scheme
+from simtune.specs.speculation import Speculation
+from simtune.specs.study import DrafterChoice
+from simtune.tuner.drafting.choose import RoundCost, Schedule, choose
+from simtune.workload.requests import RequestStream
+
+MAX_LENGTH = 8
+"""Depth of the deepest draft that is tried."""
+
+RARE = 0.005
+"""Share of the tokens below which a context is left out."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A drafter of a study with what it names loaded."""
+
+    choice: DrafterChoice
+    drafting: Drafting
+
+    def speculation(self, scheme: Scheme) -> Speculation:
+        """What a pool is told, to draft by this scheme."""
+        return Speculation(drafter=self.choice.drafter, scheme=scheme, acceptance=self.choice.acceptance)
+
+
+@dataclass(frozen=True)
+class Contexts:
+    """Powers of two around the contexts at which tokens are decoded, and the share of the tokens nearest to each.
+
+    Those of fewer than RARE of the tokens are left out.
+    """
+
+    tokens: tuple[int, ...]
+    shares: tuple[float, ...]
+
+    @classmethod
+    def of(cls, stream: RequestStream) -> Contexts:
+        """Of a load; each request counts at the middle of its answer, with all of its tokens."""
+        octaves = np.rint(np.log2(stream.prompt_tokens + stream.output_tokens / 2)).astype(int)
+        weights = np.bincount(octaves, stream.output_tokens)
+        kept = np.flatnonzero(weights >= RARE * weights.sum())
+        return cls(tuple((2**kept).tolist()), tuple((weights[kept] / weights[kept].sum()).tolist()))
+
+    @classmethod
+    def even(cls, tokens: Sequence[int]) -> Contexts:
+        """These, all alike."""
+        return cls(tuple(tokens), (1 / len(tokens),) * len(tokens))
+
+
+def batches_up_to(most: int) -> tuple[int, ...]:
+    """Powers of two, and the largest batch itself."""
+    return (*(2**i for i in range((most - 1).bit_length())), most)
+
+
+def round_costs(draft: Draft, model: Model, hardware: Hardware, pool: Pool) -> RoundCost:
+    """What rounds take on an instance of a pool, each computed once. Pools that differ in role, instances or limits
+    alone have the same. Raises Infeasible where the drafter does not go with the pool."""
+    return cache(RoundModel(model, hardware, pool, draft.choice.drafter, draft.drafting.model))
+
+
+def schedule(
+    draft: Draft,
+    model: Model,
+    hardware: Hardware,
+    pool: Pool,
+    contexts: Contexts,
+    max_nodes: int = 0,
+    costs: Callable[[], RoundCost] | None = None,
+) -> Schedule:
+    """The best settings on an instance of the pool over (batch, context), trees of up to max_nodes tokens among them.
+
+    Acceptance is that of all requests together. Time without speculation is shared evenly among the batches, and
+    within each among the contexts by their tokens, as far as the KV cache holds that many; batches that do not fit at
+    any context are left out. `costs` makes the pool's `round_costs` where they may be known. Raises Infeasible where
+    the drafter does not go with the pool.
+    """
+    drafter, pp = draft.choice.drafter, pool.parallelism.pp
+    smallest = pool.model_copy(update={"speculation": draft.speculation(Chain(tokens=1))})
+    kv_tokens = check(smallest, model, hardware, draft.drafting).num_blocks // pp * pool.kv_cache.block_size
+    round_s = round_costs(draft, model, hardware, pool) if costs is None else costs()
+    shortest = contexts.tokens[0]
+    batches = [b for b in batches_up_to(pool.batching.max_num_seqs // pp) if b * shortest <= kv_tokens]
+    if not batches:
+        raise Infeasible(f"{kv_tokens:,} tokens of KV cache do not hold one sequence of {shortest:,}")
+    cells = list(zip(contexts.tokens, contexts.shares, strict=True))
+    shares: Array = np.array(
+        [[share * round_s(b, c, 1, 0, 1) if b * c <= kv_tokens else 0.0 for c, share in cells] for b in batches]
+    )
+    shares /= shares.sum(axis=1, keepdims=True)
+    return choose(
+        draft.drafting.acceptance.rates,
+        round_s,
+        batches,
+        contexts.tokens,
+        max_length=min(MAX_LENGTH, drafter.most_depth or MAX_LENGTH),
+        max_nodes=max_nodes,
+        shares=shares,
+    )
+
+
+def speculation_on(
+    draft: Draft,
+    model: Model,
+    hardware: Hardware,
+    pool: Pool,
+    stream: RequestStream,
+    costs: Callable[[], RoundCost] | None = None,
+) -> Speculation | None:
+    """How the instances of a pool best draft for a load, as vLLM can be told it: the study's own scheme where it has
+    one, else a chain whose length follows the batch. None where drafting pays at no batch size. `costs` as in
+    `schedule`.
+
+    Raises Infeasible where the drafter does not go with the pool.
+    """
+    if draft.choice.scheme is not None:
+        return draft.speculation(draft.choice.scheme)
+    scheme = schedule(draft, model, hardware, pool, Contexts.of(stream), costs=costs).by_batch().scheme
+    if scheme is None:
+        return None
+    return draft.speculation(Chain(tokens=scheme.max_tokens) if len(scheme.ranges) == 1 else scheme)

@@ -1,0 +1,265 @@
+"""Candidates made ready to be judged: whether they fit, how they draft, their step costs, what they could reach."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import is_
+
+from simtune.costs.compiled import CompiledCosts
+from simtune.costs.drafting import CompiledRounds
+from simtune.costs.iteration import KINDS
+from simtune.costs.memory import Memory
+from simtune.errors import Infeasible
+from simtune.sim.deployment import Deployment, compiled_costs
+from simtune.sim.feasibility import check
+from simtune.sim.plan_parts import POLICY
+from simtune.sim.pools import DeployedPool
+from simtune.specs.pool import Pool
+from simtune.tuner.bounds import RateBound
+from simtune.tuner.bounds.best_case import PoolCapacity
+from simtune.tuner.doubt.margin import MEAN_OF, margin
+from simtune.tuner.drafting import Draft, RoundCost, round_costs, speculation_on
+from simtune.tuner.question import Question
+from simtune.tuner.space.candidates import Candidate, PoolChoice, PoolShape
+from simtune.workload.requests import RequestStream
+
+DIGITS = 4
+"""Significant ones of a router's weights."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Why a pool or a plan is not tried."""
+
+    status: str
+    reason: str
+
+
+class PlanCache:
+    """Knows each pool of a space once, however many candidates have it."""
+
+    def __init__(self, question: Question, candidates: Iterable[Candidate]) -> None:
+        self.question = question
+        every = list(candidates)
+        self.max_model_len = question.length_limit(every)
+        self._widest = _widest(pool for candidate in every for pool in candidate.pools)
+        self._settled: dict[PoolChoice, PoolChoice | Refused] = {}
+        self._settled_objects: dict[int, tuple[PoolChoice, PoolChoice | Refused]] = {}
+        self._memories: dict[PoolChoice, Memory] = {}
+        self._sustained: dict[tuple[PoolChoice, int], float] = {}
+        self._ways: dict[PoolShape, str] = {}
+        self._streams: dict[int, RequestStream] = {}
+        self._costs: dict[tuple[object, ...], CompiledCosts | CompiledRounds] = {}
+        self._round_costs: dict[tuple[object, ...], RoundCost] = {}
+        self._capacities: dict[tuple[object, ...], PoolCapacity] = {}
+        self._known: dict[PoolChoice, DeployedPool] = {}
+        """Pools that were deployed before: another number of instances has all but that in common."""
+
+    def stream(self, candidate: Candidate) -> RequestStream:
+        """The requests of a candidate, at the workload's own rate."""
+        requests = self.question.num_requests(candidate)
+        if requests not in self._streams:
+            self._streams[requests] = self.question.stream(candidate)
+        return self._streams[requests]
+
+    # --- whether it fits --------------------------------------------------------------------------------------
+
+    def settled(self, candidate: Candidate) -> Candidate | Refused:
+        """The same with its drafts settled, or why an engine would refuse it or drafting would not pay."""
+        pools = []
+        for choice in candidate.pools:
+            settled = self._settled_as(choice, candidate)
+            if isinstance(settled, Refused):
+                return settled
+            pools.append(settled)
+        whole = candidate if all(map(is_, pools, candidate.pools)) else candidate.with_pools(pools)
+        refusal = self._too_many(whole) or self._no_way(whole)
+        if refusal:
+            return Refused("does_not_fit", refusal)
+        return self._weighted(whole) if whole.of_kinds else whole
+
+    def _settled_as(self, choice: PoolChoice, candidate: Candidate) -> PoolChoice | Refused:
+        """A pool as it is settled: known by the object, which the plans of a space share."""
+        known = self._settled_objects.get(id(choice))
+        if known is not None:
+            return known[1]
+        settled = self._settled_alone(choice.alone, candidate)
+        if not isinstance(settled, Refused):
+            settled = choice if settled.speculation is None else replace(choice, speculation=settled.speculation)
+        self._settled_objects[id(choice)] = choice, settled
+        return settled
+
+    def _settled_alone(self, alone: PoolChoice, candidate: Candidate) -> PoolChoice | Refused:
+        if alone not in self._settled:
+            self._settled[alone] = self._settle(alone, candidate)
+        return self._settled[alone]
+
+    def _weighted(self, candidate: Candidate) -> Candidate:
+        """The same with a weight for each pool: requests per second that one of its cores sustains, over those of the
+        first pool's."""
+        stream, each = self.stream(candidate), []
+        for choice in candidate.pools:
+            each.append(self._sustains(choice, stream) / (choice.shape.pp * choice.shape.attention_dp))
+        weights = [float(f"{rps / each[0]:.{DIGITS}g}") for rps in each]
+        pools = zip(candidate.pools, weights, strict=True)
+        return candidate.with_pools(replace(choice, weight=weight) for choice, weight in pools)
+
+    def _settle(self, choice: PoolChoice, candidate: Candidate) -> PoolChoice | Refused:
+        q, hardware = self.question, self.question.profiles[choice.shape.gpu]
+        draft, pool = q.draft(choice.drafter), self.pool(choice)
+        try:
+            # What does not fit without drafts does not with them, and how to draft takes long to choose.
+            self._memories[choice] = check(pool, q.model, hardware, q.drafting_of(choice) if draft is None else None)
+            if refusal := self._too_small_a_budget(pool, self.stream(candidate)):
+                return Refused("does_not_fit", refusal)
+            if draft is None:
+                return choice
+            stream = self.stream(candidate)
+            speculation = speculation_on(draft, q.model, hardware, pool, stream, partial(self._rounds, choice, draft))
+            if speculation is None:
+                return Refused("pruned", f"drafting with {choice.drafter} pays at no batch size")
+            choice = replace(choice, speculation=speculation)
+            self._memories[choice] = check(self.pool(choice), q.model, hardware, draft.drafting)
+            return choice
+        except Infeasible as error:
+            return Refused("does_not_fit", str(error))
+
+    @staticmethod
+    def _too_small_a_budget(pool: Pool, stream: RequestStream) -> str:
+        """Return why no step has room for the longest prompt of a load, if the engine does not cut prompts."""
+        batching, longest = pool.batching, int(stream.prompt_tokens.max())
+        cuts = batching.chunked_prefill and POLICY.find(batching.policy).cuts_prompts != "never"
+        if pool.role == "decode" or cuts or longest <= batching.max_num_batched_tokens:
+            return ""
+        return (
+            f"without chunked prefill max_num_batched_tokens ({batching.max_num_batched_tokens}) must be at least the "
+            f"longest prompt of the load ({longest:,} tokens)"
+        )
+
+    def _rounds(self, choice: PoolChoice, draft: Draft) -> RoundCost:
+        """What the rounds of a pool take: computed once for all pools of its cut with its drafter."""
+        key = (replace(choice.shape, role="mixed"), choice.drafter, choice.fixed)
+        if key not in self._round_costs:
+            hardware = self.question.profiles[choice.shape.gpu]
+            self._round_costs[key] = round_costs(draft, self.question.model, hardware, self.pool(choice))
+        return self._round_costs[key]
+
+    def _too_many(self, candidate: Candidate) -> str:
+        for entry in self.question.study.hardware:
+            used = sum(pool.devices for pool in candidate.pools if pool.shape.gpu == entry.profile)
+            if used > entry.devices:
+                return f"needs {used} {entry.profile}, of which there are {entry.devices}"
+        return ""
+
+    def _no_way(self, candidate: Candidate) -> str:
+        """Why KV caches could not be sent, of a prefill pool; asked once of each shape."""
+        if candidate.prefilling is None:
+            return ""
+        shape = candidate.prefilling.shape
+        if shape not in self._ways:
+            try:
+                self.deployment(candidate)
+                self._ways[shape] = ""
+            except Infeasible as error:
+                self._ways[shape] = str(error)
+        return self._ways[shape]
+
+    def pool(self, choice: PoolChoice) -> Pool:
+        """The pool that a choice stands for."""
+        study = self.question.study
+        return choice.pool(study, self.max_model_len, self.question.settings_of(choice.shape))
+
+    # --- what it costs, and could reach -----------------------------------------------------------------------
+
+    def costs(self, choice: PoolChoice) -> CompiledCosts | CompiledRounds:
+        """Step costs of a pool: compiled once for all pools of its cut that draft alike, whatever their role, on the
+        most seats and the largest budget among them."""
+        key = (replace(choice.shape, role="mixed"), choice.drafter, choice.speculation, choice.fixed)
+        if key not in self._costs:
+            seats, tokens = self._widest[replace(choice.shape, role="mixed")]
+            q, pool = self.question, self.pool(choice)
+            wide = {"max_num_seqs": seats, "max_num_batched_tokens": tokens}
+            pool = pool.model_copy(update={"batching": pool.batching.model_copy(update=wide)})
+            factors = self._margins(pool, choice)
+            self._costs[key] = compiled_costs(
+                pool, q.model, q.profiles[choice.shape.gpu], self.max_model_len, q.drafting_of(choice), factors
+            )
+        return self._costs[key]
+
+    def _margins(self, pool: Pool, choice: PoolChoice) -> Mapping[str, float] | None:
+        """Factors on the times of operators with which a pool is judged, by kind; None if it is judged as predicted."""
+        q, confidence = self.question, self.question.study.slo.confidence
+        if confidence is None:
+            return None
+        hardware = q.profiles[choice.shape.gpu]
+        blocks = self._memories[choice.alone].num_blocks if choice.alone in self._memories else None
+        factor = margin(confidence, q.model, hardware, pool, q.draws.stream(MEAN_OF), blocks, q.study.seed)
+        return dict.fromkeys(KINDS, factor)
+
+    def deployment(self, candidate: Candidate) -> Deployment:
+        """A settled candidate, with step costs that others share."""
+        known = [self._known.get(choice.alone) for choice in candidate.pools]
+        pools = [pool for pool in known if pool is not None]
+        if len(pools) == len(known):
+            plan = self.question.plan(candidate, self.max_model_len)
+            own = (replace(pool, spec=spec) for pool, spec in zip(pools, plan.pools, strict=True))
+            return Deployment(plan, self.question.model, tuple(own))
+        costs = {self.pool(choice).name: self.costs(choice) for choice in candidate.pools}
+        deployment = self.question.deploy(candidate, self.max_model_len, costs)
+        for choice, pool in zip(candidate.pools, deployment.pools, strict=True):
+            if choice.speculation is None and choice.fixed is None:
+                self._known[choice.alone] = pool
+        return deployment
+
+    def memory(self, choice: PoolChoice) -> Memory:
+        """Of an instance of a settled pool."""
+        return self._memories[choice.alone]
+
+    def capacity(self, candidate: Candidate) -> RateBound:
+        """Requests per second that no schedule of a settled candidate sustains."""
+        stream = self.stream(candidate)
+        bounds = []
+        for choice in candidate.pools:
+            where = "" if choice.shape.role == "mixed" else f" of the {choice.shape.role} pool"
+            bounds.append(RateBound(self._sustains(choice, stream) * choice.instances, f"capacity{where}"))
+        return RateBound(sum(bound.rps for bound in bounds), "capacity") if candidate.of_kinds else min(bounds)
+
+    def instance_rate(self, choice: PoolChoice, candidate: Candidate) -> tuple[int, float] | None:
+        """(GPUs of an instance of one of a candidate's pools, requests per second that it could sustain at most);
+        None where an engine would refuse it."""
+        alone = choice.alone
+        settled = self._settled_alone(alone, candidate)
+        if isinstance(settled, Refused):
+            return None
+        return settled.devices, self._sustains(settled, self.stream(candidate))
+
+    def _sustains(self, choice: PoolChoice, stream: RequestStream) -> float:
+        """Requests per second that an instance could sustain at most."""
+        alone = choice.alone
+        key = (alone, len(stream))
+        if key not in self._sustained:
+            self._sustained[key] = self._capacity(alone, stream).rps(self._deployed(alone)) / alone.instances
+        return self._sustained[key]
+
+    def _deployed(self, choice: PoolChoice) -> DeployedPool:
+        pool, hardware = self.pool(choice), self.question.profiles[choice.shape.gpu]
+        return DeployedPool(pool, hardware, self._memories[choice], self.costs(choice), self.max_model_len, 0)
+
+    def _capacity(self, choice: PoolChoice, stream: RequestStream) -> PoolCapacity:
+        key = (choice.shape, choice.drafter, choice.speculation, choice.fixed, len(stream))
+        if key not in self._capacities:
+            tables = self.costs(choice).tables
+            self._capacities[key] = PoolCapacity(tables, stream, choice.shape.role, self.max_model_len)
+        return self._capacities[key]
+
+
+def _widest(choices: Iterable[PoolChoice]) -> dict[object, tuple[int, int]]:
+    """The most seats and the largest budget of the pools of each cut."""
+    widest: dict[object, tuple[int, int]] = {}
+    for choice in {id(choice): choice for choice in choices}.values():
+        cut = replace(choice.shape, role="mixed")
+        seats, tokens = widest.get(cut, (0, 0))
+        widest[cut] = max(seats, choice.max_num_seqs), max(tokens, choice.max_num_batched_tokens)
+    return widest

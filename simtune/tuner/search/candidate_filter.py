@@ -1,0 +1,195 @@
+"""Candidates as they enter the search: those that fit, with what they could reach at most, and why others do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from simtune.sim.deployment import Deployment
+from simtune.tuner.bounds.best_case import least_e2el_s, most_favourable, slo_bound
+from simtune.tuner.objectives import Miss, PlanFacts, RateObjective
+from simtune.tuner.plan_cache import PlanCache, Refused
+from simtune.tuner.question import SAMPLED_CORES, Question
+from simtune.tuner.search.climb import SimulationFinding
+from simtune.tuner.search.implied_results import tell_apart
+from simtune.tuner.space.candidates import Candidate
+from simtune.tuner.space.garbage_collection import gc_disabled
+from simtune.tuner.space.plan_classes import PlanClass
+from simtune.tuner.trial import Trial
+
+ALLOCATION = "allocation"
+"""What bounds a plan of a class that was not opened."""
+
+
+@dataclass
+class BoundedCandidate:
+    """A plan that may be the best."""
+
+    row: Trial
+    plan_cache: PlanCache
+    facts: PlanFacts
+    best: float
+    """What it could reach of the objective at most."""
+    sign: int
+    """Whether more (1) or less (-1) of that is better."""
+    e2el_s: float = 0.0
+    """Mean end-to-end latency at least."""
+    missed: Miss | None = None
+    """At the lowest rate at which it was seen to miss the SLO."""
+
+    given_up: bool = False
+    """True if fresh draws leave it no rate that is better than that of a confirmed plan."""
+
+    @cached_property
+    def deployment(self) -> Deployment:
+        """The plan, ready to be simulated; made when it is first asked for."""
+        return self.plan_cache.deployment(self.candidate)
+
+    @property
+    def candidate(self) -> Candidate:
+        """Which plan it is."""
+        return self.row.candidate
+
+    @property
+    def bound_rps(self) -> float:
+        """No higher rate is possible."""
+        assert self.row.rate_bound_rps is not None
+        return self.row.rate_bound_rps
+
+    @property
+    def ceiling_rps(self) -> float:
+        """The same, and no rate from that on at which it missed the SLO."""
+        return self.bound_rps if self.missed is None else min(self.bound_rps, self.missed.rate_rps)
+
+    @property
+    def reaches(self) -> float | None:
+        """The most of a rate objective on any draw, where it was seen to miss the SLO on one (`RateObjective.reaches`);
+        else what is known without."""
+        objective = self.plan_cache.question.objective
+        if self.missed is None or self.row.best is None or not isinstance(objective, RateObjective):
+            return self.row.best
+        return objective.reaches(self.facts, self.missed, self.plan_cache.capacity(self.candidate).rps)
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What plans have in common that differ in limits alone: seats, token budgets, KV blocks."""
+        pools = tuple((pool.prefix_caching, pool.drafter, pool.weight) for pool in self.candidate.pools)
+        speculation = None if self.candidate.speculation is None else self.candidate.speculation.model_dump_json()
+        return self.candidate.shape, self.candidate.router, pools, speculation
+
+    @property
+    def shared_keys(self) -> list[tuple[object, ...]]:
+        """What a simulation of another plan that tells of this one must have in common with it."""
+        prefill = self.candidate.prefilling
+        return [self.kind] if prefill is None else [self.kind, (prefill, self.candidate.router)]
+
+    def ruled_out_by(self, other: BoundedCandidate, finding: SimulationFinding) -> str:
+        """Why this plan misses the SLO where another one did, at a rate no lower; nothing where it might meet it."""
+        name = other.candidate.name
+        if other.kind == self.kind and finding.used and not tell_apart(self.deployment, finding.used):
+            return f"misses the SLO as {name} does: none of the limits that tell them apart is reached"
+        if finding.first_tokens_miss and self.shared_keys[1:] == other.shared_keys[1:] != []:
+            return f"has the prefill pool of {name}, whose first tokens miss the SLO whatever decodes"
+        return ""
+
+    def order(self) -> tuple[float, ...]:
+        """What could reach more comes first, then the simplest cut, then small budgets and few seats."""
+        budget = sum(pool.max_num_batched_tokens for pool in self.candidate.pools)
+        seats = sum(pool.max_num_seqs for pool in self.candidate.pools)
+        return (-self.sign * self.best, self.candidate.gpus_per_instance, -self.bound_rps, budget, seats)
+
+
+class CandidateFilter:
+    """Lets candidates in, and says more exactly what they could reach when that is asked."""
+
+    def __init__(self, question: Question, plan_cache: PlanCache) -> None:
+        self.question, self.plan_cache = question, plan_cache
+
+    def check(self, candidate: Candidate) -> BoundedCandidate | Trial:
+        """A candidate bounded by its capacity, or its fate where it could not do what is asked."""
+        settled = self.plan_cache.settled(candidate)
+        if isinstance(settled, Refused):
+            return Trial(candidate, settled.status, settled.reason)
+        bound = self.plan_cache.capacity(settled)
+        blocks = self.plan_cache.memory(settled.pools[0]).num_blocks
+        row = Trial(settled, "pruned", "", blocks, bound.rps, bound.by)
+        stream, objective = self.plan_cache.stream(settled), self.question.objective
+        bounded_candidate = BoundedCandidate(
+            row, self.plan_cache, self.question.facts(settled, stream), 0.0, objective.sign
+        )
+        if self.question.objective.name == "e2el":
+            bounded_candidate.e2el_s = least_e2el_s(bounded_candidate.deployment, stream, SAMPLED_CORES)
+        self._weigh(bounded_candidate)
+        return row if row.reason else bounded_candidate
+
+    def sorted_by_kind(
+        self, candidates: Iterable[Candidate]
+    ) -> tuple[list[Trial], list[BoundedCandidate], list[list[BoundedCandidate]]]:
+        """(the rows of candidates, those that may be the best, the same by kinds that differ in limits alone)."""
+        rows, plans, kinds = [], [], dict[tuple[object, ...], list[BoundedCandidate]]()
+        for candidate in candidates:
+            bounded_candidate = self.check(candidate)
+            if isinstance(bounded_candidate, Trial):
+                rows.append(bounded_candidate)
+            else:
+                rows.append(bounded_candidate.row)
+                plans.append(bounded_candidate)
+                kinds.setdefault(bounded_candidate.kind, []).append(bounded_candidate)
+        return rows, plans, [*kinds.values()]
+
+    def unopened(self, group: PlanClass, reason: str) -> list[Trial]:
+        """The fates of candidates whose class as a whole was ruled out, or that could not do what is asked."""
+        with gc_disabled():
+            return [self._unopened(candidate, group, reason) for candidate in group.candidates]
+
+    def _unopened(self, candidate: Candidate, group: PlanClass, reason: str) -> Trial:
+        settled = self.plan_cache.settled(candidate)
+        if isinstance(settled, Refused):
+            return Trial(candidate, settled.status, settled.reason)
+        blocks = self.plan_cache.memory(settled.pools[0]).num_blocks
+        row = Trial(settled, "pruned", reason, blocks, bounded_by=ALLOCATION, best=group.best)
+        row.allocation = group.name
+        return row
+
+    def refine(self, bounded_candidates: Sequence[BoundedCandidate]) -> bool:
+        """Bound plans of one kind by their SLO, at the most favourable of their limits. Whether that lowers a bound; a
+        plan that is then known to be of no use has a reason in its row."""
+        first = bounded_candidates[0]
+        deployments = [bounded_candidate.deployment for bounded_candidate in bounded_candidates]
+        stream, slo = self.plan_cache.stream(first.candidate), self.question.study.slo
+        known = max(bounded_candidate.bound_rps for bounded_candidate in bounded_candidates)
+        bound = slo_bound(most_favourable(deployments), stream, slo, SAMPLED_CORES, below_rps=known)
+        lowered = [
+            bounded_candidate for bounded_candidate in bounded_candidates if bound.rps < bounded_candidate.bound_rps
+        ]
+        for bounded_candidate in lowered:
+            bounded_candidate.row.rate_bound_rps, bounded_candidate.row.bounded_by = bound.rps, bound.by
+            self._weigh(bounded_candidate)
+        return bool(lowered)
+
+    def _weigh(self, bounded_candidate: BoundedCandidate) -> None:
+        """What the objective makes of a bound, and whether it leaves the plan a chance."""
+        row, objective = bounded_candidate.row, self.question.objective
+        stream = self.plan_cache.stream(bounded_candidate.candidate)
+        offered = None if stream.batch else stream.offered_rate_rps
+        rate = bounded_candidate.bound_rps if objective.searches_rate or offered is None else offered
+        bounded_candidate.best = objective.best(bounded_candidate.facts, rate, bounded_candidate.e2el_s)
+        row.best = None
+        if bounded_candidate.bound_rps <= 0:
+            alone = ", even where no request has another beside it" if row.bounded_by == "floor" else ""
+            row.status, row.reason = "infeasible", f"misses the SLO at any rate{alone} ({row.bounded_by})"
+        elif not objective.searches_rate and offered is not None and bounded_candidate.bound_rps < offered:
+            most = bounded_candidate.bound_rps
+            row.reason = f"cannot exceed {most:.4g} requests/s ({row.bounded_by}); {offered:.4g} are offered"
+        elif wrong := self._beyond_limits(bounded_candidate, rate):
+            row.reason = wrong
+        else:
+            row.best = bounded_candidate.best
+
+    def _beyond_limits(self, bounded_candidate: BoundedCandidate, rate: float) -> str:
+        for limit in self.question.limits:
+            best = limit.objective.best(bounded_candidate.facts, rate, bounded_candidate.e2el_s)
+            if wrong := limit.violated(best):
+                return f"at best {wrong}"
+        return ""

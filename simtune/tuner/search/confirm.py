@@ -1,0 +1,270 @@
+"""Confirm a plan on draws of the requests that the search has not seen, before it is reported.
+
+A search takes the best of many plans on one draw, and so the luckiest. A rate is reported only if it keeps the SLO on
+every one of a few fresh draws, each of 8,000 requests, 25 lifetimes, and ten requests beyond each percentile of the
+SLO, or more; it is stepped down until it does. The draws have to show that it keeps up, too: together, their number of
+requests in the system must stray less than in all but a thousandth of as many free random walks. Near the capacity it
+does not; then they are made longer, MOST_REQUESTS, where it is enough that a limit of TTFT or E2EL feels an overload of
+1 %.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from simtune.results.result import Result
+from simtune.results.steady import needed_for
+from simtune.results.summary import SimulationSummary
+from simtune.sim.deployment import Deployment
+from simtune.specs.workload import Slo
+from simtune.tuner.objectives import Miss, RateObjective
+from simtune.tuner.plan_cache import PlanCache
+from simtune.tuner.question import Question
+from simtune.tuner.search.candidate_filter import BoundedCandidate
+from simtune.tuner.search.climb import LOWEST, Simulation, SimulationFinding, violation
+from simtune.tuner.search.draws import MOST_REQUESTS
+from simtune.tuner.search.evaluator import Evaluator
+from simtune.tuner.trial import Attempt, Confirmed
+
+ENOUGH_LIFETIMES = 25
+OVERLOAD = 0.01
+"""Share of the offered requests that are not kept up with, which a rate that is reported may hide."""
+STRAYS = {1: 0.016, 2: 0.027, 3: 0.036}
+"""0.1 % quantile of the mean of `simtune.results.steady.wander` over so many free random walks;
+of more that of three."""
+
+
+class DrawsVerdict(NamedTuple):
+    """What fresh draws show of a plan at a rate."""
+
+    confirmed: Confirmed | None
+    """None where one of them misses the SLO."""
+    reason: str
+    missed: int = 0
+    """Requests that were simulated where it does; 0 where no draw does by itself."""
+
+
+class FreshDraws:
+    """Judges plans on fresh draws."""
+
+    def __init__(self, question: Question, evaluator: Evaluator) -> None:
+        self._question, self._evaluator = question, evaluator
+        self._draws = num_draws(question)
+
+    def verdict(self, plan: BoundedCandidate, rate_rps: float | None) -> DrawsVerdict:
+        """Simulate a plan on one draw after the other, until one misses the SLO; on longer ones where these do not show
+        that it keeps up."""
+        requests, most = self._requests(plan, rate_rps), self._question.num_requests(plan.candidate, MOST_REQUESTS)
+        verdict = self._on_draws(plan, rate_rps, requests)
+        if verdict.confirmed is None and not verdict.missed and requests < most:
+            return self._on_draws(plan, rate_rps, most)
+        return verdict
+
+    def _on_draws(self, plan: BoundedCandidate, rate_rps: float | None, requests: int) -> DrawsVerdict:
+        findings: list[SimulationFinding] = []
+        for draw in range(1, 1 + self._draws):
+            finding = self._simulated(plan, rate_rps, draw, requests)
+            if not finding.met:
+                return DrawsVerdict(
+                    None, f"on another draw of the requests: {finding.reason}", finding.summary.requests
+                )
+            findings.append(finding)
+        return judged_together(self._question, findings)
+
+    def _simulated(self, plan: BoundedCandidate, rate_rps: float | None, draw: int, requests: int) -> SimulationFinding:
+        task = draw_task(self._question, plan, rate_rps, draw, requests)
+        finding = self._evaluator.finding((plan.candidate.name, rate_rps, draw), task, ())
+        plan.row.simulations += 1
+        plan.row.tried.append(Attempt(rate_rps, finding.met, draw=draw, requests=requests))
+        return finding
+
+    def _requests(self, plan: BoundedCandidate, rate_rps: float | None) -> int:
+        """Over all cores, so that those that are simulated see as many as are needed."""
+        question, seen = self._question, plan.row.summary
+        if question.workload.batch:
+            return question.num_requests(plan.candidate)
+        statistics = [statistic for slo in _objectives(question) for _, statistic, _ in slo.limits()]
+        least = max(question.study.search.confirm.requests, *(needed_for(statistic) for statistic in statistics), 1)
+        rate = rate_rps if seen is None or rate_rps is not None else seen.offered_rate_rps
+        felt = question.num_requests(plan.candidate, MOST_REQUESTS) if rate is None else felt_after_s(question) * rate
+        simulated = question.simulated_instances(plan.candidate) / plan.candidate.pools[0].instances
+        wanted = max(_lasting(seen), felt * simulated)
+        return question.num_requests(plan.candidate, max(least, math.ceil(min(MOST_REQUESTS, wanted))))
+
+
+def _lasts_s(finding: SimulationFinding) -> float:
+    """Time in which the requests of a run arrive; infinite for a load without a rate."""
+    summary = finding.summary
+    mean = summary.metrics["e2el"].mean
+    return math.inf if summary.lifetimes is None or mean is None else summary.lifetimes * mean
+
+
+def _lasting(seen: SimulationSummary | None) -> int:
+    """Requests that last ENOUGH_LIFETIMES, by a run of fewer or more."""
+    if seen is None or not seen.lifetimes:
+        return 1
+    return math.ceil(seen.requests * ENOUGH_LIFETIMES / seen.lifetimes)
+
+
+class ConfirmedPlan(NamedTuple):
+    """A plan that keeps the SLO on all its cores, and on fresh draws where these were asked for."""
+
+    plan: BoundedCandidate
+    deployment: Deployment
+    result: Result
+    draws: Confirmed | None
+
+
+def felt_after_s(question: Question) -> float:
+    """How long a load has to last until an OVERLOAD is sure to be felt by the SLO; infinite where no limit feels it.
+
+    Under it requests wait longer and longer, the last one OVERLOAD of the time in which all arrive: the percentile p of
+    the waits is p of that, their mean a half.
+    """
+    needed = []
+    for slo in _objectives(question):
+        waits = [(statistic, limit) for metric, statistic, limit in slo.limits() if metric != "tpot"]
+        shares = [0.5 if statistic == "mean" else float(statistic[1:]) / 100 for statistic, _ in waits]
+        each = (limit / OVERLOAD / share for (_, limit), share in zip(waits, shares, strict=True) if share > 0)
+        needed.append(min(each, default=math.inf))
+    return max(needed)
+
+
+def _objectives(question: Question) -> list[Slo]:
+    """The SLO of the study, or that of each class where classes have their own."""
+    if all(one.slo is None for one in question.workload.classes):
+        return [question.study.slo]
+    return [question.study.slo if one.slo is None else one.slo for one in question.workload.classes]
+
+
+def judged_together(question: Question, findings: Sequence[SimulationFinding]) -> DrawsVerdict:
+    """The verdict of draws on each of which a plan keeps the SLO: whether they show that it keeps up as well."""
+    strays = [finding.wander for finding in findings if finding.wander is not None]
+    count = min(finding.summary.requests for finding in findings)
+    felt = count >= MOST_REQUESTS and all(_lasts_s(finding) >= felt_after_s(question) for finding in findings)
+    if not felt and strays and sum(strays) / len(strays) > STRAYS[min(3, len(strays))]:
+        return DrawsVerdict(None, f"is not shown to be kept up with by {len(strays)} draws of {count:,} requests")
+    lifetimes = [f.summary.lifetimes for f in findings if f.summary.lifetimes is not None]
+    return DrawsVerdict(Confirmed(len(findings), count, min(lifetimes, default=None)), "")
+
+
+def num_draws(question: Question) -> int:
+    """Fresh draws of a study: one if all are alike, as of a trace that has the times and lengths of requests."""
+    first, second = (question.draws.stream(100, draw) for draw in (1, 2))
+    columns = [(first.prompt_tokens, second.prompt_tokens), (first.output_tokens, second.output_tokens)]
+    alike = all(np.array_equal(one, other) for one, other in columns)
+    if first.arrival_s is not None and second.arrival_s is not None:
+        alike = alike and np.array_equal(first.arrival_s, second.arrival_s)
+    draws = question.study.search.confirm.draws
+    return min(1, draws) if alike else draws
+
+
+def draw_task(
+    question: Question, plan: BoundedCandidate, rate_rps: float | None, draw: int, requests: int
+) -> Simulation:
+    """The simulation of a plan on a fresh draw."""
+    stream = question.draws.stream(requests, draw)
+    return Simulation(plan.deployment, stream, question.study.slo, rate_rps, draws=question.draws, draw=draw)
+
+
+def highest_rung(holds: Callable[[int], bool], most: int) -> int | None:
+    """The least k in 0, 1, ..., `most` that holds, if all above it do: in growing strides, then by halves; None where
+    none does."""
+    low, high, stride = -1, 0, 1
+    while not holds(high):
+        if high >= most:
+            return None
+        low, high, stride = high, min(most, high + stride), 2 * stride
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
+
+
+class Confirmer:
+    """Confirms plans on fresh draws, then on all their cores."""
+
+    def __init__(self, question: Question, plan_cache: PlanCache, evaluator: Evaluator) -> None:
+        self.question, self.plan_cache = question, plan_cache
+        self.step = 1 + question.study.search.rate_tolerance
+        self._fresh = FreshDraws(question, evaluator)
+
+    def confirm(self, plan: BoundedCandidate, leader: ConfirmedPlan | None) -> ConfirmedPlan | None:
+        """A plan with the highest rate that holds; None where none does that is better than a `leader`, or where all
+        its cores miss the SLO. What is seen is written into the plan's row."""
+        value = None
+        if leader is not None:
+            value = self.question.objective.value(leader.plan.facts, leader.plan.row.judged)
+        verdict = self._on_fresh_draws(plan, value)
+        return None if verdict is None else self._on_all_cores(plan, verdict.confirmed)
+
+    def _on_fresh_draws(self, plan: BoundedCandidate, leader: float | None) -> DrawsVerdict | None:
+        """What fresh draws show at the highest rate that they leave it, which becomes the plan's own; None where they
+        leave it none that is better than a plan that is confirmed."""
+        row, objective = plan.row, self.question.objective
+        if not self.question.study.search.confirm.draws:
+            return DrawsVerdict(None, "")
+        if not isinstance(objective, RateObjective):
+            verdict = self._fresh.verdict(plan, row.rate_rps if objective.searches_rate else None)
+            if verdict.confirmed is None:
+                row.status, row.reason, row.best = "infeasible", verdict.reason, None
+                return None
+            return verdict
+        assert row.rate_rps is not None
+        highest, verdicts = row.rate_rps, dict[int, DrawsVerdict]()
+        least = self.plan_cache.capacity(plan.candidate).rps * LOWEST
+        if leader is not None:
+            least = objective.rate_for(plan.facts, leader) * self.step
+
+        def holds(rung: int) -> bool:
+            if rung in verdicts:
+                return verdicts[rung].confirmed is not None
+            verdicts[rung] = self._fresh.verdict(plan, highest / self.step**rung)
+            if verdicts[rung].missed:
+                self._missed(plan, Miss(highest / self.step**rung, verdicts[rung].missed))
+            return verdicts[rung].confirmed is not None
+
+        most = max(0, math.floor(math.log(highest / least) / math.log(self.step) + 1e-9))
+        rung = None if leader is not None and not holds(most) else highest_rung(holds, most)
+        if rung is None:
+            last = max(verdicts)
+            row.status, plan.given_up = "infeasible", True
+            row.reason = f"at {highest / self.step**last:.4g} requests/s {verdicts[last].reason}"
+            return None
+        row.rate_rps = highest / self.step**rung
+        return verdicts[rung]
+
+    def _missed(self, plan: BoundedCandidate, miss: Miss) -> None:
+        """Write down that a plan missed the SLO at a rate."""
+        objective = self.question.objective
+        assert isinstance(objective, RateObjective)
+        if plan.missed is None or miss.rate_rps <= plan.missed.rate_rps:
+            plan.missed, plan.row.best = miss, miss.rate_rps * objective.worth(plan.facts)
+
+    def _on_all_cores(self, best: BoundedCandidate, draws: Confirmed | None) -> ConfirmedPlan | None:
+        """Simulate all cores of a plan on the draw of the search; None where it misses the SLO."""
+        question, objective, row = self.question, self.question.objective, best.row
+        rate, seen = row.rate_rps if objective.searches_rate else None, row.summary
+        requests = question.requests if seen is None else max(question.requests, seen.requests)
+        deployment = question.deploy(best.candidate, self.plan_cache.max_model_len)
+        stream = question.stream(best.candidate, rate, requests)
+        result = deployment.simulate(stream, question.study.slo, record=True)
+        judged = result
+        if result.meets_slo and question.study.slo.confidence is not None:
+            judged = best.deployment.simulate(stream, question.study.slo)  # with the margin; reported as predicted
+        row.simulations += 1
+        row.tried.append(Attempt(rate, judged.meets_slo, all_cores=True, requests=len(stream)))
+        if judged.meets_slo:
+            row.take(result.summary(), rate)
+            return ConfirmedPlan(best, deployment, result, draws)
+        if isinstance(objective, RateObjective) and row.rate_rps is not None:
+            self._missed(best, Miss(row.rate_rps, len(stream)))
+            row.rate_rps /= self.step
+        else:
+            row.take(judged.summary(), rate)
+            row.status, row.reason, row.best = "infeasible", violation(judged), None
+        return None

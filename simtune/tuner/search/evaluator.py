@@ -1,0 +1,41 @@
+"""Simulations by key: some worked on ahead of their turn, and none whose result is known from an earlier search."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Executor
+
+from simtune.tuner.search.climb import Simulation, SimulationFinding
+from simtune.tuner.search.lookahead import LookAhead
+from simtune.tuner.search.search_journal import Ledger, key_of
+
+Key = tuple[str, float | None, int]
+"""Of a simulation: a plan by its name, a rate, and a draw."""
+Keyed = tuple[Key, Simulation]
+
+
+class Evaluator:
+    """Says what simulations show, one by one. A `pool` works ahead; the `ledger` knows what was found before."""
+
+    def __init__(self, pool: Executor | None, ledger: Ledger[SimulationFinding] | None) -> None:
+        self._ahead = None if pool is None else LookAhead[Key, SimulationFinding](pool)
+        self._ledger = ledger
+
+    def finding(self, key: Key, task: Simulation, expected: Iterable[Keyed]) -> SimulationFinding:
+        """Of one simulation, while others begin with those expected after it."""
+        finding = self._known(task)
+        if finding is None:
+            finding = task.run() if self._ahead is None else self._ahead.result(key, task, self._unknown(expected))
+            if self._ledger is not None:
+                self._ledger.keep(_ledger_key(task), finding)
+        return finding
+
+    def _known(self, task: Simulation) -> SimulationFinding | None:
+        return None if self._ledger is None else self._ledger.look(_ledger_key(task))
+
+    def _unknown(self, expected: Iterable[Keyed]) -> Iterator[Keyed]:
+        return ((key, task) for key, task in expected if self._known(task) is None)
+
+
+def _ledger_key(task: Simulation) -> str:
+    return key_of(task.deployment.plan, task.rate_rps, task.draw, len(task.stream))

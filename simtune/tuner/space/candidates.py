@@ -1,0 +1,565 @@
+"""The plans a study asks about: every choice of pools, settings and routers within its devices and constraints."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
+from functools import cache, cached_property
+from itertools import combinations, product
+from typing import Any
+
+from simtune.errors import Infeasible
+from simtune.specs.constraints import Constraint
+from simtune.specs.plan import KvLink, Plan
+from simtune.specs.pool import Parallelism, Pool, Role
+from simtune.specs.preset import merged
+from simtune.specs.routing import RoundRobinRouting, Routing
+from simtune.specs.speculation import Speculation
+from simtune.specs.study import PoolChoices, Study
+
+PER_DEVICE = ("goodput_per_gpu", "goodput_per_dollar", "pareto")
+"""Objectives of which a ratio of prefill to decode instances says all, however many there are of each."""
+COUNTING = ("gpus", "usd_per_million_tokens", "joules_per_token")
+"""Objectives for which every number of instances is a plan of its own."""
+
+
+def gpu_word(profile: str) -> str:
+    """A hardware profile as names have it."""
+    return re.sub(r"[^A-Za-z0-9.]+", "-", profile).strip("-")
+
+
+@dataclass(frozen=True, order=True)
+class PoolShape:
+    """How GPUs are cut into the instances of a pool. Pools of one shape share their compiled costs."""
+
+    gpu: str
+    """A hardware profile of the study."""
+    tp: int
+    pp: int = 1
+    attention_dp: int = 1
+    expert_parallel: bool = False
+    kv_dtype: str = ""
+    """Empty: the engine's or the model's own."""
+    role: Role = "mixed"
+    weight_dtype: str = ""
+    """Empty: as in the model's checkpoint."""
+
+    @property
+    def parallelism(self) -> Parallelism:
+        """Of an instance."""
+        return Parallelism(tp=self.tp, pp=self.pp, attention_dp=self.attention_dp, expert_parallel=self.expert_parallel)
+
+    @property
+    def devices(self) -> int:
+        """GPUs of one instance, but for those that a drafter has for itself."""
+        return self.tp * self.pp * self.attention_dp
+
+    @cached_property
+    def name(self) -> str:
+        """E.g. tp2-pp1, with what else is not as usual."""
+        more = [f"dp{self.attention_dp}"] * (self.attention_dp > 1) + ["ep"] * self.expert_parallel
+        more += [f"w-{self.weight_dtype}"] if self.weight_dtype else []
+        return "-".join([f"tp{self.tp}-pp{self.pp}", *more, *([f"kv-{self.kv_dtype}"] if self.kv_dtype else [])])
+
+
+@dataclass(frozen=True)
+class PoolChoice:
+    """A pool with all that is searched of it."""
+
+    shape: PoolShape
+    instances: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    prefix_caching: bool | None = None
+    """None: as the engine sets it, else off."""
+    drafter: str = ""
+    """The label of a drafter of the study; empty for none."""
+    speculation: Speculation | None = field(default=None, compare=False)
+    """How it drafts, which follows from all else."""
+    fixed: Pool | None = field(default=None, compare=False)
+    """The pool itself, where the study gives it whole."""
+    own_name: str = field(default="", compare=False)
+    """Of the pool, where another one has its role as well."""
+    weight: float | None = field(default=None, compare=False)
+    """Of each of its cores in round robin beside another pool, which follows from all else."""
+
+    @property
+    def devices(self) -> int:
+        """GPUs of all instances, those of drafters among them."""
+        drafter = 0 if self.speculation is None else self.speculation.own_devices(self.shape.tp)
+        own = self.shape.devices + drafter if self.fixed is None else self.fixed.devices
+        return self.instances * own
+
+    @cached_property
+    def alone(self) -> PoolChoice:
+        """One instance of it; the pool itself where the study gives it whole."""
+        return self if self.fixed is not None or self.instances == 1 else replace(self, instances=1)
+
+    @cached_property
+    def key(self) -> tuple[Any, ...]:
+        """By which choices are sorted."""
+        caching = -1 if self.prefix_caching is None else int(self.prefix_caching)
+        return (
+            astuple(self.shape),
+            self.instances,
+            self.max_num_seqs,
+            self.max_num_batched_tokens,
+            caching,
+            self.drafter,
+        )
+
+    @property
+    def name(self) -> str:
+        """E.g. tp2-pp1-x4-s256-t8192, and what else is searched of it."""
+        name = f"{self.shape.name}-x{self.instances}-s{self.max_num_seqs}-t{self.max_num_batched_tokens}"
+        caching = {None: "", True: "-cached", False: "-uncached"}[self.prefix_caching]
+        return name + caching + (f"-{self.drafter}" if self.drafter else "")
+
+    @property
+    def pool_name(self) -> str:
+        """Of the pool in a plan, where the study does not give it whole."""
+        return self.own_name or self.shape.role
+
+    @cached_property
+    def names(self) -> Mapping[str, Any]:
+        """What constraints call its settings (`simtune.specs.constraints.POOL_NAMES`)."""
+        shape = self.shape
+        return {
+            "role": shape.role,
+            "gpu": shape.gpu,
+            "tp": shape.tp,
+            "pp": shape.pp,
+            "attention_dp": shape.attention_dp,
+            "expert_parallel": shape.expert_parallel,
+            "weight_dtype": shape.weight_dtype,
+            "kv_dtype": shape.kv_dtype,
+            "instances": self.instances,
+            "devices": self.devices,
+            "max_num_seqs": self.max_num_seqs,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "prefix_caching": bool(self.prefix_caching),
+            "drafter": self.drafter,
+        }
+
+    def pool(self, study: Study, max_model_len: int, engine: Mapping[str, Any]) -> Pool:
+        """The pool it stands for, with the settings of `engine` where the study leaves something open."""
+        if self.fixed is not None:
+            return self.fixed.model_copy(update={"max_model_len": self.fixed.max_model_len or max_model_len})
+        kv_cache: dict[str, Any] = {"dtype": self.shape.kv_dtype} if self.shape.kv_dtype else {}
+        if self.prefix_caching is not None:
+            kv_cache["prefix_caching"] = self.prefix_caching
+        own = {
+            "name": self.pool_name,
+            "role": self.shape.role,
+            "instances": self.instances,
+            "parallelism": self.shape.parallelism,
+            "batching": {
+                "max_num_seqs": self.max_num_seqs,
+                "max_num_batched_tokens": self.max_num_batched_tokens,
+                **({} if study.batching is None else study.batching.model_dump(exclude_unset=True, exclude_none=True)),
+            },
+            "max_model_len": max_model_len,
+            "speculation": self.speculation,
+            **({"weight_dtype": self.shape.weight_dtype} if self.shape.weight_dtype else {}),
+            **({"kv_cache": kv_cache} if kv_cache else {}),
+        }
+        return Pool.model_validate(merged(own, {"hardware": self.shape.gpu, **engine}))
+
+
+Shape = tuple[tuple[PoolShape, int], ...]
+"""Shapes of the pools of a plan, each with its instances: a class of plans that differ in settings alone."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One point of the search space: a mixed pool, two of different hardware, or a prefill and a decode pool."""
+
+    pools: tuple[PoolChoice, ...]
+    router: int = 0
+    """Which of the study's routers."""
+
+    @classmethod
+    def mixed(
+        cls,
+        gpu: str,
+        tp: int,
+        pp: int = 1,
+        instances: int = 1,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        drafter: str = "",
+        speculation: Speculation | None = None,
+    ) -> Candidate:
+        """One mixed pool."""
+        shape = PoolShape(gpu, tp, pp)
+        choice = PoolChoice(
+            shape, instances, max_num_seqs, max_num_batched_tokens, drafter=drafter, speculation=speculation
+        )
+        return cls((choice,))
+
+    @cached_property
+    def shape(self) -> Shape:
+        """How its GPUs are cut: plans of one shape differ in settings alone."""
+        return tuple((pool.shape, pool.instances) for pool in self.pools)
+
+    @cached_property
+    def num_gpus(self) -> int:
+        """Of all pools."""
+        return sum(pool.devices for pool in self.pools)
+
+    @property
+    def gpus_per_instance(self) -> int:
+        """The most of any of its pools."""
+        return max(pool.shape.devices for pool in self.pools)
+
+    @property
+    def drafter(self) -> str:
+        """The label of the drafter of the pool that drafts; empty where none does."""
+        return next((pool.drafter for pool in self.pools if pool.drafter), "")
+
+    @property
+    def speculation(self) -> Speculation | None:
+        """How that pool drafts."""
+        return next((pool.speculation for pool in self.pools if pool.speculation is not None), None)
+
+    @property
+    def decoding(self) -> PoolChoice:
+        """The pool that decodes: its only one, or the decode pool."""
+        return self.pools[-1]
+
+    @property
+    def prefilling(self) -> PoolChoice | None:
+        """The prefill pool, where prompts have one."""
+        return self.pools[0] if len(self.pools) > 1 and not self.of_kinds else None
+
+    @property
+    def of_kinds(self) -> bool:
+        """Whether mixed pools of several kinds of hardware share the requests."""
+        return len(self.pools) > 1 and self.pools[0].shape.role == "mixed"
+
+    @property
+    def cut(self) -> tuple[PoolShape, ...]:
+        """How the GPUs of each pool are cut into instances, however many there are."""
+        return tuple(pool.shape for pool in self.pools)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """By which candidates are sorted."""
+        return (len(self.pools), tuple(pool.key for pool in self.pools), self.router)
+
+    @property
+    def name(self) -> str:
+        """E.g. tp2-pp1-x4-s256-t8192; of prefill and decode pools p.tp1-..._d.tp2-...; with the GPU where a study has
+        several, and the router's number where it has several."""
+        parts = [self._pool_name(pool) for pool in self.pools]
+        return "_".join(parts) + (f"-router{self.router + 1}" if self.router else "")
+
+    def _pool_name(self, pool: PoolChoice) -> str:
+        role = "" if pool.shape.role == "mixed" else f"{pool.shape.role[0]}."
+        return f"{role}{self.gpu_label(pool)}{pool.name}"
+
+    gpu_labels: bool = False
+    """Whether names say on which GPU a pool runs."""
+
+    def gpu_label(self, pool: PoolChoice) -> str:
+        """The GPU in a name, where there are several."""
+        return gpu_word(pool.shape.gpu) + "-" if self.gpu_labels else ""
+
+    def with_pools(self, pools: Iterable[PoolChoice]) -> Candidate:
+        """The same plan with its pools settled."""
+        return replace(self, pools=tuple(pools))
+
+    def plan(
+        self, study: Study, max_model_len: int, engine: Callable[[PoolShape], Mapping[str, Any]] = lambda shape: {}
+    ) -> Plan:
+        """The plan it stands for. `engine` are the settings of the study's engine for instances of a shape."""
+        pools = tuple(pool.pool(study, max_model_len, engine(pool.shape)) for pool in self.pools)
+        apart = self.prefilling is not None
+        return Plan(
+            name=self.name,
+            model=study.model,
+            pools=pools,
+            router=self._weighted(study.routers[self.router]),
+            decode_router=study.decode_router if apart else None,
+            link=(study.link or KvLink()) if apart else None,
+        )
+
+    def _weighted(self, router: Routing) -> Routing:
+        """Round robin with the weights of its pools, where they have some; any other router as it is."""
+        weights = {pool.pool_name: pool.weight for pool in self.pools if pool.weight is not None}
+        if not weights or not isinstance(router, RoundRobinRouting):
+            return router
+        return RoundRobinRouting(weights=weights)
+
+
+# --- the space --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Space:
+    """All candidates of a study that fulfil its constraints, and how many were left out by each of these."""
+
+    candidates: tuple[Candidate, ...]
+    left_out: Mapping[str, int]
+    """By constraint, in its own words."""
+    refused: Mapping[str, int] = field(default_factory=dict)
+    """By the reason why the engine would not run them (`simtune.tuner.space.expressible`)."""
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """How many plans were left out before any was looked at, by what left them out, the most frequent first."""
+        counts = Counter({f"constraint `{text}`": count for text, count in self.left_out.items()})
+        for why, count in self.refused.items():
+            counts[without_numbers(why)] += count
+        return dict(counts.most_common())
+
+    @property
+    def shapes(self) -> dict[Shape, list[Candidate]]:
+        """The candidates by the shape of their pools."""
+        shapes: dict[Shape, list[Candidate]] = {}
+        for candidate in self.candidates:
+            shapes.setdefault(candidate.shape, []).append(candidate)
+        return shapes
+
+
+def without_numbers(reason: str) -> str:
+    """A refusal without the numbers that differ from plan to plan, and without its remedy."""
+    if "are missing" in reason:
+        return "weights and KV cache do not fit the memory"
+    return re.sub(r"^(model \S+|pool \S+)( on \S+)?:? ", "", re.sub(r" \(\d+\)", "", reason).split(";")[0])
+
+
+def space_of(study: Study) -> Space:
+    """What a study spans. Raises Infeasible where that is nothing, naming the constraints that rule each other out."""
+    every = list(candidates(study))
+    if not every:
+        counts = ", ".join(f"{entry.devices} {entry.profile}" for entry in study.hardware)
+        raise Infeasible(
+            f"{study.name}: no tp x pp of the search space fits {counts} devices; allow more devices, or smaller "
+            "search.tp and search.pp"
+        )
+    verdicts = _Verdicts(study)
+    kept, left_out = [], Counter[str]()
+    for candidate in every:
+        broken = next((text for text in study.constraints if not verdicts.holds(text, candidate)), None)
+        if broken is None:
+            kept.append(candidate)
+        else:
+            left_out[broken] += 1
+    if not kept:
+        raise Infeasible(_contradiction(study, every, verdicts))
+    return Space(tuple(kept), left_out)
+
+
+class _Verdicts:
+    """Which constraints hold of which candidates."""
+
+    def __init__(self, study: Study) -> None:
+        self._study = study
+        self._constraints = {text: Constraint(text) for text in study.constraints}
+
+    def holds(self, text: str, candidate: Candidate) -> bool:
+        constraint = self._constraints[text]
+        plan = {"num_gpus": candidate.num_gpus, "router": self._study.routers[candidate.router].kind}
+        if candidate.of_kinds:
+            return all(constraint.holds_for_plan({"mixed": pool.names}, plan) for pool in candidate.pools)
+        if constraint.roles:
+            return constraint.holds_for_plan({pool.shape.role: pool.names for pool in candidate.pools}, plan)
+        return all(constraint.holds(pool.names, plan) for pool in candidate.pools)
+
+
+def _contradiction(study: Study, every: Sequence[Candidate], verdicts: _Verdicts) -> str:
+    """Which constraints leave nothing between them: of a set that does, each that is not needed for it is let go."""
+    fulfilled = {
+        text: {i for i, candidate in enumerate(every) if verdicts.holds(text, candidate)} for text in study.constraints
+    }
+    needed = list(study.constraints)
+    for text in study.constraints:
+        rest = [other for other in needed if other != text]
+        if rest and not set.intersection(*(fulfilled[other] for other in rest)):
+            needed = rest
+    lines = " and ".join(f"`{text}`" for text in needed)
+    why = "contradict each other" if len(needed) > 1 else "holds for none"
+    return f"{study.name}: of {len(every):,} plans, {lines} {why}; loosen one, or allow other choices in search"
+
+
+def candidates(study: Study) -> Iterator[Candidate]:
+    """Every candidate of a study whatever its constraints, in ascending order, none twice."""
+    pools: set[tuple[PoolChoice, ...]] = set()
+    if "mixed" in study.search.layouts and not study.fixed:
+        pools |= {(pool,) for pool in _mixed(study)}
+        pools |= set(_of_kinds(study)) if study.search.mixed_kinds else set()
+    if "prefill-decode" in study.search.layouts:
+        pools |= set(_disaggregated(study))
+    several, routers = len(study.hardware) > 1, range(len(study.routers))
+    every = [Candidate(those, router, several) for those in pools for router in routers]
+    yield from sorted(every, key=lambda candidate: candidate.key)
+
+
+def _mixed(study: Study) -> Iterator[PoolChoice]:
+    for shape in _pool_shapes(study, "mixed"):
+        most = _most(study, shape)
+        asked = _choices(study, "mixed").instances
+        if asked is not None:
+            counts: Iterable[int] = [n for n in asked if n <= most]
+        elif _counting(study):
+            counts = range(1, most + 1)
+        else:
+            counts = [most] if most else []
+        for instances in counts:
+            yield from _settings(study, shape, instances)
+
+
+def _of_kinds(study: Study) -> Iterator[tuple[PoolChoice, ...]]:
+    """Two mixed pools of different hardware, in the study's order."""
+    for first, second in combinations(_pool_shapes(study, "mixed"), 2):
+        if first.gpu != second.gpu:
+            for counts in _counts(study, first, second):
+                sides = zip((first, second), counts, strict=True)
+                yield from product(*(_named_settings(study, shape, n) for shape, n in sides))
+
+
+def _named_settings(study: Study, shape: PoolShape, instances: int) -> list[PoolChoice]:
+    """The settings searched of a pool that is named by its hardware."""
+    name = f"mixed-{gpu_word(shape.gpu)}"
+    return [replace(choice, own_name=name) for choice in _settings(study, shape, instances)]
+
+
+def _counting(study: Study) -> bool:
+    """Whether every number of instances is a plan of its own: also where there may be money for some of them only."""
+    return study.objective in COUNTING or study.limits.usd_per_hour is not None
+
+
+def _most(study: Study, shape: PoolShape) -> int:
+    """Instances of a shape that all its devices make."""
+    devices = study.devices(shape.gpu)
+    return min(devices, study.limits.gpus or devices) // shape.devices
+
+
+def _disaggregated(study: Study) -> Iterator[tuple[PoolChoice, ...]]:
+    fixed = {pool.role: pool for pool in study.fixed}
+    settings = cache(lambda shape, instances: [*_settings(study, shape, instances)])  # of many pairs the same objects
+    sides: list[list[PoolShape | Pool]] = [
+        [fixed[role]] if role in fixed else [*_pool_shapes(study, role)] for role in ("prefill", "decode")
+    ]
+    for prefill, decode in product(*sides):
+        pair = [_fixed_choice(side) if isinstance(side, Pool) else side for side in (prefill, decode)]
+        for counts in _counts(study, *pair):
+            choices = [
+                [side] if isinstance(side, PoolChoice) else settings(side, n)
+                for side, n in zip(pair, counts, strict=True)
+            ]
+            yield from product(*choices)
+
+
+def _fixed_choice(pool: Pool) -> PoolChoice:
+    cut, batching = pool.parallelism, pool.batching
+    shape = PoolShape(
+        pool.hardware, cut.tp, cut.pp, cut.attention_dp, cut.expert_parallel, pool.kv_cache.dtype or "", pool.role,
+        pool.weight_dtype or "",
+    )  # fmt: skip
+    return PoolChoice(
+        shape,
+        pool.instances,
+        batching.max_num_seqs,
+        batching.max_num_batched_tokens,
+        pool.kv_cache.prefix_caching,
+        fixed=pool,
+    )
+
+
+def _counts(study: Study, prefill: PoolShape | PoolChoice, decode: PoolShape | PoolChoice) -> list[tuple[int, int]]:
+    """Instances of a prefill and a decode pool: every pair where instances are counted (`_counting`), or given; where
+    only what a device does matters each ratio once, as large as it fits; else the pairs to which the devices allow no
+    further instance."""
+    fitting = _fitting(study, prefill, decode)
+    if _counting(study):
+        return sorted(fitting)
+    if study.objective in PER_DEVICE:
+        asked = any(_given(study, side) for side in (prefill, decode))
+        return sorted(pair for pair in fitting if asked or _next_of_ratio(*pair) not in fitting)
+    return sorted((p, d) for p, d in fitting if (p + 1, d) not in fitting and (p, d + 1) not in fitting)
+
+
+def _fitting(study: Study, prefill: PoolShape | PoolChoice, decode: PoolShape | PoolChoice) -> set[tuple[int, int]]:
+    """Instances of the two for which there are devices."""
+    sides = (prefill, decode)
+    fixed = [side for side in sides if isinstance(side, PoolChoice)]
+    of_prefill, of_decode = (side.shape if isinstance(side, PoolChoice) else side for side in sides)
+    pairs = product(*(_of_side(study, side) for side in sides))
+    return {(p, d) for p, d in pairs if _fits(study, ((of_prefill, p), (of_decode, d)), fixed)}
+
+
+def _given(study: Study, side: PoolShape | PoolChoice) -> bool:
+    """Whether a study says how many instances there are."""
+    return isinstance(side, PoolChoice) or _choices(study, side.role).instances is not None
+
+
+def _next_of_ratio(p: int, d: int) -> tuple[int, int]:
+    """The next larger pair of numbers in the same ratio."""
+    divisor = math.gcd(p, d)
+    return p + p // divisor, d + d // divisor
+
+
+def _of_side(study: Study, side: PoolShape | PoolChoice) -> Sequence[int]:
+    if isinstance(side, PoolChoice):
+        return [side.instances]
+    asked, most = _choices(study, side.role).instances, _most(study, side)
+    return range(1, most + 1) if asked is None else [n for n in asked if n <= most]
+
+
+def _fits(study: Study, cut: Sequence[tuple[PoolShape, int]], fixed: Sequence[PoolChoice]) -> bool:
+    """Whether the devices of a study, and what it allows of them, are enough for these instances."""
+    used = Counter[str]()
+    for shape, instances in cut:
+        own = next((choice.devices for choice in fixed if choice.shape == shape), instances * shape.devices)
+        used[shape.gpu] += own
+    if study.limits.gpus is not None and sum(used.values()) > study.limits.gpus:
+        return False
+    return all(count <= study.devices(gpu) for gpu, count in used.items())
+
+
+def _choices(study: Study, role: Role) -> PoolChoices:
+    """What is searched for the pools of a role."""
+    search = study.search
+    common = {name: getattr(search, name) for name in PoolChoices.model_fields if hasattr(search, name)}
+    own = {"prefill": search.prefill, "decode": search.decode}.get(role)
+    given = {} if own is None else {name: value for name, value in own if value is not None}
+    return PoolChoices.model_construct(**{"gpus": None, "drafters": None, **common, **given})
+
+
+def _pool_shapes(study: Study, role: Role) -> Iterator[PoolShape]:
+    choices = _choices(study, role)
+    gpus = choices.gpus or [entry.profile for entry in study.hardware]
+    cuts = (choices.tp or (), choices.pp or (), choices.attention_dp or (), choices.expert_parallel or ())
+    dtypes = (choices.kv_dtype or ("",), choices.weight_dtype or ("",))
+    for gpu, tp, pp, dp, ep, kv_dtype, weight_dtype in product(gpus, *cuts, *dtypes):
+        yield PoolShape(gpu, tp, pp, dp, ep, kv_dtype, role, weight_dtype)
+
+
+def _settings(study: Study, shape: PoolShape, instances: int) -> Iterator[PoolChoice]:
+    """The settings searched of a pool, each once."""
+    choices = _choices(study, shape.role)
+    labels = ["", *(choice.label for choice in study.speculation)]
+    drafters = list(choices.drafters or (labels if shape.role != "prefill" else [""]))
+    sizes = _sizes(study, shape.role, drafters == [""])
+    for (seqs, tokens), caching, drafter in product(sizes, choices.prefix_caching or (None,), drafters):
+        yield PoolChoice(shape, instances, seqs, tokens, caching, drafter)
+
+
+def _sizes(study: Study, role: Role, plain: bool) -> set[tuple[int, int]]:
+    """Seats and token budgets. Prefill instances have as many seats as go with their budget, and decode instances the
+    smallest budget that holds a token for each seat where nothing is drafted, unless the study says otherwise: neither
+    is reached there."""
+    choices = _choices(study, role)
+    seats, budgets = choices.max_num_seqs or (), choices.max_num_batched_tokens or ()
+    own = {"prefill": study.search.prefill, "decode": study.search.decode}.get(role) or PoolChoices()
+    if role == "prefill" and own.max_num_seqs is None:
+        return {(max((s for s in seats if s <= t), default=min(seats)), t) for t in budgets}
+    if role == "decode" and own.max_num_batched_tokens is None and plain:
+        return {(s, min((t for t in budgets if t >= s), default=max(budgets))) for s in seats}
+    return set(product(seats, budgets))

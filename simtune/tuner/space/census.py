@@ -1,0 +1,44 @@
+"""What a study spans before anything is simulated: how many plans, and what was left out and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from simtune.tuner.plan_cache import PlanCache, Refused
+from simtune.tuner.question import Question
+from simtune.tuner.space.candidates import without_numbers
+from simtune.tuner.space.expressible import space_for
+
+
+@dataclass(frozen=True)
+class Census:
+    """Plans that would be searched, and those that would not."""
+
+    plans: int
+    shapes: int
+    left_out: Mapping[str, int]
+    """By the reason, the most frequent first."""
+
+    def to_data(self) -> dict[str, Any]:
+        """Plain data."""
+        return {"candidates": self.plans, "shapes": self.shapes, "left_out": dict(self.left_out)}
+
+
+def census(question: Question) -> Census:
+    """Count the plans of a study. Raises Infeasible where there are none, and UsageError where it cannot be asked."""
+    question.check()
+    space = space_for(question)
+    plan_cache = PlanCache(question, space.candidates)
+    left_out = Counter(space.reasons)
+    shapes, plans = set(), 0
+    for candidate in space.candidates:
+        settled = plan_cache.settled(candidate)
+        if isinstance(settled, Refused):
+            left_out[without_numbers(settled.reason)] += 1
+        else:
+            plans += 1
+            shapes.add(settled.shape)
+    return Census(plans, len(shapes), dict(left_out.most_common()))

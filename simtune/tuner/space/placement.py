@@ -1,0 +1,215 @@
+"""What goes on which GPU inside an instance: replicas of experts, and layers of a pipeline over unequal devices.
+
+Experts. Every replica takes a slot of a GPU; the load of an expert is split over its replicas. `place_experts` makes
+the largest load of a GPU as small as can be, any split allowed; `greedy_experts` is what EPLB does (DeepSeek,
+github.com/deepseek-ai/EPLB): equal splits, further replicas for the heaviest, packed heaviest first. For a placement
+that stands, the largest load under the best split is a maximum over sets of GPUs (Hall's theorem), `least_load`:
+
+    max over sets S of GPUs    load of the experts that live only in S / |S|
+
+Layers. `partition` cuts the layers into runs, one for each device that is used, so that the slowest of them is as fast
+as can be: a dynamic programme over (layers done, devices of each kind used).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, combinations, product
+from typing import NamedTuple
+
+from simtune.costs.expert_replicas import spread
+from simtune.errors import Infeasible, UsageError
+from simtune.tuner.space.integer_programs import TOLERANCE, add_variable, solve
+
+TIME_LIMIT_S = 10.0
+
+
+class ExpertPlacement(NamedTuple):
+    """The GPUs that each expert has replicas on, and what that makes of the heaviest loaded GPU."""
+
+    gpus: tuple[tuple[int, ...], ...]
+    """By expert."""
+    heaviest: float
+    """Load of the heaviest GPU, in the unit of the loads given."""
+    bound: float
+    """No placement has a lighter heaviest GPU."""
+    proven: bool
+    """Whether none is lighter than `heaviest`, with splits of this kind."""
+
+
+def place_experts(
+    load: Sequence[float], gpus: int, slots: int, *, time_limit_s: float = TIME_LIMIT_S
+) -> ExpertPlacement:
+    """The placement with the lightest heaviest GPU, where the load of an expert may be split over its replicas anyhow.
+
+    `slots` is how many experts a GPU holds. An integer programme: what is the best by `time_limit_s` is returned with
+    its `bound`. Raises Infeasible where the slots are too few for all experts.
+    """
+    import pulp
+
+    _check_slots(load, gpus, slots)
+    problem = pulp.LpProblem("experts", pulp.LpMinimize)
+    heaviest = add_variable(problem, "heaviest", sum(load) / gpus)
+    problem += heaviest
+    here = [[add_variable(problem, f"here{e}_{g}", binary=True) for g in range(gpus)] for e in range(len(load))]
+    share = [[add_variable(problem, f"share{e}_{g}", 0) for g in range(gpus)] for e in range(len(load))]
+    for e, whole in enumerate(load):
+        problem += pulp.lpSum(here[e]) >= 1
+        problem += pulp.lpSum(share[e]) == whole
+        for g in range(gpus):
+            problem += share[e][g] <= whole * here[e][g]
+    for g in range(gpus):
+        problem += pulp.lpSum(row[g] for row in here) <= slots
+        problem += pulp.lpSum(row[g] for row in share) <= heaviest
+    proven = solve(problem, time_limit_s=time_limit_s)
+    on = tuple(tuple(g for g in range(gpus) if row[g].value() > 0.5) for row in here)
+    value = float(heaviest.value())
+    return ExpertPlacement(on, value, value * (1 - TOLERANCE) if proven else sum(load) / gpus, proven)
+
+
+def greedy_experts(load: Sequence[float], gpus: int, slots: int) -> ExpertPlacement:
+    """EPLB's placement: replicas of an expert share its load equally.
+
+    Free slots go, one by one, to the expert whose replicas are heaviest; then the replicas, heaviest first, to the
+    lightest GPU with room. `gpus` of an expert names one twice where two of its replicas came there. Raises Infeasible
+    where the slots are too few for all experts.
+    """
+    _check_slots(load, gpus, slots)
+    on, loads = spread(load, gpus, slots)
+    return ExpertPlacement(tuple(map(tuple, on)), max(loads), sum(load) / gpus, False)
+
+
+def grouped_experts(load: Sequence[float], nodes: int, gpus_per_node: int, slots: int, groups: int) -> ExpertPlacement:
+    """EPLB's hierarchical placement: whole groups of experts go to one node each, so that tokens limited to few groups
+    stay in few nodes; replicas are made and packed within a node.
+
+    Groups are consecutive experts, equally many, heaviest first to the lightest node with room for another. Raises
+    UsageError where groups do not divide experts or nodes do not divide groups.
+    """
+    if len(load) % groups or groups % nodes:
+        raise UsageError(
+            f"{len(load)} experts in {groups} groups on {nodes} nodes: groups must divide the experts, and nodes the "
+            "groups"
+        )
+    size = len(load) // groups
+    weights = [sum(load[k * size : (k + 1) * size]) for k in range(groups)]
+    room, total = [groups // nodes] * nodes, [0.0] * nodes
+    of_node: list[list[int]] = [[] for _ in range(nodes)]
+    for k in sorted(range(groups), key=lambda k: (-weights[k], k)):
+        node = min((n for n in range(nodes) if room[n]), key=lambda n: total[n])
+        room[node] -= 1
+        total[node] += weights[k]
+        of_node[node] += range(k * size, (k + 1) * size)
+    on: list[tuple[int, ...]] = [()] * len(load)
+    heaviest = 0.0
+    for node, experts in enumerate(of_node):
+        placed = greedy_experts([load[e] for e in experts], gpus_per_node, slots)
+        heaviest = max(heaviest, placed.heaviest)
+        for e, gpus in zip(experts, placed.gpus, strict=True):
+            on[e] = tuple(node * gpus_per_node + g for g in gpus)
+    return ExpertPlacement(tuple(on), heaviest, sum(load) / (nodes * gpus_per_node), False)
+
+
+def least_load(load: Sequence[float], on: Sequence[Sequence[int]], gpus: int) -> float:
+    """The heaviest GPU of a placement when every expert's load is split best: 2^gpus sets are looked at, so for few."""
+    homes = [frozenset(of) for of in on]
+    return max(
+        sum(whole for whole, home in zip(load, homes, strict=True) if home <= set(chosen)) / size
+        for size in range(1, gpus + 1)
+        for chosen in combinations(range(gpus), size)
+    )
+
+
+def _check_slots(load: Sequence[float], gpus: int, slots: int) -> None:
+    if gpus * slots < len(load):
+        raise Infeasible(
+            f"{len(load)} experts do not fit {gpus} GPUs with {slots} slots each; allow {-(-len(load) // gpus)} slots"
+        )
+
+
+# --- layers of a pipeline ---------------------------------------------------------------------------------
+
+
+class LayerSpan(NamedTuple):
+    """Layers `first` to `last`, both included, on a device."""
+
+    device: int
+    first: int
+    last: int
+
+
+class Partition(NamedTuple):
+    """The stages in the order of the layers; the slowest takes `slowest_s`."""
+
+    slowest_s: float
+    stages: tuple[LayerSpan, ...]
+
+
+def partition(
+    layer_s: Sequence[float],
+    layer_bytes: Sequence[float],
+    speed: Sequence[float],
+    memory_bytes: Sequence[float],
+    send_s: float = 0.0,
+) -> Partition:
+    """The cut of a pipeline over devices of unequal speed and memory with the fastest slowest stage; not all devices
+    need be used, and their order is free.
+
+    A stage takes the time of its layers (`layer_s`, on a device of speed 1) over the device's speed, and `send_s` more
+    unless it is the last. Devices that are alike count as one kind, so that 80 layers over 6 devices of 3 kinds are
+    80 x 27 states. Raises Infeasible where the layers do not fit the memory.
+    """
+    kinds = sorted(Counter(zip(speed, memory_bytes, strict=True)).items())
+    cuts = _Cuts(layer_s, layer_bytes, send_s)
+    best: dict[_State, tuple[float, _State | None]] = {(0, (0,) * len(kinds)): (0.0, None)}
+    for state in product(range(len(layer_s)), product(*(range(count + 1) for _, count in kinds))):
+        if state not in best:
+            continue
+        so_far, (start, used) = best[state][0], state
+        for k, (kind, count) in enumerate(kinds):
+            if used[k] == count:
+                continue
+            for end, takes in cuts.from_layer(start, *kind):
+                after, slowest = (end, (*used[:k], used[k] + 1, *used[k + 1 :])), max(so_far, takes)
+                if after not in best or slowest < best[after][0]:
+                    best[after] = (slowest, state)
+    done = [(value, state) for state, (value, _) in best.items() if state[0] == len(layer_s)]
+    if not done:
+        raise Infeasible(
+            f"{len(layer_s)} layers do not fit the memory of the {len(speed)} devices, one run of layers on each"
+        )
+    slowest, state = min(done)
+    devices = [*zip(speed, memory_bytes, strict=True)]
+    free = [[d for d, own in enumerate(devices) if own == kind] for kind, _ in kinds]
+    return Partition(slowest, tuple(_stages(best, state, free))[::-1])
+
+
+_State = tuple[int, tuple[int, ...]]
+"""(layers done, devices of each kind used)."""
+
+
+def _stages(
+    best: Mapping[_State, tuple[float, _State | None]], state: _State, free: Sequence[list[int]]
+) -> Iterator[LayerSpan]:
+    """From the last to the first; `free` are the devices of each kind."""
+    while (before := best[state][1]) is not None:
+        k = next(k for k in range(len(free)) if state[1][k] > before[1][k])
+        yield LayerSpan(free[k].pop(), before[0], state[0] - 1)
+        state = before
+
+
+class _Cuts:
+    """What runs of layers take."""
+
+    def __init__(self, layer_s: Sequence[float], layer_bytes: Sequence[float], send_s: float) -> None:
+        self._seconds, self._bytes = [0.0, *accumulate(layer_s)], [0.0, *accumulate(layer_bytes)]
+        self._layers, self._send_s = len(layer_s), send_s
+
+    def from_layer(self, start: int, speed: float, memory_bytes: float) -> Iterator[tuple[int, float]]:
+        """(layer after the last, seconds) of the runs from a layer on that fit a device."""
+        for end in range(start + 1, self._layers + 1):
+            if self._bytes[end] - self._bytes[start] > memory_bytes * (1 + 1e-12):
+                return
+            send_s = self._send_s if end < self._layers else 0.0
+            yield end, (self._seconds[end] - self._seconds[start]) / speed + send_s

@@ -1,0 +1,318 @@
+"""HTTP as a load client needs it: one request over a connection of its own, and what comes back with its times.
+
+Engines send the tokens of a step to all streams at once. So the kernel stamps every piece as it comes in, and as little
+as can be is done with it: it is kept as it is, and read as HTTP when all is over. Proxies and redirects are not
+followed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from simtune.errors import EngineError, UsageError
+from simtune.validation.client.real_clock import StampedSocket, now
+
+_LAST_CHUNK = b"0\r\n\r\n"
+
+Piece = tuple[float, bytes]
+"""What came at once, and when."""
+
+
+@dataclass(frozen=True)
+class ServerAddress:
+    """Where an OpenAI-compatible server is: `http://HOST:PORT`, with or without /v1."""
+
+    url: str
+    api_key: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raises UsageError for what is no address."""
+        parts = urlsplit(self.url)
+        try:
+            right = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            right = False
+        if not right or parts.query or parts.fragment or parts.username:
+            raise UsageError(f"{self.url}: is no address of a server; write it as http://HOST:PORT")
+
+    @property
+    def name(self) -> str:
+        """The host it is on."""
+        return urlsplit(self.url).hostname or ""
+
+    @property
+    def tls(self) -> bool:
+        """Whether it is spoken to in private."""
+        return urlsplit(self.url).scheme == "https"
+
+    @property
+    def port(self) -> int:
+        """Of the host."""
+        return urlsplit(self.url).port or (443 if self.tls else 80)
+
+    def request(self, method: str, path: str, body: bytes = b"") -> bytes:
+        """A request as it is sent."""
+        base = urlsplit(self.url).path.rstrip("/").removesuffix("/v1")
+        head = [f"{method} {base}{path} HTTP/1.1", f"Host: {urlsplit(self.url).netloc}", "Connection: close"]
+        if self.api_key is not None:
+            head.append(f"Authorization: Bearer {self.api_key}")
+        if body:
+            head += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
+        return "\r\n".join([*head, "", ""]).encode() + body
+
+
+@dataclass(frozen=True)
+class Address:
+    """A server's address, looked up once."""
+
+    server: ServerAddress
+    family: int
+    host: str
+
+    async def open(self, request: bytes) -> Exchange:
+        """Connect and send. Raises OSError where the server cannot be reached."""
+        loop = asyncio.get_running_loop()
+        if self.server.tls:
+            _, private = await loop.create_connection(
+                lambda: PrivateExchange(request, loop.create_future()),
+                self.host,
+                self.server.port,
+                family=self.family,
+                ssl=True,
+                server_hostname=self.server.name,
+            )
+            return private
+        its = socket.socket(self.family, socket.SOCK_STREAM)
+        its.setblocking(False)
+        try:
+            await loop.sock_connect(its, (self.host, self.server.port))
+            its.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            exchange = StampedExchange(StampedSocket(its), loop)
+            await loop.sock_sendall(its, request)
+        except BaseException:
+            its.close()
+            raise
+        exchange.listen()
+        return exchange
+
+
+async def look_up(server: ServerAddress) -> Address:
+    """Raises EngineError where there is no such host."""
+    loop = asyncio.get_running_loop()
+    try:
+        addresses = await loop.getaddrinfo(server.name, server.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise EngineError(f"{server.url}: {error.strerror}") from None
+    family, _, _, _, host = addresses[0]
+    return Address(server, family, str(host[0]))
+
+
+class Exchange:
+    """One request under way, and what has come back."""
+
+    def __init__(self, closed: asyncio.Future[None]) -> None:
+        """`closed` is done when the connection is."""
+        self.pieces: list[Piece] = []
+        self.closed = closed
+        self.last_s = now()
+        """When it was last heard of."""
+
+    def abort(self) -> None:
+        """Close without waiting for anything."""
+        raise NotImplementedError
+
+    def _take(self, at_s: float, data: bytes) -> bool:
+        """Keep what comes, with its time; whether it is the end, after which some servers keep the connection."""
+        self.last_s = at_s
+        self.pieces.append((at_s, data))
+        return data.endswith(_LAST_CHUNK) and data[-7:-5] in (b"", b"\r\n")
+
+    def _is_over(self) -> None:
+        """In order or not: what came says which."""
+        if not self.closed.done():
+            self.closed.set_result(None)
+
+
+class StampedExchange(Exchange):
+    """Over a socket whose messages the kernel stamps."""
+
+    def __init__(self, its: StampedSocket, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop.create_future())
+        self._socket, self._loop = its, loop
+
+    def listen(self) -> None:
+        """Keep what comes from now on."""
+        self._loop.add_reader(self._socket.socket, self._read)
+
+    def _read(self) -> None:
+        try:
+            at_s, data = self._socket.receive()
+        except BlockingIOError:
+            return
+        except OSError:
+            self.abort()
+            return
+        if not data or self._take(at_s, data):
+            self.abort()
+
+    def abort(self) -> None:
+        """See `Exchange`."""
+        if self._socket.socket.fileno() >= 0:
+            self._loop.remove_reader(self._socket.socket)
+            self._socket.socket.close()
+        self._is_over()
+
+
+class PrivateExchange(Exchange, asyncio.Protocol):
+    """Over TLS: stamped when an event loop has read it."""
+
+    def __init__(self, request: bytes, closed: asyncio.Future[None]) -> None:
+        super().__init__(closed)
+        self._request = request
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Send the request."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        """Keep it."""
+        if self._take(now(), data):
+            self._transport.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """It is over."""
+        self._is_over()
+
+    def abort(self) -> None:
+        """See `Exchange`."""
+        self._transport.abort()
+
+
+@dataclass
+class Response:
+    """What came back, read as HTTP."""
+
+    status: int
+    headers: dict[str, str]
+    """By name in lower case."""
+    body: list[Piece] = field(default_factory=list)
+    """A chunk is stamped with the time at which it was complete."""
+    complete: bool = False
+
+    @property
+    def content_type(self) -> str:
+        """Without its parameters."""
+        return self.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+    @property
+    def text(self) -> bytes:
+        """The body in one."""
+        return b"".join(data for _, data in self.body)
+
+
+def read_response(pieces: Sequence[Piece]) -> Response | None:
+    """The response in what came over a connection that is closed by now; None where there is no whole head of one."""
+    raw = b""
+    for i, (at_s, data) in enumerate(pieces):
+        raw += data
+        head, blank, rest = raw.partition(b"\r\n\r\n")
+        if blank:
+            response = _head(head)
+            if response is not None:
+                _read_body(response, [(at_s, rest), *pieces[i + 1 :]])
+            return response
+    return None
+
+
+def _head(text: bytes) -> Response | None:
+    first, *lines = text.decode("latin-1").split("\r\n")
+    version, _, rest = first.partition(" ")
+    code = rest[:3]
+    if not version.startswith("HTTP/1.") or not code.isdigit():
+        return None
+    pairs = (line.partition(":") for line in lines)
+    return Response(int(code), {name.strip().lower(): value.strip() for name, _, value in pairs})
+
+
+def _read_body(response: Response, pieces: Sequence[Piece]) -> None:
+    if response.headers.get("transfer-encoding", "").lower() == "chunked":
+        for at_s, chunk in _chunks(pieces):
+            if chunk:
+                response.body.append((at_s, chunk))
+            else:
+                response.complete = True
+        return
+    response.body = [piece for piece in pieces if piece[1]]
+    length = response.headers.get("content-length", "")
+    response.complete = not length.isdigit() or len(response.text) >= int(length)
+
+
+class _Cut(NamedTuple):
+    """The chunk at the beginning of some data, and where the next begins."""
+
+    chunk: bytes
+    end: int
+
+
+def _chunks(pieces: Sequence[Piece]) -> Iterator[Piece]:
+    """Whole chunks with their times; the last, an empty one, where it came. What is no chunk ends them."""
+    buffer = b""
+    for at_s, data in pieces:
+        buffer += data
+        begin = 0
+        while (cut := _first_chunk(buffer, begin)) is not None:
+            yield at_s, cut.chunk
+            if not cut.chunk:
+                return
+            begin = cut.end
+        buffer = buffer[begin:]
+
+
+def _first_chunk(data: bytes, begin: int) -> _Cut | None:
+    line_end = data.find(b"\r\n", begin)
+    if line_end < 0:
+        return None
+    try:
+        size = int(data[begin:line_end].partition(b";")[0], 16)
+    except ValueError:
+        return None
+    end = line_end + 2 + size
+    if size < 0 or (size and len(data) < end + 2):
+        return None
+    return _Cut(data[line_end + 2 : end], end + 2)
+
+
+async def fetch(address: Address, path: str, silence_s: float) -> list[Piece]:
+    """What comes back for GET, within so many seconds; nothing where the server cannot be reached."""
+    exchange: Exchange | None = None
+    try:
+        async with asyncio.timeout(silence_s):
+            exchange = await address.open(address.server.request("GET", path))
+            await exchange.closed
+    except (OSError, TimeoutError):
+        pass
+    finally:
+        if exchange is not None:
+            exchange.abort()
+    return exchange.pieces if exchange is not None else []
+
+
+def ask(server: ServerAddress, path: str, silence_s: float = 10.0) -> bytes:
+    """What a server answers a GET with. Raises EngineError where that is not 200."""
+
+    async def one() -> list[Piece]:
+        return await fetch(await look_up(server), path, silence_s)
+
+    response = read_response(asyncio.run(one()))
+    if response is None:
+        raise EngineError(f"{server.url}: cannot be reached, or does not answer {path}")
+    if response.status != 200 or not response.complete:
+        raise EngineError(f"{server.url}: answered {path} with {response.status}")
+    return response.text

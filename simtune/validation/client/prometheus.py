@@ -1,0 +1,71 @@
+"""What an engine tells of itself over time: readings of its Prometheus metrics during a run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from simtune.validation.client.measured_run import MeasuredDrafts, QueueSamples
+
+_SAMPLE = re.compile(r"^(\w+:\w+)(?:\{[^\n]*?\})?[ \t]+(\S+)", re.MULTILINE)
+
+NAMES: Mapping[str, tuple[str, ...]] = {
+    "running": ("vllm:num_requests_running", "sglang:num_running_reqs"),
+    "waiting": ("vllm:num_requests_waiting", "sglang:num_queue_reqs"),
+    "preemptions": ("vllm:num_preemptions_total", "vllm:num_preemptions"),
+    "queried": ("vllm:prefix_cache_queries_total", "vllm:prefix_cache_queries"),
+    "hits": ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_hits"),
+    "rounds": ("vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_drafts"),
+    "draft_tokens": ("vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_draft_tokens"),
+    "accepted_tokens": ("vllm:spec_decode_num_accepted_tokens_total", "vllm:spec_decode_num_accepted_tokens"),
+}
+"""What is read, by the names under which engines count it; of several engines in one server the sum."""
+
+
+class MetricsReading(NamedTuple):
+    """The text of /metrics, and when it came, in seconds since the run began."""
+
+    at_s: float
+    text: str
+
+
+def values(text: str) -> dict[str, float]:
+    """What of NAMES stands in a text."""
+    sums: dict[str, float] = {}
+    for name, value in _SAMPLE.findall(text):
+        try:
+            sums[name] = sums.get(name, 0.0) + float(value)
+        except ValueError:
+            continue
+    read = {}
+    for what, names in NAMES.items():
+        known = next((name for name in names if name in sums), None)
+        if known is not None:
+            read[what] = sums[known]
+    return read
+
+
+def engine_facts(readings: Sequence[MetricsReading]) -> dict[str, Any]:
+    """Fields of `MeasuredFacts` that readings before, during and after a run say; what they do not say is left out."""
+    read = [(r.at_s, values(r.text)) for r in readings]
+    if not read:
+        return {}
+    facts: dict[str, Any] = {}
+    during = [(at_s, v) for at_s, v in read if at_s >= 0 and {"running", "waiting"} <= v.keys()]
+    if during:
+        columns = zip(*((at_s, v["running"], v["waiting"]) for at_s, v in during), strict=True)
+        facts["queues"] = QueueSamples.model_validate(dict(zip(("t_s", "running", "waiting"), columns, strict=True)))
+    before, after = read[0][1], read[-1][1]
+    rise = {what: after[what] - before[what] for what in after if what in before}
+    if "preemptions" in rise:
+        facts["preemptions"] = round(rise["preemptions"])
+    if rise.get("queried") and "hits" in rise:
+        facts["prefix_hit_rate"] = min(1.0, rise["hits"] / rise["queried"])
+    if rise.get("rounds"):
+        facts["drafts"] = MeasuredDrafts(
+            rounds=round(rise["rounds"]),
+            draft_tokens=round(rise.get("draft_tokens", 0.0)),
+            accepted_tokens=round(rise.get("accepted_tokens", 0.0)),
+        )
+    return facts

@@ -1,0 +1,1 @@
+"""Judgement of predictions: predicted beside measured, and the order of plans."""

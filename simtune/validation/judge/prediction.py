@@ -1,0 +1,57 @@
+"""What was predicted for a load, and the validation of a plan over several loads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from simtune.errors import EngineError
+from simtune.results.result import Result
+from simtune.results.summary import Uncertainty
+from simtune.sim.deployment import Deployment
+from simtune.sim.plan_parts import OwnCosts
+from simtune.sim.uncertainty import uncertainty
+from simtune.validation.client.measured_run import MeasuredRun
+from simtune.validation.judge.comparison import VALIDATION_SCHEMA, Validation, compare
+from simtune.validation.loads import Load
+
+
+class Predicted(NamedTuple):
+    """A load as it was simulated; the interval is None where costs were brought that have none."""
+
+    result: Result
+    drawn: Uncertainty | None
+
+
+def predict(deployment: Deployment, load: Load, worlds: int, seed: int) -> Predicted:
+    """Simulate the requests of a load, recorded, and once more in each of so many redrawn worlds."""
+    result = deployment.simulate(load.stream, record=True, seed=seed)
+    own = any(isinstance(pool.costs, OwnCosts) for pool in deployment.pools)
+    drawn = None if own or not worlds else uncertainty(deployment, load.stream, count=worlds, seed=seed, jobs=1)
+    return Predicted(result, drawn)
+
+
+def validation_of(
+    deployment: Deployment, loads: Sequence[tuple[Load, Sequence[MeasuredRun], Predicted]], tolerance: float
+) -> Validation:
+    """The verdict over all loads. Raises EngineError where nothing was measured that could be judged."""
+    compared = [
+        compare(load.label, runs, predicted.result.summary(), predicted.drawn, tolerance)
+        for load, runs, predicted in loads
+    ]
+    verdicts = [c.within for load in compared for c in load.comparisons if c.within is not None]
+    facts = loads[0][1][0].facts
+    if not verdicts and not any(load.failed for load in compared):
+        raise EngineError("nothing can be judged: no request has a latency")
+    return Validation(
+        schema_id=VALIDATION_SCHEMA,
+        name=deployment.plan.name,
+        model=deployment.model.name,
+        hardware=deployment.hardware.name,
+        device=deployment.hardware.device.name,
+        engine=facts.engine,
+        clock=facts.clock,
+        tolerance=tolerance,
+        loads=tuple(compared),
+        within=bool(verdicts) and all(verdicts),
+    )

@@ -1,0 +1,7 @@
+"""Published systems, claimed beside simulated: both sides of each run on the same requests."""
+
+from simtune.validation.published.collection import Entry, collection, select
+from simtune.validation.published.findings import Finding, Findings, headline
+from simtune.validation.published.reproduction import reproduce
+
+__all__ = ["Entry", "Finding", "Findings", "collection", "headline", "reproduce", "select"]

@@ -1,0 +1,246 @@
+"""Running entries: both sides on the same requests, held against the claim, and why they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import groupby
+
+from simtune.errors import Infeasible, SpecError, UsageError
+from simtune.sim.parallel import executor, ordered_map
+from simtune.specs.systems import PRIMITIVES, Claim, Measure, Otherwise, PublishedSystem
+from simtune.validation.published.collection import Entry
+from simtune.validation.published.findings import Finding, FoundInput, Status
+from simtune.validation.published.sides import Runner, SideResult, in_words, is_cost
+
+DIGITS = 4
+"""Significant digits of what is written: further ones depend on the platform's arithmetic."""
+
+
+def reproduce(entries: Sequence[Entry], *, hardware: str | None = None, jobs: int | None = None) -> Iterator[Finding]:
+    """The findings of some systems, in their order, as they are made.
+
+    `hardware` takes the place of each entry's own; nothing is judged then. Families run in `jobs` processes. An entry
+    that cannot be run as it stands, or on that hardware, is a finding of its own, "failed" or "infeasible".
+    """
+    families = [list(group) for _, group in groupby(entries, key=lambda entry: entry.family.name)]
+    with executor(jobs, len(families)) as pool:
+        for made in ordered_map(pool, partial(_family, hardware=hardware), families):
+            yield from made
+
+
+def _family(entries: Sequence[Entry], hardware: str | None) -> list[Finding]:
+    runner = Runner(hardware)
+    return [_finding(entry, runner, hardware) for entry in entries]
+
+
+def _finding(entry: Entry, runner: Runner, hardware: str | None) -> Finding:
+    system = entry.system
+    if system.variant is None or system.claim is None:
+        return _unrun(entry)
+    try:
+        return _run(entry, runner, hardware)
+    except Infeasible as error:
+        return _with(entry, "failed" if hardware is None else "infeasible", reason=str(error))
+    except (UsageError, SpecError) as error:
+        return _with(entry, "failed", reason=str(error))
+
+
+def _run(entry: Entry, runner: Runner, hardware: str | None) -> Finding:
+    """The finding of an entry that has two sides. Raises Infeasible, UsageError or SpecError if it cannot be run."""
+    system = entry.system
+    sides = {
+        name: runner.measure(entry.family, side, system.measure) for name, side in entry.family.sides(system).items()
+    }
+    variant, base = sides["variant"], sides.get("base")
+    if hardware is not None:
+        return _compared(entry, variant, base, "elsewhere", _inputs(system, []))
+    ends = [[_gain(entry, runner, otherwise) for otherwise in one.otherwise] for one in system.inputs]
+    inputs = _inputs(system, ends)
+    status = judged(_over(system, variant, base)[0], system, inputs)
+    probed = [(probe.what, _gain(entry, runner, probe, probe.measure)) for probe in system.probes]
+    reasons = [f"{what} {_rounded(gain):g}" for what, gain in probed] if status == "differs" else []
+    return _compared(entry, variant, base, status, inputs, reasons)
+
+
+def _gain(entry: Entry, runner: Runner, otherwise: Otherwise, measure: Measure | None = None) -> float:
+    """Of the variant over the base, with something otherwise; 0, in no band, where one of them cannot do it at all."""
+    sides = entry.family.varied(entry.system, otherwise)
+    measured_by = measure or entry.system.measure
+    try:
+        done = {name: runner.measure(entry.family, side, measured_by) for name, side in sides.items()}
+    except Infeasible:
+        return 0.0
+    return _over(entry.system, done["variant"], done.get("base"))[0]
+
+
+def _over(system: PublishedSystem, variant: SideResult, base: SideResult | None) -> tuple[float, float]:
+    """The gain, and what the variant is held against: the base, or the claimed number."""
+    assert system.claim is not None
+    reference = base.value if base is not None else system.claim.value
+    assert reference is not None, "a claim without a base has a value"
+    ratio = variant.value / reference
+    gain = 1 / ratio if base is not None and is_cost(system.measure) else ratio
+    return gain / _by_formula(system, variant, base), reference
+
+
+def _by_formula(system: PublishedSystem, variant: SideResult, base: SideResult | None) -> float:
+    """The gain that the claim's formula makes of these requests; 1 where it has none. Raises UsageError where it holds
+    for no such requests."""
+    assert system.claim is not None
+    formula = system.claim.formula
+    if formula is None or base is None:
+        return 1.0
+    if formula not in base.by_formula or formula not in variant.by_formula:
+        raise UsageError(f"{system.name}: {formula} says nothing of these requests: more come than are served")
+    said = base.by_formula[formula]
+    return said if formula == "padded_tokens" else said / variant.by_formula[formula]
+
+
+def _inputs(system: PublishedSystem, ends: Sequence[Sequence[float]]) -> tuple[FoundInput, ...]:
+    """All inputs; `ends` are the gains of each that is varied, none where nothing is judged."""
+    gains = ends or [()] * len(system.inputs)
+    varied = [
+        FoundInput(
+            what=one.what,
+            source=one.source,
+            where=one.where,
+            gains=tuple(_rounded(gain) for gain in at_ends),
+            decides=not all(_inside(gain, system) for gain in at_ends),
+        )
+        for one, at_ends in zip(system.inputs, gains, strict=True)
+    ]
+    guesses = [
+        FoundInput(what=what, source="assumed", where=None, gains=(), decides=True) for what in system.unpublished
+    ]
+    return (*varied, *guesses)
+
+
+def _inside(gain: float, system: PublishedSystem) -> bool:
+    """Whether a gain, rounded as it is written, is in the band of the claim."""
+    assert system.claim is not None
+    assert system.claim.band is not None
+    low, high = system.claim.band
+    return low <= _rounded(gain) <= high
+
+
+def _compared(
+    entry: Entry,
+    variant: SideResult,
+    base: SideResult | None,
+    status: Status,
+    inputs: Sequence[FoundInput],
+    probed: Sequence[str] = (),
+) -> Finding:
+    """The two sides, held against the claim unless they were moved to other hardware."""
+    system, claim = entry.system, entry.system.claim
+    assert claim is not None
+    gain, reference = _over(system, variant, base)
+    scale = _by_formula(system, variant, base)
+    reasons = [difference(gain, claim, variant, base, scale)] if status == "differs" else []
+    notes = {"variant": variant.note, "base": base.note if base else ""}
+    reasons += [*probed, *([] if system.because is None else [system.because])]
+    reasons += [f"{side}: {note}" for side, note in notes.items() if note]
+    return _with(
+        entry,
+        status,
+        inputs=inputs,
+        simulated=_rounded(gain),
+        base=_rounded(reference),
+        variant=_rounded(variant.value),
+        reason="; ".join(reasons) or None,
+    )
+
+
+def judged(gain: float, system: PublishedSystem, inputs: Sequence[FoundInput]) -> Status:
+    """What a gain is called beside the claim's band; within it by what is published, or decides nothing."""
+    if not _inside(gain, system):
+        return "differs"
+    if system.chosen is not None:
+        return "fitted"
+    return "assumed" if any(one.decides for one in inputs) else "reproduced"
+
+
+def difference(gain: float, claim: Claim, variant: SideResult, base: SideResult | None, by_formula: float = 1.0) -> str:
+    """By how much it misses the band, and the parts of the time that change otherwise than the claim would have it.
+
+    The band is of the gain over what a formula makes of it, where the claim has one.
+    """
+    assert claim.band is not None
+    low, high = claim.band
+    edge = low if gain < low else high
+    words = f"{gain / edge - 1:+.0%} from the band"
+    if base is None:
+        most = sorted(variant.parts.items(), key=lambda part: -part[1])[:3]
+        return f"{words}; it is made of {', '.join(f'{name} {_amount(x)}' for name, x in most)}"
+    wanted = {name: x / (edge * by_formula) for name, x in base.parts.items()}
+    names = sorted({*wanted, *variant.parts})
+    excess = {name: variant.parts.get(name, 0.0) - wanted.get(name, 0.0) for name in names}
+    sign = 1 if gain < low else -1
+    parts = [
+        f"{name} from {_amount(base.parts.get(name, 0.0))} to {_amount(variant.parts.get(name, 0.0))}, "
+        f"where the band has {_amount(wanted.get(name, 0.0))}"
+        for name in sorted(names, key=lambda name: -sign * excess[name])[:2]
+        if sign * excess[name] > 0
+    ]
+    if variant.tokens_per_round > 1:
+        needed = variant.tokens_per_round * edge / gain
+        parts.append(f"{variant.tokens_per_round:.3g} tokens a round, and the band is met with {needed:.3g}")
+    if not parts:
+        ends = (_amount(x) for x in (base.value, variant.value, base.value / (edge * by_formula)))
+        parts = ["{} from {} to {}, where the band has {}".format(variant.unit, *ends)]
+        return f"{words}; {parts[0]}"
+    return f"{words}; per {variant.per} {'; '.join(parts)}"
+
+
+def _amount(x: float) -> str:
+    """Seconds as milliseconds or microseconds, anything larger as it is."""
+    if x >= 1:
+        return f"{x:,.4g}"
+    return f"{x * 1e3:.3g} ms" if x >= 1e-3 else f"{x * 1e6:.3g} us"
+
+
+def _rounded(x: float) -> float:
+    return float(f"{x:.{DIGITS}g}")
+
+
+def _unrun(entry: Entry) -> Finding:
+    system = entry.system
+    if system.not_a_schedule is not None:
+        return _with(entry, "not a schedule", reason=system.not_a_schedule)
+    return _with(entry, "needs", reason="; ".join(f"{name}: {PRIMITIVES[name]}" for name in system.needs))
+
+
+def _with(
+    entry: Entry,
+    status: Status,
+    *,
+    inputs: Sequence[FoundInput] = (),
+    simulated: float | None = None,
+    base: float | None = None,
+    variant: float | None = None,
+    reason: str | None = None,
+) -> Finding:
+    system, claim = entry.system, entry.system.claim
+    relative = claim is not None and (claim.value is not None or claim.formula is not None)
+    claimed = None if claim is None else 1.0 if relative else claim.gain
+    return Finding(
+        family=entry.family.name,
+        system=system.name,
+        title=system.title,
+        year=system.year,
+        source=system.source,
+        status=status,
+        claim=None if claim is None else claim.says,
+        claimed=claimed,
+        band=None if claim is None or system.variant is None else claim.band,
+        simulated=simulated,
+        base=base,
+        variant=variant,
+        metric=in_words(system.measure) if system.variant is not None else None,
+        reason=reason,
+        inputs=tuple(inputs),
+        assumed=tuple(one.what for one in inputs if one.decides),
+        chosen=system.chosen,
+        not_modelled=system.not_modelled,
+    )

@@ -1,0 +1,396 @@
+"""Does a scheduler decide as a real engine did? A step log is driven through it and every step is compared.
+
+The scheduler gets the log's settings and its requests, each before the step at which the engine got it. Equal means:
+the same requests with the same tokens in the same order, the same ones admitted with the same tokens in the cache
+already, the same ones preempted in the same order, the same finished, the same free blocks and queue lengths.
+
+Of a log with drafts, how many the target accepted is taken from the log, as far as the schedules agree.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from simtune.engine import (
+    POLICIES,
+    DraftingTerms,
+    Request,
+    Scheduler,
+    Step,
+    TransformersFifo,
+    VllmFcfs,
+)
+from simtune.errors import Problem, SpecError, UsageError, suggest
+from simtune.specs.base import Count, NonNegative
+from simtune.validation.replay.step_log import LoggedStep, StepLog, describe
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is compared of a step."""
+
+    scheduled: tuple[tuple[str, int], ...]
+    """(request, tokens) in the order in which they were given."""
+    admitted: tuple[tuple[str, int], ...]
+    """Requests that enter the batch, with the tokens they have in the cache already, by name."""
+    preempted: tuple[str, ...]
+    finished: tuple[str, ...]
+    """By name."""
+    free_blocks: int
+    running: int
+    waiting: int
+
+    def differs_from(self, other: Decision, compared: Sequence[str]) -> tuple[str, ...]:
+        """Names of the fields among `compared` that differ."""
+        return tuple(name for name in compared if getattr(self, name) != getattr(other, name))
+
+
+ALL = tuple(field.name for field in fields(Decision))
+SCHEDULE = ("scheduled", "preempted", "finished")
+"""What is compared with the log of an engine that has another policy: blocks are its own affair."""
+
+
+@dataclass(frozen=True)
+class Resident:
+    """A request in the batch."""
+
+    request: str
+    computed_tokens: int
+    emitted_tokens: int
+
+
+@dataclass(frozen=True)
+class State:
+    """What both schedulers had before them."""
+
+    running: tuple[Resident, ...]
+    """In order of admission."""
+    waiting: tuple[str, ...]
+    """By order of arrival."""
+    free_blocks: int
+
+
+@dataclass(frozen=True)
+class Parting:
+    """The first step that differs. One of the two is None where one schedule ends and the other goes on."""
+
+    step: int
+    different: tuple[str, ...]
+    """Names of the fields of the two decisions that differ."""
+    logged: Decision | None
+    simulated: Decision | None
+    before: State
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What came of one log. `equal` steps agree, from the first; all of them unless there is a `parting`."""
+
+    file: str
+    log: str
+    engine: str
+    policy: str
+    steps: int
+    equal: int
+    parting: Parting | None
+
+
+def replay(log: StepLog, policy: str | None = None) -> Replay:
+    """Drive a scheduler through a log up to the first step that differs.
+
+    `policy` is a name in `simtune.engine.POLICIES`, the log's own unless given. Of another engine's policy only what
+    is scheduled, preempted and finished is compared, and settings that it does not know are left out.
+
+    Raises UsageError for an unknown policy, SpecError where the header asks for what no scheduler here does.
+    """
+    options = _options(log)
+    policy = policy or options.policy
+    scheduler = _scheduler(log, options, policy)
+    compared = ALL if policy == options.policy else SCHEDULE
+    account = _Account(log, scheduler)
+    parting = None
+    equal = 0
+    for logged in log.steps:
+        account.arrive(logged.step)
+        before = account.state()
+        simulated, expected = account.decide(), _decision(logged)
+        different = ALL if simulated is None else expected.differs_from(simulated, compared)
+        if different:
+            parting = Parting(logged.step, different, expected, simulated, before)
+            break
+        equal += 1
+    else:
+        before = account.state()
+        if (more := account.decide()) is not None:
+            parting = Parting(log.steps[-1].step + 1, ALL, None, more, before)
+    return Replay(log.file, log.header.log, log.header.engine, policy, len(log.steps), equal, parting)
+
+
+class _Account:
+    """A scheduler with what has become of each request, by the names in the log."""
+
+    def __init__(self, log: StepLog, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._names = [line.req for line in log.requests]
+        block_size = scheduler.kv.block_size
+        self._coming: deque[tuple[int, Request]] = deque()
+        for number, line in enumerate(log.requests):
+            shared = line.prefix_len // block_size if line.group is not None else 0
+            request = Request(number, line.prompt_len, line.output_len, priority=line.priority)
+            request.blocks = tuple((line.group, block) for block in range(shared))
+            self._coming.append((line.at_step, request))
+        self._file = log.file
+        self._waiting: dict[Request, None] = {}
+        self._running: dict[Request, tuple[int, int]] = {}  # tokens computed and delivered
+
+    def arrive(self, step: int) -> None:
+        while self._coming and self._coming[0][0] <= step:
+            request = self._coming.popleft()[1]
+            if not self._scheduler.add(request):
+                raise SpecError(
+                    Problem(
+                        self._file,
+                        f"{request.prompt_tokens} prompt and {request.output_tokens} output tokens exceed "
+                        f"max_model_len ({self._scheduler.max_model_len}); the engine would have refused it",
+                        "prompt_len",
+                        request.id + 2,
+                    )
+                )
+            self._waiting[request] = None
+
+    def state(self) -> State:
+        return State(
+            tuple(Resident(self._name(request), *tokens) for request, tokens in self._running.items()),
+            self._list(sorted(self._waiting, key=lambda request: request.id)),
+            self._scheduler.kv.free,
+        )
+
+    def decide(self) -> Decision | None:
+        """Schedule and complete one step; None where there is nothing to run."""
+        scheduler = self._scheduler
+        step = scheduler.schedule()
+        if step is None:
+            return None
+        tokens_of = scheduler.composition()
+        past = {chunk.request: chunk.past for chunk in step.chunks}
+        # What a chunk says of its request, and the engine of its queues, holds until the step completes.
+        chunks = {chunk.request: (chunk.padding, int(chunk.completes)) for chunk in step.chunks}
+        free, running, waiting = scheduler.kv.free, scheduler.num_running, scheduler.num_waiting
+        self._requeue(step, past)
+        delivered = {request: scheduler.emitted(request) for request in tokens_of}
+        finished = scheduler.complete().finished
+        for request, tokens in tokens_of.items():
+            if request in chunks:
+                padding, emitted = chunks[request]
+                self._advance(request, tokens - padding, emitted)
+            else:  # of a token and its drafts, those that are accepted stay
+                kept = scheduler.emitted(request) - delivered[request] if step.draft_tokens else tokens
+                self._advance(request, kept, kept)
+        for request in finished:
+            del self._running[request]
+        return Decision(
+            tuple((self._name(request), tokens) for request, tokens in tokens_of.items()),
+            tuple(sorted((self._name(request), past[request]) for request in step.admitted)),
+            self._list(step.preempted),
+            tuple(sorted(self._list(finished))),
+            free,
+            running,
+            waiting,
+        )
+
+    def _requeue(self, step: Step, past: Mapping[Request, int]) -> None:
+        """Those preempted go back to the waiting; those admitted leave them, with `past` tokens in the cache."""
+        for request in step.preempted:
+            if self._running.pop(request, None) is not None:  # else it has ended, which the engine does not know yet
+                self._waiting[request] = None
+        for request in step.admitted:
+            del self._waiting[request]
+            self._running[request] = past[request], request.emitted
+
+    def _advance(self, request: Request, computed: int, emitted: int) -> None:
+        """Count tokens that a step computed and emitted; those of a request that has ended are discarded."""
+        if request in self._running:
+            before = self._running[request]
+            self._running[request] = before[0] + computed, before[1] + emitted
+
+    def _name(self, request: Request) -> str:
+        return self._names[request.id]
+
+    def _list(self, requests: Iterable[Request]) -> tuple[str, ...]:
+        return tuple(map(self._name, requests))
+
+
+def _decision(logged: LoggedStep) -> Decision:
+    """transformers counts its queues before it resets whoever was starved in the step, simtune afterwards."""
+    reset = len(logged.reset_after)
+    return Decision(
+        tuple(logged.sched.items()),
+        tuple(sorted(logged.admit.items())),
+        logged.preempt + logged.reset_before + logged.reset_after,
+        tuple(sorted(logged.finish)),
+        logged.free,
+        logged.running - reset,
+        logged.waiting + reset,
+    )
+
+
+# --- the scheduler that a header asks for -----------------------------------------------------------------
+
+
+class _Options(BaseModel):
+    """The options that a schedule depends on; those in ONLY must have that value, because no other is modelled."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+    ONLY: ClassVar[dict[str, Any]]
+
+
+class _Drafting(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+    k: Count
+    draft_slots_per_request: int
+    method: str = "draft_model"
+    by_batch: tuple[tuple[Count, Count, int], ...] | None = None
+    """(first, last, drafts) for batches of so many requests; beyond the last and in gaps those of the range before."""
+
+    def drafts(self, batch: int) -> int:
+        assert self.by_batch is not None
+        return max(entry for entry in self.by_batch if entry[0] <= batch)[2]
+
+
+DROP_LAST_HIT = ("eagle", "eagle3", "mtp", "dflash", "dspark")
+"""Methods by which vLLM drafts from what the target makes of a text, and so computes the last cached block again."""
+
+
+class _VllmOptions(_Options):
+    # V1 refused to run several partial prefills at once, as long as it had an option for that.
+    ONLY: ClassVar = {"max_num_partial_prefills": 1, "max_long_partial_prefills": 1}
+    scheduling_policy: Literal["fcfs", "priority"]
+    max_num_seqs: Count
+    max_num_batched_tokens: Count
+    max_model_len: Count
+    block_size: Count
+    free_blocks_at_start: Count
+    enable_chunked_prefill: bool
+    enable_prefix_caching: bool
+    long_prefill_token_threshold: Annotated[int, Field(ge=0)] = 0
+    watermark: NonNegative = 0.0
+    scheduler_reserve_full_isl: bool = True
+    async_scheduling: bool
+    num_lookahead_tokens: int
+    spec: _Drafting | None
+
+    @property
+    def policy(self) -> str:
+        return f"vllm-{self.scheduling_policy}"
+
+    def scheduler(self, log: StepLog, kind: type[Scheduler]) -> Scheduler:
+        plain: dict[str, Any] = {
+            "num_blocks": self.free_blocks_at_start,
+            "block_size": self.block_size,
+            "max_num_seqs": self.max_num_seqs,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "max_model_len": self.max_model_len,
+            "chunked_prefill": self.enable_chunked_prefill,
+        }
+        if not issubclass(kind, VllmFcfs):
+            return kind(**plain)
+        drafting = None
+        if self.spec is not None:
+            drafting = DraftingTerms(
+                max_drafts=self.spec.k,
+                accepted=_Accepted(log),
+                drafts=self.spec.drafts if self.spec.by_batch else None,
+                lookahead=self.num_lookahead_tokens,
+                extra_slots=self.spec.draft_slots_per_request,
+                drops_last_hit=self.spec.method in DROP_LAST_HIT,
+            )
+        return kind(
+            **plain,
+            watermark_blocks=int(self.watermark * (self.free_blocks_at_start + 1)),  # of all, the engine's own included
+            long_prefill_token_threshold=self.long_prefill_token_threshold,
+            scheduler_reserve_full_isl=self.scheduler_reserve_full_isl,
+            prefix_caching=self.enable_prefix_caching,
+            async_scheduling=self.async_scheduling,
+            speculation=drafting,
+        )
+
+
+class _TransformersOptions(_Options):
+    ONLY: ClassVar = {"cpu_offload_space": 0.0, "use_async_batching": False}
+    scheduler_type: Literal["fifo", "prefill_first"]
+    safety_margin: float
+    max_batch_tokens: Count
+    max_requests_per_batch: Count
+    page_size: Count
+    free_blocks_at_start: Count
+    prefix_sharing: bool = False
+    """What came of `allow_block_sharing`: models with sliding windows share nothing."""
+
+    @property
+    def policy(self) -> str:
+        return f"transformers-{self.scheduler_type.replace('_', '-')}"
+
+    def scheduler(self, log: StepLog, kind: type[Scheduler]) -> Scheduler:
+        plain: dict[str, Any] = {
+            "num_blocks": self.free_blocks_at_start,
+            "block_size": self.page_size,
+            "max_num_seqs": self.max_requests_per_batch,
+            "max_num_batched_tokens": self.max_batch_tokens,
+            # The engine knows no limit but its cache.
+            "max_model_len": self.free_blocks_at_start * self.page_size,
+        }
+        if issubclass(kind, TransformersFifo):
+            return kind(**plain, safety_margin=self.safety_margin, prefix_caching=self.prefix_sharing)
+        return kind(**plain)
+
+
+ENGINES: dict[str, type[_VllmOptions] | type[_TransformersOptions]] = {
+    "vllm": _VllmOptions,
+    "transformers-cb": _TransformersOptions,
+}
+
+
+class _Accepted:
+    """What the log's target accepted, by request and verification. Beyond the log, and beyond the drafts: nothing."""
+
+    def __init__(self, log: StepLog) -> None:
+        names = {line.req: number for number, line in enumerate(log.requests)}
+        self._log: dict[int, list[int]] = defaultdict(list)
+        for step in log.steps:
+            for name, accepted in step.accept.items():
+                if name not in step.admit:  # one that enters has no drafts but padding
+                    self._log[names[name]].append(accepted)
+
+    def __call__(self, request: Request, number: int, drafts: int) -> int:
+        logged = self._log[request.id]
+        return min(logged[number], drafts) if number < len(logged) else 0
+
+
+def _options(log: StepLog) -> _VllmOptions | _TransformersOptions:
+    kind = ENGINES[log.header.engine]
+    problems = [
+        Problem(log.file, f"{log.header.options[key]!r} is not modelled, only {value!r}", f"options.{key}", 1)
+        for key, value in kind.ONLY.items()
+        if log.header.options.get(key, value) != value
+    ]
+    try:
+        options = kind.model_validate(log.header.options)
+    except ValidationError as error:
+        problems += [Problem(log.file, message, f"options.{key}", 1) for key, message in describe(error)]
+    if problems:
+        raise SpecError(problems)
+    return options
+
+
+def _scheduler(log: StepLog, options: _VllmOptions | _TransformersOptions, policy: str) -> Scheduler:
+    if policy not in POLICIES:
+        raise UsageError(f"unknown policy {policy!r}{suggest(policy, POLICIES)}; known: {', '.join(POLICIES)}")
+    try:
+        return options.scheduler(log, POLICIES[policy])
+    except ValueError as error:
+        raise SpecError(Problem(log.file, f"{policy} refuses these settings: {error}", "options", 1)) from None

@@ -1,0 +1,168 @@
+"""What a load is: rates over time, burstiness, lengths, re-use; and how alike two loads are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from pydantic import Field
+
+from simtune.arrays import Array, Ints
+from simtune.specs.base import Count, NonNegative, Record, Seq, Share, Whole
+
+BINS_OF_TIME = 48
+BINS_OF_LENGTH = 40
+LEVELS = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+
+
+class LengthFacts(Record):
+    """A distribution of lengths in tokens, with a histogram over logarithmic bins."""
+
+    mean: NonNegative
+    p50: NonNegative
+    p90: NonNegative
+    p99: NonNegative
+    max: NonNegative
+    edges: Seq[float] = Field(description="tokens, one more than counts")
+    counts: Seq[Whole]
+
+
+class LoadFacts(Record):
+    """What was asked of the system."""
+
+    requests: Count
+    span_s: NonNegative | None = Field(description="from the first to the last arrival; null in a closed loop")
+    rate_rps: NonNegative | None
+    users: Whole | None = Field(description="of a closed loop")
+    peak_rps: NonNegative | None = Field(description="largest of rates_rps")
+    gap_cv: NonNegative | None = Field(description="standard deviation over mean of the gaps; 1 for Poisson arrivals")
+    bin_s: NonNegative | None = Field(description="width of a bin of rates_rps")
+    rates_rps: Seq[NonNegative] = Field(description="arrivals per second over time")
+    prompt_tokens: LengthFacts
+    output_tokens: LengthFacts
+    shared_prompt_share: Share | None = Field(
+        description="of all prompt tokens those that an endless prefix cache would find; null where none are named"
+    )
+    sessions: Whole | None
+
+
+class LoadColumns(Protocol):
+    """Columns of requests, of a trace or of a stream drawn from a spec."""
+
+    @property
+    def arrival_s(self) -> Array | None:
+        """Times in order; None where they are not known or follow from answers."""
+
+    @property
+    def prompt_tokens(self) -> Ints:
+        """Of every request."""
+
+    @property
+    def output_tokens(self) -> Ints:
+        """Of every request."""
+
+    @property
+    def hash_ids(self) -> Sequence[tuple[int, ...]] | None:
+        """Names of the blocks of every prompt."""
+
+    @property
+    def block_tokens(self) -> int:
+        """Of each of these blocks."""
+
+    @property
+    def session(self) -> Ints | None:
+        """Which conversation each request belongs to."""
+
+
+def load_facts(requests: LoadColumns, users: int | None = None) -> LoadFacts:
+    """Of requests as they are recorded or simulated; `users` is how many a closed loop has."""
+    count, arrival_s, session = len(requests.prompt_tokens), requests.arrival_s, requests.session
+    span_s = None if arrival_s is None else float(arrival_s[-1] - arrival_s[0])
+    rates, bin_s = rates_over_time(arrival_s) if arrival_s is not None and span_s else (np.zeros(0), None)
+    gaps = np.diff(arrival_s) if arrival_s is not None and span_s else np.zeros(0)
+    return LoadFacts(
+        requests=count,
+        span_s=span_s,
+        rate_rps=(count - 1) / span_s if span_s else None,
+        users=users,
+        peak_rps=float(rates.max()) if len(rates) else None,
+        gap_cv=float(gaps.std() / gaps.mean()) if len(gaps) > 1 else None,
+        bin_s=bin_s,
+        rates_rps=tuple(rates.tolist()),
+        prompt_tokens=length_facts(requests.prompt_tokens),
+        output_tokens=length_facts(requests.output_tokens),
+        shared_prompt_share=shared_share(requests.hash_ids, requests.block_tokens, requests.prompt_tokens),
+        sessions=None if session is None else len(np.unique(session)),
+    )
+
+
+def rates_over_time(arrival_s: Array, bins: int = BINS_OF_TIME) -> tuple[Array, float]:
+    """Arrivals per second in equal bins from the first to the last arrival, and the width of a bin in seconds.
+
+    There are at most as many bins as leave eight requests to each on average.
+    """
+    bins = max(1, min(bins, len(arrival_s) // 8))
+    counts, edges = np.histogram(arrival_s, bins=bins)
+    width = float(edges[1] - edges[0])
+    return counts / width, width
+
+
+def length_facts(tokens: Ints) -> LengthFacts:
+    """Of a column of lengths."""
+    low, high = max(1, int(tokens.min())), max(int(tokens.max()), 2)
+    edges = np.unique(np.rint(np.geomspace(low, high + 1, BINS_OF_LENGTH + 1)))
+    counts, _ = np.histogram(tokens, bins=edges)
+    at = {name: float(np.quantile(tokens, level)) for name, level in LEVELS.items()}
+    return LengthFacts(
+        mean=float(tokens.mean()),
+        **at,
+        edges=tuple(edges.tolist()),
+        counts=tuple(counts.tolist()),
+    )
+
+
+def shared_share(hash_ids: Sequence[tuple[int, ...]] | None, block_tokens: int, prompt_tokens: Ints) -> float | None:
+    """Of all prompt tokens those in leading blocks that an earlier prompt had."""
+    if hash_ids is None:
+        return None
+    seen: set[int] = set()
+    shared = 0
+    for row in hash_ids:
+        for block in row:
+            if block not in seen:
+                break
+            shared += 1
+        seen.update(row)
+    return min(1.0, shared * block_tokens / float(prompt_tokens.sum()))
+
+
+class Agreement(NamedTuple):
+    """One number of a load, as recorded and as the spec draws it."""
+
+    what: str
+    recorded: float | None
+    drawn: float | None
+
+
+def dispersion(arrival_s: Array, window_s: float) -> float | None:
+    """Variance over mean of the arrivals in windows of this length: 1 for Poisson arrivals at one rate, 0 for a clock.
+
+    None where there are too few windows. They begin half a mean gap before the first arrival, so that those of a clock
+    do not lie on their ends.
+    """
+    span_s = float(arrival_s[-1] - arrival_s[0])
+    windows = int(span_s / window_s)
+    if windows < 8:
+        return None
+    since_s = arrival_s - arrival_s[0] + span_s / (len(arrival_s) - 1) / 2
+    counts, _ = np.histogram(since_s, bins=windows, range=(0.0, windows * window_s))
+    mean = float(counts.mean())
+    return float(counts.var() / mean) if mean > 0 else None
+
+
+def kolmogorov_distance(a: Array | Ints, b: Array | Ints) -> float:
+    """Largest difference of two empirical distributions, between 0 and 1."""
+    points = np.sort(np.concatenate([a, b]))
+    below = [np.searchsorted(np.sort(x), points, side="right") / len(x) for x in (a, b)]
+    return float(np.abs(below[0] - below[1]).max())

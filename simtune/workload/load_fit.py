@@ -1,0 +1,175 @@
+"""A compact workload spec fitted to a trace: the kind of arrivals that comes nearest, and the lengths."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from simtune.arrays import Array, Ints
+from simtune.errors import UsageError
+from simtune.specs.traces import Trace
+from simtune.specs.workload import (
+    Arrivals,
+    FixedInterval,
+    FixedLength,
+    Gamma,
+    Lengths,
+    Lognormal,
+    Piecewise,
+    Poisson,
+    Quantiles,
+    Segment,
+    Workload,
+)
+from simtune.workload.load import Agreement, dispersion, kolmogorov_distance, rates_over_time, shared_share
+from simtune.workload.requests import RequestStream, build_stream, lengths_at
+
+TAIL = (0.98, 0.99, 0.999, 1.0)
+STEPS = (10, 20, 40, 80)
+CLOSE = 0.02
+"""Lengths may be off by this share of requests: the shortest description that is no further off is taken."""
+WINDOWS = (1.0, 10.0, 100.0)
+"""Over so many mean gaps burstiness is compared."""
+GRAIN = 0.01
+"""Of the mean gap: gaps that differ by less are the same, for times are written with so many digits."""
+EVEN = 0.01
+"""Dispersions below it are that of a clock."""
+LEAST_CV = 1e-3
+"""Gaps that vary by less of their mean than a gamma distribution of the spec may are a clock's."""
+FITS = ((0.2, "close"), (0.5, "rough"))
+"""How far off arrivals may be at most to be called so; beyond that the fit is poor."""
+SEED = 0
+
+
+class FittedLoad(NamedTuple):
+    """A spec, what of the trace it has and has not, and how far off each kind of arrivals was (0 is best)."""
+
+    workload: Workload
+    agreements: tuple[Agreement, ...]
+    arrivals: tuple[tuple[str, float], ...]
+    lost: tuple[str, ...]
+
+    @property
+    def fit(self) -> str | None:
+        """How near the arrivals of the spec come to those of the trace: `close`, `rough` or `poor`; None where the
+        trace has no times to compare with."""
+        off = dict(self.arrivals).get(self.workload.arrivals.kind)
+        return None if off is None else next((word for most, word in FITS if off <= most), "poor")
+
+
+def fit_workload(trace: Trace, name: str, rate_rps: float | None = None) -> FittedLoad:
+    """The spec nearest to a trace, judged by what it draws.
+
+    `rate_rps` is that of Poisson arrivals for a trace without times. Raises UsageError where neither is known.
+    """
+    arrival_s, rate = trace.arrival_s, rate_rps or trace.rate_rps
+    if rate is None:
+        raise UsageError(
+            f"{trace.file}: a spec needs a rate, and this trace has no arrival times; give it one by --rate"
+        )
+    prompt, output = fit_lengths(trace.prompt_tokens), fit_lengths(trace.output_tokens)
+    timed = arrival_s is not None and trace.rate_rps is not None and len(trace) > 2
+    kinds = _kinds(arrival_s, rate) if timed and arrival_s is not None else [Poisson(rate_rps=rate)]
+    scored = []
+    for arrivals in kinds:
+        workload = Workload(
+            name=name,
+            source=f"fitted to {len(trace):,} requests of {trace.file} (sha256 {trace.sha256[:12]})",
+            requests=len(trace),
+            arrivals=arrivals,
+            prompt=prompt,
+            output=output,
+        )
+        stream = build_stream(workload, None, requests=len(trace), seed=SEED)
+        distance = _distance(arrival_s, stream) if timed and arrival_s is not None else 0.0
+        scored.append((distance, workload, stream))
+    _, workload, stream = min(scored, key=lambda x: x[0])
+    tried = tuple((w.arrivals.kind, d) for d, w, _ in scored) if timed else ()
+    return FittedLoad(workload, _agreements(trace, stream), tried, _lost(trace))
+
+
+def _kinds(arrival_s: Array, rate_rps: float) -> list[Arrivals]:
+    """A clock, Poisson, gamma with the burstiness of the gaps, and rates that change with time."""
+    kinds: list[Arrivals] = [FixedInterval(rate_rps=rate_rps), Poisson(rate_rps=rate_rps)]
+    gaps = np.diff(arrival_s)
+    cv = float(gaps.std() / gaps.mean())
+    if cv > LEAST_CV:
+        kinds.append(Gamma(rate_rps=rate_rps, cv=round(cv, 3)))
+    rates, width = rates_over_time(arrival_s)
+    if len(rates) > 3:
+        kinds.append(Piecewise(segments=tuple(Segment(for_s=width, rate_rps=float(r)) for r in rates)))
+    return kinds
+
+
+def _distance(arrival_s: Array, stream: RequestStream) -> float:
+    """How unlike two patterns of arrivals are: the largest difference of the distributions of gaps, averaged with log
+    ratios of the dispersion of counts over windows of several lengths.
+    """
+    drawn = stream.arrival_s
+    assert drawn is not None
+    grain_s = GRAIN * float(np.diff(arrival_s).mean())
+    unlike = [kolmogorov_distance(*(np.rint(np.diff(x) / grain_s) for x in (arrival_s, drawn)))]
+    for window_s in _windows_s(arrival_s):
+        recorded, as_drawn = dispersion(arrival_s, window_s), dispersion(drawn, window_s)
+        if recorded is not None and as_drawn is not None:
+            unlike.append(abs(math.log(max(EVEN, recorded) / max(EVEN, as_drawn))))
+    return float(np.mean(unlike))
+
+
+def _windows_s(arrival_s: Array) -> list[float]:
+    gap_s = float(arrival_s[-1] - arrival_s[0]) / (len(arrival_s) - 1)
+    return [gaps * gap_s for gaps in WINDOWS]
+
+
+def fit_lengths(tokens: Ints) -> Lengths:
+    """One length, a lognormal where it comes close, else quantiles."""
+    if tokens.min() == tokens.max():
+        return FixedLength(tokens=int(tokens[0]))
+    sigma = max(float(np.log(tokens).std()), 1e-6)
+    lengths: Lengths = Lognormal(mean_tokens=float(tokens.mean()), sigma=sigma, max_tokens=int(tokens.max()))
+    evenly = (np.arange(len(tokens)) + 0.5) / len(tokens)
+    for steps in STEPS:
+        if kolmogorov_distance(tokens, lengths_at(lengths, evenly)) <= CLOSE:
+            break
+        levels = (*(i / steps for i in range(steps) if i / steps < TAIL[0]), *TAIL)
+        observed = np.quantile(tokens, levels, method="inverted_cdf")
+        lengths = Quantiles(levels=levels, tokens=tuple(observed.astype(float).tolist()))
+    return lengths
+
+
+def _agreements(trace: Trace, stream: RequestStream) -> tuple[Agreement, ...]:
+    """The numbers of a load, recorded beside drawn."""
+    recorded, drawn = trace.arrival_s, stream.arrival_s
+    rows = [Agreement("requests/s", trace.rate_rps, stream.offered_rate_rps)]
+    if recorded is not None and drawn is not None and trace.rate_rps is not None and len(trace) > 2:
+        rows.append(Agreement("peak requests/s", *(float(rates_over_time(x)[0].max()) for x in (recorded, drawn))))
+        rows.append(Agreement("cv of gaps", *(float(np.diff(x).std() / np.diff(x).mean()) for x in (recorded, drawn))))
+        rows.extend(
+            Agreement(f"dispersion over {gaps:g} gaps", dispersion(recorded, window_s), dispersion(drawn, window_s))
+            for gaps, window_s in zip(WINDOWS, _windows_s(recorded), strict=True)
+        )
+    for side in ("prompt", "output"):
+        a, b = (getattr(x, f"{side}_tokens") for x in (trace, stream))
+        rows.append(Agreement(f"{side} tokens, mean", float(a.mean()), float(b.mean())))
+        rows.append(Agreement(f"{side} tokens, p99", float(np.quantile(a, 0.99)), float(np.quantile(b, 0.99))))
+        rows.append(Agreement(f"{side} tokens, largest gap of distributions", 0.0, kolmogorov_distance(a, b)))
+    return tuple(rows)
+
+
+def _lost(trace: Trace) -> tuple[str, ...]:
+    """What the trace has and a compact spec has not."""
+    lost = []
+    prompt, output = (np.argsort(np.argsort(x)).astype(float) for x in (trace.prompt_tokens, trace.output_tokens))
+    together = float(np.corrcoef(prompt, output)[0, 1]) if len(trace) > 2 else 0.0
+    if abs(together) > 0.1:
+        lost.append(
+            f"prompt and output lengths go together (rank correlation {together:.2f}); the spec draws them apart"
+        )
+    shared = shared_share(trace.hash_ids, trace.block_tokens, trace.prompt_tokens)
+    if shared:
+        lost.append(f"{shared:.1%} of prompt tokens were seen before; the spec shares nothing")
+    if trace.session is not None:
+        lost.append(f"{len(np.unique(trace.session)):,} conversations; the spec has none")
+    return tuple(lost)

@@ -1,0 +1,552 @@
+"""The requests of a workload, drawn so that plans are compared on the same ones.
+
+Each purpose (arrivals, prompt lengths, output lengths, classes) has its own random stream, keyed by the seed,
+and request i takes exactly the i-th uniform of each, turned into a value by the inverse of its distribution.
+So a request's gap, lengths and class depend on the seed and on i alone: asking for more requests appends to
+the stream, and another rate scales the same arrival pattern.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import compress
+from operator import eq
+from typing import NamedTuple, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simtune.arrays import Array, Ints
+from simtune.errors import UsageError
+from simtune.specs import room
+from simtune.specs.base import LARGEST_RATE_RPS, LONGEST_S
+from simtune.specs.traces import MOONCAKE_BLOCK_TOKENS, Trace
+from simtune.specs.workload import (
+    Arrivals,
+    ClosedLoop,
+    FixedInterval,
+    FixedLength,
+    Gamma,
+    GraphNode,
+    Lengths,
+    Lognormal,
+    Piecewise,
+    Poisson,
+    Quantiles,
+    RequestClass,
+    Sessions,
+    Slo,
+    TraceArrivals,
+    TraceLengths,
+    Workload,
+)
+from simtune.workload.graphs import BLOCK_TOKENS, FamilyGraph, compiled
+
+# Keys of the random streams: changing one changes every result.
+_ARRIVALS, _PROMPT, _OUTPUT, _CLASS, _GROUP, _PREDICTION = range(6)
+
+_REQUEST_BYTES = 450.0
+"""Of a request in a simulation and in its result."""
+_FEWER = "ask for fewer: --requests, or search.requests of a study"
+_NAME_BYTES = 40.0
+"""Of a block of a prompt that has a name."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestStream:
+    """Requests in order of arrival, one array item each.
+
+    arrival_s is None in a closed loop: there `users` clients each wait for their answer, think for think_s
+    and send the next request of the stream. class_index points into class_names and slos. hash_ids, when the
+    prompt lengths come from a trace that has them, names each prompt's blocks of block_tokens; () where
+    nothing is shared.
+    """
+
+    arrival_s: Array | None
+    prompt_tokens: Ints
+    output_tokens: Ints
+    class_index: Ints
+    priority: Ints
+    class_names: tuple[str, ...]
+    slos: tuple[Slo | None, ...]
+    hash_ids: Sequence[tuple[int, ...]] | None = None
+    block_tokens: int = MOONCAKE_BLOCK_TOKENS
+    users: int | None = None
+    think_s: float = 0.0
+    session: Ints | None = None
+    """Which conversation a request belongs to, where the workload knows."""
+    graph: FamilyGraph | None = None
+    """How requests follow one another: each `graph.size` of them are a family, which arrives as one."""
+    batch: bool = False
+    """Whether they are a finite load, and no part of one that goes on."""
+    max_tokens: int | None = None
+    """Output tokens that each client allows; None: as many as its own output has."""
+    of_load: Ints | None = None
+    """Which requests of a load these are, counted from 0; None where they are all of it."""
+
+    def __len__(self) -> int:
+        return len(self.prompt_tokens)
+
+    @property
+    def numbers(self) -> Ints:
+        """How many requests of the load come before each."""
+        return np.arange(len(self)) if self.of_load is None else self.of_load
+
+    @property
+    def offered_rate_rps(self) -> float | None:
+        """Mean arrival rate, of families where there are some; None for a closed loop and for a single instant."""
+        if self.arrival_s is None or len(self) < 2:
+            return None
+        span = float(self.arrival_s[-1] - self.arrival_s[0])
+        arrivals = len(self) if self.graph is None else len(self) // self.graph.size
+        return (arrivals - 1) / span if span > 0 else None
+
+    def at_rate(self, rate_rps: float) -> RequestStream:
+        """The same requests in the same pattern, stretched so that their mean rate is exactly rate_rps.
+
+        Raises UsageError for a stream that has no rate: a closed loop, or requests that all come at once.
+        """
+        if not 0 < rate_rps <= LARGEST_RATE_RPS:
+            raise UsageError(
+                f"the request rate must be above 0 and at most {LARGEST_RATE_RPS:.0e} requests/s, not {rate_rps}"
+            )
+        if self.arrival_s is None:
+            raise UsageError("a closed loop has no request rate to change; change arrivals.users instead")
+        if self.offered_rate_rps is None:
+            raise UsageError(
+                "requests that all come at once have no rate to change; ask for more: --requests, or "
+                "search.requests of a study"
+            )
+        return replace(
+            self, arrival_s=_soon_enough(self.arrival_s * (self.offered_rate_rps / rate_rps), f"rate {rate_rps:g}")
+        )
+
+    def share_of(self, count: int, instances: int) -> RequestStream:
+        """What the first `count` of so many instances see of this stream under round robin."""
+        return self.kept(np.arange(len(self)) % instances < count)
+
+    def kept(self, seen: NDArray[np.bool_]) -> RequestStream:
+        """Return the requests for which `seen` is true, at their own times; of families whole ones must be kept."""
+        return replace(
+            self,
+            arrival_s=None if self.arrival_s is None else self.arrival_s[seen],
+            prompt_tokens=self.prompt_tokens[seen],
+            output_tokens=self.output_tokens[seen],
+            class_index=self.class_index[seen],
+            priority=self.priority[seen],
+            hash_ids=self._blocks_of(seen),
+            session=None if self.session is None else self.session[seen],
+            of_load=self.numbers[seen],
+        )
+
+    def _blocks_of(self, seen: NDArray[np.bool_]) -> Sequence[tuple[int, ...]] | None:
+        if self.hash_ids is None:
+            return None
+        if isinstance(self.hash_ids, RepeatedBlocks):
+            return self.hash_ids.kept(seen)
+        return tuple(compress(self.hash_ids, seen.tolist()))
+
+    def predicted_tokens(self, sigma: float, seed: int) -> Ints:
+        """Output lengths as a predictor would guess them: off by a lognormal factor of median 1 and shape sigma."""
+        from scipy.special import ndtri
+
+        factor = np.exp(sigma * ndtri(_uniforms(seed, _PREDICTION, len(self))))
+        return np.maximum(1, np.rint(self.output_tokens * factor)).astype(np.int64)
+
+
+def build_stream(workload: Workload, trace: Trace | None, *, requests: int, seed: int) -> RequestStream:
+    """The first `requests` requests of a workload, at its own rate; `RequestStream.at_rate` gives them another.
+
+    Of a workload with a request graph they are so many families.
+
+    A trace is repeated end to end when more requests are asked for than it has; a repeat shares no prefix
+    with the round before. Raises UsageError when the workload needs a trace that is not given or has no
+    arrival times.
+    """
+    if requests < 1:
+        raise UsageError(f"at least one request is needed, not {requests}")
+    if seed < 0:
+        raise UsageError(f"the seed must not be negative: {seed}")
+    room.need(requests * _REQUEST_BYTES, f"{requests:,} requests", _FEWER)
+
+    if workload.graph:
+        return _families(workload, workload.graph, requests, seed)
+    return draw(workload, trace, Span(0, requests), seed)
+
+
+class Span(NamedTuple):
+    """Requests by number, from `first` up to but not including `end`."""
+
+    first: int
+    end: int
+    unit: float = 0.0
+    """When the request before came, at rate 1."""
+
+    @property
+    def numbers(self) -> Ints:
+        """Of all of them."""
+        return np.arange(self.first, self.end)
+
+
+def draw(workload: Workload, trace: Trace | None, span: Span, seed: int) -> RequestStream:
+    """Some of the requests of a workload, the same whatever is drawn before them; `first` is a multiple of four.
+
+    Only the first requests of a workload with `sessions` can be drawn. Raises UsageError as `build_stream` does.
+    """
+    classes = workload.classes or (RequestClass(name="default"),)
+    class_index = _classes(classes, seed, span)
+    prompts = [c.prompt or workload.prompt for c in classes]
+    outputs = [c.output or workload.output for c in classes]
+    arrivals = workload.arrivals
+    prompt_tokens = _lengths(prompts, class_index, _drawn(seed, _PROMPT, span), trace, "prompt", span)
+    output_tokens = _lengths(outputs, class_index, _drawn(seed, _OUTPUT, span), trace, "output", span)
+    in_trace = _hash_ids(prompts, class_index, trace, span)
+    if workload.sessions is None:
+        shared = _shared(workload, in_trace, trace, prompt_tokens, seed, span)
+    else:
+        added, prompt_tokens = prompt_tokens, _conversations(workload.sessions, prompt_tokens, output_tokens)
+        shared = _shared_by_turns(workload, workload.sessions, in_trace, added, prompt_tokens + output_tokens, seed)
+    users, think_s = _users(arrivals)
+    return RequestStream(
+        arrival_s=_soon_enough(_arrival_s(arrivals, trace, seed, span), f"workload {workload.name}"),
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        class_index=class_index,
+        priority=np.array([c.priority for c in classes], dtype=np.int64)[class_index],
+        class_names=tuple(c.name for c in classes),
+        slos=tuple(c.slo for c in classes),
+        hash_ids=shared.hash_ids,
+        block_tokens=shared.block_tokens,
+        session=shared.session,
+        users=users,
+        think_s=think_s,
+        batch=workload.batch,
+        max_tokens=workload.max_tokens,
+    )
+
+
+def _uniforms(seed: int, purpose: int, requests: int) -> Array:
+    """One uniform in [0, 1) per request: draw i of the stream (seed, purpose)."""
+    return _drawn(seed, purpose, Span(0, requests))
+
+
+def _drawn(seed: int, purpose: int, span: Span) -> Array:
+    """The uniforms of some requests."""
+    bits = np.random.Philox(np.random.SeedSequence((seed, purpose)))
+    assert span.first % 4 == 0, "a step of Philox makes four uniforms"
+    bits.advance(span.first // 4)
+    return np.random.Generator(bits).random(span.end - span.first)
+
+
+def _classes(classes: Sequence[RequestClass], seed: int, span: Span) -> Ints:
+    if len(classes) == 1:
+        return np.zeros(span.end - span.first, dtype=np.int64)
+    upper = np.cumsum([c.share for c in classes])
+    drawn = _drawn(seed, _CLASS, span) * upper[-1]
+    index: Ints = np.minimum(np.searchsorted(upper, drawn, side="right"), len(classes) - 1)
+    return index
+
+
+# --- arrivals ---------------------------------------------------------------------------------------------
+
+
+def _arrival_s(arrivals: Arrivals, trace: Trace | None, seed: int, span: Span) -> Array | None:
+    """Arrival times at rate 1, divided by the rate: another rate is the same pattern, stretched."""
+    if isinstance(arrivals, ClosedLoop):
+        return None
+    if isinstance(arrivals, TraceArrivals):
+        return _trace_arrival_s(arrivals, _needed(trace), span)
+    unit = unit_arrivals(arrivals, seed, span)
+    return _piecewise(arrivals, unit) if isinstance(arrivals, Piecewise) else unit / arrivals.rate_rps
+
+
+def unit_arrivals(arrivals: Poisson | Gamma | FixedInterval | Piecewise, seed: int, span: Span) -> Array:
+    """When some requests come, at rate 1."""
+    if isinstance(arrivals, FixedInterval):
+        return span.numbers.astype(np.float64)
+    gaps: Array
+    if isinstance(arrivals, Gamma):
+        from scipy.special import gammaincinv
+
+        gaps = np.asarray(gammaincinv(arrivals.cv**-2, _drawn(seed, _ARRIVALS, span)) * arrivals.cv**2, np.float64)
+    else:
+        gaps = -np.log1p(-_drawn(seed, _ARRIVALS, span))
+    gaps[0] += span.unit
+    return np.cumsum(gaps)
+
+
+def _users(arrivals: Arrivals) -> tuple[int | None, float]:
+    """How many there are in a closed loop, and how long they think."""
+    return (arrivals.users, arrivals.think_s) if isinstance(arrivals, ClosedLoop) else (None, 0.0)
+
+
+def _soon_enough(arrival_s: Array | None, of: str) -> Array | None:
+    """Raises UsageError where requests come later than can be simulated; `of` says whose they are."""
+    if arrival_s is not None and not arrival_s[-1] <= LONGEST_S:
+        raise UsageError(
+            f"{of}: the last of {len(arrival_s):,} requests comes after {arrival_s[-1] / 86400:,.3g} days, and at most "
+            f"{LONGEST_S / 86400:.0f} can be simulated; ask for fewer requests, or a higher rate_rps"
+        )
+    return arrival_s
+
+
+def _piecewise(arrivals: Piecewise, unit: Array) -> Array:
+    """Arrivals of a rate-1 process, brought to the times at which the rates have summed up to them."""
+    lengths = np.array([segment.for_s for segment in arrivals.segments])
+    rates = np.array([segment.rate_rps for segment in arrivals.segments])
+    expected = np.concatenate([[0.0], np.cumsum(lengths * rates)])
+    begin = np.concatenate([[0.0], np.cumsum(lengths)])
+    cycle, rest = np.divmod(unit, expected[-1])
+    at = np.searchsorted(expected, rest, side="right") - 1  # never a segment of rate zero: it adds nothing
+    times: Array = cycle * begin[-1] + begin[at] + (rest - expected[at]) / rates[at]
+    return times
+
+
+def _trace_arrival_s(arrivals: TraceArrivals, trace: Trace, span: Span) -> Array:
+    if trace.arrival_s is None:
+        unread = f" (columns not read: {', '.join(trace.ignored)})" if trace.ignored else ""
+        raise UsageError(f"{trace.file}: has no arrival times{unread}; use arrivals of another kind with its lengths")
+    wanted = arrivals.rate_rps
+    if span.end <= len(trace) and wanted is None:
+        return trace.arrival_s[span.first : span.end]
+    if trace.rate_rps is None:
+        raise UsageError(f"{trace.file}: all requests come at once, so it can be neither stretched nor repeated")
+    round_, row = np.divmod(span.numbers, len(trace))
+    times: Array = trace.arrival_s[row] + round_ * (len(trace) / trace.rate_rps)
+    return times if wanted is None else times * (trace.rate_rps / wanted)
+
+
+# --- families -----------------------------------------------------------------------------------------------
+
+
+def _families(workload: Workload, asked_for: Sequence[GraphNode], families: int, seed: int) -> RequestStream:
+    """So many families of a workload with a graph, each node a class of requests. Samples of one prompt have it in
+    common; answers are drawn for every request."""
+    graph = compiled(asked_for)
+    nodes = {node.name: node for node in asked_for}
+    requests = families * graph.size
+    room.need(requests * _REQUEST_BYTES, f"{requests:,} requests", _FEWER)
+    class_index = np.tile(graph.node_of, families)
+    output = _lengths(
+        [nodes[name].output or workload.output for name in graph.names],
+        class_index,
+        _uniforms(seed, _OUTPUT, requests),
+        None,
+        "output",
+        Span(0, requests),
+    ).reshape(families, graph.size)
+    alike = _uniforms(seed, _PROMPT, requests).reshape(families, graph.size)[:, np.array(graph.begin)[graph.node_of]]
+    asked = [nodes[name].prompt or workload.prompt for name in graph.names]
+    prompts = graph.prompts(
+        _lengths(asked, class_index, alike.reshape(-1), None, "prompt", Span(0, requests)).reshape(output.shape), output
+    )
+    _room_for_names(workload, (prompts + output) // BLOCK_TOKENS)
+    users, think_s = _users(workload.arrivals)
+    arrival_s = _soon_enough(_arrival_s(workload.arrivals, None, seed, Span(0, families)), f"workload {workload.name}")
+    return RequestStream(
+        arrival_s=None if arrival_s is None else np.repeat(arrival_s, graph.size),
+        prompt_tokens=prompts.reshape(-1),
+        output_tokens=output.reshape(-1),
+        class_index=class_index,
+        priority=np.zeros(requests, dtype=np.int64),
+        class_names=graph.names,
+        slos=(None,) * len(graph.names),
+        hash_ids=graph.blocks(prompts, output),
+        block_tokens=BLOCK_TOKENS,
+        session=np.repeat(np.arange(families), graph.size),
+        users=users,
+        think_s=think_s,
+        batch=workload.batch,
+        max_tokens=workload.max_tokens,
+        graph=graph,
+    )
+
+
+# --- lengths ----------------------------------------------------------------------------------------------
+
+
+def _lengths(
+    by_class: Sequence[Lengths], class_index: Ints, uniforms: Array, trace: Trace | None, side: str, span: Span
+) -> Ints:
+    if all(lengths is by_class[0] for lengths in by_class):
+        return _sample(by_class[0], uniforms, trace, side, span.first)
+    samples = np.stack([_sample(lengths, uniforms, trace, side, span.first) for lengths in by_class])
+    tokens: Ints = samples[class_index, np.arange(len(uniforms))]
+    return tokens
+
+
+def lengths_at(lengths: Lengths, levels: Array) -> Ints:
+    """The quantiles of a distribution of lengths that needs no trace, at levels in [0, 1)."""
+    return _sample(lengths, levels, None, "prompt")
+
+
+def _sample(lengths: Lengths, uniforms: Array, trace: Trace | None, side: str, first: int = 0) -> Ints:
+    match lengths:
+        case FixedLength(tokens=tokens):
+            return np.full(len(uniforms), tokens, dtype=np.int64)
+        case Lognormal(mean_tokens=mean, sigma=sigma, max_tokens=most):
+            from scipy.special import ndtri
+
+            log_tokens = math.log(mean) - sigma**2 / 2 + sigma * ndtri(uniforms)
+            drawn = np.ceil(np.exp(np.minimum(log_tokens, math.log(most))))
+            return np.clip(drawn, 1, most).astype(np.int64)
+        case Quantiles(levels=levels, tokens=quantiles):
+            return np.rint(np.interp(uniforms, levels, quantiles)).astype(np.int64)
+        case TraceLengths():
+            column = _needed(trace).prompt_tokens if side == "prompt" else _needed(trace).output_tokens
+            return column[np.arange(first, first + len(uniforms)) % len(column)]
+
+
+class RepeatedBlocks(Sequence[tuple[int, ...]]):
+    """Names of prompt blocks of a trace that is repeated: made when asked for, for a million prompts have many.
+
+    Names of one round are all below `apart`, so that no round shares anything with another.
+    """
+
+    def __init__(self, rows: Sequence[tuple[int, ...]], requests: Ints) -> None:
+        """`requests[i]` is which request of the endlessly repeated trace stands at i; -1 where nothing is shared."""
+        self._rows = rows
+        self._requests = requests
+        self._apart = 1 + max((max(row, default=0) for row in rows), default=0)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    @overload
+    def __getitem__(self, at: int) -> tuple[int, ...]: ...
+    @overload
+    def __getitem__(self, at: slice) -> RepeatedBlocks: ...
+    def __getitem__(self, at: int | slice) -> tuple[int, ...] | RepeatedBlocks:
+        if isinstance(at, slice):
+            return RepeatedBlocks(self._rows, self._requests[at])
+        request = int(self._requests[at])
+        if request < 0:
+            return ()
+        round_, row = divmod(request, len(self._rows))
+        shift = round_ * self._apart
+        return tuple([x + shift for x in self._rows[row]]) if shift else self._rows[row]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and all(map(eq, self, other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def kept(self, which: NDArray[np.bool_]) -> RepeatedBlocks:
+        """Those of the requests for which `which` is true."""
+        return RepeatedBlocks(self._rows, self._requests[which])
+
+
+def _hash_ids(prompts: Sequence[Lengths], class_index: Ints, trace: Trace | None, span: Span) -> RepeatedBlocks | None:
+    if trace is None or trace.hash_ids is None:
+        return None
+    from_trace = np.array([isinstance(p, TraceLengths) for p in prompts])
+    if not from_trace.any():
+        return None
+    return RepeatedBlocks(trace.hash_ids, np.where(from_trace[class_index], span.numbers, -1))
+
+
+class _Shared(NamedTuple):
+    """What prompts have in common."""
+
+    hash_ids: Sequence[tuple[int, ...]] | None
+    block_tokens: int
+    session: Ints | None = None
+
+
+def _shared(
+    workload: Workload,
+    in_trace: RepeatedBlocks | None,
+    trace: Trace | None,
+    prompt_tokens: Ints,
+    seed: int,
+    span: Span,
+) -> _Shared:
+    """What a trace says, or the leading blocks that each request shares with the group drawn for it.
+
+    Raises UsageError where the workload asks for both.
+    """
+    prefix = workload.shared_prefix
+    if prefix is None:
+        block_tokens = trace.block_tokens if trace else MOONCAKE_BLOCK_TOKENS
+        return _Shared(in_trace, block_tokens, _trace_session(workload, trace, span))
+    if in_trace is not None:
+        raise UsageError(f"{workload.trace}: says what its prompts share, so the workload needs no shared_prefix")
+    session = (_drawn(seed, _GROUP, span) * prefix.groups).astype(np.int64)
+    most = prefix.tokens // prefix.block_tokens
+    blocks = np.minimum(most, prompt_tokens // prefix.block_tokens)
+    _room_for_names(workload, blocks)
+    hash_ids = tuple(
+        tuple(range(group * most, group * most + n)) for group, n in zip(session.tolist(), blocks.tolist(), strict=True)
+    )
+    return _Shared(hash_ids, prefix.block_tokens, session)
+
+
+def _trace_session(workload: Workload, trace: Trace | None, span: Span) -> Ints | None:
+    """The conversations of a trace that is replayed as it is; a repeat has conversations of its own."""
+    as_it_is = not workload.classes and workload.prompt.kind == workload.output.kind == "trace"
+    if trace is None or trace.session is None or not as_it_is:
+        return None
+    round_, row = np.divmod(span.numbers, len(trace))
+    session: Ints = trace.session[row] + round_ * (int(trace.session.max()) + 1)
+    return session
+
+
+def _conversations(sessions: Sessions, added: Ints, output_tokens: Ints) -> Ints:
+    """Prompt tokens of every request, where `added` is what its turn adds: all turns before it, and those."""
+    prompts = added.copy()
+    before = sessions.concurrent
+    for start in range(before, len(added), before):
+        if start // before % sessions.turns:
+            turn, last = slice(start, start + before), slice(start - before, min(start, len(added) - before))
+            prompts[turn] += prompts[last] + output_tokens[last]
+    return prompts
+
+
+def _shared_by_turns(
+    workload: Workload,
+    sessions: Sessions,
+    in_trace: RepeatedBlocks | None,
+    added: Ints,
+    known_tokens: Ints,
+    seed: int,
+) -> _Shared:
+    """What each request shares with its conversation, its own answer included, and with the group of that.
+
+    Raises UsageError where a trace says it as well.
+    """
+    if in_trace is not None:
+        raise UsageError(f"{workload.trace}: says what its prompts share, so the workload needs no sessions")
+    number = np.arange(len(added))
+    turns = number // sessions.concurrent
+    first = number - turns % sessions.turns * sessions.concurrent  # the request with which its conversation began
+    size, prefix = sessions.block_tokens, workload.shared_prefix
+    groups, most = (1, 0) if prefix is None else (prefix.groups, prefix.tokens // size)
+    group = (_uniforms(seed, _GROUP, len(added)) * groups).astype(np.int64)[first]
+    of_group = np.minimum(most, added[first] // size)
+    own = max(int(known_tokens.max()) // size, 1)  # names kept for each conversation
+    _room_for_names(workload, known_tokens // size)
+    hash_ids = tuple(
+        (
+            *range(of * most, of * most + min(shared, blocks)),
+            *range(groups * most + begun * own + shared, groups * most + begun * own + blocks),
+        )
+        for of, shared, begun, blocks in zip(
+            group.tolist(), of_group.tolist(), first.tolist(), (known_tokens // size).tolist(), strict=True
+        )
+    )
+    return _Shared(hash_ids, size, first)
+
+
+def _room_for_names(workload: Workload, blocks: Ints) -> None:
+    """Raises UsageError where names for all blocks of all prompts do not fit into memory."""
+    count = float(blocks.sum(dtype=np.float64))
+    what = f"workload {workload.name}: names of {count:,.0f} blocks that prompts share"
+    room.need(count * _NAME_BYTES, what, "ask for fewer requests or shorter prompts, or raise block_tokens")
+
+
+def _needed(trace: Trace | None) -> Trace:
+    if trace is None:
+        raise UsageError("the workload replays a trace (kind: trace), but no trace was read for it")
+    return trace
