@@ -54,7 +54,7 @@ def executor(jobs: Jobs, most: int) -> Iterator[Executor | None]:
     if jobs <= 1:
         yield None
         return
-    pool = ProcessPoolExecutor(jobs, initializer=_enter_worker, initargs=(os.getpid(),))
+    pool = _Workers(jobs, initializer=_enter_worker, initargs=(os.getpid(),))
     try:
         yield pool
     except Exception:
@@ -64,10 +64,34 @@ def executor(jobs: Jobs, most: int) -> Iterator[Executor | None]:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
+class _Workers(ProcessPoolExecutor):
+    """Processes that an interrupt never reaches: it is held back while they start, until they ignore it."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """See `Executor.submit`; the first task starts the processes."""
+        with _interrupts_held_back():
+            return super().submit(fn, *args, **kwargs)
+
+
+@contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Block SIGINT in this thread, and in what it starts; an interrupt that comes meanwhile is raised afterwards."""
+    if not hasattr(signal, "pthread_sigmask"):  # on Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _enter_worker(parent: int) -> None:
     """An interrupt is the parent's affair: workers finish what they are at and are given no more. Where the parent ends
     however suddenly, so do they."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it had ended before

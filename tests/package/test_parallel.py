@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from simtune.sim import parallel
 from simtune.sim.parallel import executor, ordered_map
 
 SCRIPT = """
@@ -39,6 +40,25 @@ def test_what_a_killed_worker_had_is_done_all_the_same(capfd: pytest.CaptureFixt
         assert pool is not None
         assert [*ordered_map(pool, square_or_die, [(n, os.getpid()) for n in range(8)])] == [n * n for n in range(8)]
     assert "a worker process was killed" in capfd.readouterr().err
+
+
+ENTER = parallel._enter_worker
+
+
+def interrupted_while_starting(parent: int) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+    ENTER(parent)
+
+
+def test_an_interrupt_while_workers_start_reaches_none_of_them(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(parallel, "_enter_worker", interrupted_while_starting)
+    with executor(2, 2) as pool:
+        assert pool is not None
+        assert [*pool.map(abs, [-1, -2])] == [1, 2]
+    assert capfd.readouterr().err == ""
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def alive(pid: int) -> bool:

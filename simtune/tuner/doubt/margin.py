@@ -9,8 +9,8 @@ own, so a step of which kind k is the share w_k takes
 
 times as long as predicted, s_k the standard deviation of the kind's error and z_k standard normal. Steps that decode
 and steps with prompts have other shares; the margin is the quantile of the longer of both, so it is no less than either
-needs. Bounds are those of plans that are slower by the margin, and hold for them as without it. The probability that the
-chosen plan then has is stated from its own steps (`simtune.tuner.doubt.slo_probability`).
+needs. Bounds are those of plans that are slower by the margin, and hold for them as without it. The probability that
+the chosen plan then has is stated from its own steps (`simtune.tuner.doubt.slo_probability`).
 """
 
 from __future__ import annotations
