@@ -36,6 +36,6 @@ H100 = Bandwidth(weights_bytes=16e9, kv_bytes=131072, flops=16e9, bytes_per_s=3e
 
 if __name__ == "__main__":
     for costs in (H100, seconds):
-        result = simtune.simulate("llama-3.1-8b", None, "chat", costs=costs, rate_rps=20, requests=1000)
+        result = simtune.simulate("chat", model="llama-3.1-8b", costs=costs, rate_rps=20, requests=1000)
         metrics = result.summary().metrics
         print(f"TTFT p99 {metrics['ttft'].p99 * 1e3:.1f} ms, TPOT p99 {metrics['tpot'].p99 * 1e3:.2f} ms")

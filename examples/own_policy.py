@@ -30,7 +30,7 @@ def plan(policy: str, **options: int) -> simtune.Plan:
 
 if __name__ == "__main__":
     for tried in (plan("sarathi"), plan("own_policy:LeastAttainedService", quantum=64)):
-        result = simtune.simulate(None, None, "chat", tried, rate_rps=7, requests=500)
+        result = simtune.simulate("chat", plan=tried, rate_rps=7, requests=500)
         summary = result.summary()
         e2el = summary.metrics["e2el"]
         print(f"{tried.name:10} {summary.preemptions} preempted, E2EL p50 {e2el.p50:.2f} s, p99 {e2el.p99:.2f} s")

@@ -29,6 +29,6 @@ if __name__ == "__main__":
     pool = simtune.Pool(hardware="h100-sxm", instances=4, batching=batching, max_model_len=8192)
     for kind in ("round_robin", "own_router:LeastSentLately"):
         plan = {"name": "p", "model": "llama-3.1-8b", "pools": [pool], "router": {"kind": kind}}
-        result = simtune.simulate(None, None, "chat", simtune.Plan.model_validate(plan), rate_rps=50, requests=2000)
+        result = simtune.simulate("chat", plan=simtune.Plan.model_validate(plan), rate_rps=50, requests=2000)
         ttft = result.summary().metrics["ttft"]
         print(f"{kind:26} TTFT p50 {ttft.p50 * 1e3:.1f} ms, p99 {ttft.p99 * 1e3:.1f} ms")

@@ -9,7 +9,9 @@ RATES = (5, 10, 15, 20, 25)
 
 def sweep(hardware: str) -> list[float]:
     """TPOT p99 in ms of one instance at every rate."""
-    results = [simtune.simulate("llama-3.1-8b", hardware, "chat", rate_rps=rate, requests=800) for rate in RATES]
+    results = [
+        simtune.simulate("chat", model="llama-3.1-8b", hardware=hardware, rate_rps=rate, requests=800) for rate in RATES
+    ]
     return [1e3 * result.summary().metrics["tpot"].p99 for result in results]
 
 

@@ -1,7 +1,7 @@
 """simtune: which inference schedule should this model run on this hardware under this load?
 
 import simtune
-result = simtune.simulate("llama-3.1-8b", "h100-sxm", "chat", rate_rps=8)
+result = simtune.simulate("chat", model="llama-3.1-8b", hardware="h100-sxm", rate_rps=8)
 tuned = simtune.optimize("study.yaml")
 spec = simtune.load("h100-sxm")
 """

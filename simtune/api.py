@@ -56,11 +56,11 @@ Load = str | Workload | Trace | Mapping[str, Any]
 
 
 def simulate(  # noqa: PLR0913 - one for each option
-    model: str | Model | None,
-    hardware: str | Hardware | None,
     workload: Load,
-    plan: str | Plan | None = None,
     *,
+    plan: str | Plan | None = None,
+    model: str | Model | None = None,
+    hardware: str | Hardware | None = None,
     engine: str | None = None,
     costs: plan_parts.Costs | str | Path | None = None,
     rate_rps: float | None = None,
@@ -69,10 +69,10 @@ def simulate(  # noqa: PLR0913 - one for each option
 ) -> Result:
     """Simulate a plan under a load.
 
-    Model, hardware, workload and plan are given by name or path or as objects, the requests also as columns: a mapping
-    with arrival_s, prompt_tokens and output_tokens. Without a plan: one instance on the fewest GPUs that fit, with
-    the settings of `engine`, a preset, or vLLM's batching. With one, model and hardware may be None: they are the
-    plan's.
+    Workload, plan, model and hardware are given by name or path or as objects, the requests also as columns: a mapping
+    with arrival_s, prompt_tokens and output_tokens. Without a plan: one instance of `model` on the fewest GPUs that
+    fit, with the settings of `engine`, a preset, or vLLM's batching. With a plan, `model` and `hardware` replace the
+    plan's own.
 
     `costs` are used in place of those that follow from the hardware: an object with the methods of
     `simtune.costs.protocol.StepCosts`, a function `seconds(num_decodes, context_tokens, chunks)`, or a file with a

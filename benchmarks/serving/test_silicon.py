@@ -74,7 +74,7 @@ def group_of(run: Run) -> str:
 def predicted(run: Run) -> dict[str, float]:
     """Mean seconds."""
     model, hardware = model_of(run), load_hardware(kernels_of(run.hardware, preset_of(run)))
-    result = simtune.simulate(model, hardware, workload_of(run), plan_of(run, model))
+    result = simtune.simulate(workload_of(run), plan=plan_of(run, model), model=model, hardware=hardware)
     return {"ttft": float(result.ttft_s.mean()), "tpot": float(result.tpot_s.mean())}
 
 

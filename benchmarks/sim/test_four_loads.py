@@ -80,7 +80,8 @@ import simtune
 workload, plan, rate, requests = json.loads(sys.argv[1])
 
 def run(requests):
-    return simtune.simulate("llama-3.1-8b", "h100-sxm", workload, plan, rate_rps=rate, requests=requests)
+    served = {"model": "llama-3.1-8b", "hardware": "h100-sxm"}
+    return simtune.simulate(workload, plan=plan, rate_rps=rate, requests=requests, **served)
 
 run(50)
 start = time.process_time()

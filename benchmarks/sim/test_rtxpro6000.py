@@ -72,7 +72,7 @@ def simulated(folder: Path, profile: Path, scratch: Path) -> Served:
     plan = Plan(
         name="rtx", model="llama-3.1-8b", pools=(Pool(hardware="rtx-pro-6000", instances=1, batching=batching),)
     )
-    return Served.of(simulate(None, str(profile), str(trace), plan))
+    return Served.of(simulate(str(trace), plan=plan, hardware=str(profile)))
 
 
 def plain(profile: Hardware) -> Hardware:

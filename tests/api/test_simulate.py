@@ -45,13 +45,13 @@ def test_public_names_are_found_where_they_are_said_to_be() -> None:
 
 
 def test_objects_and_names_come_to_the_same() -> None:
-    by_name = simtune.simulate("llama-3.1-8b", "h100-sxm", "chat", rate_rps=6, requests=80, seed=3)
+    by_name = simtune.simulate("chat", model="llama-3.1-8b", hardware="h100-sxm", rate_rps=6, requests=80, seed=3)
     workload, _ = load_workload("chat")
     model, hardware = load_model("llama-3.1-8b"), load_hardware("h100-sxm")
-    by_object = simtune.simulate(model, hardware, workload, rate_rps=6, requests=80, seed=3)
+    by_object = simtune.simulate(workload, model=model, hardware=hardware, rate_rps=6, requests=80, seed=3)
     assert by_object.outcome.finish.tolist() == by_name.outcome.finish.tolist()
     plan = api.set_up(api.load_specs("llama-3.1-8b", "h100-sxm", "chat"), requests=80, seed=3).deployment.plan
-    planned = simtune.simulate(None, None, workload, plan, rate_rps=6, requests=80, seed=3)
+    planned = simtune.simulate(workload, plan=plan, rate_rps=6, requests=80, seed=3)
     assert planned.num_gpus == 1
     assert planned.completed.all()
 
@@ -60,11 +60,11 @@ def test_objects_and_names_come_to_the_same() -> None:
 
 
 def test_columns_are_replayed_as_they_are() -> None:
-    result = simtune.simulate("llama-3.1-8b", "h100-sxm", COLUMNS)
+    result = simtune.simulate(COLUMNS, model="llama-3.1-8b", hardware="h100-sxm")
     assert result.arrival_s.tolist() == pytest.approx((COLUMNS["arrival_s"] - 100.0).tolist())
     assert result.stream.output_tokens.tolist() == COLUMNS["output_tokens"].tolist()
     assert result.completed.all()
-    doubled = simtune.simulate("llama-3.1-8b", "h100-sxm", COLUMNS, rate_rps=100.0)
+    doubled = simtune.simulate(COLUMNS, model="llama-3.1-8b", hardware="h100-sxm", rate_rps=100.0)
     assert doubled.offered_rate_rps == pytest.approx(100.0)
 
 
@@ -73,7 +73,8 @@ def test_columns_equal_the_trace_file_that_says_the_same(tmp_path: Path) -> None
     rows = zip(*(column.tolist() for column in COLUMNS.values()), strict=True)
     path.write_text("\n".join([",".join(COLUMNS), *(",".join(map(str, row)) for row in rows)]))
     results = [
-        simtune.simulate("llama-3.1-8b", "h100-sxm", load) for load in (COLUMNS, str(path), simtune.read_trace(path))
+        simtune.simulate(load, model="llama-3.1-8b", hardware="h100-sxm")
+        for load in (COLUMNS, str(path), simtune.read_trace(path))
     ]
     assert len({str(result.outcome.finish.tolist()) for result in results}) == 1
 
@@ -83,7 +84,7 @@ def test_columns_may_say_what_prompts_share() -> None:
     pool = api.set_up(api.load_specs("llama-3.1-8b", "h100-sxm", COLUMNS)).deployment.plan.pools[0]
     caching = pool.model_copy(update={"kv_cache": KvCache(prefix_caching=True)})
     plan = simtune.Plan(name="p", model="llama-3.1-8b", pools=(caching,))
-    result = simtune.simulate(None, None, shared, plan)
+    result = simtune.simulate(shared, plan=plan)
     assert result.outcome.cores[0].hit_tokens > 0
 
 
@@ -101,9 +102,11 @@ def test_columns_may_say_what_prompts_share() -> None:
 )
 def test_columns_that_are_no_trace(change: dict[str, Any], message: str) -> None:
     with pytest.raises(simtune.UsageError, match=message):
-        simtune.simulate("llama-3.1-8b", "h100-sxm", {**COLUMNS, **change})
+        simtune.simulate({**COLUMNS, **change}, model="llama-3.1-8b", hardware="h100-sxm")
     with pytest.raises(simtune.UsageError, match="the columns of a trace lack output_tokens"):
-        simtune.simulate("llama-3.1-8b", "h100-sxm", {k: v for k, v in COLUMNS.items() if k != "output_tokens"})
+        simtune.simulate(
+            {k: v for k, v in COLUMNS.items() if k != "output_tokens"}, model="llama-3.1-8b", hardware="h100-sxm"
+        )
 
 
 # --- costs of one's own -----------------------------------------------------------------------------------
@@ -112,7 +115,7 @@ def test_columns_that_are_no_trace(change: dict[str, Any], message: str) -> None
 def test_a_function_of_seconds_is_a_cost_model() -> None:
     """Every first token comes after whole steps of the function, and so does all else."""
     alone = {"arrival_s": [0.0], "prompt_tokens": [100], "output_tokens": [3]}
-    result = simtune.simulate("llama-3.1-8b", "h100-sxm", alone, costs=seconds)
+    result = simtune.simulate(alone, model="llama-3.1-8b", hardware="h100-sxm", costs=seconds)
     steps = [seconds(0, 0, [(0, 100)]), seconds(1, 101, ()), seconds(1, 102, ())]
     assert result.ttft_s[0] == pytest.approx(steps[0], abs=1e-11)
     assert result.e2el_s[0] == pytest.approx(sum(steps), abs=1e-11)
@@ -120,14 +123,14 @@ def test_a_function_of_seconds_is_a_cost_model() -> None:
 
 def test_costs_with_the_protocol_come_to_the_same_in_jumps() -> None:
     linear = simtune.LinearCosts(step_s=0.005, per_token_s=1e-5, per_context_s=1e-8)
-    jumped = simtune.simulate("llama-3.1-8b", "h100-sxm", COLUMNS, costs=linear)
-    stepped = simtune.simulate("llama-3.1-8b", "h100-sxm", COLUMNS, costs=seconds)
+    jumped = simtune.simulate(COLUMNS, model="llama-3.1-8b", hardware="h100-sxm", costs=linear)
+    stepped = simtune.simulate(COLUMNS, model="llama-3.1-8b", hardware="h100-sxm", costs=seconds)
     assert jumped.e2el_s.tolist() == pytest.approx(stepped.e2el_s.tolist(), rel=1e-6)
 
 
 def test_with_costs_nothing_is_left_to_estimate_and_memory_need_not_bind() -> None:
     """Without hardware and plan every seat has room for the longest request."""
-    result = simtune.simulate("llama-3.1-8b", None, COLUMNS, costs=seconds)
+    result = simtune.simulate(COLUMNS, model="llama-3.1-8b", costs=seconds)
     assert result.completed.all()
     experiment = api.set_up(api.load_specs("llama-3.1-8b", None, COLUMNS), costs=seconds)
     assert experiment.deployment.estimated == []
@@ -137,9 +140,9 @@ def test_with_costs_nothing_is_left_to_estimate_and_memory_need_not_bind() -> No
     assert memory.num_blocks * 16 >= pool.batching.max_num_seqs * experiment.deployment.max_model_len
     assert (pool.instances, pool.max_model_len) == (1, 512), "the longest of 360 tokens, in whole 256"
     with pytest.raises(simtune.UsageError, match="name a model and a hardware profile, or a plan that does"):
-        simtune.simulate("llama-3.1-8b", None, COLUMNS)
+        simtune.simulate(COLUMNS, model="llama-3.1-8b")
     with pytest.raises(simtune.UsageError, match="name a model and a hardware profile, or a plan that does"):
-        simtune.simulate(None, None, COLUMNS, costs=seconds)
+        simtune.simulate(COLUMNS, costs=seconds)
 
 
 def test_costs_that_fail_are_named_with_the_line() -> None:
@@ -149,11 +152,11 @@ def test_costs_that_fail_are_named_with_the_line() -> None:
     with pytest.raises(
         simtune.PartError, match=r"cost model .*broken failed in .*broken \(.*test_simulate.py:\d+\): Zero"
     ):
-        simtune.simulate("llama-3.1-8b", None, COLUMNS, costs=broken)
+        simtune.simulate(COLUMNS, model="llama-3.1-8b", costs=broken)
     with pytest.raises(simtune.PartError, match=r"lambda.*decode answered \(0, 0, 1\), and at least one tick"):
-        simtune.simulate("llama-3.1-8b", None, COLUMNS, costs=lambda b, c, chunks: 0.01 if chunks else 0.0)
+        simtune.simulate(COLUMNS, model="llama-3.1-8b", costs=lambda b, c, chunks: 0.01 if chunks else 0.0)
     with pytest.raises(simtune.PartError, match=r"cost model dict \(builtins\) has no method decode"):
-        simtune.simulate("llama-3.1-8b", None, COLUMNS, costs={})  # type: ignore[arg-type]
+        simtune.simulate(COLUMNS, model="llama-3.1-8b", costs={})  # type: ignore[arg-type]
 
 
 def test_costs_go_to_other_processes() -> None:

@@ -277,7 +277,8 @@ class TestCommand:
         assert CORRECTED not in dict(facts(plain))
         assert "calibration" not in plain.to_yaml()
         slow, fast = (
-            simtune.simulate("llama-2-70b", p, "chat", rate_rps=0.5, requests=40) for p in (str(out), "h100-sxm")
+            simtune.simulate("chat", model="llama-2-70b", hardware=p, rate_rps=0.5, requests=40)
+            for p in (str(out), "h100-sxm")
         )
         assert slow.statistic("tpot", "mean") > 1.2 * fast.statistic("tpot", "mean")
 

@@ -304,7 +304,7 @@ class TestEach:
             "prompt": {"kind": "fixed", "tokens": 300},
             "output": {"kind": "fixed", "tokens": 20},
         }
-        result = simtune.simulate(model, None, Workload.model_validate(load, strict=False), plan)
+        result = simtune.simulate(Workload.model_validate(load, strict=False), plan=plan, model=model)
         assert result.completed.all()
         assert result.num_gpus == plan.pools[0].devices
         assert list(unsupported_settings(plan.pools[0]))

@@ -141,7 +141,7 @@ def test_a_log_drives_the_simulator(tmp_path: Path) -> None:
     file = tmp_path / "steps.jsonl"
     file.write_text(write_steps(steps(0, 200)))
     assert isinstance(read_costs(file), EngineSteps)
-    result = api.simulate("llama-3.1-8b", None, LOAD, costs=file)
+    result = api.simulate(LOAD, model="llama-3.1-8b", costs=file)
     assert result.completed.all()
     assert 4e-3 < result.statistic("tpot", "mean") < 6e-2
     done = CliRunner().invoke(

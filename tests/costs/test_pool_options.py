@@ -248,7 +248,7 @@ class TestParallelDecoder:
             "acceptance": str(rates),
         }
         plan = Plan(name="p", model="llama-3.1-8b", pools=(pool(speculation=drafting),))
-        result = simtune.simulate(None, None, self.WORKLOAD, plan)
+        result = simtune.simulate(self.WORKLOAD, plan=plan)
         return float(result.values("tpot").mean()), result.drafted.tokens / result.drafted.rounds
 
     def test_a_pass_that_keeps_all_takes_one_step_of_its_width(self, tmp_path: Any) -> None:
@@ -263,7 +263,7 @@ class TestParallelDecoder:
     def test_a_pass_that_keeps_one_is_plain_decoding_at_its_width(self, tmp_path: Any) -> None:
         seconds, kept_each = self.tpot(tmp_path, 1, 0.0)
         plan = Plan(name="p", model="llama-3.1-8b", pools=(pool(),))
-        plain = float(simtune.simulate(None, None, self.WORKLOAD, plan).values("tpot").mean())
+        plain = float(simtune.simulate(self.WORKLOAD, plan=plan).values("tpot").mean())
         assert kept_each == 1
         assert plain <= seconds <= 1.1 * plain
 

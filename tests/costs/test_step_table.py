@@ -155,9 +155,9 @@ def test_csv_and_parquet_say_the_same(steps: Path, tmp_path: Path) -> None:
 
 
 def test_a_table_drives_the_simulator_by_its_path(steps: Path) -> None:
-    by_path = simtune.simulate("llama-3.1-8b", None, LOAD, costs=steps)
-    by_name = simtune.simulate("llama-3.1-8b", "h100-sxm", LOAD, costs=str(steps))
-    by_object = simtune.simulate("llama-3.1-8b", None, LOAD, costs=TABLE)
+    by_path = simtune.simulate(LOAD, model="llama-3.1-8b", costs=steps)
+    by_name = simtune.simulate(LOAD, model="llama-3.1-8b", hardware="h100-sxm", costs=str(steps))
+    by_object = simtune.simulate(LOAD, model="llama-3.1-8b", costs=TABLE)
     assert by_path.completed.all()
     assert by_path.outcome.finish.tolist() == by_object.outcome.finish.tolist() == by_name.outcome.finish.tolist()
     assert by_path.values("tpot").min() > 8e-3
@@ -173,7 +173,7 @@ def test_a_plan_names_a_table_beside_it_and_the_run_says_what_it_rests_on(steps:
     result = experiment.run()
     assert (
         result.outcome.finish.tolist()
-        == simtune.simulate("llama-3.1-8b", None, LOAD, costs=TABLE).outcome.finish.tolist()
+        == simtune.simulate(LOAD, model="llama-3.1-8b", costs=TABLE).outcome.finish.tolist()
     )
     basis = cost_basis(experiment.deployment, result)
     assert basis is not None

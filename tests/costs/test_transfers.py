@@ -91,7 +91,7 @@ def test_a_plan_takes_them_from_the_file_beside_it(link: str, tmp_path: Path, mo
     monkeypatch.chdir(tmp_path / "elsewhere")
 
     def e2el_s() -> Array:
-        result = simtune.simulate(None, None, "chat", "../plan.yaml", rate_rps=0.01, requests=12)
+        result = simtune.simulate("chat", plan="../plan.yaml", rate_rps=0.01, requests=12)
         return result.values("e2el")[np.asarray(result.stream.output_tokens) > 1]
 
     slow = e2el_s()

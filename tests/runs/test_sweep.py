@@ -46,7 +46,7 @@ def test_grids_that_make_no_sense_are_refused() -> None:
 
 def test_a_point_is_the_simulation_of_the_same_question() -> None:
     row = Point(BASE, {"rate": "4", "plan.pools.0.batching.max_num_seqs": "16"}).run()
-    result = simtune.simulate("llama-3.1-8b", "h100-sxm", "chat", rate_rps=4, requests=30)
+    result = simtune.simulate("chat", model="llama-3.1-8b", hardware="h100-sxm", rate_rps=4, requests=30)
     assert row["error"] is None
     assert row["rate"] == "4"
     assert row["offered_rate_rps"] == pytest.approx(4)
@@ -165,7 +165,7 @@ def test_a_table_is_kept_as_parquet_too(tmp_path: Path) -> None:
 
 
 def test_results_are_tables_where_pandas_is() -> None:
-    result = simtune.simulate("llama-3.1-8b", "h100-sxm", "chat", rate_rps=4, requests=20)
+    result = simtune.simulate("chat", model="llama-3.1-8b", hardware="h100-sxm", rate_rps=4, requests=20)
     pandas = pytest.importorskip("pandas")
     table = result.to_pandas()
     assert isinstance(table, pandas.DataFrame)

@@ -269,7 +269,7 @@ def test_instances_that_come_and_go_do_not_go_with_a_graph() -> None:
     events = [{"kind": "failure", "at_s": 1.0, "pool": "mixed", "instance": 0}]
     plan = Plan.model_validate({"name": "p", "model": "llama-3.1-8b", "pools": [pool], "events": events}, strict=False)
     with pytest.raises(UsageError, match="its instances come and go"):
-        simtune.simulate(None, None, workload([{"name": "a"}]), plan, costs=Constant(), requests=2)
+        simtune.simulate(workload([{"name": "a"}]), plan=plan, costs=Constant(), requests=2)
 
 
 # --- latency of a family ----------------------------------------------------------------------------------

@@ -125,9 +125,9 @@ def test_settings_that_no_plan_has_are_refused(tmp_path: Path) -> None:
 def test_an_engine_is_named_in_the_plan_or_beside_none(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, "vllm-0.24")
     with pytest.raises(UsageError, match="beside a plan"):
-        simulate(None, None, "chat", plan, engine="vllm-0.24", requests=10)
-    made = simulate("llama-3.1-8b", "h100-sxm", "chat", engine="vllm-0.12", requests=200)
-    named = simulate("llama-3.1-8b", "h100-sxm", "chat", engine="vllm-0.24", requests=200)
+        simulate("chat", plan=plan, engine="vllm-0.24", requests=10)
+    made = simulate("chat", model="llama-3.1-8b", hardware="h100-sxm", engine="vllm-0.12", requests=200)
+    named = simulate("chat", model="llama-3.1-8b", hardware="h100-sxm", engine="vllm-0.24", requests=200)
     assert made.tpot_s.mean() > named.tpot_s.mean(), "the older release waits for its host"
 
 

@@ -38,7 +38,7 @@ def test_errors_are_of_the_prediction() -> None:
 
 
 def test_a_simulation_is_served_as_its_summary_says() -> None:
-    result = simtune.simulate("llama-3.1-8b", "h100-sxm", "chat", rate_rps=4, requests=50)
+    result = simtune.simulate("chat", model="llama-3.1-8b", hardware="h100-sxm", rate_rps=4, requests=50)
     found = Served.of(result)
     metrics = result.summary().metrics
     for row in compare(found, found):
