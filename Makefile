@@ -28,7 +28,7 @@ QUICKLY := $(SPREAD) -m "not full and not slow and not nightly and not benchmark
 # -qq: errors only; warnings are about the package index of the machine.
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: profiles demo test check check-oldest durations constraints lint bench bench-store bench-against reproduce picture screens slow vllm releases nightly fuzz coverage mutants kills soak clean
+.PHONY: profiles demo test check check-oldest durations constraints lint bench bench-store bench-against reproduce picture screens docs slow vllm releases nightly fuzz coverage mutants kills soak clean
 
 demo: $(VENV)/.installed
 	$(BIN)/simtune optimize examples/quickstart/study.yaml --out $(RUN) --force
@@ -72,6 +72,10 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# The documentation as a site, in site/: fails on every warning.
+docs: $(VENV)/.installed-dev
+	PYTHONPATH=. NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m slow
