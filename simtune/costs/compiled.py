@@ -256,7 +256,6 @@ def compile_tables(
     prefill = scales[True] * rising(np.maximum(prefill, 0))
     past = scales[True] * models.dense(lambda model, x: model.past(x), lengths)
     decodes = np.arange(1, seqs + 1, dtype=np.float64)
-    # index 0: a step without decodes has no imbalance
     imbalance = [
         [0, *whole_ticks(scales[chunked] * step_model.imbalance_s(decodes, chunked))] for chunked in (False, True)
     ]

@@ -125,8 +125,8 @@ class StepTable:
         """
         logs = []
         for i in np.unique(np.linspace(0, len(self._rows) - 1, min(200, len(self._rows))).round().astype(int)):
-            others_rows = np.arange(len(self._rows)) != i
-            logs.append(np.log(self._middle(self._features(self._rows[i]), others_rows) / self._times[i]))
+            without_row = np.arange(len(self._rows)) != i
+            logs.append(np.log(self._middle(self._features(self._rows[i]), without_row) / self._times[i]))
         return float(np.quantile(np.abs(logs), 0.9)) / 1.645
 
     def _check_known(self, key: Key) -> None:
