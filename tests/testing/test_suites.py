@@ -117,7 +117,8 @@ LAWS = "test_all_laws_hold_and_jumps_equal_single_steps"
     [
         (Greedy, LAWS, "more tokens than max_num_batched_tokens"),
         (Crowded, LAWS, "more requests than max_num_seqs"),
-        (Leaking, LAWS, "blocks are lost or doubled"),
+        # a policy that leaks all blocks in one step runs nothing, which is found before the blocks are counted
+        (Leaking, LAWS, "blocks are lost or doubled|there is work, and nothing runs"),
         (Clairvoyant, LAWS, "Clairvoyant.key reads the output length"),
         (Jumpy, LAWS, "differs between jumps and single steps"),
         (Forgetful, LAWS, "requests are lost or doubled"),
@@ -192,7 +193,7 @@ CHOICES = "test_only_cores_that_are_up_are_chosen_and_always_the_same"
         (First, CHOICES, "core 0 is down"),
         (Last, "test_ties", "of equal cores not the first is chosen"),
         (Whimsical, CHOICES, "the same story has other choices"),
-        (Lazy, CHOICES, "nobody is chosen, though cores are up"),
+        (Lazy, CHOICES, "returned None although cores are up"),
         (Reader, CHOICES, "Reader.choose reads the output length"),
     ],
 )
