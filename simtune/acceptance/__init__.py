@@ -1,1 +1,1 @@
-"""How often a target keeps what a drafter proposes, estimated from what engines count and log."""
+"""Estimation of the probability that a target accepts what a drafter proposes, from counts and logs of engines."""
