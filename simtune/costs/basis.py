@@ -60,7 +60,7 @@ class KindBasis:
 
 
 class AskedCall(NamedTuple):
-    """A shape that a step asks an operator for."""
+    """Shape with which a step calls an operator."""
 
     kind: str
     """The call's kind in the breakdown of the step."""

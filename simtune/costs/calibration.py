@@ -2,7 +2,7 @@
 
 A profile describes kernels; an engine adds what no kernel table shows, and another release may be faster or slower by
 a common factor. One scale and one offset for steps with prompt tokens, and one of each for steps without, repair most
-of that: they lean on different kernels. The offset stands for the host too, whose time in the profile no longer counts.
+of that: they depend on different kernels. The offset replaces the host too, whose time in the profile no longer counts.
 
 | log | known by | a step |
 |---|---|---|

@@ -2,7 +2,7 @@
 
 `StepTables` tabulates `StepModel` once: `linear` per number of tokens, `head` per number of sampled
 rows, `prefill` per prompt length, and for each number of decodes, when first used, a row of decode
-attention: knots over the mean context, eight per octave except where a line is as good, with whole ticks at the
+attention: knots over the mean context, eight per octave unless a line is as good, with whole ticks at the
 knots and whole ticks per context token between them. Because both are integers, a pure decode step is exactly
 affine in the context tokens between two knots, which is what `simtune.costs.protocol.StepCosts` requires.
 `CompiledCosts` reads steps off them, `simtune.costs.drafting.CompiledRounds` rounds of drafting and verifying.
@@ -385,6 +385,7 @@ class CompiledCosts:
         span = -((context_tokens - starts[at]) // num_decodes)
         if ticks >= floor:
             return ticks + after, per_token * num_decodes, span
+        # steps stay at the floor until attention outgrows it
         if per_token:
             span = min(span, (floor - ticks) // (per_token * num_decodes) + 1)
         return floor + after, 0, span

@@ -26,6 +26,7 @@ def estimate(
     operator, device = OPERATORS[kind], hardware.device
     flops_per_s = device.flops_per_s.get(cast(Dtype, COMPUTES_IN.get(dtype, dtype)))
     bytes_per_s, overhead_s = device.memory_bytes_per_s, operator.overhead_s
+    # kinds that only move bytes have no flops: any rate does, also if the dtype has none
     if not operator.computes:
         flops_per_s = max(device.flops_per_s.values())
     if flops_per_s is None:

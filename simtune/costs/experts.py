@@ -54,6 +54,7 @@ def received(tokens: Array, experts: int, experts_per_token: int, ep: int) -> Re
     """
     local = experts / ep
     visited = np.arange(experts_per_token)
+    # probability that none of a token's experts, drawn without repetition, is on the rank
     missed = float(np.prod(np.maximum(0.0, 1 - local / (experts - visited))))
     return Received(tokens * (1 - missed), experts_per_token / ep / (1 - missed))
 

@@ -35,7 +35,7 @@ BASE_POINTS = 2000
 """Rows the base is fitted on; more of them change its parameters by less than a per cent."""
 
 CALIBRATION_POINTS = 1000
-"""Rows that calibrate the interval where a table has more than a residual keeps."""
+"""Rows that calibrate the interval if a table has more than a residual keeps."""
 
 WARM_POINTS = 100
 """Number of points above which the fits that calibrate an interval start from the lengths of the fit of all points, and
@@ -165,6 +165,7 @@ def _fit(
     lines = _lines(table, setting)
     residual: Residual | None = None
     arrays: dict[str, NDArray[Any]] = {}
+    # curves replace the residual for kinds that have one size only
     if lines and form.curve is not None and not form.curve.exact_only:
         interval = _curve_interval(lines, table)
     else:

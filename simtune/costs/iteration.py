@@ -10,9 +10,9 @@ token:
 summed over all layers and all pipeline stages. The tables were measured under CUDA graphs, so no launch
 cost is added, and token counts up to 512 are padded to the sizes for which vLLM captures graphs. Without
 graphs nothing is padded, and no step is shorter than the launches of its kernels: max(T_gpu, T_launch). The same holds
-of steps with prompts where an engine's graphs are of decode steps only.
+of steps with prompts if an engine has graphs of decode steps only.
 Asynchronous engines hide the host: T = max(T_gpu, T_host); others add it. Where an engine's own log has corrected
-steps of this kind (`simtune.costs.calibration`), T = scale * T_gpu + offset stands for both. With pipeline parallelism
+steps of this kind (`simtune.costs.calibration`), T = scale * T_gpu + offset replaces both. With pipeline parallelism
 T_gpu is the latency of one step through all stages and the sends between them.
 
 The cost of experts under a plan, and of exchanging tokens with those of other ranks, is in `simtune.costs.experts`.
@@ -69,7 +69,7 @@ KINDS = (
     "moe_dispatch",
     "moe_combine",
 )
-"""The parts of a step's GPU time, as `StepModel.breakdown` names them."""
+"""Parts of a step's GPU time, as `StepModel.breakdown` names them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +171,7 @@ class StepModel:
             talks = any(part.kind in hidden_kinds(pool.overlap) for part in (*self._linear, *self._routed))
             self._overlap = pool.overlap if talks else None
         self._host = HostWork.of(model, hardware, pool)
+        # one kernel of attention in each layer, and all other calls
         kernels = model.num_layers + sum(part.times for part in (*self._linear, *self._routed, *self._head))
         launch_s = max(_launch_s(model, pool, kernels), floor_s(self._host))
         self.launch_s = (launch_s, max(launch_s, (pool.prompt_launch_s or 0.0) * model.num_layers))
@@ -212,7 +213,7 @@ class StepModel:
         return self._overlap is not None
 
     def linear(self, num_tokens: Array, prompts: bool = False) -> dict[str, Array]:
-        """Seconds per kind of all calls that depend on the number of tokens in the step only, and, where communication
+        """Seconds per kind of all calls that depend on the number of tokens in the step only, and, if communication
         hides, on whether it has prompts."""
         return self.padded(num_tokens, prompts) | self.routed(num_tokens, prompts)
 
@@ -304,7 +305,7 @@ class StepModel:
         return with_it - self._part(apart, decodes * width).step_s(apart.parts)
 
     def _room(self, num_decodes: int | Array, width: int) -> Array:
-        """Seconds of a step of decodes alone beside their attention, in which another device may attend."""
+        """Seconds of a pure decode step without its attention, in which another device may attend."""
         rows = np.asarray(num_decodes, dtype=np.float64) * width
         total: Array = np.sum([*self.linear(rows).values(), *self.head(rows).values()], axis=0)
         return total
@@ -375,6 +376,7 @@ class StepModel:
             for kind, seconds in self.head(np.array([batch.num_samples])).items():
                 parts[kind] = float(seconds[0])
         if batch.num_decodes:
+            # shared tokens are read once for all decodes: they are timed like a chunk below
             mean = np.array([batch.context_tokens / batch.num_decodes - batch.shared_tokens])
             longest = max((new for _, new in batch.chunks), default=0)
             decode_s = float(self.decode(batch.num_decodes, mean, chunk=longest)[0])

@@ -57,7 +57,7 @@ def bends(x: Ints, y: Ints) -> list[int]:
 
 def rising(values: Array) -> Array:
     """Return values that never fall along the last axis: the mean of the running maximum and of the minimum still to
-    come, both equal to the values where these rise.
+    come, both equal to the values while these rise.
     """
     reached = np.maximum.accumulate(values, axis=-1)
     to_come = np.minimum.accumulate(values[..., ::-1], axis=-1)[..., ::-1]

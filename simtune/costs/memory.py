@@ -155,6 +155,7 @@ def weights_bytes(model: Model, parallelism: Parallelism, stage: int) -> float:
     vocab = hidden * -(-model.vocab_size // tp)
     first, last = stage == 0, stage == pp - 1
     total += plain * (vocab + hidden * model.learned_positions) * first
+    # a tied head is stored with the embeddings if one stage has both
     total += (head * vocab * (not (model.tie_embeddings and first)) + plain * model.norm_parameters) * last
     return total
 
@@ -359,6 +360,7 @@ def _counted(
         seat_bytes=seats,
         kv_bytes_per_token=per_token,
         block_size=kv_cache.block_size,
+        # vLLM reserves one block for itself
         num_blocks=max(0, blocks - 1),
     )
 

@@ -1,7 +1,7 @@
 """Predicted seconds of one operator, how far off they may be, and the way to find the right operator in a
 hardware profile.
 
-Everything downstream calls `Predictor.seconds(**shape)` and nothing else, whatever stands behind it.
+All users call `Predictor.seconds(**shape)` and nothing else, whether a fit or a data sheet predicts.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ LEVEL = 0.9
 Z90 = NormalDist().inv_cdf((1 + LEVEL) / 2)
 
 OUTSIDE = 1.5
-"""Intervals outside the measured box are this much wider where a fit had too few rows to leave ranges out and look."""
+"""Factor of the width of intervals outside the measured box if a fit had too few rows to leave ranges out."""
 
 GROWTH = 0.75
-"""Outside, the log error grows with (1 + octaves beyond the box) to this power, besides what the process says of its
-own distance. Of 0.5, 0.75 and 1 it covers best where ranges of the tables of seven GPUs were left out:
+"""Power of (1 + octaves beyond the box) with which the log error grows outside, besides the process's own growth with
+distance. Of 0.5, 0.75 and 1 it covers best when ranges of the tables of seven GPUs are left out:
 benchmarks/costs/test_coverage.py."""
 
 DATA_SHEET_LOG_SD = 0.35
-"""Log error where nothing was measured: 75 % of the data sheet's rates plus 5 us are 9-16 % off at the median
+"""Log error if nothing was measured: 75 % of the data sheet's rates plus 5 us are 9-16 % off at the median
 and 30-76 % at p90 over five GPUs (AIConfigurator's tables), and log(1.76) = 0.35 x 1.645."""
 
 
@@ -307,7 +307,7 @@ def typical_log_sd(operator: Operator) -> float:
 
 
 class Profile:
-    """The operators of a hardware profile, by what a model needs."""
+    """Operators of a hardware profile, found by the needs of a model."""
 
     def __init__(self, hardware: Hardware, *, in_step: bool = False) -> None:
         """Take the operators of `hardware`.

@@ -135,6 +135,7 @@ def data_sheet(table: Table, facts: Facts | Hardware) -> Sheet:
         bytes_per_s = link.bytes_per_s
     dtype = COMPUTES_IN.get(table.dtype, table.dtype)
     flops_per_s = device.flops_per_s.get(dtype)
+    # kinds that only move bytes have no flops: any rate does, also if the dtype has none
     if not operator.computes:
         flops_per_s = max(device.flops_per_s.values())
     if flops_per_s is None:

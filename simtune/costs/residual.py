@@ -243,7 +243,7 @@ def pair_squares(x: Array) -> Array:
 
 
 class _Pairs(NamedTuple):
-    """All pairs of n different points: both of them, and where LAPACK has the lower of their two elements in n^2."""
+    """All pairs of n different points: both points, and LAPACK's index of the pair's lower element in n^2."""
 
     first: NDArray[np.intp]
     second: NDArray[np.intp]

@@ -254,6 +254,7 @@ class StepCalls:
 
         def seconds(m: Array) -> Array:
             full_s, quantising_s = gemm.seconds(m=m, n=n, k=k), quantise.seconds(m=m, k=k)
+            # if the product was timed with quantising, that is subtracted, at most half of the total
             without, with_it = (
                 (np.maximum(full_s - quantising_s, full_s / 2), full_s) if timed else (full_s, full_s + quantising_s)
             )

@@ -162,6 +162,7 @@ def _moved(
     return operator.model_copy(
         update={
             "base": base,
+            # a curve along a size cannot be scaled by a rate
             "curves": tuple(curve.stretched(c, bytes_ratio) for c in operator.curves) if _along_bytes(operator) else (),
             "interval": wider(operator, expected.log_sd),
             "hold_out": hold_out,

@@ -8,7 +8,7 @@ from simtune.engine.request import CachedRun, Request
 
 
 class Hit(NamedTuple):
-    """The beginning of a waiting request that is in the prefix cache."""
+    """Beginning of a waiting request that is in the prefix cache."""
 
     runs: list[CachedRun]
     private: CachedRun | None

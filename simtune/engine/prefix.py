@@ -51,6 +51,7 @@ class PrefixCache(KvBlocks):
 
     def find(self, request: Request) -> Hit:
         """Return the longest cached beginning of a request; changes nothing."""
+        # the last token is always computed: the step samples from it
         limit = (request.known_tokens - 1) // self.block_size
         cached, run_blocks = self._cached, self._hash_blocks
         runs: list[CachedRun] = []
@@ -67,6 +68,7 @@ class PrefixCache(KvBlocks):
             if size < run_blocks:
                 break
         private = cached.get(request)
+        # the private run continues the text only if all shared blocks before it were found
         if private is not None and blocks == request.shared < limit:
             private_blocks = min(private.size, limit - blocks)
             blocks += private_blocks

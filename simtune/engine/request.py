@@ -25,7 +25,7 @@ class CachedRun:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A prompt to answer.
+    """Prompt to answer, and its progress.
 
     While a request is a member of a `Batch`, its `computed`, `emitted`, `reserved_tokens` and `verifications` are those
     at the step it joined: the batch knows what became of its members since, and writes it down when they leave, so that

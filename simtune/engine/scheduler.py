@@ -114,7 +114,7 @@ class Scheduler(ABC):
         chunked_prefill: bool = True,
         watermark_blocks: int = 0,
     ) -> None:
-        """`watermark_blocks` must stay free when a request is admitted beside others.
+        """Make an empty scheduler; `watermark_blocks` must stay free when a request joins others.
 
         Raises ValueError for settings with which an admitted request could wait forever.
         """

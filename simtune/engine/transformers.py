@@ -144,9 +144,11 @@ class TransformersFifo(ListScheduler):
         roomy = self.kv.free / self.kv.total >= self.safety_margin
         residents_before = self.residents.copy().keys()
         for request in self._candidates():
+            # below the safety margin only decodes may follow the first request
             if scheduled and not roomy and not request.decoding:
                 break
             self._find(request)
+            # with shared blocks a step could read more tokens than the cache has slots
             if request.computed > slots:
                 continue
             tokens = 1 if request.decoding else min(request.known_tokens - request.computed, budget)

@@ -127,6 +127,7 @@ class VllmFcfs(BatchScheduler):
                 chunk_blocks = self._new_blocks(prompt, chunk_tokens)
             if token_budget >= 0 and new_blocks + chunk_blocks <= kv.free + blocks_taken and not batch.rests:
                 break
+            # preempting at once needs members that take one block at most, and the newest as the victim
             if self.drafting or self._settling.ended or not self._newest_goes:
                 return self._schedule_one_by_one()
             # Members need one block or none: the members before the one in need take all free blocks.
@@ -236,8 +237,10 @@ class VllmFcfs(BatchScheduler):
                 hit = kv.find(request)
                 _, _, hit_blocks, idle = hit
                 past += hit_blocks * block_size
+                # found blocks that other requests hold need no free block, idle ones do
                 room += hit_blocks - idle
             all_blocks = -(-known_tokens // block_size)
+            # blocks are taken for this chunk only, but all known tokens must fit if the setting asks for it
             if all_blocks * self.scheduler_reserve_full_isl > room:
                 break
             num_tokens, padding = min(known_tokens - past, self._longest_chunk), 0
@@ -245,6 +248,7 @@ class VllmFcfs(BatchScheduler):
                 padding = self._padding_after(past)
                 num_tokens += padding
             if num_tokens > token_budget - extra_slots:
+                # a padded newcomer is never cut, nor is a prompt without chunked prefill
                 if padding or not self.chunked_prefill:
                     break
                 num_tokens = token_budget - extra_slots

@@ -88,6 +88,7 @@ def _rank(rank: int, devices: int, kind: str, meet: str, pipe: Connection) -> No
         )
         count = torch.ones(1)
         seconds = []
+        # two trial samples find how often the call is repeated in a sample
         for sample in range(-2, _SAMPLES):
             distributed.barrier()
             start = now()
@@ -97,7 +98,7 @@ def _rank(rank: int, devices: int, kind: str, meet: str, pipe: Connection) -> No
             spent = (now() - start) / int(count)
             if sample >= 0:
                 seconds.append(spent)
-            else:  # all ranks repeat it as often as the first says
+            else:  # all ranks use the repetitions of the first one
                 count = torch.tensor([max(1.0, min(200.0, _SAMPLE_S / spent))]).to(kind)
                 distributed.broadcast(count, 0)
         if rank == 0:

@@ -44,6 +44,7 @@ def _before_moved_sentinels(journal: Journal) -> set[str]:
         key = task_of(point).key
         if point.role == "sentinel":
             moved = abs((point.seconds or 0.0) / usual[key] - 1)
+            # a move within the sentinel's own spread is noise
             if moved > MOVED and moved * usual[key] > 3 * (point.mad or 0.0):
                 doubted |= set(since)
             since = []

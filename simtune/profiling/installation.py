@@ -93,7 +93,7 @@ def _profiles() -> Diagnosis:
     profiles = names("hardware")
     try:
         for name in profiles:
-            len(load_hardware(name).arrays)  # they are read where they are first needed
+            len(load_hardware(name).arrays)  # arrays are read when they are first needed
     except SimtuneError as error:
         return Diagnosis("problem", "hardware profiles", str(error))
     if not profiles:

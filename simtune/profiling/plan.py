@@ -315,6 +315,7 @@ class _Planner:
         largest that each was chosen with.
         """
         between: list[MeasurementTask] = []
+        # drawn points may repeat others or not fit: 20 tries for each
         for _ in range(20 * count if chosen else 0):
             arguments = []
             for name in sizes:

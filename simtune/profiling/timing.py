@@ -106,6 +106,7 @@ def measure(timer: Timer, calls: Sequence[Call], allowance_s: float = ALLOWANCE_
     while not samples and (at < WARM_UP or spent < timer.warm_up_s):
         once = timer.sample(calls, at, 1)
         at, spent = at + 1, spent + once.seconds
+    # as many calls as the shortest sample that the timer measures precisely
     count = max(1, round(timer.shortest_s * at / max(spent, 1e-9)))
     spent = 0.0 if not samples else first.seconds
     while not _enough(samples, spent, allowance_s):

@@ -47,7 +47,7 @@ class CostSuite:
         """Check the first law of the protocol."""
         batch = self.batch(data)
         mixed, (decode, _, _) = self.model.mixed(*batch, [], batch[0]), self.model.decode(*batch)
-        assert mixed == decode, f"mixed says {mixed} ticks and decode {decode} for the same step"
+        assert mixed == decode, f"mixed returns {mixed} ticks and decode {decode} for the same step"
 
     @given(st.data())
     @many

@@ -93,7 +93,9 @@ class PolicySuite:
         short, long = self.drive(world, single=True).log, self.drive(replace(world, load=load), single=True).log
         until = short.finish_of(number)
         for step in range(until):
-            assert short.scheduled.get(step) == long.scheduled.get(step), f"step {step} goes by the length of {number}"
+            assert short.scheduled.get(step) == long.scheduled.get(step), (
+                f"step {step} depends on the length of {number}"
+            )
 
     @given(st.data())
     @few

@@ -144,7 +144,7 @@ def test_who_goes_by_the_length_by_another_way_is_found_out() -> None:
             return lengths[request.id]
 
     suite = type("Suite", (PolicySuite,), {"policy": Informed})()
-    with pytest.raises(AssertionError, match="goes by the length of"):
+    with pytest.raises(AssertionError, match="depends on the length of"):
         quickly(suite, "test_a_longer_answer_changes_nothing_before_the_shorter_one_ends")
 
 
@@ -259,7 +259,7 @@ class Sprinting(LinearCosts):
 @pytest.mark.parametrize(
     ("costs", "test", "finding"),
     [
-        (Sampling(1e-3), "test_a_pure_decode_step_is_a_step_without_chunks", "mixed says .* for the same step"),
+        (Sampling(1e-3), "test_a_pure_decode_step_is_a_step_without_chunks", "mixed returns .* for the same step"),
         (Bent(1e-3), "test_steps_take_longer_as_the_first_one_says", "of a span of"),
         (
             Falling(1e-3),

@@ -12,7 +12,7 @@ with the token that follows what is already certain:
 
 The host prepares a round once; asynchronous engines hide it behind the GPU, T = max(T_gpu, T_host), others add it,
 as for any step (`simtune.costs.iteration`). Every draft step is a CUDA graph of its own, whose launch is not counted;
-where there are neither graphs nor asynchronous scheduling, the host prepares every pass of the drafter like a step.
+without graphs and asynchronous scheduling, the host prepares every pass of the drafter like a step.
 Drafters run on the tensor-parallel ranks of the target and on one pipeline stage.
 
 Known biases. To the fast side: building and re-ranking a dynamic tree, rejection sampling beyond one pass over

@@ -110,6 +110,7 @@ def _possible(table: Table, sheet: Sheet, repair: bool) -> Table:
         return table
     if impossible.mean() <= MANY:
         return _without(table, impossible, f"more than {limit:g} times faster than the data sheet allows")
+    # bytes that were read as elements make messages `width` times too large: the one unit that can be repaired
     width = Setting.of(1, table.dtype, None).dtype_bytes
     if link and width > 1:
         smaller = replace(table, shape={**table.shape, "bytes": table.shape["bytes"] / width})

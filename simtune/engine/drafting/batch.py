@@ -132,6 +132,7 @@ class DraftingBatch:
         if tokens > budget:
             return None
         repeat = self.steps_to_completion()
+        # the exact search is needed only if widths differ or blocks may run short
         if calendar.ragged or not self._roomy(free, repeat):
             repeat = self.steps_that_fit(free, repeat)
         context, blocks, contexts = calendar.read(repeat)

@@ -25,9 +25,9 @@ class Calendar:
     def __init__(self) -> None:
         self._rows = np.zeros((2, 1024), dtype=np.int64)  # the members' rows added up
         self._fewer = np.zeros(1024, dtype=np.int64)  # tokens missing to one plus all drafts of each member
-        self._at = 0  # where the next step stands in the arrays
+        self._at = 0  # index of the next step in the arrays
         self._wide = 0  # tokens of all members, one and all drafts of each
-        self._soon: list[list[int]] | None = None  # the rows of the next steps, where they were read as lists
+        self._soon: list[list[int]] | None = None  # the rows of the next steps, if they were read as lists
         self._totals: tuple[int, int, int] | None = None
         self.ragged = 0
         """Members that do not verify as many tokens in each of their rounds."""

@@ -13,7 +13,7 @@ class DraftCounts:
 
     def __init__(self, terms: DraftingTerms) -> None:
         self._terms = terms
-        self._shares: dict[Request, int] = {}  # where the drafts are counted for the batch
+        self._shares: dict[Request, int] = {}  # used if the drafts are counted for the batch
         self.most = terms.max_drafts
         """Most drafts of any request."""
 

@@ -222,6 +222,7 @@ class StallFree(ListScheduler):
     def decode_all(self, preempted: list[Request]) -> ScheduledTokens:
         """Return one token for each request that decodes, preempting until all of them have their block."""
         while self.missing_blocks(decoding := [r for r in self.residents if r.decoding], 1) > self.kv.free:
+            # reversed: of equal keys `max` returns the first, here the newest
             victim = max(reversed(self.residents), key=self.key)
             self.preempt(victim)
             preempted.append(victim)

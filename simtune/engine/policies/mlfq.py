@@ -79,6 +79,7 @@ class SkipJoinMlfq(ListScheduler):
         seats = self.max_num_seqs - len(self._reserved)
         budget, admitting = self.max_num_batched_tokens, True
         scheduled: ScheduledTokens = {}
+        # copies: `_claim` removes victims from `by_urgency`, and preemption puts them into `waiting`
         for request in merge(by_urgency[:], list(islice(waiting, seats)), key=key):
             if not budget or len(scheduled) == seats:
                 break

@@ -22,7 +22,7 @@ class ShortestPredictedFirst(StallFree):
 
 
 class EarliestDeadlineFirst(StallFree):
-    """Prompts in the order of `Request.deadline`: between two chunks, an urgent one overtakes one under way."""
+    """Prompts in the order of `Request.deadline`: between two chunks, an urgent prompt overtakes one in prefill."""
 
     reads = frozenset({"deadline"})
 
