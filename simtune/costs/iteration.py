@@ -7,13 +7,12 @@ token:
     T_gpu = linear(m) + decode(B, C / B) + sum of [prefill(past + tokens) - prefill(past) + past(past) +
     overhead] + head(samples)
 
-summed over all layers and all pipeline stages. The tables were measured under CUDA graphs, so no launch
-cost is added, and token counts up to 512 are padded to the sizes for which vLLM captures graphs. Without
-graphs nothing is padded, and no step is shorter than the launches of its kernels: max(T_gpu, T_launch). The same holds
-of steps with prompts if an engine has graphs of decode steps only.
-Asynchronous engines hide the host: T = max(T_gpu, T_host); others add it. Where an engine's own log has corrected
-steps of this kind (`simtune.costs.calibration`), T = scale * T_gpu + offset replaces both. With pipeline parallelism
-T_gpu is the latency of one step through all stages and the sends between them.
+summed over all layers and all pipeline stages. The tables were measured under CUDA graphs, so no launch cost is added,
+and token counts up to 512 are padded to the sizes for which vLLM captures graphs. Without graphs nothing is padded, and
+no step is shorter than the launches of its kernels: max(T_gpu, T_launch). The same holds of steps with prompts if an
+engine has graphs of decode steps only. Asynchronous engines hide the host: T = max(T_gpu, T_host); others add it. Where
+an engine's own log has corrected steps of this kind (`simtune.costs.calibration`), T = scale * T_gpu + offset replaces
+both. With pipeline parallelism T_gpu is the latency of one step through all stages and the sends between them.
 
 The cost of experts under a plan, and of exchanging tokens with those of other ranks, is in `simtune.costs.experts`.
 With data-parallel attention all groups are taken to have as many tokens as this one, to which engines pad them; the
